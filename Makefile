@@ -1,0 +1,41 @@
+# Two commands: `make demo` and `make test`. Each sets up what it needs in .venv, from nothing but Python >= 3.11.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all check bench clean help
+
+help:
+	@echo "make demo      train a digits CNN over 8 simulated devices; results in runs/demo/"
+	@echo "make test      the tests (minutes, 2 cores)"
+	@echo "make test-all  the tests and the slow ones"
+	@echo "make check     formatting, lint, types, architecture"
+	@echo "make bench     benchmarks; results in benchmarks/results/"
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "spmd needs Python 3.11 or newer; this is %d.%d" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(RUN) examples/demo.py
+
+test: $(STAMP)
+	$(RUN) -m pytest -m "not slow"
+
+test-all: $(STAMP)
+	$(RUN) -m pytest
+
+check: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright
+	$(RUN) -m pytest tests/test_architecture.py
+
+bench: $(STAMP)
+	$(RUN) benchmarks/step_overhead.py
+
+clean:
+	rm -rf $(VENV) runs build dist

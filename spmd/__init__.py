@@ -1,0 +1,74 @@
+"""spmd: train a Flax model over many devices, laid out by a file, as one compiled step.
+
+Start with `fit`; `Trainer` is for people who own their loop. Names are imported when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpoint": "spmd.run.checkpoint",
+    "Default": "spmd.layout.declare",
+    "FunctionalModel": "spmd.model.functional",
+    "Gradients": "spmd.layout.declare",
+    "Layout": "spmd.layout.declare",
+    "MeshSpec": "spmd.mesh",
+    "OptimizerState": "spmd.layout.declare",
+    "Remat": "spmd.layout.declare",
+    "Result": "spmd.api",
+    "Rule": "spmd.layout.declare",
+    "SpmdError": "spmd.errors",
+    "State": "spmd.train.state",
+    "Trainer": "spmd.trainer",
+    "callbacks": "spmd.run.callbacks:",
+    "data": "spmd.data:",
+    "errors": "spmd.errors:",
+    "fit": "spmd.api",
+    "loggers": "spmd.run.loggers:",
+    "losses": "spmd.train.losses:",
+    "make_mesh": "spmd.mesh",
+    "metrics": "spmd.train.metrics:",
+    "simulate_devices": "spmd.mesh",
+}
+
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:  # what the table above says, in a form that editors read
+    from spmd import data as data
+    from spmd import errors as errors
+    from spmd.api import Result as Result
+    from spmd.api import fit as fit
+    from spmd.errors import SpmdError as SpmdError
+    from spmd.layout.declare import Default as Default
+    from spmd.layout.declare import Gradients as Gradients
+    from spmd.layout.declare import Layout as Layout
+    from spmd.layout.declare import OptimizerState as OptimizerState
+    from spmd.layout.declare import Remat as Remat
+    from spmd.layout.declare import Rule as Rule
+    from spmd.mesh import MeshSpec as MeshSpec
+    from spmd.mesh import make_mesh as make_mesh
+    from spmd.mesh import simulate_devices as simulate_devices
+    from spmd.model.functional import FunctionalModel as FunctionalModel
+    from spmd.run import callbacks as callbacks
+    from spmd.run import loggers as loggers
+    from spmd.run.checkpoint import Checkpoint as Checkpoint
+    from spmd.train import losses as losses
+    from spmd.train import metrics as metrics
+    from spmd.train.state import State as State
+    from spmd.trainer import Trainer as Trainer
+
+
+def __getattr__(name: str):
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'spmd' has no attribute {name!r}")
+    found = importlib.import_module(home.removesuffix(":"))  # a colon marks the module itself
+    value = found if home.endswith(":") else getattr(found, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,226 @@
+"""`fit`: the face of the library for most. It assembles the parts below; it decides nothing."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmd.data.loader import source
+from spmd.data.resident import Resident, on_devices
+from spmd.errors import CheckpointError, OptionError, Problem, raise_problems
+from spmd.layout.declare import Layout
+from spmd.layout.summary import notes
+from spmd.mesh import MeshSpec
+from spmd.run.callbacks import as_callbacks
+from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.history import History
+from spmd.run.loggers import JsonLines, check_loggers
+from spmd.run.loop import Loop, Plan, Position
+from spmd.run.progress import NoProgress, make_progress
+from spmd.train.state import State
+from spmd.trainer import Trainer
+from spmd.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What `fit` gives back.
+
+    Attributes:
+      state: the last state, on the mesh, laid out by the layout.
+      history: metrics of every step and every evaluation of this call.
+      stop_reason: why the run ended before its plan, or None.
+      trainer: the `Trainer` that ran it.
+    """
+
+    state: State
+    history: History
+    stop_reason: str | None
+    trainer: Trainer
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The user's kind of model, holding the trained arrays: an nnx module, a bound linen module, or a callable."""
+        return self.trainer.rebuild(self.state)
+
+    def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
+        """Exact means of loss and metrics over `data`, in evaluation mode."""
+        return self.trainer.evaluate(self.state, data, batch_size=batch_size)
+
+    def predict(self, inputs: Tree) -> Tree:
+        """The model's outputs for every row of `inputs`, as numpy arrays on the host."""
+        return self.trainer.predict(self.state, inputs)
+
+
+def fit(
+    model: Any,
+    data: Any,
+    *,
+    loss: Callable[..., Any],
+    optimizer: Any,
+    mesh: Any = None,
+    layout: str | Path | Layout = "data_parallel",
+    batch_size: int | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    eval_data: Any = None,
+    eval_every: int | None = None,
+    metrics: Mapping[str, Callable[..., Any]] | None = None,
+    checkpoint: str | Path | Checkpoint | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Any] = (),
+    loggers: Sequence[Any] = (),
+    log_every: int = 10,
+    progress: bool | str = "auto",
+    precision: str = "float32",
+    accumulate: int = 1,
+    shuffle: bool | None = None,
+    prefetch: int = 2,
+    seed: int = 0,
+) -> Result:
+    """Train a Flax model over a mesh of devices, laid out by a layout file, as one compiled step.
+
+    Args:
+      model: a function of no arguments that builds an `nnx.Module` (its arrays are then made in place on the mesh), an
+        `nnx.Module`, a `linen.Module` or a `FunctionalModel`. A model that is given whole is copied, never changed.
+      data: dict or tuple of arrays [examples, ...]; an iterable of batches, or a function that returns one; a grain data
+        set; or `spmd.data.resident(arrays)`.
+      loss: `loss(model, batch)` or `loss(model, batch, rng)`; one value per example, or a scalar (the mean over the rows
+        it was given); alone or as `(value, {name: metric})`. With one value per example a short last batch is padded
+        and masked; with a scalar it runs at its own size, as a second compiled program.
+      optimizer: an optax gradient transformation; it sees whole arrays, so clipping by global norm is global.
+      mesh: "data=4,model=2", a dict, a jax `Mesh`, or None: the layout's own mesh, or every device on `data`.
+      layout: a shipped name (`spmd layouts` lists them), a path to a TOML file, or a `Layout`.
+      batch_size: examples per update over all workers and microbatches; for data that is not batched yet.
+      epochs, steps: when to end; one of them, or neither for one epoch.
+      eval_data, eval_every: evaluated every so many steps; at the end of each epoch when None.
+      metrics: `{name: function(model, batch)}`, measured in evaluation; those that share the loss's forward pass
+        (`spmd.metrics`) in training too.
+      checkpoint: a folder, or a `Checkpoint` that says how often. `resume=True` goes on from the newest one there.
+      callbacks: `spmd.callbacks.Callback`s or functions of `info`.
+      loggers: beside the JSON lines that go to `metrics.jsonl` in the checkpoint folder.
+      log_every: steps per record; a record is the mean over them.
+      progress: True, False, or "auto": in a terminal or a notebook.
+      precision: "float32", or "bfloat16": forward and backward in bfloat16, parameters and optimizer in float32.
+      accumulate: microbatches per update; gradients meet once per update.
+      shuffle: whether arrays are shuffled anew in each epoch (True for arrays); decided by `seed`.
+      prefetch: batches of an iterable that are read ahead.
+      seed: decides the order of the data, the dropout masks and, for linen and functional models, the initial values.
+
+    Returns:
+      A `Result`: the model, the history, the state, and `evaluate` and `predict`.
+
+    Raises:
+      SpmdError: one of its kinds, before anything is compiled; every problem at once, with a cure.
+      DivergedError: the loss is not finite.
+
+    Example:
+      >>> import optax, spmd
+      >>> import jax.numpy as jnp
+      >>> x = jnp.linspace(-1, 1, 64)[:, None]
+      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((1, 1))}, lambda params, x: x @ params["w"])
+      >>> result = fit(model, (x, 3 * x), loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.5), batch_size=16, epochs=20)
+      >>> round(float(result.state.params["w"][0, 0]), 3)
+      3.0
+    """
+    plan = _plan(epochs, steps, eval_every, log_every, prefetch)
+    trainer = Trainer(
+        model,
+        loss=loss,
+        optimizer=optimizer,
+        mesh=mesh,
+        layout=layout,
+        metrics=metrics,
+        precision=precision,
+        accumulate=accumulate,
+        seed=seed,
+    )
+    given = data.arrays if isinstance(data, Resident) else data
+    reader = source(given, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    program, placer = trainer.prepare(reader.sample())
+    hooks, sinks, shown = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
+    config = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+    store = _open(config, resume=resume)
+    meta = {"data": reader.fingerprint(), "seed": seed, "layout": trainer.layout.to_toml(), "mesh": str(MeshSpec.parse(trainer.mesh))}
+    if store is not None and store.latest() is not None:
+        state, position = _resume(store, trainer, meta)
+    else:
+        state, position = trainer.init(), Position()
+    if jax.process_index() != 0:
+        sinks, shown = [], NoProgress()
+    elif store is not None:
+        sinks.append(JsonLines(store.folder / "metrics.jsonl"))
+        (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
+    for line in notes(trainer.resolved):
+        shown.say(line)
+    evaluate = None if eval_data is None else functools.partial(trainer.evaluate, data=eval_data)
+    loop = Loop(
+        program,
+        reader,
+        placer,
+        plan,
+        state,
+        evaluate,
+        hooks,
+        sinks,
+        shown,
+        store,
+        meta,
+        prefetch,
+        data=on_devices(given, trainer.mesh) if isinstance(data, Resident) else None,
+        steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
+        step=int(state.step),
+        position=position,
+    )
+    loop.run()
+    return Result(loop.state, loop.history, loop.stop_reason, trainer)
+
+
+def _plan(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> Plan:
+    if epochs is not None and steps is not None:
+        raise OptionError(f"epochs={epochs} and steps={steps} both say when to end.\n    cure: give one of them.")
+    for name, value, least in (
+        ("epochs", epochs, 1),
+        ("steps", steps, 1),
+        ("eval_every", eval_every, 1),
+        ("log_every", log_every, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise OptionError(f"{name}={value!r}: a whole number from {least}.")
+    return Plan(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
+
+
+def _open(config: Checkpoint | None, *, resume: bool) -> Store | None:
+    """The run's checkpoints; what is there already is gone on with, or is an error, never overwritten."""
+    if config is None:
+        if resume:
+            raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
+        return None
+    store = Store(config)
+    if store.latest() is not None and not resume:
+        raise CheckpointError(
+            f"{store.folder} already holds a run, up to step {store.latest()}.\n    cure: resume=True to go on with it, or another folder."
+        )
+    return store
+
+
+def _resume(store: Store, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position]:
+    """The newest state and the place in the data where it stood.
+
+    Raises:
+      CheckpointError: the data is cut or ordered in another way than the saved run's, so it could not be gone on with.
+    """
+    step = store.latest()
+    assert step is not None
+    saved = store.meta(step)
+    problems = [
+        Problem(name, [f"saved {saved['data'].get(name)!r}, now {meta['data'].get(name)!r}"])
+        for name in dict.fromkeys([*saved["data"], *meta["data"]])
+        if saved["data"].get(name) != meta["data"].get(name)
+    ]
+    raise_problems(CheckpointError, f"the run in {store.folder} cannot be gone on with: its data was cut in another way", problems)
+    return store.restore(step, trainer.abstract_state), Position(**saved["position"])

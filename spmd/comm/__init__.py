@@ -1,0 +1,1 @@
+"""How gradients meet: the wire, the reductions, the codecs."""

@@ -1,0 +1,38 @@
+"""The wire: the only file that calls `lax` collectives. Arrays are per worker: this device's own piece."""
+
+import math
+
+import jax
+from jax import lax
+
+Axes = tuple[str, ...]
+
+
+def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
+    """Sum over all workers along `axes`; every worker gets the whole sum, same shape as `x`."""
+    return lax.psum(x, axes) if axes else x
+
+
+def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Sum over all workers along `axes`, of which each keeps its own slice of `dim`, in the order of the axes."""
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """The slices of all workers along `axes`, joined along `dim` in the order of the axes."""
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def maximum(x: jax.Array, axes: Axes) -> jax.Array:
+    """The largest value over all workers along `axes`."""
+    return lax.pmax(x, axes) if axes else x
+
+
+def worker_index(axes: Axes) -> jax.Array:
+    """This worker's number, a scalar int32: positions along `axes`, the first one slowest."""
+    return lax.axis_index(axes)
+
+
+def worker_count(axes: Axes) -> int:
+    """How many workers there are along `axes`."""
+    return math.prod(lax.axis_size(axis) for axis in axes)

@@ -1,0 +1,193 @@
+"""One batch on its way to the mesh: checked, padded or cut to what the workers divide, and placed."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd.errors import DataError, Problem, raise_problems
+from spmd.layout.check import spec_problems
+from spmd.layout.declare import Layout, Spec, spec_axes, spec_text
+from spmd.layout.resolve import owners, pspec
+from spmd.mesh import MeshSpec
+from spmd.tree import Tree, describe, flatten, map_paths
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBatch:
+    """Rows still on the host.
+
+    `leaves` are arrays; with `index`, the batch is their rows `index` (int64[rows]), read only where they are needed.
+    Without it they are the rows themselves: all of them in one process, this process's own in several.
+    `position` is what a checkpoint needs to go on after this batch.
+    """
+
+    leaves: Tree
+    rows: int
+    index: np.ndarray | None = None
+    position: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch on the mesh.
+
+    `weights` is float32[rows], 0 on padding; `rows` counts data; `split` is False when every worker holds all rows.
+    """
+
+    leaves: Tree
+    weights: jax.Array
+    rows: int
+    split: bool = True
+    position: Any = None
+
+
+def check_leaves(tree: Tree, what: str) -> int:
+    """The number of rows, the same in every leaf.
+
+    Raises:
+      DataError: no leaf, a leaf without rows, or leaves with different numbers of rows; all of them listed.
+    """
+    leaves = flatten(tree)
+    if not leaves:
+        raise DataError(f"{what} holds no arrays.")
+    scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
+    if scalars:
+        raise DataError(f"{what}: {', '.join(scalars)} has no dim 0 to cut into rows.\n    cure: arrays of shape [rows, ...].")
+    sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
+    if len(set(sizes.values())) > 1:
+        problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."]) for path, size in sizes.items()]
+        raise_problems(DataError, f"{what} is ragged: its leaves have different numbers of rows", problems)
+    return next(iter(sizes.values()))
+
+
+def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -> None:
+    """Check a full batch against the layout's batch specs.
+
+    Raises:
+      DataError: rows that workers and microbatches do not divide, or a spec that does not fit a leaf; all at once.
+    """
+    rows = check_leaves(tree, "the batch")
+    data = layout.data_axes()
+    workers = math.prod(mesh.sizes[axis] for axis in data)
+    problems = []
+    if rows % (workers * microbatches):
+        parts = f"{workers} workers ({', '.join(f'{axis}={mesh.sizes[axis]}' for axis in data)})"
+        parts += f" times {microbatches} microbatches" if microbatches > 1 else ""
+        unit = workers * microbatches
+        near = sorted({max(unit, rows // unit * unit), -(-rows // unit) * unit})
+        problems.append(
+            Problem(
+                f"batch of {rows} rows",
+                [f"is not divisible by {parts}: {rows} / {unit} leaves {rows % unit}."],
+                f"batch_size={' or batch_size='.join(map(str, near))}.",
+            )
+        )
+    for path, leaf in flatten(tree).items():
+        claimed = owners(layout.batch.rules, path)
+        if len(claimed) > 1:
+            problems.append(Problem(f"{path}   {describe(leaf)}", [f"{len(claimed)} batch rules match this leaf."]))
+            continue
+        spec = layout.batch.rules[claimed[0]].spec if claimed else layout.batch.spec
+        lines = [] if problems and problems[0].where.startswith("batch of") else spec_problems(spec, np.shape(leaf), mesh)
+        if lines:
+            cure = f'add [[batch.rules]]  path = "{path}"  spec = {spec_text(spec[:1])}.'
+            problems.append(Problem(f"{path}   {describe(leaf)}   spec {spec_text(spec)}", lines, cure))
+        if tuple(axis for axis in spec_axes(spec[:1])) != data:
+            problems.append(
+                Problem(
+                    f"{path}   {describe(leaf)}",
+                    [f"its dim 0 is cut over {spec_text(spec[:1])}, the batch over {spec_text(layout.batch.spec[:1])}."],
+                )
+            )
+    for number, rule in enumerate(layout.batch.rules, 1):
+        if not any(number - 1 in owners(layout.batch.rules, path) for path in flatten(tree)):
+            problems.append(
+                Problem(
+                    f'[[batch.rules]] rule {number}: path "{rule.path}" matches no leaf of the batch.',
+                    [],
+                    f"one of: {', '.join(flatten(tree))}.",
+                )
+            )
+    raise_problems(DataError, f"the batch does not fit {layout.source} on mesh {mesh}", problems)
+
+
+class Placer:
+    """Puts host batches on the mesh, whole batches as they are and a short last one padded or as it is.
+
+    With `pad`, a short batch is filled up with copies of its first row, of weight 0, and so runs through the program
+    that is compiled already. Without (a loss that gives one number for all rows, or batch statistics), it keeps its own
+    rows, because nothing could leave the padding out: a second program is compiled for its size.
+    """
+
+    def __init__(self, mesh: Mesh, spec_of: Callable[[str], Spec], data_axes: tuple[str, ...], rows: int, *, pad: bool):
+        self._mesh, self._spec_of, self._rows, self.pad = mesh, spec_of, rows, pad
+        self._row_sharding = NamedSharding(mesh, PartitionSpec(data_axes))
+        self.whole = NamedSharding(mesh, PartitionSpec())
+        self._workers = math.prod(mesh.shape[axis] for axis in data_axes)
+        self._shardings: dict[str, NamedSharding] = {}
+        self._weights: dict[tuple[int, int, bool], jax.Array] = {}
+        self._many_processes = jax.process_count() > 1
+
+    def __call__(self, host: HostBatch) -> Batch:
+        """The batch on the mesh; host buffers are copied, so the caller may reuse them at once."""
+        with jax.transfer_guard("allow"):  # the one place in the loop where rows are meant to move
+            return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
+
+    def _place_global(self, host: HostBatch) -> Batch:
+        """Rows that every process can read: each reads those of its own devices."""
+        rows, index = host.rows, host.index
+        size = self._rows if self.pad and rows < self._rows else rows
+        split = size % self._workers == 0
+        if size > rows:
+            index = np.arange(rows) if index is None else index
+            index = np.concatenate([index, np.repeat(index[:1], size - rows)])
+        leaves = map_paths(lambda path, leaf: self._place(path, leaf, index, size, split), host.leaves)
+        return Batch(leaves, self.weights(rows, size, split), rows, split, host.position)
+
+    def _place(self, path: str, leaf: Any, index: np.ndarray | None, size: int, split: bool) -> jax.Array:
+        sharding = self._sharding(path) if split else self.whole
+        if isinstance(leaf, jax.Array):  # immutable, and maybe on the mesh already
+            return jax.device_put(leaf if index is None else leaf[index], sharding)
+        leaf = np.asarray(leaf)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if index is None:
+            cut = lambda at: np.array(leaf[at], dtype=dtype)
+        else:
+            cut = lambda at: leaf[(index[at[0]], *at[1:])].astype(dtype, copy=False)
+        return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, cut)
+
+    def _place_local(self, host: HostBatch) -> Batch:
+        """Rows that this process alone has read: its part of the global batch."""
+        size = host.rows * jax.process_count()
+        if size != self._rows:
+            raise DataError(
+                f"this process read {host.rows} rows; with {jax.process_count()} processes and a batch of {self._rows} "
+                f"it must be {self._rows // jax.process_count()} in every batch.\n"
+                "    cure: give arrays, which every process can index, or drop the short batch."
+            )
+        leaves = map_paths(
+            lambda path, leaf: jax.make_array_from_process_local_data(
+                self._sharding(path), np.array(leaf, copy=True), (size, *np.shape(leaf)[1:])
+            ),
+            host.leaves,
+        )
+        return Batch(leaves, self.weights(size, size, True), size, True, host.position)
+
+    def _sharding(self, path: str) -> NamedSharding:
+        if path not in self._shardings:
+            self._shardings[path] = NamedSharding(self._mesh, pspec(self._spec_of(path)))
+        return self._shardings[path]
+
+    def weights(self, rows: int, size: int, split: bool) -> jax.Array:
+        """float32[size], 1 for the first `rows`; made once per size."""
+        key = (rows, size, split)
+        if key not in self._weights:
+            values = (np.arange(size) < rows).astype(np.float32)
+            sharding = self._row_sharding if split else self.whole
+            self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
+        return self._weights[key]

@@ -1,0 +1,172 @@
+"""Sources of batches: arrays that are cut, or anything that yields batches. A source knows where it stands."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.data.batches import HostBatch, check_leaves
+from spmd.errors import DataError, OptionError
+from spmd.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySource:
+    """Batches cut from arrays [examples, ...], in an order that `seed` and the epoch's number decide.
+
+    Every example comes once per epoch; the last batch of an epoch may be short. In several processes every one holds
+    (or maps) all arrays and reads only the rows of its own devices.
+    """
+
+    arrays: Tree
+    examples: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    threaded = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches per epoch, a short last one counted."""
+        return -(-self.examples // self.batch_size)
+
+    def sample(self) -> Tree:
+        """The shapes of one full batch."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)), self.arrays
+        )
+
+    def order(self, epoch: int) -> np.ndarray:
+        """int64[examples]: the order of this epoch."""
+        if not self.shuffle:
+            return np.arange(self.examples)
+        return np.random.Generator(np.random.Philox(key=np.array([self.seed, epoch], np.uint64))).permutation(self.examples)
+
+    def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
+        """The batches of one epoch, from batch `start` on."""
+        del position  # number and start say all
+        order = self.order(number)
+        for first in range(start * self.batch_size, self.examples, self.batch_size):
+            index = order[first : first + self.batch_size]
+            yield HostBatch(self.arrays, len(index), index)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to go on with the same data."""
+        return {"examples": self.examples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed}
+
+
+class IterableSource:
+    """Batches as an iterable yields them: a list, a generator, a function that returns one, a grain data set.
+
+    An iterator with `get_state` and `set_state` (grain's) resumes by its state; any other by reading up to where it was.
+    """
+
+    threaded = True
+
+    def __init__(self, data: Any, batch_size: int | None):
+        length = len(data) if hasattr(data, "__len__") else None
+        self._make: Callable[[], Any] = data if callable(data) and not hasattr(data, "__iter__") else lambda: data
+        self._first: Iterator | None = self._iterate()
+        try:
+            sample = next(self._first)
+        except StopIteration:
+            raise DataError("the data is empty: it yields no batch.") from None
+        self._head: list[Tree] = [sample]
+        rows = check_leaves(sample, "the first batch")
+        if rows == 0:
+            raise DataError("the data is empty: its first batch has 0 rows.")
+        self.batch_size = rows * jax.process_count()
+        if batch_size is not None and batch_size != self.batch_size:
+            raise DataError(
+                f"batch_size={batch_size}, but the data yields batches of {self.batch_size} rows.\n"
+                f"    cure: leave batch_size out, or yield {batch_size}."
+            )
+        self._sample = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.batch_size, *np.shape(x)[1:]), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), sample
+        )
+        self.steps_per_epoch: int | None = length
+
+    def _iterate(self) -> Iterator:
+        return iter(self._make())
+
+    def sample(self) -> Tree:
+        """The shapes of the first batch, over all processes."""
+        return self._sample
+
+    def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
+        """The batches of one epoch, from batch `start` on; `position` is the iterator's own state there, if it has one."""
+        iterator, head = (self._first, self._head) if self._first is not None else (self._iterate(), [])
+        self._first, self._head = None, []
+        stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+        if stateful and position is not None:
+            iterator.set_state(position)  # type: ignore[union-attr]
+            head, start = [], 0
+        # the state belongs to the batch before it is handed over: what was read ahead does not count
+        states = itertools.repeat(None) if not stateful else iter(lambda: iterator.get_state(), object())  # type: ignore[union-attr]
+        count = 0
+        for leaves, state in zip(itertools.chain(head, iterator), states, strict=False):
+            count += 1
+            if count <= start:
+                continue
+            rows = check_leaves(leaves, f"batch {count} of epoch {number + 1}")
+            if rows * jax.process_count() > self.batch_size:
+                raise DataError(f"batch {count} of epoch {number + 1} has {rows} rows, more than the {self.batch_size} of the first one.")
+            yield HostBatch(leaves, rows, None, state)
+        if count == 0:
+            raise DataError(
+                f"the data yields nothing in epoch {number + 1}: it can be iterated only once.\n"
+                "    cure: a list, or a function that returns a fresh iterator: lambda: batches()."
+            )
+        if count < start:
+            raise DataError(f"the data has {count} batches; the run to be resumed stood at batch {start} of epoch {number + 1}.")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to go on with the same data."""
+        return {"batch_size": self.batch_size}
+
+
+Source = ArraySource | IterableSource
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether `data` is a tree of arrays to be cut, rather than something that yields batches."""
+    if isinstance(data, dict):
+        return True
+    if isinstance(data, tuple):
+        return all(hasattr(leaf, "shape") or isinstance(leaf, dict) for leaf in data)
+    return hasattr(data, "shape")
+
+
+def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int, short_ok: bool = False) -> Source:
+    """What the user gave as data, as a source of batches.
+
+    Raises:
+      DataError: ragged or empty arrays, fewer examples than one batch (unless `short_ok`), or nothing that can be read.
+      OptionError: an option that this kind of data cannot follow.
+    """
+    if data is None or isinstance(data, str):
+        raise DataError(f"data={data!r}: give a dict or tuple of arrays, an iterable of batches, or a grain data set.")
+    if not is_arrays(data):
+        if shuffle:
+            raise OptionError(
+                "shuffle=True: batches of an iterable come in its own order.\n    cure: shuffle where they are made, or give arrays."
+            )
+        if not hasattr(data, "__iter__") and not callable(data):
+            raise DataError(f"the data is a {type(data).__name__}: not arrays, and it cannot be iterated.")
+        return IterableSource(data, batch_size)
+    arrays = jax.tree.map(lambda x: x if isinstance(x, np.ndarray) else np.asarray(x), data)
+    examples = check_leaves(arrays, "the data")
+    if examples == 0:
+        raise DataError("the data is empty: 0 examples.")
+    if batch_size is None:
+        raise OptionError("batch_size is missing: arrays have to be cut into batches.\n    cure: such as batch_size=128.")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise OptionError(f"batch_size={batch_size!r}: a whole number from 1.")
+    if examples < batch_size and not short_ok:
+        raise DataError(
+            f"the data has {examples} examples, fewer than one batch of {batch_size}.\n    cure: batch_size={examples} or less."
+        )
+    return ArraySource(arrays, examples, batch_size, shuffle if shuffle is not None else True, seed)

@@ -1,0 +1,67 @@
+"""The IDX files of MNIST and its relatives, read from a folder the user has. Nothing is downloaded."""
+
+import gzip
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from spmd.errors import DataError
+
+_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+def read_idx(path: str | Path) -> np.ndarray:
+    """One IDX file, plain or gzipped, as an array in native byte order.
+
+    The format: two zero bytes, a type code, the number of dims, each dim as a big-endian uint32, then the data.
+
+    Raises:
+      DataError: not an IDX file, or its length does not match its header.
+    """
+    path = Path(path)
+    raw = path.read_bytes()
+    try:
+        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} is a damaged gzip file: {error}.") from error
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
+        raise DataError(f"{path} is not an IDX file: it starts with {raw[:4].hex(' ')!r}.")
+    dtype, ndim = np.dtype(_TYPES[raw[2]]), raw[3]
+    if len(raw) < 4 + 4 * ndim:
+        raise DataError(f"{path}: the header of {ndim} dims is cut off.")
+    shape = struct.unpack(f">{ndim}I", raw[4 : 4 + 4 * ndim])
+    data = raw[4 + 4 * ndim :]
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise DataError(f"{path}: shape {list(shape)} needs {math.prod(shape) * dtype.itemsize} bytes of data, the file has {len(data)}.")
+    return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def mnist(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Train and test sets from the four IDX files of MNIST, Fashion-MNIST or KMNIST in `folder`, plain or `.gz`.
+
+    Returns:
+      Two dicts: "image" float32[examples, height, width, 1] from 0 to 1, "label" int32[examples].
+
+    Raises:
+      DataError: a file is missing (the message says which names were looked for) or damaged.
+    """
+    return _split(Path(folder), "train"), _split(Path(folder), "t10k")
+
+
+def _split(folder: Path, prefix: str) -> dict[str, np.ndarray]:
+    images, labels = read_idx(_find(folder, f"{prefix}-images", 3)), read_idx(_find(folder, f"{prefix}-labels", 1))
+    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+        raise DataError(
+            f"{folder}: {prefix} images are {list(images.shape)}, labels {list(labels.shape)}; wanted [n, height, width] and [n]."
+        )
+    return {"image": (images.astype(np.float32) / 255.0)[..., None], "label": labels.astype(np.int32)}
+
+
+def _find(folder: Path, stem: str, ndim: int) -> Path:
+    names = [f"{stem}{dot}idx{ndim}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise DataError(f"{folder} has none of {', '.join(names)}.")

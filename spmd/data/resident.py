@@ -1,0 +1,55 @@
+"""Data sets that fit: kept whole on every device, so that many steps run in one call with nothing to send."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd.data.batches import check_leaves
+from spmd.errors import DataError, OptionError
+from spmd.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """Arrays that are to live on the devices; `steps_per_call` steps are compiled into one call."""
+
+    arrays: Tree
+    steps_per_call: int
+
+
+def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
+    """Keep a data set on the devices for the whole run, and compile many steps into one call.
+
+    For a small model the host is the bottleneck: it takes longer to hand over a batch than to train on it. Every device
+    gets a copy of all arrays; each step picks its rows by number, in the same order as without `resident`; the
+    arithmetic is the same up to how XLA fuses a longer program.
+
+    Args:
+      arrays: dict or tuple of arrays [examples, ...].
+      steps_per_call: how many steps one call makes; checkpoints, evaluations and the end of an epoch cut a call short.
+
+    Example:
+      >>> data = resident({"x": np.zeros((256, 4), np.float32), "y": np.zeros(256, np.int32)})
+      >>> data.steps_per_call
+      50
+    """
+    if isinstance(steps_per_call, bool) or not isinstance(steps_per_call, int) or steps_per_call < 1:
+        raise OptionError(f"steps_per_call={steps_per_call!r}: a whole number from 1.")
+    if not jax.tree.leaves(arrays) or not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(arrays)):
+        raise DataError("resident() takes a dict or tuple of arrays.")
+    check_leaves(arrays, "the data")
+    return Resident(arrays, steps_per_call)
+
+
+def on_devices(arrays: Tree, mesh: Mesh) -> Tree:
+    """A copy of every array on every device of the mesh."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def put(leaf: Any) -> jax.Array:
+        host = np.array(leaf, dtype=jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+        return jax.make_array_from_callback(host.shape, whole, lambda at: host[at].copy())
+
+    return jax.tree.map(put, arrays)

@@ -1,0 +1,124 @@
+"""Every exception spmd raises, and the one way problems are collected and worded.
+
+    SpmdError
+    ├── MeshError            the mesh does not fit the devices, or cannot be read
+    ├── LayoutError          a layout cannot be read, or does not fit this model on this mesh
+    ├── ModelError           the model cannot be traced abstractly
+    ├── LossError            the loss does not return what it should
+    ├── OptimizerError       the optimizer is not an optax transformation
+    ├── DataError            the data cannot be cut into batches for this mesh
+    ├── CheckpointError      a checkpoint does not fit, or would be overwritten
+    ├── DivergedError        a watched metric stopped being finite
+    ├── OptionError          an argument of `fit`, `Trainer` or a callback that cannot be meant
+    └── MissingExtraError    an optional package is not installed (also an ImportError)
+
+All of them are raised before anything is compiled, except `DivergedError`, which needs a step to have run.
+"""
+
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Iterable, Sequence
+
+
+class SpmdError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class MeshError(SpmdError):
+    """The mesh cannot be read, or its axis sizes do not multiply to the number of devices."""
+
+
+class LayoutError(SpmdError):
+    """The layout cannot be read, or does not fit this model on this mesh."""
+
+
+class ModelError(SpmdError):
+    """The model is of no known kind, or cannot be traced without data."""
+
+
+class LossError(SpmdError):
+    """The loss returns neither a scalar nor one value per example."""
+
+
+class OptimizerError(SpmdError):
+    """The optimizer is not an optax gradient transformation."""
+
+
+class DataError(SpmdError):
+    """The data cannot be cut into batches for this mesh."""
+
+
+class CheckpointError(SpmdError):
+    """A checkpoint does not fit the model, or starting would overwrite one."""
+
+
+class DivergedError(SpmdError):
+    """A watched metric is not finite; names the step, the metric and the last good checkpoint."""
+
+
+class OptionError(SpmdError):
+    """An argument that is unknown, contradictory or out of range."""
+
+
+class MissingExtraError(SpmdError, ImportError):
+    """An optional package is missing; the message names the extra that brings it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: where it is, why (with the numbers), and a cure that was checked."""
+
+    where: str
+    why: Sequence[str]
+    cure: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"  {self.where}", *(f"      {line}" for line in self.why)]
+        if self.cure:
+            lines.append(f"      cure: {self.cure}")
+        return "\n".join(lines)
+
+
+def problems_text(headline: str, problems: Sequence[Problem], note: str = "") -> str:
+    """The headline, the count, and every problem below it, one blank line apart."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    count = f"{count} ({note}):" if note else f"{count}:"
+    return "\n\n".join([f"{headline}\n{count}", *map(str, problems)])
+
+
+def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Problem], note: str = "") -> None:
+    """Raise `error` with all problems at once; do nothing when there are none."""
+    if problems:
+        raise error(problems_text(headline, problems, note))
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word most like `word`, or None when nothing is near.
+
+    >>> closest("modle", ["data", "model"])
+    'model'
+    """
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A cure for a misspelt name: the nearest known one, or the list of all.
+
+    >>> did_you_mean("modle", ["data", "model"])
+    'did you mean "model"?'
+    """
+    known = list(known)
+    near = closest(word, known)
+    if near:
+        return f'did you mean "{near}"?'
+    return "known: " + (", ".join(known) if known else "none") + "."
+
+
+def import_extra(module: str, extra: str):
+    """Import an optional module; when it is missing, name the extra that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(f"{module} is not installed.\n    cure: pip install 'spmd[{extra}]'") from error

@@ -1,0 +1,152 @@
+"""What a layout says: frozen dataclasses, no logic. `toml.py` spells them, `resolve.py` applies them to a model."""
+
+import dataclasses
+from pathlib import Path
+
+Entry = str | tuple[str, ...] | None  # one dim: whole (None), over one mesh axis, or over several (outermost first)
+Spec = tuple[Entry, ...]  # one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are whole
+
+WHOLE = "-"  # how TOML writes None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Arrays whose path matches `path`, and none of `except_`, get `spec`. `line` is where the file says so."""
+
+    path: str
+    spec: Spec
+    except_: tuple[str, ...] = ()
+    line: int | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """How the batch is split: one spec for every leaf, and rules for leaves that differ.
+
+    The mesh axes of dim 0 are the *data axes*; one position along them is a *worker*.
+    """
+
+    spec: Spec = ("data",)
+    rules: tuple[Rule, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Default:
+    """What happens to a parameter that no rule and no logical axis covers.
+
+    `params` is "replicate", "shard:AXIS" (the largest dim that AXIS divides) or "error". `max_replicated` bounds the
+    share of parameter bytes that may stay whole on every device (0 to 1; None sets no bound).
+    """
+
+    params: str = "replicate"
+    max_replicated: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerState:
+    """Mesh axis over which optimizer state is split further than its parameter (ZeRO-1), or None."""
+
+    shard: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """How gradients of different workers meet, and in which format they travel."""
+
+    reduction: str = "compiler"
+    codec: str = "exact"
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """Which activations are recomputed in the backward pass instead of being kept.
+
+    `save` names what is kept: "everything", "dots" (results of matrix products) or "nothing". `modules` are path
+    patterns of submodules, each rematerialised on its own; without them it is the whole forward pass.
+    """
+
+    save: str = "everything"
+    modules: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where every array lives and how gradients meet.
+
+    Example:
+      >>> layout = Layout(params=(Rule("**/kernel", (None, "model")),), name="mine")
+      >>> layout.gradients.reduction
+      'compiler'
+    """
+
+    description: str = ""
+    mesh: tuple[tuple[str, int], ...] = ()
+    batch: Batch = Batch()
+    params: tuple[Rule, ...] = ()
+    axes: tuple[tuple[str, Entry], ...] = ()
+    default: Default = Default()
+    optimizer: OptimizerState = OptimizerState()
+    gradients: Gradients = Gradients()
+    remat: Remat = Remat()
+    name: str = dataclasses.field(default="layout", compare=False)
+    source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
+
+    @staticmethod
+    def load(source: "str | Path | Layout") -> "Layout":
+        """A shipped layout's name, a path to a TOML file, or a `Layout`, as a `Layout`."""
+        from spmd.layout.toml import load  # the spelling knows the dataclasses, so it is imported late
+
+        return load(source)
+
+    def to_toml(self) -> str:
+        """The TOML text of this layout; `Layout.load` of it gives an equal one."""
+        from spmd.layout.toml import dumps
+
+        return dumps(self)
+
+    def data_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which the batch's dim 0 is split, outermost first."""
+        return entry_axes(self.batch.spec[0]) if self.batch.spec else ()
+
+
+def entry_axes(entry: Entry) -> tuple[str, ...]:
+    """The mesh axes of one entry.
+
+    >>> entry_axes(None), entry_axes("data"), entry_axes(("data", "model"))
+    ((), ('data',), ('data', 'model'))
+    """
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def spec_axes(spec: Spec) -> tuple[str, ...]:
+    """All mesh axes of a spec, in order."""
+    return tuple(axis for entry in spec for axis in entry_axes(entry))
+
+
+def keep_axes(spec: Spec, axes: tuple[str, ...]) -> Spec:
+    """The spec with every mesh axis outside `axes` taken out.
+
+    >>> keep_axes(("data", ("data", "model")), ("model",))
+    (None, 'model')
+    """
+    kept = (tuple(axis for axis in entry_axes(entry) if axis in axes) for entry in spec)
+    return tuple(None if not entry else entry[0] if len(entry) == 1 else entry for entry in kept)
+
+
+def spec_text(spec: Spec) -> str:
+    """The spec as TOML writes it.
+
+    >>> spec_text((None, ("data", "model")))
+    '["-", ["data", "model"]]'
+    """
+    return "[" + ", ".join(_entry_text(entry) for entry in spec) + "]"
+
+
+def _entry_text(entry: Entry) -> str:
+    if entry is None:
+        return f'"{WHOLE}"'
+    if isinstance(entry, str):
+        return f'"{entry}"'
+    return "[" + ", ".join(f'"{axis}"' for axis in entry) + "]"

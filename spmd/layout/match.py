@@ -1,0 +1,75 @@
+"""Path patterns: `*` within a level, `**` over levels, `{a,b}` for alternatives, `?` for one character."""
+
+import functools
+import re
+from collections.abc import Iterable
+
+from spmd.errors import LayoutError
+
+MAX_LENGTH = 400  # a pattern is data from a file: bounded, and compiled to a regex without nested repeats
+
+
+@functools.cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The pattern as a regular expression over whole paths.
+
+    >>> bool(compiled("**/attention/{query,key}/kernel").fullmatch("blocks/0/attention/key/kernel"))
+    True
+    >>> bool(compiled("*/kernel").fullmatch("a/b/kernel"))
+    False
+
+    Raises:
+      LayoutError: braces that do not close, or a pattern longer than `MAX_LENGTH`.
+    """
+    if len(pattern) > MAX_LENGTH:
+        raise LayoutError(f"path pattern of {len(pattern)} characters: at most {MAX_LENGTH} are allowed.")
+    if pattern.count("{") != pattern.count("}") or re.search(r"\{[^}]*\{", pattern):
+        raise LayoutError(f'path "{pattern}": braces must close and cannot be nested.')
+    out, index, braces = [], 0, False
+    while index < len(pattern):
+        char = pattern[index]
+        if pattern.startswith("**/", index):
+            out.append("(?:[^/]+/)*")
+            index += 3
+            continue
+        if pattern.startswith("**", index):
+            out.append(".*")
+            index += 2
+            continue
+        out.append(_CHARS.get(char, re.escape(char)) if char != "," else "|" if braces else ",")
+        braces = char == "{" or (braces and char != "}")
+        index += 1
+    return re.compile("".join(out))
+
+
+_CHARS = {"*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
+
+
+def matches(pattern: str, paths: Iterable[str]) -> list[str]:
+    """The paths that the pattern matches, in order."""
+    match = compiled(pattern).fullmatch
+    return [path for path in paths if match(path)]
+
+
+def suggest(pattern: str, paths: Iterable[str]) -> tuple[str, int] | None:
+    """A pattern near to `pattern` that matches something, with how many; None when there is none.
+
+    Every level of the pattern that holds no wildcard is replaced by the most similar level any path has; the result is
+    returned only if it matches.
+
+    >>> suggest("**/atention/**", ["blocks/0/attention/query/kernel", "head/kernel"])
+    ('**/attention/**', 1)
+    """
+    from spmd.errors import closest
+
+    paths = list(paths)
+    levels = {level for path in paths for level in path.split("/")}
+    words = []
+    for word in re.split(r"([/{},])", pattern):
+        plain = word and word not in levels and not re.search(r"[*?/{},]", word)
+        words.append((closest(word, levels) or word) if plain else word)
+    for candidate in ("".join(words), f"**/{''.join(words)}", f"{''.join(words)}/**"):
+        found = matches(candidate, paths)
+        if found and candidate != pattern:
+            return candidate, len(found)
+    return None

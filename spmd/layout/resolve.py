@@ -1,0 +1,136 @@
+"""From a layout and the shapes of a model to the spec of every array. Pure: shapes in, specs out, no devices."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import PartitionSpec
+
+from spmd.layout.declare import Entry, Layout, Rule, Spec, entry_axes, spec_axes
+from spmd.layout.match import compiled
+from spmd.mesh import MeshSpec
+from spmd.tree import nbytes
+
+Names = tuple[str | None, ...]  # a parameter's logical axis names, one per dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one parameter lives: `spec` for itself, `state_spec` for its optimizer state, and what decided it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    spec: Spec
+    state_spec: Spec
+    chosen_by: str
+
+    def bytes_per_device(self, mesh: MeshSpec) -> int:
+        """Bytes of this parameter that one device holds."""
+        return self.nbytes // ways(self.spec, mesh)
+
+    def copies(self, mesh: MeshSpec) -> int:
+        """How many devices hold each byte: 1 means no replication."""
+        return mesh.size // ways(self.spec, mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A layout applied to a model on a mesh: one `Placement` per parameter, by path."""
+
+    layout: Layout
+    mesh: MeshSpec
+    placements: dict[str, Placement]
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Mesh axes that the batch's dim 0 is split over."""
+        return self.layout.data_axes()
+
+    @property
+    def workers(self) -> int:
+        """Positions along the data axes."""
+        return math.prod(self.mesh.sizes[axis] for axis in self.data_axes)
+
+    def idle_axes(self) -> tuple[str, ...]:
+        """Mesh axes of size > 1 along which every device repeats the same work, because nothing names them."""
+        used = {axis for place in self.placements.values() for axis in spec_axes(place.spec) + spec_axes(place.state_spec)}
+        used |= {axis for rule in self.layout.batch.rules for axis in spec_axes(rule.spec)} | set(spec_axes(self.layout.batch.spec))
+        return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
+
+
+def pspec(spec: Spec) -> PartitionSpec:
+    """The spec as a `jax.sharding.PartitionSpec`."""
+    return PartitionSpec(*spec)
+
+
+def ways(spec: Spec, mesh: MeshSpec) -> int:
+    """Into how many pieces the spec cuts an array."""
+    return math.prod(mesh.sizes[axis] for axis in spec_axes(spec))
+
+
+def owners(rules: tuple[Rule, ...], path: str) -> list[int]:
+    """Indices of the rules that claim `path`."""
+    return [
+        index
+        for index, rule in enumerate(rules)
+        if compiled(rule.path).fullmatch(path) and not any(compiled(other).fullmatch(path) for other in rule.except_)
+    ]
+
+
+def rule_name(rules: tuple[Rule, ...], index: int) -> str:
+    """How tables and errors call a rule: its number, and its line when it came from a file."""
+    line = rules[index].line
+    return f"rule {index + 1}, line {line}" if line else f"rule {index + 1}"
+
+
+def resolve(layout: Layout, params: Mapping[str, jax.ShapeDtypeStruct], names: Mapping[str, Names], mesh: MeshSpec) -> Resolved:
+    """The placement of every parameter, for a layout that `check` has found to fit.
+
+    The order is: a path rule; else the `[axes]` of the layout, when the parameter carries logical axis names and the
+    layout has any; else the default.
+
+    Args:
+      params: shape and dtype by path.
+      names: logical axis names by path, for parameters that carry them.
+    """
+    placements = {}
+    for path, leaf in params.items():
+        spec, chosen_by = choose(layout, path, leaf.shape, names.get(path), mesh)
+        placements[path] = Placement(
+            path, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, shard_further(spec, leaf.shape, layout.optimizer.shard, mesh), chosen_by
+        )
+    return Resolved(layout, mesh, placements)
+
+
+def choose(layout: Layout, path: str, shape: tuple[int, ...], names: Names | None, mesh: MeshSpec) -> tuple[Spec, str]:
+    """The spec of one parameter and what decided it."""
+    claimed = owners(layout.params, path)
+    if claimed:
+        return layout.params[claimed[0]].spec, rule_name(layout.params, claimed[0])
+    axes = dict(layout.axes)
+    if names and axes:
+        return tuple(axes.get(name) if name else None for name in names), f"axes ({', '.join(name or '-' for name in names)})"
+    kind, _, axis = layout.default.params.partition(":")
+    if kind != "shard":
+        return (), f"default {kind}"
+    spec = shard_further((), shape, axis, mesh)
+    return spec, f"default shard:{axis}" if spec else f"default shard:{axis}, but no dim divides by {mesh.sizes[axis]}"
+
+
+def shard_further(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh: MeshSpec) -> Spec:
+    """The spec with `axis` added to the largest whole dim it divides; unchanged when there is none, or it is in use.
+
+    >>> shard_further((None, "model"), (512, 64), "data", MeshSpec.parse("data=4,model=2"))
+    ('data', 'model')
+    """
+    if axis is None or axis in spec_axes(spec):
+        return spec
+    full: list[Entry] = [*spec, *[None] * (len(shape) - len(spec))]
+    free = [dim for dim, size in enumerate(shape) if not entry_axes(full[dim]) and size and size % mesh.sizes[axis] == 0]
+    if not free:
+        return spec
+    full[max(free, key=lambda dim: shape[dim])] = axis
+    return tuple(full)

@@ -1,0 +1,46 @@
+"""A resolved layout in words: a table for people, and what they should know beyond it."""
+
+from spmd.layout.declare import spec_text
+from spmd.layout.resolve import Resolved
+from spmd.tree import format_bytes
+
+
+def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
+    """One row per parameter: path, dtype and shape, spec, what chose it, bytes per device, copies of each byte."""
+    return [
+        (
+            place.path,
+            f"{place.dtype}[{', '.join(map(str, place.shape))}]",
+            spec_text(place.spec) if any(place.spec) else "whole",
+            place.chosen_by,
+            format_bytes(place.bytes_per_device(resolved.mesh)),
+            f"x{place.copies(resolved.mesh)}",
+        )
+        for place in resolved.placements.values()
+    ]
+
+
+def summary(resolved: Resolved) -> str:
+    """The whole table, its totals and notes, as plain text."""
+    header = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
+    body = rows(resolved)
+    widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *body]]
+    title = (
+        f"{resolved.layout.source} on mesh {resolved.mesh}: {resolved.workers} workers, gradients by {resolved.layout.gradients.reduction}"
+    )
+    return "\n".join([title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", *notes(resolved)])
+
+
+def notes(resolved: Resolved) -> list[str]:
+    """Totals, replication waste, and mesh axes along which devices repeat the same work."""
+    mesh, places = resolved.mesh, resolved.placements.values()
+    total = sum(place.nbytes for place in places)
+    here = sum(place.bytes_per_device(mesh) for place in places)
+    least = total / mesh.size
+    lines = [f"{len(places)} parameters, {format_bytes(total)}; {format_bytes(here)} on each of {mesh.size} devices"]
+    if mesh.size > 1 and here:
+        lines[0] += f" ({format_bytes(least)} if nothing were replicated: {here - least:,.0f} bytes, {1 - least / here:.0%}, are copies)."
+    for axis in resolved.idle_axes():
+        lines.append(f'note: nothing in the layout names mesh axis "{axis}": its {mesh.sizes[axis]} devices repeat the same work.')
+    return lines

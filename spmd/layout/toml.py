@@ -1,0 +1,295 @@
+"""Layouts as text: TOML to `Layout` and back, remembering on which line each rule stands."""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from spmd.errors import LayoutError, Problem, closest, did_you_mean, raise_problems
+from spmd.layout.declare import (
+    WHOLE,
+    Batch,
+    Default,
+    Entry,
+    Gradients,
+    Layout,
+    OptimizerState,
+    Remat,
+    Rule,
+    Spec,
+    spec_text,
+)
+from spmd.layout.match import compiled
+
+CHOICES = {
+    "gradients.reduction": ("compiler", "all_reduce", "reduce_scatter"),
+    "gradients.codec": ("exact",),
+    "remat.save": ("everything", "dots", "nothing"),
+}
+
+
+def shipped_folder() -> Path:
+    """Where the shipped layouts are: inside the installed package, or `layouts/` of a source checkout."""
+    inside = Path(str(resources.files("spmd"))) / "layouts"
+    return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "layouts"
+
+
+def shipped() -> dict[str, Path]:
+    """The layouts that come with the library, by name."""
+    return {path.stem: path for path in sorted(shipped_folder().glob("*.toml"))}
+
+
+def load(source: str | Path | Layout) -> Layout:
+    """A shipped layout's name, a path to a TOML file, or a `Layout`, as a checked `Layout`.
+
+    Raises:
+      LayoutError: no such layout or file, TOML that does not parse, or a key or value that means nothing; all
+        problems of the file at once, each with its line.
+    """
+    if isinstance(source, Layout):
+        loads(dumps(source), f'layout "{source.name}"')  # one checker for both spellings
+        return source
+    if not isinstance(source, str | Path):
+        raise LayoutError(f"layout={source!r} is a {type(source).__name__}; give a shipped name, a path or a spmd.Layout.")
+    known, path = shipped(), Path(source)
+    if str(source) in known:
+        path = known[str(source)]
+    elif path.suffix != ".toml" and not path.is_file():
+        cure = did_you_mean(str(source), known)
+        raise LayoutError(f'no layout "{source}" is shipped, and no such file exists.\n    cure: {cure}')
+    elif not path.is_file():
+        near = closest(path.name, [other.name for other in path.parent.glob("*.toml")]) if path.parent.is_dir() else None
+        cure = f'did you mean "{path.parent / near}"?' if near else "check the path; shipped: " + ", ".join(known) + "."
+        raise LayoutError(f"layout file {path} does not exist.\n    cure: {cure}")
+    return loads(path.read_text(encoding="utf-8"), _display(path), path.stem)
+
+
+def _display(path: Path) -> str:
+    """A shipped file by its short name; a user's file as they gave it."""
+    return f"layouts/{path.name}" if path.parent == shipped_folder() else str(path)
+
+
+def loads(text: str, where: str = "layout", name: str = "layout") -> Layout:
+    """A layout from TOML text. `where` is how errors name the text."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise LayoutError(f"{where} is not TOML: {error}.") from error
+    reader = _Reader(text)
+    layout = dataclasses.replace(reader.layout(data, name), source=where)
+    raise_problems(LayoutError, f"{where} cannot be read", reader.problems)
+    return layout
+
+
+class _Reader:
+    """Walks parsed TOML, collecting every problem with the line it stands on."""
+
+    def __init__(self, text: str):
+        self.lines = text.splitlines()
+        self.problems: list[Problem] = []
+
+    def layout(self, data: dict[str, Any], name: str) -> Layout:
+        known = ("description", "mesh", "batch", "params", "axes", "default", "optimizer", "gradients", "remat")
+        self.unknown(data, known, "")
+        return Layout(
+            name=name,
+            description=self.value(data, "description", "", str),
+            mesh=self.mesh(self.table(data, "mesh")),
+            batch=self.batch(self.table(data, "batch")),
+            params=self.rules(data, "params"),
+            axes=self.axes(self.table(data, "axes")),
+            default=self.default(self.table(data, "default")),
+            optimizer=self.section(data, "optimizer", OptimizerState),
+            gradients=self.section(data, "gradients", Gradients),
+            remat=self.remat(self.table(data, "remat")),
+        )
+
+    # one method per kind of value ----------------------------------------------------------------------------------
+
+    def problem(self, where: str, why: str, cure: str = "", line: int | None = None) -> None:
+        self.problems.append(Problem(f"line {line}: {where}" if line else where, [why], cure))
+
+    def line(self, pattern: str, nth: int = 0) -> int | None:
+        found = [number for number, line in enumerate(self.lines, 1) if re.match(pattern, line)]
+        return found[nth] if nth < len(found) else None
+
+    def key_line(self, section: str, key: str) -> int | None:
+        """The line of `key` inside `[section]` (the top of the file when section is empty)."""
+        inside = not section
+        for number, line in enumerate(self.lines, 1):
+            header = re.match(r"\s*\[+\s*([\w.]+)\s*\]+", line)
+            if header:
+                inside = header.group(1) == section
+                if header.group(1) == key and not section:
+                    return number
+            elif inside and re.match(rf'\s*"?{re.escape(key)}"?\s*=', line):
+                return number
+        return None
+
+    def unknown(self, table: dict[str, Any], known: tuple[str, ...], section: str) -> None:
+        for key in table:
+            if key not in known:
+                where = f"[{section}] {key}" if section else key
+                self.problem(f"unknown key: {where}", "nothing reads it.", did_you_mean(key, known), self.key_line(section, key))
+
+    def value(self, table: dict[str, Any], key: str, default: Any, kinds: Any, section: str = "") -> Any:
+        value = table.get(key, default)
+        if key in table and (not isinstance(value, kinds) or isinstance(value, bool)):
+            names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+            where = f"[{section}] {key}" if section else key
+            self.problem(where, f"{value!r} is not of type {names}.", line=self.key_line(section, key))
+            return default
+        return value
+
+    def table(self, data: dict[str, Any], key: str) -> dict[str, Any]:
+        table = data.get(key, {})
+        if isinstance(table, dict):
+            return table
+        self.problem(key, f"{table!r} is not a table.", f"write [{key}] on a line of its own.", self.key_line("", key))
+        return {}
+
+    def mesh(self, table: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+        sizes = {axis: self.value(table, axis, -1, int, "mesh") for axis in table}
+        wrong = [axis for axis, size in sizes.items() if size < 1 and size != -1]
+        for axis in wrong:
+            self.problem(f"[mesh] {axis}", f"size {sizes[axis]}.", "a number from 1, or one -1.", self.key_line("mesh", axis))
+        if list(sizes.values()).count(-1) > 1:
+            self.problem("[mesh]", "more than one -1.", "give all sizes but one.", self.key_line("", "mesh"))
+        return tuple(sizes.items())
+
+    def spec(self, value: Any, where: str, line: int | None) -> Spec:
+        entry_ok: Callable[[Any], bool] = lambda e: isinstance(e, str) and e != ""
+        ok = isinstance(value, list) and all(entry_ok(e) or (isinstance(e, list) and e and all(map(entry_ok, e))) for e in value)
+        if not ok:
+            self.problem(where, f"spec {value!r} is not a list of axis names.", 'one entry per dim, "-" for whole.', line)
+            return ()
+        return tuple(_entry(entry) for entry in value)
+
+    def rules(self, table: dict[str, Any], key: str, section: str = "") -> tuple[Rule, ...]:
+        header, items = f"{section}.{key}" if section else key, table.get(key, [])
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            self.problem(header, "is not a list of rules.", f"write [[{header}]] on a line of its own.", self.key_line("", header))
+            return ()
+        return tuple(self.rule(item, header, number) for number, item in enumerate(items, 1))
+
+    def rule(self, item: dict[str, Any], header: str, number: int) -> Rule:
+        line = self.line(rf"\s*\[\[\s*{re.escape(header)}\s*\]\]", number - 1)
+        where = f"[[{header}]] rule {number}"
+        for key in item:
+            if key not in ("path", "spec", "except"):
+                self.problem(f"{where}: unknown key {key}", "nothing reads it.", did_you_mean(key, ("path", "spec", "except")), line)
+        for key in ("path", "spec"):
+            if key not in item:
+                self.problem(where, f"has no {key}.", f"add {key} = ...", line)
+        excepted = item.get("except", [])
+        excepted = [excepted] if isinstance(excepted, str) else excepted
+        for pattern in [item.get("path", ""), *excepted]:
+            self.pattern(pattern, where, line)
+        spec = self.spec(item["spec"], where, line) if "spec" in item else ()
+        return Rule(str(item.get("path", "")), spec, tuple(map(str, excepted)), line)
+
+    def pattern(self, pattern: Any, where: str, line: int | None) -> None:
+        try:
+            compiled(pattern)
+        except (LayoutError, TypeError) as error:
+            self.problem(where, str(error) if isinstance(error, LayoutError) else f"{pattern!r} is not a path.", line=line)
+
+    def batch(self, table: dict[str, Any]) -> Batch:
+        self.unknown(table, ("spec", "rules"), "batch")
+        line = self.key_line("batch", "spec")
+        spec = self.spec(table.get("spec", ["data"]), "[batch] spec", line)
+        if not spec or spec[0] is None:
+            self.problem("[batch] spec", "dim 0, the batch, is not split over any mesh axis.", 'such as spec = ["data"].', line)
+        return Batch(spec, self.rules(table, "rules", "batch"))
+
+    def axes(self, table: dict[str, Any]) -> tuple[tuple[str, Entry], ...]:
+        out = []
+        for name, value in table.items():
+            spec = self.spec([value] if value != [] else value, f"[axes] {name}", self.key_line("axes", name))
+            out.append((name, spec[0] if spec else None))
+        return tuple(out)
+
+    def default(self, table: dict[str, Any]) -> Default:
+        self.unknown(table, ("params", "max_replicated"), "default")
+        params = self.value(table, "params", "replicate", str, "default")
+        if params not in ("replicate", "error") and not re.fullmatch(r"shard:\w+", params):
+            cure = closest(params, ("replicate", "error")) or "shard:AXIS"
+            self.problem(
+                "[default] params",
+                f'"{params}" means nothing.',
+                f'"replicate", "shard:AXIS" or "error"; here "{cure}"?',
+                self.key_line("default", "params"),
+            )
+            params = "replicate"
+        share = self.value(table, "max_replicated", None, (int, float), "default")
+        if share is not None and not 0 <= share <= 1:
+            self.problem(
+                "[default] max_replicated", f"{share} is not a share.", "a number from 0 to 1.", self.key_line("default", "max_replicated")
+            )
+        return Default(params, None if share is None else float(share))
+
+    def section(self, data: dict[str, Any], name: str, kind: type) -> Any:
+        """A table of plain words, checked against the dataclass's fields and `CHOICES`."""
+        table, fields = self.table(data, name), {f.name: getattr(kind(), f.name) for f in dataclasses.fields(kind)}
+        self.unknown(table, tuple(fields), name)
+        return kind(**{key: self.choice(table, name, key, default) for key, default in fields.items()})
+
+    def choice(self, table: dict[str, Any], section: str, key: str, default: str | None) -> str | None:
+        value, known = self.value(table, key, default, str, section), CHOICES.get(f"{section}.{key}")
+        if known and value not in known:
+            cure = f"{did_you_mean(value, known)} This version knows: {', '.join(known)}."
+            self.problem(f"[{section}] {key}", f'no {key} "{value}".', cure, self.key_line(section, key))
+            return default
+        return value
+
+    def remat(self, table: dict[str, Any]) -> Remat:
+        self.unknown(table, ("save", "modules"), "remat")
+        save = self.choice(table, "remat", "save", "everything" if "modules" not in table else "nothing")
+        modules = self.value(table, "modules", [], list, "remat")
+        for pattern in modules:
+            self.pattern(pattern, "[remat] modules", self.key_line("remat", "modules"))
+        return Remat(save or "everything", tuple(modules))
+
+
+def _entry(value: str | list[str]) -> Entry:
+    if isinstance(value, list):
+        return value[0] if len(value) == 1 else tuple(value)
+    return None if value == WHOLE else value
+
+
+def dumps(layout: Layout) -> str:
+    """The TOML text of a layout; only what differs from the defaults is written."""
+    blocks = [[f"description = {_text(layout.description)}"]] if layout.description else []
+    if layout.mesh:
+        blocks.append(["[mesh]", *(f"{axis} = {size}" for axis, size in layout.mesh)])
+    if layout.batch != Batch():
+        blocks.append(["[batch]", f"spec = {spec_text(layout.batch.spec)}"])
+        blocks += [_rule_lines("batch.rules", rule) for rule in layout.batch.rules]
+    blocks += [_rule_lines("params", rule) for rule in layout.params]
+    if layout.axes:
+        blocks.append(["[axes]", *(f"{_text(name)} = {spec_text((entry,))[1:-1]}" for name, entry in layout.axes)])
+    for name in ("default", "optimizer", "gradients", "remat"):
+        part = getattr(layout, name)
+        lines = [f"{f.name} = {_value(getattr(part, f.name))}" for f in dataclasses.fields(part) if getattr(part, f.name) not in (None, ())]
+        if part != type(part)():
+            blocks.append([f"[{name}]", *lines])
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _rule_lines(header: str, rule: Rule) -> list[str]:
+    lines = [f"[[{header}]]", f"path = {_text(rule.path)}", f"spec = {spec_text(rule.spec)}"]
+    return [*lines, f"except = {_value(rule.except_)}"] if rule.except_ else lines
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return _text(value) if isinstance(value, str) else repr(value)
+
+
+def _text(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+    return f'"{escaped}"'

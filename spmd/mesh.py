@@ -1,0 +1,187 @@
+"""A mesh from a few words: axis names and sizes, checked against the devices there are."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from spmd.errors import MeshError, did_you_mean
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSpec:
+    """Axis names and sizes, outermost first. One size may be -1: it takes the devices that are left.
+
+    >>> MeshSpec.parse("data=-1,model=2").resolve(8)
+    MeshSpec(axes=(('data', 4), ('model', 2)))
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    @staticmethod
+    def parse(value: "str | Mapping[str, int] | Mesh | MeshSpec") -> "MeshSpec":
+        """Read `"data=4,model=2"`, `{"data": 4, "model": 2}`, a `jax.sharding.Mesh` or a `MeshSpec`.
+
+        Raises:
+          MeshError: a word that is not NAME=SIZE, a repeated axis, a size below 1 that is not the one -1.
+        """
+        if isinstance(value, MeshSpec):
+            return value
+        if isinstance(value, Mesh):
+            return MeshSpec(tuple(zip(value.axis_names, value.devices.shape, strict=True)))
+        if isinstance(value, str):
+            pairs = [_pair(word, value) for word in value.split(",")]
+        elif isinstance(value, Mapping):
+            pairs = list(value.items())
+        else:
+            raise MeshError(f'mesh={value!r} is a {type(value).__name__}; write "data=4,model=2", a dict, or a jax Mesh.')
+        return MeshSpec(_checked(pairs))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axis names, outermost first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis sizes by name."""
+        return dict(self.axes)
+
+    @property
+    def size(self) -> int:
+        """How many devices the mesh holds."""
+        return math.prod(size for _, size in self.axes)
+
+    def resolve(self, devices: int) -> "MeshSpec":
+        """The same mesh with -1 filled in; every device is used, or it is an error."""
+        known = math.prod(size for _, size in self.axes if size != -1)
+        free = any(size == -1 for _, size in self.axes)
+        if free and devices % known == 0:
+            return MeshSpec(tuple((name, devices // known if size == -1 else size) for name, size in self.axes))
+        if free:
+            raise MeshError(
+                f"mesh {self}: {devices} devices / {known} leaves {devices % known}, so the -1 cannot be filled.\n"
+                f"    cure: sizes whose product divides {devices}."
+            )
+        if known != devices:
+            raise MeshError(self._mismatch(known, devices))
+        return self
+
+    def _mismatch(self, known: int, devices: int) -> str:
+        product = " * ".join(f"{name}({size})" for name, size in self.axes)
+        text = f"mesh {self}: {product} = {known}, but there are {devices} devices"
+        name, size = self.axes[0]
+        rest = known // size
+        if devices % rest == 0:
+            fixed = MeshSpec(((name, devices // rest), *self.axes[1:])).resolve(devices)
+            cure = f'mesh="{fixed}"'
+        else:
+            cure = f"sizes whose product is {devices}"
+        if known < devices:
+            return (
+                f"{text}: {devices - known} would be left unused.\n    cure: {cure}, or to use only some devices, "
+                f'spmd.make_mesh("{self}", devices=jax.devices()[:{known}]).'
+            )
+        return f"{text}.\n    cure: {cure}; on a CPU, spmd.simulate_devices({known}) before JAX is first used."
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in self.axes)
+
+
+def _pair(word: str, whole: str) -> tuple[str, int]:
+    name, equals, size = (part.strip() for part in word.partition("="))
+    if not equals or not re.fullmatch(r"-?\d+", size):
+        raise MeshError(f'mesh "{whole}": "{word.strip()}" is not NAME=SIZE.\n    cure: write it like "data=4,model=2".')
+    return name, int(size)
+
+
+def _checked(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, int], ...]:
+    text = ", ".join(f"{name}={size}" for name, size in pairs)
+    if not pairs:
+        raise MeshError('the mesh has no axes.\n    cure: at least one, such as "data=-1".')
+    names = [name for name, _ in pairs]
+    for name, size in pairs:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise MeshError(f"mesh {text}: {name!r} is not an axis name.\n    cure: letters, digits and underscores.")
+        if names.count(name) > 1:
+            raise MeshError(f'mesh {text}: axis "{name}" is named twice.')
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
+            raise MeshError(f'mesh {text}: axis "{name}" has size {size!r}.\n    cure: a whole number from 1, or one -1.')
+    if sum(size == -1 for _, size in pairs) > 1:
+        raise MeshError(f"mesh {text}: more than one -1.\n    cure: give all sizes but one.")
+    return tuple((name, int(size)) for name, size in pairs)
+
+
+def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *, devices: Sequence | None = None) -> Mesh:
+    """A `jax.sharding.Mesh` that uses every device given, axes outermost first.
+
+    Devices are taken in order of their process, so the outermost axes are the ones that cross hosts and the
+    innermost stay within one. On TPU, jax's own placement for the torus is used.
+
+    Args:
+      spec: `"data=4,model=2"`, a dict, a `MeshSpec`, a ready `Mesh` (checked, returned as it is), or None: every device
+        on the axis `data`.
+      devices: the devices to use; all of `jax.devices()` by default.
+
+    Raises:
+      MeshError: sizes that do not multiply to the number of devices, or a spec that cannot be read.
+
+    Example:
+      >>> make_mesh("data=-1").axis_names
+      ('data',)
+    """
+    if isinstance(spec, Mesh):
+        return spec if all(kind == AxisType.Auto for kind in spec.axis_types) else Mesh(spec.devices, spec.axis_names)
+    devices = list(jax.devices() if devices is None else devices)
+    resolved = MeshSpec.parse(spec if spec is not None else {"data": -1}).resolve(len(devices))
+    shape = tuple(resolved.sizes.values())
+    if devices[0].platform == "tpu":
+        from jax.experimental import mesh_utils  # only a TPU's torus needs it
+
+        grid = mesh_utils.create_device_mesh(shape, devices)
+    else:
+        grid = np.array(sorted(devices, key=lambda device: (device.process_index, device.id))).reshape(shape)
+    return Mesh(grid, resolved.names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def simulate_devices(count: int) -> None:
+    """Make this process see `count` CPU devices, for a notebook, a test or a script on a laptop.
+
+    Call it before anything asks JAX for a device. Calling it again with the number there already is does nothing.
+
+    Raises:
+      MeshError: JAX has started with another number of devices; it cannot be changed in a running process.
+
+    Example:
+      >>> simulate_devices(8)
+      >>> jax.device_count()
+      8
+    """
+    if count < 1:
+        raise MeshError(f"simulate_devices({count}): at least one device is needed.")
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # JAX has started: what counts is what it started with
+    found = jax.devices()
+    if len(found) != count or found[0].platform != "cpu":
+        raise MeshError(
+            f"simulate_devices({count}) comes too late: JAX has already started with "
+            f"{len(found)} {found[0].platform} device{'s' if len(found) > 1 else ''}.\n"
+            "    cure: call it first, right after `import spmd`; in a notebook, restart the kernel and run it in the first cell."
+        )
+
+
+def axis_problem(axis: str, mesh: MeshSpec) -> tuple[list[str], str] | None:
+    """Why `axis` cannot be used on `mesh`, with a cure; None when it can."""
+    if axis in mesh.names:
+        return None
+    return [f'mesh axis "{axis}" does not exist on mesh {mesh}.'], did_you_mean(axis, mesh.names)

@@ -1,0 +1,99 @@
+"""What the rest of the library knows of a model: three trees of arrays and a way to call them."""
+
+import abc
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from spmd.errors import ModelError
+from spmd.tree import Tree
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "stats", "rngs"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Variables:
+    """All arrays of a model. `params` are trained; `stats` change with each call (BatchNorm); `rngs` are key data."""
+
+    params: Tree
+    stats: Tree
+    rngs: Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """How a model is called inside a step.
+
+    `key` is the same on all workers; `localize` turns it into the key that draws this worker's rows. `sync_axes` are
+    the mesh axes over which batch statistics are averaged (empty where the compiler sees the whole batch).
+    """
+
+    training: bool
+    key: Any = None
+    localize: Callable[[Any], Any] = lambda key: key
+    sync_axes: tuple[str, ...] = ()
+    remat_modules: tuple[str, ...] = ()
+    remat_policy: Callable[..., bool] | None = None
+
+
+class Model(abc.ABC):
+    """What the rest of the library needs of a model. `concrete` holds the arrays of one that was given whole."""
+
+    concrete: Variables | None = None
+
+    @abc.abstractmethod
+    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
+        """All arrays, under a trace; `run` calls the loss with a stand-in for the model, for one that needs data."""
+
+    @abc.abstractmethod
+    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
+        """Logical axis names by path, for the parameters that carry them."""
+
+    @abc.abstractmethod
+    def bind(self, variables: Variables, call: Call) -> Any:
+        """The model with these arrays in it, ready to be called inside a trace; what the loss receives."""
+
+    @abc.abstractmethod
+    def stats_of(self, bound: Any) -> Tree:
+        """The stats a bound model holds after it was called."""
+
+    @abc.abstractmethod
+    def check_remat(self, patterns: tuple[str, ...]) -> None:
+        """Refuse patterns that matched no submodule when the loss was traced."""
+
+    @abc.abstractmethod
+    def rebuild(self, variables: Variables) -> Any:
+        """The user's own kind of object, holding these arrays."""
+
+
+def abstractly(function: Callable[..., Any], what: str, *args: Any) -> Any:
+    """`jax.eval_shape` with our own error: nothing is allocated, nothing is compiled."""
+    try:
+        with nnx.use_eager_sharding(False):
+            return jax.eval_shape(function, *args)
+    except (ModelError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{what} cannot be traced without data: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}\n"
+            "    It is traced with abstract arrays, to know every shape before anything is allocated.\n"
+            "    cure: use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value; "
+            "the error above has the line."
+        ) from error
+
+
+def with_mode(function: Callable[..., Any], kwargs: dict[str, Any], *, training: bool) -> dict[str, Any]:
+    """`kwargs` with the train/eval switch that `function` takes, unless the caller gave it."""
+    known = inspect.signature(function).parameters
+    switches = {"train": training, "training": training, "deterministic": not training}
+    return {**{name: value for name, value in switches.items() if name in known}, **kwargs}
+
+
+def no_such_module(pattern: str, known: list[str]) -> ModelError:
+    """The error for a remat pattern that names nothing."""
+    cure = f"\n    cure: one of {', '.join(known[:12])}" if known else ""
+    return ModelError(f'[remat] modules: "{pattern}" matches no submodule of the model.{cure}')

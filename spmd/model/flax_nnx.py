@@ -1,0 +1,102 @@
+"""Flax nnx modules: split once, carried as plain dicts, merged inside the compiled step."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from spmd.layout.match import matches
+from spmd.model.base import Call, Model, Variables, abstractly, no_such_module
+from spmd.tree import Tree, flatten, path_of
+
+
+class NnxModel(Model):
+    """A Flax nnx module, built by `factory` under a trace, or given whole (`concrete`)."""
+
+    def __init__(self, factory: Callable[[], nnx.Module], *, concrete: nnx.Module | None = None):
+        self._factory = factory
+        self._graphdef: Any = None
+        self._impls: dict[str, Any] = {}
+        self._stat_paths: tuple = ()
+        self.concrete = None if concrete is None else self._split(concrete)
+
+    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
+        del key, run
+        return self._split(self._factory())
+
+    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
+        del key, run
+        found: dict[str, tuple] = {}
+
+        def visit():
+            for path, variable in nnx.to_flat_state(nnx.state(self._factory(), nnx.Param)):
+                metadata = variable.get_metadata()
+                names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
+                if names:
+                    found["/".join(map(str, path))] = tuple(names)
+
+        abstractly(visit, "the model")
+        return found
+
+    def _split(self, module: nnx.Module) -> Variables:
+        self._graphdef, params, rngs, stats = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        self._stat_paths = tuple(path for path, _ in nnx.to_flat_state(stats))
+        params, rngs, stats = map(nnx.to_pure_dict, (params, rngs, stats))
+        self._impls = {path: jax.random.key_impl(leaf) for path, leaf in flatten(rngs).items() if _is_key(leaf)}
+        return Variables(params, stats, jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, rngs))
+
+    def bind(self, variables: Variables, call: Call) -> nnx.Module:
+        rngs = self._keys(
+            variables.rngs, lambda key: key if call.key is None else call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
+        )
+        module = nnx.merge(self._graphdef, variables.params, rngs, variables.stats)
+        if not call.training:
+            module.eval()
+        modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
+        for sub in modules.values():
+            if call.sync_axes and isinstance(sub, nnx.BatchNorm) and sub.axis_name is None:
+                sub.axis_name = call.sync_axes  # type: ignore[assignment]  # a tuple of axes is accepted by lax.pmean
+        for pattern in call.remat_modules:
+            for path in _matching_modules(pattern, modules):
+                modules[path].__class__ = _rematerialised(type(modules[path]), call.remat_policy)
+        return module
+
+    def check_remat(self, patterns: tuple[str, ...]) -> None:
+        del patterns  # `bind` refuses a pattern that matches no submodule
+
+    def stats_of(self, bound: nnx.Module) -> Tree:
+        flat = dict(nnx.to_flat_state(nnx.state(bound)))
+        return nnx.to_pure_dict(nnx.from_flat_state([(path, flat[path]) for path in self._stat_paths]))
+
+    def _keys(self, rngs: Tree, change: Callable[[Any], Any]) -> Tree:
+        def leaf(keys: tuple, data: Any) -> Any:
+            impl = self._impls.get(path_of(keys))
+            return data if impl is None else change(jax.random.wrap_key_data(data, impl=impl))
+
+        return jax.tree_util.tree_map_with_path(leaf, rngs)
+
+    def rebuild(self, variables: Variables) -> nnx.Module:
+        return nnx.merge(self._graphdef, variables.params, self._keys(variables.rngs, lambda key: key), variables.stats)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+@functools.cache
+def _rematerialised(kind: type, policy: Callable[..., bool] | None) -> type:
+    """A subclass of an nnx module whose call is recomputed in the backward pass."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return nnx.remat(lambda module: kind.__call__(module, *args, **kwargs), policy=policy)(self)
+
+    return type(kind)(f"Remat{kind.__name__}", (kind,), {"__call__": __call__, "__module__": kind.__module__})
+
+
+def _matching_modules(pattern: str, modules: dict[str, Any]) -> list[str]:
+    found = matches(pattern, modules)
+    if not found:
+        raise no_such_module(pattern, sorted(path for path in modules if path))
+    return found

@@ -1,0 +1,1 @@
+"""The loop around the step: callbacks, progress, loggers, checkpoints, and stopping in good order."""

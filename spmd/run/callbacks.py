@@ -1,0 +1,188 @@
+"""What a user may hang into the loop, and the few that come with it."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from spmd.errors import DivergedError, OptionError, did_you_mean
+
+
+class Info:
+    """What a callback is told: where the run is, what was measured, and the means to stop or save.
+
+    Attributes:
+      step: updates made when the metrics were measured.
+      epoch: number of the epoch, from 0.
+      metrics: floats by name; for `on_step` those of this step, for `on_eval` those of the evaluation.
+      rows: examples in the step's batch, over all workers.
+    """
+
+    def __init__(self, control: Any, step: int, epoch: int, metrics: dict[str, float], rows: int, *, exact: bool):
+        self._control, self.step, self.epoch, self.metrics, self.rows = control, step, epoch, metrics, rows
+        self._exact = exact
+
+    @property
+    def state(self) -> Any:
+        """The state after `step` updates. The next step consumes it: copy what is to be kept.
+
+        Raises:
+          OptionError: in a callback that runs on every step; there the device is already a step ahead.
+        """
+        if not self._exact:
+            raise OptionError(
+                f"info.state at step {self.step}: metrics are read one step late, so this state is consumed already.\n"
+                "    cure: give the callback  every = 10  (or more), or  exact = True, which makes the device wait."
+            )
+        return self._control.state
+
+    def stop(self, reason: str) -> None:
+        """Stop the run in good order: the last checkpoint is written and `fit` returns."""
+        self._control.stop(reason)
+
+    @property
+    def last_checkpoint(self) -> str:
+        """Where the newest checkpoint is, in words."""
+        return self._control.last_checkpoint()
+
+
+class Callback:
+    """Base of callbacks: override what is of interest. `on_step` runs on every `every`-th step.
+
+    With `exact`, the loop waits for the step before it calls, so that `info.state` can be read; by default it does so
+    when `every` is more than 1.
+    """
+
+    every: int = 1
+    exact: bool | None = None
+
+    def on_start(self, info: Info) -> None:
+        """Before the first step."""
+
+    def on_step(self, info: Info) -> None:
+        """After a step, when its metrics are known."""
+
+    def on_eval(self, info: Info) -> None:
+        """After an evaluation; `info.metrics` holds its results, named eval_..."""
+
+    def on_checkpoint(self, info: Info) -> None:
+        """After a checkpoint was handed over to be written."""
+
+    def on_stop(self, info: Info) -> None:
+        """Once, when the run ends for whatever reason, before the last checkpoint is waited for."""
+
+
+class Each(Callback):
+    """A plain function as a callback.
+
+    Example:
+      >>> print_loss = Each(lambda info: print(info.step, info.metrics["loss"]), every=100)
+    """
+
+    def __init__(self, function: Callable[[Info], Any], *, every: int = 1):
+        self._function, self.every = function, every
+
+    def on_step(self, info: Info) -> None:
+        """Call the function."""
+        self._function(info)
+
+
+class TerminateOnNaN(Callback):
+    """Raise as soon as a watched metric is not finite. In every run by default, watching the loss.
+
+    Example:
+      >>> watch_nothing = TerminateOnNaN(metrics=())
+    """
+
+    def __init__(self, metrics: tuple[str, ...] = ("loss",)):
+        self.metrics = metrics
+
+    def on_step(self, info: Info) -> None:
+        """Raise `DivergedError` on the first value that is not finite."""
+        for name in self.metrics:
+            if not math.isfinite(info.metrics.get(name, 0.0)):
+                raise DivergedError(
+                    f'step {info.step}: metric "{name}" is {info.metrics[name]}. {info.last_checkpoint}\n'
+                    "    cure: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step."
+                )
+
+
+class EarlyStopping(Callback):
+    """Stop when a metric has not improved by `min_delta` for `patience` looks in a row.
+
+    A metric named eval_... is looked at after each evaluation, any other every `every` steps.
+
+    Example:
+      >>> stop = EarlyStopping("eval_loss", patience=3)
+    """
+
+    def __init__(self, metric: str = "eval_loss", *, patience: int = 3, min_delta: float = 0.0, mode: str = "min", every: int = 1):
+        if mode not in ("min", "max"):
+            raise OptionError(f'EarlyStopping: no mode "{mode}".\n    cure: {did_you_mean(mode, ("min", "max"))}')
+        self.metric, self.patience, self.min_delta, self.every = metric, patience, min_delta, every
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._best, self._waited = math.inf, 0
+
+    def on_step(self, info: Info) -> None:
+        """Look at a training metric."""
+        if not self.metric.startswith("eval_"):
+            self._look(info)
+
+    def on_eval(self, info: Info) -> None:
+        """Look at an evaluation metric."""
+        if self.metric.startswith("eval_"):
+            self._look(info)
+
+    def _look(self, info: Info) -> None:
+        if self.metric not in info.metrics:
+            raise OptionError(f'EarlyStopping: there is no metric "{self.metric}".\n    cure: {did_you_mean(self.metric, info.metrics)}')
+        value = self._sign * info.metrics[self.metric]
+        if value < self._best - self.min_delta:
+            self._best, self._waited = value, 0
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            info.stop(f"{self.metric} has not improved for {self._waited} looks; its best is {self._sign * self._best:.6g}")
+
+
+class StopAt(Callback):
+    """Stop after a number of updates, or of seconds, whichever comes first.
+
+    Example:
+      >>> stop = StopAt(step=1000, seconds=3600)
+    """
+
+    def __init__(self, *, step: int | None = None, seconds: float | None = None):
+        self.step, self.seconds, self._started = step, seconds, time.monotonic()
+
+    def on_start(self, info: Info) -> None:
+        """Start the clock."""
+        self._started = time.monotonic()
+
+    def on_step(self, info: Info) -> None:
+        """Stop when it is time."""
+        if self.step is not None and info.step >= self.step:
+            info.stop(f"step {info.step} reached")
+        if self.seconds is not None and time.monotonic() - self._started >= self.seconds:
+            info.stop(f"{self.seconds:g} seconds are over")
+
+
+def as_callbacks(given: Any) -> list[Callback]:
+    """What the user gave as callbacks: objects, or plain functions of `info`; `TerminateOnNaN` is added unless there.
+
+    Raises:
+      OptionError: something that is neither.
+    """
+    callbacks: list[Callback] = []
+    for one in given:
+        if isinstance(one, Callback):
+            callbacks.append(one)
+        elif callable(one) and not isinstance(one, type):
+            callbacks.append(Each(one))
+        else:
+            raise OptionError(f"callback {one!r} is neither a spmd.callbacks.Callback nor a function of info.")
+        if not isinstance(callbacks[-1].every, int) or callbacks[-1].every < 1:
+            raise OptionError(f"callback {one!r}: every={callbacks[-1].every!r}; a number of steps, from 1.")
+    if not any(isinstance(one, TerminateOnNaN) for one in callbacks):
+        callbacks.insert(0, TerminateOnNaN())
+    return callbacks

@@ -1,0 +1,149 @@
+"""Checkpoints by Orbax: the state, the position in the data, and the layout, together or not at all.
+
+One folder per step. `state` holds every array under its path; `meta` holds the shapes of all of them, so that a model that
+does not fit is told so in a table before anything is read; the data position; and the layout as TOML.
+"""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
+from spmd.train.state import State
+from spmd.tree import describe, flatten, map_paths
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Where, how often and how many. `fit(checkpoint="runs/digits")` is `Checkpoint("runs/digits")`.
+
+    Args:
+      path: a folder; checkpoints are in its `checkpoints/`, metrics in `metrics.jsonl`.
+      every: steps between two checkpoints; None writes one at the end of each epoch. The last step is always written.
+      keep: how many of the newest are kept.
+      best: metric whose best checkpoint is kept as well, such as "eval_accuracy"; None keeps only the newest.
+      mode: "min" or "max", what is best.
+
+    Example:
+      >>> Checkpoint("runs/digits", every=500, best="eval_accuracy", mode="max").keep
+      2
+    """
+
+    path: str | Path
+    every: int | None = None
+    keep: int = 2
+    best: str | None = None
+    mode: str = "min"
+
+    def __post_init__(self):
+        if self.mode not in ("min", "max"):
+            raise OptionError(f'Checkpoint: no mode "{self.mode}".\n    cure: {did_you_mean(self.mode, ("min", "max"))}')
+        for name in ("every", "keep"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise OptionError(f"Checkpoint: {name}={value!r}; a whole number from 1.")
+
+
+class Store:
+    """A run's checkpoints on disk. Saving is asynchronous; `close` waits and raises what went wrong."""
+
+    def __init__(self, config: Checkpoint):
+        self.config = config
+        self.folder = Path(config.path).absolute()
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every save at INFO and WARNING
+        keep: list[Any] = [policies.LatestN(config.keep)]
+        if config.best is not None:
+            sign = 1.0 if config.mode == "max" else -1.0
+            keep.append(policies.BestN(get_metric_fn=lambda m: sign * m[config.best], n=1, keep_checkpoints_without_metrics=False))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(keep), enable_async_checkpointing=True, cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
+        self._saved = self.latest()
+
+    def latest(self) -> int | None:
+        """The newest step that is whole on disk."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """All steps on disk, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> bool:
+        """Start writing a checkpoint; False when this step is written already."""
+        if self._saved == step:
+            return False
+        arrays = _by_path(state)
+        meta = {"format": FORMAT, "step": step, "arrays": {path: describe(leaf) for path, leaf in arrays.items()}, **meta}
+        saved = self._manager.save(
+            step,
+            args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta)),
+            metrics=metrics or None,
+            force=True,
+        )
+        if not saved:
+            raise CheckpointError(f"the checkpoint of step {step} was not written to {self.folder}.")
+        self._saved = step
+        return True
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What stands beside the arrays of a checkpoint."""
+        return dict(self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
+
+    def restore(self, step: int, wanted: State) -> State:
+        """The state of a step, every array placed as `wanted` says (shapes, dtypes and shardings; no data).
+
+        Raises:
+          CheckpointError: arrays that are missing, too many, or of another shape or dtype; all of them, in a table.
+        """
+        meta, arrays = self.meta(step), _by_path(wanted)
+        _check_fit(
+            meta["arrays"], {path: describe(leaf) for path, leaf in arrays.items()}, f"the checkpoint of step {step} in {self.folder}"
+        )
+        restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(arrays)))["state"]
+        empty = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+        return map_paths(lambda path, leaf: restored[path] if leaf.size else empty(leaf), wanted)
+
+    def wait(self) -> None:
+        """Until everything handed over is on disk.
+
+        Raises:
+          CheckpointError: a checkpoint could not be written.
+        """
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {type(error).__name__}: {error}") from error
+        self._manager.reload()
+        if self._saved is not None and self._saved not in self._manager.all_steps():
+            raise CheckpointError(f"the checkpoint of step {self._saved} is not on disk in {self.folder}; there are {self.steps()}.")
+
+    def close(self) -> None:
+        """Wait, and let go of the folder."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+
+def _by_path(state: State) -> dict[str, Any]:
+    """All arrays by path. Orbax cannot write an array without elements; there is nothing to write."""
+    return {path: leaf for path, leaf in flatten(state).items() if leaf.size}
+
+
+def _check_fit(saved: dict[str, str], wanted: dict[str, str], what: str) -> None:
+    problems = []
+    for path in dict.fromkeys([*saved, *wanted]):
+        if saved.get(path) != wanted.get(path):
+            problems.append(Problem(path, [f"saved {saved.get(path, 'nothing')}, wanted {wanted.get(path, 'nothing')}"]))
+    fits = len(set(saved) | set(wanted)) - len(problems)
+    raise_problems(CheckpointError, f"{what} does not fit this model and optimizer", problems, f"{fits} arrays fit")

@@ -1,0 +1,59 @@
+"""What was measured, step by step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+class History:
+    """Metrics of every step of this call, and of every evaluation.
+
+    `history["loss"]` is one float per step; `history["eval_loss"]` one per evaluation. `rows()` gives the same as dicts.
+
+    Example:
+      >>> history = History(("loss",))
+      >>> history.add_steps(1, np.array([[[6.0], [4.0]]]))
+      >>> history["loss"]
+      [1.5]
+    """
+
+    def __init__(self, names: tuple[str, ...]):
+        self._names = names
+        self._steps: list[tuple[int, np.ndarray]] = []
+        self.evaluations: list[dict[str, Any]] = []
+
+    def add_steps(self, first: int, packed: np.ndarray) -> None:
+        """Steps `first`, `first + 1`, ... as float32[steps, 2, names], sums over counts."""
+        self._steps.append((first, packed))
+
+    def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """The result of one evaluation after `step` updates."""
+        self.evaluations.append({"step": step, **metrics})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that can be asked for."""
+        seen = dict.fromkeys(name for row in self.evaluations for name in row if name != "step")
+        return (*self._names, *seen)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One dict per step: its number and its metrics."""
+        for first, packed in self._steps:
+            for offset, (sums, counts) in enumerate(packed):
+                yield {"step": first + offset, **dict(zip(self._names, (sums / counts).tolist(), strict=True))}
+
+    def __getitem__(self, name: str) -> list[float]:
+        if name in self._names:
+            column = self._names.index(name)
+            return [float(row[0, column] / row[1, column]) for _, packed in self._steps for row in packed]
+        found = [row[name] for row in self.evaluations if name in row]
+        if not found:
+            raise KeyError(f'no metric "{name}"; there are {", ".join(self.names)}')
+        return found
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def __len__(self) -> int:
+        return sum(len(packed) for _, packed in self._steps)

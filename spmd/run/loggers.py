@@ -1,0 +1,89 @@
+"""Where metrics are written: JSON lines always, TensorBoard when asked for."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from spmd.errors import OptionError, import_extra
+
+
+class Logger(Protocol):
+    """Anything with these two methods is a logger. Only process 0 calls it."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One record: "step", and numbers by name. A record without numbers tells an event."""
+        ...
+
+    def close(self) -> None:
+        """Flush and let go."""
+        ...
+
+
+class JsonLines:
+    """One JSON object per line, appended to a file; a run that is resumed goes on in the same file.
+
+    A number that is not finite is written as null, as JSON has no word for it.
+
+    Example:
+      >>> import tempfile, pathlib
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+      >>> log = JsonLines(path); log.write({"step": 1, "loss": 0.5}); log.close()
+      >>> path.read_text()
+      '{"step": 1, "loss": 0.5}\\n'
+    """
+
+    def __init__(self, path: str | Path):
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1 << 16)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line."""
+        try:
+            text = json.dumps(record, allow_nan=False)
+        except ValueError:
+            text = json.dumps(
+                {k: None if isinstance(v, float) and (v != v or v in (float("inf"), -float("inf"))) else v for k, v in record.items()}
+            )
+        self._file.write(text + "\n")
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, written by tensorboardX (the extra `tensorboard`).
+
+    Raises:
+      MissingExtraError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | Path):
+        self._writer = import_extra("tensorboardX", "tensorboard").SummaryWriter(str(folder))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Every number of the record as a scalar at its step."""
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+def check_loggers(loggers: Any) -> list[Logger]:
+    """The loggers as a list.
+
+    Raises:
+      OptionError: one without `write` and `close`.
+    """
+    for one in loggers:
+        if not (callable(getattr(one, "write", None)) and callable(getattr(one, "close", None))):
+            raise OptionError(f"logger {one!r} has no write(record) and close().\n    cure: such as spmd.loggers.JsonLines(path).")
+    return list(loggers)

@@ -1,0 +1,337 @@
+"""The loop. Its order is numbered in `Loop.run`; each number has its reason beside it."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from spmd.data.batches import Batch, HostBatch, Placer
+from spmd.data.loader import Source
+from spmd.data.prefetch import prefetch
+from spmd.errors import DivergedError, OptionError, did_you_mean
+from spmd.run.callbacks import Callback, Info
+from spmd.run.checkpoint import Store
+from spmd.run.guard import interruptible
+from spmd.run.history import History
+from spmd.run.loggers import Logger
+from spmd.run.progress import NoProgress, RichProgress
+from spmd.train.program import Program
+from spmd.train.state import State
+
+IN_FLIGHT = 2  # steps dispatched and not yet read; unbounded, XLA:CPU deadlocks on more than two devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How long to run and how often to look: counts of steps; None means once per epoch for `eval_every`."""
+
+    epochs: int | None
+    steps: int | None
+    eval_every: int | None
+    log_every: int
+
+
+@dataclasses.dataclass
+class Position:
+    """Where the run stands in the data: the epoch, batches taken of it, and the reader's own state if it has one."""
+
+    epoch: int = 0
+    batch: int = 0
+    reader: Any = None
+
+
+@dataclasses.dataclass
+class Loop:
+    """One run: the parts, and what changes while it goes on."""
+
+    program: Program
+    source: Source
+    placer: Placer
+    plan: Plan
+    state: State
+    evaluate: Callable[[State], dict[str, float]] | None
+    callbacks: list[Callback]
+    loggers: list[Logger]
+    progress: NoProgress | RichProgress
+    store: Store | None
+    meta: dict[str, Any]
+    prefetch: int
+    data: Any = None  # the resident arrays, when the data set lives on the devices
+    steps_per_call: int = 1
+    step: int = 0
+    position: Position = dataclasses.field(default_factory=Position)
+    stop_reason: str | None = None
+
+    def __post_init__(self):
+        self.history = History(self.program.names)
+        self._unread: collections.deque = collections.deque()
+        self._window = np.zeros((2, len(self.program.names)))
+        self._samples, self._first_step = 0, self.step
+        self._evaluated: dict[str, float] = {}
+        self._measured_at, self._marked = -1, (-1, time.monotonic(), 0)
+        self._callbacks = [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]
+        self._exact = [c.every for c in self._callbacks if (c.exact if c.exact is not None else c.every > 1)]
+
+    def run(self) -> None:
+        """Train until the plan, a callback or the user says stop. Whatever happens, the newest state is saved."""
+        try:
+            self.progress.start(self.step, self._total())
+            with interruptible(self.stop), jax.transfer_guard("disallow"):
+                self._tell("on_start")
+                while self.stop_reason is None and not self._done():
+                    self._epoch()
+                self._drain()
+                self._save()
+                self._tell("on_stop")
+        except BaseException as error:
+            # a diverged state is not worth keeping: the last checkpoint before it stays the newest
+            self._rescue(error, save=not isinstance(error, DivergedError))
+            raise
+        self._close()
+
+    def _epoch(self) -> None:
+        """One epoch, or the rest of one."""
+        batches = self.source.epoch(self.position.epoch, self.position.batch, self.position.reader)
+        with self._calls(batches) as calls:
+            for call in calls:
+                # 1. one step (or one call of many); the batch was placed before, so the device does not wait for it
+                call()
+                # 2. the end of an epoch, when it is known beforehand
+                if self._is_last(self.position.batch):
+                    break
+                # 3. whatever is due at this step
+                self._after_step()
+                # 4. leave between two steps, never inside one
+                if self.stop_reason is not None or self._steps_done():
+                    return
+        self._end_of_epoch()
+
+    @contextlib.contextmanager
+    def _calls(self, batches: Iterator) -> Iterator[Iterator[Callable[[], None]]]:
+        """What there is to do in an epoch, one call at a time."""
+        if self.data is not None:
+            yield self._resident_calls(list(batches))
+            return
+        threaded = self.source.threaded and self.prefetch > 0
+        batches = batches if threaded else allowing(batches)
+        with prefetch(batches, self.placer, self.prefetch if threaded else 0) as placed:
+            yield (functools.partial(self._dispatch, batch) for batch in placed)
+
+    def _dispatch(self, batch: Batch) -> None:
+        """One step and its bookkeeping."""
+        self.state, packed = self.program.step(self.state, batch.leaves, batch.weights, split=batch.split)
+        self.step += 1
+        self.position.batch += 1
+        self.position.reader = batch.position
+        self._unread.append((self.step, self.position.epoch, packed, [batch.rows]))
+        # metrics are read one step late: the device has the next step in hand while the host looks at this one
+        while len(self._unread) >= IN_FLIGHT:
+            self._read()
+
+    def _resident_calls(self, batches: list[HostBatch]) -> Iterator[Callable[[], None]]:
+        """An epoch on data that lives on the devices: many steps per call; what is left over goes one by one."""
+        while batches:
+            count = min(self.steps_per_call, self._until_due(), len(batches))
+            if count == self.steps_per_call and (self.placer.pad or batches[count - 1].rows == self.program.rows):
+                yield functools.partial(self._call, batches[:count])
+            else:
+                count = 1
+                yield functools.partial(self._dispatch, self.placer(batches[0]))
+            del batches[:count]
+
+    def _call(self, batches: list[HostBatch]) -> None:
+        """`len(batches)` steps in one call; only row numbers travel. A short batch is padded with rows of weight 0."""
+        size = self.program.rows
+        index = np.stack([np.resize(cast(np.ndarray, batch.index), size) for batch in batches]).astype(np.int32)
+        weights = np.stack([np.arange(size) < batch.rows for batch in batches]).astype(np.float32)
+        index, weights = jax.device_put((index, weights), self.placer.whole)
+        first = self.step + 1
+        self.state, packed = self.program.many(self.state, self.data, index, weights)
+        self.step += len(batches)
+        self.position.batch += len(batches)
+        self._unread.append((first, self.position.epoch, packed, [batch.rows for batch in batches]))
+        while len(self._unread) >= IN_FLIGHT:
+            self._read()
+
+    def _read(self) -> None:
+        """Fetch the oldest unread metrics and show them to whoever wants them."""
+        first, epoch, packed, rows = self._unread.popleft()
+        packed = jax.device_get(packed)
+        packed = packed if packed.ndim == 3 else packed[None]
+        self.history.add_steps(first, packed)
+        self._samples += sum(rows)
+        if first == self._first_step + 1:
+            self._check_first(packed[0])
+        newest = first + len(packed) - 1 == self.step
+        for offset, sums in enumerate(packed):
+            step = first + offset
+            due = [callback for callback in self._callbacks if step % callback.every == 0]
+            if due:
+                info = self._info(step, epoch, self._means(sums), rows[offset], exact=newest and step == self.step)
+                with jax.transfer_guard("allow"):  # what a user's callback moves is theirs to decide
+                    for callback in due:
+                        callback.on_step(info)
+            self._window += sums
+            if step % self.plan.log_every == 0:
+                self._log({"step": step, "epoch": epoch, **self._means(self._window), **self._speed(step)})
+                self._window = np.zeros_like(self._window)
+        if self.progress.due():
+            self.progress.update(first + len(packed) - 1, epoch, {**self._means(packed[-1]), **self._evaluated}, self._samples)
+
+    def _check_first(self, sums: np.ndarray) -> None:
+        means = self._means(sums)
+        if not np.isfinite(means["loss"]):
+            raise DivergedError(
+                f"the loss is {means['loss']} at the first step.\n"
+                "    cure: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
+                "or an initialisation that is too large."
+            )
+
+    def _after_step(self) -> None:
+        """Evaluate, then save: a checkpoint is judged by the evaluation of its own step."""
+        plan, store = self.plan, self.store
+        if any(self.step % every == 0 for every in self._exact):
+            self._drain()
+        if plan.eval_every is not None and self.step % plan.eval_every == 0:
+            self._measure()
+        if store is not None and store.config.every is not None and self.step % store.config.every == 0:
+            self._save()
+
+    def _end_of_epoch(self) -> None:
+        self._after_step()
+        self.position = Position(self.position.epoch + 1)
+        if self.plan.eval_every is None:
+            self._measure()
+        if self.store is not None and self.store.config.every is None:
+            self._save()
+
+    def _measure(self) -> None:
+        if self.evaluate is None or self._measured_at == self.step:
+            return
+        self._drain()
+        self._measured_at = self.step
+        self._evaluated = {f"eval_{name}": value for name, value in self.evaluate(self.state).items()}
+        self.history.add_evaluation(self.step, self._evaluated)
+        self._log({"step": self.step, "epoch": self.position.epoch, **self._evaluated})
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in self._evaluated.items())
+        self.progress.say(f"step {self.step}: {shown}")
+        self._tell("on_eval", self._evaluated)
+
+    def _save(self) -> None:
+        if self.store is None:
+            return
+        self._drain()
+        metrics = dict(self._evaluated) if self.step == self._measured_at else {}
+        best = self.store.config.best
+        if best is not None and metrics and best not in metrics:
+            raise OptionError(f'Checkpoint: there is no metric "{best}".\n    cure: {did_you_mean(best, metrics)}')
+        if self.store.save(self.state, self.step, self._meta(), metrics):
+            self._tell("on_checkpoint")
+
+    def _meta(self) -> dict[str, Any]:
+        """Everything beside the arrays that a resumed run needs; after the last batch of an epoch it goes on with the next."""
+        position = Position(self.position.epoch + 1) if self._is_last(self.position.batch) else self.position
+        return {**self.meta, "position": dataclasses.asdict(position)}
+
+    def _rescue(self, error: BaseException, *, save: bool) -> None:
+        """Save what there is and close; what fails meanwhile is told beside the error, not instead of it."""
+        try:
+            self._unread.clear()
+            if save and self.store is not None and self.step > self._first_step:
+                self.store.save(self.state, self.step, self._meta(), {})
+                self.store.wait()
+                error.add_note(f"spmd: the state after step {self.step} was saved in {self.store.folder}.")
+        except Exception as second:
+            error.add_note(f"spmd: and the state after step {self.step} could not be saved: {type(second).__name__}: {second}")
+        with contextlib.suppress(Exception):
+            self._close()
+
+    def _close(self) -> None:
+        with contextlib.ExitStack() as closing:  # each is closed, though another may fail
+            for logger in self.loggers:
+                closing.callback(logger.close)
+            if self.store is not None:
+                closing.callback(self.store.close)
+            closing.callback(self.progress.close)
+
+    # small questions -------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """Leave after the step in hand."""
+        self.stop_reason = self.stop_reason or reason
+
+    def last_checkpoint(self) -> str:
+        """The newest checkpoint, in words."""
+        step = self.store.latest() if self.store is not None else None
+        return (
+            f"The last checkpoint is step {step} in {self.store.folder}." if self.store and step is not None else "There is no checkpoint."
+        )
+
+    def _total(self) -> int | None:
+        per_epoch = self.source.steps_per_epoch
+        if self.plan.steps is not None:
+            return self.plan.steps
+        return None if per_epoch is None or self.plan.epochs is None else per_epoch * self.plan.epochs
+
+    def _steps_done(self) -> bool:
+        return self.plan.steps is not None and self.step >= self.plan.steps
+
+    def _done(self) -> bool:
+        return self._steps_done() or (self.plan.epochs is not None and self.position.epoch >= self.plan.epochs)
+
+    def _is_last(self, batch: int) -> bool:
+        return self.source.steps_per_epoch is not None and batch >= self.source.steps_per_epoch
+
+    def _until_due(self) -> int:
+        """Steps until something must look at the state."""
+        marks = [self.plan.eval_every, self.store.config.every if self.store else None, *self._exact]
+        left = [every - self.step % every for every in marks if every is not None]
+        return min([*left, self.plan.steps - self.step] if self.plan.steps is not None else left, default=self.steps_per_call)
+
+    def _means(self, sums: np.ndarray) -> dict[str, float]:
+        return dict(zip(self.program.names, (sums[0] / sums[1]).tolist(), strict=True))
+
+    def _speed(self, step: int) -> dict[str, float]:
+        """Steps and samples per second since the last look."""
+        (before, then, samples), now = self._marked, time.monotonic()
+        self._marked = (step, now, self._samples)
+        if before < 0 or now <= then:
+            return {}
+        return {
+            "steps_per_second": round((step - before) / (now - then), 3),
+            "samples_per_second": round((self._samples - samples) / (now - then), 1),
+        }
+
+    def _info(self, step: int, epoch: int, metrics: dict[str, float], rows: int, *, exact: bool) -> Info:
+        return Info(self, step, epoch, metrics, rows, exact=exact)
+
+    def _tell(self, event: str, metrics: dict[str, float] | None = None) -> None:
+        info = self._info(self.step, self.position.epoch, metrics or {}, 0, exact=True)
+        with jax.transfer_guard("allow"):
+            for callback in self.callbacks:
+                getattr(callback, event)(info)
+
+    def _drain(self) -> None:
+        while self._unread:
+            self._read()
+
+    def _log(self, record: dict[str, Any]) -> None:
+        for logger in self.loggers:
+            logger.write(record)
+
+
+def allowing(items: Iterator[Any]) -> Iterator[Any]:
+    """The same items; reading them may move arrays as the user's code pleases."""
+    while True:
+        with jax.transfer_guard("allow"):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item

@@ -1,0 +1,125 @@
+"""Metrics: functions of (model, batch) giving one value per example, and the (sum, count) pairs they become.
+
+A mean over workers, microbatches or batches is exact only if sums and counts travel separately, so every metric is
+a pair until a person reads it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd.errors import DataError, LossError, did_you_mean
+from spmd.tree import describe
+
+INPUTS = ("x", "inputs", "input", "image", "images", "tokens", "features", "input_ids")
+TARGETS = ("y", "targets", "target", "labels", "label")
+
+Sums = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum over rows, number of rows), both float32 scalars
+
+
+@dataclasses.dataclass(frozen=True)
+class PerExample:
+    """A loss or metric that calls the model once on the inputs and compares with the targets, row by row.
+
+    `function(outputs, targets)` gives one value per row. Those that share `inputs` share one forward pass, and so are
+    measured during training at no cost.
+
+    Example:
+      >>> mine = accuracy.on(inputs="pixels", targets="digit")
+      >>> mine.inputs
+      'pixels'
+    """
+
+    function: Callable[[Any, Any], jax.Array]
+    name: str
+    inputs: str | None = None
+    targets: str | None = None
+
+    def on(self, *, inputs: str, targets: str) -> "PerExample":
+        """The same function, reading these keys of a dict batch."""
+        return dataclasses.replace(self, inputs=inputs, targets=targets)
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """Inputs and targets of a batch: a pair, or a dict with keys that are known or were named with `on`.
+
+        Raises:
+          DataError: when they cannot be told apart.
+        """
+        if isinstance(batch, tuple | list) and len(batch) == 2:
+            return batch[0], batch[1]
+        if not isinstance(batch, dict):
+            raise DataError(f"{self.name} wants a pair (inputs, targets) or a dict; the batch is a {type(batch).__name__}.")
+        return batch[self._key(batch, self.inputs, INPUTS, "inputs")], batch[self._key(batch, self.targets, TARGETS, "targets")]
+
+    def _key(self, batch: dict, named: str | None, known: tuple[str, ...], role: str) -> str:
+        if named is not None:
+            if named not in batch:
+                raise DataError(f'{self.name}: the batch has no key "{named}".\n    cure: {did_you_mean(named, batch)}')
+            return named
+        found = [key for key in known if key in batch]
+        if len(found) == 1:
+            return found[0]
+        what = f"{len(found)} keys could be" if found else "no key is known as"
+        raise DataError(
+            f"{self.name}: {what} the {role}; the batch has {', '.join(map(str, batch))}.\n"
+            f'    cure: name them: {self.name}.on(inputs="...", targets="...").'
+        )
+
+    def __call__(self, model: Any, batch: Any) -> jax.Array:
+        """One value per row; calls the model."""
+        inputs, targets = self.split(batch)
+        return self.function(model(inputs), targets)
+
+
+def per_row(values: jax.Array) -> jax.Array:
+    """The mean over everything but dim 0, in float32."""
+    values = values.astype(jnp.float32)
+    return values.mean(axis=tuple(range(1, values.ndim))) if values.ndim > 1 else values
+
+
+def _accuracy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    return per_row(outputs.argmax(axis=-1) == targets)
+
+
+def _mean_absolute_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    return per_row(jnp.abs(outputs.astype(jnp.float32) - targets.astype(jnp.float32)))
+
+
+accuracy = PerExample(_accuracy, "spmd.metrics.accuracy")
+"""Share of rows (and positions) whose largest logit is the integer target."""
+
+mean_absolute_error = PerExample(_mean_absolute_error, "spmd.metrics.mean_absolute_error")
+"""Mean of |output - target| over everything but dim 0."""
+
+
+def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A metric's value as (sum, count) over the rows whose weight is 1.
+
+    Accepts a (sum, count) pair, one value per row, or a scalar, taken as the mean over these rows. Rows of weight 0 are
+    left out with `where`, so that a NaN in padding cannot spread.
+    """
+    count = weights.sum()
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return jnp.asarray(value[0], jnp.float32), jnp.asarray(value[1], jnp.float32)
+    value = jnp.asarray(value)
+    if value.shape == weights.shape:
+        return jnp.where(weights > 0, value.astype(jnp.float32), 0).sum(), count
+    if value.shape == ():
+        return value.astype(jnp.float32) * count, count
+    raise LossError(
+        f'metric "{name}" is {describe(value)}; wanted a scalar, one value per example, float32[{weights.shape[0]}], '
+        "or a (sum, count) pair."
+    )
+
+
+def pack(sums: Sums, names: tuple[str, ...]) -> jax.Array:
+    """All pairs as one float32[2, names]: one array to reduce, one to fetch."""
+    return jnp.stack([jnp.stack([sums[name][row] for name in names]) for row in (0, 1)])
+
+
+def add(left: Sums, right: Sums) -> Sums:
+    """Pairs of two disjoint sets of rows, joined."""
+    return jax.tree.map(jnp.add, left, right)

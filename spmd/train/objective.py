@@ -1,0 +1,104 @@
+"""What is minimised and what is measured, as (sum, count) pairs over rows."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd.errors import LossError
+from spmd.train.metrics import PerExample, Sums, as_sum
+from spmd.tree import describe
+
+LOSS = "loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """A loss with the metrics that go with it.
+
+    `loss(model, batch)` or `loss(model, batch, rng)` returns one value per example or a scalar (the mean over its rows),
+    alone or as `(value, {name: metric})`.
+    """
+
+    loss: Callable[..., Any]
+    metrics: Mapping[str, Callable[..., Any]]
+
+    def __post_init__(self):
+        if not callable(self.loss):
+            raise LossError(f"loss={self.loss!r} is a {type(self.loss).__name__}; wanted a function (model, batch[, rng]).")
+        for name, metric in self.metrics.items():
+            if not callable(metric) or name == LOSS:
+                raise LossError(f'metric "{name}" must be a function (model, batch), under another name than "{LOSS}".')
+
+    def for_training(self) -> "Objective":
+        """Only the metrics that share the loss's forward pass: they cost nothing."""
+        loss = self.loss
+        shared = {
+            name: m
+            for name, m in self.metrics.items()
+            if isinstance(m, PerExample) and isinstance(loss, PerExample) and m.inputs == loss.inputs
+        }
+        return dataclasses.replace(self, metrics=shared)
+
+    def __call__(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
+        """The loss as the user's function gave it, and every metric by name; calls the model."""
+        model = _Memo(model) if isinstance(self.loss, PerExample) else model
+        arguments = (model, batch, rng) if takes_rng(self.loss) else (model, batch)
+        value = self.loss(*arguments)
+        extra: dict[str, Any] = {}
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+            value, extra = value
+        return jnp.asarray(value), {**extra, **{name: metric(model, batch) for name, metric in self.metrics.items()}}
+
+    def sums(self, value: jax.Array, extra: Mapping[str, Any], weights: jax.Array) -> Sums:
+        """The loss and every metric as (sum, count) over the rows of weight 1."""
+        return {name: as_sum(name, metric, weights) for name, metric in {LOSS: value, **extra}.items()}
+
+
+class _Memo:
+    """The model, called once per distinct input: a loss and its metrics share the forward pass."""
+
+    def __init__(self, model: Any):
+        self._model, self._seen = model, []
+
+    def __call__(self, inputs: Any) -> Any:
+        for known, outputs in self._seen:
+            if known is inputs:
+                return outputs
+        self._seen.append((inputs, self._model(inputs)))
+        return self._seen[-1][1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def takes_rng(loss: Callable[..., Any]) -> bool:
+    """Whether the loss has a third positional parameter, the random key."""
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    return len(positional) >= 3
+
+
+def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
+    """Whether the loss gives one value per example (True) or one for all (False); only shapes are looked at.
+
+    Raises:
+      LossError: neither, or not a floating-point number.
+    """
+    shown = describe(value)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise LossError(f"the loss returned {shown}, which is not a floating-point number and has no gradient.")
+    if value.shape not in ((), (rows,)):
+        raise LossError(
+            f"the loss returned {shown}; wanted a scalar, the mean over the batch, or one value per example, float32[{rows}].\n"
+            "    cure: take the mean over the other dims, such as  loss.mean(axis=tuple(range(1, loss.ndim)))."
+        )
+    for name, metric in extra.items():
+        jax.eval_shape(lambda m, w, name=name: as_sum(name, m, w), metric, jax.ShapeDtypeStruct((rows,), jnp.float32))
+    return value.shape == (rows,)

@@ -1,0 +1,32 @@
+"""Mixed precision: compute in bfloat16, keep parameters, optimizer state and statistics as they are."""
+
+import jax
+import jax.numpy as jnp
+
+from spmd.errors import OptionError, did_you_mean
+from spmd.tree import Tree
+
+PRECISIONS = {"float32": None, "bfloat16": jnp.bfloat16}
+
+
+def compute_dtype(precision: str) -> "jnp.dtype | None":
+    """The dtype that float32 arrays are cast to inside the loss; None leaves them.
+
+    >>> compute_dtype("float32") is None
+    True
+    """
+    if precision not in PRECISIONS:
+        raise OptionError(f'no precision "{precision}".\n    cure: {did_you_mean(precision, PRECISIONS)} Known: {", ".join(PRECISIONS)}.')
+    return PRECISIONS[precision]
+
+
+def cast(tree: Tree, dtype: "jnp.dtype | None") -> Tree:
+    """Every float32 leaf as `dtype`; all other leaves, and the gradient's dtype, stay."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, tree)
+
+
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """Every leaf in the dtype it had before the step."""
+    return jax.tree.map(lambda x, old: x.astype(old.dtype), tree, like)

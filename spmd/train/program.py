@@ -1,0 +1,220 @@
+"""A model, a loss, an optimizer and a layout, checked against each other and made into compiled functions.
+
+Two things are learnt at different times: from the model alone, where its arrays live; from the shapes of a batch, what
+the loss returns. Nothing is allocated before `init`, nothing is compiled before the first step.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd.comm.reduction import gathered
+from spmd.errors import LossError, ModelError, OptionError, SpmdError
+from spmd.layout.check import fit_layout
+from spmd.layout.declare import Layout
+from spmd.layout.resolve import Resolved, pspec
+from spmd.mesh import MeshSpec
+from spmd.model.base import Call, Variables, abstractly
+from spmd.model.flax_linen import LinenModel
+from spmd.model.wrap import wrap
+from spmd.train.accumulate import has_convolution
+from spmd.train.metrics import pack
+from spmd.train.objective import LOSS, Objective, check_loss
+from spmd.train.precision import cast, compute_dtype
+from spmd.train.state import State, check_optimizer, init_state, make_state, state_shardings
+from spmd.train.step import Step, batch_spec, many
+from spmd.tree import Tree, abstract, describe, flatten, map_paths
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The plain options of a training program."""
+
+    precision: str = "float32"
+    accumulate: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        compute_dtype(self.precision)
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise OptionError(f"accumulate={self.accumulate!r}: a number of microbatches, from 1.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise OptionError(f"seed={self.seed!r}: a whole number from 0 to 2**32 - 1.")
+
+
+class Placed:
+    """A model on a mesh: what it is made of and where each array lives."""
+
+    def __init__(
+        self, model: Any, loss: Callable, metrics: Mapping[str, Callable], optimizer: Any, mesh: Mesh, layout: Layout, options: Options
+    ):
+        self.model, self.mesh, self.options = wrap(model), mesh, options
+        self.objective, self.optimizer = Objective(loss, dict(metrics)), check_optimizer(optimizer)
+        self._layout = layout
+        self._sample: Tree = None
+
+    def learn(self, sample: Tree) -> None:
+        """Remember the shapes of a batch; a linen model cannot be initialised without."""
+        self._sample = sample if self._sample is None else self._sample
+
+    def _run(self, model: Any) -> None:
+        """Call the loss on zeros, for a model that shows its shapes only when it is called."""
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._sample)
+        self.objective.for_training()(model, zeros, jax.random.key(0))
+
+    @functools.cached_property
+    def _abstract(self) -> State:
+        if isinstance(self.model, LinenModel) and self._sample is None:
+            raise ModelError("a linen module shows its shapes only on data.\n    cure: trainer.init(batch), with a batch or its shapes.")
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        variables = abstractly(lambda k: self.model.init(k, self._run), "the model", key)
+        return jax.eval_shape(lambda v: make_state(v, self.optimizer, 0), variables)
+
+    @functools.cached_property
+    def resolved(self) -> Resolved:
+        """The placement of every parameter."""
+        names = self.model.names(jax.random.key(0), self._run)
+        mesh = MeshSpec.parse(self.mesh)
+        return fit_layout(self._layout, flatten(self._abstract.params), names, mesh)
+
+    @functools.cached_property
+    def shardings(self) -> State:
+        """The sharding of every leaf of the state."""
+        return state_shardings(self._abstract, self.resolved, self.mesh)
+
+    @property
+    def abstract_state(self) -> State:
+        """Shape, dtype and sharding of every leaf of the state; nothing is allocated."""
+        return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), self._abstract, self.shardings)
+
+    def init(self) -> State:
+        """A new state, made in place on the mesh."""
+        return init_state(self.model, self.optimizer, self.options.seed, self._run, self.shardings)
+
+
+class Program:
+    """The compiled functions of a `Placed` model for batches of one shape."""
+
+    def __init__(self, placed: Placed, sample: Tree):
+        placed.learn(sample)
+        self.placed, self.sample = placed, sample
+        self.rows = jax.tree.leaves(sample)[0].shape[0]
+        self._train, self._eval = placed.objective.for_training(), placed.objective
+        self._dtype = compute_dtype(placed.options.precision)
+        stats = bool(jax.tree.leaves(placed.abstract_state.stats))
+        (value, extra), jaxpr = self._trace(self._train, training=True)
+        placed.model.check_remat(placed.resolved.layout.remat.modules)
+        self.names = (LOSS, *extra)
+        rowwise = check_loss(value, extra, self.rows) and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra))
+        self.pad_training = rowwise and not stats
+        self._unroll = has_convolution(jaxpr.jaxpr) and jax.default_backend() == "cpu"
+        self._compiled: dict[tuple, Callable] = {}
+
+    def _trace(self, objective: Objective, *, training: bool) -> tuple[tuple, Any]:
+        """What an objective returns on a full batch, as shapes, and its jaxpr."""
+        placed = self.placed
+
+        def call(variables: Variables, batch: Tree) -> tuple:
+            key = jax.random.key(0)
+            variables = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
+            remat = placed.resolved.layout.remat.modules if training else ()
+            bound = placed.model.bind(variables, Call(training, key if training else None, remat_modules=remat))
+            return objective(bound, cast(batch, self._dtype), key)
+
+        variables = abstract(placed.abstract_state.variables)
+        try:
+            jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(variables, self.sample)
+        except SpmdError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(self.sample).items())
+            message = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            raise LossError(
+                f"the loss fails on a batch of {{{shapes}}}: {type(error).__name__}: {message}\n"
+                "    cure: the error above has the line; check that the model takes these shapes."
+            ) from error
+        return shapes, jaxpr
+
+    @functools.cached_property
+    def eval_names(self) -> tuple[str, ...]:
+        """Names of everything that evaluation measures."""
+        return (LOSS, *self._eval_outputs[1])
+
+    @functools.cached_property
+    def _eval_outputs(self) -> tuple:
+        return self._trace(self._eval, training=False)[0]
+
+    @functools.cached_property
+    def pad_eval(self) -> bool:
+        """Whether padding can be left out of everything that evaluation measures."""
+        return all(leaf.shape == (self.rows,) for leaf in jax.tree.leaves(self._eval_outputs))
+
+    def _step(self, rows: int, split: bool) -> Step:
+        placed = self.placed
+        parts = placed.options.accumulate if rows == self.rows else 1
+        return Step(
+            placed.model, self._train, placed.optimizer, placed.resolved, placed.mesh, self.names, parts, self._unroll, self._dtype, split
+        )
+
+    def step(self, state: State, batch: Tree, weights: jax.Array, *, split: bool = True) -> tuple[State, jax.Array]:
+        """One update; `state` is donated. Metrics are float32[2, names], sums over counts."""
+        return self._function(("step", weights.shape[0], split))(state, batch, weights)
+
+    def many(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
+        """`rows.shape[0]` updates in one call on resident data; metrics are float32[steps, 2, names]."""
+        return self._function(("many", weights.shape[1], True))(state, data, rows, weights)
+
+    def evaluate(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
+        """Sums and counts of loss and metrics, float32[2, eval_names], in evaluation mode."""
+        return self._function(("evaluate",))(state.params, state.stats, state.rngs, batch, weights)
+
+    def predict(self, state: State, inputs: Tree) -> Tree:
+        """The model's outputs in evaluation mode, whole on every device."""
+        return self._function(("predict",))(state.params, state.stats, state.rngs, inputs)
+
+    def _function(self, key: tuple) -> Callable:
+        if key not in self._compiled:
+            self._compiled[key] = self._build(key)
+        return self._compiled[key]
+
+    def _build(self, key: tuple) -> Callable:
+        placed, whole = self.placed, NamedSharding(self.placed.mesh, PartitionSpec())
+        if key[0] == "step":
+            return jax.jit(self._step(key[1], key[2]).update, donate_argnums=0, out_shardings=(placed.shardings, whole))
+        if key[0] == "many":
+            step = self._step(key[1], key[2])
+            steps = functools.partial(many, lambda s, b, w: self._kept(step.update(s, self._as_batch(b), w)), unroll=self._unroll)
+            return jax.jit(steps, donate_argnums=0, out_shardings=(placed.shardings, whole))
+        return jax.jit(self._measure if key[0] == "evaluate" else self._outputs, out_shardings=whole)
+
+    def _kept(self, result: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+        """Inside a loop the state keeps its place from step to step."""
+        return jax.lax.with_sharding_constraint(result[0], self.placed.shardings), result[1]
+
+    def _as_batch(self, batch: Tree) -> Tree:
+        at = lambda path: NamedSharding(self.placed.mesh, pspec(batch_spec(self.placed.resolved, path)))
+        return map_paths(lambda path, x: jax.lax.with_sharding_constraint(x, at(path)), batch)
+
+    def _bound(self, params: Tree, stats: Tree, rngs: Tree) -> Any:
+        variables = Variables(cast(self._gather(params), self._dtype), cast(stats, self._dtype), rngs)
+        return self.placed.model.bind(variables, Call(training=False))
+
+    def _gather(self, params: Tree) -> Tree:
+        step = self._step(self.rows, True)
+        return step._map(lambda place, p: step._constrain(p, gathered(place.spec, step.scene)), params)
+
+    def _measure(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
+        value, extra = self._eval(self._bound(params, stats, rngs), cast(batch, self._dtype), jax.random.key(0))
+        return pack(self._eval.sums(value, extra, weights), self.eval_names)
+
+    def _outputs(self, params: Tree, stats: Tree, rngs: Tree, inputs: Tree) -> Tree:
+        return self._bound(params, stats, rngs)(cast(inputs, self._dtype))
+
+    def compilations(self) -> int:
+        """How many programs have been compiled so far."""
+        return sum(function._cache_size() for function in self._compiled.values())  # type: ignore[attr-defined]

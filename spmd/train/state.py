@@ -1,0 +1,123 @@
+"""The state of a run: made in pieces on the mesh, never whole anywhere unless the layout says so."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd.errors import OptimizerError
+from spmd.layout.resolve import Resolved, pspec
+from spmd.model.base import Model, Variables
+from spmd.tree import Tree, flatten, path_of
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt", "stats", "rngs", "key"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Everything that changes during training, and all that is needed to go on: it is what a checkpoint holds.
+
+    Attributes:
+      step: int32 scalar, updates made so far; on every device.
+      params: the model's parameters, laid out by the layout, in their own dtype.
+      opt: the optax state, each leaf laid out like its parameter or cut further.
+      stats: other arrays of the model that change (BatchNorm averages); on every device, equal.
+      rngs: the model's own random streams, as key data; on every device.
+      key: uint32 key data of the run's seed; on every device. With `step` it gives each step's random numbers.
+    """
+
+    step: Any
+    params: Tree
+    opt: Any
+    stats: Tree
+    rngs: Tree
+    key: Any
+
+    @property
+    def variables(self) -> Variables:
+        """The model's part."""
+        return Variables(self.params, self.stats, self.rngs)
+
+
+def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, with extra arguments allowed.
+
+    Raises:
+      OptimizerError: not an optax gradient transformation.
+    """
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))) or isinstance(
+        optimizer, nnx.Optimizer | type
+    ):
+        raise OptimizerError(
+            f"optimizer={optimizer!r} is a {type(optimizer).__name__}, not an optax gradient transformation.\n"
+            "    cure: such as optax.adamw(1e-3)."
+        )
+    return optax.with_extra_args_support(optimizer)
+
+
+def make_state(variables: Variables, optimizer: optax.GradientTransformation, seed: int) -> State:
+    """A state at step 0, under a trace."""
+    key = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+    return State(jnp.int32(0), variables.params, optimizer.init(variables.params), variables.stats, variables.rngs, key)
+
+
+def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh) -> State:
+    """Where every leaf of the state lives: parameters by their spec, moments by their parameter's, the rest whole."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def param(keys: tuple, leaf: Any) -> NamedSharding:
+        del leaf
+        return NamedSharding(mesh, pspec(resolved.placements[path_of(keys)].spec))
+
+    def moment(keys: tuple, leaf: Any) -> NamedSharding:
+        place = _owner(path_of(keys), leaf, resolved)
+        return whole if place is None else NamedSharding(mesh, pspec(place.state_spec))
+
+    rest = jax.tree.map(lambda _: whole, abstract)
+    return dataclasses.replace(
+        rest,
+        params=jax.tree_util.tree_map_with_path(param, abstract.params),
+        opt=jax.tree_util.tree_map_with_path(moment, abstract.opt),
+    )
+
+
+def _owner(path: str, leaf: Any, resolved: Resolved):
+    """The parameter an optimizer leaf belongs to: its path ends with the parameter's, and the shapes are equal."""
+    parts = path.split("/")
+    for start in range(len(parts)):
+        place = resolved.placements.get("/".join(parts[start:]))
+        if place is not None:
+            return place if place.shape == leaf.shape else None
+    return None
+
+
+def whole_moments(abstract: State, resolved: Resolved) -> list[str]:
+    """Optimizer leaves larger than a scalar that belong to no parameter's shape and so stay whole (factored moments)."""
+    return [path for path, leaf in flatten(abstract.opt).items() if leaf.ndim and _owner(path, leaf, resolved) is None]
+
+
+def init_state(model: Model, optimizer: optax.GradientTransformation, seed: int, run: Callable[[Any], Any], shardings: State) -> State:
+    """The state at step 0, each piece made on the device that keeps it; a given model's arrays are copied, never taken."""
+    if model.concrete is not None:
+        with_shardings = Variables(shardings.params, shardings.stats, shardings.rngs)
+        variables = jax.tree.map(place_copy, model.concrete, with_shardings)
+        return jax.jit(lambda v: _fresh(make_state(v, optimizer, seed)), out_shardings=shardings, donate_argnums=0)(variables)
+    with nnx.use_eager_sharding(False):
+        return jax.jit(lambda: make_state(model.init(jax.random.key(seed), run), optimizer, seed), out_shardings=shardings)()
+
+
+def _fresh(state: State) -> State:
+    """Distinct buffers: an optimizer may keep a parameter itself in its state, and one buffer cannot be donated twice."""
+    return dataclasses.replace(state, opt=jax.tree.map(jnp.copy, state.opt))
+
+
+def place_copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """A copy of `leaf` on the mesh; no buffer of the caller's is shared, so donating it is safe."""
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], copy=True))

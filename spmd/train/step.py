@@ -1,0 +1,220 @@
+"""One training step as one compiled program.
+
+Read `Step.update` first: gradients, then optax on whole arrays. `_gradients` is the part that differs between the
+auto step (the compiler sees the whole batch) and the manual step (each worker sees its own rows, under
+`jax.shard_map`); both call the same `_worker`, with another `pull` and another way to average.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd.comm import wire
+from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, gathered, needs_gather
+from spmd.layout.declare import Spec, keep_axes
+from spmd.layout.resolve import Placement, Resolved, owners, pspec
+from spmd.model.base import Call, Model, Variables
+from spmd.train.accumulate import accumulate, microbatches
+from spmd.train.metrics import Sums, pack
+from spmd.train.objective import LOSS, Objective
+from spmd.train.precision import cast, cast_like
+from spmd.train.rng import worker_key
+from spmd.train.state import State
+from spmd.tree import Tree, map_paths
+
+CHEAP = ("all_gather", "sharding_constraint", "shard_map", "convert_element_type", "transpose", "reshape", "copy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Everything about a step that is known before it is compiled."""
+
+    model: Model
+    objective: Objective
+    optimizer: optax.GradientTransformationExtraArgs
+    resolved: Resolved
+    mesh: Mesh
+    names: tuple[str, ...]
+    microbatches: int = 1
+    unroll: bool = False
+    dtype: Any = None
+    split: bool = True  # False: every worker computes all rows (a last batch that the workers do not divide)
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients meet."""
+        return REDUCTIONS[self.resolved.layout.gradients.reduction]
+
+    @property
+    def scene(self) -> Scene:
+        """The mesh as the reduction sees it."""
+        return Scene(self.mesh, self.resolved.data_axes)
+
+    def update(self, state: State, batch: Tree, weights: jax.Array) -> tuple[State, jax.Array]:
+        """The next state, and the step's metrics as float32[2, names] (sums, counts), equal on every device.
+
+        Args:
+          batch: leaves [rows, ...], dim 0 cut over the workers.
+          weights: float32[rows], 1 for a row of data and 0 for padding, cut likewise.
+        """
+        grads, stats, sums = self._gradients(state, batch, weights)
+        loss = sums[0, self.names.index(LOSS)] / sums[1, self.names.index(LOSS)]
+        updates, opt = self.optimizer.update(grads, state.opt, state.params, value=loss)
+        params = optax.apply_updates(state.params, updates)
+        params = self._map(lambda place, p: self._constrain(p, place.state_spec), params)
+        return State(state.step + 1, params, opt, stats, state.rngs, state.key), sums
+
+    def _gradients(self, state: State, batch: Tree, weights: jax.Array) -> tuple[Tree, Tree, jax.Array]:
+        """Mean gradients over the batch, new stats, packed metrics."""
+        if not self.reduction.manual:
+            grads, stats, sums = self._worker(state, batch, weights, axes=())
+            return self._push(grads), stats, pack(sums, self.names)
+        data = self.scene.data_axes
+        cut = lambda spec: pspec(keep_axes(spec, data))  # the manual region's specs name the data axes only
+        whole = PartitionSpec()
+        params = self._map(lambda place, p: cut(place.spec), state.params)
+        pushed = self._map(lambda place, p: cut(self.reduction.pushed_spec(place)), state.params)
+        rows = map_paths(lambda path, x: cut(batch_spec(self.resolved, path)) if self.split else whole, batch)
+        specs = dataclasses.replace(jax.tree.map(lambda _: whole, state), params=params, opt=None)
+
+        def worker(state: State, batch: Tree, weights: jax.Array) -> tuple[Tree, Tree, jax.Array]:
+            grads, stats, sums = self._worker(state, batch, weights, axes=data)
+            packed = pack(sums, self.names)
+            return self._push(grads), _agree(stats, data), wire.all_reduce(packed, data) if self.split else packed
+
+        return jax.shard_map(
+            worker,
+            mesh=self.mesh,
+            in_specs=(specs, rows, PartitionSpec(data) if self.split else whole),
+            out_specs=(pushed, whole, whole),
+            axis_names=set(data),
+            check_vma=False,
+        )(dataclasses.replace(state, opt=None), batch, weights)
+
+    def _worker(self, state: State, batch: Tree, weights: jax.Array, *, axes: tuple[str, ...]) -> tuple[Tree, Tree, Sums]:
+        """Gradients of the mean loss over these rows (whole, not yet averaged over workers), new stats, metric sums.
+
+        The gradient is taken with respect to `taps`: whole-shaped stand-ins for the weights that `pull` gathers.
+        """
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
+        total = wire.all_reduce(weights.sum(), axes) / (wire.worker_count(axes) if axes else 1)
+        localize = (lambda k: worker_key(k, wire.worker_index(axes))) if axes and self.split else (lambda k: k)
+        loss = self._with_remat(functools.partial(self._loss, state, total, localize, axes))
+
+        def one(stats: Tree, rows: tuple, index: jax.Array) -> tuple[tuple, Tree]:
+            grad = jax.value_and_grad(loss, has_aux=True)
+            (_, (sums, stats)), grads = grad(self._taps(state.params), stats, rows, jax.random.fold_in(key, index))
+            return (grads, sums), stats
+
+        if self.microbatches == 1:
+            (grads, sums), stats = one(state.stats, (batch, weights), jnp.int32(0))
+        else:
+            parts = microbatches((batch, weights), self.microbatches)
+            (grads, sums), stats = accumulate(one, state.stats, parts, self.microbatches, unroll=self.unroll)
+        return grads, stats, sums
+
+    def _loss(self, state: State, total: jax.Array, localize: Callable, axes: tuple, taps: Tree, stats: Tree, rows: tuple, key: Any):
+        """The share of these rows in the mean loss over this worker's rows; sums and new stats beside it."""
+        batch, weights = rows
+        params = self._map(self._pull, state.params, taps)
+        layout = self.resolved.layout
+        policy = remat_policy(layout.remat.save)
+        call = Call(True, key, localize, axes, layout.remat.modules, policy)
+        bound = self.model.bind(Variables(params, cast(stats, self.dtype), state.rngs), call)
+        value, extra = self.objective(bound, cast(batch, self.dtype), localize(jax.random.fold_in(key, 1)))
+        sums = self.objective.sums(value, extra, weights)
+        mean = sums[LOSS][0] / total if value.ndim else value.astype(jnp.float32) / self.microbatches
+        return mean, (sums, cast_like(self.model.stats_of(bound), state.stats))
+
+    def _pull(self, place: Placement, piece: jax.Array, tap: jax.Array) -> jax.Array:
+        """The whole weight in the dtype of the computation, differentiable with respect to `tap`."""
+        if not needs_gather(place, self.scene):
+            return cast(tap, self.dtype)
+        # cast first: what travels is what is used
+        return _stand_in(self.reduction.pull(self.scene, place, cast(piece, self.dtype)), tap)
+
+    def _taps(self, params: Tree) -> Tree:
+        def tap(place: Placement, piece: jax.Array) -> jax.Array:
+            if not needs_gather(place, self.scene):
+                return piece
+            whole = jnp.zeros(place.shape, piece.dtype)
+            return whole if self.reduction.manual else self._constrain(whole, gathered(place.spec, self.scene))
+
+        return self._map(tap, params)
+
+    def _push(self, grads: Tree) -> Tree:
+        return self._map(functools.partial(self.reduction.push, self.scene), grads)
+
+    def _map(self, function: Callable, *trees: Tree) -> Tree:
+        """`function(placement, leaf, ...)` over trees of parameters."""
+        return map_paths(lambda path, *leaves: function(self.resolved.placements[path], *leaves), *trees)
+
+    def _constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, pspec(spec)))
+
+    def _with_remat(self, loss: Callable) -> Callable:
+        """Gathered weights are not kept for the backward pass but gathered again; the layout's `[remat]` comes on top."""
+        remat = self.resolved.layout.remat
+        if remat.save != "everything" and not remat.modules:
+            return jax.checkpoint(loss, policy=remat_policy(remat.save))
+        if any(needs_gather(place, self.scene) for place in self.resolved.placements.values()):
+            return jax.checkpoint(loss, policy=lambda primitive, *_, **__: primitive.name not in CHEAP)
+        return loss
+
+
+def remat_policy(save: str) -> Callable[..., bool] | None:
+    """The `jax.checkpoint` policy of a layout's `[remat] save`; None keeps nothing."""
+    return {"everything": jax.checkpoint_policies.everything_saveable, "dots": jax.checkpoint_policies.dots_saveable}.get(save)
+
+
+def batch_spec(resolved: Resolved, path: str) -> Spec:
+    """The spec of one batch leaf: its rule's, or the batch's own."""
+    claimed = owners(resolved.layout.batch.rules, path)
+    return resolved.layout.batch.rules[claimed[0]].spec if claimed else resolved.layout.batch.spec
+
+
+@jax.custom_vjp
+def _stand_in(value: jax.Array, tap: jax.Array) -> jax.Array:
+    """`value`, with its cotangent handed to `tap`: a gradient of the whole weight, though only pieces are stored."""
+    del tap
+    return value
+
+
+def _stand_in_fwd(value: jax.Array, tap: jax.Array) -> tuple[jax.Array, Any]:
+    return value, jnp.zeros((), tap.dtype)
+
+
+def _stand_in_bwd(like: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros_like(cotangent), cotangent.astype(like.dtype)
+
+
+_stand_in.defvjp(_stand_in_fwd, _stand_in_bwd)
+
+
+def _agree(stats: Tree, axes: tuple[str, ...]) -> Tree:
+    """Stats that every worker holds alike: the mean of floats, the largest of counters."""
+    workers = wire.worker_count(axes)
+
+    def leaf(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return wire.all_reduce(x, axes) / workers
+        return wire.maximum(x, axes)
+
+    return jax.tree.map(leaf, stats)
+
+
+def many(step: Callable[..., tuple[State, jax.Array]], state: State, data: Tree, rows: jax.Array, weights: jax.Array, *, unroll: bool):
+    """Several steps in one call on a data set that lies on the devices: `rows` int32[steps, batch] picks each batch."""
+
+    def body(state: State, inputs: tuple) -> tuple[State, jax.Array]:
+        picked, weights = inputs
+        return step(state, jax.tree.map(lambda x: x[picked], data), weights)
+
+    return lax.scan(body, state, (rows, weights), unroll=rows.shape[0] if unroll else 1)

@@ -1,0 +1,237 @@
+"""The trainer: a model laid out on a mesh, with one call per step, for people who own their loop."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from spmd.data.batches import Batch, HostBatch, Placer, check_batch, check_leaves
+from spmd.data.loader import is_arrays, source
+from spmd.data.prefetch import prefetch
+from spmd.errors import DataError, OptionError
+from spmd.layout.declare import Layout
+from spmd.layout.resolve import Resolved
+from spmd.layout.summary import summary
+from spmd.mesh import MeshSpec, make_mesh
+from spmd.run.loop import IN_FLIGHT, allowing
+from spmd.train.program import Options, Placed, Program
+from spmd.train.state import State
+from spmd.train.step import batch_spec
+from spmd.tree import Tree, abstract
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInfo:
+    """What `Trainer.steps` yields after each update: its number, its metrics as floats, and the state after it."""
+
+    step: int
+    metrics: dict[str, float]
+    state: State
+
+
+class Metrics(Mapping[str, float]):
+    """The metrics of one step, by name. Reading one waits for the step; until then the device runs on."""
+
+    def __init__(self, names: tuple[str, ...], packed: jax.Array):
+        self._names, self._packed = names, packed
+
+    @functools.cached_property
+    def _values(self) -> dict[str, float]:
+        sums, counts = jax.device_get(self._packed)
+        return dict(zip(self._names, (sums / counts).tolist(), strict=True))
+
+    def wait(self) -> None:
+        """Until the step is done; nothing is fetched."""
+        self._packed.block_until_ready()
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+class Trainer:
+    """A model, a loss and an optimizer, laid out on a mesh and ready to step.
+
+    `fit` is a face over it; use it directly to own the loop. Arguments are those of `fit`.
+
+    Example:
+      >>> import optax, spmd
+      >>> import jax.numpy as jnp
+      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+      >>> trainer = Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1))
+      >>> state = trainer.init()
+      >>> batch = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
+      >>> state, metrics = trainer.step(state, batch)
+      >>> metrics["loss"]
+      1.0
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        loss: Callable[..., Any],
+        optimizer: Any,
+        mesh: Any = None,
+        layout: str | Path | Layout = "data_parallel",
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        precision: str = "float32",
+        accumulate: int = 1,
+        seed: int = 0,
+    ):
+        self.layout = Layout.load(layout)
+        self.mesh: Mesh = make_mesh(mesh if mesh is not None else dict(self.layout.mesh) or None)
+        self._placed = Placed(model, loss, metrics or {}, optimizer, self.mesh, self.layout, Options(precision, accumulate, seed))
+        self._program: Program | None = None
+        self._placer: Placer | None = None
+        self._eval_placer: Placer | None = None
+        self._in_flight: collections.deque[Metrics] = collections.deque()
+
+    @property
+    def resolved(self) -> Resolved:
+        """Where every parameter lives, and which rule decided it."""
+        return self._placed.resolved
+
+    def summary(self) -> str:
+        """The layout applied to this model, as a table."""
+        return summary(self.resolved)
+
+    def init(self, batch: Tree = None) -> State:
+        """A new state, each array made in place on the mesh. A linen model needs a `batch` (arrays or their shapes).
+
+        Raises:
+          LayoutError: the layout does not fit the model on this mesh.
+          ModelError: the model cannot be traced without data.
+        """
+        if batch is not None:
+            self._placed.learn(abstract(batch))
+        return self._placed.init()
+
+    @property
+    def abstract_state(self) -> State:
+        """Shape, dtype and sharding of the state; nothing is allocated."""
+        return self._placed.abstract_state
+
+    def rebuild(self, state: State) -> Any:
+        """The user's kind of model, holding the arrays of `state`."""
+        return self._placed.model.rebuild(state.variables)
+
+    def prepare(self, sample: Tree) -> tuple[Program, Placer]:
+        """The compiled functions for full batches shaped like `sample`; checked now, compiled at the first call."""
+        if self._program is None or self._placer is None:
+            sample = abstract(sample)
+            check_batch(sample, self.layout, MeshSpec.parse(self.mesh), self._placed.options.accumulate)
+            self._placed.learn(sample)
+            self._program = Program(self._placed, sample)
+            self._placer = self._make_placer(self._program, pad=self._program.pad_training)
+        return self._program, self._placer
+
+    def _make_placer(self, program: Program, *, pad: bool) -> Placer:
+        resolved = self.resolved
+        return Placer(self.mesh, lambda path: batch_spec(resolved, path), resolved.data_axes, program.rows, pad=pad)
+
+    def place(self, batch: Tree) -> Batch:
+        """A host batch on the mesh. Buffers are copied, so they may be reused at once."""
+        rows = check_leaves(batch, "the batch")
+        _, placer = self.prepare(batch)
+        return placer(HostBatch(batch, rows))
+
+    def step(self, state: State, batch: Tree | Batch) -> tuple[State, Metrics]:
+        """One update. `state` is consumed; use the one returned.
+
+        Args:
+          batch: arrays [rows, ...] on the host, or a `Batch` from `place`. The first one fixes the full batch's size; a
+            smaller one is padded and masked (or run at its own size, when the loss cannot be masked).
+
+        Returns:
+          The next state, and metrics that wait for the device only when they are read. At most 2 steps are in flight.
+        """
+        placed = batch if isinstance(batch, Batch) else self.place(batch)
+        program = self._program or self.prepare(placed.leaves)[0]
+        state, packed = program.step(state, placed.leaves, placed.weights, split=placed.split)
+        metrics = Metrics(program.names, packed)
+        self._in_flight.append(metrics)
+        if len(self._in_flight) >= IN_FLIGHT:
+            self._in_flight.popleft().wait()
+        return state, metrics
+
+    def steps(
+        self, data: Any, *, batch_size: int | None = None, epochs: int = 1, state: State | None = None, shuffle: bool | None = None
+    ) -> Iterator[StepInfo]:
+        """Train over `data`, yielding after every update; the loop's body is yours.
+
+        Example:
+          for info in trainer.steps(data, batch_size=128, epochs=3):
+              if info.step % 100 == 0:
+                  print(info.step, info.metrics["loss"])
+        """
+        reader = source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.options.seed)
+        _, placer = self.prepare(reader.sample())
+        state = self.init() if state is None else state
+        count = int(state.step)
+        for epoch in range(epochs):
+            with prefetch(reader.epoch(epoch), placer, 2 if reader.threaded else 0) as batches:
+                for batch in batches:
+                    state, metrics = self.step(state, batch)
+                    count += 1
+                    yield StepInfo(count, metrics, state)  # type: ignore[arg-type]
+
+    def evaluate(self, state: State, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
+        """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short."""
+        reader = source(
+            data, batch_size=self._eval_rows(data, batch_size), shuffle=False if is_arrays(data) else None, seed=0, short_ok=True
+        )
+        program, _ = self.prepare(reader.sample())
+        if self._eval_placer is None:
+            self._eval_placer = self._make_placer(program, pad=program.pad_eval)
+        total = np.zeros((2, len(program.eval_names)))
+        pending: collections.deque[jax.Array] = collections.deque()
+        for batch in map(self._eval_placer, allowing(reader.epoch(0))):
+            pending.append(program.evaluate(state, batch.leaves, batch.weights))
+            if len(pending) >= IN_FLIGHT:
+                total += jax.device_get(pending.popleft())
+        for packed in pending:
+            total += jax.device_get(packed)
+        return dict(zip(program.eval_names, (total[0] / total[1]).tolist(), strict=True))
+
+    def _eval_rows(self, data: Any, batch_size: int | None) -> int | None:
+        if batch_size is None and self._program is not None and is_arrays(data):
+            return self._program.rows
+        return batch_size
+
+    def predict(self, state: State, inputs: Tree) -> Tree:
+        """The model's outputs for every row of `inputs`, in evaluation mode, as numpy arrays [rows, ...] on the host.
+
+        Args:
+          inputs: what the model is called with: an array [rows, ...] or a tree of them.
+
+        Raises:
+          OptionError: no step was prepared yet, so the batch size is not known.
+        """
+        if self._program is None:
+            raise OptionError("predict() before the first batch: the batch size is not known.\n    cure: trainer.prepare(batch) first.")
+        program, data = self._program, self.resolved.data_axes
+        rows = check_leaves(inputs, "the inputs")
+        if rows == 0:
+            raise DataError("the inputs are empty: 0 rows.")
+        placer = Placer(self.mesh, lambda path: (data,), data, program.rows, pad=True)
+        arrays, outputs = jax.tree.map(np.asarray, inputs), []
+        for first in range(0, rows, program.rows):
+            index = np.arange(first, min(first + program.rows, rows))
+            out = jax.device_get(program.predict(state, placer(HostBatch(arrays, len(index), index)).leaves))
+            outputs.append(jax.tree.map(lambda x: x[: len(index)], out))
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)

@@ -1,0 +1,70 @@
+"""Parameter paths and sizes: the one spelling of a leaf's name, used in layouts, errors, plans and checkpoints."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+Tree = Any  # a pytree; jax has no type for it
+
+
+def path_of(keys: tuple) -> str:
+    """A key path as one string, levels joined by "/".
+
+    >>> path_of((jax.tree_util.DictKey("blocks"), jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("kernel")))
+    'blocks/0/kernel'
+    """
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def flatten(tree: Tree) -> dict[str, Any]:
+    """Leaves by path, in the tree's own order.
+
+    >>> flatten({"a": {"b": 1}, "c": [2, 3]})
+    {'a/b': 1, 'c/0': 2, 'c/1': 3}
+    """
+    return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def map_paths(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """`jax.tree.map`, with the leaf's path as the first argument."""
+    return jax.tree_util.tree_map_with_path(lambda keys, *leaves: function(path_of(keys), *leaves), tree, *rest)
+
+
+def abstract(tree: Tree) -> Tree:
+    """The tree with every leaf replaced by its shape and dtype; no data is touched or moved."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype_of(leaf))), tree)
+
+
+def dtype_of(leaf: Any) -> np.dtype:
+    """The dtype of an array, a shape-and-dtype or a Python number."""
+    return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+
+
+def nbytes(leaf: Any) -> int:
+    """Bytes of the whole array, from shape and dtype alone."""
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def describe(leaf: Any) -> str:
+    """Dtype and shape, as errors and tables write them.
+
+    >>> describe(jax.ShapeDtypeStruct((512, 10), "float32"))
+    'float32[512, 10]'
+    """
+    return f"{dtype_of(leaf)}[{', '.join(map(str, np.shape(leaf)))}]"
+
+
+def format_bytes(count: float) -> str:
+    """A byte count in binary units.
+
+    >>> format_bytes(1536), format_bytes(80)
+    ('1.5 KiB', '80 B')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        units.pop(0)
+    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
