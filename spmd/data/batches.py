@@ -14,7 +14,7 @@ from spmd.layout.check import spec_problems
 from spmd.layout.declare import Layout, Spec, spec_axes, spec_text
 from spmd.layout.resolve import owners, pspec
 from spmd.mesh import MeshSpec
-from spmd.tree import Tree, describe, flatten, map_paths
+from spmd.tree import Tree, describe, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +129,13 @@ class Placer:
         self._row_sharding = NamedSharding(mesh, PartitionSpec(data_axes))
         self.whole = NamedSharding(mesh, PartitionSpec())
         self._workers = math.prod(mesh.shape[axis] for axis in data_axes)
-        self._shardings: dict[str, NamedSharding] = {}
+        self._shardings: dict[Any, list[NamedSharding]] = {}  # by tree structure: one look-up per batch
         self._weights: dict[tuple[int, int, bool], jax.Array] = {}
         self._many_processes = jax.process_count() > 1
 
     def __call__(self, host: HostBatch) -> Batch:
         """The batch on the mesh; host buffers are copied, so the caller may reuse them at once."""
-        with jax.transfer_guard("allow"):  # the one place in the loop where rows are meant to move
+        with jax.transfer_guard_host_to_device("allow"):  # the one place in the loop where rows are meant to move
             return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
 
     def _place_global(self, host: HostBatch) -> Batch:
@@ -146,20 +146,10 @@ class Placer:
         if size > rows:
             index = np.arange(rows) if index is None else index
             index = np.concatenate([index, np.repeat(index[:1], size - rows)])
-        leaves = map_paths(lambda path, leaf: self._place(path, leaf, index, size, split), host.leaves)
-        return Batch(leaves, self.weights(rows, size, split), rows, split, host.position)
-
-    def _place(self, path: str, leaf: Any, index: np.ndarray | None, size: int, split: bool) -> jax.Array:
-        sharding = self._sharding(path) if split else self.whole
-        if isinstance(leaf, jax.Array):  # immutable, and maybe on the mesh already
-            return jax.device_put(leaf if index is None else leaf[index], sharding)
-        leaf = np.asarray(leaf)
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        if index is None:
-            cut = lambda at: np.array(leaf[at], dtype=dtype)
-        else:
-            cut = lambda at: leaf[(index[at[0]], *at[1:])].astype(dtype, copy=False)
-        return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, cut)
+        leaves, structure = jax.tree.flatten(host.leaves)
+        shardings = self._shardings_of(host.leaves, structure) if split else [self.whole] * len(leaves)
+        placed = [_place(leaf, index, size, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+        return Batch(jax.tree.unflatten(structure, placed), self.weights(rows, size, split), rows, split, host.position)
 
     def _place_local(self, host: HostBatch) -> Batch:
         """Rows that this process alone has read: its part of the global batch."""
@@ -170,18 +160,17 @@ class Placer:
                 f"it must be {self._rows // jax.process_count()} in every batch.\n"
                 "    cure: give arrays, which every process can index, or drop the short batch."
             )
-        leaves = map_paths(
-            lambda path, leaf: jax.make_array_from_process_local_data(
-                self._sharding(path), np.array(leaf, copy=True), (size, *np.shape(leaf)[1:])
-            ),
-            host.leaves,
-        )
-        return Batch(leaves, self.weights(size, size, True), size, True, host.position)
+        leaves, structure = jax.tree.flatten(host.leaves)
+        placed = [
+            jax.make_array_from_process_local_data(sharding, np.array(leaf, copy=True), (size, *np.shape(leaf)[1:]))
+            for leaf, sharding in zip(leaves, self._shardings_of(host.leaves, structure), strict=True)
+        ]
+        return Batch(jax.tree.unflatten(structure, placed), self.weights(size, size, True), size, True, host.position)
 
-    def _sharding(self, path: str) -> NamedSharding:
-        if path not in self._shardings:
-            self._shardings[path] = NamedSharding(self._mesh, pspec(self._spec_of(path)))
-        return self._shardings[path]
+    def _shardings_of(self, tree: Tree, structure: Any) -> list[NamedSharding]:
+        if structure not in self._shardings:
+            self._shardings[structure] = [NamedSharding(self._mesh, pspec(self._spec_of(path))) for path in flatten(tree)]
+        return self._shardings[structure]
 
     def weights(self, rows: int, size: int, split: bool) -> jax.Array:
         """float32[size], 1 for the first `rows`; made once per size."""
@@ -191,3 +180,16 @@ class Placer:
             sharding = self._row_sharding if split else self.whole
             self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
         return self._weights[key]
+
+
+def _place(leaf: Any, index: np.ndarray | None, size: int, sharding: NamedSharding) -> jax.Array:
+    """The rows `index` of a leaf (all of them without) on the mesh, in buffers of our own."""
+    if isinstance(leaf, jax.Array):  # immutable, and maybe on the mesh already
+        return jax.device_put(leaf if index is None else leaf[index], sharding)
+    leaf = np.asarray(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if index is None:
+        cut = lambda at: np.array(leaf[at], dtype=dtype)
+    else:
+        cut = lambda at: leaf[(index[at[0]], *at[1:])].astype(dtype, copy=False)
+    return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, cut)

@@ -58,6 +58,12 @@ class ArraySource:
         return {"examples": self.examples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed}
 
 
+_ONCE = (
+    "the data yields {}: it can be iterated only once.\n"
+    "    cure: a list, or a function that returns a fresh iterator: lambda: batches()."
+)
+
+
 class IterableSource:
     """Batches as an iterable yields them: a list, a generator, a function that returns one, a grain data set.
 
@@ -73,7 +79,7 @@ class IterableSource:
         try:
             sample = next(self._first)
         except StopIteration:
-            raise DataError("the data is empty: it yields no batch.") from None
+            raise DataError("the data is empty: it yields no batch." if self._first is not data else _ONCE.format("nothing")) from None
         self._head: list[Tree] = [sample]
         rows = check_leaves(sample, "the first batch")
         if rows == 0:
@@ -112,20 +118,19 @@ class IterableSource:
             if count <= start:
                 continue
             rows = check_leaves(leaves, f"batch {count} of epoch {number + 1}")
+            if rows == 0:
+                raise DataError(f"batch {count} of epoch {number + 1} has 0 rows.")
             if rows * jax.process_count() > self.batch_size:
                 raise DataError(f"batch {count} of epoch {number + 1} has {rows} rows, more than the {self.batch_size} of the first one.")
             yield HostBatch(leaves, rows, None, state)
-        if count == 0:
-            raise DataError(
-                f"the data yields nothing in epoch {number + 1}: it can be iterated only once.\n"
-                "    cure: a list, or a function that returns a fresh iterator: lambda: batches()."
-            )
+        if count == 0 and not (stateful and position is not None):  # a restored state may stand at the end
+            raise DataError(_ONCE.format(f"nothing in epoch {number + 1}"))
         if count < start:
             raise DataError(f"the data has {count} batches; the run to be resumed stood at batch {start} of epoch {number + 1}.")
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a resumed run to go on with the same data."""
-        return {"batch_size": self.batch_size}
+        return {"batch_size": self.batch_size, "batches": self.steps_per_epoch}
 
 
 Source = ArraySource | IterableSource

@@ -15,18 +15,23 @@ def prefetch(items: Iterator[Any], function: Callable[[Any], T], depth: int) -> 
     """`map(function, items)`, with up to `depth` results made ahead of time by a thread.
 
     An error raised while reading is raised again in the caller, with the reader's traceback. On leaving the block the
-    thread is told to stop, and joined; the iterator is closed in the thread that ran it.
+    thread is told to stop, and joined; the iterator is closed in the thread that ran it, and an error it raises then is
+    raised on leaving, unless the block has raised one of its own.
 
     Example:
       >>> with prefetch(iter(range(3)), lambda x: x * x, depth=2) as squares:
       ...     list(squares)
       [0, 1, 4]
     """
+    close = getattr(items, "close", lambda: None)
     if depth < 1:
-        yield map(function, items)
+        try:
+            yield map(function, items)
+        finally:
+            close()
         return
     results: queue.Queue = queue.Queue(depth)
-    stop = threading.Event()
+    stop, failed = threading.Event(), []
 
     def put(entry: tuple[Any, BaseException | None]) -> bool:
         while not stop.is_set():
@@ -44,10 +49,10 @@ def prefetch(items: Iterator[Any], function: Callable[[Any], T], depth: int) -> 
                 put((_END, None))
         except BaseException as error:  # whatever it is, the caller must see it
             put((_END, error))
-        finally:
-            close = getattr(items, "close", None)
-            if close is not None:
-                close()
+        try:
+            close()
+        except BaseException as error:
+            failed.append(error)
 
     thread = threading.Thread(target=read, name="spmd-prefetch", daemon=True)
     thread.start()
@@ -56,6 +61,8 @@ def prefetch(items: Iterator[Any], function: Callable[[Any], T], depth: int) -> 
     finally:
         stop.set()
         thread.join(timeout=10.0)
+    if failed:
+        raise failed[0]
 
 
 def _drain(results: queue.Queue) -> Iterator[Any]:

@@ -40,6 +40,10 @@ class Info:
         """Stop the run in good order: the last checkpoint is written and `fit` returns."""
         self._control.stop(reason)
 
+    def stop_at(self, step: int) -> None:
+        """Stop in good order after exactly this many updates; `stop` is a step late where metrics are read late."""
+        self._control.stop_at(step)
+
     @property
     def last_checkpoint(self) -> str:
         """Where the newest checkpoint is, in words."""
@@ -55,6 +59,7 @@ class Callback:
 
     every: int = 1
     exact: bool | None = None
+    moves_nothing: bool = False  # True: touches only numbers, so the loop keeps its guard against hidden transfers
 
     def on_start(self, info: Info) -> None:
         """Before the first step."""
@@ -94,6 +99,8 @@ class TerminateOnNaN(Callback):
       >>> watch_nothing = TerminateOnNaN(metrics=())
     """
 
+    moves_nothing = True
+
     def __init__(self, metrics: tuple[str, ...] = ("loss",)):
         self.metrics = metrics
 
@@ -116,11 +123,18 @@ class EarlyStopping(Callback):
       >>> stop = EarlyStopping("eval_loss", patience=3)
     """
 
+    moves_nothing = True
+
     def __init__(self, metric: str = "eval_loss", *, patience: int = 3, min_delta: float = 0.0, mode: str = "min", every: int = 1):
         if mode not in ("min", "max"):
             raise OptionError(f'EarlyStopping: no mode "{mode}".\n    cure: {did_you_mean(mode, ("min", "max"))}')
         self.metric, self.patience, self.min_delta, self.every = metric, patience, min_delta, every
         self._sign = 1.0 if mode == "min" else -1.0
+        self._best, self._waited = math.inf, 0
+
+    def on_start(self, info: Info) -> None:
+        """Forget what another run has shown."""
+        del info
         self._best, self._waited = math.inf, 0
 
     def on_step(self, info: Info) -> None:
@@ -152,19 +166,26 @@ class StopAt(Callback):
       >>> stop = StopAt(step=1000, seconds=3600)
     """
 
+    moves_nothing = True
+
     def __init__(self, *, step: int | None = None, seconds: float | None = None):
         self.step, self.seconds, self._started = step, seconds, time.monotonic()
 
     def on_start(self, info: Info) -> None:
-        """Start the clock."""
+        """Start the clock, and set the mark."""
         self._started = time.monotonic()
+        if self.step is not None:
+            info.stop_at(self.step)
 
     def on_step(self, info: Info) -> None:
-        """Stop when it is time."""
-        if self.step is not None and info.step >= self.step:
-            info.stop(f"step {info.step} reached")
+        """Stop when the time is over."""
         if self.seconds is not None and time.monotonic() - self._started >= self.seconds:
             info.stop(f"{self.seconds:g} seconds are over")
+
+    def on_stop(self, info: Info) -> None:
+        """Say why, when it was this."""
+        if self.step is not None and info.step >= self.step:
+            info.stop(f"step {info.step} reached")
 
 
 def as_callbacks(given: Any) -> list[Callback]:

@@ -35,7 +35,7 @@ class JsonLines:
     def __init__(self, path: str | Path):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", buffering=1 << 16)
+        self._file = path.open("a", encoding="utf-8", buffering=1)  # line by line: a killed run has written whole lines
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line."""

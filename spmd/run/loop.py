@@ -74,6 +74,7 @@ class Loop:
         self._window = np.zeros((2, len(self.program.names)))
         self._samples, self._first_step = 0, self.step
         self._evaluated: dict[str, float] = {}
+        self._seen, self._stopped = (self.step, self.position.epoch), False
         self._measured_at, self._marked = -1, (-1, time.monotonic(), 0)
         self._callbacks = [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]
         self._exact = [c.every for c in self._callbacks if (c.exact if c.exact is not None else c.every > 1)]
@@ -87,8 +88,9 @@ class Loop:
                 while self.stop_reason is None and not self._done():
                     self._epoch()
                 self._drain()
+                self._record()
                 self._save()
-                self._tell("on_stop")
+                self._tell_stop()
         except BaseException as error:
             # a diverged state is not worth keeping: the last checkpoint before it stays the newest
             self._rescue(error, save=not isinstance(error, DivergedError))
@@ -119,7 +121,8 @@ class Loop:
             yield self._resident_calls(list(batches))
             return
         threaded = self.source.threaded and self.prefetch > 0
-        batches = batches if threaded else allowing(batches)
+        if self.source.threaded and not threaded:
+            batches = allowing(batches)
         with prefetch(batches, self.placer, self.prefetch if threaded else 0) as placed:
             yield (functools.partial(self._dispatch, batch) for batch in placed)
 
@@ -162,11 +165,12 @@ class Loop:
     def _read(self) -> None:
         """Fetch the oldest unread metrics and show them to whoever wants them."""
         first, epoch, packed, rows = self._unread.popleft()
-        packed = jax.device_get(packed)
+        with jax.transfer_guard_device_to_host("allow"):  # two numbers per metric: what the host has to know
+            packed = np.asarray(packed)
         packed = packed if packed.ndim == 3 else packed[None]
         self.history.add_steps(first, packed)
         self._samples += sum(rows)
-        if first == self._first_step + 1:
+        if first == 1:
             self._check_first(packed[0])
         newest = first + len(packed) - 1 == self.step
         for offset, sums in enumerate(packed):
@@ -174,15 +178,22 @@ class Loop:
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
                 info = self._info(step, epoch, self._means(sums), rows[offset], exact=newest and step == self.step)
-                with jax.transfer_guard("allow"):  # what a user's callback moves is theirs to decide
+                with _lifted(due):
                     for callback in due:
                         callback.on_step(info)
             self._window += sums
+            self._seen = (step, epoch)
             if step % self.plan.log_every == 0:
-                self._log({"step": step, "epoch": epoch, **self._means(self._window), **self._speed(step)})
-                self._window = np.zeros_like(self._window)
+                self._record()
         if self.progress.due():
             self.progress.update(first + len(packed) - 1, epoch, {**self._means(packed[-1]), **self._evaluated}, self._samples)
+
+    def _record(self) -> None:
+        """Log the means since the last record; at the end of a run these may be fewer steps."""
+        step, epoch = self._seen
+        if self._window[1].any():
+            self._log({"step": step, "epoch": epoch, **self._means(self._window), **self._speed(step)})
+            self._window = np.zeros_like(self._window)
 
     def _check_first(self, sums: np.ndarray) -> None:
         means = self._means(sums)
@@ -204,10 +215,10 @@ class Loop:
             self._save()
 
     def _end_of_epoch(self) -> None:
-        self._after_step()
-        self.position = Position(self.position.epoch + 1)
         if self.plan.eval_every is None:
             self._measure()
+        self._after_step()
+        self.position = Position(self.position.epoch + 1)
         if self.store is not None and self.store.config.every is None:
             self._save()
 
@@ -249,6 +260,10 @@ class Loop:
                 error.add_note(f"spmd: the state after step {self.step} was saved in {self.store.folder}.")
         except Exception as second:
             error.add_note(f"spmd: and the state after step {self.step} could not be saved: {type(second).__name__}: {second}")
+        try:
+            self._tell_stop()
+        except Exception as second:
+            error.add_note(f"spmd: and on_stop failed: {type(second).__name__}: {second}")
         with contextlib.suppress(Exception):
             self._close()
 
@@ -265,6 +280,10 @@ class Loop:
     def stop(self, reason: str) -> None:
         """Leave after the step in hand."""
         self.stop_reason = self.stop_reason or reason
+
+    def stop_at(self, step: int) -> None:
+        """Leave after this many updates, neither earlier nor later."""
+        self.plan = dataclasses.replace(self.plan, steps=step if self.plan.steps is None else min(step, self.plan.steps))
 
     def last_checkpoint(self) -> str:
         """The newest checkpoint, in words."""
@@ -313,9 +332,14 @@ class Loop:
 
     def _tell(self, event: str, metrics: dict[str, float] | None = None) -> None:
         info = self._info(self.step, self.position.epoch, metrics or {}, 0, exact=True)
-        with jax.transfer_guard("allow"):
+        with _lifted(self.callbacks):
             for callback in self.callbacks:
                 getattr(callback, event)(info)
+
+    def _tell_stop(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            self._tell("on_stop")
 
     def _drain(self) -> None:
         while self._unread:
@@ -335,3 +359,8 @@ def allowing(items: Iterator[Any]) -> Iterator[Any]:
             except StopIteration:
                 return
         yield item
+
+
+def _lifted(callbacks: list[Callback]) -> Any:
+    """What a user's callback moves is theirs to decide: the guard is lifted for it, and only for it."""
+    return contextlib.nullcontext() if all(callback.moves_nothing for callback in callbacks) else jax.transfer_guard("allow")
