@@ -29,7 +29,8 @@ class Call:
     """How a model is called inside a step.
 
     `key` is the same on all workers; `localize` turns it into the key that draws this worker's rows. `sync_axes` are
-    the mesh axes over which batch statistics are averaged (empty where the compiler sees the whole batch).
+    the mesh axes over which batch statistics are averaged (empty where the compiler sees the whole batch). `dtype` is that
+    of the computation, told to BatchNorm, whose float32 averages would otherwise turn all that follows into float32.
     """
 
     training: bool
@@ -38,6 +39,7 @@ class Call:
     sync_axes: tuple[str, ...] = ()
     remat_modules: tuple[str, ...] = ()
     remat_policy: Callable[..., bool] | None = None
+    dtype: Any = None
 
 
 class Model(abc.ABC):

@@ -98,8 +98,9 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
         module, path = context.module, "/".join(context.module.path)
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
-        if call.sync_axes and isinstance(module, linen.BatchNorm) and module.axis_name is None:
-            object.__setattr__(module, "axis_name", call.sync_axes)
+        if isinstance(module, linen.BatchNorm):
+            object.__setattr__(module, "axis_name", module.axis_name or call.sync_axes or None)
+            object.__setattr__(module, "dtype", module.dtype or call.dtype)
         if path in active or not any(matches(pattern, [path]) for pattern in call.remat_modules):
             return next_fun(*args, **kwargs)
         active.add(path)

@@ -56,8 +56,9 @@ class NnxModel(Model):
             module.eval()
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
         for sub in modules.values():
-            if call.sync_axes and isinstance(sub, nnx.BatchNorm) and sub.axis_name is None:
-                sub.axis_name = call.sync_axes  # type: ignore[assignment]  # a tuple of axes is accepted by lax.pmean
+            if isinstance(sub, nnx.BatchNorm):
+                sub.axis_name = sub.axis_name or call.sync_axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
+                sub.dtype = sub.dtype or call.dtype
         for pattern in call.remat_modules:
             for path in _matching_modules(pattern, modules):
                 modules[path].__class__ = _rematerialised(type(modules[path]), call.remat_policy)

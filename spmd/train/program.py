@@ -123,7 +123,7 @@ class Program:
             key = jax.random.key(0)
             variables = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
             remat = placed.resolved.layout.remat.modules if training else ()
-            bound = placed.model.bind(variables, Call(training, key if training else None, remat_modules=remat))
+            bound = placed.model.bind(variables, Call(training, key if training else None, remat_modules=remat, dtype=self._dtype))
             return objective(bound, cast(batch, self._dtype), key)
 
         variables = abstract(placed.abstract_state.variables)
@@ -201,8 +201,8 @@ class Program:
         return map_paths(lambda path, x: jax.lax.with_sharding_constraint(x, at(path)), batch)
 
     def _bound(self, params: Tree, stats: Tree, rngs: Tree) -> Any:
-        variables = Variables(cast(self._gather(params), self._dtype), cast(stats, self._dtype), rngs)
-        return self.placed.model.bind(variables, Call(training=False))
+        variables = Variables(cast(self._gather(params), self._dtype), stats, rngs)
+        return self.placed.model.bind(variables, Call(training=False, dtype=self._dtype))
 
     def _gather(self, params: Tree) -> Tree:
         step = self._step(self.rows, True)

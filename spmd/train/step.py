@@ -126,8 +126,8 @@ class Step:
         params = self._map(self._pull, state.params, taps)
         layout = self.resolved.layout
         policy = remat_policy(layout.remat.save)
-        call = Call(True, key, localize, axes, layout.remat.modules, policy)
-        bound = self.model.bind(Variables(params, cast(stats, self.dtype), state.rngs), call)
+        call = Call(True, key, localize, axes, layout.remat.modules, policy, self.dtype)
+        bound = self.model.bind(Variables(params, stats, state.rngs), call)
         value, extra = self.objective(bound, cast(batch, self.dtype), localize(jax.random.fold_in(key, 1)))
         sums = self.objective.sums(value, extra, weights)
         mean = sums[LOSS][0] / total if value.ndim else value.astype(jnp.float32) / self.microbatches

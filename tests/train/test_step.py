@@ -1,0 +1,352 @@
+"""What a step promises beyond equalling one device: random numbers, short batches, microbatches, precision, donation."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import spmd
+
+ROWS = 32
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+class MLP(nnx.Module):
+    def __init__(self, width=16, dropout=0.0, norm=False, rngs=None):
+        self.hidden = nnx.Linear(6, width, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs) if norm else None
+        self.drop = nnx.Dropout(dropout, rngs=rngs)
+        self.out = nnx.Linear(width, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.hidden(x)
+        x = self.norm(x) if self.norm is not None else x
+        return self.out(self.drop(nnx.relu(x)))
+
+
+def data(rows=ROWS, seed=0):
+    random = np.random.default_rng(seed)
+    return {"x": random.normal(size=(rows, 6)).astype("float32"), "y": random.integers(0, 4, rows).astype("int32")}
+
+
+def trainer_of(model, layout="data_parallel", mesh="data=8", loss=spmd.losses.cross_entropy, reduction=None, **options):
+    layout = spmd.Layout.load(layout)
+    if reduction is not None:
+        layout = dataclasses.replace(layout, gradients=spmd.Gradients(reduction))
+    options = {"optimizer": SGD, **options}
+    devices = jax.devices()[: spmd.MeshSpec.parse(mesh).size]
+    return spmd.Trainer(model, loss=loss, mesh=spmd.make_mesh(mesh, devices=devices), layout=layout, **options)
+
+
+def train(trainer, steps=3, batch=None):
+    state, losses = trainer.init(batch), []
+    for step in range(steps):
+        state, metrics = trainer.step(state, data(seed=step) if batch is None else batch)
+        losses.append(metrics["loss"])
+    return state, losses
+
+
+def assert_close(left, right, tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), left, right)
+
+
+# random numbers ------------------------------------------------------------------------------------------------------
+
+
+def draws(mesh, reduction, accumulate=1, seed=0, steps=2):
+    """Every row's draw in two steps, read from the gradient of a parameter that each row scales by its own draw."""
+
+    class Probe(nnx.Module):
+        def __init__(self, rngs):
+            self.rows = nnx.Param(jnp.zeros((ROWS,)))
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def loss(model, batch, rng):
+        bits = model.drop(jnp.ones((batch["row"].shape[0], 16))) @ (2.0 ** jnp.arange(16))
+        return model.rows[...][batch["row"]] * (bits + jax.random.normal(rng, batch["row"].shape))
+
+    trainer = trainer_of(
+        lambda: Probe(nnx.Rngs(0)), mesh=mesh, loss=loss, reduction=reduction, optimizer=optax.sgd(1.0), accumulate=accumulate, seed=seed
+    )
+    state, seen, before = trainer.init(), [], np.zeros(ROWS)
+    for _ in range(steps):
+        state, _ = trainer.step(state, {"row": np.arange(ROWS, dtype=np.int32)})
+        after = np.asarray(state.params["rows"])
+        seen.append(before - after)
+        before = after
+    return np.stack(seen)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_random_numbers_are_the_same_on_every_mesh_and_differ_between_rows(accumulate):
+    alone = draws("data=1", "compiler", accumulate)
+    for mesh, reduction in [("data=8", "compiler"), ("data=8", "all_reduce"), ("data=4,model=2", "all_reduce"), ("data=2", "all_reduce")]:
+        np.testing.assert_array_equal(draws(mesh, reduction, accumulate), alone, err_msg=f"{mesh} {reduction}")
+    assert len(np.unique(alone)) == alone.size, "every row in every step draws for itself"
+
+
+def test_another_seed_draws_other_numbers():
+    assert not np.isin(draws("data=8", "all_reduce", seed=1), draws("data=8", "all_reduce")).any()
+
+
+# short batches --------------------------------------------------------------------------------------------------------
+
+
+def mean_loss(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+
+@pytest.mark.parametrize("rows", [24, 13, 3])
+@pytest.mark.parametrize("reduction", ["compiler", "all_reduce"])
+@pytest.mark.parametrize(("loss", "norm", "programs"), [(spmd.losses.cross_entropy, False, 1), (mean_loss, False, 2), (mean_loss, True, 2)])
+def test_a_short_batch_is_exact(rows, reduction, loss, norm, programs):
+    """Masked, or at its own size where it cannot be masked: the update is that of one device on those rows alone."""
+    make = lambda: MLP(norm=norm, rngs=nnx.Rngs(0))
+    full, short = data(), data(rows, seed=9)
+    eight, one = (trainer_of(make, mesh=mesh, loss=loss, reduction=how) for mesh, how in (("data=8", reduction), ("data=1", "compiler")))
+    states = []
+    for trainer in (eight, one):
+        state, _ = trainer.step(trainer.init(), full)
+        state, metrics = trainer.step(state, short)
+        states.append((state.params, state.stats, metrics["loss"]))
+    assert_close(states[0], states[1], 2e-6)
+    assert eight.prepare(None)[0].compilations() == programs
+    without = eight.step(eight.init(), full)[0].params
+    assert np.abs(np.asarray(without["out"]["bias"]) - states[0][0]["out"]["bias"]).max() > 1e-3, "the short batch did train"
+
+
+def test_padding_cannot_spread_a_nan():
+    loss = lambda model, batch: jnp.log(batch["x"][:, 0]) * model(batch["x"])[:, 0]
+    trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), loss=loss)
+    good = {"x": np.ones((ROWS, 6), np.float32)}
+    state, _ = trainer.step(trainer.init(), good)
+    state, metrics = trainer.step(state, {"x": np.ones((5, 6), np.float32)})
+    assert np.isfinite(metrics["loss"]) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+# microbatches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["data_parallel", "fsdp", "zero1"])
+@pytest.mark.parametrize("loss", [spmd.losses.cross_entropy, mean_loss], ids=["per-example", "scalar"])
+def test_accumulation_equals_the_whole_batch(layout, loss):
+    make = lambda: MLP(rngs=nnx.Rngs(0))
+    whole, parts = (train(trainer_of(make, layout, loss=loss, accumulate=count)) for count in (1, 4))
+    assert_close(whole[0].params, parts[0].params, 1e-6)
+    np.testing.assert_allclose(whole[1], parts[1], rtol=1e-6)
+
+
+def collectives(trainer, kind):
+    program = trainer.prepare(data())[0]
+    batch = trainer.place(data())
+    step = jax.jit(program._step(ROWS, True).update)
+    return len(re.findall(rf"stablehlo.{kind}\"", step.lower(trainer.init(), batch.leaves, batch.weights).as_text()))
+
+
+def test_gradients_meet_once_per_step_not_once_per_microbatch():
+    make = lambda: MLP(rngs=nnx.Rngs(0))
+    for layout, kind in [("data_parallel", "all_reduce"), ("fsdp", "reduce_scatter")]:
+        once, four = (collectives(trainer_of(make, layout, accumulate=count), kind) for count in (1, 4))
+        assert once == four > 0
+    step = trainer_of(make, accumulate=4).prepare(data())[0]._step(ROWS, True).update
+    jaxpr = jax.make_jaxpr(step)(trainer_of(make).init(), data(), np.ones(ROWS, np.float32))
+    loops = [str(body) for body in scans(jaxpr.jaxpr) if "dot_general" in str(body)]
+    assert loops and not any("psum" in body or "reduce_scatter" in body for body in loops), "no collective inside the loop"
+
+
+def scans(jaxpr):
+    """The bodies of all scans in a jaxpr, however deep."""
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                if equation.primitive.name == "scan":
+                    yield inner
+                yield from scans(inner)
+
+
+# precision, remat, donation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32(layout):
+    make = lambda: MLP(width=64, norm=True, rngs=nnx.Rngs(0))
+    seen = []
+
+    def loss(model, batch):
+        logits = model(batch["x"])
+        seen.append((logits.dtype, model.hidden.kernel.dtype))
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"])
+
+    (half, low), (single, high) = (train(trainer_of(make, layout, loss=loss, precision=p)) for p in ("bfloat16", "float32"))
+    assert (jnp.bfloat16, jnp.bfloat16) in seen and (jnp.float32, jnp.float32) in seen
+    for state in (half, single):
+        assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt, state.stats))} == {jnp.dtype("float32")}
+    assert low != high
+    np.testing.assert_allclose(low, high, rtol=2e-2)  # bfloat16 keeps 8 bits: a relative rounding of 2**-8 per operation
+
+
+@pytest.mark.parametrize("kind", ["whole", "modules", "dots"])
+@pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
+def test_remat_changes_memory_not_results(kind, layout):
+    remat = {"whole": spmd.Remat("nothing"), "modules": spmd.Remat("nothing", ("hidden",)), "dots": spmd.Remat("dots")}[kind]
+    make = lambda: MLP(dropout=0.5, norm=True, rngs=nnx.Rngs(0))
+    chosen = dataclasses.replace(spmd.Layout.load(layout), remat=remat)
+    plain, saved = trainer_of(make, layout), trainer_of(make, chosen)
+    assert_close(train(plain)[0].params, train(saved)[0].params, 1e-6)
+    programs = [t.prepare(data())[0]._step(ROWS, True) for t in (plain, saved)]
+    counts = [str(jax.make_jaxpr(p.update)(plain.init(), data(), np.ones(ROWS, np.float32))).count("remat") for p in programs]
+    assert counts[1] > 0 and (counts[1] > counts[0] or kind != "modules")
+
+
+def test_remat_of_a_module_that_is_not_there():
+    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), remat=spmd.Remat("nothing", ("block/*",)))
+    with pytest.raises(spmd.SpmdError, match=r'"block/\*" matches no submodule of the model'):
+        trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), layout).prepare(data())
+
+
+def test_fsdp_gathers_again_in_the_backward_pass():
+    """A gathered weight is not kept from the forward to the backward pass: it is gathered twice."""
+    trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), "fsdp")
+    program = trainer.prepare(data())[0]
+    step = program._step(ROWS, True)
+    jaxpr = str(jax.make_jaxpr(step.update)(trainer.init(), data(), np.ones(ROWS, np.float32)))
+    cut = sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(trainer.init().params))
+    assert jaxpr.count("all_gather[") > cut
+
+
+def test_the_state_is_donated_and_the_users_model_lives_on():
+    model = MLP(norm=True, rngs=nnx.Rngs(0))
+    before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    trainer = trainer_of(model)
+    state = trainer.init()
+    after, _ = trainer.step(state, data())
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    now = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    jax.tree.map(np.testing.assert_array_equal, before, now)
+    assert not np.array_equal(after.params["out"]["kernel"], now["out"]["kernel"])
+    assert model(jnp.ones((2, 6))).shape == (2, 4)
+
+
+def test_no_array_of_a_factory_is_ever_whole():
+    trainer = trainer_of(lambda: MLP(width=64, rngs=nnx.Rngs(0)), "fsdp")
+    kernel = trainer.init().params["hidden"]["kernel"]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(6, 8)}
+    placed = trainer._placed
+    from spmd.train.state import make_state
+
+    build = jax.jit(
+        lambda: make_state(placed.model.init(jax.random.key(0), placed._run), placed.optimizer, 0), out_shardings=placed.shardings
+    )
+    memory = build.lower().compile().memory_analysis()
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(placed.abstract_state))
+    assert memory.output_size_in_bytes < whole / 6  # an eighth, and what is too small to be cut
+
+
+# kinds of models ------------------------------------------------------------------------------------------------------
+
+
+class LinenMLP(linen.Module):
+    @linen.compact
+    def __call__(self, x, train: bool = False):
+        x = linen.Dense(16, kernel_init=linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp")))(x)
+        x = linen.BatchNorm(use_running_average=not train)(x)
+        x = linen.Dropout(0.3, deterministic=not train)(linen.relu(x))
+        return linen.Dense(4)(x)
+
+
+FUNCTIONAL = spmd.FunctionalModel(
+    lambda key: {"layers": [{"w": jax.random.normal(key, (6, 16))}, {"w": jnp.zeros((16, 4))}]},
+    lambda params, x: jax.nn.relu(x @ params["layers"][0]["w"]) @ params["layers"][1]["w"],
+)
+
+
+@pytest.mark.parametrize("model", [LinenMLP(), FUNCTIONAL], ids=["linen", "functional"])
+@pytest.mark.parametrize("layout", ["data_parallel", "fsdp", "zero1"])
+def test_other_models_train_the_same_on_eight_devices_as_on_one(model, layout):
+    one = train(trainer_of(model, mesh="data=1", reduction="compiler"), batch=data())
+    for reduction in ("compiler", None):
+        many = train(trainer_of(model, layout, reduction=reduction), batch=data())
+        assert_close(many[0].params, one[0].params, 2e-6)
+        assert_close(many[0].stats, one[0].stats, 2e-6)
+    assert one[1][-1] != one[1][0]
+
+
+def test_linen_logical_axes_are_laid_out():
+    state = trainer_of(LinenMLP(), "tensor_parallel", "data=4,model=2").init(data())
+    assert state.params["Dense_0"]["kernel"].sharding.spec == jax.P(None, "model")
+
+
+def test_linen_batch_statistics_move_and_evaluation_uses_them():
+    trainer = trainer_of(LinenMLP())
+    state, _ = train(trainer, batch=data())
+    assert np.abs(np.asarray(state.stats["batch_stats"]["BatchNorm_0"]["mean"])).max() > 0
+    twice = [trainer.evaluate(state, data())["loss"] for _ in range(2)]
+    assert twice[0] == twice[1], "no dropout in evaluation"
+
+
+def test_linen_remat_by_path():
+    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), remat=spmd.Remat("nothing", ("Dense_0",)))
+    assert_close(train(trainer_of(LinenMLP(), layout), batch=data())[0].params, train(trainer_of(LinenMLP()), batch=data())[0].params, 1e-6)
+    wrong = dataclasses.replace(layout, remat=spmd.Remat("nothing", ("Dense_9",)))
+    with pytest.raises(spmd.SpmdError, match='"Dense_9" matches no submodule'):
+        trainer_of(LinenMLP(), wrong).prepare(data())
+
+
+# metrics and evaluation ----------------------------------------------------------------------------------------------
+
+
+def test_metrics_of_the_loss_and_shared_metrics_are_exact_means():
+    def loss(model, batch):
+        rows = spmd.losses.cross_entropy(model, batch)
+        return rows, {"largest": rows, "mean": rows.mean(), "pair": (rows.sum(), jnp.float32(rows.shape[0]))}
+
+    trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), loss=loss)
+    _, metrics = trainer.step(trainer.init(), data())
+    assert metrics["loss"] == pytest.approx(metrics["largest"]) == pytest.approx(metrics["mean"]) == pytest.approx(metrics["pair"])
+    shared = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), metrics={"accuracy": spmd.metrics.accuracy})
+    state = shared.init()
+    right = shared.evaluate(state, data(), batch_size=ROWS)["accuracy"]
+    _, metrics = shared.step(state, data())
+    assert metrics["accuracy"] == pytest.approx(right)
+
+
+@pytest.mark.parametrize("examples", [ROWS, 3 * ROWS + 5, 7])
+def test_evaluation_is_the_exact_mean_over_all_rows(examples):
+    trainer = trainer_of(
+        lambda: MLP(norm=True, rngs=nnx.Rngs(0)), metrics={"accuracy": spmd.metrics.accuracy, "worst": lambda m, b: m(b["x"]).max()}
+    )
+    state, _ = train(trainer)
+    batch = data(examples, seed=5)
+    model = trainer.rebuild(state)
+    model.eval()
+    logits = model(batch["x"])
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    result = trainer.evaluate(state, batch)
+    assert result["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert result["accuracy"] == pytest.approx(float((logits.argmax(-1) == batch["y"]).mean()))
+    np.testing.assert_allclose(trainer.predict(state, batch["x"]), logits, atol=1e-5)
+
+
+def test_steps_yields_the_loop_to_the_user():
+    trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)))
+    seen = [(info.step, info.metrics["loss"]) for info in trainer.steps(data(70), batch_size=32, epochs=2)]
+    assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6]
+    result = spmd.fit(lambda: MLP(rngs=nnx.Rngs(0)), data(70), loss=spmd.losses.cross_entropy, optimizer=SGD, batch_size=32, epochs=2)
+    assert [loss for _, loss in seen] == result.history["loss"]
+
+
+def test_nothing_is_compiled_after_the_first_step_and_nothing_moves_in_secret():
+    trainer = trainer_of(lambda: MLP(dropout=0.1, rngs=nnx.Rngs(0)), "fsdp")
+    program = trainer.prepare(data())[0]
+    state = trainer.init()
+    batches = [trainer.place(data(rows)) for rows in (ROWS, ROWS, 5, ROWS)]
+    with jax.transfer_guard("disallow"):
+        for batch in batches:
+            state, _ = trainer.step(state, batch)
+    assert program.compilations() == 1
