@@ -1,0 +1,99 @@
+"""Every example runs under every shipped layout, from its own command line."""
+
+import importlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import spmd
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = ("data_parallel", "fsdp", "zero1", "tensor_parallel", "fsdp_tensor_parallel")
+SMALL = {
+    "digits_cnn": {"channels": 8, "width": 16, "dropout": 0.1},
+    "char_lstm": {"width": 16, "hidden": 16},
+    "gpt": {"width": 16, "depth": 1, "heads": 2, "length": 16, "dropout": 0.1},
+}
+
+
+def example(name):
+    return importlib.import_module(f"examples.{name}")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The example with a small model and little data."""
+
+    def make(name):
+        module = example(name)
+        monkeypatch.setattr(module, "make_model", lambda: module.Model(**SMALL[name], rngs=nnx.Rngs(0)))
+        train, test = module.load_data() if name == "digits_cnn" else module.load_data(length=16, limit=20_000)
+        cut = jax.tree.map(lambda x: x[:64], (train, test))
+        monkeypatch.setattr(module, "load_data", lambda: cut)
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SMALL)
+def test_runs_under_every_layout(small, name, layout, capsys):
+    result = small(name).main(["--layout", layout, "--mesh", "data=4,model=2", "--steps", "8", "--batch-size", "32"])
+    loss = result.history["loss"]
+    assert len(loss) == 8 and loss[-1] < loss[0]
+    assert "test loss" in capsys.readouterr().out
+    held = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+    whole = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    params, moments = result.state.params, result.state.opt
+    # the layout did something: parameters are cut under all but these two, and under zero1 the optimizer's moments are
+    assert (held(params) < 0.75 * whole(params)) == (layout not in ("data_parallel", "zero1"))
+    assert (held(moments) < 0.75 * whole(moments)) == (layout != "data_parallel")
+
+
+@pytest.mark.parametrize("mesh", ["data=8,model=1", "data=4,model=2", "data=2,model=4"])
+@pytest.mark.parametrize("name", SMALL)
+def test_usual_size_fits_every_layout(name, mesh):
+    import optax
+
+    for layout in LAYOUTS:
+        trainer = spmd.Trainer(example(name).make_model, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout)
+        assert trainer.resolved.placements
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_is_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 120
+
+
+@pytest.mark.parametrize("name", ["char_lstm", "gpt"])
+def test_text_is_cut_into_windows(name):
+    train, test = example(name).load_data(length=32, limit=50_000)
+    for part in train, test:
+        assert part["tokens"].shape == part["targets"].shape and part["tokens"].shape[1] == 32
+        assert part["tokens"].min() >= 0 and part["tokens"].max() < 128
+        np.testing.assert_array_equal(part["targets"][:, :-1], part["tokens"][:, 1:])
+    assert 8 * len(test["tokens"]) < len(train["tokens"]) < 10 * len(test["tokens"])
+    assert "import" in bytes(train["tokens"].ravel().astype(np.uint8)).decode("ascii")
+
+
+def test_digits_are_split_once():
+    train, test = example("digits_cnn").load_data()
+    again, _ = example("digits_cnn").load_data()
+    assert train["image"].shape == (1536, 8, 8, 1) and test["image"].shape == (261, 8, 8, 1)
+    assert train["image"].max() == 1 and set(test["label"]) == set(range(10))
+    np.testing.assert_array_equal(train["image"], again["image"])
+
+
+@pytest.mark.parametrize("name", ["char_lstm", "gpt"])
+def test_a_character_does_not_see_what_follows(name):
+    sizes = {**SMALL[name], "dropout": 0.0} if name == "gpt" else SMALL[name]
+    with nnx.use_eager_sharding(False):  # names are for layouts; here there is no mesh
+        model = example(name).Model(**sizes, rngs=nnx.Rngs(0))
+    tokens = np.arange(16)[None]
+    changed = np.where(tokens < 10, tokens, tokens + 50)
+    before, after = model(tokens), model(changed)
+    np.testing.assert_allclose(before[:, :10], after[:, :10], atol=1e-6)
+    assert np.abs(before[:, 10:] - after[:, 10:]).max(axis=-1).min() > 0

@@ -1,0 +1,89 @@
+"""The report: one file, nothing fetched, nothing left unescaped."""
+
+import base64
+import html.parser
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+from spmd import viz
+
+EVIL = '<script>alert("x")</script>'
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags with their attributes, and the text between them; complains about tags that do not match."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.text, self.open = [], "", []
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    layout = spmd.Layout(
+        description=EVIL, params=(spmd.Rule("w<b>", ("data", "model")),), source="<i>mine</i>", default=spmd.Default("replicate")
+    )
+    model = spmd.FunctionalModel(lambda key: {"w<b>": jnp.zeros((8, 2)), "b": jnp.zeros(2)}, lambda p, x: x @ p["w<b>"] + p["b"])
+    data = np.ones((16, 8), np.float32), np.ones((16, 2), np.float32)
+    result = spmd.fit(
+        model,
+        data,
+        loss=spmd.losses.mean_squared_error,
+        optimizer=optax.sgd(0.01),
+        mesh="data=4,model=2",
+        layout=layout,
+        batch_size=8,
+        steps=4,
+        eval_data=data,
+        checkpoint=folder,
+    )
+    return result, folder
+
+
+def test_page_holds_everything_itself(run, tmp_path):
+    result, folder = run
+    page = viz.report(result, tmp_path / "new" / "report.html", title="A & B", checkpoint=folder).read_text(encoding="utf-8")
+    reader = Reader(page)
+    images = [attrs["src"] for tag, attrs in reader.tags if tag == "img"]
+    assert not re.search(r"https?://|//[a-z]|<link|<script|@import|url\(", page.replace(images[0], ""))
+    assert len(images) == 1
+    assert base64.b64decode(images[0].removeprefix("data:image/png;base64,")).startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_page_says_what_was_run(run, tmp_path):
+    result, folder = run
+    text = Reader(viz.report(result, tmp_path / "report.html", title="A & B", checkpoint=folder).read_text(encoding="utf-8")).text
+    assert "A & B" in text and EVIL in text and "<i>mine</i>" in text and "w<b>" in text  # shown as text, not as tags
+    assert "4 steps on 8 devices, 4 workers; gradients meet by compiler." in text
+    assert f"{result.history['loss'][-1]:.6g}" in text and f"{result.history['eval_loss'][-1]:.6g}" in text
+    assert "data=4, model=2: 8 devices of kind cpu" in text and "model 1" in text
+    assert str(folder / "checkpoints") in text and "step 4" in text
+    for line in result.trainer.summary().splitlines()[-1:]:
+        assert line in text
+
+
+def test_without_checkpoints_it_says_so(run, tmp_path):
+    result, _ = run
+    assert "None were asked for." in viz.report(result, tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "nothing yet" in viz.report(result, tmp_path / "b.html", checkpoint=tmp_path).read_text(encoding="utf-8")
