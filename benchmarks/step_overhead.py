@@ -10,6 +10,7 @@ a round. `spmd.fit` runs with progress, metrics and JSON lines on; the loops by 
 
 import argparse
 import datetime
+import itertools
 import os
 import platform
 import statistics
@@ -115,7 +116,7 @@ def make_model(section: str):
     class MLP(nnx.Module):
         def __init__(self, rngs):
             sizes = WIDTHS[section]
-            self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in zip(sizes, sizes[1:], strict=False)])
+            self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])
 
         def __call__(self, x):
             for layer in self.layers[:-1]:

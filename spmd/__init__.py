@@ -31,6 +31,7 @@ _HOMES = {
     "make_mesh": "spmd.mesh",
     "metrics": "spmd.train.metrics:",
     "simulate_devices": "spmd.mesh",
+    "viz": "spmd.viz:",
 }
 
 __all__ = sorted(_HOMES)
@@ -38,6 +39,7 @@ __all__ = sorted(_HOMES)
 if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd import data as data
     from spmd import errors as errors
+    from spmd import viz as viz
     from spmd.api import Result as Result
     from spmd.api import fit as fit
     from spmd.errors import SpmdError as SpmdError

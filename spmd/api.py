@@ -34,6 +34,15 @@ class Result:
       history: metrics of every step and every evaluation of this call.
       stop_reason: why the run ended before its plan, or None.
       trainer: the `Trainer` that ran it.
+
+    Example:
+      >>> import optax, spmd
+      >>> import numpy as np
+      >>> model = spmd.FunctionalModel(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
+      >>> data = {"x": np.ones((32, 4), np.float32), "y": np.full((32, 1), 4.0, np.float32)}
+      >>> result = fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, steps=3)
+      >>> result.evaluate(data)["loss"], result.predict(data["x"]).shape
+      (0.0, (32, 1))
     """
 
     state: State
@@ -145,8 +154,9 @@ def fit(
     config = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
     store = _open(config, resume=resume)
     meta = {"data": reader.fingerprint(), "seed": seed, "layout": trainer.layout.to_toml(), "mesh": str(MeshSpec.parse(trainer.mesh))}
-    if store is not None and store.latest() is not None:
-        state, position = _resume(store, trainer, meta)
+    newest = store.latest() if store is not None else None
+    if store is not None and newest is not None:
+        state, position = _resume(store, newest, trainer, meta)
     else:
         state, position = trainer.init(), Position()
     if jax.process_index() != 0:
@@ -208,14 +218,12 @@ def _open(config: Checkpoint | None, *, resume: bool) -> Store | None:
     return store
 
 
-def _resume(store: Store, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position]:
-    """The newest state and the place in the data where it stood.
+def _resume(store: Store, step: int, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position]:
+    """The state of a step and the place in the data where it stood.
 
     Raises:
       CheckpointError: the data is cut or ordered in another way than the saved run's, so it could not be gone on with.
     """
-    step = store.latest()
-    assert step is not None
     saved = store.meta(step)
     problems = [
         Problem(name, [f"saved {saved['data'].get(name)!r}, now {meta['data'].get(name)!r}"])

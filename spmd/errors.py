@@ -20,9 +20,21 @@ import difflib
 import importlib
 from collections.abc import Iterable, Sequence
 
+SHOWN = 100  # problems told in full; more than that have one cause, and nobody reads them
+
 
 class SpmdError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base of every error this library raises on purpose.
+
+    Example:
+      >>> import spmd
+      >>> try:
+      ...     spmd.Layout.load("fdsp")
+      ... except spmd.SpmdError as error:
+      ...     print(error)
+      no layout "fdsp" is shipped, and no such file exists.
+          cure: did you mean "fsdp"?
+    """
 
 
 class MeshError(SpmdError):
@@ -81,16 +93,29 @@ class Problem:
 
 
 def problems_text(headline: str, problems: Sequence[Problem], note: str = "") -> str:
-    """The headline, the count, and every problem below it, one blank line apart."""
+    """The headline, the count, and every problem below it, one blank line apart; of very many, the first `SHOWN`."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     count = f"{count} ({note}):" if note else f"{count}:"
-    return "\n\n".join([f"{headline}\n{count}", *map(str, problems)])
+    more = [f"  and {len(problems) - SHOWN} more problems."] if len(problems) > SHOWN else []
+    return "\n\n".join([f"{headline}\n{count}", *map(str, problems[:SHOWN]), *more])
 
 
 def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Problem], note: str = "") -> None:
     """Raise `error` with all problems at once; do nothing when there are none."""
     if problems:
         raise error(problems_text(headline, problems, note))
+
+
+def a_kind(value: object) -> str:
+    """The type of a value, with its article.
+
+    >>> a_kind(3), a_kind("x"), a_kind(None)
+    ('an int', 'a str', 'None')
+    """
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from spmd.errors import MeshError, did_you_mean
+from spmd.errors import MeshError, a_kind, did_you_mean
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -41,7 +41,7 @@ class MeshSpec:
         elif isinstance(value, Mapping):
             pairs = list(value.items())
         else:
-            raise MeshError(f'mesh={value!r} is a {type(value).__name__}; write "data=4,model=2", a dict, or a jax Mesh.')
+            raise MeshError(f'mesh={value!r} is {a_kind(value)}.\n    cure: write "data=4,model=2", a dict, or a jax Mesh.')
         return MeshSpec(_checked(pairs))
 
     @property
@@ -67,8 +67,8 @@ class MeshSpec:
             return MeshSpec(tuple((name, devices // known if size == -1 else size) for name, size in self.axes))
         if free:
             raise MeshError(
-                f"mesh {self}: {devices} devices / {known} leaves {devices % known}, so the -1 cannot be filled.\n"
-                f"    cure: sizes whose product divides {devices}."
+                f"mesh {self}: {_devices(devices)} / {known} leaves {devices % known}, so the -1 cannot be filled.\n"
+                f"    cure: {self._cure(known, devices)}."
             )
         if known != devices:
             raise MeshError(self._mismatch(known, devices))
@@ -76,23 +76,31 @@ class MeshSpec:
 
     def _mismatch(self, known: int, devices: int) -> str:
         product = " * ".join(f"{name}({size})" for name, size in self.axes)
-        text = f"mesh {self}: {product} = {known}, but there are {devices} devices"
-        name, size = self.axes[0]
-        rest = known // size
-        if devices % rest == 0:
-            fixed = MeshSpec(((name, devices // rest), *self.axes[1:])).resolve(devices)
-            cure = f'mesh="{fixed}"'
-        else:
-            cure = f"sizes whose product is {devices}"
+        text = f"mesh {self}: {product} = {known}, but there {'is' if devices == 1 else 'are'} {_devices(devices)}"
         if known < devices:
-            return (
-                f"{text}: {devices - known} would be left unused.\n    cure: {cure}, or to use only some devices, "
-                f'spmd.make_mesh("{self}", devices=jax.devices()[:{known}]).'
-            )
-        return f"{text}.\n    cure: {cure}; on a CPU, spmd.simulate_devices({known}) before JAX is first used."
+            only = f'spmd.make_mesh("{self}", devices=jax.devices()[:{known}])'
+            text += f": {devices - known} would be left unused"
+            return f"{text}.\n    cure: {self._cure(known, devices)}, or to use only some devices, mesh={only}."
+        return f"{text}.\n    cure: {self._cure(known, devices)}."
+
+    def _cure(self, known: int, devices: int) -> str:
+        """The nearest mesh that uses all devices; on a CPU there can be as many devices as are wanted."""
+        left, free = devices, -1 in self.sizes.values()
+        axes: list[tuple[str, int]] = []
+        for name, size in reversed(self.axes if free else self.axes[1:]):
+            fits = -1 if size == -1 else max(n for n in range(1, min(size, left) + 1) if left % n == 0)
+            left //= abs(fits)
+            axes.insert(0, (name, fits))
+        fixed = MeshSpec(tuple(axes if free else [(self.axes[0][0], left), *axes]))
+        more = f"; on a CPU, spmd.simulate_devices({known}) before JAX is first used" if devices < known else ""
+        return f'mesh="{fixed}"{more}'
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.axes)
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count != 1)}"
 
 
 def _pair(word: str, whole: str) -> tuple[str, int]:
@@ -111,7 +119,7 @@ def _checked(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, int], ...]:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise MeshError(f"mesh {text}: {name!r} is not an axis name.\n    cure: letters, digits and underscores.")
         if names.count(name) > 1:
-            raise MeshError(f'mesh {text}: axis "{name}" is named twice.')
+            raise MeshError(f'mesh {text}: axis "{name}" is named twice.\n    cure: every name once.')
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
             raise MeshError(f'mesh {text}: axis "{name}" has size {size!r}.\n    cure: a whole number from 1, or one -1.')
     if sum(size == -1 for _, size in pairs) > 1:
@@ -165,7 +173,7 @@ def simulate_devices(count: int) -> None:
       8
     """
     if count < 1:
-        raise MeshError(f"simulate_devices({count}): at least one device is needed.")
+        raise MeshError(f"simulate_devices({count}): at least one device is needed.\n    cure: such as spmd.simulate_devices(8).")
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)

@@ -18,7 +18,7 @@ from spmd.errors import DataError, OptionError
 from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved
 from spmd.layout.summary import summary
-from spmd.mesh import MeshSpec, make_mesh
+from spmd.mesh import make_mesh
 from spmd.run.loop import IN_FLIGHT, allowing
 from spmd.train.program import Options, Placed, Program
 from spmd.train.state import State
@@ -134,8 +134,10 @@ class Trainer:
         """The compiled functions for full batches shaped like `sample`; checked now, compiled at the first call."""
         if self._program is None or self._placer is None:
             sample = abstract(sample)
-            check_batch(sample, self.layout, MeshSpec.parse(self.mesh), self._placed.options.accumulate)
+            check_leaves(sample, "the batch")
             self._placed.learn(sample)
+            resolved = self.resolved  # the layout's own problems come first: the batch is checked against its axes
+            check_batch(sample, resolved.layout, resolved.mesh, self._placed.options.accumulate)
             self._program = Program(self._placed, sample)
             self._placer = self._make_placer(self._program, pad=self._program.pad_training)
         return self._program, self._placer
@@ -161,8 +163,9 @@ class Trainer:
           The next state, and metrics that wait for the device only when they are read. At most 2 steps are in flight.
         """
         placed = batch if isinstance(batch, Batch) else self.place(batch)
-        program = self._program or self.prepare(placed.leaves)[0]
-        state, packed = program.step(state, placed.leaves, placed.weights, split=placed.split)
+        program, placer = self.prepare(placed.leaves)
+        with placer.carrying():
+            state, packed = program.step(state, placed.leaves, placed.weights, split=placed.split)
         metrics = Metrics(program.names, packed)
         self._in_flight.append(metrics)
         if len(self._in_flight) >= IN_FLIGHT:
@@ -201,7 +204,8 @@ class Trainer:
         total = np.zeros((2, len(program.eval_names)))
         pending: collections.deque[jax.Array] = collections.deque()
         for batch in map(self._eval_placer, allowing(reader.epoch(0))):
-            pending.append(program.evaluate(state, batch.leaves, batch.weights))
+            with self._eval_placer.carrying():
+                pending.append(program.evaluate(state, batch.leaves, batch.weights))
             if len(pending) >= IN_FLIGHT:
                 total += jax.device_get(pending.popleft())
         for packed in pending:
@@ -232,6 +236,7 @@ class Trainer:
         arrays, outputs = jax.tree.map(np.asarray, inputs), []
         for first in range(0, rows, program.rows):
             index = np.arange(first, min(first + program.rows, rows))
-            out = jax.device_get(program.predict(state, placer(HostBatch(arrays, len(index), index)).leaves))
+            with placer.carrying():
+                out = jax.device_get(program.predict(state, placer(HostBatch(arrays, len(index), index)).leaves))
             outputs.append(jax.tree.map(lambda x: x[: len(index)], out))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)

@@ -1,5 +1,6 @@
 """One batch on its way to the mesh: checked, padded or cut to what the workers divide, and placed."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.errors import DataError, Problem, raise_problems
 from spmd.layout.check import spec_problems
 from spmd.layout.declare import Layout, Spec, spec_axes, spec_text
-from spmd.layout.resolve import owners, pspec
+from spmd.layout.resolve import owners, pspec, rule_name
 from spmd.mesh import MeshSpec
 from spmd.tree import Tree, describe, flatten
 
@@ -54,13 +55,17 @@ def check_leaves(tree: Tree, what: str) -> int:
     """
     leaves = flatten(tree)
     if not leaves:
-        raise DataError(f"{what} holds no arrays.")
+        raise DataError(f"{what} holds no arrays: {tree!r}.\n    cure: a dict or tuple of arrays of shape [rows, ...].")
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
     if scalars:
         raise DataError(f"{what}: {', '.join(scalars)} has no dim 0 to cut into rows.\n    cure: arrays of shape [rows, ...].")
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
         problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."]) for path, size in sizes.items()]
+        rows = sorted(sizes.values())
+        problems[-1] = dataclasses.replace(
+            problems[-1], cure=f"the same number of rows in every leaf; the smallest has {rows[0]}, the largest {rows[-1]}."
+        )
         raise_problems(DataError, f"{what} is ragged: its leaves have different numbers of rows", problems)
     return next(iter(sizes.values()))
 
@@ -108,7 +113,7 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
         if not any(number - 1 in owners(layout.batch.rules, path) for path in flatten(tree)):
             problems.append(
                 Problem(
-                    f'[[batch.rules]] rule {number}: path "{rule.path}" matches no leaf of the batch.',
+                    f'[[batch.rules]] {rule_name(layout.batch.rules, number - 1)}: path "{rule.path}" matches no leaf of the batch.',
                     [],
                     f"one of: {', '.join(flatten(tree))}.",
                 )
@@ -132,11 +137,17 @@ class Placer:
         self._shardings: dict[Any, list[NamedSharding]] = {}  # by tree structure: one look-up per batch
         self._weights: dict[tuple[int, int, bool], jax.Array] = {}
         self._many_processes = jax.process_count() > 1
+        # to one device the step's own call carries the rows, at half the cost of placing them first
+        self._carried = mesh.size == 1 and not self._many_processes
 
     def __call__(self, host: HostBatch) -> Batch:
         """The batch on the mesh; host buffers are copied, so the caller may reuse them at once."""
         with jax.transfer_guard_host_to_device("allow"):  # the one place in the loop where rows are meant to move
             return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
+
+    def carrying(self) -> Any:
+        """Around the call of a compiled function: lifts the transfer guard where the call carries the rows itself."""
+        return jax.transfer_guard_host_to_device("allow") if self._carried else contextlib.nullcontext()
 
     def _place_global(self, host: HostBatch) -> Batch:
         """Rows that every process can read: each reads those of its own devices."""
@@ -148,7 +159,10 @@ class Placer:
             index = np.concatenate([index, np.repeat(index[:1], size - rows)])
         leaves, structure = jax.tree.flatten(host.leaves)
         shardings = self._shardings_of(host.leaves, structure) if split else [self.whole] * len(leaves)
-        placed = [_place(leaf, index, size, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+        if self._carried and not any(isinstance(leaf, jax.Array) for leaf in leaves):  # those may lie on another device
+            placed = [_own(leaf, index) for leaf in leaves]
+        else:
+            placed = [_place(leaf, index, size, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
         return Batch(jax.tree.unflatten(structure, placed), self.weights(rows, size, split), rows, split, host.position)
 
     def _place_local(self, host: HostBatch) -> Batch:
@@ -180,6 +194,13 @@ class Placer:
             sharding = self._row_sharding if split else self.whole
             self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
         return self._weights[key]
+
+
+def _own(leaf: Any, index: np.ndarray | None) -> np.ndarray:
+    """The rows `index` of a leaf (all of them without), in a buffer of our own on the host."""
+    leaf = np.asarray(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return np.array(leaf, dtype=dtype) if index is None else leaf[index].astype(dtype, copy=False)
 
 
 def _place(leaf: Any, index: np.ndarray | None, size: int, sharding: NamedSharding) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.data.batches import HostBatch, check_leaves
 from spmd.errors import DataError, OptionError
-from spmd.tree import Tree
+from spmd.tree import Tree, describe, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,7 @@ class ArraySource:
 
 
 _ONCE = (
-    "the data yields {}: it can be iterated only once.\n"
-    "    cure: a list, or a function that returns a fresh iterator: lambda: batches()."
+    "the data yields {}: it can be iterated only once.\n    cure: a list, or a function that returns a fresh iterator: lambda: batches()."
 )
 
 
@@ -79,7 +78,12 @@ class IterableSource:
         try:
             sample = next(self._first)
         except StopIteration:
-            raise DataError("the data is empty: it yields no batch." if self._first is not data else _ONCE.format("nothing")) from None
+            raise DataError(
+                "the data is empty: it yields no batch.\n"
+                "    cure: look at what it is made from; an iterator that was read before has to be made anew."
+                if self._first is not data
+                else _ONCE.format("nothing")
+            ) from None
         self._head: list[Tree] = [sample]
         rows = check_leaves(sample, "the first batch")
         if rows == 0:
@@ -165,7 +169,8 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
     arrays = jax.tree.map(lambda x: x if isinstance(x, np.ndarray) else np.asarray(x), data)
     examples = check_leaves(arrays, "the data")
     if examples == 0:
-        raise DataError("the data is empty: 0 examples.")
+        shapes = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(arrays).items())
+        raise DataError(f"the data is empty: {shapes}.\n    cure: look at what it was read or filtered from.")
     if batch_size is None:
         raise OptionError("batch_size is missing: arrays have to be cut into batches.\n    cure: such as batch_size=128.")
     if not isinstance(batch_size, int) or batch_size < 1:

@@ -1,17 +1,38 @@
 """Every way a layout can fail to fit a model on a mesh, found at once, each with a cure that was tried."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 
 import jax
 
 from spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
-from spmd.layout.declare import Layout, Rule, Spec, entry_axes, spec_axes, spec_text
-from spmd.layout.match import compiled, matches, suggest
-from spmd.layout.resolve import Names, Resolved, choose, owners, resolve, rule_name, ways
+from spmd.layout.cure import listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
+from spmd.layout.declare import Layout, Rule, Spec, spec_axes, spec_text
+from spmd.layout.match import covering, matches
+from spmd.layout.resolve import Names, Resolved, choose, owners, resolve, rule_name
 from spmd.mesh import MeshSpec, axis_problem
-from spmd.tree import describe, format_bytes, nbytes
+from spmd.tree import describe, format_bytes
 
 Params = Mapping[str, jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True)
+class Misfit:
+    """What is wrong with a parameter, without its path: parameters that share it are told as one problem.
+
+    `spec` is the rejected one, whose cure is found when all that share it are known; `rule` the rule it came from.
+    """
+
+    why: tuple[str, ...]
+    shape: tuple[int, ...] = ()
+    array: str = ""
+    chosen_by: str = ""
+    claimed: tuple[int, ...] = ()
+    spec: Spec | None = None
+    cure: str = ""
+
+
+TOLD = Misfit(())  # its cause is a problem of the layout, told once there
 
 
 def fit_layout(layout: Layout, params: Params, names: Mapping[str, Names], mesh: MeshSpec) -> Resolved:
@@ -20,42 +41,21 @@ def fit_layout(layout: Layout, params: Params, names: Mapping[str, Names], mesh:
     Raises:
       LayoutError: with every problem found, the arithmetic, and a cure that passes the same check.
     """
+    claims = {path: tuple(owners(layout.params, path)) for path in params}
     problems = [*_layout_problems(layout, mesh), *_rule_problems(layout.params, params, mesh)]
-    broken = {path: problem for path in params if (problem := _param_problem(layout, path, params[path], names.get(path), mesh))}
-    problems += broken.values()
+    misfits: dict[Misfit, list[str]] = {}
+    for path, leaf in params.items():
+        found = _misfit(layout, claims[path], path, leaf, names.get(path), mesh)
+        if found:
+            misfits.setdefault(found, []).append(path)
+    fitting = len(params) - sum(map(len, misfits.values()))
+    misfits.pop(TOLD, None)
+    problems += [_told(layout, misfit, paths, params, claims, mesh) for misfit, paths in misfits.items()]
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
-    raise_problems(LayoutError, headline, problems, f"{len(params) - len(broken)} of {len(params)} parameters fit")
+    raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = resolve(layout, params, names, mesh)
-    raise_problems(LayoutError, headline, list(_share_problems(resolved, params)))
+    raise_problems(LayoutError, headline, list(_share_problems(resolved, params, names)))
     return resolved
-
-
-def spec_problems(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> list[str]:
-    """Why `spec` cannot lay out an array of `shape` on `mesh`, with the numbers; empty when it can."""
-    if len(spec) > len(shape):
-        return [f"the spec has {len(spec)} entries, the array has {len(shape)} dim{'s' * (len(shape) != 1)}."]
-    lines = []
-    for dim, entry in enumerate(spec):
-        pieces = ways((entry,), mesh)
-        if shape[dim] % pieces:
-            axes = entry_axes(entry)
-            what = f'mesh axis "{axes[0]}" has' if len(axes) == 1 else f"mesh axes {' and '.join(axes)} together have"
-            lines.append(f"dim {dim} has size {shape[dim]}; {what} {pieces} devices; {shape[dim]} / {pieces} leaves {shape[dim] % pieces}.")
-    return lines
-
-
-def spec_cure(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> str:
-    """A spec near to `spec` that fits, and the sizes that would fit `spec`; tried with `spec_problems`."""
-    fixed = tuple(None if spec_problems((None,) * dim + (entry,), shape, mesh) else entry for dim, entry in enumerate(spec[: len(shape)]))
-    sums = [f"{shape[dim]} / {ways((entry,), mesh)} = {shape[dim] // ways((entry,), mesh)}" for dim, entry in enumerate(fixed) if entry]
-    cure = f"spec {spec_text(fixed)}" + (f" ({', '.join(sums)})" if sums else "")
-    if spec_problems(fixed, shape, mesh):
-        return ""
-    bad = [dim for dim, entry in enumerate(spec[: len(shape)]) if shape[dim] % ways((entry,), mesh)]
-    if len(spec) <= len(shape) and len(bad) == 1:
-        pieces = ways((spec[bad[0]],), mesh)
-        cure += f", or a width divisible by {pieces}, such as {-(-shape[bad[0]] // pieces) * pieces}"
-    return cure + "."
 
 
 def _axis_lines(spec: Spec, mesh: MeshSpec) -> tuple[list[str], str]:
@@ -83,105 +83,118 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     for name, spec in where.items():
         lines, cure = _axis_lines(spec, mesh)
         if lines:
-            yield Problem(f"{name}:", lines, cure)
+            yield Problem(name, lines, cure)
 
 
 def _rule_problems(rules: tuple[Rule, ...], params: Params, mesh: MeshSpec) -> Iterator[Problem]:
     """Rules that match nothing, name axes the mesh lacks, or use one twice; `except` patterns that take nothing away."""
     for number, rule in enumerate(rules):
-        where = f"{rule_name(rules, number)}: path {rule.path!r}".replace("'", '"')
+        where = f'{rule_name(rules, number)}: path "{rule.path}"'
         found = matches(rule.path, params)
         if not found:
-            yield Problem(f"{where} matches no parameter.", [], _path_cure(rule.path, params))
+            yield Problem(f"{where} matches no parameter.", [], path_cure(rule.path, params))
         lines, cure = _axis_lines(rule.spec, mesh)
         if lines:
             yield Problem(f"{where}, spec {spec_text(rule.spec)}", lines, cure)
         for other in rule.except_ if found else ():
-            if not any(compiled(other).fullmatch(path) for path in found):
-                yield Problem(f'{where}, except "{other}"', ["takes no parameter away from this rule."], _path_cure(other, found))
+            if not matches(other, found):
+                yield Problem(f'{where}, except "{other}"', ["takes no parameter away from this rule."], path_cure(other, found))
 
 
-def _path_cure(pattern: str, paths: Iterable[str]) -> str:
-    paths = list(paths)
-    near = suggest(pattern, paths)
-    if near:
-        return f'did you mean "{near[0]}"? It matches {near[1]}.'
-    shown = ", ".join(paths[:5])
-    return f"take the rule out, or match one of: {shown}{' ...' if len(paths) > 5 else ''}."
-
-
-def _param_problem(layout: Layout, path: str, leaf: jax.ShapeDtypeStruct, names: Names | None, mesh: MeshSpec) -> Problem | None:
-    """The problem of one parameter, or None."""
-    head = f"{path}   {describe(leaf)}"
-    claimed = owners(layout.params, path)
+def _misfit(
+    layout: Layout, claimed: tuple[int, ...], path: str, leaf: jax.ShapeDtypeStruct, names: Names | None, mesh: MeshSpec
+) -> Misfit | None:
+    """What is wrong with one parameter, or None."""
+    rules = layout.params
     if len(claimed) > 1:
-        claims = [f'{rule_name(layout.params, index)} claims it: path "{layout.params[index].path}"' for index in claimed]
-        later = layout.params[claimed[1]].path
-        return Problem(
-            head,
-            [f"{len(claimed)} rules match this parameter.", *claims],
-            f'add  except = ["{later}"]  to {rule_name(layout.params, claimed[0])}.',
-        )
+        why = [f'{rule_name(rules, index)} claims it: path "{rules[index].path}"' for index in claimed]
+        return Misfit((f"{len(claimed)} rules match this parameter.", *why), claimed=claimed)
     if not claimed and names and layout.axes:
-        problem = _names_problem(layout, head, leaf, names, mesh)
+        problem = _names_problem(layout, leaf, names, mesh)
         if problem:
             return problem
     elif not claimed and layout.default.params == "error":
-        return Problem(
-            head, ['no rule matches it, and [default] params is "error".'], f'add a rule with  path = "{path}", or  params = "replicate".'
-        )
+        return Misfit(('no rule matches it, and [default] params is "error".',))
     try:
         spec, chosen_by = choose(layout, path, leaf.shape, names, mesh)
     except KeyError:
-        return None  # the default names an unknown axis: told once, by _layout_problems
+        return TOLD  # the default names an unknown axis: told once, by _layout_problems
     if _axis_lines(spec, mesh)[0]:
-        return None  # told once, by the rule
+        return TOLD  # once, by the rule
     lines = spec_problems(spec, leaf.shape, mesh)
-    return Problem(f"{head}   {chosen_by}: spec {spec_text(spec)}", lines, spec_cure(spec, leaf.shape, mesh)) if lines else None
+    return Misfit(tuple(lines), leaf.shape, describe(leaf), f"{chosen_by}: spec {spec_text(spec)}", claimed, spec) if lines else None
 
 
-def _names_problem(layout: Layout, head: str, leaf: jax.ShapeDtypeStruct, names: Names, mesh: MeshSpec) -> Problem | None:
+def _told(
+    layout: Layout, misfit: Misfit, paths: list[str], params: Params, claims: Mapping[str, tuple[int, ...]], mesh: MeshSpec
+) -> Problem:
+    """One misfit and everything that shares it, in words, with a cure for all of them."""
+    where = f"{paths[0]}   {describe(params[paths[0]])}" + (f"   {misfit.chosen_by}" if misfit.chosen_by else "")
+    more = [f"and {len(paths) - 1} more: {listed(paths[1:])}."] if len(paths) > 1 else []
+    cure, rules, pattern = misfit.cure, layout.params, covering(paths, params)
+    if misfit.spec is not None:
+        spec, width = spec_cure(misfit.spec, misfit.shape, mesh)
+        rule = misfit.claimed[0] if misfit.claimed else None
+        alone = rule is not None and sum(claimed == (rule,) for claimed in claims.values()) == len(paths)
+        cure = (f"spec {spec}" if alone else rule_cure(rules, rule, pattern, spec)) + (f", or {width}." if width else ".")
+    elif misfit.claimed:
+        cure = overlap_cure(rules, misfit.claimed, claims)
+    elif not cure:
+        own = f'a rule with  path = "{pattern}"' if pattern else "a rule for each"
+        cure = f'{own}, or  [default] params = "replicate".'
+    return Problem(where, [*more, *misfit.why], cure)
+
+
+def _names_problem(layout: Layout, leaf: jax.ShapeDtypeStruct, names: Names, mesh: MeshSpec) -> Misfit | None:
     """Logical axis names that the layout does not map, or maps to one mesh axis twice."""
     axes = dict(layout.axes)
-    shown = ", ".join(name or "-" for name in names)
-    for name in names:
-        if name and name not in axes:
-            near = did_you_mean(name, axes)
-            return Problem(
-                f"{head}   axes ({shown})", [f'logical axis "{name}" is not in [axes].'], f'{near} Or add  {name} = "-"  to keep it whole.'
-            )
-    if len(names) != len(leaf.shape):
-        return Problem(
-            f"{head}   axes ({shown})", [f"{len(names)} logical axis names for {len(leaf.shape)} dims."], "one name per dim, None for none."
-        )
+    chosen_by = f"axes ({', '.join(name or '-' for name in names)})"
+    shape, array = leaf.shape, describe(leaf)
+    unknown = next((name for name in names if name and name not in axes), None)
+    if unknown:
+        cure = f'{did_you_mean(unknown, axes)} Or add  {unknown} = "-"  to [axes], to keep it whole.'
+        return Misfit((f'logical axis "{unknown}" is not in [axes].',), shape, array, chosen_by, cure=cure)
+    if len(names) != len(shape):
+        why = f"{len(names)} logical axis names for {len(shape)} dims."
+        return Misfit((why,), shape, array, chosen_by, cure="one name per dim, None for none.")
     spec = tuple(axes[name] if name else None for name in names)
     lines = [line for line in _axis_lines(spec, mesh)[0] if "times" in line]
     if lines:
-        return Problem(
-            f"{head}   axes ({shown}): spec {spec_text(spec)}", lines, 'map one of its logical axes to another mesh axis, or to "-".'
-        )
+        cure = 'map one of its logical axes to another mesh axis, or to "-".'
+        return Misfit(tuple(lines), shape, array, f"{chosen_by}: spec {spec_text(spec)}", cure=cure)
     return None
 
 
-def _share_problems(resolved: Resolved, params: Params) -> Iterator[Problem]:
+def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Names]) -> Iterator[Problem]:
     """More bytes whole on every device than the layout's `max_replicated` allows."""
-    limit, mesh = resolved.layout.default.max_replicated, resolved.mesh
-    total = sum(nbytes(leaf) for leaf in params.values())
-    whole = [place for place in resolved.placements.values() if not spec_axes(place.spec)]
-    share = sum(place.nbytes for place in whole) / total if total else 0.0
+    layout, mesh = resolved.layout, resolved.mesh
+    limit, share = layout.default.max_replicated, _whole_share(resolved)
     if limit is None or mesh.size == 1 or share <= limit:
         return
+    whole = [place for place in resolved.placements.values() if not spec_axes(place.spec)]
     largest = sorted(whole, key=lambda place: -place.nbytes)[:5]
-    used = {axis for place in resolved.placements.values() for axis in spec_axes(place.spec)} | set(resolved.data_axes)
-    free = [f"{axis} ({size} devices)" for axis, size in mesh.axes if size > 1 and axis not in used]
+    used = {axis for place in resolved.placements.values() for axis in spec_axes(place.spec)}
+    free = [axis for axis, size in mesh.axes if size > 1 and axis not in used]
+    total = sum(place.nbytes for place in resolved.placements.values())
     lines = [f"{share:.1%} of the parameters' {format_bytes(total)} stay whole on every device; max_replicated = {limit:g}."]
     lines += [
-        f"largest: {place.path}   {place.dtype}[{', '.join(map(str, place.shape))}]   {format_bytes(place.nbytes)}   {place.chosen_by}"
-        for place in largest
+        f"largest: {place.path}   {describe(params[place.path])}   {format_bytes(place.nbytes)}   {place.chosen_by}" for place in largest
     ]
-    lines.append(f"mesh axes that no parameter uses: {', '.join(free) or 'none'}.")
-    cure = f'rules or logical axis names for the largest, [default] params = "shard:AXIS", or max_replicated = {_round_up(share)}.'
+    lines.append(f"mesh axes that no parameter uses: {', '.join(f'{axis} ({mesh.sizes[axis]} devices)' for axis in free) or 'none'}.")
+    cure = f"rules or logical axis names for the largest, or max_replicated = {_round_up(share):g}."
+    for axis in sorted((axis for axis, size in mesh.axes if size > 1), key=lambda axis: (axis not in free, axis in layout.data_axes())):
+        sharded = dataclasses.replace(layout, default=dataclasses.replace(layout.default, params=f"shard:{axis}"))
+        left = _whole_share(resolve(sharded, params, names, mesh))
+        if left <= limit:
+            cure = f'[default] params = "shard:{axis}" ({left:.1%} would stay whole), or {cure}'
+            break
     yield Problem("[default] max_replicated", lines, cure)
+
+
+def _whole_share(resolved: Resolved) -> float:
+    """The share of parameter bytes that no mesh axis cuts."""
+    total = sum(place.nbytes for place in resolved.placements.values())
+    return sum(place.nbytes for place in resolved.placements.values() if not spec_axes(place.spec)) / total if total else 0.0
 
 
 def _round_up(share: float) -> float:

@@ -11,7 +11,12 @@ WHOLE = "-"  # how TOML writes None
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Arrays whose path matches `path`, and none of `except_`, get `spec`. `line` is where the file says so."""
+    """Arrays whose path matches `path`, and none of `except_`, get `spec`. `line` is where the file says so.
+
+    Example:
+      >>> Rule("**/kernel", (None, "model"), except_=("head/**",)).spec  # dim 0 whole, dim 1 cut over `model`
+      (None, 'model')
+    """
 
     path: str
     spec: Spec
@@ -36,6 +41,10 @@ class Default:
 
     `params` is "replicate", "shard:AXIS" (the largest dim that AXIS divides) or "error". `max_replicated` bounds the
     share of parameter bytes that may stay whole on every device (0 to 1; None sets no bound).
+
+    Example:
+      >>> Layout(default=Default("shard:data", max_replicated=0.5)).default.params
+      'shard:data'
     """
 
     params: str = "replicate"
@@ -44,14 +53,24 @@ class Default:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerState:
-    """Mesh axis over which optimizer state is split further than its parameter (ZeRO-1), or None."""
+    """Mesh axis over which optimizer state is split further than its parameter (ZeRO-1), or None.
+
+    Example:
+      >>> Layout(optimizer=OptimizerState(shard="data")).optimizer.shard
+      'data'
+    """
 
     shard: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """How gradients of different workers meet, and in which format they travel."""
+    """How gradients of different workers meet, and in which format they travel.
+
+    Example:
+      >>> Layout(gradients=Gradients("reduce_scatter")).gradients.codec
+      'exact'
+    """
 
     reduction: str = "compiler"
     codec: str = "exact"
@@ -63,6 +82,10 @@ class Remat:
 
     `save` names what is kept: "everything", "dots" (results of matrix products) or "nothing". `modules` are path
     patterns of submodules, each rematerialised on its own; without them it is the whole forward pass.
+
+    Example:
+      >>> Layout(remat=Remat("nothing", ("blocks/*",))).remat.modules
+      ('blocks/*',)
     """
 
     save: str = "everything"

@@ -2,9 +2,9 @@
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
-from spmd.errors import LayoutError
+from spmd.errors import LayoutError, closest
 
 MAX_LENGTH = 400  # a pattern is data from a file: bounded, and compiled to a regex without nested repeats
 
@@ -23,7 +23,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
     """
     if len(pattern) > MAX_LENGTH:
         raise LayoutError(f"path pattern of {len(pattern)} characters: at most {MAX_LENGTH} are allowed.")
-    if pattern.count("{") != pattern.count("}") or re.search(r"\{[^}]*\{", pattern):
+    if re.search(r"[{}]", re.sub(r"\{[^{}]*\}", "", pattern)):
         raise LayoutError(f'path "{pattern}": braces must close and cannot be nested.')
     out, index, braces = [], 0, False
     while index < len(pattern):
@@ -60,8 +60,6 @@ def suggest(pattern: str, paths: Iterable[str]) -> tuple[str, int] | None:
     >>> suggest("**/atention/**", ["blocks/0/attention/query/kernel", "head/kernel"])
     ('**/attention/**', 1)
     """
-    from spmd.errors import closest
-
     paths = list(paths)
     levels = {level for path in paths for level in path.split("/")}
     words = []
@@ -73,3 +71,30 @@ def suggest(pattern: str, paths: Iterable[str]) -> tuple[str, int] | None:
         if found and candidate != pattern:
             return candidate, len(found)
     return None
+
+
+def covering(some: Sequence[str], all_paths: Collection[str]) -> str | None:
+    """A pattern that matches the paths `some` and no other of `all_paths`; None when none was found.
+
+    >>> covering(["a/0/bias", "a/1/bias"], ["a/0/bias", "a/1/bias", "a/0/kernel", "bias"])
+    'a/*/bias'
+    """
+    if len(some) == 1:
+        return some[0]
+    split, candidates = [path.split("/") for path in some], []
+    columns = [list(dict.fromkeys(column)) for column in zip(*split, strict=False)]
+    if len({len(levels) for levels in split}) == 1:
+        candidates.append("/".join(column[0] if len(column) == 1 else "*" for column in columns))
+        candidates.append("/".join(column[0] if len(column) == 1 else "{" + ",".join(column) + "}" for column in columns))
+    ends = list(zip(*(levels[::-1] for levels in split), strict=False))
+    tail: list[str] = []
+    for end in ends:
+        if len(set(end)) > 1:
+            break
+        tail.insert(0, end[0])
+        candidates.append("**/" + "/".join(tail))
+    candidates.append("**")
+    # names may hold the pattern's own characters, so each candidate is tried
+    fits = lambda pattern: len(pattern) <= MAX_LENGTH and matches(pattern, all_paths) == [path for path in all_paths if path in wanted]
+    wanted = set(some)
+    return next(filter(fits, candidates), None)

@@ -26,9 +26,8 @@ def summary(resolved: Resolved) -> str:
     body = rows(resolved)
     widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *body]]
-    title = (
-        f"{resolved.layout.source} on mesh {resolved.mesh}: {resolved.workers} workers, gradients by {resolved.layout.gradients.reduction}"
-    )
+    gradients = f"gradients by {resolved.layout.gradients.reduction}, codec {resolved.layout.gradients.codec}"
+    title = f"{resolved.layout.source} on mesh {resolved.mesh}: {resolved.workers} worker{'s' * (resolved.workers != 1)}, {gradients}"
     return "\n".join([title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", *notes(resolved)])
 
 
@@ -38,7 +37,8 @@ def notes(resolved: Resolved) -> list[str]:
     total = sum(place.nbytes for place in places)
     here = sum(place.bytes_per_device(mesh) for place in places)
     least = total / mesh.size
-    lines = [f"{len(places)} parameters, {format_bytes(total)}; {format_bytes(here)} on each of {mesh.size} devices"]
+    count = f"{len(places)} parameter{'s' * (len(places) != 1)}"
+    lines = [f"{count}, {format_bytes(total)}; {format_bytes(here)} on each of {mesh.size} devices"]
     if mesh.size > 1 and here:
         lines[0] += f" ({format_bytes(least)} if nothing were replicated: {here - least:,.0f} bytes, {1 - least / here:.0%}, are copies)."
     for axis in resolved.idle_axes():

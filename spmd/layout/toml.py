@@ -1,6 +1,7 @@
 """Layouts as text: TOML to `Layout` and back, remembering on which line each rule stands."""
 
 import dataclasses
+import json
 import re
 import tomllib
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import LayoutError, Problem, closest, did_you_mean, raise_problems
+from spmd.errors import LayoutError, Problem, a_kind, closest, did_you_mean, raise_problems
 from spmd.layout.declare import (
     WHOLE,
     Batch,
@@ -31,6 +32,14 @@ CHOICES = {
 }
 
 
+KINDS = {  # how errors call what Python calls a type, and one that is right
+    str: ("a string", '"data"'),
+    int: ("a whole number", "2"),
+    float: ("a number", "0.5"),
+    list: ("a list", '["**/mlp"]'),
+}
+
+
 def shipped_folder() -> Path:
     """Where the shipped layouts are: inside the installed package, or `layouts/` of a source checkout."""
     inside = Path(str(resources.files("spmd"))) / "layouts"
@@ -50,21 +59,28 @@ def load(source: str | Path | Layout) -> Layout:
         problems of the file at once, each with its line.
     """
     if isinstance(source, Layout):
-        loads(dumps(source), f'layout "{source.name}"')  # one checker for both spellings
+        loads(dumps(source), f'layout "{source.name}"', written=False)  # one checker for both spellings
         return source
     if not isinstance(source, str | Path):
-        raise LayoutError(f"layout={source!r} is a {type(source).__name__}; give a shipped name, a path or a spmd.Layout.")
+        known = ", ".join(shipped())
+        raise LayoutError(
+            f"layout={source!r} is {a_kind(source)}.\n    cure: a path to a TOML file, a spmd.Layout, or one of the shipped: {known}."
+        )
     known, path = shipped(), Path(source)
     if str(source) in known:
         path = known[str(source)]
     elif path.suffix != ".toml" and not path.is_file():
-        cure = did_you_mean(str(source), known)
+        cure = did_you_mean(str(source), known).replace("known:", "a path to a TOML file, or one of the shipped:")
         raise LayoutError(f'no layout "{source}" is shipped, and no such file exists.\n    cure: {cure}')
     elif not path.is_file():
         near = closest(path.name, [other.name for other in path.parent.glob("*.toml")]) if path.parent.is_dir() else None
         cure = f'did you mean "{path.parent / near}"?' if near else "check the path; shipped: " + ", ".join(known) + "."
         raise LayoutError(f"layout file {path} does not exist.\n    cure: {cure}")
-    return loads(path.read_text(encoding="utf-8"), _display(path), path.stem)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise LayoutError(f"{_display(path)} is not UTF-8 text (byte {error.start}).\n    cure: save it as UTF-8.") from error
+    return loads(text, _display(path), path.stem)
 
 
 def _display(path: Path) -> str:
@@ -72,16 +88,29 @@ def _display(path: Path) -> str:
     return f"layouts/{path.name}" if path.parent == shipped_folder() else str(path)
 
 
-def loads(text: str, where: str = "layout", name: str = "layout") -> Layout:
-    """A layout from TOML text. `where` is how errors name the text."""
+def loads(text: str, where: str = "layout", name: str = "layout", *, written: bool = True) -> Layout:
+    """A layout from TOML text. `where` is how errors name the text; of one nobody has written they name no lines."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise LayoutError(f"{where} is not TOML: {error}.") from error
-    reader = _Reader(text)
+        raise LayoutError(_syntax_text(text, where, str(error))) from error
+    reader = _Reader(text if written else "")
     layout = dataclasses.replace(reader.layout(data, name), source=where)
-    raise_problems(LayoutError, f"{where} cannot be read", reader.problems)
+    problems = [problem for _, problem in sorted(reader.problems, key=lambda found: found[0] or len(text))]
+    raise_problems(LayoutError, f"{where} cannot be read", problems)
     return layout
+
+
+def _syntax_text(text: str, where: str, message: str) -> str:
+    """What the parser said, with the line it stopped at."""
+    cure = (
+        "\n    cure: strings in double quotes, one key = value on a line; `spmd layouts show data_parallel` prints a layout that is right."
+    )
+    found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message)
+    if not found:
+        return f"{where} is not TOML: {message}.{cure}"
+    line = int(found.group(2))
+    return f"{where}, line {line} is not TOML: {found.group(1)} (column {found.group(3)}).\n    {text.splitlines()[line - 1]}{cure}"
 
 
 class _Reader:
@@ -89,7 +118,7 @@ class _Reader:
 
     def __init__(self, text: str):
         self.lines = text.splitlines()
-        self.problems: list[Problem] = []
+        self.problems: list[tuple[int | None, Problem]] = []
 
     def layout(self, data: dict[str, Any], name: str) -> Layout:
         known = ("description", "mesh", "batch", "params", "axes", "default", "optimizer", "gradients", "remat")
@@ -110,7 +139,7 @@ class _Reader:
     # one method per kind of value ----------------------------------------------------------------------------------
 
     def problem(self, where: str, why: str, cure: str = "", line: int | None = None) -> None:
-        self.problems.append(Problem(f"line {line}: {where}" if line else where, [why], cure))
+        self.problems.append((line, Problem(f"line {line}: {where}" if line else where, [why], cure)))
 
     def line(self, pattern: str, nth: int = 0) -> int | None:
         found = [number for number, line in enumerate(self.lines, 1) if re.match(pattern, line)]
@@ -120,7 +149,7 @@ class _Reader:
         """The line of `key` inside `[section]` (the top of the file when section is empty)."""
         inside = not section
         for number, line in enumerate(self.lines, 1):
-            header = re.match(r"\s*\[+\s*([\w.]+)\s*\]+", line)
+            header = re.match(r"""\s*\[+\s*["']?([\w.]+)["']?\s*\]+""", line)
             if header:
                 inside = header.group(1) == section
                 if header.group(1) == key and not section:
@@ -138,9 +167,9 @@ class _Reader:
     def value(self, table: dict[str, Any], key: str, default: Any, kinds: Any, section: str = "") -> Any:
         value = table.get(key, default)
         if key in table and (not isinstance(value, kinds) or isinstance(value, bool)):
-            names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+            kind = kinds if isinstance(kinds, type) else kinds[-1]
             where = f"[{section}] {key}" if section else key
-            self.problem(where, f"{value!r} is not of type {names}.", line=self.key_line(section, key))
+            self.problem(where, f"{_shown(value)} is not {KINDS[kind][0]}.", f"such as {KINDS[kind][1]}.", self.key_line(section, key))
             return default
         return value
 
@@ -148,7 +177,7 @@ class _Reader:
         table = data.get(key, {})
         if isinstance(table, dict):
             return table
-        self.problem(key, f"{table!r} is not a table.", f"write [{key}] on a line of its own.", self.key_line("", key))
+        self.problem(key, f"{_shown(table)} is not a table.", f"write [{key}] on a line of its own.", self.key_line("", key))
         return {}
 
     def mesh(self, table: dict[str, Any]) -> tuple[tuple[str, int], ...]:
@@ -164,7 +193,8 @@ class _Reader:
         entry_ok: Callable[[Any], bool] = lambda e: isinstance(e, str) and e != ""
         ok = isinstance(value, list) and all(entry_ok(e) or (isinstance(e, list) and e and all(map(entry_ok, e))) for e in value)
         if not ok:
-            self.problem(where, f"spec {value!r} is not a list of axis names.", 'one entry per dim, "-" for whole.', line)
+            why = f"spec {_shown(value)} is not a list of mesh axes."
+            self.problem(where, why, 'one entry per dim, "-" for whole, such as ["data", "-"].', line)
             return ()
         return tuple(_entry(entry) for entry in value)
 
@@ -183,9 +213,11 @@ class _Reader:
                 self.problem(f"{where}: unknown key {key}", "nothing reads it.", did_you_mean(key, ("path", "spec", "except")), line)
         for key in ("path", "spec"):
             if key not in item:
-                self.problem(where, f"has no {key}.", f"add {key} = ...", line)
+                self.problem(
+                    where, f"has no {key}.", 'such as  path = "**/kernel".' if key == "path" else 'such as  spec = ["-", "model"].', line
+                )
         excepted = item.get("except", [])
-        excepted = [excepted] if isinstance(excepted, str) else excepted
+        excepted = excepted if isinstance(excepted, list) else [excepted]
         for pattern in [item.get("path", ""), *excepted]:
             self.pattern(pattern, where, line)
         spec = self.spec(item["spec"], where, line) if "spec" in item else ()
@@ -195,13 +227,18 @@ class _Reader:
         try:
             compiled(pattern)
         except (LayoutError, TypeError) as error:
-            self.problem(where, str(error) if isinstance(error, LayoutError) else f"{pattern!r} is not a path.", line=line)
+            self.problem(
+                where,
+                str(error) if isinstance(error, LayoutError) else f"{_shown(pattern)} is not a path.",
+                'such as "**/{up,down}/kernel".',
+                line,
+            )
 
     def batch(self, table: dict[str, Any]) -> Batch:
         self.unknown(table, ("spec", "rules"), "batch")
         line = self.key_line("batch", "spec")
         spec = self.spec(table.get("spec", ["data"]), "[batch] spec", line)
-        if not spec or spec[0] is None:
+        if table.get("spec") == [] or (spec and spec[0] is None):
             self.problem("[batch] spec", "dim 0, the batch, is not split over any mesh axis.", 'such as spec = ["data"].', line)
         return Batch(spec, self.rules(table, "rules", "batch"))
 
@@ -216,13 +253,9 @@ class _Reader:
         self.unknown(table, ("params", "max_replicated"), "default")
         params = self.value(table, "params", "replicate", str, "default")
         if params not in ("replicate", "error") and not re.fullmatch(r"shard:\w+", params):
-            cure = closest(params, ("replicate", "error")) or "shard:AXIS"
-            self.problem(
-                "[default] params",
-                f'"{params}" means nothing.',
-                f'"replicate", "shard:AXIS" or "error"; here "{cure}"?',
-                self.key_line("default", "params"),
-            )
+            near = closest(params, ("replicate", "error", f"shard:{params.partition(':')[2] or 'AXIS'}"))
+            cure = f'did you mean "{near}"?' if near else '"replicate", "error", or "shard:AXIS", such as "shard:data".'
+            self.problem("[default] params", f'"{params}" means nothing.', cure, self.key_line("default", "params"))
             params = "replicate"
         share = self.value(table, "max_replicated", None, (int, float), "default")
         if share is not None and not 0 <= share <= 1:
@@ -240,7 +273,8 @@ class _Reader:
     def choice(self, table: dict[str, Any], section: str, key: str, default: str | None) -> str | None:
         value, known = self.value(table, key, default, str, section), CHOICES.get(f"{section}.{key}")
         if known and value not in known:
-            cure = f"{did_you_mean(value, known)} This version knows: {', '.join(known)}."
+            near = closest(value, known)
+            cure = (f'did you mean "{near}"? This' if near else "this") + f" version knows: {', '.join(known)}."
             self.problem(f"[{section}] {key}", f'no {key} "{value}".', cure, self.key_line(section, key))
             return default
         return value
@@ -288,6 +322,11 @@ def _value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_text, value)) + "]"
     return _text(value) if isinstance(value, str) else repr(value)
+
+
+def _shown(value: Any) -> str:
+    """A value as the file spells it."""
+    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _text(value: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spmd.errors import ModelError
+from spmd.errors import ModelError, SpmdError
 from spmd.tree import Tree
 
 
@@ -77,7 +77,7 @@ def abstractly(function: Callable[..., Any], what: str, *args: Any) -> Any:
     try:
         with nnx.use_eager_sharding(False):
             return jax.eval_shape(function, *args)
-    except (ModelError, KeyboardInterrupt):
+    except (SpmdError, KeyboardInterrupt):
         raise
     except Exception as error:
         raise ModelError(

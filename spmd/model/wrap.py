@@ -1,11 +1,12 @@
 """Which kind of model the user gave."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
 from flax import linen, nnx
 
-from spmd.errors import ModelError
+from spmd.errors import ModelError, a_kind
 from spmd.model.base import Model, abstractly
 from spmd.model.flax_linen import LinenModel
 from spmd.model.flax_nnx import NnxModel
@@ -32,15 +33,31 @@ def wrap(model: Any) -> Model:
         kind = _built_kind(model)
         return NnxModel(cast(Callable[[], nnx.Module], model)) if issubclass(kind, nnx.Module) else wrap(model())
     raise ModelError(
-        f"model={model!r} is a {type(model).__name__}.\n    cure: an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), "
+        f"model={model!r} is {a_kind(model)}.\n    cure: an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), "
         "or a function of no arguments that returns one."
     )
 
 
 def _built_kind(factory: Callable[[], Any]) -> type:
     """The type that a factory returns, found by tracing it without allocating anything."""
-    found: list[type] = []
-    abstractly(lambda: found.append(type(factory())), "the model's factory")
-    if not issubclass(found[0], nnx.Module | linen.Module | FunctionalModel):
-        raise ModelError(f"the model's factory returned a {found[0].__name__}; wanted an nnx.Module, a linen.Module or a FunctionalModel.")
-    return found[0]
+    found: list[Any] = []
+    missing = _missing_arguments(factory)
+    if missing:
+        raise ModelError(
+            f"the model's factory takes arguments: {', '.join(missing)}.\n    cure: a function of none: lambda: factory({missing[0]}=...)."
+        )
+    abstractly(lambda: found.append(factory()), "the model's factory")
+    if not isinstance(found[0], nnx.Module | linen.Module | FunctionalModel):
+        raise ModelError(
+            f"the model's factory returned {a_kind(found[0])}.\n    cure: return an nnx.Module, a linen.Module or a spmd.FunctionalModel."
+        )
+    return type(found[0])
+
+
+def _missing_arguments(factory: Callable[..., Any]) -> list[str]:
+    """The arguments without which the factory cannot be called."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
 
 from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
 from spmd.train.state import State
@@ -56,7 +54,10 @@ class Store:
     """A run's checkpoints on disk. Saving is asynchronous; `close` waits and raises what went wrong."""
 
     def __init__(self, config: Checkpoint):
-        self.config = config
+        import orbax.checkpoint as ocp  # a fifth of a second: only for a run that saves
+        from orbax.checkpoint import checkpoint_managers as policies
+
+        self.config, self._args = config, ocp.args
         self.folder = Path(config.path).absolute()
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every save at INFO and WARNING
         keep: list[Any] = [policies.LatestN(config.keep)]
@@ -85,7 +86,7 @@ class Store:
         meta = {"format": FORMAT, "step": step, "arrays": {path: describe(leaf) for path, leaf in arrays.items()}, **meta}
         saved = self._manager.save(
             step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta)),
+            args=self._args.Composite(state=self._args.StandardSave(arrays), meta=self._args.JsonSave(meta)),
             metrics=metrics or None,
             force=True,
         )
@@ -96,7 +97,7 @@ class Store:
 
     def meta(self, step: int) -> dict[str, Any]:
         """What stands beside the arrays of a checkpoint."""
-        return dict(self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
+        return dict(self._manager.restore(step, args=self._args.Composite(meta=self._args.JsonRestore()))["meta"])
 
     def restore(self, step: int, wanted: State) -> State:
         """The state of a step, every array placed as `wanted` says (shapes, dtypes and shardings; no data).
@@ -108,7 +109,7 @@ class Store:
         _check_fit(
             meta["arrays"], {path: describe(leaf) for path, leaf in arrays.items()}, f"the checkpoint of step {step} in {self.folder}"
         )
-        restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(arrays)))["state"]
+        restored = self._manager.restore(step, args=self._args.Composite(state=self._args.StandardRestore(arrays)))["state"]
         empty = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
         return map_paths(lambda path, leaf: restored[path] if leaf.size else empty(leaf), wanted)
 

@@ -81,9 +81,9 @@ def check_loggers(loggers: Any) -> list[Logger]:
     """The loggers as a list.
 
     Raises:
-      OptionError: one without `write` and `close`.
+      OptionError: one without `write` and `close`, or a class in place of its instance.
     """
     for one in loggers:
-        if not (callable(getattr(one, "write", None)) and callable(getattr(one, "close", None))):
+        if isinstance(one, type) or not (callable(getattr(one, "write", None)) and callable(getattr(one, "close", None))):
             raise OptionError(f"logger {one!r} has no write(record) and close().\n    cure: such as spmd.loggers.JsonLines(path).")
     return list(loggers)

@@ -20,7 +20,7 @@ from spmd.run.checkpoint import Store
 from spmd.run.guard import interruptible
 from spmd.run.history import History
 from spmd.run.loggers import Logger
-from spmd.run.progress import NoProgress, RichProgress
+from spmd.run.progress import NoProgress, Progress
 from spmd.train.program import Program
 from spmd.train.state import State
 
@@ -58,7 +58,7 @@ class Loop:
     evaluate: Callable[[State], dict[str, float]] | None
     callbacks: list[Callback]
     loggers: list[Logger]
-    progress: NoProgress | RichProgress
+    progress: NoProgress | Progress
     store: Store | None
     meta: dict[str, Any]
     prefetch: int
@@ -128,7 +128,8 @@ class Loop:
 
     def _dispatch(self, batch: Batch) -> None:
         """One step and its bookkeeping."""
-        self.state, packed = self.program.step(self.state, batch.leaves, batch.weights, split=batch.split)
+        with self.placer.carrying():
+            self.state, packed = self.program.step(self.state, batch.leaves, batch.weights, split=batch.split)
         self.step += 1
         self.position.batch += 1
         self.position.reader = batch.position
@@ -151,8 +152,11 @@ class Loop:
     def _call(self, batches: list[HostBatch]) -> None:
         """`len(batches)` steps in one call; only row numbers travel. A short batch is padded with rows of weight 0."""
         size = self.program.rows
-        index = np.stack([np.resize(cast(np.ndarray, batch.index), size) for batch in batches]).astype(np.int32)
-        weights = np.stack([np.arange(size) < batch.rows for batch in batches]).astype(np.float32)
+        index, weights = np.zeros((len(batches), size), np.int32), np.ones((len(batches), size), np.float32)
+        for row, batch in enumerate(batches):
+            index[row, : batch.rows] = cast(np.ndarray, batch.index)
+            if batch.rows < size:
+                index[row, batch.rows :], weights[row, batch.rows :] = index[row, 0], 0.0
         index, weights = jax.device_put((index, weights), self.placer.whole)
         first = self.step + 1
         self.state, packed = self.program.many(self.state, self.data, index, weights)

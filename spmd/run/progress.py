@@ -1,5 +1,6 @@
 """Live progress, in a terminal or a notebook; nothing at all elsewhere, unless asked for."""
 
+import io
 import sys
 import time
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from spmd.errors import OptionError
 
 REFRESH = 0.2  # seconds between two redraws: a step costs one look at the clock
+SELDOM = 5.0  # seconds between two lines of a log
 
 
 class NoProgress:
@@ -29,29 +31,115 @@ class NoProgress:
         """Nothing."""
 
 
-class RichProgress:
-    """A bar with step, metrics, samples per second and time left, by rich; plain lines where nothing can be redrawn."""
+class Bar:
+    """Step, a bar, metrics, samples per second and time left, drawn by rich on whatever `paint` paints on."""
 
-    def __init__(self, console: Any):
-        self._console, self._live = console, console.is_terminal or console.is_jupyter
-        self._next, self._task, self._bar = 0.0, None, None
-        self._seen, self._since, self._rate = 0, time.monotonic(), 0.0
+    def __init__(self, console: Any, paint: Any):
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        text = TextColumn("{task.fields[text]}", markup=False)
+        self._progress = Progress(
+            MofNCompleteColumn(), BarColumn(bar_width=24), text, TimeRemainingColumn(), console=console, auto_refresh=False
+        )
+        self._task, self._paint = None, paint
 
     def start(self, step: int, total: int | None) -> None:
         """Draw the bar at `step` of `total` (None: not known)."""
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        self._task = self._progress.add_task("", total=total, completed=step, text="compiling")
+        self._paint.start(self._progress)
 
-        self._total, self._since = total, time.monotonic()
-        if self._live:
-            columns = (
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[text]}", markup=False),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=self._console, refresh_per_second=5)
-            self._task = self._bar.add_task("", total=total, completed=step, text="compiling")
-            self._bar.start()
+    def draw(self, step: int, text: str) -> None:
+        """Move the bar."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=step, text=text)
+            self._paint.refresh(self._progress)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._paint.say(self._progress, text)
+
+    def close(self) -> None:
+        """Leave the screen as it was."""
+        self._paint.stop(self._progress)
+
+
+class Terminal:
+    """Paints in place with the terminal's own means."""
+
+    def start(self, progress: Any) -> None:
+        """Begin."""
+        progress.start()
+
+    def refresh(self, progress: Any) -> None:
+        """Redraw."""
+        progress.refresh()
+
+    def say(self, progress: Any, text: str) -> None:
+        """A line above the bar."""
+        progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self, progress: Any) -> None:
+        """Leave the last picture."""
+        progress.stop()
+
+
+class Notebook:
+    """Paints one output of the cell, again and again; rich's own way would need ipywidgets."""
+
+    def start(self, progress: Any) -> None:
+        """Open the output."""
+        from IPython.display import display
+
+        self._handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
+        self.refresh(progress)
+
+    def refresh(self, progress: Any) -> None:
+        """Replace what the output shows."""
+        progress.console.print(progress.get_renderable())
+        html = progress.console.export_html(inline_styles=True, clear=False, code_format="<pre>{code}</pre>")
+        self._handle.update({"text/plain": progress.console.export_text().strip(), "text/html": html}, raw=True)
+
+    def say(self, progress: Any, text: str) -> None:
+        """A line below the bar."""
+        print(text)
+
+    def stop(self, progress: Any) -> None:
+        """Leave the last picture."""
+
+
+class Lines:
+    """Plain lines, for logs."""
+
+    def __init__(self, console: Any):
+        self._console, self._total = console, None
+
+    def start(self, step: int, total: int | None) -> None:
+        """Remember where it ends."""
+        self._total = total
+
+    def draw(self, step: int, text: str) -> None:
+        """One more line."""
+        self.say(f"step {step}{f'/{self._total}' if self._total else ''}  {text}")
+
+    def say(self, text: str) -> None:
+        """One line, however long."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class Progress:
+    """Works out what to show, at most every `period` seconds, and has it drawn."""
+
+    def __init__(self, surface: Bar | Lines, period: float):
+        self._surface, self._period = surface, period
+        self._next, self._seen, self._since, self._rate = 0.0, 0, 0.0, 0.0
+
+    def start(self, step: int, total: int | None) -> None:
+        """Begin at `step` of `total` (None: not known)."""
+        self._since = time.monotonic()
+        self._surface.start(step, total)
 
     def due(self) -> bool:
         """Whether it is time to redraw."""
@@ -60,30 +148,24 @@ class RichProgress:
     def update(self, step: int, epoch: int, metrics: dict[str, float], samples: int) -> None:
         """Redraw; `samples` counts the examples since the start."""
         now = time.monotonic()
-        self._next = now + (REFRESH if self._live else 10.0)
+        self._next = now + self._period
         if now > self._since and samples > self._seen:
             rate = (samples - self._seen) / (now - self._since)
             self._rate = rate if self._seen == 0 else 0.7 * self._rate + 0.3 * rate
         self._seen, self._since = samples, now
-        text = (
-            f"epoch {epoch + 1}  " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()) + f"  {self._rate:,.0f} samples/s"
-        )
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, text=text)
-        else:
-            self._console.print(f"step {step}{f'/{self._total}' if self._total else ''}  {text}", markup=False, highlight=False)
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self._surface.draw(step, f"epoch {epoch + 1}  {numbers}  {self._rate:,.0f} samples/s")
 
     def say(self, text: str) -> None:
-        """A line that stays, above the bar."""
-        self._console.print(text, markup=False, highlight=False)
+        """A line that stays."""
+        self._surface.say(text)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self._bar is not None:
-            self._bar.stop()
+        """Leave the screen as it was."""
+        self._surface.close()
 
 
-def make_progress(wanted: bool | str) -> NoProgress | RichProgress:
+def make_progress(wanted: bool | str) -> NoProgress | Progress:
     """`True` shows progress anywhere, `False` nowhere, `"auto"` in a terminal or a notebook."""
     if wanted not in (True, False, "auto"):
         raise OptionError(f'progress={wanted!r}.\n    cure: True, False or "auto".')
@@ -91,7 +173,9 @@ def make_progress(wanted: bool | str) -> NoProgress | RichProgress:
         return NoProgress()
     from rich.console import Console
 
-    console = Console(file=sys.stderr) if "ipykernel" not in sys.modules else Console()
-    if wanted == "auto" and not (console.is_terminal or console.is_jupyter):
-        return NoProgress()
-    return RichProgress(console)
+    if "ipykernel" in sys.modules:
+        return Progress(Bar(Console(file=io.StringIO(), record=True, width=120, force_jupyter=False), Notebook()), REFRESH)
+    console = Console(file=sys.stderr)
+    if console.is_terminal:
+        return Progress(Bar(console, Terminal()), REFRESH)
+    return NoProgress() if wanted == "auto" else Progress(Lines(console), SELDOM)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import LossError
+from spmd.errors import LossError, a_kind
 from spmd.train.metrics import PerExample, Sums, as_sum
 from spmd.tree import describe
 
@@ -28,7 +28,10 @@ class Objective:
 
     def __post_init__(self):
         if not callable(self.loss):
-            raise LossError(f"loss={self.loss!r} is a {type(self.loss).__name__}; wanted a function (model, batch[, rng]).")
+            raise LossError(
+                f"loss={self.loss!r} is {a_kind(self.loss)}, not a function (model, batch[, rng]).\n"
+                "    cure: such as spmd.losses.mean_squared_error."
+            )
         for name, metric in self.metrics.items():
             if not callable(metric) or name == LOSS:
                 raise LossError(f'metric "{name}" must be a function (model, batch), under another name than "{LOSS}".')
@@ -51,6 +54,11 @@ class Objective:
         extra: dict[str, Any] = {}
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
             value, extra = value
+        if not (hasattr(value, "dtype") or isinstance(value, int | float)):
+            raise LossError(
+                f"the loss returned {a_kind(value)}; wanted a scalar, the mean over the batch, or one value per example.\n"
+                "    cure: return it alone, or as (value, {name: metric})."
+            )
         return jnp.asarray(value), {**extra, **{name: metric(model, batch) for name, metric in self.metrics.items()}}
 
     def sums(self, value: jax.Array, extra: Mapping[str, Any], weights: jax.Array) -> Sums:
@@ -93,7 +101,10 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
     """
     shown = describe(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise LossError(f"the loss returned {shown}, which is not a floating-point number and has no gradient.")
+        raise LossError(
+            f"the loss returned {shown}, which is not a floating-point number and has no gradient.\n"
+            "    cure: return the loss itself, not a count or an index."
+        )
     if value.shape not in ((), (rows,)):
         raise LossError(
             f"the loss returned {shown}; wanted a scalar, the mean over the batch, or one value per example, float32[{rows}].\n"

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.errors import OptimizerError
+from spmd.errors import OptimizerError, a_kind
 from spmd.layout.resolve import Resolved, pspec
 from spmd.model.base import Model, Variables
 from spmd.tree import Tree, flatten, path_of
@@ -30,6 +30,13 @@ class State:
       stats: other arrays of the model that change (BatchNorm averages); on every device, equal.
       rngs: the model's own random streams, as key data; on every device.
       key: uint32 key data of the run's seed; on every device. With `step` it gives each step's random numbers.
+
+    Example:
+      >>> import spmd
+      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((4, 1))}, lambda params, x: x @ params["w"])
+      >>> state = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1)).init()
+      >>> int(state.step), state.params["w"].shape
+      (0, (4, 1))
     """
 
     step: Any
@@ -54,9 +61,10 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))) or isinstance(
         optimizer, nnx.Optimizer | type
     ):
+        shown = getattr(optimizer, "__name__", None) or (repr(optimizer) if isinstance(optimizer, str | int | float | None) else "...")
         raise OptimizerError(
-            f"optimizer={optimizer!r} is a {type(optimizer).__name__}, not an optax gradient transformation.\n"
-            "    cure: such as optax.adamw(1e-3)."
+            f"optimizer={shown} is {a_kind(optimizer)}, not an optax gradient transformation.\n"
+            "    cure: such as optax.adamw(1e-3); a function that makes one must be called."
         )
     return optax.with_extra_args_support(optimizer)
 

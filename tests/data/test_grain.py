@@ -1,0 +1,102 @@
+"""Grain data sets: read as they are, and resumed by their own state rather than by reading up to where they were."""
+
+import functools
+
+import numpy as np
+import pytest
+from linear import examples, fit, same
+
+import spmd
+
+grain = pytest.importorskip("grain")
+
+COUNT, BATCH = 48, 16
+
+
+class Rows:
+    """A random-access source that notes which rows were read."""
+
+    def __init__(self):
+        self.data, self.read = examples(COUNT), []
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, row):
+        self.read.append(int(row))
+        return {name: leaf[row] for name, leaf in self.data.items()}
+
+
+def mapped(rows):
+    return grain.MapDataset.source(rows).seed(5).shuffle().batch(BATCH)
+
+
+def streamed(rows):
+    """An `IterDataset` has no length: only its end tells where an epoch ends."""
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return grain.MapDataset.source(rows).seed(5).shuffle().to_iter_dataset(options).batch(BATCH)
+
+
+def augmented(rows):
+    def noisy(row, rng):
+        return {**row, "x": row["x"] + rng.normal(size=row["x"].shape).astype(np.float32)}
+
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return grain.MapDataset.source(rows).seed(5).shuffle().random_map(noisy).to_iter_dataset(options).batch(BATCH)
+
+
+KINDS = {"MapDataset": mapped, "IterDataset": streamed, "random augmentation": augmented}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def make(request):
+    return request.param
+
+
+@functools.cache
+def undisturbed(make):
+    return fit(make(Rows()), epochs=3)
+
+
+def test_batches_train_as_a_list_of_them_does(make):
+    expected = fit([dict(batch) for batch in make(Rows())], epochs=2)
+    result = fit(make(Rows()), epochs=2)
+    assert len(result.history) == 6
+    assert same(result.state, expected.state)
+    assert not same(result.state, fit(examples(COUNT), batch_size=BATCH, shuffle=False, epochs=2).state)
+
+
+@pytest.mark.parametrize("stop, prefetch", [(2, 2), (3, 2), (4, 0)], ids=["mid-epoch", "epoch's end", "second epoch, no thread"])
+def test_stopped_and_resumed_is_never_stopped(make, stop, prefetch, tmp_path):
+    whole = undisturbed(make)
+    fit(make(Rows()), steps=stop, checkpoint=tmp_path, prefetch=prefetch)
+    rest = fit(make(Rows()), epochs=3, checkpoint=tmp_path, resume=True, prefetch=prefetch)
+    assert int(rest.state.step) == 9
+    assert same(rest.state, whole.state)
+    assert rest.history["loss"] == whole.history["loss"][stop:]
+
+
+def test_a_run_saved_at_the_very_end_of_an_epoch_without_a_length_goes_on(tmp_path):
+    """A checkpoint every 3 steps is written before the end of the data is known: the reader's state stands at its end."""
+    whole = undisturbed(streamed)
+    fit(streamed(Rows()), steps=3, checkpoint=spmd.Checkpoint(tmp_path, every=3))
+    rest = fit(streamed(Rows()), epochs=3, checkpoint=tmp_path, resume=True)
+    assert same(rest.state, whole.state)
+
+
+def test_resuming_skips_nothing_by_reading_it(tmp_path):
+    fit(streamed(Rows()), steps=2, checkpoint=tmp_path)
+    rows = Rows()
+    fit(streamed(rows), epochs=1, checkpoint=tmp_path, resume=True)
+    first, rest = rows.read[:BATCH], rows.read[BATCH:]
+    assert len(first) == BATCH  # the first batch is read for its shapes
+    assert len(rest) == BATCH and not set(first) & set(rest)  # then the third; the second is never read
+
+
+def test_what_was_read_ahead_does_not_count_as_trained_on(tmp_path):
+    """The position saved is that of the last batch trained on, though the reader was further."""
+    rows = Rows()
+    fit(streamed(rows), steps=1, checkpoint=tmp_path, prefetch=2)
+    whole = undisturbed(streamed)
+    rest = fit(streamed(Rows()), epochs=1, checkpoint=tmp_path, resume=True)
+    assert rest.history["loss"] == whole.history["loss"][1:3]

@@ -1,0 +1,144 @@
+"""Reading ahead: bounded, closed whatever happens, and honest about errors."""
+
+import threading
+import time
+
+import pytest
+
+from spmd.data.prefetch import prefetch
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name == "spmd-prefetch"]
+
+
+def settled(read):
+    """The length of `read` once it has stopped growing."""
+    before, since = -1, time.monotonic()
+    while len(read) != before or time.monotonic() - since < 0.15:
+        if len(read) != before:
+            before, since = len(read), time.monotonic()
+        time.sleep(0.01)
+    return before
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_reader_is_never_more_than_depth_and_one_ahead(depth):
+    read = []
+
+    def numbers():
+        for number in range(20):
+            read.append(number)
+            yield number
+
+    with prefetch(numbers(), lambda number: number * number, depth) as squares:
+        assert settled(read) == depth + 1  # it does read ahead, up to the bound
+        for taken in range(1, 4):
+            assert next(squares) == (taken - 1) ** 2
+            assert settled(read) == taken + depth + 1
+        assert list(squares) == [number * number for number in range(3, 20)]
+    assert not readers()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_results_come_in_order_whatever_the_depth(depth):
+    with prefetch(iter(range(50)), str, depth) as items:
+        assert list(items) == [str(number) for number in range(50)]
+    assert not readers()
+
+
+def endless(events):
+    try:
+        number = 0
+        while True:
+            yield number
+            number += 1
+    finally:
+        events.append(threading.current_thread().name)
+
+
+@pytest.mark.parametrize("depth, closer", [(0, "MainThread"), (2, "spmd-prefetch")], ids=["no thread", "thread"])
+def test_leaving_early_closes_the_reader_in_the_thread_that_ran_it(depth, closer):
+    events = []
+    items = endless(events)
+    with prefetch(items, lambda number: number, depth) as numbers:
+        assert [next(numbers), next(numbers)] == [0, 1]
+        assert not events
+    assert events == [closer]
+    assert not readers()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_error_in_the_block_closes_the_reader_too(depth):
+    events = []
+    with pytest.raises(KeyError, match="mine"), prefetch(endless(events), lambda number: number, depth) as numbers:
+        next(numbers)
+        raise KeyError("mine")
+    assert len(events) == 1
+    assert not readers()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_was_read_before_an_error_is_handed_over_and_the_error_keeps_its_lines(depth):
+    def broken():
+        yield 1
+        yield 2
+        raise ValueError("line 3 of the file")
+
+    taken = []
+    with pytest.raises(ValueError, match="line 3 of the file") as raised, prefetch(broken(), lambda number: number, depth) as numbers:
+        for number in numbers:
+            taken.append(number)
+    assert taken == [1, 2]
+    assert "broken" in [entry.name for entry in raised.traceback]
+    assert not readers()
+
+
+def test_an_error_while_placing_keeps_its_lines():
+    def place(number):
+        return 1 // (number - 1)
+
+    with pytest.raises(ZeroDivisionError) as raised, prefetch(iter(range(3)), place, 2) as results:
+        list(results)
+    assert "place" in [entry.name for entry in raised.traceback]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_not_even_an_exit_is_swallowed(kind):
+    def leaving():
+        yield 1
+        raise kind("out")
+
+    with pytest.raises(kind, match="out"), prefetch(leaving(), lambda number: number, 2) as numbers:
+        list(numbers)
+    assert not readers()
+
+
+def test_a_reader_that_fails_while_it_is_closed_does_not_fail_in_silence():
+    def stubborn():
+        try:
+            while True:
+                yield 1
+        finally:
+            raise OSError("cannot close")
+
+    with pytest.raises(OSError, match="cannot close"), prefetch(stubborn(), lambda number: number, 1) as numbers:
+        next(numbers)
+    assert not readers()
+
+
+def test_an_error_nobody_asked_for_does_not_hang_the_leaving():
+    def soon_broken():
+        yield 1
+        raise ValueError("never read")
+
+    with prefetch(soon_broken(), lambda number: number, 1) as numbers:
+        assert next(numbers) == 1
+        time.sleep(0.05)
+    assert not readers()
+
+
+def test_an_iterator_without_close_is_fine():
+    with prefetch(iter([1, 2, 3]), lambda number: number, 2) as numbers:
+        assert next(numbers) == 1
+    assert not readers()

@@ -1,0 +1,297 @@
+"""Where batches come from: arrays cut in an order of their own, and iterables of every kind."""
+
+import numpy as np
+import pytest
+from linear import examples, fit, same
+
+from spmd.data.loader import ArraySource, IterableSource, is_arrays, source
+from spmd.errors import DataError, OptionError
+
+
+def numbered(count):
+    return {"x": np.arange(count, dtype=np.int32), "y": np.arange(count, dtype=np.float32)}
+
+
+def cut(count=50, batch_size=8, *, shuffle=True, seed=3):
+    return source(numbered(count), batch_size=batch_size, shuffle=shuffle, seed=seed)
+
+
+def rows(reader, epoch, start=0):
+    """The numbers of the examples, batch by batch."""
+    return [batch.leaves["x"][batch.index].tolist() for batch in reader.epoch(epoch, start)]
+
+
+def flat(batches):
+    return [number for batch in batches for number in batch]
+
+
+# arrays --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_example_comes_once_per_epoch_in_another_order_each_time():
+    reader = cut()
+    epochs = [flat(rows(reader, number)) for number in range(4)]
+    for order in epochs:
+        assert sorted(order) == list(range(50))
+    assert len({tuple(order) for order in epochs}) == 4
+    assert tuple(range(50)) not in map(tuple, epochs)
+
+
+def test_the_order_is_decided_by_the_seed_and_the_epoch_alone():
+    assert rows(cut(), 2) == rows(cut(), 2)
+    assert rows(cut(seed=3), 2) != rows(cut(seed=4), 2)
+    later = cut()
+    list(later.epoch(0))
+    assert rows(later, 2) == rows(cut(), 2)
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 6, 7])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_starting_in_the_middle_is_the_tail_of_the_whole(start, shuffle):
+    assert rows(cut(shuffle=shuffle), 1, start) == rows(cut(shuffle=shuffle), 1)[start:]
+
+
+def test_the_last_batch_is_short_and_nothing_is_dropped():
+    reader = cut(50, 8)
+    assert [len(batch) for batch in rows(reader, 0)] == [8] * 6 + [2]
+    assert reader.steps_per_epoch == 7
+    assert [batch.rows for batch in reader.epoch(0)] == [8] * 6 + [2]
+    assert cut(48, 8).steps_per_epoch == 6
+
+
+def test_without_shuffling_rows_come_as_they_are():
+    assert flat(rows(cut(shuffle=False), 0)) == flat(rows(cut(shuffle=False), 5)) == list(range(50))
+
+
+def test_arrays_are_shuffled_unless_asked_not_to():
+    assert source(numbered(50), batch_size=8, shuffle=None, seed=0).shuffle
+
+
+def test_training_for_epochs_sees_every_example_once_per_epoch():
+    data = {"x": np.zeros((48, 16), np.float32), "y": np.arange(48, dtype=np.float32)}
+    result = fit(data, loss=lambda model, batch: (model(batch["x"])[:, 0], {"y": batch["y"]}), batch_size=16, epochs=2)
+    seen = result.history["y"]
+    assert len(seen) == 6
+    assert 16 * sum(seen[:3]) == 16 * sum(seen[3:]) == 48 * 47 / 2  # whole numbers and a power of 2: the means are exact
+    assert seen[:3] != seen[3:]
+
+
+def test_kinds_of_data_are_told_apart():
+    x = np.zeros((4, 2))
+    assert is_arrays(x) and is_arrays((x, x)) and is_arrays({"x": x}) and is_arrays(({"a": x}, x))
+    assert not is_arrays([x]) and not is_arrays(lambda: [x]) and not is_arrays(iter([x]))
+    assert isinstance(source((x, x), batch_size=2, shuffle=None, seed=0), ArraySource)
+    assert isinstance(source([{"x": x}], batch_size=None, shuffle=None, seed=0), IterableSource)
+
+
+BAD_ARRAYS = {
+    "nothing": (None, {}, DataError, "data=None: give a dict or tuple of arrays, an iterable of batches, or a grain data set."),
+    "a path": (
+        "digits.npz",
+        {},
+        DataError,
+        "data='digits.npz': give a dict or tuple of arrays, an iterable of batches, or a grain data set.",
+    ),
+    "a number": (7, {}, DataError, "the data is a int: not arrays, and it cannot be iterated."),
+    "no leaves": ({}, {}, DataError, "the data holds no arrays."),
+    "no examples": (numbered(0), {}, DataError, "the data is empty: 0 examples."),
+    "fewer than one batch": (
+        numbered(5),
+        {},
+        DataError,
+        "the data has 5 examples, fewer than one batch of 8.\n    cure: batch_size=5 or less.",
+    ),
+    "ragged": (
+        {"x": np.zeros((8, 2), np.float32), "y": np.zeros(7, np.int32)},
+        {},
+        DataError,
+        "the data is ragged: its leaves have different numbers of rows\n2 problems:\n\n"
+        "  x   float32[8, 2]\n      has 8 rows.\n\n  y   int32[7]\n      has 7 rows.",
+    ),
+    "a scalar": (
+        {"x": np.zeros(8), "scale": np.float32(2)},
+        {},
+        DataError,
+        "the data: scale has no dim 0 to cut into rows.\n    cure: arrays of shape [rows, ...].",
+    ),
+    "no batch size": (
+        numbered(8),
+        {"batch_size": None},
+        OptionError,
+        "batch_size is missing: arrays have to be cut into batches.\n    cure: such as batch_size=128.",
+    ),
+    "batch size 0": (numbered(8), {"batch_size": 0}, OptionError, "batch_size=0: a whole number from 1."),
+    "batch size 2.5": (numbered(8), {"batch_size": 2.5}, OptionError, "batch_size=2.5: a whole number from 1."),
+    "shuffled iterable": (
+        [numbered(8)],
+        {"shuffle": True},
+        OptionError,
+        "shuffle=True: batches of an iterable come in its own order.\n    cure: shuffle where they are made, or give arrays.",
+    ),
+}
+
+
+@pytest.mark.parametrize("data, options, error, text", BAD_ARRAYS.values(), ids=BAD_ARRAYS.keys())
+def test_data_that_cannot_be_cut_says_why(data, options, error, text):
+    with pytest.raises(error) as raised:
+        source(data, **{"batch_size": 8, "shuffle": None, "seed": 0, **options})
+    assert str(raised.value) == text
+
+
+def test_evaluation_data_may_be_smaller_than_a_batch():
+    reader = source(numbered(5), batch_size=8, shuffle=False, seed=0, short_ok=True)
+    assert rows(reader, 0) == [[0, 1, 2, 3, 4]]
+
+
+# iterables -----------------------------------------------------------------------------------------------------------
+
+
+def batches(count=3, size=16, seed=0):
+    data = examples(count * size, seed)
+    return [{name: leaf[i * size : (i + 1) * size] for name, leaf in data.items()} for i in range(count)]
+
+
+def test_a_list_a_function_and_arrays_train_alike():
+    whole = examples(48)
+    expected = fit(whole, batch_size=16, shuffle=False, epochs=2)
+    for data in (batches(), lambda: iter(batches()), lambda: batches()):
+        result = fit(data, epochs=2)
+        assert same(result.state, expected.state)
+        assert result.history["loss"] == expected.history["loss"]
+    assert not same(fit(batches(seed=1), epochs=2).state, expected.state)
+
+
+def test_the_first_batch_is_read_once_for_its_shapes_and_not_lost():
+    calls = []
+
+    def make():
+        calls.append("made")
+        yield from batches()
+
+    reader = source(make, batch_size=None, shuffle=None, seed=0)
+    assert reader.sample()["x"].shape == (16, 16)
+    assert len(list(reader.epoch(0))) == 3 and len(calls) == 1
+    assert len(list(reader.epoch(1))) == 3 and len(calls) == 2
+
+
+def test_starting_an_iterable_in_the_middle_is_the_tail_of_the_whole():
+    given = batches(5)
+    whole = list(source(given, batch_size=None, shuffle=None, seed=0).epoch(0))
+    tail = list(source(given, batch_size=None, shuffle=None, seed=0).epoch(0, 2))
+    assert [b.leaves["x"].tobytes() for b in tail] == [b.leaves["x"].tobytes() for b in whole[2:]]
+    assert list(source(given, batch_size=None, shuffle=None, seed=0).epoch(0, 5)) == []
+
+
+def test_a_resumed_run_notices_that_its_iterable_has_become_shorter():
+    with pytest.raises(DataError, match=r"the data has 3 batches; the run to be resumed stood at batch 4 of epoch 1\."):
+        list(source(batches(3), batch_size=None, shuffle=None, seed=0).epoch(0, 4))
+
+
+def test_a_generator_that_can_be_read_once_says_so_in_epoch_2():
+    with pytest.raises(DataError) as raised:
+        fit((batch for batch in batches()), epochs=2)
+    assert str(raised.value) == (
+        "the data yields nothing in epoch 2: it can be iterated only once.\n"
+        "    cure: a list, or a function that returns a fresh iterator: lambda: batches()."
+    )
+
+
+def test_a_generator_that_can_be_read_once_is_enough_for_one_epoch():
+    result = fit((batch for batch in batches()), epochs=1)
+    assert len(result.history) == 3
+    assert same(result.state, fit(batches(), epochs=1).state)
+
+
+def test_a_generator_read_once_as_evaluation_data_says_so_the_second_time():
+    with pytest.raises(DataError) as raised:
+        fit(batches(), epochs=2, eval_data=(batch for batch in batches()))
+    assert "it can be iterated only once" in str(raised.value)
+
+
+BAD_ITERABLES = {
+    "nothing": ([], {}, "the data is empty: it yields no batch."),
+    "no rows": ([{"x": np.zeros((0, 2))}], {}, "the data is empty: its first batch has 0 rows."),
+    "another size": (
+        [numbered(8)],
+        {"batch_size": 16},
+        "batch_size=16, but the data yields batches of 8 rows.\n    cure: leave batch_size out, or yield 16.",
+    ),
+    "ragged": (
+        [{"x": np.zeros((8, 2), np.float32), "y": np.zeros(6, np.int32)}],
+        {},
+        "the first batch is ragged: its leaves have different numbers of rows\n2 problems:\n\n"
+        "  x   float32[8, 2]\n      has 8 rows.\n\n  y   int32[6]\n      has 6 rows.",
+    ),
+}
+
+
+@pytest.mark.parametrize("data, options, text", BAD_ITERABLES.values(), ids=BAD_ITERABLES.keys())
+def test_iterables_that_cannot_be_used_say_why(data, options, text):
+    with pytest.raises(DataError) as raised:
+        source(data, **{"batch_size": None, "shuffle": None, "seed": 0, **options})
+    assert str(raised.value) == text
+
+
+LATER = {
+    "larger": (numbered(9), r"batch 2 of epoch 1 has 9 rows, more than the 8 of the first one\."),
+    "empty": (numbered(0), r"batch 2 of epoch 1 has 0 rows\."),
+    "ragged": ({**numbered(8), "y": np.zeros(3)}, r"batch 2 of epoch 1 is ragged"),
+}
+
+
+@pytest.mark.parametrize("second, pattern", LATER.values(), ids=LATER.keys())
+def test_a_later_batch_that_does_not_fit_is_named(second, pattern):
+    with pytest.raises(DataError, match=pattern):
+        list(source([numbered(8), second], batch_size=None, shuffle=None, seed=0).epoch(0))
+
+
+def test_a_short_batch_of_an_iterable_is_trained_on_and_counted():
+    data = examples(40)
+    cut = [{name: leaf[first : first + 16] for name, leaf in data.items()} for first in (0, 16, 32)]
+    assert same(fit(cut, epochs=2).state, fit(data, batch_size=16, shuffle=False, epochs=2).state)
+    assert not same(fit(cut[:2], epochs=3).state, fit(cut, epochs=2).state)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_users_generator_is_closed_when_the_run_ends_early(prefetch):
+    events = []
+
+    def make():
+        try:
+            while True:
+                yield batches(1)[0]
+        finally:
+            events.append("closed")
+
+    result = fit(make, steps=3, prefetch=prefetch)
+    assert int(result.state.step) == 3
+    assert events == ["closed"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_of_the_users_reader_comes_out_with_its_own_lines(prefetch):
+    def broken_reader():
+        yield from batches(2)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        fit(broken_reader, steps=10, prefetch=prefetch)
+    assert "broken_reader" in [entry.name for entry in raised.traceback]
+
+
+def test_the_fingerprint_tells_data_apart():
+    prints = [
+        cut().fingerprint(),
+        cut(seed=4).fingerprint(),
+        cut(48).fingerprint(),
+        cut(50, 16).fingerprint(),
+        cut(shuffle=False).fingerprint(),
+    ]
+    assert all(left != right for i, left in enumerate(prints) for right in prints[:i])
+    short, long = (source(batches(n), batch_size=None, shuffle=None, seed=0).fingerprint() for n in (2, 3))
+    assert short != long
+
+
+def test_fit_takes_a_tuple_of_arrays():
+    data = examples(32)
+    assert same(fit((data["x"], data["y"]), batch_size=16).state.params, fit(data, batch_size=16).state.params)

@@ -1,0 +1,89 @@
+"""Path patterns: what each sign matches, and patterns that are found rather than written."""
+
+import pytest
+
+from spmd.errors import LayoutError
+from spmd.layout.match import MAX_LENGTH, compiled, covering, matches, suggest
+
+PATHS = ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel", "blocks/10/mlp/up/bias", "head/kernel", "kernel", "a,b/x.y", "a+b/x"]
+
+
+@pytest.mark.parametrize(
+    "pattern, found",
+    [
+        ("kernel", ["kernel"]),
+        ("*/kernel", ["head/kernel"]),
+        ("**/kernel", ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel", "head/kernel", "kernel"]),
+        ("blocks/**/kernel", ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel"]),
+        ("blocks/**", PATHS[:3]),
+        ("**", PATHS),
+        ("blocks/?/*/*/kernel", ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel"]),
+        ("blocks/??/**", ["blocks/10/mlp/up/bias"]),
+        ("blocks/*/mlp/up/{kernel,bias}", ["blocks/0/mlp/up/kernel", "blocks/10/mlp/up/bias"]),
+        ("{head,blocks/0/mlp/up}/kernel", ["blocks/0/mlp/up/kernel", "head/kernel"]),
+        ("{blocks/**/up,he*}/kernel", ["blocks/0/mlp/up/kernel", "head/kernel"]),
+        ("a,b/*", ["a,b/x.y"]),
+        ("a,b/x.y", ["a,b/x.y"]),
+        ("a,b/x?y", ["a,b/x.y"]),
+        ("a,b/xzy", []),
+        ("a+b/x", ["a+b/x"]),
+        ("aab/x", []),
+        ("ker", []),
+        ("", []),
+    ],
+)
+def test_what_a_pattern_matches(pattern, found):
+    assert matches(pattern, PATHS) == found
+
+
+def test_two_stars_stand_for_whole_levels_only_before_a_slash():
+    assert matches("**/up/**", ["up/x", "a/up/x", "a/b/up/x/y", "sup/x"]) == ["up/x", "a/up/x", "a/b/up/x/y"]
+    assert matches("a**", ["a", "ab/c", "b/a"]) == ["a", "ab/c"]
+
+
+@pytest.mark.parametrize("pattern", ["a/{b", "a}", "{a,{b,c}}", "{a}}{"])
+def test_braces_that_do_not_close_are_refused(pattern):
+    with pytest.raises(LayoutError, match="braces must close and cannot be nested"):
+        compiled(pattern)
+
+
+def test_a_pattern_is_bounded():
+    assert compiled("a" * MAX_LENGTH)
+    with pytest.raises(LayoutError, match=f"of {MAX_LENGTH + 1} characters: at most {MAX_LENGTH}"):
+        compiled("a" * (MAX_LENGTH + 1))
+
+
+@pytest.mark.parametrize(
+    "pattern, near",
+    [
+        ("**/atention/**", ("**/attention/**", 1)),
+        ("blocks/*/mpl/{up,dwon}/kernel", ("blocks/*/mlp/{up,dwon}/kernel", 1)),
+        ("up/kernel", ("**/up/kernel", 1)),
+        ("head", ("head/**", 1)),
+        ("zzz", None),
+    ],
+)
+def test_a_near_pattern_is_tried_before_it_is_proposed(pattern, near):
+    assert suggest(pattern, PATHS) == near
+    if near:
+        assert len(matches(near[0], PATHS)) == near[1]
+
+
+TREE = [f"blocks/{n}/{part}/{leaf}" for n in range(3) for part in ("key", "up") for leaf in ("bias", "kernel")] + ["head/bias"]
+
+
+@pytest.mark.parametrize(
+    "some, pattern",
+    [
+        (["head/bias"], "head/bias"),
+        (TREE, "**"),
+        ([path for path in TREE if path.endswith("bias")], "**/bias"),
+        ([path for path in TREE if "key/bias" in path], "blocks/*/key/bias"),
+        (["blocks/0/up/bias", "blocks/2/up/bias"], "blocks/{0,2}/up/bias"),
+        (["blocks/0/up/bias", "blocks/2/key/bias"], None),
+    ],
+)
+def test_one_pattern_for_some_paths_and_no_other(some, pattern):
+    assert covering(some, TREE) == pattern
+    if pattern:
+        assert matches(pattern, TREE) == some

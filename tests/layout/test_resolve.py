@@ -1,0 +1,202 @@
+"""From shapes to specs: which rule wins, where a default cuts, and that the work grows with the model, not with its square."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from spmd.errors import LayoutError
+from spmd.layout import resolve as resolving
+from spmd.layout.check import fit_layout
+from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Rule
+from spmd.layout.resolve import shard_further
+from spmd.layout.summary import notes, rows, summary
+from spmd.layout.toml import shipped
+from spmd.mesh import MeshSpec
+
+MESH = MeshSpec.parse("data=4,model=2")
+
+
+def shapes(**arrays):
+    return {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in arrays.items()}
+
+
+def placed(layout, params, names=None, mesh=MESH):
+    return fit_layout(layout, params, names or {}, mesh).placements
+
+
+@pytest.mark.parametrize(
+    "shape, spec",
+    [
+        ((8, 64), (None, "data")),
+        ((64, 8), ("data", None)),
+        ((64, 64), ("data", None)),
+        ((6, 64, 62), (None, "data", None)),
+        ((1366, 12), (None, "data")),
+        ((10,), ()),
+        ((6, 10), ()),
+        ((), ()),
+        ((0, 3), ()),
+    ],
+)
+def test_shard_default_cuts_the_largest_dim_that_divides(shape, spec):
+    place = placed(Layout(default=Default("shard:data")), shapes(w=shape))["w"]
+    assert place.spec == spec
+    assert place.chosen_by == ("default shard:data" if spec else "default shard:data, but no dim divides by 4")
+
+
+@pytest.mark.parametrize(
+    "spec, shape, further",
+    [
+        ((), (512, 64), ("data", None)),
+        ((None, "model"), (512, 64), ("data", "model")),
+        (("model",), (512, 64), ("model", "data")),
+        (("model", None), (512, 6), ("model", None)),
+        (("data",), (512, 64), ("data",)),
+        ((("data", "model"),), (512, 64), (("data", "model"),)),
+    ],
+)
+def test_optimizer_state_is_cut_further_than_its_parameter(spec, shape, further):
+    assert shard_further(spec, shape, "data", MESH) == further
+    layout = Layout(params=(Rule("w", spec),), optimizer=OptimizerState("data"))
+    place = placed(layout, shapes(w=shape))["w"]
+    assert (place.spec, place.state_spec) == (spec, further)
+
+
+def test_without_optimizer_shard_the_state_follows_its_parameter():
+    place = placed(Layout(params=(Rule("w", (None, "model")),)), shapes(w=(8, 8)))["w"]
+    assert place.state_spec == place.spec == (None, "model")
+
+
+def test_except_gives_a_parameter_to_another_rule():
+    rules = (Rule("**/kernel", ("data",), ("head/*",)), Rule("head/kernel", (None, "model")))
+    found = placed(Layout(params=rules), shapes(**{"up/kernel": (8, 8), "head/kernel": (8, 8)}))
+    assert {path: (place.spec, place.chosen_by) for path, place in found.items()} == {
+        "up/kernel": (("data",), "rule 1"),
+        "head/kernel": ((None, "model"), "rule 2"),
+    }
+
+
+def test_a_path_rule_wins_over_logical_axes_and_these_over_the_default():
+    layout = Layout(params=(Rule("ruled", (None, "data")),), axes=(("mlp", "model"), ("embed", None)), default=Default("shard:data"))
+    names = {"ruled": ("mlp", "embed"), "named": ("mlp", "embed"), "half": (None, "mlp")}
+    found = placed(layout, shapes(ruled=(8, 8), named=(8, 8), half=(8, 8), plain=(8, 8)), names)
+    assert {path: (place.spec, place.chosen_by) for path, place in found.items()} == {
+        "ruled": ((None, "data"), "rule 1"),
+        "named": (("model", None), "axes (mlp, embed)"),
+        "half": ((None, "model"), "axes (-, mlp)"),
+        "plain": (("data", None), "default shard:data"),
+    }
+
+
+def test_names_count_for_nothing_in_a_layout_without_axes():
+    assert placed(Layout(), shapes(w=(8, 8)), {"w": ("mlp", "embed")})["w"].chosen_by == "default replicate"
+
+
+def test_bytes_and_copies():
+    layout = Layout(params=(Rule("a", ("data", "model")), Rule("b", ("model",)), Rule("c", ())))
+    found = placed(layout, shapes(a=(8, 8), b=(8, 8), c=(8, 8)))
+    assert [place.bytes_per_device(MESH) for place in found.values()] == [32, 128, 256]
+    assert [place.copies(MESH) for place in found.values()] == [1, 4, 8]
+
+
+def test_the_table_says_where_everything_is_and_why():
+    layout = Layout(params=(Rule("a", ("data", "model"), line=7),), source="mine.toml")
+    resolved = fit_layout(layout, shapes(a=(8, 8), b=(8,)), {}, MESH)
+    assert rows(resolved) == [
+        ("a", "float32[8, 8]", '["data", "model"]', "rule 1, line 7", "32 B", "x1"),
+        ("b", "float32[8]", "whole", "default replicate", "32 B", "x8"),
+    ]
+    assert (
+        summary(resolved)
+        == """\
+mine.toml on mesh data=4, model=2: 4 workers, gradients by compiler, codec exact
+
+parameter  array          spec               chosen by          bytes/device  copies
+------------------------------------------------------------------------------------
+a          float32[8, 8]  ["data", "model"]  rule 1, line 7     32 B          x1
+b          float32[8]     whole              default replicate  32 B          x8
+
+2 parameters, 288 B; 64 B on each of 8 devices (36 B if nothing were replicated: 28 bytes, 44%, are copies)."""
+    )
+
+
+def test_an_axis_that_nothing_names_is_noted():
+    idle = fit_layout(Layout(), shapes(w=(8,)), {}, MESH)
+    assert idle.idle_axes() == ("model",)
+    assert notes(idle)[1:] == ['note: nothing in the layout names mesh axis "model": its 2 devices repeat the same work.']
+    assert fit_layout(Layout(batch=Batch((("data", "model"),))), shapes(w=(8,)), {}, MESH).idle_axes() == ()
+
+
+def test_workers_are_the_positions_along_the_data_axes():
+    resolved = fit_layout(Layout(batch=Batch((("data", "model"),))), shapes(w=(8,)), {}, MESH)
+    assert (resolved.data_axes, resolved.workers) == (("data", "model"), 8)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_layouts_fit_a_model_with_names(name):
+    params = shapes(**{"up/kernel": (64, 256), "up/bias": (256,), "down/kernel": (256, 64)})
+    names = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed")}
+    specs = {path: place.spec for path, place in placed(Layout.load(name), params, names).items()}
+    assert (specs["up/kernel"], specs["up/bias"], specs["down/kernel"]) == {
+        "data_parallel": ((), (), ()),
+        "zero1": ((), (), ()),
+        "fsdp": ((None, "data"), ("data",), ("data", None)),
+        "tensor_parallel": ((None, "model"), (), ("model", None)),
+        "fsdp_tensor_parallel": (("data", "model"), ("data",), ("model", "data")),
+    }[name]
+
+
+class Counted:
+    """A pattern that counts how often it is asked."""
+
+    calls = 0
+
+    def __init__(self, pattern):
+        self.fullmatch = lambda path: (Counted.count(), pattern.fullmatch(path))[1]
+
+    @staticmethod
+    def count():
+        Counted.calls += 1
+
+
+def work(monkeypatch, blocks, layout):
+    """How many times a pattern is compared with a path while a layout is resolved, and for how many parameters."""
+    from spmd.layout import match
+
+    leaves = {"attention/query/kernel": (64, 64), "attention/query/bias": (64,), "mlp/up/kernel": (64, 256), "mlp/up/bias": (256,)}
+    params = shapes(**{f"blocks/{n}/{path}": shape for n in range(blocks) for path, shape in leaves.items()})
+    plain, Counted.calls = match.compiled, 0
+    for module in (match, resolving):
+        monkeypatch.setattr(module, "compiled", lambda pattern: Counted(plain(pattern)))
+    try:
+        fit_layout(layout, params, {}, MESH)
+    except LayoutError as error:
+        assert layout.default.params == "error", error
+    monkeypatch.undo()
+    return Counted.calls, len(params)
+
+
+RULES = (
+    Rule("**/query/kernel", (None, "model"), ("head/**", "blocks/0/**")),
+    Rule("**/up/kernel", (None, "model")),
+    Rule("**/query/bias", ("model",)),
+    Rule("**/up/bias", ("model",)),
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(params=(dataclasses.replace(RULES[0], except_=("blocks/0/**",)), *RULES[1:])),
+        Layout(params=RULES[1:], default=Default("error")),
+        Layout(params=(*RULES[1:], Rule("**/kernel", ())), default=Default("error")),
+    ],
+    ids=["fits", "a quarter has no rule", "rules overlap"],
+)
+def test_ten_thousand_parameters_cost_ten_times_a_thousand(monkeypatch, layout):
+    few, thousand = work(monkeypatch, 250, layout)
+    many, ten_thousand = work(monkeypatch, 2500, layout)
+    assert (thousand, ten_thousand) == (1000, 10_000)
+    assert 9 * few < many <= 10 * few + 100
+    assert many <= 5 * len(layout.params) * ten_thousand

@@ -1,0 +1,157 @@
+"""Layouts as text: there and back, where each rule stands, and what ships."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+import spmd
+from spmd.errors import LayoutError
+from spmd.layout.declare import Batch, Default, Gradients, Layout, OptimizerState, Remat, Rule
+from spmd.layout.toml import dumps, loads, shipped
+
+SPECS = [(), (None,), ("data",), (None, "model"), ("data", None, "model"), (("data", "model"), None), (None, ("a", "b"))]
+GENERATED = {
+    "empty": Layout(),
+    "text": Layout(description='a "quoted" \\ word,\ta tab\nand a line'),
+    "mesh": Layout(mesh=(("data", -1), ("model", 2))),
+    "specs": Layout(params=tuple(Rule(f"a/{n}/*", spec) for n, spec in enumerate(SPECS))),
+    "except": Layout(params=(Rule("**", ("data",), ("*/a", "{b,c}/**")), Rule('odd "name"', (None,)))),
+    "batch": Layout(batch=Batch(("data", "model"), (Rule("y", ("data",)), Rule("z/**", ("data", None), ("z/a",))))),
+    "two axes": Layout(batch=Batch((("data", "fsdp"),))),
+    "axes": Layout(axes=(("embed", None), ("mlp", "model"), ("odd name", ("data", "model")))),
+    "default": Layout(default=Default("shard:data", 0.25)),
+    "zero": Layout(default=Default(max_replicated=0.0)),
+    "error": Layout(default=Default("error")),
+    "optimizer": Layout(optimizer=OptimizerState("data")),
+    "gradients": Layout(gradients=Gradients("reduce_scatter")),
+    "remat": Layout(remat=Remat("nothing", ("blocks/*", "**/mlp"))),
+    "dots": Layout(remat=Remat("dots")),
+}
+GENERATED |= {
+    f"{one} and {two}": dataclasses.replace(
+        GENERATED[one], **{f.name: getattr(GENERATED[two], f.name) for f in dataclasses.fields(Layout) if f.name in two}
+    )
+    for one, two in itertools.permutations(("mesh", "batch", "axes", "default", "optimizer", "gradients", "remat"), 2)
+}
+
+
+@pytest.mark.parametrize("layout", GENERATED.values(), ids=GENERATED)
+def test_text_gives_the_same_layout_back(layout):
+    assert loads(dumps(layout)) == layout
+    assert layout == Layout() or loads(dumps(layout)) != Layout()
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_shipped_layout(name):
+    layout, text = Layout.load(name), shipped()[name].read_text(encoding="utf-8")
+    assert loads(dumps(layout)) == layout
+    assert loads(layout.to_toml()) == layout
+    assert (layout.name, layout.source) == (name, f"layouts/{name}.toml")
+    assert text.startswith('description = "')
+    assert len(layout.description) > 20
+    assert len(text.splitlines()) < 30
+    assert sum(line.startswith("#") for line in text.splitlines()) >= 2
+    assert layout.mesh
+
+
+def test_what_ships():
+    assert list(shipped()) == ["data_parallel", "fsdp", "fsdp_tensor_parallel", "tensor_parallel", "zero1"]
+    layouts = [Layout.load(name) for name in shipped()]
+    assert len(set(map(dumps, layouts))) == len(layouts)
+
+
+def test_a_path_a_name_and_a_layout_are_read_alike(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(shipped()["fsdp"].read_text())
+    layout = Layout.load("fsdp")
+    assert Layout.load(path) == Layout.load(str(path)) == Layout.load(layout) == layout
+    assert Layout.load(path).source == str(path)
+    assert Layout.load(path).name == "mine"
+
+
+def test_every_rule_knows_its_line():
+    text = """# a comment, then a rule
+
+[[params]]
+path = "a"
+spec = ["-"]
+
+[[batch.rules]]
+path = "x"
+spec = ["data"]
+
+  [[ params ]]  # the second
+spec = ["data"]
+path = "b"
+[[batch.rules]]
+path = "y"
+spec = ["data"]
+[[params]]
+path = "c"
+spec = []
+"""
+    layout = loads(text)
+    assert [(rule.path, rule.line) for rule in layout.params] == [("a", 3), ("b", 11), ("c", 17)]
+    assert [(rule.path, rule.line) for rule in layout.batch.rules] == [("x", 7), ("y", 14)]
+
+
+def test_a_line_is_no_part_of_what_a_rule_says():
+    assert Rule("a", ("data",), line=3) == Rule("a", ("data",))
+
+
+def problems(text):
+    with pytest.raises(LayoutError) as caught:
+        loads(text, "mine.toml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, line, why",
+    [
+        ("mesh = 3", 1, "3 is not a table"),
+        ("description = 3", 1, "3 is not a string"),
+        ("\n[mesh]\ndata = 1.5", 3, "1.5 is not a whole number"),
+        ("[mesh]\ndata = -1\nmodel = -1", 1, "more than one -1"),
+        ("params = 3", 1, "is not a list of rules"),
+        ('[[params]]\npath = "a"\nspec = [1]', 1, "spec [1] is not a list of mesh axes"),
+        ('[[params]]\npath = "a"\nspec = [[]]', 1, "spec [[]] is not a list of mesh axes"),
+        ('[[params]]\npath = "a"\nspec = [""]', 1, 'spec [""] is not a list of mesh axes'),
+        ("[axes]\nmlp = 3", 2, "spec [3] is not a list of mesh axes"),
+        ('[default]\nmax_replicated = "half"', 2, '"half" is not a number'),
+        ("[default]\nmax_replicated = true", 2, "true is not a number"),
+        ("[default]\nmax_replicated = nan", 2, "nan is not a share"),
+        ('[remat]\nmodules = "a"', 2, '"a" is not a list'),
+        ("[remat]\nmodules = [3]", 2, "3 is not a path"),
+        ('[remat]\nmodules = ["{a"]', 2, "braces must close"),
+        ('[batch]\nspec = "data"', 2, 'spec "data" is not a list of mesh axes'),
+        ('[batch]\naxis = "data"', 2, "nothing reads it"),
+        ("[parameter_server]\nstale = 3", 1, "nothing reads it"),
+        ('["default"]\nparam = "error"', 2, "nothing reads it"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_line(text, line, why):
+    told = problems(text)
+    assert told.startswith("mine.toml cannot be read\n1 problem:\n")
+    assert f"  line {line}: " in told
+    assert why in told
+    assert "cure: " in told
+
+
+def test_problems_come_in_the_order_of_the_file():
+    told = problems('[remat]\nsave = "x"\n[gradients]\ncodec = "y"\n[mesh]\ndata = 0\n[z]\n')
+    lines = [line.split(":")[0].strip() for line in told.splitlines() if line.startswith("  line")]
+    assert lines == ["line 2", "line 4", "line 6", "line 7"]
+
+
+def test_no_code_in_a_layout():
+    with pytest.raises(LayoutError, match="nothing reads it"):
+        loads('import = "os"')
+
+
+def test_a_layout_in_python_reads_as_its_text():
+    layout = spmd.Layout(params=(spmd.Rule("**/kernel", (None, "model")),), gradients=spmd.Gradients("all_reduce"))
+    assert (
+        layout.to_toml()
+        == '[[params]]\npath = "**/kernel"\nspec = ["-", "model"]\n\n[gradients]\nreduction = "all_reduce"\ncodec = "exact"\n'
+    )

@@ -1,0 +1,96 @@
+"""One training run in a process of its own, which tests interrupt or kill. `python job.py '{"checkpoint": ..., ...}'`."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import spmd
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Report(spmd.callbacks.Callback):
+    """Prints each event as a line; kills its own process at one of them, as a power cut would."""
+
+    def __init__(self, kill=None):
+        self.kill = kill
+
+    def _event(self, name, info):
+        print(name, info.step, flush=True)
+        if self.kill == f"{name} {info.step}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step(self, info):
+        self._event("step", info)
+
+    def on_checkpoint(self, info):
+        self._event("checkpoint", info)
+
+
+def train(*, checkpoint=None, every=None, resume=False, kill=None, epochs=4, wide=0, callbacks=()):
+    """The run: batch statistics, dropout, shuffling, a short last batch. `wide` makes the state large, so that saving takes long."""
+    from small import Net, fit_net, labelled
+
+    options = {} if checkpoint is None else {"checkpoint": spmd.Checkpoint(checkpoint, every=every), "resume": resume}
+    if wide:
+        import optax
+        from flax import nnx
+
+        model = lambda: Net(nnx.Rngs(0), width=wide)
+        return spmd.fit(
+            model,
+            labelled(80),
+            loss=spmd.losses.cross_entropy,
+            optimizer=optax.adam(1e-2),
+            batch_size=32,
+            epochs=epochs,
+            callbacks=[Report(kill), *callbacks],
+            **options,
+        )
+    return fit_net(labelled(80), epochs=epochs, callbacks=[Report(kill), *callbacks], **options)
+
+
+def small_steps(count):
+    """Many steps with next to nothing in each: the host runs ahead of eight devices as far as it is allowed to."""
+    from small import fit, numbers
+
+    result = fit(numbers(64), batch_size=8, steps=count)
+    print("done", int(result.state.step), len(result.history), flush=True)
+
+
+@contextlib.contextmanager
+def started(*, timeout, **options):
+    """The run in a process of its own; killed (by its id) and reaped on leaving, and after `timeout` seconds whatever happens."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, __file__, json.dumps(options)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    alarm = threading.Timer(timeout, process.kill)
+    alarm.start()
+    try:
+        yield process
+    finally:
+        alarm.cancel()
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+if __name__ == "__main__":
+    spmd.simulate_devices(8)
+    given = json.loads(sys.argv[1])
+    if "small_steps" in given:
+        small_steps(given["small_steps"])
+    else:
+        found = train(**given)
+        print("done", int(found.state.step), found.stop_reason, flush=True)

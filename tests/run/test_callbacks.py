@@ -1,0 +1,324 @@
+"""What a callback is told, when, and what it may do."""
+
+import inspect
+import math
+
+import numpy as np
+import optax
+import pytest
+from small import Recorder, fit, fit_net, host, labelled, numbers, same
+
+import spmd
+from spmd import callbacks
+from spmd.errors import DivergedError, OptionError
+
+BUILT_IN = {
+    "Callback": lambda: callbacks.Callback(),
+    "Each": lambda: callbacks.Each(lambda info: None, every=2),
+    "TerminateOnNaN": lambda: callbacks.TerminateOnNaN(("loss",)),
+    "EarlyStopping": lambda: callbacks.EarlyStopping("eval_loss", patience=100),
+    "StopAt": lambda: callbacks.StopAt(step=1000, seconds=1000),
+}
+
+
+# the contract ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_built_in_callback_joins_the_contract():
+    found = {name for name, kind in vars(callbacks).items() if inspect.isclass(kind) and issubclass(kind, callbacks.Callback)}
+    assert found == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("make", [*BUILT_IN.values(), Recorder], ids=[*BUILT_IN, "a user's"])
+def test_a_callback_that_only_looks_changes_nothing(make, tmp_path):
+    options = {"epochs": 2, "eval_data": numbers(40, 1)}
+    plain = fit(**options)
+    watched = fit(**options, callbacks=[make()], checkpoint=tmp_path)
+    assert same(watched.state, plain.state)
+    assert watched.history["loss"] == plain.history["loss"] and watched.history["eval_loss"] == plain.history["eval_loss"]
+    assert watched.stop_reason is None
+
+
+def test_the_order_of_events(tmp_path):
+    """3 steps per epoch, an evaluation every 2, a checkpoint every 3. A step's metrics are known one step later, or
+    before whatever looks at the state: then nothing about an earlier step is still to come."""
+    recorder = Recorder()
+    fit(epochs=2, callbacks=[recorder], eval_data=numbers(40, 1), eval_every=2, checkpoint=spmd.Checkpoint(tmp_path, every=3))
+    assert recorder.events == [
+        ("start", 0),
+        *[("step", 1), ("step", 2), ("eval", 2)],
+        *[("step", 3), ("checkpoint", 3)],
+        *[("step", 4), ("eval", 4)],
+        *[("step", 5), ("step", 6), ("eval", 6), ("checkpoint", 6)],
+        ("stop", 6),
+    ]
+
+
+def test_evaluation_and_checkpoint_at_the_end_of_each_epoch(tmp_path):
+    recorder = Recorder()
+    fit(epochs=2, callbacks=[recorder], eval_data=numbers(40, 1), checkpoint=tmp_path)
+    events = [event for event in recorder.events if event[0] != "step"]
+    assert events == [("start", 0), ("eval", 3), ("checkpoint", 3), ("eval", 6), ("checkpoint", 6), ("stop", 6)]
+    assert [info.epoch for info in recorder.infos if "eval_loss" in info.metrics] == [0, 1]
+    assert [(info.step, info.epoch) for (event, _), info in zip(recorder.events, recorder.infos, strict=True) if event == "step"] == [
+        (step, (step - 1) // 3) for step in range(1, 7)
+    ]
+
+
+def test_every_and_metrics():
+    recorder = Recorder(every=4)
+    result = fit_net(labelled(80), epochs=3, callbacks=[recorder], metrics={"accuracy": spmd.metrics.accuracy}, eval_data=labelled(40, 1))
+    assert recorder.steps("step") == [4, 8]
+    for (event, step), info in zip(recorder.events, recorder.infos, strict=True):
+        if event == "step":
+            assert info.metrics == {name: result.history[name][step - 1] for name in ("loss", "accuracy")}
+            assert info.rows == (16 if step % 3 == 0 else 32)
+        if event == "eval":
+            assert info.metrics == {name: result.history[name][step // 3 - 1] for name in ("eval_loss", "eval_accuracy")}
+
+
+def test_callbacks_are_called_in_the_order_they_were_given():
+    order = []
+    fit(steps=2, callbacks=[lambda info: order.append(("a", info.step)), lambda info: order.append(("b", info.step))])
+    assert order == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+
+
+# the state ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_of_a_step_that_has_passed_is_refused():
+    with pytest.raises(OptionError) as raised:
+        fit(epochs=1, callbacks=[lambda info: info.state])
+    assert str(raised.value) == (
+        "info.state at step 1: metrics are read one step late, so this state is consumed already.\n"
+        "    cure: give the callback  every = 10  (or more), or  exact = True, which makes the device wait."
+    )
+
+
+class Keep(callbacks.Callback):
+    def __init__(self, every, exact=None):
+        self.every, self.exact, self.kept = every, exact, {}
+
+    def on_step(self, info):
+        self.kept[info.step] = host(info.state)
+
+
+@pytest.mark.parametrize("every, exact", [(4, None), (1, True), (3, True)])
+def test_the_state_belongs_to_the_step(every, exact):
+    keep = Keep(every, exact)
+    result = fit(epochs=3, callbacks=[keep])
+    assert list(keep.kept) == list(range(every, 10, every))
+    assert all(state.step == step for step, state in keep.kept.items())
+    step = max(keep.kept)
+    assert same(keep.kept[step], fit(steps=step).state)
+    assert same(result.state, fit(epochs=3).state)  # having looked changes nothing
+    assert len({state.params["w"].tobytes() for state in keep.kept.values()}) == len(keep.kept)
+
+
+def test_without_exact_a_rare_callback_gets_no_state_either():
+    class Loose(Keep):
+        def on_step(self, info):
+            if info.step == 2:
+                super().on_step(info)
+
+    with pytest.raises(OptionError, match=r"info\.state at step 2"):
+        fit(epochs=1, callbacks=[Loose(2, exact=False)])
+
+
+@pytest.mark.parametrize("event", ["on_start", "on_eval", "on_checkpoint", "on_stop"])
+def test_elsewhere_the_state_is_there(event, tmp_path):
+    seen = []
+    callback = callbacks.Callback()
+    setattr(callback, event, lambda info: seen.append((info.step, int(info.state.step))))
+    fit(epochs=2, callbacks=[callback], eval_data=numbers(40, 1), checkpoint=tmp_path)
+    assert seen and all(step == count for step, count in seen)
+
+
+# stopping -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_stop_at_a_step_is_exact(step):
+    result = fit(epochs=3, callbacks=[callbacks.StopAt(step=step)])
+    assert int(result.state.step) == len(result.history) == step
+    assert result.stop_reason == f"step {step} reached"
+    assert same(result.state, fit(steps=step).state)
+
+
+def test_stop_at_a_step_is_exact_with_many_steps_per_call():
+    result = fit(spmd.data.resident(numbers(), steps_per_call=3), epochs=3, callbacks=[callbacks.StopAt(step=5)])
+    assert int(result.state.step) == 5
+
+
+def test_stop_at_a_step_that_has_passed_trains_no_further(tmp_path):
+    fit(steps=4, checkpoint=tmp_path)
+    result = fit(epochs=3, checkpoint=tmp_path, resume=True, callbacks=[callbacks.StopAt(step=2)])
+    assert int(result.state.step) == 4 and len(result.history) == 0
+
+
+def test_stop_after_seconds():
+    result = fit(epochs=1000, callbacks=[callbacks.StopAt(seconds=0.0)])
+    assert result.stop_reason == "0 seconds are over"
+    assert 1 <= int(result.state.step) <= 2
+
+
+def test_a_callback_stops_the_run_and_the_first_reason_counts():
+    result = fit(epochs=1000, callbacks=[lambda info: info.stop("enough"), lambda info: info.stop("too late")])
+    assert result.stop_reason == "enough" and int(result.state.step) == 2
+
+
+class Control:
+    """Takes the place of the loop."""
+
+    reason = None
+
+    def stop(self, reason):
+        self.reason = self.reason or reason
+
+
+def look(stopping, metric, values, event="on_eval"):
+    """How many values an `EarlyStopping` saw before it stopped, and its reason."""
+    control = Control()
+    stopping.on_start(callbacks.Info(control, 0, 0, {}, 0, exact=True))
+    for count, value in enumerate(values, 1):
+        getattr(stopping, event)(callbacks.Info(control, count, 0, {metric: value}, 1, exact=True))
+        if control.reason:
+            return count, control.reason
+    return None, None
+
+
+@pytest.mark.parametrize(
+    "options, values, count",
+    [
+        ({"patience": 2}, [3.0, 2.0, 2.5, 1.0, 1.0, 1.5], 6),
+        ({"patience": 1}, [3.0, 2.0, 2.0], 3),
+        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.8, 2.4, 2.2, 2.1], 5),
+        ({"patience": 2, "mode": "max"}, [0.1, 0.5, 0.4, 0.3], 4),
+        ({"patience": 2, "mode": "max"}, [-3.0, -2.0, -1.0, -1.5, -0.5], None),
+        ({"patience": 2}, [3.0, math.nan, math.nan], 3),
+        ({"patience": 3}, [4.0, 3.0, 2.0, 1.0], None),
+    ],
+)
+def test_early_stopping_counts_looks_without_improvement(options, values, count):
+    assert look(callbacks.EarlyStopping("eval_score", **options), "eval_score", values)[0] == count
+    assert look(callbacks.EarlyStopping("score", **options), "score", values, "on_step")[0] == count
+    assert look(callbacks.EarlyStopping("score", **options), "score", values, "on_eval")[0] is None  # a training metric
+
+
+def test_early_stopping_says_why():
+    assert look(callbacks.EarlyStopping("eval_score", patience=1, mode="max"), "eval_score", [0.5, 0.25])[1] == (
+        "eval_score has not improved for 1 looks; its best is 0.5"
+    )
+
+
+def test_early_stopping_starts_afresh_in_each_run():
+    stopping = callbacks.EarlyStopping("eval_score", patience=2)
+    assert look(stopping, "eval_score", [1.0, 2.0, 3.0])[0] == 3
+    assert look(stopping, "eval_score", [9.0, 8.0, 8.0, 8.0])[0] == 4
+
+
+@pytest.mark.parametrize("metric, evaluations, steps", [("eval_loss", 3, 9), ("loss", 0, 4)])
+def test_early_stopping_stops_a_run(metric, evaluations, steps):
+    """With a learning rate of 0 nothing ever improves: the first look is the best, and `patience` more are waited for.
+    The training metric is the same in each step, looked at every 2; the state stops at once, as such a look is exact."""
+    data = {name: np.repeat(leaf[:1], 96, axis=0) for name, leaf in numbers().items()}
+    stopping = callbacks.EarlyStopping(metric, patience=2 if evaluations else 1, every=2)
+    result = fit(data, optimizer=optax.sgd(0.0), epochs=100, eval_data=data if evaluations else None, callbacks=[stopping])
+    assert result.stop_reason.startswith(f"{metric} has not improved for")
+    assert int(result.state.step) == steps
+    assert len(result.history.evaluations) == evaluations
+
+
+@pytest.mark.parametrize("metric, near", [("eval_los", "eval_loss"), ("los", "loss")])
+def test_early_stopping_on_a_metric_that_is_not_there(metric, near):
+    with pytest.raises(OptionError) as raised:
+        fit(epochs=1, eval_data=numbers(40, 1), callbacks=[callbacks.EarlyStopping(metric)])
+    assert str(raised.value) == f'EarlyStopping: there is no metric "{metric}".\n    cure: did you mean "{near}"?'
+
+
+# what cannot be meant -------------------------------------------------------------------------------------------------
+
+BAD = {
+    "a class": (callbacks.StopAt, "is neither a spmd.callbacks.Callback nor a function of info."),
+    "a number": (3, "callback 3 is neither a spmd.callbacks.Callback nor a function of info."),
+    "every 0": (callbacks.Each(print, every=0), "every=0; a number of steps, from 1."),
+    "every 1.5": (Recorder(every=1.5), "every=1.5; a number of steps, from 1."),
+}
+
+
+@pytest.mark.parametrize("bad, text", BAD.values(), ids=BAD.keys())
+def test_what_is_no_callback(bad, text):
+    with pytest.raises(OptionError) as raised:
+        fit(callbacks=[bad])
+    assert text in str(raised.value)
+
+
+def test_a_mode_that_does_not_exist():
+    with pytest.raises(OptionError, match=r'EarlyStopping: no mode "mni"\.\n    cure: did you mean "min"\?'):
+        callbacks.EarlyStopping(mode="mni")
+
+
+# not a number ---------------------------------------------------------------------------------------------------------
+
+
+def spoilt(step, batch_size=32, count=320):
+    """Data in its own order whose batch `step` holds a NaN."""
+    data = numbers(count)
+    data["x"][(step - 1) * batch_size + 3, 2] = np.nan
+    return data
+
+
+def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_newest(tmp_path):
+    """The NaN is met in step 5, where a checkpoint is due as well: it is not written."""
+    recorder = Recorder()
+    with pytest.raises(DivergedError) as raised:
+        fit(spoilt(5), shuffle=False, checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100), callbacks=[recorder])
+    assert str(raised.value) == (
+        f'step 5: metric "loss" is nan. The last checkpoint is step 4 in {tmp_path}.\n'
+        "    cure: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step."
+    )
+    assert not getattr(raised.value, "__notes__", [])
+    store = spmd.run.checkpoint.Store(spmd.Checkpoint(tmp_path, every=1, keep=100))
+    assert store.steps() == [1, 2, 3, 4]
+    store.close()
+    assert recorder.events[-1][0] == "stop"
+    rest = fit(numbers(320), shuffle=False, checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100), resume=True)
+    assert same(rest.state, fit(numbers(320), shuffle=False).state)
+
+
+def test_a_run_without_checkpoints_says_so():
+    with pytest.raises(DivergedError, match=r'^step 3: metric "loss" is nan\. There is no checkpoint\.'):
+        fit(spoilt(3), shuffle=False)
+
+
+def test_the_first_step_has_its_own_message():
+    with pytest.raises(DivergedError) as raised:
+        fit(spoilt(1), shuffle=False)
+    assert str(raised.value) == (
+        "the loss is nan at the first step.\n"
+        "    cure: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
+        "or an initialisation that is too large."
+    )
+
+
+def test_the_first_step_of_a_resumed_run_is_not_the_first(tmp_path):
+    fit(numbers(320), shuffle=False, steps=4, checkpoint=tmp_path)
+    with pytest.raises(DivergedError, match=r'^step 5: metric "loss" is nan\. The last checkpoint is step 4'):
+        fit(spoilt(5), shuffle=False, checkpoint=tmp_path, resume=True)
+
+
+def test_any_metric_can_be_watched():
+    def loss(model, batch):
+        values = (model(batch["x"]) - batch["y"])[:, 0] ** 2
+        return values, {"inverse": 1 / (batch["step"] - 3.0)}
+
+    data = {**numbers(320), "step": np.repeat(np.arange(1, 11, dtype=np.float32), 32)}
+    watching = callbacks.TerminateOnNaN(metrics=("loss", "inverse"))
+    with pytest.raises(DivergedError, match=r'^step 3: metric "inverse" is inf\.'):
+        fit(data, loss=loss, shuffle=False, callbacks=[watching])
+    assert math.isinf(fit(data, loss=loss, shuffle=False).history["inverse"][2])  # the loss alone is watched by default
+
+
+def test_watching_can_be_turned_off_after_the_first_step():
+    result = fit(spoilt(3), shuffle=False, callbacks=[callbacks.TerminateOnNaN(metrics=())])
+    assert len(result.history) == 10 and math.isnan(result.history["loss"][2])

@@ -1,0 +1,179 @@
+"""Where metrics are written, and what every logger is given."""
+
+import json
+import math
+import struct
+
+import pytest
+from small import fit, fit_net, labelled, numbers
+
+import spmd
+from spmd.errors import OptionError
+from spmd.run.loggers import JsonLines, TensorBoard
+
+
+class Memory:
+    """A user's own logger: two methods, no base class."""
+
+    def __init__(self):
+        self.records, self.closed = [], 0
+
+    def write(self, record):
+        assert not self.closed
+        self.records.append(dict(record))
+
+    def close(self):
+        self.closed += 1
+
+
+def json_records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def scalars(folder):
+    """(step, name, value) of every scalar in an event file: length, its checksum, the record, its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (path,) = folder.iterdir()
+    raw, found = path.read_bytes(), []
+    while raw:
+        (length,) = struct.unpack("<Q", raw[:8])
+        event = Event.FromString(raw[12 : 12 + length])
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        raw = raw[16 + length :]
+    return found
+
+
+SPEED = {"steps_per_second", "samples_per_second"}
+WRITTEN = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25, "eval_accuracy": 1}]
+KINDS = {
+    "JsonLines": (lambda at: JsonLines(at / "log.jsonl"), lambda at, log: json_records(at / "log.jsonl")),
+    "TensorBoard": (lambda at: TensorBoard(at / "tb"), lambda at, log: scalars(at / "tb")),
+    "a user's": (lambda at: Memory(), lambda at, log: log.records),
+}
+
+
+def pairs(records):
+    """What TensorBoard keeps of records."""
+    return [(record["step"], name, value) for record in records for name, value in record.items() if name != "step"]
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def kind(request):
+    return request.param
+
+
+def test_what_is_written_can_be_read(kind, tmp_path):
+    make, read = kind
+    log = make(tmp_path)
+    for record in WRITTEN:
+        log.write(record)
+    log.close()
+    assert read(tmp_path, log) in (WRITTEN, pairs(WRITTEN))
+
+
+def test_a_run_gives_every_logger_the_same_records(kind, tmp_path):
+    make, read = kind
+    log, memory = make(tmp_path), Memory()
+    fit(epochs=4, eval_data=numbers(40, 1), loggers=[memory, log], log_every=5)
+    assert [(record["step"], "loss" in record, "eval_loss" in record) for record in memory.records] == [
+        *[(3, False, True), (5, True, False), (6, False, True), (9, False, True)],
+        *[(10, True, False), (12, False, True), (12, True, False)],
+    ]
+    assert memory.closed == 1
+    found = read(tmp_path, log)
+    if isinstance(log, TensorBoard):
+        assert [entry[:2] for entry in found] == [entry[:2] for entry in pairs(memory.records)]
+        assert [entry[2] for entry in found] == pytest.approx([entry[2] for entry in pairs(memory.records)], rel=1e-6)  # float32
+    else:
+        assert found == memory.records
+
+
+@pytest.mark.parametrize("outcome", ["returns", "raises"])
+def test_every_logger_is_closed_once_whatever_happens(outcome):
+    class Broken(Memory):
+        def close(self):
+            super().close()
+            raise OSError("cannot close")
+
+    def fail(info):
+        raise RuntimeError("mine")
+
+    loggers = [Memory(), Broken(), Memory()]
+    with pytest.raises(RuntimeError if outcome == "raises" else OSError, match="mine" if outcome == "raises" else "cannot close"):
+        fit(steps=3, loggers=loggers, callbacks=[fail] if outcome == "raises" else [])
+    assert [log.closed for log in loggers] == [1, 1, 1]
+
+
+def test_a_record_is_the_exact_mean_since_the_last_one():
+    memory = Memory()
+    result = fit_net(labelled(80), epochs=3, loggers=[memory], log_every=4)
+    rows, losses = [32, 32, 16] * 3, result.history["loss"]
+    records = [record for record in memory.records if "loss" in record]
+    assert [record["step"] for record in records] == [4, 8, 9]
+    assert [record["epoch"] for record in records] == [1, 2, 2]
+    for record, (first, last) in zip(records, [(0, 4), (4, 8), (8, 9)], strict=True):
+        exact = sum(r * x for r, x in zip(rows[first:last], losses[first:last], strict=True)) / sum(rows[first:last])
+        assert record["loss"] == pytest.approx(exact, rel=1e-6)  # the history holds float32 sums
+        assert record["accuracy"] * sum(rows[first:last]) == pytest.approx(round(record["accuracy"] * sum(rows[first:last])), abs=1e-9)
+    assert records[0]["loss"] != pytest.approx(sum(losses[:4]) / 4, rel=1e-6)  # a mean of means is another number
+
+
+def test_a_short_run_is_logged_too():
+    memory = Memory()
+    result = fit(steps=2, loggers=[memory], log_every=10)
+    assert [record["step"] for record in memory.records] == [2]
+    assert memory.records[0]["loss"] == pytest.approx(sum(result.history["loss"]) / 2, rel=1e-6)
+
+
+def test_json_lines_have_no_word_for_what_is_not_finite(tmp_path):
+    log = JsonLines(tmp_path / "deep" / "log.jsonl")
+    log.write({"step": 1, "loss": math.nan, "gap": math.inf, "low": -math.inf, "fine": 0.5, "name": "é"})
+    log.close()
+    assert json_records(tmp_path / "deep" / "log.jsonl") == [{"step": 1, "loss": None, "gap": None, "low": None, "fine": 0.5, "name": "é"}]
+
+
+def test_json_lines_are_appended_and_there_at_once(tmp_path):
+    for step in (1, 2):
+        log = JsonLines(tmp_path / "log.jsonl")
+        log.write({"step": step})
+        assert len(json_records(tmp_path / "log.jsonl")) == step  # before it is closed: a killed run leaves whole lines
+        log.close()
+
+
+def test_a_run_with_checkpoints_keeps_json_lines_and_a_resumed_one_goes_on_in_the_file(tmp_path):
+    fit(steps=4, checkpoint=tmp_path, log_every=2)
+    first = json_records(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in first] == [2, 4]
+    assert set(first[1]) == {"step", "epoch", "loss"} | SPEED
+    fit(epochs=2, checkpoint=tmp_path, resume=True, log_every=2)
+    both = json_records(tmp_path / "metrics.jsonl")
+    assert both[:2] == first and [record["step"] for record in both] == [2, 4, 6]
+    assert both[2]["loss"] == pytest.approx(sum(fit(epochs=2).history["loss"][4:]) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bad", [print, "runs/log", Memory, type("Half", (), {"write": print})()], ids=["function", "path", "class", "half"]
+)
+def test_what_is_no_logger(bad):
+    with pytest.raises(OptionError, match=r"has no write\(record\) and close\(\)\.\n    cure: such as spmd\.loggers\.JsonLines\(path\)\."):
+        fit(loggers=[bad])
+
+
+def test_a_logger_that_raises_does_not_lose_the_state(tmp_path):
+    class Full(Memory):
+        def write(self, record):
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left") as raised:
+        fit(epochs=2, loggers=[Full()], log_every=2, checkpoint=tmp_path)
+    assert raised.value.__notes__ == [f"spmd: the state after step 3 was saved in {tmp_path}."]
+
+
+def test_the_extra_is_named_when_it_is_missing(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(spmd.errors.MissingExtraError) as raised:
+        TensorBoard("runs")
+    assert str(raised.value) == "tensorboardX is not installed.\n    cure: pip install 'spmd[tensorboard]'"

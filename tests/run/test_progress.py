@@ -1,0 +1,104 @@
+"""Live progress: silent where nobody watches, a bar in a terminal, plain lines on request."""
+
+import io
+
+import pytest
+from rich.console import Console
+from small import fit, numbers
+
+from spmd.errors import OptionError
+from spmd.run import progress
+from spmd.run.progress import NoProgress, make_progress
+
+
+def test_auto_is_silent_when_nobody_watches(capfd):
+    fit(epochs=2, eval_data=numbers(40, 1))  # progress="auto" is the default
+    assert capfd.readouterr() == ("", "")
+
+
+def test_false_is_silent(capfd):
+    fit(epochs=2, progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_true_prints_lines_anywhere(capfd):
+    result = fit(epochs=2, eval_data=numbers(40, 1), progress=True)
+    out, lines = capfd.readouterr()
+    assert out == ""
+    assert f"step 1/6  epoch 1  loss {result.history['loss'][0]:.4g}  " in lines
+    assert "samples/s" in lines and "\x1b" not in lines
+    for evaluation in result.history.evaluations:
+        assert f"step {evaluation['step']}: eval_loss {evaluation['eval_loss']:.4f}" in lines
+
+
+@pytest.fixture
+def console(monkeypatch):
+    """A terminal that remembers what was written to it."""
+    made = Console(file=io.StringIO(), force_terminal=True, width=150)
+    monkeypatch.setattr("rich.console.Console", lambda *given, **options: made)
+    return made
+
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
+
+
+def test_a_terminal_shows_a_bar(console):
+    shown = make_progress("auto")
+    shown.start(0, 40)
+    assert shown.due()
+    shown.update(20, 1, {"loss": 0.12345, "accuracy": 0.5}, 640)
+    assert not shown.due()  # redrawn a few times per second, not at every step
+    shown.say("step 20: eval_loss 0.5")
+    shown.close()
+    text = console.file.getvalue()
+    for part in ("20/40", "epoch 2", "loss 0.1235", "accuracy 0.5", "samples/s", "step 20: eval_loss 0.5", "━"):
+        assert part in text, text
+    assert text.count(HIDE) == text.count(SHOW) == 1  # hidden, and back
+
+
+def test_a_run_draws_itself_in_a_terminal_and_leaves_it_as_it_was(console, monkeypatch):
+    monkeypatch.setattr(progress, "REFRESH", 0.0)
+    result = fit(epochs=2, eval_data=numbers(40, 1))
+    text = console.file.getvalue()
+    assert f"loss {result.history['loss'][-1]:.4g}" in text and "6/6" in text
+    assert f"step 6: eval_loss {result.history['eval_loss'][-1]:.4f}" in text
+    assert text.count(HIDE) == text.count(SHOW) == 1
+
+
+def test_an_error_leaves_the_terminal_as_it_was(console):
+    def fail(info):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(epochs=2, callbacks=[fail])
+    assert console.file.getvalue().count(HIDE) == console.file.getvalue().count(SHOW) == 1
+
+
+def test_the_length_of_a_run_may_be_unknown(console):
+    shown = make_progress(True)
+    shown.start(3, None)
+    shown.update(4, 0, {"loss": 1.0}, 32)
+    shown.close()
+    assert "4/?" in console.file.getvalue()
+
+
+def test_metrics_are_not_read_as_markup(console):
+    shown = make_progress(True)
+    shown.start(0, 10)
+    shown.say("[red] stays [/red]")
+    shown.update(1, 0, {"[bold]x": 1.0}, 32)
+    shown.close()
+    assert "[red] stays [/red]" in console.file.getvalue() and "[bold]x 1" in console.file.getvalue()
+
+
+def test_what_can_be_asked_for():
+    assert not isinstance(make_progress(True), NoProgress)
+    assert isinstance(make_progress(False), NoProgress) and isinstance(make_progress("auto"), NoProgress)
+    with pytest.raises(OptionError) as raised:
+        make_progress("yes")
+    assert str(raised.value) == "progress='yes'.\n    cure: True, False or \"auto\"."
+
+
+def test_no_progress_has_all_the_methods():
+    public = {name for name in vars(type(make_progress(True))) if not name.startswith("_")}
+    assert public == {name for name in vars(NoProgress) if not name.startswith("_")}

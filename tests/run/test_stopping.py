@@ -1,0 +1,212 @@
+"""Runs that end before their plan: errors of the user's own, Ctrl-C. What there is is saved, and can be gone on with."""
+
+import contextlib
+import json
+import os
+import signal
+
+import pytest
+from job import started, train
+from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
+
+import spmd
+from spmd.run.checkpoint import Store
+
+
+def resumed(path, **options):
+    return fit(epochs=3, checkpoint=path, resume=True, **options)
+
+
+@pytest.mark.parametrize(
+    "event, step, saved",
+    [("on_step", 1, 2), ("on_step", 4, 5), ("on_eval", 3, 3), ("on_eval", 6, 6), ("on_checkpoint", 3, 3), ("on_stop", 9, 9)],
+)
+def test_a_callback_that_raises_does_not_lose_the_state(event, step, saved, tmp_path):
+    """A step's metrics are known one step later; the newest state is the one that is saved."""
+    error = RuntimeError("mine")
+    recorder = Recorder()
+    options = {"epochs": 3, "eval_data": numbers(40, 1)}
+    with pytest.raises(RuntimeError) as raised:
+        fit(**options, checkpoint=tmp_path, callbacks=[recorder, Fail(event, step, error)])
+    assert raised.value is error
+    assert "_maybe" in [entry.name for entry in raised.traceback]
+    assert error.__notes__ == [f"spmd: the state after step {saved} was saved in {tmp_path}."]
+    assert [event for event, _ in recorder.events].count("stop") == 1
+    rest, whole = fit(**options, checkpoint=tmp_path, resume=True), fit(**options)
+    assert same(rest.state, whole.state)
+    assert rest.history["loss"] == whole.history["loss"][saved:]
+
+
+def test_an_error_before_the_first_step_saves_nothing(tmp_path):
+    error = RuntimeError("mine")
+    with pytest.raises(RuntimeError):
+        fit(checkpoint=tmp_path, callbacks=[Fail("on_start", 0, error)])
+    assert not getattr(error, "__notes__", [])
+    assert same(fit(checkpoint=tmp_path).state, fit().state)
+
+
+def test_a_reader_that_raises_does_not_lose_the_state(tmp_path):
+    def batches(broken):
+        data = numbers()
+        for first in range(0, 96, 16):
+            if broken and first == 64:
+                raise OSError("the disk is gone")
+            yield {name: leaf[first : first + 16] for name, leaf in data.items()}
+
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        fit(lambda: batches(True), batch_size=None, checkpoint=tmp_path)
+    assert raised.value.__notes__ == [f"spmd: the state after step 4 was saved in {tmp_path}."]
+    rest = fit(lambda: batches(False), batch_size=None, checkpoint=tmp_path, resume=True)
+    assert same(rest.state, fit(lambda: batches(False), batch_size=None).state)
+
+
+def test_a_state_that_cannot_be_saved_is_told_beside_the_error(tmp_path, monkeypatch):
+    def full(self, *given):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Store, "save", full)
+    error = RuntimeError("mine")
+    with pytest.raises(RuntimeError) as raised:
+        fit(checkpoint=tmp_path, callbacks=[Fail("on_step", 1, error)])
+    assert raised.value is error
+    assert error.__notes__ == ["spmd: and the state after step 2 could not be saved: OSError: no space left"]
+
+
+def test_a_second_error_on_the_way_out_is_told_beside_the_first():
+    first = RuntimeError("mine")
+    with pytest.raises(RuntimeError) as raised:
+        fit(callbacks=[Fail("on_step", 1, first), Fail("on_stop", 2, ValueError("another"))])
+    assert raised.value is first
+    assert first.__notes__ == ["spmd: and on_stop failed: ValueError: another"]
+
+
+# Ctrl-C ---------------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_saves_and_returns(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    recorder = Recorder()
+
+    def press(info):
+        if info.step == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    result = fit(epochs=3, checkpoint=tmp_path, callbacks=[recorder, press])
+    assert result.stop_reason == "interrupted"
+    assert int(result.state.step) == len(result.history) == 5
+    assert recorder.events[-2:] == [("checkpoint", 5), ("stop", 5)]
+    assert signal.getsignal(signal.SIGINT) is before
+    rest, whole = resumed(tmp_path), fit(epochs=3)
+    assert same(rest.state, whole.state) and rest.stop_reason is None
+
+
+def test_ctrl_c_twice_interrupts_at_once_and_still_saves(tmp_path):
+    def press(info):
+        if info.step == 4:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        fit(epochs=3, checkpoint=tmp_path, callbacks=[press])
+    assert raised.value.__notes__ == [f"spmd: the state after step 5 was saved in {tmp_path}."]
+    assert same(resumed(tmp_path).state, fit(epochs=3).state)
+
+
+def test_outside_the_main_thread_signals_are_left_alone():
+    import threading
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fit(steps=2)))
+    thread.start()
+    thread.join(60)
+    assert int(found[0].state.step) == 2
+
+
+def lines_until(process, wanted):
+    """Lines of the process, up to the wanted one."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if line.strip() == wanted:
+            return lines
+    raise AssertionError(f"the process ended before {wanted!r}: {lines}\n{process.stderr.read()}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    with contextlib.redirect_stdout(open(os.devnull, "w")) as silent, silent:
+        return train()
+
+
+def test_ctrl_c_of_a_real_process(tmp_path, undisturbed):
+    with started(timeout=90, checkpoint=str(tmp_path), epochs=100_000) as process:
+        lines_until(process, "step 7")
+        os.kill(process.pid, signal.SIGINT)
+        out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    last = out.strip().splitlines()[-1].split()
+    assert last[0] == "done" and last[2] == "interrupted" and int(last[1]) >= 7
+    assert "Traceback" not in errors
+    store = Store(spmd.Checkpoint(tmp_path))
+    assert store.latest() == int(last[1])
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "every, kill",
+    [
+        pytest.param(2, "checkpoint 6", id="during a save"),
+        pytest.param(2, "by us", id="from outside"),
+        pytest.param(2, "step 7", id="between saves", marks=pytest.mark.slow),
+        pytest.param(1, "checkpoint 5", id="saving each step", marks=pytest.mark.slow),
+        pytest.param(None, "checkpoint 3", id="at an epoch's end", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_resumed_is_never_disturbed(every, kill, tmp_path, undisturbed):
+    """kill -9, as the power would fail. A checkpoint that is not whole does not count; the one before it is gone on from."""
+    options = {"checkpoint": str(tmp_path), "every": every}
+    with started(timeout=90, kill=kill, **options) as process:
+        if kill == "by us":
+            lines_until(process, "step 6")
+            os.kill(process.pid, signal.SIGKILL)
+        out, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors
+    assert "done" not in out
+    store = Store(spmd.Checkpoint(tmp_path))
+    latest = store.latest()
+    store.close()
+    assert latest is None or 0 < latest < 12
+    rest = train(**options, resume=True)
+    assert int(rest.state.step) == 12
+    assert same(rest.state, undisturbed.state)
+    assert rest.history["loss"] == undisturbed.history["loss"][latest or 0 :]
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+def test_the_run_that_is_killed_is_sensitive_to_its_seed(undisturbed):
+    assert not same(fit_net(labelled(80), epochs=4, seed=1).state, undisturbed.state)
+
+
+@pytest.mark.slow
+def test_killed_while_a_large_state_is_written(tmp_path):
+    """Megabytes are being written when the process dies: what is half there is not taken for a checkpoint."""
+    options = {"checkpoint": str(tmp_path), "every": 2, "wide": 100_000}
+    with started(timeout=90, kill="checkpoint 4", **options) as process:
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    unfinished = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name not in ("2", "4")]
+    store = Store(spmd.Checkpoint(tmp_path))
+    assert store.latest() == 2 and unfinished, (store.steps(), unfinished)
+    store.close()
+    rest = train(**options, resume=True, epochs=2)
+    assert same(rest.state, train(wide=100_000, epochs=2).state)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "6"}  # what was unfinished is swept away
+
+
+def test_3000_small_steps_on_8_devices_finish():
+    """In a process of its own: with more than 2 steps in flight, XLA's CPU devices wait for each other for ever and abort."""
+    with started(timeout=60, small_steps=3000) as process:
+        out, errors = process.communicate()
+    assert process.returncode == 0, errors[-2000:]
+    assert out.split() == ["done", "3000", "3000"]

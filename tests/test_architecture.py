@@ -1,0 +1,231 @@
+"""The house rules of docs/architecture.md, read from the sources: who imports whom, how long things are, who may do what."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import spmd
+from spmd.layout import declare
+
+ROOT = Path(spmd.__file__).parent
+FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+
+LEVELS = [
+    {"errors.py", "tree.py"},
+    {"mesh.py", "model", "layout"},
+    {"comm", "nn"},
+    {"train", "data"},
+    {"preflight", "run"},
+    {"api.py", "trainer.py", "sweep.py", "ensemble.py"},
+    {"launch", "viz"},
+    {"__init__.py", "__main__.py"},
+]
+# Within a level, imports stay inside one folder; these are the steps sideways that the design names.
+SIDEWAYS = {
+    ("layout", "mesh.py"),  # a layout is checked against axis sizes
+    ("model", "layout"),  # only the path patterns: see below
+    ("api.py", "trainer.py"),  # `fit` is a face over the trainer
+    ("sweep.py", "api.py"),
+    ("sweep.py", "trainer.py"),
+    ("ensemble.py", "api.py"),
+    ("ensemble.py", "trainer.py"),
+    ("__main__.py", "__init__.py"),
+}
+NARROW = {("model", "layout"): "spmd.layout.match"}
+
+COLLECTIVES = {
+    "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pshuffle", "axis_index", "axis_size",
+    "ragged_all_to_all",
+}  # fmt: skip
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+
+def part(name):
+    """The folder of the package, or the file at its top, that `name` belongs to."""
+    return name.split("/")[0]
+
+
+def level(name):
+    """Which level a file is on."""
+    found = [number for number, parts in enumerate(LEVELS) if part(name) in parts]
+    assert len(found) == 1, f"{name} is on no level: put its folder on one in LEVELS and in docs/architecture.md"
+    return found[0]
+
+
+def file_of(module):
+    """The file of a module of ours, or None for a name inside one."""
+    stem = module.removeprefix("spmd").lstrip(".").replace(".", "/")
+    for name in (f"{stem}.py", f"{stem}/__init__.py" if stem else "__init__.py"):
+        if name in FILES:
+            return name
+    return None
+
+
+def nodes(tree):
+    """Every node that runs; what stands under `if TYPE_CHECKING` is for editors only."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from nodes(child)
+
+
+def imports(name):
+    """(line, module) of every import of the library in a file; `from package import module` counts as the module."""
+    for node in nodes(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "spmd")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno}: relative import; write it from spmd on"
+            if (node.module or "").split(".")[0] == "spmd":
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    yield node.lineno, inner if file_of(inner) else node.module
+
+
+def test_every_file_is_on_a_level():
+    assert {level(name) for name in FILES} >= {0, 1, 2, 3, 4, 5, 6, 7}
+
+
+def test_imports_go_down():
+    wrong = []
+    for name in FILES:
+        for line, module in imports(name):
+            target = file_of(module)
+            assert target, f"{name}:{line}: there is no {module}"
+            step = (part(name), part(target))
+            down = level(target) < level(name)
+            inside = step[0] == step[1]
+            sideways = step in SIDEWAYS and module.startswith(NARROW.get(step, "spmd"))
+            if not (down or inside or sideways):
+                wrong.append(f"{name}:{line} imports {module}: from level {level(name)} to level {level(target)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_would_notice():
+    """An import upwards, and one sideways, are found: the test above can fail."""
+    assert (
+        level("errors.py")
+        < level("layout/check.py")
+        < level("comm/wire.py")
+        < level("train/step.py")
+        < level("run/loop.py")
+        < level("api.py")
+    )
+    assert ("data", "train") not in SIDEWAYS
+    assert ("tree.py", "errors.py") not in SIDEWAYS
+    assert ("mesh.py", "layout/check.py") not in SIDEWAYS
+
+
+def test_files_are_short():
+    long = {name: count for name, path in FILES.items() if (count := len(path.read_text(encoding="utf-8").splitlines())) > MAX_FILE}
+    assert not long, f"over {MAX_FILE} lines: {long}"
+
+
+def test_functions_are_short():
+    """Lines of code: a docstring and a list of parameters may be as long as they have to be."""
+    long = {}
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = node.body[1] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body[0]
+                count = (node.end_lineno or 0) - first.lineno + 1
+                if count > MAX_FUNCTION:
+                    long[f"{name}:{node.lineno} {node.name}"] = count
+    assert not long, f"over {MAX_FUNCTION} lines: {long}"
+
+
+def test_nothing_private_of_jax():
+    found = [name for name, path in FILES.items() if "jax._src" in path.read_text(encoding="utf-8")]
+    assert not found, f"jax._src in {found}"
+
+
+def test_collectives_are_called_in_one_file():
+    found = []
+    for name, tree in TREES.items():
+        if name == "comm/wire.py":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES and ast.unparse(node.value) in ("lax", "jax.lax"):
+                found.append(f"{name}:{node.lineno} {node.attr}")
+            if isinstance(node, ast.ImportFrom) and node.module == "jax.lax":
+                found += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if alias.name in COLLECTIVES]
+    assert not found, f"collectives outside comm/wire.py: {found}"
+    assert any(isinstance(node, ast.Attribute) and node.attr in COLLECTIVES for node in ast.walk(TREES["comm/wire.py"]))
+
+
+def test_no_assert_statements():
+    found = [f"{name}:{node.lineno}" for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    assert not found, f"assert, which -O takes out and which tells a user nothing: {found}"
+
+
+def test_every_public_name_is_documented():
+    plain = [name for name in spmd.__all__ if not inspect.getdoc(getattr(spmd, name))]
+    assert not plain, f"no docstring: {plain}"
+
+
+def test_every_public_function_and_class_shows_an_example():
+    callables = [name for name in spmd.__all__ if callable(getattr(spmd, name))]
+    without = [name for name in callables if ">>>" not in (getattr(spmd, name).__doc__ or "")]
+    assert not without, f"no example: {without}"
+
+
+def test_every_module_says_what_it_is():
+    plain = [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
+    assert not plain, f"no docstring: {plain}"
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    functions = {name for name in spmd.__all__ if inspect.isfunction(getattr(spmd, name))}
+    modules = {word for name in FILES for word in name.removesuffix(".py").split("/")}
+    assert functions
+    assert not functions & modules
+
+
+def test_public_names_are_the_ones_that_editors_see():
+    """The table of homes and the imports under TYPE_CHECKING say the same."""
+    block = next(node for node in TREES["__init__.py"].body if isinstance(node, ast.If))
+    seen = {alias.asname: f"{node.module}.{alias.name}" for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    homes = vars(spmd)["_HOMES"]
+    wanted = {name: home.removesuffix(":") if home.endswith(":") else f"{home}.{name}" for name, home in homes.items()}
+    assert seen == wanted
+
+
+SECTIONS = [value for _, value in inspect.getmembers(declare, dataclasses.is_dataclass)]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_key_of_a_layout_is_read(section):
+    """By name, outside the two files that declare and spell it."""
+    attributes = {
+        node.attr
+        for name, tree in TREES.items()
+        if name not in ("layout/declare.py", "layout/toml.py")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    }
+    unread = [field.name for field in dataclasses.fields(section) if field.name not in attributes]
+    assert not unread, f"{section.__name__}: nothing reads {unread}"
+
+
+def test_every_reduction_a_layout_may_name_exists():
+    from spmd.comm.reduction import REDUCTIONS
+    from spmd.layout.toml import CHOICES
+
+    assert set(CHOICES["gradients.reduction"]) == set(REDUCTIONS)
+
+
+def test_no_word_of_a_machine_in_the_sources():
+    found = [name for name, path in FILES.items() if re.search(r"/(home|Users|work|root)/", path.read_text(encoding="utf-8"))]
+    assert not found
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("__main__")])
+def test_every_module_imports_by_itself(name):
+    importlib.import_module("spmd." + name.removesuffix(".py").replace("/", ".") if name != "__init__.py" else "spmd")
