@@ -30,7 +30,8 @@ class Call:
 
     `key` is the same on all workers; `localize` turns it into the key that draws this worker's rows. `sync_axes` are
     the mesh axes over which batch statistics are averaged (empty where the compiler sees the whole batch). `dtype` is that
-    of the computation, told to BatchNorm, whose float32 averages would otherwise turn all that follows into float32.
+    of the computation, told to every layer that has none of its own: one float32 array among its inputs (BatchNorm's
+    averages, an embedding) would otherwise turn it, and all layers after it, into float32.
     """
 
     training: bool

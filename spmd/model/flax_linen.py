@@ -100,7 +100,8 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
             return next_fun(*args, **kwargs)
         if isinstance(module, linen.BatchNorm):
             object.__setattr__(module, "axis_name", module.axis_name or call.sync_axes or None)
-            object.__setattr__(module, "dtype", module.dtype or call.dtype)
+        if call.dtype is not None and getattr(module, "dtype", call.dtype) is None:
+            object.__setattr__(module, "dtype", call.dtype)
         if path in active or not any(matches(pattern, [path]) for pattern in call.remat_modules):
             return next_fun(*args, **kwargs)
         active.add(path)

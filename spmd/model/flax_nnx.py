@@ -58,7 +58,8 @@ class NnxModel(Model):
         for sub in modules.values():
             if isinstance(sub, nnx.BatchNorm):
                 sub.axis_name = sub.axis_name or call.sync_axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
-                sub.dtype = sub.dtype or call.dtype
+            if call.dtype is not None and _follows_inputs(sub):
+                sub.dtype = call.dtype
         for pattern in call.remat_modules:
             for path in _matching_modules(pattern, modules):
                 modules[path].__class__ = _rematerialised(type(modules[path]), call.remat_policy)
@@ -101,3 +102,9 @@ def _matching_modules(pattern: str, modules: dict[str, Any]) -> list[str]:
     if not found:
         raise no_such_module(pattern, sorted(path for path in modules if path))
     return found
+
+
+def _follows_inputs(module: Any) -> bool:
+    """Whether a layer was given no dtype of its own; `nnx.Embed` then takes that of its parameter."""
+    missing = "dtype" in vars(module) and "param_dtype" in vars(module) and module.dtype is None
+    return missing or (isinstance(module, nnx.Embed) and module.dtype == module.param_dtype)

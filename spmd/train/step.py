@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.comm import wire
-from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, gathered, needs_gather
+from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, needs_gather
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import Placement, Resolved, owners, pspec
 from spmd.model.base import Call, Model, Variables
@@ -28,8 +28,6 @@ from spmd.train.precision import cast, cast_like
 from spmd.train.rng import worker_key
 from spmd.train.state import State
 from spmd.tree import Tree, map_paths
-
-CHEAP = ("all_gather", "sharding_constraint", "shard_map", "convert_element_type", "transpose", "reshape", "copy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,19 +97,24 @@ class Step:
         )(dataclasses.replace(state, opt=None), batch, weights)
 
     def _worker(self, state: State, batch: Tree, weights: jax.Array, *, axes: tuple[str, ...]) -> tuple[Tree, Tree, Sums]:
-        """Gradients of the mean loss over these rows (whole, not yet averaged over workers), new stats, metric sums.
-
-        The gradient is taken with respect to `taps`: whole-shaped stand-ins for the weights that `pull` gathers.
-        """
+        """Gradients of the mean loss over these rows (whole, not yet averaged over workers), new stats, metric sums."""
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
         total = wire.all_reduce(weights.sum(), axes) / (wire.worker_count(axes) if axes else 1)
         localize = (lambda k: worker_key(k, wire.worker_index(axes))) if axes and self.split else (lambda k: k)
-        loss = self._with_remat(functools.partial(self._loss, state, total, localize, axes))
+        loss = functools.partial(self._loss, state, total, localize, axes)
+        remat = self.resolved.layout.remat
+        if remat.save != "everything" and not remat.modules:
+            loss = jax.checkpoint(loss, policy=remat_policy(remat.save))
 
         def one(stats: Tree, rows: tuple, index: jax.Array) -> tuple[tuple, Tree]:
-            grad = jax.value_and_grad(loss, has_aux=True)
-            (_, (sums, stats)), grads = grad(self._taps(state.params), stats, rows, jax.random.fold_in(key, index))
-            return (grads, sums), stats
+            call = functools.partial(loss, stats=stats, rows=rows, key=jax.random.fold_in(key, index))
+            value, backward, (sums, stats) = jax.vjp(call, self._pull(state.params), has_aux=True)
+            # whole weights are not kept from the forward to the backward pass: they are gathered again, once the loss is
+            # known. What the compiler sees depends on the loss, so it cannot merge the two gathers into one.
+            pieces, value = lax.optimization_barrier((state.params, value))
+            backward.args_res[0] = self._again(backward.args_res[0], pieces)
+            (grads,) = backward(jnp.ones_like(value))
+            return (cast_like(grads, state.params), sums), stats
 
         if self.microbatches == 1:
             (grads, sums), stats = one(state.stats, (batch, weights), jnp.int32(0))
@@ -120,34 +123,36 @@ class Step:
             (grads, sums), stats = accumulate(one, state.stats, parts, self.microbatches, unroll=self.unroll)
         return grads, stats, sums
 
-    def _loss(self, state: State, total: jax.Array, localize: Callable, axes: tuple, taps: Tree, stats: Tree, rows: tuple, key: Any):
-        """The share of these rows in the mean loss over this worker's rows; sums and new stats beside it."""
+    def _loss(
+        self, state: State, total: jax.Array, localize: Callable, axes: tuple, params: Tree, *, stats: Tree, rows: tuple, key: Any
+    ) -> tuple[jax.Array, tuple]:
+        """The share of these rows in the mean loss over this worker's rows; metric sums and new stats beside it."""
         batch, weights = rows
-        params = self._map(self._pull, state.params, taps)
         layout = self.resolved.layout
-        policy = remat_policy(layout.remat.save)
-        call = Call(True, key, localize, axes, layout.remat.modules, policy, self.dtype)
+        call = Call(True, key, localize, axes, layout.remat.modules, remat_policy(layout.remat.save), self.dtype)
         bound = self.model.bind(Variables(params, stats, state.rngs), call)
         value, extra = self.objective(bound, cast(batch, self.dtype), localize(jax.random.fold_in(key, 1)))
         sums = self.objective.sums(value, extra, weights)
         mean = sums[LOSS][0] / total if value.ndim else value.astype(jnp.float32) / self.microbatches
         return mean, (sums, cast_like(self.model.stats_of(bound), state.stats))
 
-    def _pull(self, place: Placement, piece: jax.Array, tap: jax.Array) -> jax.Array:
-        """The whole weight in the dtype of the computation, differentiable with respect to `tap`."""
-        if not needs_gather(place, self.scene):
-            return cast(tap, self.dtype)
-        # cast first: what travels is what is used
-        return _stand_in(self.reduction.pull(self.scene, place, cast(piece, self.dtype)), tap)
+    def _pull(self, params: Tree) -> Tree:
+        """Whole weights in the dtype of the computation; cast before they travel, so what travels is what is used."""
 
-    def _taps(self, params: Tree) -> Tree:
-        def tap(place: Placement, piece: jax.Array) -> jax.Array:
-            if not needs_gather(place, self.scene):
-                return piece
-            whole = jnp.zeros(place.shape, piece.dtype)
-            return whole if self.reduction.manual else self._constrain(whole, gathered(place.spec, self.scene))
+        def pull(place: Placement, piece: jax.Array) -> jax.Array:
+            piece = cast(piece, self.dtype)
+            return self.reduction.pull(self.scene, place, piece) if needs_gather(place, self.scene) else piece
 
-        return self._map(tap, params)
+        return self._map(pull, params)
+
+    def _again(self, kept: Any, pieces: Tree) -> list[Any]:
+        """The weights that the backward pass needs, leaf by leaf: those that were gathered, gathered anew."""
+        leaves = jax.tree.leaves(kept, is_leaf=lambda x: not isinstance(x, tuple | list | dict))
+        places = jax.tree.leaves(self._map(lambda place, _: place, pieces))
+        anew = jax.tree.leaves(self._pull(pieces))
+        # jax marks a weight that the backward pass does not need by something that is no array
+        again = [needs_gather(place, self.scene) and hasattr(leaf, "shape") for place, leaf in zip(places, leaves, strict=True)]
+        return [new if wanted else leaf for wanted, new, leaf in zip(again, anew, leaves, strict=True)]
 
     def _push(self, grads: Tree) -> Tree:
         return self._map(functools.partial(self.reduction.push, self.scene), grads)
@@ -159,15 +164,6 @@ class Step:
     def _constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, pspec(spec)))
 
-    def _with_remat(self, loss: Callable) -> Callable:
-        """Gathered weights are not kept for the backward pass but gathered again; the layout's `[remat]` comes on top."""
-        remat = self.resolved.layout.remat
-        if remat.save != "everything" and not remat.modules:
-            return jax.checkpoint(loss, policy=remat_policy(remat.save))
-        if any(needs_gather(place, self.scene) for place in self.resolved.placements.values()):
-            return jax.checkpoint(loss, policy=lambda primitive, *_, **__: primitive.name not in CHEAP)
-        return loss
-
 
 def remat_policy(save: str) -> Callable[..., bool] | None:
     """The `jax.checkpoint` policy of a layout's `[remat] save`; None keeps nothing."""
@@ -178,24 +174,6 @@ def batch_spec(resolved: Resolved, path: str) -> Spec:
     """The spec of one batch leaf: its rule's, or the batch's own."""
     claimed = owners(resolved.layout.batch.rules, path)
     return resolved.layout.batch.rules[claimed[0]].spec if claimed else resolved.layout.batch.spec
-
-
-@jax.custom_vjp
-def _stand_in(value: jax.Array, tap: jax.Array) -> jax.Array:
-    """`value`, with its cotangent handed to `tap`: a gradient of the whole weight, though only pieces are stored."""
-    del tap
-    return value
-
-
-def _stand_in_fwd(value: jax.Array, tap: jax.Array) -> tuple[jax.Array, Any]:
-    return value, jnp.zeros((), tap.dtype)
-
-
-def _stand_in_bwd(like: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jnp.zeros_like(cotangent), cotangent.astype(like.dtype)
-
-
-_stand_in.defvjp(_stand_in_fwd, _stand_in_bwd)
 
 
 def _agree(stats: Tree, axes: tuple[str, ...]) -> Tree:

@@ -93,8 +93,13 @@ BAD_ARRAYS = {
         "data='digits.npz': give a dict or tuple of arrays, an iterable of batches, or a grain data set.",
     ),
     "a number": (7, {}, DataError, "the data is a int: not arrays, and it cannot be iterated."),
-    "no leaves": ({}, {}, DataError, "the data holds no arrays."),
-    "no examples": (numbered(0), {}, DataError, "the data is empty: 0 examples."),
+    "no leaves": ({}, {}, DataError, "the data holds no arrays: {}.\n    cure: a dict or tuple of arrays of shape [rows, ...]."),
+    "no examples": (
+        numbered(0),
+        {},
+        DataError,
+        "the data is empty: x int32[0], y float32[0].\n    cure: look at what it was read or filtered from.",
+    ),
     "fewer than one batch": (
         numbered(5),
         {},
@@ -106,7 +111,8 @@ BAD_ARRAYS = {
         {},
         DataError,
         "the data is ragged: its leaves have different numbers of rows\n2 problems:\n\n"
-        "  x   float32[8, 2]\n      has 8 rows.\n\n  y   int32[7]\n      has 7 rows.",
+        "  x   float32[8, 2]\n      has 8 rows.\n\n  y   int32[7]\n      has 7 rows.\n"
+        "      cure: the same number of rows in every leaf; the smallest has 7, the largest 8.",
     ),
     "a scalar": (
         {"x": np.zeros(8), "scale": np.float32(2)},
@@ -209,7 +215,12 @@ def test_a_generator_read_once_as_evaluation_data_says_so_the_second_time():
 
 
 BAD_ITERABLES = {
-    "nothing": ([], {}, "the data is empty: it yields no batch."),
+    "nothing": (
+        [],
+        {},
+        "the data is empty: it yields no batch.\n"
+        "    cure: look at what it is made from; an iterator that was read before has to be made anew.",
+    ),
     "no rows": ([{"x": np.zeros((0, 2))}], {}, "the data is empty: its first batch has 0 rows."),
     "another size": (
         [numbered(8)],
@@ -220,7 +231,8 @@ BAD_ITERABLES = {
         [{"x": np.zeros((8, 2), np.float32), "y": np.zeros(6, np.int32)}],
         {},
         "the first batch is ragged: its leaves have different numbers of rows\n2 problems:\n\n"
-        "  x   float32[8, 2]\n      has 8 rows.\n\n  y   int32[6]\n      has 6 rows.",
+        "  x   float32[8, 2]\n      has 8 rows.\n\n  y   int32[6]\n      has 6 rows.\n"
+        "      cure: the same number of rows in every leaf; the smallest has 6, the largest 8.",
     ),
 }
 

@@ -9,7 +9,6 @@ import pytest
 from job import started, train
 from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
 
-import spmd
 from spmd.run.checkpoint import Store
 
 
@@ -132,6 +131,11 @@ def lines_until(process, wanted):
     raise AssertionError(f"the process ended before {wanted!r}: {lines}\n{process.stderr.read()}")
 
 
+def whole_steps(path):
+    """Steps that are whole on disk: an unfinished one has a longer name. Nothing is opened, so nothing is tidied up."""
+    return sorted(int(entry.name) for entry in (path / "checkpoints").iterdir() if entry.name.isdigit())
+
+
 @pytest.fixture(scope="module")
 def undisturbed():
     with contextlib.redirect_stdout(open(os.devnull, "w")) as silent, silent:
@@ -147,9 +151,7 @@ def test_ctrl_c_of_a_real_process(tmp_path, undisturbed):
     last = out.strip().splitlines()[-1].split()
     assert last[0] == "done" and last[2] == "interrupted" and int(last[1]) >= 7
     assert "Traceback" not in errors
-    store = Store(spmd.Checkpoint(tmp_path))
-    assert store.latest() == int(last[1])
-    store.close()
+    assert whole_steps(tmp_path)[-1] == int(last[1])
 
 
 @pytest.mark.parametrize(
@@ -172,14 +174,12 @@ def test_killed_and_resumed_is_never_disturbed(every, kill, tmp_path, undisturbe
         out, errors = process.communicate()
     assert process.returncode == -signal.SIGKILL, errors
     assert "done" not in out
-    store = Store(spmd.Checkpoint(tmp_path))
-    latest = store.latest()
-    store.close()
-    assert latest is None or 0 < latest < 12
+    latest = max(whole_steps(tmp_path), default=0)
+    assert latest < 12
     rest = train(**options, resume=True)
     assert int(rest.state.step) == 12
     assert same(rest.state, undisturbed.state)
-    assert rest.history["loss"] == undisturbed.history["loss"][latest or 0 :]
+    assert rest.history["loss"] == undisturbed.history["loss"][latest:]
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
 
@@ -195,10 +195,7 @@ def test_killed_while_a_large_state_is_written(tmp_path):
     with started(timeout=90, kill="checkpoint 4", **options) as process:
         process.communicate()
     assert process.returncode == -signal.SIGKILL
-    unfinished = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name not in ("2", "4")]
-    store = Store(spmd.Checkpoint(tmp_path))
-    assert store.latest() == 2 and unfinished, (store.steps(), unfinished)
-    store.close()
+    assert whole_steps(tmp_path) == [2] and len(list((tmp_path / "checkpoints").iterdir())) == 2  # one is unfinished
     rest = train(**options, resume=True, epochs=2)
     assert same(rest.state, train(wide=100_000, epochs=2).state)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "6"}  # what was unfinished is swept away
