@@ -59,7 +59,7 @@ class NnxModel(Model):
             if isinstance(sub, nnx.BatchNorm):
                 sub.axis_name = sub.axis_name or call.sync_axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
             if call.dtype is not None and _follows_inputs(sub):
-                sub.dtype = call.dtype
+                sub.dtype = call.dtype  # type: ignore[attr-defined]
         for pattern in call.remat_modules:
             for path in _matching_modules(pattern, modules):
                 modules[path].__class__ = _rematerialised(type(modules[path]), call.remat_policy)
