@@ -22,14 +22,14 @@ _HOMES = {
     "SpmdError": "spmd.errors",
     "State": "spmd.train.state",
     "Trainer": "spmd.trainer",
-    "callbacks": "spmd.run.callbacks:",
+    "callbacks": "spmd.callbacks:",
     "data": "spmd.data:",
     "errors": "spmd.errors:",
     "fit": "spmd.api",
-    "loggers": "spmd.run.loggers:",
-    "losses": "spmd.train.losses:",
+    "loggers": "spmd.loggers:",
+    "losses": "spmd.losses:",
     "make_mesh": "spmd.mesh",
-    "metrics": "spmd.train.metrics:",
+    "metrics": "spmd.metrics:",
     "simulate_devices": "spmd.mesh",
     "viz": "spmd.viz:",
 }
@@ -37,8 +37,12 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:  # what the table above says, in a form that editors read
+    from spmd import callbacks as callbacks
     from spmd import data as data
     from spmd import errors as errors
+    from spmd import loggers as loggers
+    from spmd import losses as losses
+    from spmd import metrics as metrics
     from spmd import viz as viz
     from spmd.api import Result as Result
     from spmd.api import fit as fit
@@ -53,11 +57,7 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.mesh import make_mesh as make_mesh
     from spmd.mesh import simulate_devices as simulate_devices
     from spmd.model.functional import FunctionalModel as FunctionalModel
-    from spmd.run import callbacks as callbacks
-    from spmd.run import loggers as loggers
     from spmd.run.checkpoint import Checkpoint as Checkpoint
-    from spmd.train import losses as losses
-    from spmd.train import metrics as metrics
     from spmd.train.state import State as State
     from spmd.trainer import Trainer as Trainer
 

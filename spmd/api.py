@@ -1,5 +1,6 @@
 """`fit`: the face of the library for most. It assembles the parts below; it decides nothing."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,9 @@ from spmd.mesh import MeshSpec
 from spmd.run.callbacks import as_callbacks
 from spmd.run.checkpoint import Checkpoint, Store
 from spmd.run.history import History
-from spmd.run.loggers import JsonLines, check_loggers
+from spmd.run.loggers import JsonLines, Logger, check_loggers
 from spmd.run.loop import Loop, Plan, Position
-from spmd.run.progress import NoProgress, make_progress
+from spmd.run.progress import NoProgress, Progress, make_progress
 from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree
@@ -105,7 +106,7 @@ def fit(
       layout: a shipped name (`spmd layouts` lists them), a path to a TOML file, or a `Layout`.
       batch_size: examples per update over all workers and microbatches; for data that is not batched yet.
       epochs, steps: when to end; one of them, or neither for one epoch.
-      eval_data, eval_every: evaluated every so many steps; at the end of each epoch when None.
+      eval_data, eval_every: evaluated every so many steps; at the end of each epoch when None; and at the end of the run.
       metrics: `{name: function(model, batch)}`, measured in evaluation; those that share the loss's forward pass
         (`spmd.metrics`) in training too.
       checkpoint: a folder, or a `Checkpoint` that says how often. `resume=True` goes on from the newest one there.
@@ -152,39 +153,34 @@ def fit(
     program, placer = trainer.prepare(reader.sample())
     hooks, sinks, shown = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
     config = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-    store = _open(config, resume=resume)
-    meta = {"data": reader.fingerprint(), "seed": seed, "layout": trainer.layout.to_toml(), "mesh": str(MeshSpec.parse(trainer.mesh))}
-    newest = store.latest() if store is not None else None
-    if store is not None and newest is not None:
-        state, position = _resume(store, newest, trainer, meta)
-    else:
-        state, position = trainer.init(), Position()
-    if jax.process_index() != 0:
-        sinks, shown = [], NoProgress()
-    elif store is not None:
-        sinks.append(JsonLines(store.folder / "metrics.jsonl"))
-        (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
-    for line in notes(trainer.resolved):
-        shown.say(line)
-    evaluate = None if eval_data is None else functools.partial(trainer.evaluate, data=eval_data)
-    loop = Loop(
-        program,
-        reader,
-        placer,
-        plan,
-        state,
-        evaluate,
-        hooks,
-        sinks,
-        shown,
-        store,
-        meta,
-        prefetch,
-        data=on_devices(given, trainer.mesh) if isinstance(data, Resident) else None,
-        steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
-        step=int(state.step),
-        position=position,
-    )
+    _check_evaluation(eval_data, eval_every, config)
+    meta = {
+        "data": {**reader.fingerprint(), "seed": seed},
+        "layout": trainer.layout.to_toml(),
+        "mesh": str(MeshSpec.parse(trainer.mesh)),
+    }
+    with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
+        store = _open(config, opened, resume=resume)
+        state, position, saved = _start(store, trainer, meta)
+        loop = Loop(
+            program,
+            reader,
+            placer,
+            plan,
+            state,
+            None if eval_data is None else functools.partial(trainer.evaluate, data=eval_data),
+            hooks,
+            *_outputs(store, trainer, sinks, shown, state),
+            store,
+            meta,
+            prefetch,
+            data=on_devices(given, trainer.mesh) if isinstance(data, Resident) else None,
+            steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
+            step=int(state.step),
+            position=position,
+            saved_callbacks=saved,
+        )
+        opened.pop_all()
     loop.run()
     return Result(loop.state, loop.history, loop.stop_reason, trainer)
 
@@ -204,13 +200,21 @@ def _plan(epochs: int | None, steps: int | None, eval_every: int | None, log_eve
     return Plan(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
 
 
-def _open(config: Checkpoint | None, *, resume: bool) -> Store | None:
+def _check_evaluation(eval_data: Any, eval_every: int | None, config: Checkpoint | None) -> None:
+    """Options that only an evaluation could follow need one."""
+    for name, value in (("eval_every", eval_every), ("Checkpoint(best=...)", config.best if config is not None else None)):
+        if eval_data is None and value is not None:
+            raise OptionError(f"{name} is {value!r}, but there is nothing to evaluate.\n    cure: eval_data=..., or leave it out.")
+
+
+def _open(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool) -> Store | None:
     """The run's checkpoints; what is there already is gone on with, or is an error, never overwritten."""
     if config is None:
         if resume:
             raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
         return None
     store = Store(config)
+    opened.callback(store.release)
     if store.latest() is not None and not resume:
         raise CheckpointError(
             f"{store.folder} already holds a run, up to step {store.latest()}.\n    cure: resume=True to go on with it, or another folder."
@@ -218,12 +222,15 @@ def _open(config: Checkpoint | None, *, resume: bool) -> Store | None:
     return store
 
 
-def _resume(store: Store, step: int, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position]:
-    """The state of a step and the place in the data where it stood.
+def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list]:
+    """The state to begin with, the place in the data where it stood, and what callbacks had saved.
 
     Raises:
       CheckpointError: the data is cut or ordered in another way than the saved run's, so it could not be gone on with.
     """
+    step = store.latest() if store is not None else None
+    if store is None or step is None:
+        return trainer.init(), Position(), []
     saved = store.meta(step)
     problems = [
         Problem(name, [f"saved {saved['data'].get(name)!r}, now {meta['data'].get(name)!r}"])
@@ -231,4 +238,21 @@ def _resume(store: Store, step: int, trainer: Trainer, meta: dict[str, Any]) -> 
         if saved["data"].get(name) != meta["data"].get(name)
     ]
     raise_problems(CheckpointError, f"the run in {store.folder} cannot be gone on with: its data was cut in another way", problems)
-    return store.restore(step, trainer.abstract_state), Position(**saved["position"])
+    return store.restore(step, trainer.abstract_state), Position(**saved["position"]), saved["callbacks"]
+
+
+def _outputs(store: Store | None, trainer: Trainer, sinks: list[Logger], shown: NoProgress | Progress, state: State) -> tuple[list, Any]:
+    """Loggers and progress, on process 0 only; what should be known before the first step is said and written here."""
+    if jax.process_index() != 0:
+        return [], NoProgress()
+    if store is not None:
+        sinks.append(JsonLines(store.folder / "metrics.jsonl"))
+        (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
+    step = int(state.step)
+    if step:
+        for sink in sinks:  # records after this step, if there are any before this line, are of a run that was cut off
+            sink.write({"step": step, "event": "resumed"})
+        shown.say(f"resumed from step {step}")
+    for line in notes(trainer.resolved):
+        shown.say(line)
+    return sinks, shown

@@ -22,7 +22,8 @@ LEVELS = [
     {"comm", "nn"},
     {"train", "data"},
     {"preflight", "run"},
-    {"api.py", "trainer.py", "sweep.py", "ensemble.py"},
+    # callbacks, loggers, losses and metrics only give rooms below a public name
+    {"api.py", "trainer.py", "sweep.py", "ensemble.py", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
     {"launch", "viz"},
     {"__init__.py", "__main__.py"},
 ]

@@ -122,7 +122,7 @@ class Layout:
         return load(source)
 
     def to_toml(self) -> str:
-        """The TOML text of this layout; `Layout.load` of it gives an equal one."""
+        """The TOML text of this layout; written to a file, `Layout.load` of it gives an equal one."""
         from spmd.layout.toml import dumps
 
         return dumps(self)

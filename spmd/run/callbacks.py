@@ -76,6 +76,13 @@ class Callback:
     def on_stop(self, info: Info) -> None:
         """Once, when the run ends for whatever reason, before the last checkpoint is waited for."""
 
+    def save(self) -> dict[str, Any]:
+        """What a resumed run needs of this callback, as plain numbers and words; it goes into every checkpoint."""
+        return {}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take back what `save` gave; called after `on_start`, in a resumed run only."""
+
 
 class Each(Callback):
     """A plain function as a callback.
@@ -146,6 +153,14 @@ class EarlyStopping(Callback):
         """Look at an evaluation metric."""
         if self.metric.startswith("eval_"):
             self._look(info)
+
+    def save(self) -> dict[str, Any]:
+        """The best value seen and how long it has not improved."""
+        return {"best": self._best if math.isfinite(self._best) else None, "waited": self._waited}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on waiting where the run stood."""
+        self._best, self._waited = math.inf if saved["best"] is None else saved["best"], saved["waited"]
 
     def _look(self, info: Info) -> None:
         if self.metric not in info.metrics:

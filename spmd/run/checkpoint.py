@@ -128,6 +128,10 @@ class Store:
         if self._saved is not None and self._saved not in self._manager.all_steps():
             raise CheckpointError(f"the checkpoint of step {self._saved} is not on disk in {self.folder}; there are {self.steps()}.")
 
+    def release(self) -> None:
+        """Let go of the folder without a word about what is in it."""
+        self._manager.close()
+
     def close(self) -> None:
         """Wait, and let go of the folder."""
         try:

@@ -5,6 +5,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
+INTERRUPTED = "interrupted"  # the stop reason that Ctrl-C gives
+
 
 @contextlib.contextmanager
 def interruptible(request_stop: Callable[[str], None]) -> Iterator[None]:
@@ -20,7 +22,7 @@ def interruptible(request_stop: Callable[[str], None]) -> Iterator[None]:
     def handle(number: int, frame: object) -> None:
         del number, frame
         signal.signal(signal.SIGINT, before)
-        request_stop("interrupted")
+        request_stop(INTERRUPTED)
 
     signal.signal(signal.SIGINT, handle)
     try:

@@ -17,7 +17,7 @@ from spmd.data.prefetch import prefetch
 from spmd.errors import DivergedError, OptionError, did_you_mean
 from spmd.run.callbacks import Callback, Info
 from spmd.run.checkpoint import Store
-from spmd.run.guard import interruptible
+from spmd.run.guard import INTERRUPTED, interruptible
 from spmd.run.history import History
 from spmd.run.loggers import Logger
 from spmd.run.progress import NoProgress, Progress
@@ -67,6 +67,7 @@ class Loop:
     step: int = 0
     position: Position = dataclasses.field(default_factory=Position)
     stop_reason: str | None = None
+    saved_callbacks: list[list[Any]] = dataclasses.field(default_factory=list)  # (class name, what it saved), from a checkpoint
 
     def __post_init__(self):
         self.history = History(self.program.names)
@@ -74,6 +75,7 @@ class Loop:
         self._window = np.zeros((2, len(self.program.names)))
         self._samples, self._first_step = 0, self.step
         self._evaluated: dict[str, float] = {}
+        self._number, self._newest = self.position.epoch, None
         self._seen, self._stopped = (self.step, self.position.epoch), False
         self._measured_at, self._marked = -1, (-1, time.monotonic(), 0)
         self._callbacks = [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]
@@ -85,10 +87,14 @@ class Loop:
             self.progress.start(self.step, self._total())
             with interruptible(self.stop), jax.transfer_guard("disallow"):
                 self._tell("on_start")
+                self._restore_callbacks()
                 while self.stop_reason is None and not self._done():
                     self._epoch()
                 self._drain()
+                if self.stop_reason != INTERRUPTED:
+                    self._measure()
                 self._record()
+                self._show()
                 self._save()
                 self._tell_stop()
         except BaseException as error:
@@ -99,13 +105,16 @@ class Loop:
 
     def _epoch(self) -> None:
         """One epoch, or the rest of one."""
+        self._number = self.position.epoch
         batches = self.source.epoch(self.position.epoch, self.position.batch, self.position.reader)
         with self._calls(batches) as calls:
-            for call in calls:
+            call = next(calls, None)
+            while call is not None:
                 # 1. one step (or one call of many); the batch was placed before, so the device does not wait for it
                 call()
-                # 2. the end of an epoch, when it is known beforehand
-                if self._is_last(self.position.batch):
+                # 2. the next batch, while the device works; without one this was the last step of the epoch
+                call = next(calls, None)
+                if call is None:
                     break
                 # 3. whatever is due at this step
                 self._after_step()
@@ -189,8 +198,14 @@ class Loop:
             self._seen = (step, epoch)
             if step % self.plan.log_every == 0:
                 self._record()
+        self._newest = packed[-1]
         if self.progress.due():
-            self.progress.update(first + len(packed) - 1, epoch, {**self._means(packed[-1]), **self._evaluated}, self._samples)
+            self._show()
+
+    def _show(self) -> None:
+        if self._newest is not None:
+            step, epoch = self._seen
+            self.progress.update(step, epoch, {**self._means(self._newest), **self._evaluated}, self._samples)
 
     def _record(self) -> None:
         """Log the means since the last record; at the end of a run these may be fewer steps."""
@@ -219,10 +234,11 @@ class Loop:
             self._save()
 
     def _end_of_epoch(self) -> None:
+        """The same, with what is due once per epoch; a run resumed from here goes on with the next one."""
+        self.position = Position(self._number + 1)
         if self.plan.eval_every is None:
             self._measure()
         self._after_step()
-        self.position = Position(self.position.epoch + 1)
         if self.store is not None and self.store.config.every is None:
             self._save()
 
@@ -233,7 +249,7 @@ class Loop:
         self._measured_at = self.step
         self._evaluated = {f"eval_{name}": value for name, value in self.evaluate(self.state).items()}
         self.history.add_evaluation(self.step, self._evaluated)
-        self._log({"step": self.step, "epoch": self.position.epoch, **self._evaluated})
+        self._log({"step": self.step, "epoch": self._number, **self._evaluated})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in self._evaluated.items())
         self.progress.say(f"step {self.step}: {shown}")
         self._tell("on_eval", self._evaluated)
@@ -250,9 +266,18 @@ class Loop:
             self._tell("on_checkpoint")
 
     def _meta(self) -> dict[str, Any]:
-        """Everything beside the arrays that a resumed run needs; after the last batch of an epoch it goes on with the next."""
-        position = Position(self.position.epoch + 1) if self._is_last(self.position.batch) else self.position
-        return {**self.meta, "position": dataclasses.asdict(position)}
+        """Everything beside the arrays that a resumed run needs."""
+        kept = [[type(callback).__name__, callback.save()] for callback in self.callbacks]
+        return {**self.meta, "position": dataclasses.asdict(self.position), "callbacks": kept}
+
+    def _restore_callbacks(self) -> None:
+        """Hand back what callbacks of the resumed run had saved, to the first of the same name that has got nothing yet."""
+        waiting = list(self.saved_callbacks)
+        for callback in self.callbacks:
+            mine = next((entry for entry in waiting if entry[0] == type(callback).__name__), None)
+            if mine is not None:
+                waiting.remove(mine)
+                callback.restore(mine[1])
 
     def _rescue(self, error: BaseException, *, save: bool) -> None:
         """Save what there is and close; what fails meanwhile is told beside the error, not instead of it."""
@@ -308,9 +333,6 @@ class Loop:
     def _done(self) -> bool:
         return self._steps_done() or (self.plan.epochs is not None and self.position.epoch >= self.plan.epochs)
 
-    def _is_last(self, batch: int) -> bool:
-        return self.source.steps_per_epoch is not None and batch >= self.source.steps_per_epoch
-
     def _until_due(self) -> int:
         """Steps until something must look at the state."""
         marks = [self.plan.eval_every, self.store.config.every if self.store else None, *self._exact]
@@ -335,7 +357,7 @@ class Loop:
         return Info(self, step, epoch, metrics, rows, exact=exact)
 
     def _tell(self, event: str, metrics: dict[str, float] | None = None) -> None:
-        info = self._info(self.step, self.position.epoch, metrics or {}, 0, exact=True)
+        info = self._info(self.step, self._number, metrics or {}, 0, exact=True)
         with _lifted(self.callbacks):
             for callback in self.callbacks:
                 getattr(callback, event)(info)

@@ -77,7 +77,7 @@ def test_many_steps_do_run_in_one_call(monkeypatch):
 
 
 def test_calls_are_cut_where_something_is_due(tmp_path):
-    """Evaluations every 4 steps, checkpoints every 5, a callback every 7, and the end at 17 of 24: each at its own step."""
+    """Evaluations every 4 steps and at the end, checkpoints every 5, a callback every 7, and the end at 17 of 24: each at its own step."""
     seen = {"eval": [], "checkpoint": [], "step": []}
 
     class Look(spmd.callbacks.Callback):
@@ -100,7 +100,7 @@ def test_calls_are_cut_where_something_is_due(tmp_path):
         **options,
     )
     assert seen["step"] == [(7, 7), (14, 14)]
-    assert seen["eval"] == [(step, step) for step in (4, 8, 12, 16)]
+    assert seen["eval"] == [(step, step) for step in (4, 8, 12, 16, 17)]  # and at the end
     assert seen["checkpoint"] == [(step, step) for step in (5, 10, 15, 17)]
     plain = fit(examples(96), **options)
     close(kept.state, plain.state)

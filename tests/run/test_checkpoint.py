@@ -342,7 +342,7 @@ def test_the_layout_stands_beside(tmp_path):
     store = opened(tmp_path)
     meta = store.meta(1)
     store.close()
-    assert meta["layout"] == text and meta["mesh"] == "data=8" and meta["seed"] == 0
+    assert meta["layout"] == text and meta["mesh"] == "data=8" and meta["data"]["seed"] == 0
     assert meta["position"] == {"epoch": 0, "batch": 1, "reader": None}
     assert meta["arrays"]["params/w"] == "float32[8, 1]"
     json.dumps(meta)
@@ -390,3 +390,72 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(store._manager, "check_for_errors", lambda: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(CheckpointError, match=rf"a checkpoint could not be written to {tmp_path}: OSError: no space left"):
         store.close()
+
+
+# what a user may forget ------------------------------------------------------------------------------------------------
+
+
+def test_another_seed_is_not_gone_on_with_whatever_the_data_is(tmp_path):
+    batches = [{"x": np.ones((8, 1), np.float32) * n, "y": np.ones((8, 1), np.float32)} for n in range(4)]
+    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "checkpoint": tmp_path}
+    spmd.fit(linear(1), batches, steps=2, **options)
+    with pytest.raises(spmd.errors.CheckpointError, match="saved 0, now 7"):
+        spmd.fit(linear(1), batches, epochs=1, resume=True, seed=7, **options)
+    result = spmd.fit(linear(1), batches, epochs=1, resume=True, **options)  # the folder was let go of
+    assert int(result.state.step) == 4
+
+
+def test_best_without_an_evaluation(tmp_path):
+    with pytest.raises(OptionError, match=r"Checkpoint\(best=...\) is 'eval_loss', but there is nothing to evaluate"):
+        fit(epochs=1, checkpoint=spmd.Checkpoint(tmp_path, best="eval_loss"))
+    with pytest.raises(OptionError, match="eval_every is 2, but there is nothing to evaluate"):
+        fit(epochs=1, eval_every=2)
+
+
+def test_best_of_data_whose_length_is_not_known(tmp_path):
+    """The last step of an epoch is known to be the last, so its checkpoint is judged by the evaluation of that epoch."""
+
+    def batches():
+        for n in range(3):
+            yield {"x": np.full((8, 1), n, np.float32), "y": np.ones((8, 1), np.float32)}
+
+    spmd.fit(
+        linear(1), batches, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(-0.1), epochs=2, eval_data=list(batches()),
+        checkpoint=spmd.Checkpoint(tmp_path, every=3, keep=1, best="eval_loss"),
+    )  # fmt: skip
+    store = opened(tmp_path)
+    assert store.steps() == [3, 6], "step 6 is the newest; step 3 the best, as the rate drives the loss up"
+    store.close()
+
+
+class Count(spmd.callbacks.Callback):
+    def __init__(self):
+        self.seen = 0
+
+    def on_step(self, info):
+        self.seen += 1
+
+    def save(self):
+        return {"seen": self.seen}
+
+    def restore(self, saved):
+        self.seen = saved["seen"]
+
+
+def test_callbacks_go_on_where_they_stood(tmp_path):
+    fit(steps=4, checkpoint=tmp_path, callbacks=[Count()])
+    count = Count()
+    fit(steps=6, checkpoint=tmp_path, resume=True, callbacks=[count])
+    assert count.seen == 6
+
+
+def test_early_stopping_of_a_resumed_run_stops_where_the_undisturbed_one_does(tmp_path):
+    def run(steps, folder, **options):
+        stopping = spmd.callbacks.EarlyStopping("loss", patience=5, mode="max")
+        return fit(steps=steps, checkpoint=folder, callbacks=[stopping], **options)
+
+    whole = run(50, tmp_path / "whole")
+    run(3, tmp_path / "parts")
+    parts = run(50, tmp_path / "parts", resume=True)
+    assert whole.stop_reason == parts.stop_reason is not None
+    assert int(whole.state.step) == int(parts.state.step) < 50

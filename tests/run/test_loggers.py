@@ -148,8 +148,9 @@ def test_a_run_with_checkpoints_keeps_json_lines_and_a_resumed_one_goes_on_in_th
     assert set(first[1]) == {"step", "epoch", "loss"} | SPEED
     fit(epochs=2, checkpoint=tmp_path, resume=True, log_every=2)
     both = json_records(tmp_path / "metrics.jsonl")
-    assert both[:2] == first and [record["step"] for record in both] == [2, 4, 6]
-    assert both[2]["loss"] == pytest.approx(sum(fit(epochs=2).history["loss"][4:]) / 2, rel=1e-6)
+    assert both[:2] == first and [record["step"] for record in both] == [2, 4, 4, 6]
+    assert both[2] == {"step": 4, "event": "resumed"}
+    assert both[3]["loss"] == pytest.approx(sum(fit(epochs=2).history["loss"][4:]) / 2, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,5 @@
+"""Losses for the common shapes of batches."""
+
+from spmd.train.losses import cross_entropy, mean_squared_error
+
+__all__ = ["cross_entropy", "mean_squared_error"]

@@ -1,0 +1,5 @@
+"""Metrics for the common shapes of batches."""
+
+from spmd.train.metrics import PerExample, accuracy, mean_absolute_error
+
+__all__ = ["PerExample", "accuracy", "mean_absolute_error"]
