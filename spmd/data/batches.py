@@ -142,6 +142,8 @@ class Placer:
 
     def __call__(self, host: HostBatch) -> Batch:
         """The batch on the mesh; host buffers are copied, so the caller may reuse them at once."""
+        if self._carried:
+            return self._place_global(host)
         with jax.transfer_guard_host_to_device("allow"):  # the one place in the loop where rows are meant to move
             return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
 
@@ -158,10 +160,10 @@ class Placer:
             index = np.arange(rows) if index is None else index
             index = np.concatenate([index, np.repeat(index[:1], size - rows)])
         leaves, structure = jax.tree.flatten(host.leaves)
-        shardings = self._shardings_of(host.leaves, structure) if split else [self.whole] * len(leaves)
         if self._carried and not any(isinstance(leaf, jax.Array) for leaf in leaves):  # those may lie on another device
             placed = [_own(leaf, index) for leaf in leaves]
         else:
+            shardings = self._shardings_of(host.leaves, structure) if split else [self.whole] * len(leaves)
             placed = [_place(leaf, index, size, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
         return Batch(jax.tree.unflatten(structure, placed), self.weights(rows, size, split), rows, split, host.position)
 
@@ -192,7 +194,8 @@ class Placer:
         if key not in self._weights:
             values = (np.arange(size) < rows).astype(np.float32)
             sharding = self._row_sharding if split else self.whole
-            self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
+            with jax.transfer_guard_host_to_device("allow"):
+                self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
         return self._weights[key]
 
 

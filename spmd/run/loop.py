@@ -79,6 +79,10 @@ class Loop:
         self._seen, self._stopped = (self.step, self.position.epoch), False
         self._measured_at, self._marked = -1, (-1, time.monotonic(), 0)
         self._callbacks = [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]
+        # what a user's callback moves is theirs to decide: the guard is lifted for it, and only for it
+        quiet = all(callback.moves_nothing for callback in self.callbacks)
+        self._lifted = contextlib.nullcontext if quiet else lambda: jax.transfer_guard("allow")
+        self._fetch = np.asarray if jax.default_backend() == "cpu" else _fetch  # on a CPU nothing moves
         self._exact = [c.every for c in self._callbacks if (c.exact if c.exact is not None else c.every > 1)]
 
     def run(self) -> None:
@@ -178,8 +182,7 @@ class Loop:
     def _read(self) -> None:
         """Fetch the oldest unread metrics and show them to whoever wants them."""
         first, epoch, packed, rows = self._unread.popleft()
-        with jax.transfer_guard_device_to_host("allow"):  # two numbers per metric: what the host has to know
-            packed = np.asarray(packed)
+        packed = self._fetch(packed)
         packed = packed if packed.ndim == 3 else packed[None]
         self.history.add_steps(first, packed)
         self._samples += sum(rows)
@@ -191,7 +194,7 @@ class Loop:
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
                 info = self._info(step, epoch, self._means(sums), rows[offset], exact=newest and step == self.step)
-                with _lifted(due):
+                with self._lifted():
                     for callback in due:
                         callback.on_step(info)
             self._window += sums
@@ -226,7 +229,7 @@ class Loop:
     def _after_step(self) -> None:
         """Evaluate, then save: a checkpoint is judged by the evaluation of its own step."""
         plan, store = self.plan, self.store
-        if any(self.step % every == 0 for every in self._exact):
+        if self._exact and any(self.step % every == 0 for every in self._exact):
             self._drain()
         if plan.eval_every is not None and self.step % plan.eval_every == 0:
             self._measure()
@@ -358,7 +361,7 @@ class Loop:
 
     def _tell(self, event: str, metrics: dict[str, float] | None = None) -> None:
         info = self._info(self.step, self._number, metrics or {}, 0, exact=True)
-        with _lifted(self.callbacks):
+        with self._lifted():
             for callback in self.callbacks:
                 getattr(callback, event)(info)
 
@@ -387,6 +390,7 @@ def allowing(items: Iterator[Any]) -> Iterator[Any]:
         yield item
 
 
-def _lifted(callbacks: list[Callback]) -> Any:
-    """What a user's callback moves is theirs to decide: the guard is lifted for it, and only for it."""
-    return contextlib.nullcontext() if all(callback.moves_nothing for callback in callbacks) else jax.transfer_guard("allow")
+def _fetch(packed: jax.Array) -> np.ndarray:
+    """Two numbers per metric: what the host has to know, and so may move."""
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(packed)

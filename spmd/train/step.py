@@ -47,8 +47,8 @@ class Step:
 
     @property
     def reduction(self) -> Reduction:
-        """How gradients meet."""
-        return REDUCTIONS[self.resolved.layout.gradients.reduction]
+        """How gradients meet; with a single worker there is nothing to meet, and the auto step is the faster one."""
+        return REDUCTIONS[self.resolved.layout.gradients.reduction if self.resolved.workers > 1 else "compiler"]
 
     @property
     def scene(self) -> Scene:
