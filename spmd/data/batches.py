@@ -142,8 +142,6 @@ class Placer:
 
     def __call__(self, host: HostBatch) -> Batch:
         """The batch on the mesh; host buffers are copied, so the caller may reuse them at once."""
-        if self._carried:
-            return self._place_global(host)
         with jax.transfer_guard_host_to_device("allow"):  # the one place in the loop where rows are meant to move
             return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
 
@@ -194,8 +192,7 @@ class Placer:
         if key not in self._weights:
             values = (np.arange(size) < rows).astype(np.float32)
             sharding = self._row_sharding if split else self.whole
-            with jax.transfer_guard_host_to_device("allow"):
-                self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
+            self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
         return self._weights[key]
 
 
