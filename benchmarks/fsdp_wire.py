@@ -3,9 +3,9 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt      # the compiler alone, 400 MB, no CUDA libraries
     JAX_PLATFORMS=cpu python benchmarks/fsdp_wire.py   # writes benchmarks/results/fsdp_wire.md
 
-A GPT of 12 layers and width 768, 8 sequences of 1024 tokens per GPU, bfloat16, AdamW. Three programs: the shardings
-of inputs and outputs alone (naive), the auto step and the manual step of the layout `fsdp`. Bytes are those one GPU sends per step in a ring, from the collectives
-of the compiled program.
+A GPT of 12 layers and width 768, 8 sequences of 1024 tokens per GPU, bfloat16, AdamW. Three programs: the shardings of
+inputs and outputs alone (naive), the auto step and the manual step of the layout `fsdp`. Bytes are those one GPU sends per
+step in a ring, from the collectives of the compiled program.
 """
 
 import argparse
@@ -56,8 +56,8 @@ BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "p
 def sent(kind: str, group: int, result: int) -> float:
     """Bytes one device sends in a ring, from the bytes of its result."""
     share = (group - 1) / group
-    return {"all-reduce": 2 * share * result, "all-gather": share * result, "reduce-scatter": (group - 1) * result, "all-to-all": share * result,
-            "collective-permute": result}[kind]  # fmt: skip
+    factors = {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": group - 1, "all-to-all": share, "collective-permute": 1.0}
+    return factors[kind] * result
 
 
 def wire(hlo: str, devices: int) -> dict[str, float]:
@@ -106,9 +106,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", default="8,64")
     options = parser.parse_args()
-    lines = ["# Bytes FSDP sends", "", f"`JAX_PLATFORMS=cpu python benchmarks/fsdp_wire.py --gpus {options.gpus}`, {datetime.date.today()}, "
-             f"compiled for H100s without a GPU, jax {jax.__version__}.", "", __doc__.strip().split("\n\n")[-1], "",
-             "| GPUs | program | MB sent per GPU and step | of which | memory: arguments + temporaries, GB | compile s |", "|---|---|---|---|---|---|"]  # fmt: skip
+    command = f"JAX_PLATFORMS=cpu python benchmarks/fsdp_wire.py --gpus {options.gpus}"
+    lines = [
+        "# Bytes FSDP sends",
+        "",
+        f"`{command}`, {datetime.date.today()}, compiled for H100s without a GPU, jax {jax.__version__}.",
+        "",
+    ]
+    lines += [__doc__.strip().split("\n\n")[-1], ""]
+    header = ("GPUs", "program", "MB sent per GPU and step", "of which", "memory: arguments + temporaries, GB", "compile s")
+    lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     gather, push = step_module.needs_gather, step_module.Step._push
     for count in map(int, options.gpus.split(",")):
         topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x{max(1, count // 8)}x{min(8, count)}")

@@ -38,9 +38,9 @@ def test_the_wheel_stands_alone(tmp_path):
     zipfile.ZipFile(wheel).extractall(target)  # what pip does with a pure wheel
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    fitted = subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = [sys.argv[1], *{sys.path!r}[1:]]; sys.path = [p for p in sys.path if p != {str(ROOT)!r}]\n" + CODE, str(target)],
-        cwd=elsewhere, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    # everything that is installed here, but for the source tree; -S, so that no .pth file brings it back
+    paths = [str(target), *(path for path in sys.path[1:] if path != str(ROOT))]
+    code = f"import sys; sys.path = {paths!r}\n{CODE}"
+    fitted = run(sys.executable, "-S", "-c", code, str(target), cwd=elsewhere)
     assert fitted.returncode == 0, fitted.stderr[-3000:]
     assert fitted.stdout.strip().startswith(str(target))
