@@ -3,23 +3,24 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from spmd.data.loader import source
+from spmd.data.loader import is_arrays, source
 from spmd.data.resident import Resident, on_devices
-from spmd.errors import CheckpointError, OptionError, Problem, raise_problems
+from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
 from spmd.layout.declare import Layout
-from spmd.layout.summary import notes
 from spmd.mesh import MeshSpec
-from spmd.run.callbacks import as_callbacks
+from spmd.run.callbacks import Callback, as_callbacks
 from spmd.run.checkpoint import Checkpoint, Store
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, check_loggers
-from spmd.run.loop import Loop, Plan, Position
+from spmd.run.loop import Loop
+from spmd.run.plan import Plan, Position
 from spmd.run.progress import NoProgress, Progress, make_progress
 from spmd.train.state import State
 from spmd.trainer import Trainer
@@ -99,7 +100,8 @@ def fit(
       data: dict or tuple of arrays [examples, ...]; an iterable of batches, or a function that returns one; a grain data
         set; or `spmd.data.resident(arrays)`.
       loss: `loss(model, batch)` or `loss(model, batch, rng)`; one value per example, or a scalar (the mean over the rows
-        it was given); alone or as `(value, {name: metric})`. With one value per example a short last batch is padded
+        it was given), or a pair (sum, count), for a mean over something else than rows, such as tokens; alone or as
+        `(value, {name: metric})`. It is called on each worker's rows. With one value per example a short last batch is padded
         and masked; with a scalar it runs at its own size, as a second compiled program.
       optimizer: an optax gradient transformation; it sees whole arrays, so clipping by global norm is global.
       mesh: "data=4,model=2", a dict, a jax `Mesh`, or None: the layout's own mesh, or every device on `data`.
@@ -154,6 +156,9 @@ def fit(
     hooks, sinks, shown = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
     config = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
     _check_evaluation(eval_data, eval_every, config)
+    if is_arrays(eval_data):
+        trainer.check_evaluation(eval_data)
+    _check_names(hooks, config, (*program.names, *(f"eval_{name}" for name in (program.eval_names if eval_data is not None else ()))))
     meta = {
         "data": {**reader.fingerprint(), "seed": seed},
         "layout": trainer.layout.to_toml(),
@@ -207,6 +212,15 @@ def _check_evaluation(eval_data: Any, eval_every: int | None, config: Checkpoint
             raise OptionError(f"{name} is {value!r}, but there is nothing to evaluate.\n    cure: eval_data=..., or leave it out.")
 
 
+def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...]) -> None:
+    """Metrics that a callback or the checkpoint watches must be there, before anything is compiled."""
+    watched = [(type(hook).__name__, name) for hook in hooks for name in hook.watches()]
+    watched += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
+    for who, name in watched:
+        if name not in known:
+            raise OptionError(f'{who}: there is no metric "{name}".\n    cure: {did_you_mean(name, known)}')
+
+
 def _open(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool) -> Store | None:
     """The run's checkpoints; what is there already is gone on with, or is an error, never overwritten."""
     if config is None:
@@ -253,6 +267,8 @@ def _outputs(store: Store | None, trainer: Trainer, sinks: list[Logger], shown: 
         for sink in sinks:  # records after this step, if there are any before this line, are of a run that was cut off
             sink.write({"step": step, "event": "resumed"})
         shown.say(f"resumed from step {step}")
-    for line in notes(trainer.resolved):
+    for line in trainer.notes():
         shown.say(line)
+        if isinstance(shown, NoProgress) and line.startswith("note:"):
+            logging.getLogger("spmd").warning(line)  # waste is told even where nothing is shown
     return sinks, shown

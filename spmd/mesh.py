@@ -134,7 +134,7 @@ def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *
     innermost stay within one. On TPU, jax's own placement for the torus is used.
 
     Args:
-      spec: `"data=4,model=2"`, a dict, a `MeshSpec`, a ready `Mesh` (checked, returned as it is), or None: every device
+      spec: `"data=4,model=2"`, a dict, a `MeshSpec`, a ready `Mesh` (taken as it is, on the devices it names), or None: every device
         on the axis `data`.
       devices: the devices to use; all of `jax.devices()` by default.
 

@@ -17,11 +17,12 @@ from spmd.data.prefetch import prefetch
 from spmd.errors import DataError, OptionError
 from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved
-from spmd.layout.summary import summary
+from spmd.layout.summary import notes, summary
 from spmd.mesh import make_mesh
-from spmd.run.loop import IN_FLIGHT, allowing
+from spmd.run.loop import IN_FLIGHT
+from spmd.run.plan import allowing
 from spmd.train.program import Options, Placed, Program
-from spmd.train.state import State
+from spmd.train.state import State, whole_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract
 
@@ -93,12 +94,14 @@ class Trainer:
         accumulate: int = 1,
         seed: int = 0,
     ):
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise OptionError(f"metrics={metrics!r} is not a dict.\n    cure: {{name: function(model, batch)}}.")
         self.layout = Layout.load(layout)
         self.mesh: Mesh = make_mesh(mesh if mesh is not None else dict(self.layout.mesh) or None)
         self._placed = Placed(model, loss, metrics or {}, optimizer, self.mesh, self.layout, Options(precision, accumulate, seed))
         self._program: Program | None = None
         self._placer: Placer | None = None
-        self._eval_placer: Placer | None = None
+        self._evaluations: dict[int, tuple[Program, Placer]] = {}
         self._in_flight: collections.deque[Metrics] = collections.deque()
 
     @property
@@ -109,6 +112,14 @@ class Trainer:
     def summary(self) -> str:
         """The layout applied to this model, as a table."""
         return summary(self.resolved)
+
+    def notes(self) -> list[str]:
+        """What is replicated, what repeats the same work, and which optimizer arrays the layout could not cut."""
+        lines, abstract_state = notes(self.resolved), self._placed.abstract_state
+        whole = whole_moments(abstract_state, self.resolved)
+        if whole and any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(abstract_state.opt)):
+            lines.append(f"note: {len(whole)} optimizer arrays have no parameter's shape and stay whole: {', '.join(whole[:3])}, ...")
+        return lines
 
     def init(self, batch: Tree = None) -> State:
         """A new state, each array made in place on the mesh. A linen model needs a `batch` (arrays or their shapes).
@@ -128,6 +139,7 @@ class Trainer:
 
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""
+        _check_alive(state)
         return self._placed.model.rebuild(state.variables)
 
     def prepare(self, sample: Tree) -> tuple[Program, Placer]:
@@ -149,7 +161,12 @@ class Trainer:
     def place(self, batch: Tree) -> Batch:
         """A host batch on the mesh. Buffers are copied, so they may be reused at once."""
         rows = check_leaves(batch, "the batch")
-        _, placer = self.prepare(batch)
+        whole = rows * jax.process_count()  # of several processes each brings its own part
+        program, placer = self.prepare(jax.tree.map(lambda x: jax.ShapeDtypeStruct((whole, *x.shape[1:]), x.dtype), abstract(batch)))
+        if whole > program.rows:
+            raise DataError(
+                f"a batch of {whole} rows, after a first one of {program.rows}.\n    cure: the first batch must be the largest."
+            )
         return placer(HostBatch(batch, rows))
 
     def step(self, state: State, batch: Tree | Batch) -> tuple[State, Metrics]:
@@ -163,6 +180,7 @@ class Trainer:
           The next state, and metrics that wait for the device only when they are read. At most 2 steps are in flight.
         """
         placed = batch if isinstance(batch, Batch) else self.place(batch)
+        _check_alive(state)
         program, placer = self.prepare(placed.leaves)
         with placer.carrying():
             state, packed = program.step(state, placed.leaves, placed.weights, split=placed.split)
@@ -198,19 +216,32 @@ class Trainer:
         reader = source(
             data, batch_size=self._eval_rows(data, batch_size), shuffle=False if is_arrays(data) else None, seed=0, short_ok=True
         )
-        program, _ = self.prepare(reader.sample())
-        if self._eval_placer is None:
-            self._eval_placer = self._make_placer(program, pad=program.pad_eval)
+        _check_alive(state)
+        program, placer = self._evaluation(reader.sample())
         total = np.zeros((2, len(program.eval_names)))
         pending: collections.deque[jax.Array] = collections.deque()
-        for batch in map(self._eval_placer, allowing(reader.epoch(0))):
-            with self._eval_placer.carrying():
+        for batch in map(placer, allowing(reader.epoch(0))):
+            with placer.carrying():
                 pending.append(program.evaluate(state, batch.leaves, batch.weights))
             if len(pending) >= IN_FLIGHT:
                 total += jax.device_get(pending.popleft())
         for packed in pending:
             total += jax.device_get(packed)
         return dict(zip(program.eval_names, (total[0] / total[1]).tolist(), strict=True))
+
+    def check_evaluation(self, data: Any) -> None:
+        """Trace the evaluation of these arrays, so that what is wrong with them is told before training."""
+        reader = source(data, batch_size=self._eval_rows(data, None), shuffle=False, seed=0, short_ok=True)
+        _ = self._evaluation(reader.sample())[0].eval_names
+
+    def _evaluation(self, sample: Tree) -> tuple[Program, Placer]:
+        """The functions for evaluation batches like `sample`; they fix nothing about the batches that are trained on."""
+        rows = jax.tree.leaves(sample)[0].shape[0]
+        if rows not in self._evaluations:
+            same = self._program is not None and self._program.rows == rows
+            program = self._program if self._program is not None and same else Program(self._placed, sample)
+            self._evaluations[rows] = (program, self._make_placer(program, pad=program.pad_eval))
+        return self._evaluations[rows]
 
     def _eval_rows(self, data: Any, batch_size: int | None) -> int | None:
         if batch_size is None and self._program is not None and is_arrays(data):
@@ -226,6 +257,7 @@ class Trainer:
         Raises:
           OptionError: no step was prepared yet, so the batch size is not known.
         """
+        _check_alive(state)
         if self._program is None:
             raise OptionError("predict() before the first batch: the batch size is not known.\n    cure: trainer.prepare(batch) first.")
         program, data = self._program, self.resolved.data_axes
@@ -240,3 +272,9 @@ class Trainer:
                 out = jax.device_get(program.predict(state, placer(HostBatch(arrays, len(index), index)).leaves))
             outputs.append(jax.tree.map(lambda x: x[: len(index)], out))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+
+
+def _check_alive(state: State) -> None:
+    """A state that a step has consumed must not be used again: it can end the process inside the runtime."""
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise OptionError("this state was consumed by a step.\n    cure: go on with the one that the step returned: state, metrics = ...")

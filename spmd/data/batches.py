@@ -138,12 +138,18 @@ class Placer:
         self._weights: dict[tuple[int, int, bool], jax.Array] = {}
         self._many_processes = jax.process_count() > 1
         # to one device the step's own call carries the rows, at half the cost of placing them first
-        self._carried = mesh.size == 1 and not self._many_processes
+        # (on an accelerator they are placed ahead of time instead, while it works)
+        self._carried = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and not self._many_processes
 
     def __call__(self, host: HostBatch) -> Batch:
         """The batch on the mesh; host buffers are copied, so the caller may reuse them at once."""
         with jax.transfer_guard_host_to_device("allow"):  # the one place in the loop where rows are meant to move
             return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
+
+    def everywhere(self, values: np.ndarray) -> jax.Array:
+        """A small array of the host's, whole on every device."""
+        with jax.transfer_guard_host_to_device("allow"):
+            return jax.make_array_from_callback(values.shape, self.whole, lambda at: values[at])
 
     def carrying(self) -> Any:
         """Around the call of a compiled function: lifts the transfer guard where the call carries the rows itself."""

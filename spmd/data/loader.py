@@ -1,5 +1,6 @@
 """Sources of batches: arrays that are cut, or anything that yields batches. A source knows where it stands."""
 
+import base64
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -110,12 +111,13 @@ class IterableSource:
         """The batches of one epoch, from batch `start` on; `position` is the iterator's own state there, if it has one."""
         iterator, head = (self._first, self._head) if self._first is not None else (self._iterate(), [])
         self._first, self._head = None, []
-        stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+        # of several processes each has a reader of its own, and a checkpoint holds one position: there they read up to it
+        stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state") and jax.process_count() == 1
         if stateful and position is not None:
-            iterator.set_state(position)  # type: ignore[union-attr]
+            iterator.set_state(_from_json(position))  # type: ignore[union-attr]
             head, start = [], 0
         # the state belongs to the batch before it is handed over: what was read ahead does not count
-        states = itertools.repeat(None) if not stateful else iter(lambda: iterator.get_state(), object())  # type: ignore[union-attr]
+        states = itertools.repeat(None) if not stateful else iter(lambda: _to_json(iterator.get_state()), object())  # type: ignore[union-attr]
         count = 0
         for leaves, state in zip(itertools.chain(head, iterator), states, strict=False):
             count += 1
@@ -135,6 +137,15 @@ class IterableSource:
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a resumed run to go on with the same data."""
         return {"batch_size": self.batch_size, "batches": self.steps_per_epoch}
+
+
+def _to_json(state: Any) -> Any:
+    """A reader's state as JSON can hold it: grain's `DataLoader` gives bytes, its data sets give a dict."""
+    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+
+
+def _from_json(state: Any) -> Any:
+    return base64.b64decode(state["base64"]) if isinstance(state, dict) and set(state) == {"base64"} else state
 
 
 Source = ArraySource | IterableSource

@@ -1,6 +1,7 @@
 """Reading ahead in a thread: bounded, closed cleanly, and honest about the reader's errors."""
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -61,6 +62,8 @@ def prefetch(items: Iterator[Any], function: Callable[[Any], T], depth: int) -> 
     finally:
         stop.set()
         thread.join(timeout=10.0)
+        if thread.is_alive():
+            logging.getLogger("spmd").warning("the data's reader is still busy 10 s after it was told to stop; it is left behind")
     if failed:
         raise failed[0]
 

@@ -88,8 +88,13 @@ class Remat:
       ('blocks/*',)
     """
 
-    save: str = "everything"
+    save: str | None = None
     modules: tuple[str, ...] = ()
+
+    @property
+    def saves(self) -> str:
+        """What is kept when the layout does not say: nothing of named modules, else everything."""
+        return self.save or ("nothing" if self.modules else "everything")
 
 
 @dataclasses.dataclass(frozen=True)

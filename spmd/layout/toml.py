@@ -272,7 +272,7 @@ class _Reader:
 
     def choice(self, table: dict[str, Any], section: str, key: str, default: str | None) -> str | None:
         value, known = self.value(table, key, default, str, section), CHOICES.get(f"{section}.{key}")
-        if known and value not in known:
+        if known and value is not None and value not in known:
             near = closest(value, known)
             cure = (f'did you mean "{near}"? This' if near else "this") + f" version knows: {', '.join(known)}."
             self.problem(f"[{section}] {key}", f'no {key} "{value}".', cure, self.key_line(section, key))
@@ -281,11 +281,11 @@ class _Reader:
 
     def remat(self, table: dict[str, Any]) -> Remat:
         self.unknown(table, ("save", "modules"), "remat")
-        save = self.choice(table, "remat", "save", "everything" if "modules" not in table else "nothing")
+        save = self.choice(table, "remat", "save", None)
         modules = self.value(table, "modules", [], list, "remat")
         for pattern in modules:
             self.pattern(pattern, "[remat] modules", self.key_line("remat", "modules"))
-        return Remat(save or "everything", tuple(modules))
+        return Remat(save, tuple(modules))
 
 
 def _entry(value: str | list[str]) -> Entry:

@@ -52,8 +52,8 @@ class NnxModel(Model):
             variables.rngs, lambda key: key if call.key is None else call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
         )
         module = nnx.merge(self._graphdef, variables.params, rngs, variables.stats)
-        if not call.training:
-            module.eval()
+        # a model that was handed over in evaluation mode is trained all the same, dropout and batch statistics included
+        module.train() if call.training else module.eval()
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
         for sub in modules.values():
             if isinstance(sub, nnx.BatchNorm):
@@ -98,7 +98,7 @@ def _rematerialised(kind: type, policy: Callable[..., bool] | None) -> type:
 
 
 def _matching_modules(pattern: str, modules: dict[str, Any]) -> list[str]:
-    found = matches(pattern, modules)
+    found = [path for path in matches(pattern, modules) if callable(modules[path])]
     if not found:
         raise no_such_module(pattern, sorted(path for path in modules if path))
     return found

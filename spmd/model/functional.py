@@ -71,4 +71,6 @@ class FunctionCall:
         if "rng" in inspect.signature(self._apply).parameters and self._call.key is not None:
             kwargs.setdefault("rng", self._call.localize(jax.random.fold_in(self._call.key, self._calls)))
             self._calls += 1
+        if self._call.dtype is not None:  # flax layers cast their own inputs; here nobody else does
+            args = jax.tree.map(lambda x: x.astype(self._call.dtype) if getattr(x, "dtype", None) == "float32" else x, args)
         return self._apply(self.params, *args, **kwargs)

@@ -76,6 +76,10 @@ class Callback:
     def on_stop(self, info: Info) -> None:
         """Once, when the run ends for whatever reason, before the last checkpoint is waited for."""
 
+    def watches(self) -> tuple[str, ...]:
+        """Names of metrics that must exist; checked before the first step."""
+        return ()
+
     def save(self) -> dict[str, Any]:
         """What a resumed run needs of this callback, as plain numbers and words; it goes into every checkpoint."""
         return {}
@@ -110,6 +114,10 @@ class TerminateOnNaN(Callback):
 
     def __init__(self, metrics: tuple[str, ...] = ("loss",)):
         self.metrics = metrics
+
+    def watches(self) -> tuple[str, ...]:
+        """The metrics given."""
+        return self.metrics
 
     def on_step(self, info: Info) -> None:
         """Raise `DivergedError` on the first value that is not finite."""
@@ -153,6 +161,10 @@ class EarlyStopping(Callback):
         """Look at an evaluation metric."""
         if self.metric.startswith("eval_"):
             self._look(info)
+
+    def watches(self) -> tuple[str, ...]:
+        """The metric given."""
+        return (self.metric,)
 
     def save(self) -> dict[str, Any]:
         """The best value seen and how long it has not improved."""

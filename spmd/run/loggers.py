@@ -47,10 +47,6 @@ class JsonLines:
             )
         self._file.write(text + "\n")
 
-    def flush(self) -> None:
-        """Hand everything to the operating system."""
-        self._file.flush()
-
     def close(self) -> None:
         """Flush and close the file."""
         self._file.close()

@@ -15,35 +15,17 @@ from spmd.data.batches import Batch, HostBatch, Placer
 from spmd.data.loader import Source
 from spmd.data.prefetch import prefetch
 from spmd.errors import DivergedError, OptionError, did_you_mean
-from spmd.run.callbacks import Callback, Info
+from spmd.run.callbacks import Callback, Info, TerminateOnNaN
 from spmd.run.checkpoint import Store
 from spmd.run.guard import INTERRUPTED, interruptible
 from spmd.run.history import History
 from spmd.run.loggers import Logger
+from spmd.run.plan import Plan, Position, allowing
 from spmd.run.progress import NoProgress, Progress
 from spmd.train.program import Program
 from spmd.train.state import State
 
 IN_FLIGHT = 2  # steps dispatched and not yet read; unbounded, XLA:CPU deadlocks on more than two devices
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How long to run and how often to look: counts of steps; None means once per epoch for `eval_every`."""
-
-    epochs: int | None
-    steps: int | None
-    eval_every: int | None
-    log_every: int
-
-
-@dataclasses.dataclass
-class Position:
-    """Where the run stands in the data: the epoch, batches taken of it, and the reader's own state if it has one."""
-
-    epoch: int = 0
-    batch: int = 0
-    reader: Any = None
 
 
 @dataclasses.dataclass
@@ -84,6 +66,7 @@ class Loop:
         self._lifted = contextlib.nullcontext if quiet else lambda: jax.transfer_guard("allow")
         self._fetch = np.asarray if jax.default_backend() == "cpu" else _fetch  # on a CPU nothing moves
         self._exact = [c.every for c in self._callbacks if (c.exact if c.exact is not None else c.every > 1)]
+        self.steps_per_call = min([self.steps_per_call, *self._marks(), *self._full_steps()])
 
     def run(self) -> None:
         """Train until the plan, a callback or the user says stop. Whatever happens, the newest state is saved."""
@@ -170,7 +153,7 @@ class Loop:
             index[row, : batch.rows] = cast(np.ndarray, batch.index)
             if batch.rows < size:
                 index[row, batch.rows :], weights[row, batch.rows :] = index[row, 0], 0.0
-        index, weights = jax.device_put((index, weights), self.placer.whole)
+        index, weights = self.placer.everywhere(index), self.placer.everywhere(weights)
         first = self.step + 1
         self.state, packed = self.program.many(self.state, self.data, index, weights)
         self.step += len(batches)
@@ -219,7 +202,8 @@ class Loop:
 
     def _check_first(self, sums: np.ndarray) -> None:
         means = self._means(sums)
-        if not np.isfinite(means["loss"]):
+        watched = any("loss" in callback.watches() for callback in self.callbacks if isinstance(callback, TerminateOnNaN))
+        if watched and not np.isfinite(means["loss"]):
             raise DivergedError(
                 f"the loss is {means['loss']} at the first step.\n"
                 "    cure: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
@@ -250,7 +234,8 @@ class Loop:
             return
         self._drain()
         self._measured_at = self.step
-        self._evaluated = {f"eval_{name}": value for name, value in self.evaluate(self.state).items()}
+        with jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
+            self._evaluated = {f"eval_{name}": value for name, value in self.evaluate(self.state).items()}
         self.history.add_evaluation(self.step, self._evaluated)
         self._log({"step": self.step, "epoch": self._number, **self._evaluated})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in self._evaluated.items())
@@ -260,12 +245,16 @@ class Loop:
     def _save(self) -> None:
         if self.store is None:
             return
+        if self.store.config.best is not None:
+            self._measure()  # a checkpoint without a value could never be the best
         self._drain()
         metrics = dict(self._evaluated) if self.step == self._measured_at else {}
         best = self.store.config.best
         if best is not None and metrics and best not in metrics:
             raise OptionError(f'Checkpoint: there is no metric "{best}".\n    cure: {did_you_mean(best, metrics)}')
-        if self.store.save(self.state, self.step, self._meta(), metrics):
+        with jax.transfer_guard_device_to_host("allow"):  # Orbax fetches the state
+            saved = self.store.save(self.state, self.step, self._meta(), metrics)
+        if saved:
             self._tell("on_checkpoint")
 
     def _meta(self) -> dict[str, Any]:
@@ -274,13 +263,17 @@ class Loop:
         return {**self.meta, "position": dataclasses.asdict(self.position), "callbacks": kept}
 
     def _restore_callbacks(self) -> None:
-        """Hand back what callbacks of the resumed run had saved, to the first of the same name that has got nothing yet."""
-        waiting = list(self.saved_callbacks)
-        for callback in self.callbacks:
-            mine = next((entry for entry in waiting if entry[0] == type(callback).__name__), None)
-            if mine is not None:
-                waiting.remove(mine)
-                callback.restore(mine[1])
+        """Hand back what callbacks of the resumed run had saved: to the first of a class what the first had saved, and so on."""
+        for name in dict.fromkeys(name for name, saved in self.saved_callbacks if saved):
+            saved = [entry for kind, entry in self.saved_callbacks if kind == name]
+            mine = [callback for callback in self.callbacks if type(callback).__name__ == name]
+            if len(mine) != len(saved):
+                raise OptionError(
+                    f"the run was saved with {len(saved)} {name} and is resumed with {len(mine)}.\n"
+                    "    cure: the same callbacks, or another checkpoint folder."
+                )
+            for callback, entry in zip(mine, saved, strict=True):
+                callback.restore(entry)
 
     def _rescue(self, error: BaseException, *, save: bool) -> None:
         """Save what there is and close; what fails meanwhile is told beside the error, not instead of it."""
@@ -336,10 +329,19 @@ class Loop:
     def _done(self) -> bool:
         return self._steps_done() or (self.plan.epochs is not None and self.position.epoch >= self.plan.epochs)
 
-    def _until_due(self) -> int:
-        """Steps until something must look at the state."""
+    def _marks(self) -> list[int]:
+        """Every how many steps something must look at the state."""
         marks = [self.plan.eval_every, self.store.config.every if self.store else None, *self._exact]
-        left = [every - self.step % every for every in marks if every is not None]
+        return [every for every in marks if every is not None]
+
+    def _full_steps(self) -> list[int]:
+        """How many steps of an epoch can be made in one call: all, but for a short last one that cannot be padded."""
+        steps, short = self.source.steps_per_epoch, getattr(self.source, "examples", 0) % self.program.rows
+        return [] if steps is None else [max(1, steps - bool(short and not self.placer.pad))]
+
+    def _until_due(self) -> int:
+        """Steps until something must look at the state, or the run ends."""
+        left = [every - self.step % every for every in self._marks()]
         return min([*left, self.plan.steps - self.step] if self.plan.steps is not None else left, default=self.steps_per_call)
 
     def _means(self, sums: np.ndarray) -> dict[str, float]:
@@ -377,17 +379,6 @@ class Loop:
     def _log(self, record: dict[str, Any]) -> None:
         for logger in self.loggers:
             logger.write(record)
-
-
-def allowing(items: Iterator[Any]) -> Iterator[Any]:
-    """The same items; reading them may move arrays as the user's code pleases."""
-    while True:
-        with jax.transfer_guard("allow"):
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-        yield item
 
 
 def _fetch(packed: jax.Array) -> np.ndarray:

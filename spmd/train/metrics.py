@@ -80,11 +80,22 @@ def per_row(values: jax.Array) -> jax.Array:
     return values.mean(axis=tuple(range(1, values.ndim))) if values.ndim > 1 else values
 
 
+def same_shape(name: str, outputs: jax.Array, targets: jax.Array) -> None:
+    """Refuse shapes that would be broadcast against each other."""
+    if outputs.shape != targets.shape:
+        raise LossError(
+            f"{name}: the targets are {describe(targets)}, but the outputs ask for {describe(outputs)}.\n"
+            "    cure: reshape one of them; they are not broadcast."
+        )
+
+
 def _accuracy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    same_shape("accuracy", outputs[..., 0], targets)
     return per_row(outputs.argmax(axis=-1) == targets)
 
 
 def _mean_absolute_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    same_shape("mean_absolute_error", outputs, targets)
     return per_row(jnp.abs(outputs.astype(jnp.float32) - targets.astype(jnp.float32)))
 
 

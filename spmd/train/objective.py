@@ -48,18 +48,23 @@ class Objective:
 
     def __call__(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
         """The loss as the user's function gave it, and every metric by name; calls the model."""
-        model = _Memo(model) if isinstance(self.loss, PerExample) else model
-        arguments = (model, batch, rng) if takes_rng(self.loss) else (model, batch)
-        value = self.loss(*arguments)
+        shared = _Memo(model)  # for functions that only call the model, so that they call it once
+        pick = lambda function: shared if isinstance(function, PerExample) else model
+        value = call_loss(self.loss, pick(self.loss), batch, rng)
         extra: dict[str, Any] = {}
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
             value, extra = value
-        if not (hasattr(value, "dtype") or isinstance(value, int | float)):
+        numbers = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+        if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
             raise LossError(
                 f"the loss returned {a_kind(value)}; wanted a scalar, the mean over the batch, or one value per example.\n"
                 "    cure: return it alone, or as (value, {name: metric})."
             )
-        return jnp.asarray(value), {**extra, **{name: metric(model, batch) for name, metric in self.metrics.items()}}
+        twice = [name for name in extra if name == LOSS or name in self.metrics]
+        if twice:
+            raise LossError(f'the loss also returns a metric "{twice[0]}", which is the name of another.\n    cure: another name for it.')
+        value = tuple(map(jnp.asarray, value)) if isinstance(value, tuple) else jnp.asarray(value)
+        return value, {**extra, **{name: metric(pick(metric), batch) for name, metric in self.metrics.items()}}
 
     def sums(self, value: jax.Array, extra: Mapping[str, Any], weights: jax.Array) -> Sums:
         """The loss and every metric as (sum, count) over the rows of weight 1."""
@@ -83,22 +88,29 @@ class _Memo:
         return getattr(self._model, name)
 
 
-def takes_rng(loss: Callable[..., Any]) -> bool:
-    """Whether the loss has a third positional parameter, the random key."""
+def call_loss(loss: Callable[..., Any], model: Any, batch: Any, rng: Any) -> Any:
+    """The loss, with the key under the name `rng` or `key`, or as the third argument, if it takes one."""
     try:
-        parameters = inspect.signature(loss).parameters.values()
+        parameters = inspect.signature(loss).parameters
     except (TypeError, ValueError):
-        return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    return len(positional) >= 3
+        return loss(model, batch)
+    for name in ("rng", "key"):
+        if name in parameters:
+            return loss(model, batch, **{name: rng})
+    required = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    return loss(model, batch, rng) if len(required) >= 3 else loss(model, batch)
 
 
 def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
-    """Whether the loss gives one value per example (True) or one for all (False); only shapes are looked at.
+    """Whether the loss gives one value per example (True), or one for all or a pair (False); only shapes are looked at.
 
     Raises:
       LossError: neither, or not a floating-point number.
     """
+    if isinstance(value, tuple):
+        if [x.shape for x in value] != [(), ()]:
+            raise LossError(f"the loss returned a pair of {' and '.join(map(describe, value))}; wanted (sum, count), two scalars.")
+        return False
     shown = describe(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise LossError(
@@ -113,3 +125,12 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
     for name, metric in extra.items():
         jax.eval_shape(lambda m, w, name=name: as_sum(name, m, w), metric, jax.ShapeDtypeStruct((rows,), jnp.float32))
     return value.shape == (rows,)
+
+
+def check_worker(value: Any, rows: int, *, rowwise: bool) -> None:
+    """A loss that gives one value per example on the whole batch must do so on a worker's rows, however few they are."""
+    if rowwise and value.shape != (rows,):
+        raise LossError(
+            f"the loss returned float32[rows] for the whole batch, but {describe(value)} for the {rows} rows of one worker.\n"
+            "    cure: no squeeze() without an axis in the loss, and no batch size written into it."
+        )

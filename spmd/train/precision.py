@@ -15,8 +15,10 @@ def compute_dtype(precision: str) -> "jnp.dtype | None":
     >>> compute_dtype("float32") is None
     True
     """
-    if precision not in PRECISIONS:
-        raise OptionError(f'no precision "{precision}".\n    cure: {did_you_mean(precision, PRECISIONS)} Known: {", ".join(PRECISIONS)}.')
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        raise OptionError(
+            f'no precision "{precision}".\n    cure: {did_you_mean(str(precision), PRECISIONS)} Known: {", ".join(PRECISIONS)}.'
+        )
     return PRECISIONS[precision]
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.comm.reduction import gathered
-from spmd.errors import LossError, ModelError, OptionError, SpmdError
+from spmd.errors import LossError, ModelError, OptimizerError, OptionError, SpmdError
 from spmd.layout.check import fit_layout
 from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved, pspec
@@ -73,6 +73,12 @@ class Placed:
             raise ModelError("a linen module shows its shapes only on data.\n    cure: trainer.init(batch), with a batch or its shapes.")
         key = jax.eval_shape(lambda: jax.random.key(0))
         variables = abstractly(lambda k: self.model.init(k, self._run), "the model", key)
+        counted = [path for path, leaf in flatten(variables.params).items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        if counted:
+            raise ModelError(
+                f"parameters that have no gradient: {', '.join(counted[:5])} ({flatten(variables.params)[counted[0]].dtype}).\n"
+                "    cure: an nnx.Variable instead of an nnx.Param, a floating-point dtype, or a constant in the model."
+            )
         return jax.eval_shape(lambda v: make_state(v, self.optimizer, 0), variables)
 
     @functools.cached_property
@@ -108,10 +114,11 @@ class Program:
         self._dtype = compute_dtype(placed.options.precision)
         stats = bool(jax.tree.leaves(placed.abstract_state.stats))
         (value, extra), jaxpr = self._trace(self._train, training=True)
+        self._check_update()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
         self.names = (LOSS, *extra)
-        rowwise = check_loss(value, extra, self.rows) and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra))
-        self.pad_training = rowwise and not stats
+        self._rowwise = check_loss(value, extra, self.rows)
+        self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
         self._unroll = has_convolution(jaxpr.jaxpr) and jax.default_backend() == "cpu"
         self._compiled: dict[tuple, Callable] = {}
 
@@ -124,7 +131,7 @@ class Program:
             variables = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
             remat = placed.resolved.layout.remat.modules if training else ()
             bound = placed.model.bind(variables, Call(training, key if training else None, remat_modules=remat, dtype=self._dtype))
-            return objective(bound, cast(batch, self._dtype), key)
+            return objective(bound, batch, key)
 
         variables = abstract(placed.abstract_state.variables)
         try:
@@ -139,6 +146,18 @@ class Program:
                 "    cure: the error above has the line; check that the model takes these shapes."
             ) from error
         return shapes, jaxpr
+
+    def _check_update(self) -> None:
+        """An optimizer that wants more than gradients, parameters and the loss cannot be used."""
+        state = abstract(self.placed.abstract_state)
+        try:
+            jax.eval_shape(lambda s: self.placed.optimizer.update(s.params, s.opt, s.params, value=jnp.float32(0)), state)
+        except Exception as error:
+            raise OptimizerError(
+                f"the optimizer's update fails on gradients, parameters and value=loss: {type(error).__name__}: "
+                f"{str(error).splitlines()[0]}\n"
+                "    cure: one that needs no more than these; a line search that calls the loss itself is not supported."
+            ) from error
 
     @functools.cached_property
     def eval_names(self) -> tuple[str, ...]:
@@ -156,10 +175,10 @@ class Program:
 
     def _step(self, rows: int, split: bool) -> Step:
         placed = self.placed
-        parts = placed.options.accumulate if rows == self.rows else 1
-        return Step(
-            placed.model, self._train, placed.optimizer, placed.resolved, placed.mesh, self.names, parts, self._unroll, self._dtype, split
-        )
+        own = rows // placed.resolved.workers if split else rows  # rows on each worker
+        parts = max(count for count in range(1, placed.options.accumulate + 1) if own % count == 0)
+        model, optimizer, resolved, mesh = placed.model, placed.optimizer, placed.resolved, placed.mesh
+        return Step(model, self._train, optimizer, resolved, mesh, self.names, parts, self._unroll, self._dtype, self._rowwise, split)
 
     def step(self, state: State, batch: Tree, weights: jax.Array, *, split: bool = True) -> tuple[State, jax.Array]:
         """One update; `state` is donated. Metrics are float32[2, names], sums over counts."""
@@ -209,11 +228,11 @@ class Program:
         return step._map(lambda place, p: step._constrain(p, gathered(place.spec, step.scene)), params)
 
     def _measure(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
-        value, extra = self._eval(self._bound(params, stats, rngs), cast(batch, self._dtype), jax.random.key(0))
+        value, extra = self._eval(self._bound(params, stats, rngs), batch, jax.random.key(0))
         return pack(self._eval.sums(value, extra, weights), self.eval_names)
 
     def _outputs(self, params: Tree, stats: Tree, rngs: Tree, inputs: Tree) -> Tree:
-        return self._bound(params, stats, rngs)(cast(inputs, self._dtype))
+        return self._bound(params, stats, rngs)(inputs)
 
     def compilations(self) -> int:
         """How many programs have been compiled so far."""

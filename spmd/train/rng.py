@@ -5,26 +5,54 @@ holds rows `w * n` to `(w + 1) * n` therefore gets the very bits of the global d
 So dropout differs between workers, and is the same, bit for bit, on one device, eight devices, or the auto step.
 """
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import random as jax_random
 
+FEW = 8  # splits into fewer keys than this are never taken for one key per row
 
-def worker_key(key: jax.Array, worker: jax.Array) -> jax.Array:
-    """`key` (a threefry key, equal on all workers) as the key of one worker.
 
-    Arrays drawn from it are taken to have the worker's rows along dim 0. Keys of other kinds cannot count from an
-    offset: they are folded with the worker's number, which differs per worker but depends on how many there are.
+def worker_key(key: jax.Array, worker: jax.Array, *, rows: int, workers: int) -> jax.Array:
+    """`key` (a threefry key, equal on all workers) as the key of one worker, which holds `rows` rows.
+
+    An array drawn from it is taken to hold the worker's rows along dim 0 when that dim is a multiple of `rows`; any other
+    (a scalar, a mask shared over the batch) is the same on every worker, as it is for the whole batch. Split into `rows`
+    keys (8 or more), it gives one key per row. An array that has such a dim 0 for another reason cannot be told apart: it
+    differs between workers. Keys of other kinds cannot count from an offset: they are folded with the worker's number,
+    which differs per worker but depends on how many there are.
     """
     if jax.random.key_impl(key) != _THREEFRY:
         return jax.random.fold_in(key, worker)
-    return jax.random.wrap_key_data(_with_worker(jax.random.key_data(key), worker), impl=_WORKER)
+    return jax.random.wrap_key_data(_tagged(jax.random.key_data(key), worker), impl=_implementation(rows, workers))
 
 
-def _with_worker(data: jax.Array, worker: jax.Array) -> jax.Array:
+@functools.cache
+def _implementation(rows: int, workers: int) -> Any:
+    """The kind of key for workers of this many rows; its data are threefry's two words and the worker's number."""
+
+    def split(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if shape[0] != rows or rows < FEW:
+            return _tagged(jax.random.key_data(jax.random.split(_plain(data), shape)), data[2])
+        every = jax.random.key_data(jax.random.split(_plain(data), (rows * workers, *shape[1:])))
+        own = lax.dynamic_slice_in_dim(every, jnp.where(data[2] == _ROW, 0, data[2]).astype(jnp.int32) * rows, rows)
+        return _tagged(own, jnp.asarray(_ROW))
+
+    def bits(data: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+        shared = not shape or shape[0] % rows != 0
+        return _bits(data[:2], jnp.where(shared | (data[2] == _ROW), jnp.uint32(0), data[2]), bit_width, shape)
+
+    return jax_random.define_prng_impl(
+        key_shape=(3,), seed=_seed, split=split, random_bits=bits, fold_in=_fold_in, name=f"spmd_worker_{rows}_{workers}", tag="spw"
+    )
+
+
+def _tagged(data: jax.Array, worker: jax.Array) -> jax.Array:
     worker = jnp.broadcast_to(jnp.asarray(worker, jnp.uint32), (*data.shape[:-1], 1))
     return jnp.concatenate([data, worker], axis=-1)
 
@@ -34,27 +62,23 @@ def _plain(data: jax.Array) -> jax.Array:
 
 
 def _seed(seed: jax.Array) -> jax.Array:
-    return _with_worker(jax.random.key_data(jax.random.key(seed, impl=_THREEFRY)), jnp.uint32(0))
-
-
-def _split(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return _with_worker(jax.random.key_data(jax.random.split(_plain(data), shape)), data[2])
+    return _tagged(jax.random.key_data(jax.random.key(seed, impl=_THREEFRY)), jnp.uint32(0))
 
 
 def _fold_in(data: jax.Array, value: int) -> jax.Array:
-    return _with_worker(jax.random.key_data(jax.random.fold_in(_plain(data), value)), data[2])
+    return _tagged(jax.random.key_data(jax.random.fold_in(_plain(data), value)), data[2])
 
 
-def _random_bits(data: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+def _bits(data: jax.Array, worker: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
     """Bits of the elements `worker * size` onwards of the global draw (jax's `threefry_partitionable` numbering)."""
-    size, worker = math.prod(shape), data[2]
+    size = math.prod(shape)
     # worker * size + i as two 32-bit words; worker < 2**16, so the partial products do not overflow
     low = worker * np.uint32(size % 2**32)
     high = (worker * np.uint32(size >> 16) + ((worker * np.uint32(size & 0xFFFF)) >> np.uint32(16))) >> np.uint32(16)
     index = jnp.arange(size, dtype=jnp.uint32)
     count = low + index
     carry = (count < index).astype(jnp.uint32)
-    first, second = jnp.split(jax_random.threefry_2x32(data[:2], jnp.concatenate([high + carry, count])), 2)
+    first, second = jnp.split(jax_random.threefry_2x32(data, jnp.concatenate([high + carry, count])), 2)
     if bit_width == 64:
         bits = (first.astype(jnp.uint64) << np.uint64(32)) | second.astype(jnp.uint64)
     else:
@@ -63,6 +87,4 @@ def _random_bits(data: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax
 
 
 _THREEFRY = "threefry2x32"
-_WORKER = jax_random.define_prng_impl(
-    key_shape=(3,), seed=_seed, split=_split, random_bits=_random_bits, fold_in=_fold_in, name="spmd_worker", tag="spw"
-)
+_ROW = np.uint32(2**32 - 1)  # in place of a worker's number: the key of a single row, the same whoever holds the row

@@ -23,7 +23,7 @@ from spmd.layout.resolve import Placement, Resolved, owners, pspec
 from spmd.model.base import Call, Model, Variables
 from spmd.train.accumulate import accumulate, microbatches
 from spmd.train.metrics import Sums, pack
-from spmd.train.objective import LOSS, Objective
+from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
 from spmd.train.rng import worker_key
 from spmd.train.state import State
@@ -43,6 +43,7 @@ class Step:
     microbatches: int = 1
     unroll: bool = False
     dtype: Any = None
+    rowwise: bool = False  # the loss gives one value per row
     split: bool = True  # False: every worker computes all rows (a last batch that the workers do not divide)
 
     @property
@@ -99,12 +100,14 @@ class Step:
     def _worker(self, state: State, batch: Tree, weights: jax.Array, *, axes: tuple[str, ...]) -> tuple[Tree, Tree, Sums]:
         """Gradients of the mean loss over these rows (whole, not yet averaged over workers), new stats, metric sums."""
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
-        total = wire.all_reduce(weights.sum(), axes) / (wire.worker_count(axes) if axes else 1)
-        localize = (lambda k: worker_key(k, wire.worker_index(axes))) if axes and self.split else (lambda k: k)
-        loss = functools.partial(self._loss, state, total, localize, axes)
+        localize = lambda k: k
+        if axes and self.split:
+            own = weights.shape[0] // self.microbatches
+            localize = lambda k: worker_key(k, wire.worker_index(axes), rows=own, workers=wire.worker_count(axes))
+        loss = functools.partial(self._loss, state, localize, axes)
         remat = self.resolved.layout.remat
-        if remat.save != "everything" and not remat.modules:
-            loss = jax.checkpoint(loss, policy=remat_policy(remat.save))
+        if remat.saves != "everything" and not remat.modules:
+            loss = jax.checkpoint(loss, policy=remat_policy(remat.saves))
 
         def one(stats: Tree, rows: tuple, index: jax.Array) -> tuple[tuple, Tree]:
             call = functools.partial(loss, stats=stats, rows=rows, key=jax.random.fold_in(key, index))
@@ -121,20 +124,23 @@ class Step:
         else:
             parts = microbatches((batch, weights), self.microbatches)
             (grads, sums), stats = accumulate(one, state.stats, parts, self.microbatches, unroll=self.unroll)
-        return grads, stats, sums
+        # what was differentiated is a sum over rows: divided by the workers' mean count it becomes, averaged over workers, the mean
+        count = wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1)
+        return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, sums
 
     def _loss(
-        self, state: State, total: jax.Array, localize: Callable, axes: tuple, params: Tree, *, stats: Tree, rows: tuple, key: Any
+        self, state: State, localize: Callable, axes: tuple, params: Tree, *, stats: Tree, rows: tuple, key: Any
     ) -> tuple[jax.Array, tuple]:
-        """The share of these rows in the mean loss over this worker's rows; metric sums and new stats beside it."""
+        """The sum of the loss over these rows; all metric sums and new stats beside it."""
         batch, weights = rows
         layout = self.resolved.layout
-        call = Call(True, key, localize, axes, layout.remat.modules, remat_policy(layout.remat.save), self.dtype)
+        model_key, loss_key = jax.random.split(key)
+        call = Call(True, model_key, localize, axes, layout.remat.modules, remat_policy(layout.remat.saves), self.dtype)
         bound = self.model.bind(Variables(params, stats, state.rngs), call)
-        value, extra = self.objective(bound, cast(batch, self.dtype), localize(jax.random.fold_in(key, 1)))
+        value, extra = self.objective(bound, batch, localize(loss_key))
+        check_worker(value, weights.shape[0], rowwise=self.rowwise)
         sums = self.objective.sums(value, extra, weights)
-        mean = sums[LOSS][0] / total if value.ndim else value.astype(jnp.float32) / self.microbatches
-        return mean, (sums, cast_like(self.model.stats_of(bound), state.stats))
+        return sums[LOSS][0], (sums, cast_like(self.model.stats_of(bound), state.stats))
 
     def _pull(self, params: Tree) -> Tree:
         """Whole weights in the dtype of the computation; cast before they travel, so what travels is what is used."""

@@ -2,13 +2,14 @@
 
 import functools
 
+import grain
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from linear import examples, fit, same
 
 import spmd
-
-grain = pytest.importorskip("grain")
 
 COUNT, BATCH = 48, 16
 
@@ -100,3 +101,29 @@ def test_what_was_read_ahead_does_not_count_as_trained_on(tmp_path):
     whole = undisturbed(streamed)
     rest = fit(streamed(Rows()), epochs=1, checkpoint=tmp_path, resume=True)
     assert rest.history["loss"] == whole.history["loss"][1:3]
+
+
+def test_a_data_loader_whose_state_is_bytes_resumes(tmp_path):
+    import grain.python as pygrain
+
+    class Rows:
+        def __repr__(self):
+            return "Rows"  # grain compares it on resuming
+
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            return {"x": np.full(4, index / 64, np.float32), "y": np.full(1, index / 32, np.float32)}
+
+    def loader():
+        sampler = pygrain.IndexSampler(64, pygrain.NoSharding(), shuffle=True, num_epochs=1, seed=3)
+        return pygrain.DataLoader(data_source=Rows(), sampler=sampler, operations=[pygrain.Batch(8)], worker_count=0)
+
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1)}
+    whole = spmd.fit(model, loader(), epochs=1, **options)
+    spmd.fit(model, loader(), steps=3, checkpoint=tmp_path, **options)
+    rest = spmd.fit(model, loader(), epochs=1, checkpoint=tmp_path, resume=True, **options)
+    assert rest.history["loss"] == whole.history["loss"][3:]
+    assert np.array_equal(rest.state.params["w"], whole.state.params["w"])

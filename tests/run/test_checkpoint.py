@@ -317,12 +317,23 @@ def scored(scores, path, **options):
     return fit(data, loss=loss, epochs=len(scores), eval_data=Scripted(scores), checkpoint=config)
 
 
-@pytest.mark.parametrize("every", [None, 3, 1], ids=["each epoch", "every 3 of 3", "every step"])
+@pytest.mark.parametrize("every", [None, 3], ids=["each epoch", "every 3 of 3"])
 @pytest.mark.parametrize("mode, best", [("max", 6), ("min", 9)])
 def test_the_best_is_kept_beside_the_newest(mode, best, every, tmp_path):
     result = scored([0.5, 0.75, 0.25, 0.5], tmp_path, mode=mode, every=every)
     assert result.history["eval_score"] == [0.5, 0.75, 0.25, 0.5]
     assert steps_on_disk(tmp_path) == [best, 12]
+
+
+def test_every_checkpoint_that_could_be_the_best_is_evaluated(tmp_path):
+    """Saves every 2 steps, epochs of 3: evaluated at 2, 3, 4, 6, 8, 9, 10, 12; the best is the save of step 8."""
+    scores = [0.1, 0.9, 0.2, 0.3, 0.7, 0.8, 0.4, 0.5]
+    data = {**numbers(96), "score": np.zeros(96, np.float32)}
+    loss = lambda model, batch: ((model(batch["x"]) - batch["y"])[:, 0] ** 2, {"score": batch["score"]})
+    config = Checkpoint(tmp_path, every=2, keep=1, best="eval_score", mode="max")
+    result = fit(data, loss=loss, epochs=4, eval_data=Scripted(scores), checkpoint=config)
+    assert [row["step"] for row in result.history.evaluations] == [2, 3, 4, 6, 8, 9, 10, 12]
+    assert steps_on_disk(tmp_path) == [8, 12]
 
 
 def test_a_best_metric_that_is_not_there(tmp_path):

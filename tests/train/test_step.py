@@ -94,6 +94,76 @@ def test_another_seed_draws_other_numbers():
     assert not np.isin(draws("data=8", "all_reduce", seed=1), draws("data=8", "all_reduce")).any()
 
 
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.mix, self.out = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+        self.shared, self.rngs = nnx.Dropout(0.5, broadcast_dims=(0,), rngs=rngs), rngs
+
+    def __call__(self, x):
+        return self.out(self.shared(self.mix(x)))
+
+
+def shared_mask(model, batch, rng):
+    return spmd.losses.cross_entropy(model, batch)
+
+
+def scalar_draw(model, batch, rng):
+    return spmd.losses.cross_entropy(model, batch) * jax.random.uniform(rng)
+
+
+def key_per_row(model, batch, rng):
+    noise = jax.vmap(lambda key, x: jax.random.normal(key, x.shape))(jax.random.split(rng, len(batch["x"])), batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"] + noise), batch["y"])
+
+
+@pytest.mark.parametrize("loss", [shared_mask, scalar_draw, key_per_row])
+def test_draws_that_do_not_hold_rows_are_the_same_on_every_mesh(loss):
+    """A mask shared over the batch, a number for all, a key per row: with 16 rows on each of 2 workers."""
+    losses = [
+        train(trainer_of(lambda: Block(nnx.Rngs(0)), mesh=mesh, reduction=reduction, loss=loss))[1]
+        for mesh, reduction in [("data=1", "compiler"), ("data=2", "compiler"), ("data=2", "all_reduce")]
+    ]
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=2e-6)
+    other = train(trainer_of(lambda: Block(nnx.Rngs(0)), mesh="data=2", loss=loss, seed=1))[1]
+    assert np.abs(np.subtract(other, losses[0])).min() > 1e-3, "the draws do matter"
+
+
+def test_the_loss_and_the_model_never_share_a_key():
+    seen = []
+
+    def apply(params, x, rng=None):
+        noise = jax.random.normal(rng, x.shape)
+        seen.append(noise)
+        return x @ params["w"] + 0.0 * noise.sum()
+
+    def loss(model, batch, rng):
+        first, second = model(batch["x"]), model(batch["x"])
+        own = jax.random.normal(rng, batch["x"].shape)
+        apart = [jnp.abs(a - b).max() for a, b in ((own, seen[-1]), (own, seen[-2]), (seen[-1], seen[-2]))]
+        return (first + second).mean(axis=1), {"apart": jnp.stack(apart).min()}
+
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((6, 4))}, apply)
+    _, metrics = (trainer := trainer_of(model, loss=loss)).step(trainer.init(), data())
+    assert metrics["apart"] > 0.1
+
+
+@pytest.mark.parametrize("name", ["rng", "key"])
+def test_the_key_goes_to_whoever_asks_for_it_by_name(name):
+    scope = {}
+    exec(
+        f"def loss(model, batch, *, {name}=None):\n    return ce(model, batch) * uniform({name})",
+        {"ce": spmd.losses.cross_entropy, "uniform": jax.random.uniform},
+        scope,
+    )
+    exec(
+        "def third(model, batch, anything):\n    return ce(model, batch) * uniform(anything)",
+        {"ce": spmd.losses.cross_entropy, "uniform": jax.random.uniform},
+        scope,
+    )
+    make = lambda: MLP(rngs=nnx.Rngs(0))
+    assert train(trainer_of(make, loss=scope["loss"]))[1] == train(trainer_of(make, loss=scope["third"]))[1]
+
+
 # short batches --------------------------------------------------------------------------------------------------------
 
 
@@ -127,6 +197,24 @@ def test_padding_cannot_spread_a_nan():
     state, _ = trainer.step(trainer.init(), good)
     state, metrics = trainer.step(state, {"x": np.ones((5, 6), np.float32)})
     assert np.isfinite(metrics["loss"]) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+def token_mean(model, batch):
+    """A mean over something else than rows: the pair (sum, count)."""
+    value = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+    weight = jnp.abs(batch["x"][:, 0])
+    return (value * weight).sum(), weight.sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_pair_is_an_exact_mean_over_what_it_counts(accumulate):
+    make = lambda: MLP(rngs=nnx.Rngs(0))
+    one = train(trainer_of(make, mesh="data=1", loss=token_mean))
+    for reduction in ("compiler", "all_reduce"):
+        eight = train(trainer_of(make, loss=token_mean, reduction=reduction, accumulate=accumulate))
+        np.testing.assert_allclose(eight[1], one[1], rtol=1e-6)
+        assert_close(eight[0].params, one[0].params, 1e-6)
+    assert one[1] != train(trainer_of(make))[1]
 
 
 # microbatches ---------------------------------------------------------------------------------------------------------
@@ -296,6 +384,58 @@ def test_linen_remat_by_path():
     wrong = dataclasses.replace(layout, remat=spmd.Remat("nothing", ("Dense_9",)))
     with pytest.raises(spmd.SpmdError, match='"Dense_9" matches no submodule'):
         trainer_of(LinenMLP(), wrong).prepare(data())
+
+
+def test_a_model_handed_over_in_evaluation_mode_is_trained_all_the_same():
+    model = MLP(dropout=0.5, norm=True, rngs=nnx.Rngs(0))
+    model.eval()
+    sleeping, awake = (train(trainer_of(m)) for m in (model, lambda: MLP(dropout=0.5, norm=True, rngs=nnx.Rngs(0))))
+    assert np.abs(np.asarray(sleeping[0].stats["norm"]["mean"])).max() > 0
+    np.testing.assert_allclose(sleeping[1], awake[1], rtol=1e-6)
+
+
+def test_targets_are_not_rounded_by_bfloat16():
+    loss = lambda model, batch: (model(batch["x"])[:, 0].astype(jnp.float32) * 0 + batch["t"]) + 0.0
+    trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), loss=loss, precision="bfloat16")
+    _, metrics = trainer.step(trainer.init(), {"x": data()["x"], "t": np.full(ROWS, 1003, np.float32)})
+    assert metrics["loss"] == 1003.0  # bfloat16 would say 1004
+
+
+def test_what_would_pass_in_silence():
+    make = lambda: MLP(rngs=nnx.Rngs(0))
+    same = lambda model, batch: (spmd.losses.cross_entropy(model, batch), {"loss": jnp.float32(0)})
+    with pytest.raises(spmd.errors.LossError, match='also returns a metric "loss"'):
+        trainer_of(make, loss=same).prepare(data())
+    flat = {"x": data()["x"], "y": np.zeros((ROWS, 1), np.float32)}
+    with pytest.raises(spmd.errors.LossError, match=r"the targets are float32\[32, 1\], but the outputs ask for float32\[32, 4\]"):
+        trainer_of(make, loss=spmd.losses.mean_squared_error).prepare(flat)
+    squeezed = lambda model, batch: jnp.squeeze(spmd.losses.cross_entropy(model, batch))
+    trainer = trainer_of(make, loss=squeezed)
+    eight = {name: leaf[:8] for name, leaf in data().items()}
+    with pytest.raises(spmd.errors.LossError, match=r"but float32\[\] for the 1 rows of one worker"):
+        trainer.step(trainer.init(), eight)
+    counted = spmd.FunctionalModel(lambda key: {"n": jnp.int32(3), "w": jnp.ones((6, 4))}, lambda p, x: p["n"] * (x @ p["w"]))
+    with pytest.raises(spmd.errors.ModelError, match=r"parameters that have no gradient: n \(int32\)"):
+        trainer_of(counted).init()
+    with pytest.raises(spmd.errors.OptimizerError, match="a line search that calls the loss itself"):
+        trainer_of(make, optimizer=optax.lbfgs()).prepare(data())
+
+
+def test_a_consumed_state_is_refused():
+    trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)))
+    state = trainer.init()
+    trainer.step(state, data())
+    for use in (lambda: trainer.step(state, data()), lambda: trainer.evaluate(state, data()), lambda: trainer.rebuild(state)):
+        with pytest.raises(spmd.errors.OptionError, match="this state was consumed by a step"):
+            use()
+
+
+def test_an_evaluation_fixes_nothing_about_training():
+    trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), accumulate=4)
+    trainer.evaluate(trainer.init(), data(), batch_size=10)
+    assert trainer.prepare(data())[0].rows == ROWS
+    with pytest.raises(spmd.errors.DataError, match="a batch of 64 rows, after a first one of 32"):
+        trainer.step(trainer.init(), data(64))
 
 
 # metrics and evaluation ----------------------------------------------------------------------------------------------
