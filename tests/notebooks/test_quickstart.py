@@ -26,7 +26,8 @@ def cells(notebook):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_pair_agrees(path):
-    jupytext = pytest.importorskip("jupytext")
+    import jupytext
+
     script = path.with_suffix(".py")
     assert cells(jupytext.read(path)) == cells(jupytext.read(script)), f"cure: jupytext --sync {path.name}"
 
