@@ -61,9 +61,6 @@ class Loop:
         self._seen, self._stopped = (self.step, self.position.epoch), False
         self._measured_at, self._marked = -1, (-1, time.monotonic(), 0)
         self._callbacks = [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]
-        # what a user's callback moves is theirs to decide: the guard is lifted for it, and only for it
-        quiet = all(callback.moves_nothing for callback in self.callbacks)
-        self._lifted = contextlib.nullcontext if quiet else lambda: jax.transfer_guard("allow")
         self._fetch = np.asarray if jax.default_backend() == "cpu" else _fetch  # on a CPU nothing moves
         self._exact = [c.every for c in self._callbacks if (c.exact if c.exact is not None else c.every > 1)]
         self.steps_per_call = min([self.steps_per_call, *self._marks(), *self._full_steps()])
@@ -177,7 +174,7 @@ class Loop:
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
                 info = self._info(step, epoch, self._means(sums), rows[offset], exact=newest and step == self.step)
-                with self._lifted():
+                with _lifted(due):
                     for callback in due:
                         callback.on_step(info)
             self._window += sums
@@ -363,7 +360,7 @@ class Loop:
 
     def _tell(self, event: str, metrics: dict[str, float] | None = None) -> None:
         info = self._info(self.step, self._number, metrics or {}, 0, exact=True)
-        with self._lifted():
+        with _lifted(self.callbacks):
             for callback in self.callbacks:
                 getattr(callback, event)(info)
 
@@ -385,3 +382,11 @@ def _fetch(packed: jax.Array) -> np.ndarray:
     """Two numbers per metric: what the host has to know, and so may move."""
     with jax.transfer_guard_device_to_host("allow"):
         return np.asarray(packed)
+
+
+def _lifted(callbacks: list[Callback]) -> Any:
+    """What a user's callback moves is theirs to decide: the guard is lifted for it, and only for it."""
+    for callback in callbacks:
+        if not callback.moves_nothing:
+            return jax.transfer_guard("allow")
+    return contextlib.nullcontext()

@@ -119,7 +119,10 @@ class Program:
         self.names = (LOSS, *extra)
         self._rowwise = check_loss(value, extra, self.rows)
         self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
+        # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step by copying the donated
+        # kernels of convolutions and of the layers behind them: there loops are unrolled, and the state is not donated
         self._unroll = has_convolution(jaxpr.jaxpr) and jax.default_backend() == "cpu"
+        self._donated = () if self._unroll else (0,)
         self._compiled: dict[tuple, Callable] = {}
 
     def _trace(self, objective: Objective, *, training: bool) -> tuple[tuple, Any]:
@@ -181,7 +184,7 @@ class Program:
         return Step(model, self._train, optimizer, resolved, mesh, self.names, parts, self._unroll, self._dtype, self._rowwise, split)
 
     def step(self, state: State, batch: Tree, weights: jax.Array, *, split: bool = True) -> tuple[State, jax.Array]:
-        """One update; `state` is donated. Metrics are float32[2, names], sums over counts."""
+        """One update; `state` is donated (but for convolutions on a CPU). Metrics are float32[2, names], sums over counts."""
         return self._function(("step", weights.shape[0], split))(state, batch, weights)
 
     def many(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
@@ -204,11 +207,11 @@ class Program:
     def _build(self, key: tuple) -> Callable:
         placed, whole = self.placed, NamedSharding(self.placed.mesh, PartitionSpec())
         if key[0] == "step":
-            return jax.jit(self._step(key[1], key[2]).update, donate_argnums=0, out_shardings=(placed.shardings, whole))
+            return jax.jit(self._step(key[1], key[2]).update, donate_argnums=self._donated, out_shardings=(placed.shardings, whole))
         if key[0] == "many":
             step = self._step(key[1], key[2])
             steps = functools.partial(many, lambda s, b, w: self._kept(step.update(s, self._as_batch(b), w)), unroll=self._unroll)
-            return jax.jit(steps, donate_argnums=0, out_shardings=(placed.shardings, whole))
+            return jax.jit(steps, donate_argnums=self._donated, out_shardings=(placed.shardings, whole))
         return jax.jit(self._measure if key[0] == "evaluate" else self._outputs, out_shardings=whole)
 
     def _kept(self, result: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
