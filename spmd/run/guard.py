@@ -21,7 +21,7 @@ def interruptible(request_stop: Callable[[str], None]) -> Iterator[None]:
 
     def handle(number: int, frame: object) -> None:
         del number, frame
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever handler was there before, maybe none that interrupts
         request_stop(INTERRUPTED)
 
     signal.signal(signal.SIGINT, handle)
