@@ -16,7 +16,7 @@ from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, rai
 from spmd.layout.declare import Layout
 from spmd.mesh import MeshSpec
 from spmd.run.callbacks import Callback, as_callbacks
-from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, check_loggers
 from spmd.run.loop import Loop
@@ -154,7 +154,7 @@ def fit(
     reader = source(given, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = trainer.prepare(reader.sample())
     hooks, sinks, shown = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
-    config = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+    config = as_checkpoint(checkpoint)
     _check_evaluation(eval_data, eval_every, config)
     if is_arrays(eval_data):
         trainer.check_evaluation(eval_data)
@@ -163,10 +163,11 @@ def fit(
         "data": {**reader.fingerprint(), "seed": seed},
         "layout": trainer.layout.to_toml(),
         "mesh": str(MeshSpec.parse(trainer.mesh)),
+        "options": {"precision": precision, "accumulate": accumulate},
     }
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
         store = _open(config, opened, resume=resume)
-        state, position, saved = _start(store, trainer, meta)
+        state, position, saved, changed = _start(store, trainer, meta)
         loop = Loop(
             program,
             reader,
@@ -175,7 +176,7 @@ def fit(
             state,
             None if eval_data is None else functools.partial(trainer.evaluate, data=eval_data),
             hooks,
-            *_outputs(store, trainer, sinks, shown, state),
+            *_outputs(store, trainer, sinks, shown, state, changed),
             store,
             meta,
             prefetch,
@@ -236,15 +237,15 @@ def _open(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bo
     return store
 
 
-def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list]:
-    """The state to begin with, the place in the data where it stood, and what callbacks had saved.
+def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str]]:
+    """The state to begin with, the place in the data where it stood, what callbacks had saved, and which options changed.
 
     Raises:
       CheckpointError: the data is cut or ordered in another way than the saved run's, so it could not be gone on with.
     """
     step = store.latest() if store is not None else None
     if store is None or step is None:
-        return trainer.init(), Position(), []
+        return trainer.init(), Position(), [], []
     saved = store.meta(step)
     problems = [
         Problem(name, [f"saved {saved['data'].get(name)!r}, now {meta['data'].get(name)!r}"])
@@ -252,10 +253,17 @@ def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
         if saved["data"].get(name) != meta["data"].get(name)
     ]
     raise_problems(CheckpointError, f"the run in {store.folder} cannot be gone on with: its data was cut in another way", problems)
-    return store.restore(step, trainer.abstract_state), Position(**saved["position"]), saved["callbacks"]
+    before = {"mesh": saved["mesh"], **saved["options"]}
+    changed = [
+        f"{name} was {before[name]}, is {now}" for name, now in {"mesh": meta["mesh"], **meta["options"]}.items() if before[name] != now
+    ]
+    changed += ["the layout was another"] if saved["layout"] != meta["layout"] else []
+    return store.restore(step, trainer.abstract_state), Position(**saved["position"]), saved["callbacks"], changed
 
 
-def _outputs(store: Store | None, trainer: Trainer, sinks: list[Logger], shown: NoProgress | Progress, state: State) -> tuple[list, Any]:
+def _outputs(
+    store: Store | None, trainer: Trainer, sinks: list[Logger], shown: NoProgress | Progress, state: State, changed: list[str]
+) -> tuple[list, Any]:
     """Loggers and progress, on process 0 only; what should be known before the first step is said and written here."""
     if jax.process_index() != 0:
         return [], NoProgress()
@@ -265,8 +273,8 @@ def _outputs(store: Store | None, trainer: Trainer, sinks: list[Logger], shown: 
     step = int(state.step)
     if step:
         for sink in sinks:  # records after this step, if there are any before this line, are of a run that was cut off
-            sink.write({"step": step, "event": "resumed"})
-        shown.say(f"resumed from step {step}")
+            sink.write({"step": step, "event": "resumed", **({"changed": changed} if changed else {})})
+        shown.say(f"resumed from step {step}{''.join(f'; {change}' for change in changed)}")
     for line in trainer.notes():
         shown.say(line)
         if isinstance(shown, NoProgress) and line.startswith("note:"):

@@ -11,14 +11,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from spmd.data.batches import Batch, HostBatch, Placer, check_batch, check_leaves
+from spmd.data.batches import Batch, HostBatch, Placer, check_batch, check_leaves, check_like
 from spmd.data.loader import is_arrays, source
 from spmd.data.prefetch import prefetch
-from spmd.errors import DataError, OptionError
+from spmd.errors import CheckpointError, DataError, OptionError
 from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved
 from spmd.layout.summary import notes, summary
 from spmd.mesh import make_mesh
+from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.loop import IN_FLIGHT
 from spmd.run.plan import allowing
 from spmd.train.program import Options, Placed, Program
@@ -137,6 +138,29 @@ class Trainer:
         """Shape, dtype and sharding of the state; nothing is allocated."""
         return self._placed.abstract_state
 
+    def restore(self, checkpoint: str | Path | Checkpoint, *, step: int | str = "latest") -> State:
+        """The state of a checkpoint that `fit` wrote, laid out for this trainer's mesh and layout.
+
+        Args:
+          checkpoint: the run's folder.
+          step: "latest", "best" (for a run with `Checkpoint(best=...)`), or a number.
+
+        Raises:
+          CheckpointError: there is no such checkpoint, or it does not fit this model and optimizer (a table says where).
+
+        Example:
+          state = trainer.restore("runs/digits", step="best")
+          trainer.evaluate(state, test_data, batch_size=128)
+        """
+        config = as_checkpoint(checkpoint)
+        if config is None or not Path(config.path).is_dir():
+            raise CheckpointError(f"checkpoint={checkpoint!r}: there is no such folder.")
+        store = Store(config)
+        try:
+            return store.restore(store.step(step), self.abstract_state)
+        finally:
+            store.release()
+
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""
         _check_alive(state)
@@ -167,6 +191,7 @@ class Trainer:
             raise DataError(
                 f"a batch of {whole} rows, after a first one of {program.rows}.\n    cure: the first batch must be the largest."
             )
+        check_like(batch, program.sample, "this batch")
         return placer(HostBatch(batch, rows))
 
     def step(self, state: State, batch: Tree | Batch) -> tuple[State, Metrics]:

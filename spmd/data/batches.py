@@ -15,7 +15,7 @@ from spmd.layout.check import spec_problems
 from spmd.layout.declare import Layout, Spec, spec_axes, spec_text
 from spmd.layout.resolve import owners, pspec, rule_name
 from spmd.mesh import MeshSpec
-from spmd.tree import Tree, describe, flatten
+from spmd.tree import Tree, describe, dtype_of, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,9 @@ def check_leaves(tree: Tree, what: str) -> int:
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
     if scalars:
         raise DataError(f"{what}: {', '.join(scalars)} has no dim 0 to cut into rows.\n    cure: arrays of shape [rows, ...].")
+    strange = [f"{path or 'the batch'} {describe(leaf)}" for path, leaf in leaves.items() if dtype_of(leaf).kind in "OSUMmT"]
+    if strange:
+        raise DataError(f"{what}: {', '.join(strange)} cannot go onto a device.\n    cure: numbers in its place, or leave it out.")
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
         problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."]) for path, size in sizes.items()]
@@ -68,6 +71,22 @@ def check_leaves(tree: Tree, what: str) -> int:
         )
         raise_problems(DataError, f"{what} is ragged: its leaves have different numbers of rows", problems)
     return next(iter(sizes.values()))
+
+
+def check_like(tree: Tree, sample: Tree, what: str) -> None:
+    """A batch has the leaves of the first one, of the same dtype and shape but for the number of rows.
+
+    Raises:
+      DataError: what differs; the step is compiled for one kind of batch.
+    """
+    if jax.tree.structure(tree) != jax.tree.structure(sample):
+        raise DataError(f"{what} holds {', '.join(flatten(tree))}; the first one held {', '.join(flatten(sample))}.")
+    for leaf, first in zip(jax.tree.leaves(tree), jax.tree.leaves(sample), strict=True):
+        if np.shape(leaf)[1:] != first.shape[1:] or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype:
+            raise DataError(
+                f"{what} holds {describe(leaf)}, the first one {describe(first)}: only the number of rows may differ.\n"
+                "    cure: pad to one shape, or keep one dtype."
+            )
 
 
 def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -> None:
@@ -202,11 +221,27 @@ class Placer:
         return self._weights[key]
 
 
+def narrow(values: np.ndarray, *, copy: bool) -> np.ndarray:
+    """Host values in the dtype that jax gives them: without `jax_enable_x64`, 64 bits become 32.
+
+    Raises:
+      DataError: whole numbers that 32 bits do not hold; they would wrap around.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(values.dtype)
+    if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
+        least, most, limits = values.min(), values.max(), np.iinfo(dtype)
+        if least < limits.min or most > limits.max:
+            raise DataError(
+                f"{values.dtype} values from {least} to {most} do not fit {dtype}, which jax makes of them.\n"
+                "    cure: smaller numbers (such as an index into a table of them), or jax.config.update('jax_enable_x64', True)."
+            )
+    return values.astype(dtype, copy=copy)
+
+
 def _own(leaf: Any, index: np.ndarray | None) -> np.ndarray:
     """The rows `index` of a leaf (all of them without), in a buffer of our own on the host."""
     leaf = np.asarray(leaf)
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return np.array(leaf, dtype=dtype) if index is None else leaf[index].astype(dtype, copy=False)
+    return narrow(leaf, copy=True) if index is None else narrow(leaf[index], copy=False)
 
 
 def _place(leaf: Any, index: np.ndarray | None, size: int, sharding: NamedSharding) -> jax.Array:
@@ -214,9 +249,8 @@ def _place(leaf: Any, index: np.ndarray | None, size: int, sharding: NamedShardi
     if isinstance(leaf, jax.Array):  # immutable, and maybe on the mesh already
         return jax.device_put(leaf if index is None else leaf[index], sharding)
     leaf = np.asarray(leaf)
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
     if index is None:
-        cut = lambda at: np.array(leaf[at], dtype=dtype)
+        cut = lambda at: narrow(leaf[at], copy=True)
     else:
-        cut = lambda at: leaf[(index[at[0]], *at[1:])].astype(dtype, copy=False)
+        cut = lambda at: narrow(leaf[(index[at[0]], *at[1:])], copy=False)
     return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, cut)

@@ -3,13 +3,14 @@
 import base64
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from spmd.data.batches import HostBatch, check_leaves
+from spmd.data.batches import HostBatch, check_leaves, check_like
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree, describe, flatten
 
@@ -128,6 +129,7 @@ class IterableSource:
                 raise DataError(f"batch {count} of epoch {number + 1} has 0 rows.")
             if rows * jax.process_count() > self.batch_size:
                 raise DataError(f"batch {count} of epoch {number + 1} has {rows} rows, more than the {self.batch_size} of the first one.")
+            check_like(leaves, self._sample, f"batch {count} of epoch {number + 1}")
             yield HostBatch(leaves, rows, None, state)
         if count == 0 and not (stateful and position is not None):  # a restored state may stand at the end
             raise DataError(_ONCE.format(f"nothing in epoch {number + 1}"))
@@ -169,6 +171,8 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
     """
     if data is None or isinstance(data, str):
         raise DataError(f"data={data!r}: give a dict or tuple of arrays, an iterable of batches, or a grain data set.")
+    if shuffle not in (None, True, False):
+        raise OptionError(f"shuffle={shuffle!r}: True, False, or None (True for arrays).")
     if not is_arrays(data):
         if shuffle:
             raise OptionError(
@@ -184,10 +188,10 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
         raise DataError(f"the data is empty: {shapes}.\n    cure: look at what it was read or filtered from.")
     if batch_size is None:
         raise OptionError("batch_size is missing: arrays have to be cut into batches.\n    cure: such as batch_size=128.")
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Integral) or batch_size < 1:
         raise OptionError(f"batch_size={batch_size!r}: a whole number from 1.")
     if examples < batch_size and not short_ok:
         raise DataError(
             f"the data has {examples} examples, fewer than one batch of {batch_size}.\n    cure: batch_size={examples} or less."
         )
-    return ArraySource(arrays, examples, batch_size, shuffle if shuffle is not None else True, seed)
+    return ArraySource(arrays, examples, int(batch_size), shuffle if shuffle is not None else True, seed)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.data.batches import check_leaves
+from spmd.data.batches import check_leaves, narrow
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree
 
@@ -49,7 +49,7 @@ def on_devices(arrays: Tree, mesh: Mesh) -> Tree:
     whole = NamedSharding(mesh, PartitionSpec())
 
     def put(leaf: Any) -> jax.Array:
-        host = np.array(leaf, dtype=jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+        host = narrow(np.asarray(leaf), copy=True)
         return jax.make_array_from_callback(host.shape, whole, lambda at: host[at].copy())
 
     return jax.tree.map(put, arrays)

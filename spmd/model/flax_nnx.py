@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from spmd.errors import ModelError
 from spmd.layout.match import matches
 from spmd.model.base import Call, Model, Variables, abstractly, no_such_module
 from spmd.tree import Tree, flatten, path_of
@@ -20,6 +21,7 @@ class NnxModel(Model):
         self._graphdef: Any = None
         self._impls: dict[str, Any] = {}
         self._stat_paths: tuple = ()
+        self._called: set[str] = set()  # remat patterns of which a module was called
         self.concrete = None if concrete is None else self._split(concrete)
 
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
@@ -62,11 +64,18 @@ class NnxModel(Model):
                 sub.dtype = call.dtype  # type: ignore[attr-defined]
         for pattern in call.remat_modules:
             for path in _matching_modules(pattern, modules):
-                modules[path].__class__ = _rematerialised(type(modules[path]), call.remat_policy)
+                modules[path].__class__ = _rematerialised(
+                    type(modules[path]), call.remat_policy, functools.partial(self._called.add, pattern)
+                )
         return module
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
-        del patterns  # `bind` refuses a pattern that matches no submodule
+        for pattern in patterns:  # one that matches no submodule is refused by `bind` already
+            if pattern not in self._called:
+                raise ModelError(
+                    f'[remat] modules: "{pattern}" matches submodules that the model never calls as module(x), so nothing is recomputed.\n'
+                    "    cure: a pattern for the modules that are called."
+                )
 
     def stats_of(self, bound: nnx.Module) -> Tree:
         flat = dict(nnx.to_flat_state(nnx.state(bound)))
@@ -87,11 +96,11 @@ def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-@functools.cache
-def _rematerialised(kind: type, policy: Callable[..., bool] | None) -> type:
-    """A subclass of an nnx module whose call is recomputed in the backward pass."""
+def _rematerialised(kind: type, policy: Callable[..., bool] | None, note: Callable[[], None]) -> type:
+    """A subclass of an nnx module whose call is recomputed in the backward pass, and noted."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note()
         return nnx.remat(lambda module: kind.__call__(module, *args, **kwargs), policy=policy)(self)
 
     return type(kind)(f"Remat{kind.__name__}", (kind,), {"__call__": __call__, "__module__": kind.__module__})

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spmd.errors import DivergedError, OptionError, did_you_mean
+from spmd.errors import DivergedError, OptionError, a_kind, did_you_mean
 
 
 class Info:
@@ -143,6 +143,8 @@ class EarlyStopping(Callback):
     def __init__(self, metric: str = "eval_loss", *, patience: int = 3, min_delta: float = 0.0, mode: str = "min", every: int = 1):
         if mode not in ("min", "max"):
             raise OptionError(f'EarlyStopping: no mode "{mode}".\n    cure: {did_you_mean(mode, ("min", "max"))}')
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise OptionError(f"EarlyStopping: patience={patience!r}; a number of looks, from 1.")
         self.metric, self.patience, self.min_delta, self.every = metric, patience, min_delta, every
         self._sign = 1.0 if mode == "min" else -1.0
         self._best, self._waited = math.inf, 0
@@ -196,6 +198,8 @@ class StopAt(Callback):
     moves_nothing = True
 
     def __init__(self, *, step: int | None = None, seconds: float | None = None):
+        if (step is None and seconds is None) or (step is not None and step < 1) or (seconds is not None and seconds < 0):
+            raise OptionError(f"StopAt(step={step}, seconds={seconds}): a step from 1, or seconds from 0, or both.")
         self.step, self.seconds, self._started = step, seconds, time.monotonic()
 
     def on_start(self, info: Info) -> None:
@@ -221,6 +225,8 @@ def as_callbacks(given: Any) -> list[Callback]:
     Raises:
       OptionError: something that is neither.
     """
+    if not isinstance(given, list | tuple):
+        raise OptionError(f"callbacks={given!r} is {a_kind(given)}.\n    cure: a list of them.")
     callbacks: list[Callback] = []
     for one in given:
         if isinstance(one, Callback):

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
+from spmd.errors import CheckpointError, OptionError, Problem, a_kind, did_you_mean, raise_problems
 from spmd.train.state import State
 from spmd.tree import describe, flatten, map_paths
 
@@ -50,6 +50,15 @@ class Checkpoint:
                 raise OptionError(f"Checkpoint: {name}={value!r}; a whole number from 1.")
 
 
+def as_checkpoint(given: Any) -> Checkpoint | None:
+    """What the user gave as `checkpoint`: a folder, a `Checkpoint`, or None."""
+    if given is None or isinstance(given, Checkpoint):
+        return given
+    if isinstance(given, str | Path):
+        return Checkpoint(given)
+    raise OptionError(f"checkpoint={given!r} is {a_kind(given)}; a folder, or a spmd.Checkpoint.")
+
+
 class Store:
     """A run's checkpoints on disk. Saving is asynchronous; `close` waits and raises what went wrong."""
 
@@ -61,11 +70,17 @@ class Store:
         self.folder = Path(config.path).absolute()
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every save at INFO and WARNING
         keep: list[Any] = [policies.LatestN(config.keep)]
+        judge: Any = None  # Orbax writes metrics to disk, where a resumed run finds them, only for a run that has one
         if config.best is not None:
+            judge = lambda metrics: metrics[config.best]
             sign = 1.0 if config.mode == "max" else -1.0
             keep.append(policies.BestN(get_metric_fn=lambda m: sign * m[config.best], n=1, keep_checkpoints_without_metrics=False))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(keep), enable_async_checkpointing=True, cleanup_tmp_directories=True
+            preservation_policy=policies.AnyPreservationPolicy(keep),
+            best_fn=judge,
+            best_mode=config.mode,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,
         )
         self._manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
         self._saved = self.latest()
@@ -78,12 +93,41 @@ class Store:
         """All steps on disk, oldest first."""
         return sorted(self._manager.all_steps())
 
+    def step(self, which: int | str) -> int:
+        """The step that is meant by "latest", "best" or a number.
+
+        Raises:
+          CheckpointError: there is none, or the run did not say what is best.
+        """
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}.")
+        if which == "latest":
+            return steps[-1]
+        if which != "best":
+            if which not in steps:
+                raise CheckpointError(
+                    f"there is no checkpoint of step {which!r} in {self.folder}.\n    cure: {', '.join(map(str, steps))}."
+                )
+            return int(which)
+        judged = self.meta(steps[-1])["best"]
+        if judged is None:
+            raise CheckpointError(
+                f"the run in {self.folder} did not say what is best.\n    cure: fit(checkpoint=Checkpoint(..., best=...))."
+            )
+        metric, mode = judged
+        values = {step: (self._manager.metrics(step) or {}).get(metric) for step in steps}
+        known = {step: value for step, value in values.items() if value is not None}
+        return (max if mode == "max" else min)(known, key=lambda step: known[step])
+
     def save(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> bool:
         """Start writing a checkpoint; False when this step is written already."""
         if self._saved == step:
             return False
         arrays = _by_path(state)
-        meta = {"format": FORMAT, "step": step, "arrays": {path: describe(leaf) for path, leaf in arrays.items()}, **meta}
+        shapes = {path: describe(leaf) for path, leaf in arrays.items()}
+        best = None if self.config.best is None else [self.config.best, self.config.mode]
+        meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
         saved = self._manager.save(
             step,
             args=self._args.Composite(state=self._args.StandardSave(arrays), meta=self._args.JsonSave(meta)),

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmd.errors import OptionError, import_extra
+from spmd.errors import OptionError, a_kind, import_extra
 
 
 class Logger(Protocol):
@@ -79,6 +79,8 @@ def check_loggers(loggers: Any) -> list[Logger]:
     Raises:
       OptionError: one without `write` and `close`, or a class in place of its instance.
     """
+    if not isinstance(loggers, list | tuple):
+        raise OptionError(f"loggers={loggers!r} is {a_kind(loggers)}.\n    cure: a list of them.")
     for one in loggers:
         if isinstance(one, type) or not (callable(getattr(one, "write", None)) and callable(getattr(one, "close", None))):
             raise OptionError(f"logger {one!r} has no write(record) and close().\n    cure: such as spmd.loggers.JsonLines(path).")

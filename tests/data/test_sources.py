@@ -1,9 +1,11 @@
 """Where batches come from: arrays cut in an order of their own, and iterables of every kind."""
 
 import numpy as np
+import optax
 import pytest
 from linear import examples, fit, same
 
+import spmd
 from spmd.data.loader import ArraySource, IterableSource, is_arrays, source
 from spmd.errors import DataError, OptionError
 
@@ -248,6 +250,8 @@ LATER = {
     "larger": (numbered(9), r"batch 2 of epoch 1 has 9 rows, more than the 8 of the first one\."),
     "empty": (numbered(0), r"batch 2 of epoch 1 has 0 rows\."),
     "ragged": ({**numbered(8), "y": np.zeros(3)}, r"batch 2 of epoch 1 is ragged"),
+    "wider": ({name: np.stack([leaf, leaf], 1) for name, leaf in numbered(8).items()}, r"only the number of rows may differ\."),
+    "another leaf": ({**numbered(8), "z": np.zeros(8)}, r"batch 2 of epoch 1 holds .*, z; the first one held"),
 }
 
 
@@ -289,6 +293,37 @@ def test_an_error_of_the_users_reader_comes_out_with_its_own_lines(prefetch):
     with pytest.raises(OSError, match="the disk is gone") as raised:
         fit(broken_reader, steps=10, prefetch=prefetch)
     assert "broken_reader" in [entry.name for entry in raised.traceback]
+
+
+def test_numbers_that_32_bits_do_not_hold_are_refused():
+    data = {"x": np.zeros((8, 2), np.float32), "y": np.arange(8) + 2**31 - 4}
+    with pytest.raises(DataError, match=r"int64 values from \d+ to \d+ do not fit int32"):
+        spmd.fit(
+            spmd.FunctionalModel(lambda key: {"w": np.zeros((2, 1), np.float32)}, lambda p, x: x @ p["w"]),
+            data,
+            loss=lambda model, batch: model(batch["x"])[:, 0] * batch["y"],
+            optimizer=optax.sgd(0.1),
+            batch_size=8,
+            mesh={"data": 8},
+        )
+
+
+@pytest.mark.parametrize(
+    "data, options, pattern",
+    [
+        ({"x": np.array(["a", "b"])}, {}, r"the data: x <U1\[2\] cannot go onto a device"),
+        ({"x": np.zeros(8)}, {"shuffle": "no"}, r"shuffle='no': True, False, or None"),
+        ({"x": np.zeros(8)}, {"batch_size": True}, r"batch_size=True: a whole number from 1"),
+    ],
+    ids=["words", "shuffle", "batch size"],
+)
+def test_arrays_and_options_that_cannot_be_used_say_why(data, options, pattern):
+    with pytest.raises(spmd.errors.SpmdError, match=pattern):
+        source(data, **{"batch_size": 2, "shuffle": None, "seed": 0, **options})
+
+
+def test_a_batch_size_may_be_numpys_own_number():
+    assert source({"x": np.zeros(8)}, batch_size=np.int64(4), shuffle=None, seed=0).batch_size == 4
 
 
 def test_the_fingerprint_tells_data_apart():

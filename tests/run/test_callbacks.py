@@ -258,6 +258,24 @@ def test_a_mode_that_does_not_exist():
         callbacks.EarlyStopping(mode="mni")
 
 
+@pytest.mark.parametrize("options", [{"patience": -1}, {"patience": 0}, {"patience": 1.5}])
+def test_a_patience_that_never_waits(options):
+    with pytest.raises(OptionError, match=r"EarlyStopping: patience=.*; a number of looks, from 1"):
+        callbacks.EarlyStopping(**options)
+
+
+@pytest.mark.parametrize("options", [{}, {"step": 0}, {"seconds": -1.0}])
+def test_a_stop_that_says_nothing(options):
+    with pytest.raises(OptionError, match=r"StopAt\(.*\): a step from 1, or seconds from 0, or both"):
+        callbacks.StopAt(**options)
+
+
+def test_callbacks_and_loggers_are_lists():
+    for option in ("callbacks", "loggers"):
+        with pytest.raises(OptionError, match=f"{option}=5 is an int.\n    cure: a list of them."):
+            fit(**{option: 5})
+
+
 # not a number ---------------------------------------------------------------------------------------------------------
 
 

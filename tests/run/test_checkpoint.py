@@ -325,6 +325,46 @@ def test_the_best_is_kept_beside_the_newest(mode, best, every, tmp_path):
     assert steps_on_disk(tmp_path) == [best, 12]
 
 
+def test_the_best_survives_a_resumed_run(tmp_path):
+    scored([0.5, 0.75, 0.25, 0.5], tmp_path, mode="max")
+    data = {**numbers(96), "score": np.zeros(96, np.float32)}
+    loss = lambda model, batch: ((model(batch["x"]) - batch["y"])[:, 0] ** 2, {"score": batch["score"]})
+    config = Checkpoint(tmp_path, best="eval_score", mode="max", keep=1)
+    result = fit(data, loss=loss, epochs=6, eval_data=Scripted([0.1, 0.2]), checkpoint=config, resume=True)
+    assert steps_on_disk(tmp_path) == [6, 18], "step 6, of the first run, is still the best"
+    assert int(result.trainer.restore(tmp_path, step="best").step) == 6
+
+
+def test_the_best_and_any_other_can_be_loaded(tmp_path):
+    result = scored([0.5, 0.75, 0.25, 0.5], tmp_path, mode="max", keep=2)
+    trainer = result.trainer
+    found = {which: int(trainer.restore(tmp_path, step=which).step) for which in ("best", "latest", 9)}
+    assert found == {"best": 6, "latest": 12, 9: 9}
+    assert same(trainer.restore(tmp_path), result.state)
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    trainer = fit(epochs=1, checkpoint=tmp_path).trainer
+    for which, text in (("best", "did not say what is best"), (7, "there is no checkpoint of step 7 in .*\n    cure: 3\\.")):
+        with pytest.raises(CheckpointError, match=text):
+            trainer.restore(tmp_path, step=which)
+    for path, text in ((tmp_path / "none", "there is no such folder"), (None, "there is no such folder")):
+        with pytest.raises(CheckpointError, match=text):
+            trainer.restore(path)
+    with pytest.raises(OptionError, match=r"checkpoint=5 is an int; a folder, or a spmd\.Checkpoint\."):
+        fit(epochs=1, checkpoint=5)
+
+
+def test_options_that_changed_are_told_when_a_run_goes_on(tmp_path, capsys):
+    fit(epochs=1, checkpoint=tmp_path, mesh={"data": 8})
+    fit(epochs=2, checkpoint=tmp_path, mesh={"data": 4, "model": 2}, resume=True, accumulate=2, layout="fsdp", progress=True)
+    told = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["changed"] for line in told if line.get("event") == "resumed"] == [
+        ["mesh was data=8, is data=4, model=2", "accumulate was 1, is 2", "the layout was another"]
+    ]
+    assert "accumulate was 1, is 2" in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_every_checkpoint_that_could_be_the_best_is_evaluated(tmp_path):
     """Saves every 2 steps, epochs of 3: evaluated at 2, 3, 4, 6, 8, 9, 10, 12; the best is the save of step 8."""
     scores = [0.1, 0.9, 0.2, 0.3, 0.7, 0.8, 0.4, 0.5]

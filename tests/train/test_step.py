@@ -11,6 +11,7 @@ import pytest
 from flax import linen, nnx
 
 import spmd
+from spmd.errors import ModelError
 
 ROWS = 32
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -376,6 +377,27 @@ def test_linen_batch_statistics_move_and_evaluation_uses_them():
     assert np.abs(np.asarray(state.stats["batch_stats"]["BatchNorm_0"]["mean"])).max() > 0
     twice = [trainer.evaluate(state, data())["loss"] for _ in range(2)]
     assert twice[0] == twice[1], "no dropout in evaluation"
+
+
+def test_remat_of_a_module_that_is_never_called():
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones((8, 3)))
+
+        def __call__(self, x):
+            raise NotImplementedError
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.inner = Holder()
+
+        def __call__(self, x):
+            return x @ self.inner.kernel[...]
+
+    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), remat=spmd.Remat("nothing", ("inner",)))
+    trainer = spmd.Trainer(lambda: Model(), loss=lambda m, b: m(b).sum(1), optimizer=optax.sgd(0.1), layout=layout)
+    with pytest.raises(ModelError, match=r'"inner" matches submodules that the model never calls'):
+        trainer.prepare(np.ones((8, 8), np.float32))
 
 
 def test_linen_remat_by_path():
