@@ -12,7 +12,8 @@ _HOMES = {
     "Checkpoint": "spmd.run.checkpoint",
     "Default": "spmd.layout.declare",
     "FunctionalModel": "spmd.model.functional",
-    "Gradients": "spmd.layout.declare",
+    "GradientRule": "spmd.layout.gradients",
+    "Gradients": "spmd.layout.gradients",
     "Layout": "spmd.layout.declare",
     "MeshSpec": "spmd.mesh",
     "OptimizerState": "spmd.layout.declare",
@@ -48,11 +49,12 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.api import fit as fit
     from spmd.errors import SpmdError as SpmdError
     from spmd.layout.declare import Default as Default
-    from spmd.layout.declare import Gradients as Gradients
     from spmd.layout.declare import Layout as Layout
     from spmd.layout.declare import OptimizerState as OptimizerState
     from spmd.layout.declare import Remat as Remat
     from spmd.layout.declare import Rule as Rule
+    from spmd.layout.gradients import GradientRule as GradientRule
+    from spmd.layout.gradients import Gradients as Gradients
     from spmd.mesh import MeshSpec as MeshSpec
     from spmd.mesh import make_mesh as make_mesh
     from spmd.mesh import simulate_devices as simulate_devices

@@ -258,7 +258,8 @@ def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
         f"{name} was {before[name]}, is {now}" for name, now in {"mesh": meta["mesh"], **meta["options"]}.items() if before[name] != now
     ]
     changed += ["the layout was another"] if saved["layout"] != meta["layout"] else []
-    return store.restore(step, trainer.abstract_state), Position(**saved["position"]), saved["callbacks"], changed
+    state, told = trainer.load(store, step)
+    return state, Position(**saved["position"]), saved["callbacks"], [*changed, *told]
 
 
 def _outputs(

@@ -8,6 +8,7 @@
     ├── OptimizerError       the optimizer is not an optax transformation
     ├── DataError            the data cannot be cut into batches for this mesh
     ├── CheckpointError      a checkpoint does not fit, or would be overwritten
+    ├── CodecError           gradients cannot travel in this format on this backend
     ├── DivergedError        a watched metric stopped being finite
     ├── OptionError          an argument of `fit`, `Trainer` or a callback that cannot be meant
     └── MissingExtraError    an optional package is not installed (also an ImportError)
@@ -63,6 +64,10 @@ class DataError(SpmdError):
 
 class CheckpointError(SpmdError):
     """A checkpoint does not fit the model, or starting would overwrite one."""
+
+
+class CodecError(SpmdError):
+    """A codec does not do on this backend what it promises."""
 
 
 class DivergedError(SpmdError):

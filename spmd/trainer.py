@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from spmd.comm.log import WireLog
 from spmd.data.batches import Batch, HostBatch, Placer, check_batch, check_leaves, check_like
 from spmd.data.loader import is_arrays, source
 from spmd.data.prefetch import prefetch
@@ -40,13 +41,13 @@ class StepInfo:
 class Metrics(Mapping[str, float]):
     """The metrics of one step, by name. Reading one waits for the step; until then the device runs on."""
 
-    def __init__(self, names: tuple[str, ...], packed: jax.Array):
-        self._names, self._packed = names, packed
+    def __init__(self, names: tuple[str, ...], packed: jax.Array, constants: Mapping[str, float]):
+        self._names, self._packed, self._constants = names, packed, constants
 
     @functools.cached_property
     def _values(self) -> dict[str, float]:
         sums, counts = jax.device_get(self._packed)
-        return dict(zip(self._names, (sums / counts).tolist(), strict=True))
+        return dict(zip(self._names, (sums / counts).tolist(), strict=True)) | dict(self._constants)
 
     def wait(self) -> None:
         """Until the step is done; nothing is fetched."""
@@ -56,10 +57,10 @@ class Metrics(Mapping[str, float]):
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter((*self._names, *self._constants))
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._names) + len(self._constants)
 
     def __repr__(self) -> str:
         return repr(self._values)
@@ -104,6 +105,7 @@ class Trainer:
         self._placer: Placer | None = None
         self._evaluations: dict[int, tuple[Program, Placer]] = {}
         self._in_flight: collections.deque[Metrics] = collections.deque()
+        self._last: tuple[State | None, int] = (None, 0)  # the newest state, and its step
 
     @property
     def resolved(self) -> Resolved:
@@ -114,9 +116,29 @@ class Trainer:
         """The layout applied to this model, as a table."""
         return summary(self.resolved)
 
+    @property
+    def wire(self) -> WireLog:
+        """What a step sends: every collective of the manual step, with axes, payload and bytes; printed, a table.
+
+        Raises:
+          OptionError: no batch was seen yet, or XLA places the collectives.
+        """
+        if self._program is None:
+            raise OptionError("trainer.wire before the first batch: what travels depends on it.\n    cure: trainer.prepare(batch) first.")
+        if not self._placed.exchange.reduction.manual:
+            why = (
+                "a single worker exchanges nothing"
+                if self.resolved.workers == 1
+                else 'under reduction "compiler" XLA places the collectives'
+            )
+            raise OptionError(
+                f'trainer.wire: {why}.\n    cure: several workers and  [gradients] reduction = "all_reduce"  or "reduce_scatter".'
+            )
+        return self._program.wire
+
     def notes(self) -> list[str]:
-        """What is replicated, what repeats the same work, and which optimizer arrays the layout could not cut."""
-        lines, abstract_state = notes(self.resolved), self._placed.abstract_state
+        """What is replicated, what repeats the same work, what the exchange keeps, and which moments could not be cut."""
+        lines, abstract_state = [*notes(self.resolved), *self._placed.exchange.notes()], self._placed.abstract_state
         whole = whole_moments(abstract_state, self.resolved)
         if whole and any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(abstract_state.opt)):
             lines.append(f"note: {len(whole)} optimizer arrays have no parameter's shape and stay whole: {', '.join(whole[:3])}, ...")
@@ -157,9 +179,13 @@ class Trainer:
             raise CheckpointError(f"checkpoint={checkpoint!r}: there is no such folder.")
         store = Store(config)
         try:
-            return store.restore(store.step(step), self.abstract_state)
+            return self.load(store, store.step(step))[0]
         finally:
             store.release()
+
+    def load(self, store: Store, step: int) -> tuple[State, list[str]]:
+        """The state of a step in a store, and in words what of the codecs' memory did not fit."""
+        return store.restore(step, self.abstract_state, self._placed.init_memory)
 
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""
@@ -207,13 +233,21 @@ class Trainer:
         placed = batch if isinstance(batch, Batch) else self.place(batch)
         _check_alive(state)
         program, placer = self.prepare(placed.leaves)
+        number = self._number(state)
         with placer.carrying():
             state, packed = program.step(state, placed.leaves, placed.weights, split=placed.split)
-        metrics = Metrics(program.names, packed)
+        self._last = (state, number + 1)
+        metrics = Metrics(program.names, packed, program.constants(number))
         self._in_flight.append(metrics)
         if len(self._in_flight) >= IN_FLIGHT:
             self._in_flight.popleft().wait()
         return state, metrics
+
+    def _number(self, state: State) -> int:
+        """Updates made so far, without waiting for the device where that can be known."""
+        if not self.layout.gradients.start_step:
+            return 0  # all steps send the same
+        return self._last[1] if state is self._last[0] else int(state.step)
 
     def steps(
         self, data: Any, *, batch_size: int | None = None, epochs: int = 1, state: State | None = None, shuffle: bool | None = None

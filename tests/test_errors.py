@@ -160,7 +160,7 @@ data = 0
 spec = ["-"]
 [gradients]
 reducton = "all_reduce"
-codec = "bfloat16"
+codec = "bfloat61"
 reduction = "parameter_server"
 [default]
 params = "shrad:data"
@@ -204,8 +204,8 @@ mine.toml cannot be read
       cure: did you mean "reduction"?
 
   line 10: [gradients] codec
-      no codec "bfloat16".
-      cure: this version knows: exact.
+      no codec "bfloat61".
+      cure: did you mean "bfloat16"? This version knows: exact, bfloat16, int8, float8, sign, top_k, power_sgd.
 
   line 11: [gradients] reduction
       no reduction "parameter_server".

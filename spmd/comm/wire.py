@@ -1,4 +1,7 @@
-"""The wire: the only file that calls `lax` collectives. Arrays are per worker: this device's own piece."""
+"""The wire: the only file that calls `lax` collectives. Arrays are per worker: this device's own piece.
+
+What each call costs is read from the traced step by `spmd.comm.log`, which states the formulas.
+"""
 
 import math
 
@@ -23,6 +26,11 @@ def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
+def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
+    """Row j of `x` [workers, ...] goes to worker j along `axes`; row i of the result came from worker i."""
+    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
+
+
 def maximum(x: jax.Array, axes: Axes) -> jax.Array:
     """The largest value over all workers along `axes`."""
     return lax.pmax(x, axes) if axes else x
@@ -30,7 +38,7 @@ def maximum(x: jax.Array, axes: Axes) -> jax.Array:
 
 def worker_index(axes: Axes) -> jax.Array:
     """This worker's number, a scalar int32: positions along `axes`, the first one slowest."""
-    return lax.axis_index(axes)
+    return lax.axis_index(axes) if axes else jax.numpy.int32(0)
 
 
 def worker_count(axes: Axes) -> int:

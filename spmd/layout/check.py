@@ -7,7 +7,7 @@ import jax
 
 from spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 from spmd.layout.cure import listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
-from spmd.layout.declare import Layout, Rule, Spec, spec_axes, spec_text
+from spmd.layout.declare import Layout, Rule, Spec, mixed, spec_axes, spec_text
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import Names, Resolved, choose, owners, resolve, rule_name
 from spmd.mesh import MeshSpec, axis_problem
@@ -42,7 +42,7 @@ def fit_layout(layout: Layout, params: Params, names: Mapping[str, Names], mesh:
       LayoutError: with every problem found, the arithmetic, and a cure that passes the same check.
     """
     claims = {path: tuple(owners(layout.params, path)) for path in params}
-    problems = [*_layout_problems(layout, mesh), *_rule_problems(layout.params, params, mesh)]
+    problems = [*_layout_problems(layout, mesh), *_rule_problems(layout.params, params, mesh), *_codec_problems(layout, params, mesh)]
     misfits: dict[Misfit, list[str]] = {}
     for path, leaf in params.items():
         found = _misfit(layout, claims[path], path, leaf, names.get(path), mesh)
@@ -54,7 +54,7 @@ def fit_layout(layout: Layout, params: Params, names: Mapping[str, Names], mesh:
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = resolve(layout, params, names, mesh)
-    raise_problems(LayoutError, headline, list(_share_problems(resolved, params, names)))
+    raise_problems(LayoutError, headline, [*_share_problems(resolved, params, names), *_exchange_problems(resolved)])
     return resolved
 
 
@@ -99,6 +99,55 @@ def _rule_problems(rules: tuple[Rule, ...], params: Params, mesh: MeshSpec) -> I
         for other in rule.except_ if found else ():
             if not matches(other, found):
                 yield Problem(f'{where}, except "{other}"', ["takes no parameter away from this rule."], path_cure(other, found))
+
+
+def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[Problem]:
+    """Rules of `[gradients]` that match nothing or disagree, and exact axes that gradients do not meet over."""
+    rules, data = layout.gradients.rules, layout.data_axes()
+    for number, rule in enumerate(rules):
+        if not matches(rule.path, params):
+            yield Problem(
+                f'[[gradients.rules]] {rule_name(rules, number)}: path "{rule.path}" matches no parameter.',
+                [],
+                path_cure(rule.path, params),
+            )
+    for path, leaf in params.items() if len(rules) > 1 else ():
+        claimed = owners(rules, path)
+        if len(claimed) > 1:
+            why = [f'{rule_name(rules, index)} claims it: path "{rules[index].path}", codec {rules[index].codec}' for index in claimed]
+            yield Problem(
+                f"{path}   {describe(leaf)}",
+                [f"{len(claimed)} [[gradients.rules]] match this parameter.", *why],
+                "name it in one's  except.",
+            )
+    inside = layout.gradients.exact_axes
+    for axis in inside:
+        if axis not in data:
+            unknown = axis_problem(axis, mesh)
+            lines, cure = unknown or ([f'"{axis}" is no data axis.'], f"of the axes that the batch is cut over: {', '.join(data)}.")
+            yield Problem("[gradients] exact_axes", lines, cure)
+    if inside and set(inside) >= set(data):
+        why = f"every data axis ({', '.join(data)}) is reduced exactly, so no codec has anything to do."
+        yield Problem("[gradients] exact_axes", [why], "leave the axis that crosses nodes out.")
+
+
+def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
+    """Gradients and weights that the exchange cannot cut as the layout asks."""
+    layout, data, declared = resolved.layout, resolved.data_axes, resolved.layout.gradients
+    if declared.reduction == "compiler" or resolved.workers == 1:
+        return
+    for place in resolved.placements.values():
+        spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
+        claimed = owners(declared.rules, place.path)
+        codec = declared.rules[claimed[0]].codec if claimed else declared.codec
+        if codec != "exact" and mixed(spec, data):
+            why = f"a dim is cut over a data axis and another one together, which codec {codec} cannot follow."
+            cure = f'the two axes on two dims, or [[gradients.rules]]  path = "{place.path}"  codec = "exact".'
+            yield Problem(f"{place.path}   {place.dtype}[{', '.join(map(str, place.shape))}]   spec {spec_text(spec)}", [why], cure)
+    cut = any(axis in data for place in resolved.placements.values() for axis in (*spec_axes(place.spec), *spec_axes(place.state_spec)))
+    if declared.weights != "exact" and not cut:
+        why = f"{layout.source} keeps every parameter and its moments whole on every worker, so no weight travels."
+        yield Problem("[gradients] weights", [why], 'leave it out, or cut them: [default] params = "shard:data".')
 
 
 def _misfit(

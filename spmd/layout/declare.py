@@ -3,6 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+from spmd.layout.gradients import Gradients
+
 Entry = str | tuple[str, ...] | None  # one dim: whole (None), over one mesh axis, or over several (outermost first)
 Spec = tuple[Entry, ...]  # one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are whole
 
@@ -64,19 +66,6 @@ class OptimizerState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradients:
-    """How gradients of different workers meet, and in which format they travel.
-
-    Example:
-      >>> Layout(gradients=Gradients("reduce_scatter")).gradients.codec
-      'exact'
-    """
-
-    reduction: str = "compiler"
-    codec: str = "exact"
-
-
-@dataclasses.dataclass(frozen=True)
 class Remat:
     """Which activations are recomputed in the backward pass instead of being kept.
 
@@ -114,7 +103,7 @@ class Layout:
     axes: tuple[tuple[str, Entry], ...] = ()
     default: Default = Default()
     optimizer: OptimizerState = OptimizerState()
-    gradients: Gradients = Gradients()
+    gradients: Gradients = Gradients()  # noqa: RUF009
     remat: Remat = Remat()
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
@@ -128,7 +117,7 @@ class Layout:
 
     def to_toml(self) -> str:
         """The TOML text of this layout; written to a file, `Layout.load` of it gives an equal one."""
-        from spmd.layout.toml import dumps
+        from spmd.layout.dump import dumps
 
         return dumps(self)
 
@@ -161,6 +150,15 @@ def keep_axes(spec: Spec, axes: tuple[str, ...]) -> Spec:
     """
     kept = (tuple(axis for axis in entry_axes(entry) if axis in axes) for entry in spec)
     return tuple(None if not entry else entry[0] if len(entry) == 1 else entry for entry in kept)
+
+
+def mixed(spec: Spec, data_axes: tuple[str, ...]) -> bool:
+    """Whether a dim is cut over a data axis and another one together.
+
+    >>> mixed((None, ("data", "model")), ("data",))
+    True
+    """
+    return any(len({axis in data_axes for axis in entry_axes(entry)}) > 1 for entry in spec)
 
 
 def spec_text(spec: Spec) -> str:

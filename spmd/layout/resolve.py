@@ -8,6 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from spmd.layout.declare import Entry, Layout, Rule, Spec, entry_axes, spec_axes
+from spmd.layout.gradients import GradientRule
 from spmd.layout.match import compiled
 from spmd.mesh import MeshSpec
 from spmd.tree import nbytes
@@ -71,7 +72,7 @@ def ways(spec: Spec, mesh: MeshSpec) -> int:
     return math.prod(mesh.sizes[axis] for axis in spec_axes(spec))
 
 
-def owners(rules: tuple[Rule, ...], path: str) -> list[int]:
+def owners(rules: tuple[Rule, ...] | tuple[GradientRule, ...], path: str) -> list[int]:
     """Indices of the rules that claim `path`."""
     return [
         index
@@ -80,7 +81,7 @@ def owners(rules: tuple[Rule, ...], path: str) -> list[int]:
     ]
 
 
-def rule_name(rules: tuple[Rule, ...], index: int) -> str:
+def rule_name(rules: tuple[Rule, ...] | tuple[GradientRule, ...], index: int) -> str:
     """How tables and errors call a rule: its number, and its line when it came from a file."""
     line = rules[index].line
     return f"rule {index + 1}, line {line}" if line else f"rule {index + 1}"

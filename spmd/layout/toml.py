@@ -15,25 +15,27 @@ from spmd.layout.declare import (
     Batch,
     Default,
     Entry,
-    Gradients,
     Layout,
     OptimizerState,
     Remat,
     Rule,
     Spec,
-    spec_text,
 )
+from spmd.layout.dump import dumps
+from spmd.layout.gradients import OPTIONS, GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.match import compiled
 
 CHOICES = {
     "gradients.reduction": ("compiler", "all_reduce", "reduce_scatter"),
-    "gradients.codec": ("exact",),
+    "gradients.codec": tuple(OPTIONS),
+    "gradients.weights": ("exact", "bfloat16"),
     "remat.save": ("everything", "dots", "nothing"),
 }
 
 
 KINDS = {  # how errors call what Python calls a type, and one that is right
     str: ("a string", '"data"'),
+    bool: ("true or false", "true"),
     int: ("a whole number", "2"),
     float: ("a number", "0.5"),
     list: ("a list", '["**/mlp"]'),
@@ -132,7 +134,7 @@ class _Reader:
             axes=self.axes(self.table(data, "axes")),
             default=self.default(self.table(data, "default")),
             optimizer=self.section(data, "optimizer", OptimizerState),
-            gradients=self.section(data, "gradients", Gradients),
+            gradients=self.gradients(self.table(data, "gradients")),
             remat=self.remat(self.table(data, "remat")),
         )
 
@@ -166,7 +168,7 @@ class _Reader:
 
     def value(self, table: dict[str, Any], key: str, default: Any, kinds: Any, section: str = "") -> Any:
         value = table.get(key, default)
-        if key in table and (not isinstance(value, kinds) or isinstance(value, bool)):
+        if key in table and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool)):
             kind = kinds if isinstance(kinds, type) else kinds[-1]
             where = f"[{section}] {key}" if section else key
             self.problem(where, f"{_shown(value)} is not {KINDS[kind][0]}.", f"such as {KINDS[kind][1]}.", self.key_line(section, key))
@@ -199,29 +201,83 @@ class _Reader:
         return tuple(_entry(entry) for entry in value)
 
     def rules(self, table: dict[str, Any], key: str, section: str = "") -> tuple[Rule, ...]:
+        return tuple(self.rule(*found) for found in self.items(table, key, section))
+
+    def items(self, table: dict[str, Any], key: str, section: str) -> list[tuple[dict[str, Any], str, int | None]]:
+        """The tables of a list of rules, each with how errors call it, and its line."""
         header, items = f"{section}.{key}" if section else key, table.get(key, [])
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
             self.problem(header, "is not a list of rules.", f"write [[{header}]] on a line of its own.", self.key_line("", header))
-            return ()
-        return tuple(self.rule(item, header, number) for number, item in enumerate(items, 1))
+            return []
+        line = lambda number: self.line(rf"\s*\[\[\s*{re.escape(header)}\s*\]\]", number)
+        return [(item, f"[[{header}]] rule {number + 1}", line(number)) for number, item in enumerate(items)]
 
-    def rule(self, item: dict[str, Any], header: str, number: int) -> Rule:
-        line = self.line(rf"\s*\[\[\s*{re.escape(header)}\s*\]\]", number - 1)
-        where = f"[[{header}]] rule {number}"
+    def rule(self, item: dict[str, Any], where: str, line: int | None) -> Rule:
         for key in item:
             if key not in ("path", "spec", "except"):
                 self.problem(f"{where}: unknown key {key}", "nothing reads it.", did_you_mean(key, ("path", "spec", "except")), line)
-        for key in ("path", "spec"):
-            if key not in item:
-                self.problem(
-                    where, f"has no {key}.", 'such as  path = "**/kernel".' if key == "path" else 'such as  spec = ["-", "model"].', line
-                )
+        path, excepted = self.paths(item, where, line)
+        if "spec" not in item:
+            self.problem(where, "has no spec.", 'such as  spec = ["-", "model"].', line)
+        spec = self.spec(item["spec"], where, line) if "spec" in item else ()
+        return Rule(path, spec, excepted, line)
+
+    def paths(self, item: dict[str, Any], where: str, line: int | None) -> tuple[str, tuple[str, ...]]:
+        """What a rule matches, and what it leaves out."""
+        if "path" not in item:
+            self.problem(where, "has no path.", 'such as  path = "**/kernel".', line)
         excepted = item.get("except", [])
         excepted = excepted if isinstance(excepted, list) else [excepted]
         for pattern in [item.get("path", ""), *excepted]:
             self.pattern(pattern, where, line)
-        spec = self.spec(item["spec"], where, line) if "spec" in item else ()
-        return Rule(str(item.get("path", "")), spec, tuple(map(str, excepted)), line)
+        return str(item.get("path", "")), tuple(map(str, excepted))
+
+    def gradients(self, table: dict[str, Any]) -> Gradients:
+        section: str = "gradients"
+        known: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Gradients) if f.name not in ("options", "rules")}
+        values: dict[str, Any] = {key: self.choice(table, section, key, known[key]) for key in ("reduction", "codec", "weights")}
+        values |= {key: self.value(table, key, False, bool, section) for key in ("error_feedback", "allow_biased", "diagnostics")}
+        for key, least in (("start_step", 0), ("bucket_bytes", 1)):
+            values[key] = self.value(table, key, known[key], int, section)
+            if values[key] < least:
+                self.problem(f"[gradients] {key}", f"{values[key]}.", f"a whole number from {least}.", self.key_line(section, key))
+        values["exact_axes"] = tuple(map(str, self.value(table, "exact_axes", [], list, section)))
+        options = {key: value for key, value in table.items() if key not in (*known, "rules")}
+        values["options"] = self.options(values["codec"], options, "[gradients]", lambda key: self.key_line(section, key), tuple(known))
+        rules = tuple(self.gradient_rule(*found) for found in self.items(table, "rules", section))
+        found = Gradients(**values, rules=rules)
+        for key, why, cure in gradient_problems(found):
+            self.problem(f"[gradients] {key}", why, cure, self.key_line(section, key))
+        return found
+
+    def gradient_rule(self, item: dict[str, Any], where: str, line: int | None) -> GradientRule:
+        path, excepted = self.paths(item, where, line)
+        codec = item.get("codec", "exact")
+        if "codec" not in item or codec not in OPTIONS:
+            why, cure = (
+                (f'no codec "{codec}".', did_you_mean(str(codec), OPTIONS)) if "codec" in item else ("has no codec.", 'codec = "exact".')
+            )
+            self.problem(where, why, cure, line)
+            return GradientRule(path, "exact", (), excepted, line)
+        options = {key: value for key, value in item.items() if key not in ("path", "except", "codec")}
+        return GradientRule(path, codec, self.options(codec, options, where, lambda key: line, ("path", "except", "codec")), excepted, line)
+
+    def options(self, codec: str, given: dict[str, Any], where: str, line: Callable[[str], int | None], others: tuple[str, ...]) -> Options:
+        """A codec's options, each one that it reads and can use."""
+        kept = {}
+        for key, value in given.items():
+            readers = [name for name, options in OPTIONS.items() if key in options]
+            if key not in OPTIONS[codec]:
+                why = f"codec {codec} does not read it, {' and '.join(readers)} would." if readers else "nothing reads it."
+                known = (*others, *OPTIONS[codec])
+                self.problem(f"unknown key: {where} {key}", why, "" if readers else did_you_mean(key, known), line(key))
+                continue
+            wrong = OPTIONS[codec][key][1](value)
+            if wrong:
+                self.problem(f"{where} {key}", f"{_shown(value)} for codec {codec}.", f"{wrong}.", line(key))
+            else:
+                kept[key] = value
+        return tuple(kept.items())
 
     def pattern(self, pattern: Any, where: str, line: int | None) -> None:
         try:
@@ -294,41 +350,6 @@ def _entry(value: str | list[str]) -> Entry:
     return None if value == WHOLE else value
 
 
-def dumps(layout: Layout) -> str:
-    """The TOML text of a layout; only what differs from the defaults is written."""
-    blocks = [[f"description = {_text(layout.description)}"]] if layout.description else []
-    if layout.mesh:
-        blocks.append(["[mesh]", *(f"{axis} = {size}" for axis, size in layout.mesh)])
-    if layout.batch != Batch():
-        blocks.append(["[batch]", f"spec = {spec_text(layout.batch.spec)}"])
-        blocks += [_rule_lines("batch.rules", rule) for rule in layout.batch.rules]
-    blocks += [_rule_lines("params", rule) for rule in layout.params]
-    if layout.axes:
-        blocks.append(["[axes]", *(f"{_text(name)} = {spec_text((entry,))[1:-1]}" for name, entry in layout.axes)])
-    for name in ("default", "optimizer", "gradients", "remat"):
-        part = getattr(layout, name)
-        lines = [f"{f.name} = {_value(getattr(part, f.name))}" for f in dataclasses.fields(part) if getattr(part, f.name) not in (None, ())]
-        if part != type(part)():
-            blocks.append([f"[{name}]", *lines])
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
-
-
-def _rule_lines(header: str, rule: Rule) -> list[str]:
-    lines = [f"[[{header}]]", f"path = {_text(rule.path)}", f"spec = {spec_text(rule.spec)}"]
-    return [*lines, f"except = {_value(rule.except_)}"] if rule.except_ else lines
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
-    return _text(value) if isinstance(value, str) else repr(value)
-
-
 def _shown(value: Any) -> str:
     """A value as the file spells it."""
     return json.dumps(value, default=str, ensure_ascii=False)
-
-
-def _text(value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-    return f'"{escaped}"'

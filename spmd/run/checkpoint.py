@@ -6,17 +6,24 @@ does not fit is told so in a table before anything is read; the data position; a
 
 import dataclasses
 import logging
+import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd.comm.exchange import CODEC, RESIDUAL
 from spmd.errors import CheckpointError, OptionError, Problem, a_kind, did_you_mean, raise_problems
+from spmd.layout.declare import spec_axes
 from spmd.train.state import State
-from spmd.tree import describe, flatten, map_paths
+from spmd.tree import Tree, describe, flatten, map_paths
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +135,11 @@ class Store:
         shapes = {path: describe(leaf) for path, leaf in arrays.items()}
         best = None if self.config.best is None else [self.config.best, self.config.mode]
         meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
+        items = {item: {path: leaf for path, leaf in arrays.items() if _item(path) == item} for item in ("state", RESIDUAL, CODEC)}
+        items = {item: self._args.StandardSave(leaves) for item, leaves in items.items() if leaves}
         saved = self._manager.save(
             step,
-            args=self._args.Composite(state=self._args.StandardSave(arrays), meta=self._args.JsonSave(meta)),
+            args=self._args.Composite(**items, meta=self._args.JsonSave(meta)),
             metrics=metrics or None,
             force=True,
         )
@@ -141,21 +150,49 @@ class Store:
 
     def meta(self, step: int) -> dict[str, Any]:
         """What stands beside the arrays of a checkpoint."""
-        return dict(self._manager.restore(step, args=self._args.Composite(meta=self._args.JsonRestore()))["meta"])
+        meta = dict(self._manager.restore(step, args=self._args.Composite(meta=self._args.JsonRestore()))["meta"])
+        if meta["format"] != FORMAT:
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self.folder} is of format {meta['format']}; this version reads {FORMAT}.\n"
+                "    cure: the version of spmd that wrote it."
+            )
+        return meta
 
-    def restore(self, step: int, wanted: State) -> State:
+    def restore(self, step: int, wanted: State, memory: Callable[[], Tree] = dict) -> tuple[State, list[str]]:
         """The state of a step, every array placed as `wanted` says (shapes, dtypes and shardings; no data).
+
+        What the exchange of gradients remembers belongs to a number of workers and to codecs. Residuals are split anew over another
+        number of workers; memory of other parameters or codecs is left, and starts as `memory()` has it.
+
+        Returns:
+          The state, and in words what of that memory did not fit.
 
         Raises:
           CheckpointError: arrays that are missing, too many, or of another shape or dtype; all of them, in a table.
         """
-        meta, arrays = self.meta(step), _by_path(wanted)
-        _check_fit(
-            meta["arrays"], {path: describe(leaf) for path, leaf in arrays.items()}, f"the checkpoint of step {step} in {self.folder}"
-        )
-        restored = self._manager.restore(step, args=self._args.Composite(state=self._args.StandardRestore(arrays)))["state"]
+        saved, arrays = self.meta(step)["arrays"], _by_path(wanted)
+        now = {path: describe(leaf) for path, leaf in arrays.items()}
+        asked = {"state": {path: leaf for path, leaf in arrays.items() if _item(path) == "state"}}
+        mine = lambda shapes, item: {path: text for path, text in shapes.items() if _item(path) == item}
+        _check_fit(mine(saved, "state"), mine(now, "state"), f"the checkpoint of step {step} in {self.folder}")
+        told = []
+        for item in (RESIDUAL, CODEC):
+            before, after = mine(saved, item), mine(now, item)
+            as_saved = {path: _as_saved(arrays[path], text) for path, text in before.items() if path in arrays}
+            if before and before.keys() == after.keys() and all(as_saved.values()):
+                asked[item] = as_saved
+            elif before or after:
+                told.append(f"what error feedback had kept is {'lost' if before else 'zero'}" if item == RESIDUAL else "codecs start anew")
+        args = {item: self._args.StandardRestore(leaves) for item, leaves in asked.items()}
+        restored = dict(self._manager.restore(step, args=self._args.Composite(**args)))
+        flat = {path: leaf for leaves in restored.values() for path, leaf in leaves.items()}
+        told += [
+            f"residuals of other workers, split over {x.shape[0]}" for p, x in arrays.items() if p in flat and flat[p].shape != x.shape
+        ][:1]
+        flat |= {path: resplit(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
+        fresh = {f"exchange/{path}": leaf for path, leaf in flatten(memory()).items()} if any(path not in flat for path in arrays) else {}
         empty = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-        return map_paths(lambda path, leaf: restored[path] if leaf.size else empty(leaf), wanted)
+        return map_paths(lambda path, leaf: {**fresh, **flat}[path] if leaf.size else empty(leaf), wanted), told
 
     def wait(self) -> None:
         """Until everything handed over is on disk.
@@ -187,6 +224,47 @@ class Store:
 def _by_path(state: State) -> dict[str, Any]:
     """All arrays by path. Orbax cannot write an array without elements; there is nothing to write."""
     return {path: leaf for path, leaf in flatten(state).items() if leaf.size}
+
+
+def _item(path: str) -> str:
+    """In which part of a checkpoint an array is: what the exchange of gradients remembers is read apart from the rest."""
+    if not path.startswith("exchange/"):
+        return "state"
+    return RESIDUAL if path.endswith(f"/{RESIDUAL}") else CODEC
+
+
+def _as_saved(wanted: Any, saved: str) -> Any:
+    """How to read memory that was saved with this dtype and shape; None when it is of something else.
+
+    Residuals of another number of workers are cut over dim 0 if the workers divide it, else along another dim, else whole.
+    """
+    shape = tuple(int(size) for size in re.findall(r"\d+", saved.partition("[")[2]))
+    if describe(wanted) == saved:
+        return wanted
+    if shape[1:] != wanted.shape[1:] or not saved.startswith(str(wanted.dtype)):
+        return None
+    mesh, spec = wanted.sharding.mesh, (*wanted.sharding.spec, *[None] * (len(shape) - len(wanted.sharding.spec)))
+    over, rest = math.prod(mesh.shape[axis] for axis in spec_axes(spec[:1])), list(spec[1:])
+    free = [dim for dim, entry in enumerate(rest) if entry is None and shape[dim + 1] % over == 0]
+    if shape[0] % over and free:
+        rest[free[0]] = spec[0]
+    spec = PartitionSpec(None if shape[0] % over else spec[0], *rest)
+    return jax.ShapeDtypeStruct(shape, wanted.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def resplit(residual: jax.Array, wanted: Any) -> jax.Array:
+    """Residuals [workers, ...] for another number of workers, with the same mean, which is all that error feedback needs.
+
+    Fewer workers: each takes the mean of a group. More: each of a group takes a copy. Neither divides the other: all take the mean.
+    """
+    before, now = residual.shape[0], wanted.shape[0]
+
+    def split(x: jax.Array) -> jax.Array:
+        if before % now == 0:
+            return x.reshape(now, before // now, *x.shape[1:]).mean(1)
+        return jnp.repeat(x if now % before == 0 else x.mean(0, keepdims=True), now // before if now % before == 0 else now, axis=0)
+
+    return jax.jit(split, out_shardings=wanted.sharding)(residual)
 
 
 def _check_fit(saved: dict[str, str], wanted: dict[str, str], what: str) -> None:

@@ -194,7 +194,7 @@ class Loop:
         """Log the means since the last record; at the end of a run these may be fewer steps."""
         step, epoch = self._seen
         if self._window[1].any():
-            self._log({"step": step, "epoch": epoch, **self._means(self._window), **self._speed(step)})
+            self._log({"step": step, "epoch": epoch, **self._means(self._window), **self.program.constants(step - 1), **self._speed(step)})
             self._window = np.zeros_like(self._window)
 
     def _check_first(self, sums: np.ndarray) -> None:

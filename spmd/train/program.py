@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.comm.reduction import gathered
+from spmd.comm.exchange import Exchange
+from spmd.comm.log import WireLog, read
+from spmd.comm.reduction import Scene, constrain, gathered
 from spmd.errors import LossError, ModelError, OptimizerError, OptionError, SpmdError
 from spmd.layout.check import fit_layout
-from spmd.layout.declare import Layout
+from spmd.layout.declare import Layout, Spec
 from spmd.layout.resolve import Resolved, pspec
 from spmd.mesh import MeshSpec
 from spmd.model.base import Call, Variables, abstractly
@@ -68,7 +70,7 @@ class Placed:
         self.objective.for_training()(model, zeros, jax.random.key(0))
 
     @functools.cached_property
-    def _abstract(self) -> State:
+    def _variables(self) -> Variables:
         if isinstance(self.model, LinenModel) and self._sample is None:
             raise ModelError("a linen module shows its shapes only on data.\n    cure: trainer.init(batch), with a batch or its shapes.")
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -79,28 +81,42 @@ class Placed:
                 f"parameters that have no gradient: {', '.join(counted[:5])} ({flatten(variables.params)[counted[0]].dtype}).\n"
                 "    cure: an nnx.Variable instead of an nnx.Param, a floating-point dtype, or a constant in the model."
             )
-        return jax.eval_shape(lambda v: make_state(v, self.optimizer, 0), variables)
+        return variables
 
     @functools.cached_property
     def resolved(self) -> Resolved:
         """The placement of every parameter."""
         names = self.model.names(jax.random.key(0), self._run)
         mesh = MeshSpec.parse(self.mesh)
-        return fit_layout(self._layout, flatten(self._abstract.params), names, mesh)
+        return fit_layout(self._layout, flatten(self._variables.params), names, mesh)
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        """How gradients meet."""
+        return Exchange(self.resolved, Scene(self.mesh, self.resolved.data_axes))
+
+    @functools.cached_property
+    def _abstract(self) -> State:
+        return jax.eval_shape(lambda v: make_state(v, self.optimizer, 0, self.exchange.init), self._variables)
 
     @functools.cached_property
     def shardings(self) -> State:
         """The sharding of every leaf of the state."""
-        return state_shardings(self._abstract, self.resolved, self.mesh)
+        return state_shardings(self._abstract, self.resolved, self.mesh, self.exchange.specs(self._abstract.exchange))
 
     @property
     def abstract_state(self) -> State:
         """Shape, dtype and sharding of every leaf of the state; nothing is allocated."""
         return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), self._abstract, self.shardings)
 
+    def init_memory(self) -> Tree:
+        """What the exchange of gradients remembers at step 0, made in place on the mesh."""
+        key = jax.random.key(self.options.seed, impl="threefry2x32")
+        return jax.jit(self.exchange.init, out_shardings=self.shardings.exchange)(key)
+
     def init(self) -> State:
         """A new state, made in place on the mesh."""
-        return init_state(self.model, self.optimizer, self.options.seed, self._run, self.shardings)
+        return init_state(self.model, self.optimizer, self.options.seed, self._run, self.shardings, self.exchange.init)
 
 
 class Program:
@@ -115,8 +131,10 @@ class Program:
         stats = bool(jax.tree.leaves(placed.abstract_state.stats))
         (value, extra), jaxpr = self._trace(self._train, training=True)
         self._check_update()
+        placed.exchange.prove()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
-        self.names = (LOSS, *extra)
+        self._packed = (LOSS, *extra)
+        self.names = (*self._packed, *placed.exchange.measures)
         self._rowwise = check_loss(value, extra, self.rows)
         self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
         # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step by copying the donated
@@ -180,8 +198,8 @@ class Program:
         placed = self.placed
         own = rows // placed.resolved.workers if split else rows  # rows on each worker
         parts = max(count for count in range(1, placed.options.accumulate + 1) if own % count == 0)
-        model, optimizer, resolved, mesh = placed.model, placed.optimizer, placed.resolved, placed.mesh
-        return Step(model, self._train, optimizer, resolved, mesh, self.names, parts, self._unroll, self._dtype, self._rowwise, split)
+        model, optimizer, resolved, exchange = placed.model, placed.optimizer, placed.resolved, placed.exchange
+        return Step(model, self._train, optimizer, resolved, exchange, self._packed, parts, self._unroll, self._dtype, self._rowwise, split)
 
     def step(self, state: State, batch: Tree, weights: jax.Array, *, split: bool = True) -> tuple[State, jax.Array]:
         """One update; `state` is donated (but for convolutions on a CPU). Metrics are float32[2, names], sums over counts."""
@@ -219,8 +237,10 @@ class Program:
         return jax.lax.with_sharding_constraint(result[0], self.placed.shardings), result[1]
 
     def _as_batch(self, batch: Tree) -> Tree:
-        at = lambda path: NamedSharding(self.placed.mesh, pspec(batch_spec(self.placed.resolved, path)))
-        return map_paths(lambda path, x: jax.lax.with_sharding_constraint(x, at(path)), batch)
+        return map_paths(lambda path, x: jax.lax.with_sharding_constraint(x, self._at(batch_spec(self.placed.resolved, path))), batch)
+
+    def _at(self, spec: Spec) -> NamedSharding:
+        return NamedSharding(self.placed.mesh, pspec(spec))
 
     def _bound(self, params: Tree, stats: Tree, rngs: Tree) -> Any:
         variables = Variables(cast(self._gather(params), self._dtype), stats, rngs)
@@ -228,7 +248,7 @@ class Program:
 
     def _gather(self, params: Tree) -> Tree:
         step = self._step(self.rows, True)
-        return step._map(lambda place, p: step._constrain(p, gathered(place.spec, step.scene)), params)
+        return step._map(lambda place, p: constrain(step.scene, gathered(place.spec, step.scene), p), params)
 
     def _measure(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
         value, extra = self._eval(self._bound(params, stats, rngs), batch, jax.random.key(0))
@@ -236,6 +256,25 @@ class Program:
 
     def _outputs(self, params: Tree, stats: Tree, rngs: Tree, inputs: Tree) -> Tree:
         return self._bound(params, stats, rngs)(inputs)
+
+    @functools.cached_property
+    def wire(self) -> WireLog:
+        """Every collective of a step on a full batch; reads the traced step, which is then compiled from the same trace."""
+        placed = self.placed
+        place = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at(batch_spec(placed.resolved, path)))
+        weights = jax.ShapeDtypeStruct((self.rows,), jnp.float32, sharding=self._at((placed.resolved.data_axes,)))
+        step = self._function(("step", self.rows, True))
+        traced = step.trace(placed.abstract_state, map_paths(place, self.sample), weights)  # type: ignore[attr-defined]
+        return read(traced.jaxpr.jaxpr, placed.mesh.shape, placed.resolved.layout.gradients.start_step)
+
+    def constants(self, step: int) -> dict[str, float]:
+        """What is known of a step without measuring: bytes that each device sends, and how many an exact all-reduce would."""
+        exchange = self.placed.exchange
+        if not exchange.reduction.manual:
+            return {}  # XLA places the collectives
+        found: dict[str, float] = {"wire_bytes": self.wire.bytes(step)}
+        pushed = self.wire.bytes(step, "push")
+        return found | ({"compression_ratio": exchange.dense_bytes / pushed} if exchange.measures and pushed else {})
 
     def compilations(self) -> int:
         """How many programs have been compiled so far."""

@@ -17,8 +17,12 @@ from spmd.layout.resolve import Resolved, pspec
 from spmd.model.base import Model, Variables
 from spmd.tree import Tree, flatten, path_of
 
+Memory = Callable[[Any], Tree]  # from a key to what the exchange remembers at step 0
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt", "stats", "rngs", "key"], meta_fields=[])
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["step", "params", "opt", "stats", "rngs", "key", "exchange"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class State:
     """Everything that changes during training, and all that is needed to go on: it is what a checkpoint holds.
@@ -30,6 +34,7 @@ class State:
       stats: other arrays of the model that change (BatchNorm averages); on every device, equal.
       rngs: the model's own random streams, as key data; on every device.
       key: uint32 key data of the run's seed; on every device. With `step` it gives each step's random numbers.
+      exchange: what the gradients' codecs remember, by path: residuals, one per worker, over the workers; empty without codecs.
 
     Example:
       >>> import spmd
@@ -45,6 +50,7 @@ class State:
     stats: Tree
     rngs: Tree
     key: Any
+    exchange: Tree
 
     @property
     def variables(self) -> Variables:
@@ -69,14 +75,15 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(optimizer)
 
 
-def make_state(variables: Variables, optimizer: optax.GradientTransformation, seed: int) -> State:
-    """A state at step 0, under a trace."""
-    key = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
-    return State(jnp.int32(0), variables.params, optimizer.init(variables.params), variables.stats, variables.rngs, key)
+def make_state(variables: Variables, optimizer: optax.GradientTransformation, seed: int, memory: Memory) -> State:
+    """A state at step 0, under a trace; `memory` makes what the exchange of gradients remembers."""
+    key = jax.random.key(seed, impl="threefry2x32")
+    opt, data = optimizer.init(variables.params), jax.random.key_data(key)
+    return State(jnp.int32(0), variables.params, opt, variables.stats, variables.rngs, data, memory(key))
 
 
-def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh) -> State:
-    """Where every leaf of the state lives: parameters by their spec, moments by their parameter's, the rest whole."""
+def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tree) -> State:
+    """Where every leaf of the state lives: parameters by their spec, moments by their parameter's, the exchange's by `memory`."""
     whole = NamedSharding(mesh, PartitionSpec())
 
     def param(keys: tuple, leaf: Any) -> NamedSharding:
@@ -92,6 +99,7 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh) -> State:
         rest,
         params=jax.tree_util.tree_map_with_path(param, abstract.params),
         opt=jax.tree_util.tree_map_with_path(moment, abstract.opt),
+        exchange=jax.tree.map(lambda spec: NamedSharding(mesh, pspec(spec)), memory, is_leaf=lambda x: isinstance(x, tuple)),
     )
 
 
@@ -110,14 +118,16 @@ def whole_moments(abstract: State, resolved: Resolved) -> list[str]:
     return [path for path, leaf in flatten(abstract.opt).items() if leaf.ndim and _owner(path, leaf, resolved) is None]
 
 
-def init_state(model: Model, optimizer: optax.GradientTransformation, seed: int, run: Callable[[Any], Any], shardings: State) -> State:
+def init_state(
+    model: Model, optimizer: optax.GradientTransformation, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory
+) -> State:
     """The state at step 0, each piece made on the device that keeps it; a given model's arrays are copied, never taken."""
     if model.concrete is not None:
         with_shardings = Variables(shardings.params, shardings.stats, shardings.rngs)
         variables = jax.tree.map(place_copy, model.concrete, with_shardings)
-        return jax.jit(lambda v: _fresh(make_state(v, optimizer, seed)), out_shardings=shardings, donate_argnums=0)(variables)
+        return jax.jit(lambda v: _fresh(make_state(v, optimizer, seed, memory)), out_shardings=shardings, donate_argnums=0)(variables)
     with nnx.use_eager_sharding(False):
-        return jax.jit(lambda: make_state(model.init(jax.random.key(seed), run), optimizer, seed), out_shardings=shardings)()
+        return jax.jit(lambda: make_state(model.init(jax.random.key(seed), run), optimizer, seed, memory), out_shardings=shardings)()
 
 
 def _fresh(state: State) -> State:

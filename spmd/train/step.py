@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from spmd.comm import wire
-from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, needs_gather
+from spmd.comm.exchange import Exchange
+from spmd.comm.reduction import Scene, needs_gather
 from spmd.layout.declare import Spec, keep_axes
-from spmd.layout.resolve import Placement, Resolved, owners, pspec
+from spmd.layout.resolve import Resolved, owners, pspec
 from spmd.model.base import Call, Model, Variables
 from spmd.train.accumulate import accumulate, microbatches
 from spmd.train.metrics import Sums, pack
@@ -38,7 +39,7 @@ class Step:
     objective: Objective
     optimizer: optax.GradientTransformationExtraArgs
     resolved: Resolved
-    mesh: Mesh
+    exchange: Exchange
     names: tuple[str, ...]
     microbatches: int = 1
     unroll: bool = False
@@ -47,14 +48,9 @@ class Step:
     split: bool = True  # False: every worker computes all rows (a last batch that the workers do not divide)
 
     @property
-    def reduction(self) -> Reduction:
-        """How gradients meet; with a single worker there is nothing to meet, and the auto step is the faster one."""
-        return REDUCTIONS[self.resolved.layout.gradients.reduction if self.resolved.workers > 1 else "compiler"]
-
-    @property
     def scene(self) -> Scene:
         """The mesh as the reduction sees it."""
-        return Scene(self.mesh, self.resolved.data_axes)
+        return self.exchange.scene
 
     def update(self, state: State, batch: Tree, weights: jax.Array) -> tuple[State, jax.Array]:
         """The next state, and the step's metrics as float32[2, names] (sums, counts), equal on every device.
@@ -63,36 +59,39 @@ class Step:
           batch: leaves [rows, ...], dim 0 cut over the workers.
           weights: float32[rows], 1 for a row of data and 0 for padding, cut likewise.
         """
-        grads, stats, sums = self._gradients(state, batch, weights)
+        grads, memory, measured, stats, sums = self._gradients(state, batch, weights)
         loss = sums[0, self.names.index(LOSS)] / sums[1, self.names.index(LOSS)]
         updates, opt = self.optimizer.update(grads, state.opt, state.params, value=loss)
-        params = optax.apply_updates(state.params, updates)
-        params = self._map(lambda place, p: self._constrain(p, place.state_spec), params)
-        return State(state.step + 1, params, opt, stats, state.rngs, state.key), sums
+        params = optax.apply_updates(state.params, self.exchange.spread(updates))
+        return State(state.step + 1, params, opt, stats, state.rngs, state.key, memory), jnp.concatenate([sums, measured], axis=1)
 
-    def _gradients(self, state: State, batch: Tree, weights: jax.Array) -> tuple[Tree, Tree, jax.Array]:
-        """Mean gradients over the batch, new stats, packed metrics."""
-        if not self.reduction.manual:
+    def _gradients(self, state: State, batch: Tree, weights: jax.Array) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
+        """Mean gradients over the batch, the exchange's next memory and measurements, new stats, packed metrics."""
+        exchange = self.exchange
+        if not exchange.reduction.manual:
             grads, stats, sums = self._worker(state, batch, weights, axes=())
-            return self._push(grads), stats, pack(sums, self.names)
+            return *exchange.push(grads, state.exchange, state.step), stats, pack(sums, self.names)
         data = self.scene.data_axes
         cut = lambda spec: pspec(keep_axes(spec, data))  # the manual region's specs name the data axes only
         whole = PartitionSpec()
         params = self._map(lambda place, p: cut(place.spec), state.params)
-        pushed = self._map(lambda place, p: cut(self.reduction.pushed_spec(place)), state.params)
+        pushed = self._map(lambda place, p: cut(exchange.reduction.pushed(place)), state.params)
+        memory = jax.tree.map(cut, exchange.specs(state.exchange), is_leaf=lambda x: isinstance(x, tuple))
         rows = map_paths(lambda path, x: cut(batch_spec(self.resolved, path)) if self.split else whole, batch)
-        specs = dataclasses.replace(jax.tree.map(lambda _: whole, state), params=params, opt=None)
+        specs = dataclasses.replace(jax.tree.map(lambda _: whole, state), params=params, opt=None, exchange=memory)
 
-        def worker(state: State, batch: Tree, weights: jax.Array) -> tuple[Tree, Tree, jax.Array]:
+        def worker(state: State, batch: Tree, weights: jax.Array) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
             grads, stats, sums = self._worker(state, batch, weights, axes=data)
             packed = pack(sums, self.names)
-            return self._push(grads), _agree(stats, data), wire.all_reduce(packed, data) if self.split else packed
+            with jax.named_scope("metrics"):
+                packed = wire.all_reduce(packed, data) if self.split else packed
+            return *exchange.push(grads, state.exchange, state.step), _agree(stats, data), packed
 
         return jax.shard_map(
             worker,
-            mesh=self.mesh,
+            mesh=self.scene.mesh,
             in_specs=(specs, rows, PartitionSpec(data) if self.split else whole),
-            out_specs=(pushed, whole, whole),
+            out_specs=(pushed, memory, whole, whole, whole),
             axis_names=set(data),
             check_vma=False,
         )(dataclasses.replace(state, opt=None), batch, weights)
@@ -125,7 +124,8 @@ class Step:
             parts = microbatches((batch, weights), self.microbatches)
             (grads, sums), stats = accumulate(one, state.stats, parts, self.microbatches, unroll=self.unroll)
         # what was differentiated is a sum over rows: divided by the workers' mean count it becomes, averaged over workers, the mean
-        count = wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1)
+        with jax.named_scope("metrics"):
+            count = wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1)
         return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, sums
 
     def _loss(
@@ -145,11 +145,7 @@ class Step:
     def _pull(self, params: Tree) -> Tree:
         """Whole weights in the dtype of the computation; cast before they travel, so what travels is what is used."""
 
-        def pull(place: Placement, piece: jax.Array) -> jax.Array:
-            piece = cast(piece, self.dtype)
-            return self.reduction.pull(self.scene, place, piece) if needs_gather(place, self.scene) else piece
-
-        return self._map(pull, params)
+        return self._map(lambda place, piece: self.exchange.pull(place, cast(piece, self.dtype)), params)
 
     def _again(self, kept: Any, pieces: Tree) -> list[Any]:
         """The weights that the backward pass needs, leaf by leaf: those that were gathered, gathered anew."""
@@ -160,15 +156,9 @@ class Step:
         again = [needs_gather(place, self.scene) and hasattr(leaf, "shape") for place, leaf in zip(places, leaves, strict=True)]
         return [new if wanted else leaf for wanted, new, leaf in zip(again, anew, leaves, strict=True)]
 
-    def _push(self, grads: Tree) -> Tree:
-        return self._map(functools.partial(self.reduction.push, self.scene), grads)
-
     def _map(self, function: Callable, *trees: Tree) -> Tree:
         """`function(placement, leaf, ...)` over trees of parameters."""
         return map_paths(lambda path, *leaves: function(self.resolved.placements[path], *leaves), *trees)
-
-    def _constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, pspec(spec)))
 
 
 def remat_policy(save: str) -> Callable[..., bool] | None:

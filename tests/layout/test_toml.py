@@ -7,7 +7,8 @@ import pytest
 
 import spmd
 from spmd.errors import LayoutError
-from spmd.layout.declare import Batch, Default, Gradients, Layout, OptimizerState, Remat, Rule
+from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Remat, Rule
+from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.toml import dumps, loads, shipped
 
 SPECS = [(), (None,), ("data",), (None, "model"), ("data", None, "model"), (("data", "model"), None), (None, ("a", "b"))]
@@ -25,6 +26,21 @@ GENERATED = {
     "error": Layout(default=Default("error")),
     "optimizer": Layout(optimizer=OptimizerState("data")),
     "gradients": Layout(gradients=Gradients("reduce_scatter")),
+    "codecs": Layout(
+        gradients=Gradients(
+            "all_reduce",
+            "int8",
+            {"block": 128},
+            error_feedback=True,
+            start_step=10,
+            bucket_bytes=1024,
+            exact_axes=("data",),
+            rules=(
+                GradientRule("**/embedding", "exact", except_=("head/**",)),
+                GradientRule("**/kernel", "power_sgd", {"rank": 2, "warm_start": False}),
+            ),
+        )
+    ),
     "remat": Layout(remat=Remat("nothing", ("blocks/*", "**/mlp"))),
     "dots": Layout(remat=Remat("dots")),
 }
@@ -151,7 +167,4 @@ def test_no_code_in_a_layout():
 
 def test_a_layout_in_python_reads_as_its_text():
     layout = spmd.Layout(params=(spmd.Rule("**/kernel", (None, "model")),), gradients=spmd.Gradients("all_reduce"))
-    assert (
-        layout.to_toml()
-        == '[[params]]\npath = "**/kernel"\nspec = ["-", "model"]\n\n[gradients]\nreduction = "all_reduce"\ncodec = "exact"\n'
-    )
+    assert layout.to_toml() == '[[params]]\npath = "**/kernel"\nspec = ["-", "model"]\n\n[gradients]\nreduction = "all_reduce"\n'

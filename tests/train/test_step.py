@@ -330,7 +330,8 @@ def test_no_array_of_a_factory_is_ever_whole():
     from spmd.train.state import make_state
 
     build = jax.jit(
-        lambda: make_state(placed.model.init(jax.random.key(0), placed._run), placed.optimizer, 0), out_shardings=placed.shardings
+        lambda: make_state(placed.model.init(jax.random.key(0), placed._run), placed.optimizer, 0, placed.exchange.init),
+        out_shardings=placed.shardings,
     )
     memory = build.lower().compile().memory_analysis()
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(placed.abstract_state))

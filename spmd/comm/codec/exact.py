@@ -1,0 +1,39 @@
+"""Gradients as they are, by the collectives that every backend has."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from spmd.comm import wire
+from spmd.comm.codec.base import Bucket, Codec, Means, State
+from spmd.comm.cut import Cut
+from spmd.layout.declare import entry_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(Codec):
+    """All-reduce, or reduce-scatter, in the gradient's own dtype; one call per gradient, which XLA merges by itself.
+
+    Example:
+      >>> Exact().error((512, 512))
+      0.0
+    """
+
+    lossless: ClassVar[bool] = True
+
+    def error(self, shape: tuple[int, ...]) -> float:
+        """None but float rounding."""
+        return 0.0
+
+    def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
+        """The mean, dim by dim: summed and cut where the piece is cut, summed whole over what is left."""
+        return [reduce(cut, grad) for cut, grad in zip(bucket.cuts, grads, strict=True)], grads, states
+
+
+def reduce(cut: Cut, grad: jax.Array) -> jax.Array:
+    """This worker's piece of the exact mean."""
+    total = grad
+    for dim, entry in enumerate(cut.spec):
+        total = wire.reduce_scatter(total, entry_axes(entry), dim)
+    return wire.all_reduce(total, cut.left) / cut.workers

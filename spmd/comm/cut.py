@@ -1,0 +1,121 @@
+"""How one gradient is divided among the workers: who owns which elements of the mean."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.comm import wire
+from spmd.layout.declare import Spec, entry_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A gradient that is whole on every worker, and the piece of its mean that each worker is to get.
+
+    `shape` is what one worker holds (its own piece along other mesh axes). `spec` cuts it over some of the data axes
+    `axes` (outermost first, of `sizes`): the piece. The workers along the remaining axes, `left`, get the same piece. Every worker owns
+    one row of `rows`: 1 / workers of the elements, a part of its piece.
+
+    Example:
+      >>> cut = Cut((4, 6), ("data",), ("node", "data"), (2, 2))
+      >>> cut.left, cut.piece, cut.width
+      (('node',), (2, 6), 6)
+    """
+
+    shape: tuple[int, ...]
+    spec: Spec
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def workers(self) -> int:
+        """Positions along the data axes."""
+        return math.prod(self.sizes)
+
+    @functools.cached_property
+    def owning(self) -> tuple[str, ...]:
+        """The data axes that cut the gradient, in the order of `axes`."""
+        used = {axis for entry in self.spec for axis in entry_axes(entry)}
+        return tuple(axis for axis in self.axes if axis in used)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The data axes along which all workers get the same piece."""
+        return tuple(axis for axis in self.axes if axis not in self.owning)
+
+    @functools.cached_property
+    def piece(self) -> tuple[int, ...]:
+        """The shape of the piece."""
+        entries = [*self.spec, *[None] * (len(self.shape) - len(self.spec))]
+        return tuple(size // self._count(entry_axes(entry)) for size, entry in zip(self.shape, entries, strict=True))
+
+    @property
+    def width(self) -> int:
+        """Elements of a row; where the workers do not divide the piece the last rows end in zeros."""
+        return -(-math.prod(self.piece) // self._count(self.left))
+
+    def pieces(self, x: jax.Array) -> jax.Array:
+        """All pieces of `x`, [positions along `owning`, elements of a piece]."""
+        return x.reshape(self._split).transpose(self._order).reshape(self._count(self.owning), -1)
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """This worker's piece of `x`, which all hold whole."""
+        if not self.owning:
+            return x
+        return lax.dynamic_index_in_dim(self.pieces(x), wire.worker_index(self.owning), keepdims=False).reshape(self.piece)
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """`x` as float32[workers, width]; row j is what worker j owns."""
+        pieces, left = self.pieces(x).astype(jnp.float32), self._count(self.left)
+        padded = jnp.pad(pieces, ((0, 0), (0, left * self.width - pieces.shape[1])))
+        grid = padded.reshape(*self._sizes(self.owning), *self._sizes(self.left), self.width)
+        return self._to_workers(grid).reshape(self.workers, self.width)
+
+    def unrows(self, rows: jax.Array) -> jax.Array:
+        """The inverse of `rows`."""
+        grid = rows.reshape(*self.sizes, self.width)
+        named = (*self.owning, *self.left)
+        grid = grid.transpose(*(self.axes.index(axis) for axis in named), len(self.axes))
+        pieces = grid.reshape(self._count(self.owning), -1)[:, : math.prod(self.piece)]
+        split = [self._split[dim] for dim in self._order]
+        back = sorted(range(len(self._order)), key=self._order.__getitem__)
+        return pieces.reshape(split).transpose(back).reshape(self.shape)
+
+    def join(self, rows: jax.Array) -> jax.Array:
+        """The piece from the rows [positions along `left`, width] of all workers that share it."""
+        return rows.reshape(-1)[: math.prod(self.piece)].reshape(self.piece)
+
+    @functools.cached_property
+    def _split(self) -> tuple[int, ...]:
+        """The shape with every cut dim taken apart, one dim for each of its axes."""
+        entries = [*self.spec, *[None] * (len(self.shape) - len(self.spec))]
+        return tuple(
+            size
+            for dim, entry in enumerate(entries)
+            for size in (*self._sizes(entry_axes(entry)), self.shape[dim] // self._count(entry_axes(entry)))
+        )
+
+    @functools.cached_property
+    def _order(self) -> tuple[int, ...]:
+        """The order of these dims that puts the axes first, as in `owning`."""
+        at, rest, dim = {}, [], 0
+        for entry in [*self.spec, *[None] * (len(self.shape) - len(self.spec))]:
+            for axis in entry_axes(entry):
+                at[axis], dim = dim, dim + 1
+            rest.append(dim)
+            dim += 1
+        return (*(at[axis] for axis in self.owning), *rest)
+
+    def _to_workers(self, grid: jax.Array) -> jax.Array:
+        named = (*self.owning, *self.left)
+        return grid.transpose(*(named.index(axis) for axis in self.axes), len(named))
+
+    def _sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(self.sizes[self.axes.index(axis)] for axis in axes)
+
+    def _count(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self._sizes(axes))

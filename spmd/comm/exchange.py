@@ -1,0 +1,318 @@
+"""One step's exchange of gradients: which codec for which, which of them travel together, and what is remembered.
+
+`Exchange.push` is the whole of it: group, add the residuals, let the codecs meet, keep what they lost.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from spmd.comm import wire
+from spmd.comm.codec import make_codec
+from spmd.comm.codec.base import Bucket, Codec
+from spmd.comm.codec.bfloat16 import Bfloat16, self_test
+from spmd.comm.codec.exact import Exact
+from spmd.comm.codec.exact import reduce as exactly
+from spmd.comm.codec.power_sgd import best_split
+from spmd.comm.cut import Cut
+from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, constrain, gather, gathered, needs_gather
+from spmd.layout.declare import Spec, entry_axes, keep_axes, mixed, spec_axes
+from spmd.layout.resolve import Placement, Resolved, owners, pspec
+from spmd.tree import Tree, flatten, format_bytes, map_paths
+
+RESIDUAL = "residual"  # what a worker's codec has lost so far: float32[workers, *parameter], over workers on dim 0
+CODEC = "codec"  # what the codec itself remembers: [blocks along the other axes, ...], equal on all workers
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One parameter's gradient on its way: how it is cut, and how it travels."""
+
+    place: Placement
+    name: str  # the codec's
+    cut: Cut
+    codec: Codec
+    split: int
+    feedback: bool
+    rest: Spec  # its spec along the axes that are not the workers'
+    nested: bool  # whether each device exchanges its own piece along these
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A layout's `[gradients]`, applied to a model on a mesh."""
+
+    resolved: Resolved
+    scene: Scene
+
+    @functools.cached_property
+    def reduction(self) -> Reduction:
+        """With a single worker there is nothing to meet, and the auto step is the faster one."""
+        return REDUCTIONS[self.resolved.layout.gradients.reduction if self.resolved.workers > 1 else "compiler"]
+
+    @functools.cached_property
+    def items(self) -> dict[str, Item]:
+        """Every parameter, by path."""
+        return {path: self._item(place) for path, place in self.resolved.placements.items()}
+
+    def _item(self, place: Placement) -> Item:
+        declared, scene = self.resolved.layout.gradients, self.scene
+        spec = self.reduction.spec(place)
+        rest = keep_axes(spec, scene.rest)
+        nested = bool(scene.rest) and not mixed(spec, scene.data_axes)
+        shape = tuple(size // self._ways(entry) for size, entry in zip(place.shape, _full(rest, place.shape), strict=True))
+        sizes = tuple(scene.mesh.shape[axis] for axis in scene.data_axes)
+        pushed = keep_axes(self.reduction.pushed(place), scene.data_axes)
+        cut = Cut(shape if nested else place.shape, pushed, scene.data_axes, sizes)
+        claimed = owners(declared.rules, place.path)
+        chosen = declared.rules[claimed[0]] if claimed else declared
+        name, codec, split = chosen.codec, make_codec(chosen.codec, chosen.options), best_split(place.shape)
+        if not (math.prod(place.shape) and codec.compresses(cut.shape, split)):
+            name, codec = "exact", Exact()
+        return Item(place, name, cut, codec, split, declared.error_feedback and not codec.lossless, rest, nested)
+
+    def _ways(self, entry: Any) -> int:
+        return math.prod(self.scene.mesh.shape[axis] for axis in entry_axes(entry))
+
+    @functools.cached_property
+    def buckets(self) -> list[list[str]]:
+        """Paths of the gradients that travel together: one codec, one kind of cut, up to `bucket_bytes` as float32."""
+        limit, found, open_ = self.resolved.layout.gradients.bucket_bytes, [], {}
+        for path, item in self.items.items():
+            key, size = (item.codec, item.cut.left, item.nested), 4 * math.prod(item.cut.shape)
+            paths, filled = open_.get(key, (None, 0))
+            if paths is None or filled + size > limit:
+                paths, filled = [], 0
+                found.append(paths)
+            paths.append(path)
+            open_[key] = (paths, filled + size)
+        return found
+
+    # what is remembered between steps --------------------------------------------------------------------------------
+
+    def init(self, key: jax.Array) -> dict[str, dict[str, Any]]:
+        """The memory at step 0, by path: zero residuals, and each codec's own state; under a trace."""
+        memory: dict[str, dict[str, Any]] = {}
+        for number, (path, item) in enumerate(self.items.items() if self.reduction.manual else ()):
+            entry: dict[str, Any] = {}
+            if item.feedback:
+                entry[RESIDUAL] = jnp.zeros((self.resolved.workers, *item.place.shape), jnp.float32)
+            blocks = math.prod(self._ways(axis) for axis in spec_axes(item.rest)) if item.nested else 1
+            keys = jax.random.split(jax.random.fold_in(key, number), blocks)
+            own = jax.vmap(lambda k, item=item: item.codec.init(k, item.cut.shape, item.split))(keys)
+            entry |= {CODEC: own} if own else {}
+            memory |= {path: entry} if entry else {}
+        return memory
+
+    def specs(self, memory: Tree) -> Tree:
+        """The spec of every leaf of the memory."""
+        return {
+            path: {kind: jax.tree.map(lambda _, k=kind, p=path: self._spec(p, k), part) for kind, part in entry.items()}
+            for path, entry in memory.items()
+        }
+
+    def _spec(self, path: str, kind: str) -> Spec:
+        item = self.items[path]
+        if kind == RESIDUAL:
+            return (self.scene.data_axes, *(item.rest if item.nested else ()))
+        axes = spec_axes(item.rest) if item.nested else ()
+        return (axes or None,)
+
+    def prove(self) -> None:
+        """Prove on the backend in hand that bfloat16 is rounded to, once per process, if anything travels so."""
+        declared = self.resolved.layout.gradients
+        if self.reduction.manual and ("bfloat16" in declared.codecs or declared.weights == "bfloat16"):
+            self_test()
+
+    # weights ---------------------------------------------------------------------------------------------------------
+
+    def pull(self, place: Placement, piece: Any) -> Any:
+        """The weight, whole over the workers, from this worker's piece; as it is when it is whole already."""
+        if not needs_gather(place, self.scene):
+            return piece
+        if not self.reduction.manual:
+            return constrain(self.scene, gathered(place.spec, self.scene), piece)
+        with jax.named_scope("pull"):
+            return self._gathered(place.spec, piece, self.scene.data_axes)
+
+    def _gathered(self, spec: Spec, piece: Any, axes: tuple[str, ...]) -> Any:
+        if self.resolved.layout.gradients.weights == "bfloat16" and piece.dtype == jnp.float32:
+            codec = Bfloat16()
+            return codec.decode(gather(self.scene, spec, codec.encode(piece), axes), 0)
+        return gather(self.scene, spec, piece, axes)
+
+    def spread(self, updates: Tree) -> Tree:
+        """Updates as whole as their parameters, from the pieces that the owners of the moments have made (ZeRO-1)."""
+        here = {path: constrain(self.scene, self.resolved.placements[path].state_spec, update) for path, update in flatten(updates).items()}
+        cut = {path: update for path, update in here.items() if self._spreads(path)}
+        if cut:
+            data = self.scene.data_axes
+            specs = lambda kind: {path: pspec(keep_axes(getattr(self.resolved.placements[path], kind), data)) for path in cut}
+            here |= jax.shard_map(
+                lambda pieces: {path: self._spread(path, piece) for path, piece in pieces.items()},
+                mesh=self.scene.mesh,
+                in_specs=(specs("state_spec"),),
+                out_specs=specs("spec"),
+                axis_names=set(data),
+                check_vma=False,
+            )(cut)
+        return jax.tree.unflatten(jax.tree.structure(updates), list(here.values()))
+
+    def _spreads(self, path: str) -> bool:
+        """Whether a parameter's moments are cut over workers that hold the parameter itself alike."""
+        place, data = self.resolved.placements[path], self.scene.data_axes
+        more = [axis for axis in spec_axes(place.state_spec) if axis in data and axis not in spec_axes(place.spec)]
+        return self.reduction.manual and bool(more) and not mixed(place.state_spec, data)
+
+    def _spread(self, path: str, piece: Any) -> Any:
+        place = self.resolved.placements[path]
+        more = tuple(axis for axis in self.scene.data_axes if axis not in spec_axes(place.spec))
+        with jax.named_scope("spread"):
+            return self._gathered(place.state_spec, piece, more)
+
+    # the exchange ----------------------------------------------------------------------------------------------------
+
+    def push(self, grads: Tree, memory: Tree, step: Any) -> tuple[Tree, Tree, Any]:
+        """From each worker's own gradients to this worker's pieces of their mean, the next memory, and what was measured.
+
+        Args:
+          grads: per worker, whole over the workers, not yet averaged: the gradient of the mean loss over its rows.
+          memory: this worker's: residuals [1, ...].
+
+        Returns:
+          The measurements are float32[2, measures], values and counts (1), equal on all workers.
+        """
+        if not self.reduction.manual:
+            return (
+                map_paths(lambda path, g: constrain(self.scene, self.resolved.placements[path].state_spec, g), grads),
+                memory,
+                jnp.zeros((2, 0)),
+            )
+        flat, structure = flatten(grads), jax.tree.structure(grads)
+        means, after, measured = {}, {}, jnp.zeros(3)
+        for nested in (False, True):
+            inside = {path: grad for path, grad in flat.items() if self.items[path].nested == nested}
+            if inside:
+                kept = {path: entry for path, entry in memory.items() if path in inside}
+                run = self._over_rest(inside, kept) if nested else self._meet
+                more_means, more_after, more = run(inside, kept, step)
+                means |= more_means
+                after |= more_after
+                measured += more.reshape(-1, 3).sum(0)
+        return jax.tree.unflatten(structure, [means[path] for path in flat]), {path: after[path] for path in memory}, self._summed(measured)
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of what is measured in every step: the norm of a worker's residuals (root mean square over workers), and
+        |mean - exact mean| / |exact mean| of what the codecs were given (gradients plus residuals)."""
+        return ("residual_norm", "mean_error") if self.reduction.manual and self.resolved.layout.gradients.diagnostics else ()
+
+    def _summed(self, measured: jax.Array) -> jax.Array:
+        """Per worker: the measurements by name as (value, 1), float32[2, names], from every worker's share."""
+        if not self.measures:
+            return jnp.zeros((2, 0))
+        with jax.named_scope("measure"):
+            residual, error, exact = wire.all_reduce(measured, self.scene.data_axes)
+        values = jnp.stack([jnp.sqrt(residual), jnp.sqrt(error / jnp.where(exact == 0, 1.0, exact))])
+        return jnp.stack([values, jnp.ones_like(values)])
+
+    def _over_rest(self, grads: dict[str, Any], memory: dict[str, Any]) -> Callable[..., Any]:
+        """`_meet` on each device's own piece along the remaining axes, so that only that piece travels.
+
+        Left to the partitioner, a collective on an array cut over the model axis gathers it there first.
+        """
+        rest = self.scene.rest
+        of_grads = {path: pspec(self.items[path].rest) for path in grads}
+        of_memory = jax.tree.map(lambda spec: pspec(keep_axes(spec, rest)), self.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
+        specs = (of_grads, of_memory)
+        return jax.shard_map(
+            self._meet, in_specs=(*specs, PartitionSpec()), out_specs=(*specs, PartitionSpec(rest)), axis_names=set(rest), check_vma=False
+        )
+
+    def _meet(self, grads: dict[str, Any], memory: dict[str, Any], step: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
+        """All buckets; exactly before `start_step`."""
+        start = self.resolved.layout.gradients.start_step
+        if not start:
+            return self._compressed(grads, memory)
+        return lax.cond(step < start, self._exactly, self._compressed, grads, memory)
+
+    def _exactly(self, grads: dict[str, Any], memory: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:
+        with jax.named_scope("push/exact"):
+            return {path: exactly(self.items[path].cut, grad) for path, grad in grads.items()}, memory, jnp.zeros(3)
+
+    def _compressed(self, grads: dict[str, Any], memory: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:
+        means, after, measured, declared = {}, dict(memory), jnp.zeros(3), self.resolved.layout.gradients
+        for number, paths in enumerate(self.buckets):
+            if paths[0] not in grads:
+                continue
+            items = [self.items[path] for path in paths]
+            with jax.named_scope(f"push/{items[0].name}/{number}"):
+                bucket = Bucket(tuple(item.cut for item in items), declared.exact_axes)
+                for path, mean, entry in zip(
+                    paths, *feedback(items, [grads[p] for p in paths], [memory.get(p, {}) for p in paths], bucket), strict=True
+                ):
+                    means[path] = mean.astype(grads[path].dtype)
+                    after |= {path: entry} if entry else {}
+            if declared.diagnostics:
+                with jax.named_scope("measure"):
+                    measured += sum(
+                        self._measured(items[n], grads[p], memory.get(p, {}), after.get(p, {}), means[p]) for n, p in enumerate(paths)
+                    )
+        return means, after, measured
+
+    def _measured(self, item: Item, grad: Any, memory: dict[str, Any], after: dict[str, Any], mean: Any) -> jax.Array:
+        """float32[3] of one gradient, divided by how many devices add the same to the sum."""
+        residual = after[RESIDUAL][0] if item.feedback else jnp.zeros(())
+        exact = exactly(item.cut, grad + memory[RESIDUAL][0] if item.feedback else grad)
+        squares = jnp.stack([jnp.sum(x.astype(jnp.float32) ** 2) for x in (residual, mean - exact, exact)])
+        same = math.prod(self.scene.mesh.shape[axis] for axis in item.cut.left)
+        alike = math.prod(self._ways(axis) for axis in self.scene.rest if axis not in spec_axes(item.rest)) if item.nested else 1
+        return squares / jnp.array([item.cut.workers, same, same], jnp.float32) / alike
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that each device would send for a float32 all-reduce of all gradients (a ring)."""
+        workers = self.resolved.workers
+        return sum(-(-2 * (workers - 1) * 4 * math.prod(item.cut.shape) // workers) for item in self.items.values())
+
+    def notes(self) -> list[str]:
+        """What people should know of the exchange before it runs."""
+        declared, lines = self.resolved.layout.gradients, []
+        if declared.compressed and not self.reduction.manual:
+            lines.append(f"note: one worker, nothing travels: codec {' and '.join(declared.codecs)} has nothing to do.")
+        elif declared.error_feedback and not any(item.feedback for item in self.items.values()):
+            lines.append("note: error_feedback = true, but every gradient travels exactly: no residual is kept.")
+        elif declared.error_feedback:
+            kept = sum(4 * math.prod(item.cut.shape) for item in self.items.values() if item.feedback)
+            lines.append(f"error feedback keeps {format_bytes(kept)} of float32 residuals on each device.")
+        return lines
+
+
+def feedback(items: list[Item], grads: list[Any], memory: list[dict[str, Any]], bucket: Bucket) -> tuple[list[Any], list[Any]]:
+    """A codec with error feedback: what it lost is added to the next gradient (Karimireddy et al. 2019, arXiv:1901.09847).
+
+    Summed over steps, what was applied plus the mean of the workers' residuals is the sum of the true mean gradients. The
+    residual is of the gradient, not of the update: a changing learning rate does not rescale it.
+    """
+    residuals = [
+        entry[RESIDUAL][0].reshape(grad.shape) if item.feedback else None for item, grad, entry in zip(items, grads, memory, strict=True)
+    ]
+    whole = [grad if rest is None else grad.astype(jnp.float32) + rest for grad, rest in zip(grads, residuals, strict=True)]
+    states = [{name: leaf[0] for name, leaf in entry.get(CODEC, {}).items()} for entry in memory]
+    means, kept, states = items[0].codec.mean(whole, states, bucket)
+    after = []
+    for item, full, part, state in zip(items, whole, kept, states, strict=True):
+        entry: dict[str, Any] = {RESIDUAL: (full - part)[None]} if item.feedback else {}
+        after.append(entry | ({CODEC: {name: leaf[None] for name, leaf in state.items()}} if state else {}))
+    return means, after
+
+
+def _full(spec: Spec, shape: tuple[int, ...]) -> Spec:
+    return (*spec, *[None] * (len(shape) - len(spec)))

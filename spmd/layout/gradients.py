@@ -1,0 +1,147 @@
+"""What a layout says about gradients: how they meet, and what travels. Data only; `spmd.comm` does it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Options = tuple[tuple[str, Any], ...]
+
+
+def _positive(value: Any) -> str:
+    return "" if type(value) is int and value >= 1 else "a whole number from 1"
+
+
+def _share(value: Any) -> str:
+    return "" if type(value) in (int, float) and 0 < value <= 1 else "a share of the elements, above 0, at most 1"
+
+
+def _least(value: Any) -> str:
+    return "" if type(value) in (int, float) and value >= 1 else "a number from 1"
+
+
+def _switch(value: Any) -> str:
+    return "" if type(value) is bool else "true or false"
+
+
+def _way(value: Any) -> str:
+    return "" if value in ("one_shot", "ring") else '"one_shot" or "ring"'
+
+
+# codec -> option -> (default, what is wrong with a value, or "")
+OPTIONS: dict[str, dict[str, tuple[Any, Callable[[Any], str]]]] = {
+    "exact": {},
+    "bfloat16": {"reduce": ("one_shot", _way)},
+    "int8": {"block": (256, _positive)},
+    "float8": {"block": (256, _positive)},
+    "sign": {"block": (1024, _positive)},
+    "top_k": {"keep": (0.01, _share)},
+    "power_sgd": {"rank": (4, _positive), "min_compression": (2.0, _least), "warm_start": (True, _switch)},
+}
+BIASED = ("sign", "top_k", "power_sgd")  # what they leave out is lost for good, unless it is fed back
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientRule:
+    """Gradients of parameters whose path matches `path`, and none of `except_`, travel by this codec.
+
+    Example:
+      >>> GradientRule("**/embedding", "exact").codec
+      'exact'
+    """
+
+    path: str
+    codec: str = "exact"
+    options: Options = ()
+    except_: tuple[str, ...] = ()
+    line: int | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "options", _pairs(self.options))
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """How gradients of different workers meet, and in which format they travel.
+
+    Attributes:
+      reduction: "compiler", "all_reduce" or "reduce_scatter".
+      codec: what travels, where no rule says otherwise; `options` are the codec's own (a dict will do).
+      error_feedback: keep what a codec lost, per worker, and add it to the next gradient (float32, a gradient's size).
+      allow_biased: let a biased codec run without error feedback all the same.
+      start_step: steps that reduce exactly before the codecs begin.
+      bucket_bytes: gradients travel together up to so many bytes (as float32); a larger one travels alone.
+      exact_axes: data axes over which gradients are reduced exactly first (inside a node); codecs cross the others.
+      diagnostics: measure the residuals' norm and the error of the mean; costs an exact reduction more per step.
+      weights: "exact", or "bfloat16": how weights that are cut over the workers travel when they are gathered.
+      rules: codecs by path.
+
+    Example:
+      >>> from spmd import Layout
+      >>> Layout(gradients=Gradients("all_reduce", "int8", {"block": 128}, error_feedback=True)).gradients.option("block")
+      128
+    """
+
+    reduction: str = "compiler"
+    codec: str = "exact"
+    options: Options | Mapping[str, Any] = ()
+    error_feedback: bool = False
+    allow_biased: bool = False
+    start_step: int = 0
+    bucket_bytes: int = 4 * 2**20
+    exact_axes: tuple[str, ...] = ()
+    diagnostics: bool = False
+    weights: str = "exact"
+    rules: tuple[GradientRule, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "options", _pairs(self.options))
+
+    def option(self, name: str) -> Any:
+        """The value of one of the codec's options, given or by default."""
+        return all_options(self.codec, self.options)[name]
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Every codec that is named."""
+        return tuple(dict.fromkeys([self.codec, *(rule.codec for rule in self.rules)]))
+
+    @property
+    def compressed(self) -> bool:
+        """Whether anything travels in another format than its own."""
+        return self.codecs != ("exact",)
+
+
+def _pairs(options: Any) -> Options:
+    return tuple(options.items()) if isinstance(options, Mapping) else tuple(options)
+
+
+def all_options(codec: str, given: Any) -> dict[str, Any]:
+    """The options of a codec, those that were not given by their default."""
+    return {name: default for name, (default, _) in OPTIONS[codec].items()} | dict(given)
+
+
+def gradient_problems(gradients: Gradients) -> list[tuple[str, str, str]]:
+    """What does not go together, whatever the model: (key, why, cure)."""
+    found, codecs = [], [(gradients.codec, gradients.options), *((rule.codec, rule.options) for rule in gradients.rules)]
+    biased = [codec for codec in gradients.codecs if codec in BIASED]
+    ring = any(dict(options).get("reduce") == "ring" for _, options in codecs)
+    if gradients.reduction == "compiler":
+        cure = 'reduction = "all_reduce", or "reduce_scatter".'
+        if gradients.compressed:
+            name = next(codec for codec in gradients.codecs if codec != "exact")
+            found.append(("codec", f'"{name}" under reduction "compiler": XLA reduces gradients itself, in their own dtype.', cure))
+        for key, off in (("weights", "exact"), ("diagnostics", False)):
+            if getattr(gradients, key) != off:
+                found.append((key, 'under reduction "compiler" nothing reads it.', cure))
+    if biased and not gradients.error_feedback and not gradients.allow_biased:
+        why = f"{' and '.join(biased)} without error feedback: what is left out is lost for good, and training may not converge."
+        found.append(("codec", why, "error_feedback = true, or allow_biased = true to go without."))
+    if ring and gradients.error_feedback:
+        why = 'reduce = "ring" rounds on the way, where no worker can keep what was lost.'
+        found.append(("error_feedback", why, 'reduce = "one_shot", or error_feedback = false.'))
+    if ring and gradients.exact_axes:
+        found.append(("exact_axes", 'reduce = "ring" goes over all data axes at once.', 'reduce = "one_shot".'))
+    for key, off in (("start_step", 0), ("exact_axes", ()), ("diagnostics", False)):
+        if getattr(gradients, key) != off and not gradients.compressed and gradients.reduction != "compiler":
+            found.append((key, "every codec is exact, so nothing reads it.", 'such as codec = "bfloat16", or leave it out.'))
+    return found
