@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 from spmd.comm import wire
 from spmd.comm.codec import make_codec
 from spmd.comm.codec.base import Bucket, Codec
-from spmd.comm.codec.bfloat16 import Bfloat16, self_test
+from spmd.comm.codec.bfloat16 import self_test
 from spmd.comm.codec.exact import Exact
 from spmd.comm.codec.exact import reduce as exactly
 from spmd.comm.codec.power_sgd import best_split
 from spmd.comm.cut import Cut
-from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, constrain, gather, gathered, needs_gather
+from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, constrain
 from spmd.layout.declare import Spec, entry_axes, keep_axes, mixed, spec_axes
 from spmd.layout.resolve import Placement, Resolved, owners, pspec
 from spmd.tree import Tree, flatten, format_bytes, map_paths
@@ -125,58 +125,6 @@ class Exchange:
         axes = spec_axes(item.rest) if item.nested else ()
         return (axes or None,)
 
-    def prove(self) -> None:
-        """Prove on the backend in hand that bfloat16 is rounded to, once per process, if anything travels so."""
-        declared = self.resolved.layout.gradients
-        if self.reduction.manual and ("bfloat16" in declared.codecs or declared.weights == "bfloat16"):
-            self_test()
-
-    # weights ---------------------------------------------------------------------------------------------------------
-
-    def pull(self, place: Placement, piece: Any) -> Any:
-        """The weight, whole over the workers, from this worker's piece; as it is when it is whole already."""
-        if not needs_gather(place, self.scene):
-            return piece
-        if not self.reduction.manual:
-            return constrain(self.scene, gathered(place.spec, self.scene), piece)
-        with jax.named_scope("pull"):
-            return self._gathered(place.spec, piece, self.scene.data_axes)
-
-    def _gathered(self, spec: Spec, piece: Any, axes: tuple[str, ...]) -> Any:
-        if self.resolved.layout.gradients.weights == "bfloat16" and piece.dtype == jnp.float32:
-            codec = Bfloat16()
-            return codec.decode(gather(self.scene, spec, codec.encode(piece), axes), 0)
-        return gather(self.scene, spec, piece, axes)
-
-    def spread(self, updates: Tree) -> Tree:
-        """Updates as whole as their parameters, from the pieces that the owners of the moments have made (ZeRO-1)."""
-        here = {path: constrain(self.scene, self.resolved.placements[path].state_spec, update) for path, update in flatten(updates).items()}
-        cut = {path: update for path, update in here.items() if self._spreads(path)}
-        if cut:
-            data = self.scene.data_axes
-            specs = lambda kind: {path: pspec(keep_axes(getattr(self.resolved.placements[path], kind), data)) for path in cut}
-            here |= jax.shard_map(
-                lambda pieces: {path: self._spread(path, piece) for path, piece in pieces.items()},
-                mesh=self.scene.mesh,
-                in_specs=(specs("state_spec"),),
-                out_specs=specs("spec"),
-                axis_names=set(data),
-                check_vma=False,
-            )(cut)
-        return jax.tree.unflatten(jax.tree.structure(updates), list(here.values()))
-
-    def _spreads(self, path: str) -> bool:
-        """Whether a parameter's moments are cut over workers that hold the parameter itself alike."""
-        place, data = self.resolved.placements[path], self.scene.data_axes
-        more = [axis for axis in spec_axes(place.state_spec) if axis in data and axis not in spec_axes(place.spec)]
-        return self.reduction.manual and bool(more) and not mixed(place.state_spec, data)
-
-    def _spread(self, path: str, piece: Any) -> Any:
-        place = self.resolved.placements[path]
-        more = tuple(axis for axis in self.scene.data_axes if axis not in spec_axes(place.spec))
-        with jax.named_scope("spread"):
-            return self._gathered(place.state_spec, piece, more)
-
     # the exchange ----------------------------------------------------------------------------------------------------
 
     def push(self, grads: Tree, memory: Tree, step: Any) -> tuple[Tree, Tree, Any]:
@@ -190,11 +138,8 @@ class Exchange:
           The measurements are float32[2, measures], values and counts (1), equal on all workers.
         """
         if not self.reduction.manual:
-            return (
-                map_paths(lambda path, g: constrain(self.scene, self.resolved.placements[path].state_spec, g), grads),
-                memory,
-                jnp.zeros((2, 0)),
-            )
+            pushed = map_paths(lambda path, grad: constrain(self.scene, self.resolved.placements[path].state_spec, grad), grads)
+            return pushed, memory, jnp.zeros((2, 0))
         flat, structure = flatten(grads), jax.tree.structure(grads)
         means, after, measured = {}, {}, jnp.zeros(3)
         for nested in (False, True):
@@ -281,6 +226,12 @@ class Exchange:
         """Bytes that each device would send for a float32 all-reduce of all gradients (a ring)."""
         workers = self.resolved.workers
         return sum(-(-2 * (workers - 1) * 4 * math.prod(item.cut.shape) // workers) for item in self.items.values())
+
+    def prove(self) -> None:
+        """Prove on the backend in hand that bfloat16 is rounded to, once per process, if anything travels so."""
+        declared = self.resolved.layout.gradients
+        if self.reduction.manual and ("bfloat16" in declared.codecs or declared.weights == "bfloat16"):
+            self_test()
 
     def notes(self) -> list[str]:
         """What people should know of the exchange before it runs."""

@@ -1,4 +1,4 @@
-"""How gradients meet: who gets which piece of their mean, and how whole weights are made from pieces.
+"""How gradients meet: who gets which piece of their mean.
 
 A `Reduction` says where arrays are. What travels on the way is the codecs' affair (`exchange.py`).
 """
@@ -7,12 +7,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from spmd.comm import wire
-from spmd.layout.declare import Spec, entry_axes, keep_axes, mixed, spec_axes
+from spmd.layout.declare import Spec
 from spmd.layout.resolve import Placement, pspec
 
 
@@ -53,32 +51,6 @@ REDUCTIONS = {
 }
 
 
-def gathered(spec: Spec, scene: Scene) -> Spec:
-    """The spec of a weight while it is used: cut over the rest, whole over the workers."""
-    return keep_axes(spec, scene.rest)
-
-
-def needs_gather(place: Placement, scene: Scene) -> bool:
-    """Whether the parameter is stored in pieces that differ between workers."""
-    return any(axis in scene.data_axes for axis in spec_axes(place.spec))
-
-
 def constrain(scene: Scene, spec: Spec, x: Any) -> Any:
     """Tell the compiler where `x` is to be."""
     return lax.with_sharding_constraint(x, NamedSharding(scene.mesh, pspec(spec)))
-
-
-def gather(scene: Scene, spec: Spec, piece: Any, axes: tuple[str, ...]) -> Any:
-    """Per worker: an array that is cut as `spec`, joined from everybody's pieces along the data axes `axes`."""
-
-    def local(x: Any) -> Any:
-        for dim, entry in enumerate(spec):
-            x = wire.all_gather(x, tuple(axis for axis in entry_axes(entry) if axis in axes), dim)
-        return x
-
-    if not scene.rest or mixed(spec, scene.data_axes):  # pieces along one axis alone would be joined in the wrong order
-        return local(piece)
-    # on each device's own piece along the remaining axes, so that only that piece travels: left to the partitioner, a
-    # collective on an array cut over the model axis gathers it there first
-    rest = pspec(keep_axes(spec, scene.rest))
-    return jax.shard_map(local, in_specs=rest, out_specs=rest, axis_names=set(scene.rest), check_vma=False)(piece)

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.comm.exchange import Exchange
 from spmd.comm.log import WireLog, read
-from spmd.comm.reduction import Scene, constrain, gathered
+from spmd.comm.reduction import Scene, constrain
 from spmd.errors import LossError, ModelError, OptimizerError, OptionError, SpmdError
 from spmd.layout.check import fit_layout
-from spmd.layout.declare import Layout, Spec
+from spmd.layout.declare import Layout, Spec, keep_axes
 from spmd.layout.resolve import Resolved, pspec
 from spmd.mesh import MeshSpec
 from spmd.model.base import Call, Variables, abstractly
@@ -248,7 +248,7 @@ class Program:
 
     def _gather(self, params: Tree) -> Tree:
         step = self._step(self.rows, True)
-        return step._map(lambda place, p: constrain(step.scene, gathered(place.spec, step.scene), p), params)
+        return step._map(lambda place, p: constrain(step.scene, keep_axes(place.spec, step.scene.rest), p), params)
 
     def _measure(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
         value, extra = self._eval(self._bound(params, stats, rngs), batch, jax.random.key(0))
@@ -268,13 +268,21 @@ class Program:
         return read(traced.jaxpr.jaxpr, placed.mesh.shape, placed.resolved.layout.gradients.start_step)
 
     def constants(self, step: int) -> dict[str, float]:
-        """What is known of a step without measuring: bytes that each device sends, and how many an exact all-reduce would."""
-        exchange = self.placed.exchange
+        """What is known of a step without measuring: bytes that each device sends, and how many times fewer than exactly."""
+        return self._constants[step < self.placed.resolved.layout.gradients.start_step]
+
+    @functools.cached_property
+    def _constants(self) -> tuple[dict[str, float], dict[str, float]]:
+        """After `start_step`, and before it."""
+        exchange, start = self.placed.exchange, self.placed.resolved.layout.gradients.start_step
         if not exchange.reduction.manual:
-            return {}  # XLA places the collectives
-        found: dict[str, float] = {"wire_bytes": self.wire.bytes(step)}
-        pushed = self.wire.bytes(step, "push")
-        return found | ({"compression_ratio": exchange.dense_bytes / pushed} if exchange.measures and pushed else {})
+            return {}, {}  # XLA places the collectives
+        found = []
+        for step in (start, 0):
+            pushed, sent = self.wire.bytes(step, "push"), self.wire.bytes(step)
+            ratio = {"compression_ratio": exchange.dense_bytes / pushed} if exchange.measures and pushed else {}
+            found.append({"wire_bytes": sent, **ratio})
+        return found[0], found[1]
 
     def compilations(self) -> int:
         """How many programs have been compiled so far."""

@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec
 
 from spmd.comm import wire
 from spmd.comm.exchange import Exchange
-from spmd.comm.reduction import Scene, needs_gather
+from spmd.comm.reduction import Scene
+from spmd.comm.weights import needs_gather, pull, spread
 from spmd.layout.declare import Spec, keep_axes
-from spmd.layout.resolve import Resolved, owners, pspec
+from spmd.layout.resolve import Placement, Resolved, owners, pspec
 from spmd.model.base import Call, Model, Variables
 from spmd.train.accumulate import accumulate, microbatches
 from spmd.train.metrics import Sums, pack
@@ -28,7 +29,7 @@ from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
 from spmd.train.rng import worker_key
 from spmd.train.state import State
-from spmd.tree import Tree, map_paths
+from spmd.tree import Tree, flatten, map_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Step:
         grads, memory, measured, stats, sums = self._gradients(state, batch, weights)
         loss = sums[0, self.names.index(LOSS)] / sums[1, self.names.index(LOSS)]
         updates, opt = self.optimizer.update(grads, state.opt, state.params, value=loss)
-        params = optax.apply_updates(state.params, self.exchange.spread(updates))
+        params = optax.apply_updates(state.params, spread(self.exchange, updates))
         return State(state.step + 1, params, opt, stats, state.rngs, state.key, memory), jnp.concatenate([sums, measured], axis=1)
 
     def _gradients(self, state: State, batch: Tree, weights: jax.Array) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
@@ -144,17 +145,19 @@ class Step:
 
     def _pull(self, params: Tree) -> Tree:
         """Whole weights in the dtype of the computation; cast before they travel, so what travels is what is used."""
-
-        return self._map(lambda place, piece: self.exchange.pull(place, cast(piece, self.dtype)), params)
+        return self._map(lambda place, piece: pull(self.exchange, place, cast(piece, self.dtype)), params)
 
     def _again(self, kept: Any, pieces: Tree) -> list[Any]:
         """The weights that the backward pass needs, leaf by leaf: those that were gathered, gathered anew."""
         leaves = jax.tree.leaves(kept, is_leaf=lambda x: not isinstance(x, tuple | list | dict))
-        places = jax.tree.leaves(self._map(lambda place, _: place, pieces))
-        anew = jax.tree.leaves(self._pull(pieces))
-        # jax marks a weight that the backward pass does not need by something that is no array
-        again = [needs_gather(place, self.scene) and hasattr(leaf, "shape") for place, leaf in zip(places, leaves, strict=True)]
-        return [new if wanted else leaf for wanted, new, leaf in zip(again, anew, leaves, strict=True)]
+
+        def again(place: Placement, leaf: Any, piece: jax.Array) -> Any:
+            # jax marks a weight that the backward pass does not need by something that is no array
+            wanted = needs_gather(place, self.scene) and hasattr(leaf, "shape")
+            return pull(self.exchange, place, cast(piece, self.dtype)) if wanted else leaf
+
+        places = [self.resolved.placements[path] for path in flatten(pieces)]
+        return [again(*found) for found in zip(places, leaves, jax.tree.leaves(pieces), strict=True)]
 
     def _map(self, function: Callable, *trees: Tree) -> Tree:
         """`function(placement, leaf, ...)` over trees of parameters."""

@@ -1,0 +1,74 @@
+"""Weights on the wire: gathered for use from the pieces that workers keep, and updates spread from those who made them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd.comm import wire
+from spmd.comm.codec.bfloat16 import Bfloat16
+from spmd.comm.exchange import Exchange
+from spmd.comm.reduction import Scene, constrain
+from spmd.layout.declare import Spec, entry_axes, keep_axes, mixed, spec_axes
+from spmd.layout.resolve import Placement, pspec
+from spmd.tree import Tree, flatten
+
+
+def needs_gather(place: Placement, scene: Scene) -> bool:
+    """Whether the parameter is stored in pieces that differ between workers."""
+    return any(axis in scene.data_axes for axis in spec_axes(place.spec))
+
+
+def pull(exchange: Exchange, place: Placement, piece: Any) -> Any:
+    """The weight, whole over the workers, from this worker's piece; as it is when it is whole already."""
+    scene = exchange.scene
+    if not needs_gather(place, scene):
+        return piece
+    if not exchange.reduction.manual:
+        return constrain(scene, keep_axes(place.spec, scene.rest), piece)
+    with jax.named_scope("pull"):
+        return _gathered(exchange, place.spec, piece, scene.data_axes)
+
+
+def spread(exchange: Exchange, updates: Tree) -> Tree:
+    """Updates as whole as their parameters, from the pieces that the owners of the moments have made (ZeRO-1)."""
+    scene, places = exchange.scene, exchange.resolved.placements
+    here = {path: constrain(scene, places[path].state_spec, update) for path, update in flatten(updates).items()}
+    more = lambda path: tuple(axis for axis in spec_axes(places[path].state_spec) if axis not in spec_axes(places[path].spec))
+    wanted = lambda path: any(axis in scene.data_axes for axis in more(path)) and not mixed(places[path].state_spec, scene.data_axes)
+    cut = {path: update for path, update in here.items() if exchange.reduction.manual and wanted(path)}
+
+    def local(pieces: dict[str, Any]) -> dict[str, Any]:
+        with jax.named_scope("spread"):
+            return {path: _gathered(exchange, places[path].state_spec, piece, more(path)) for path, piece in pieces.items()}
+
+    if cut:
+        data = scene.data_axes
+        before = {path: pspec(keep_axes(places[path].state_spec, data)) for path in cut}
+        after = {path: pspec(keep_axes(places[path].spec, data)) for path in cut}
+        here |= jax.shard_map(local, mesh=scene.mesh, in_specs=(before,), out_specs=after, axis_names=set(data), check_vma=False)(cut)
+    return jax.tree.unflatten(jax.tree.structure(updates), list(here.values()))
+
+
+def _gathered(exchange: Exchange, spec: Spec, piece: Any, axes: tuple[str, ...]) -> Any:
+    """Joined along `axes`, travelling as the layout says."""
+    if exchange.resolved.layout.gradients.weights == "bfloat16" and piece.dtype == jnp.float32:
+        codec = Bfloat16()
+        return codec.decode(_joined(exchange.scene, spec, codec.encode(piece), axes), 0)
+    return _joined(exchange.scene, spec, piece, axes)
+
+
+def _joined(scene: Scene, spec: Spec, piece: Any, axes: tuple[str, ...]) -> Any:
+    """Per worker: an array that is cut as `spec`, joined from everybody's pieces along those of `axes` that are data axes."""
+
+    def local(x: Any) -> Any:
+        for dim, entry in enumerate(spec):
+            x = wire.all_gather(x, tuple(axis for axis in entry_axes(entry) if axis in axes and axis in scene.data_axes), dim)
+        return x
+
+    if not scene.rest or mixed(spec, scene.data_axes):  # pieces along one axis alone would be joined in the wrong order
+        return local(piece)
+    # on each device's own piece along the remaining axes, so that only that piece travels: left to the partitioner, a
+    # collective on an array cut over the model axis gathers it there first
+    rest = pspec(keep_axes(spec, scene.rest))
+    return jax.shard_map(local, in_specs=rest, out_specs=rest, axis_names=set(scene.rest), check_vma=False)(piece)
