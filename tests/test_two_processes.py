@@ -89,12 +89,12 @@ def run(processes, devices, folder, layout, kind):
 
 @pytest.mark.parametrize(
     ("layout", "kind", "devices", "tolerance"),
-    [("fsdp", "arrays", 2, 0.0), ("fsdp", "arrays", 8, 1e-6), ("data_parallel", "iterable", 2, 0.0)],
+    [("fsdp", "arrays", 2, 0.0), ("fsdp", "arrays", 8, 1e-6), ("data_parallel", "iterable", 2, 0.0), ("fsdp_bf16", "arrays", 2, 0.0)],
 )
 def test_two_processes_equal_one(tmp_path, layout, kind, devices, tolerance):
     one, two = (run(processes, devices, tmp_path, layout, kind) for processes in (1, 2))
     assert (one["processes"], one["local"], two["processes"], two["local"]) == (1, devices, 2, devices // 2)
-    assert any(two["cut"]) == (layout == "fsdp")
+    assert any(two["cut"]) == layout.startswith("fsdp")
     assert len(two["loss"]) == (10 if kind == "arrays" else 8)
     for name in ("loss", "eval"):
         np.testing.assert_allclose(two[name], one[name], rtol=tolerance, atol=0)

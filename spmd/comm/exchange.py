@@ -74,19 +74,29 @@ class Exchange:
         claimed = owners(declared.rules, place.path)
         chosen = declared.rules[claimed[0]] if claimed else declared
         name, codec, split = chosen.codec, make_codec(chosen.codec, chosen.options), best_split(place.shape)
-        if not (math.prod(place.shape) and codec.compresses(cut.shape, split)):
+        if not (math.prod(place.shape) and self._crosses and codec.compresses(cut.shape, split)):
             name, codec = "exact", Exact()
         return Item(place, name, cut, codec, split, declared.error_feedback and not codec.lossless, rest, nested)
+
+    @property
+    def _crosses(self) -> bool:
+        """Whether anything is left for a codec to cross beside `exact_axes`."""
+        inside = self.resolved.layout.gradients.exact_axes
+        return math.prod(self.scene.mesh.shape[axis] for axis in self.scene.data_axes if axis not in inside) > 1
 
     def _ways(self, entry: Any) -> int:
         return math.prod(self.scene.mesh.shape[axis] for axis in entry_axes(entry))
 
     @functools.cached_property
     def buckets(self) -> list[list[str]]:
-        """Paths of the gradients that travel together: one codec, one kind of cut, up to `bucket_bytes` as float32."""
+        """Paths of the gradients that travel together: one codec, one kind of cut, up to `bucket_bytes` as float32.
+
+        What is whole along a model axis does not travel with what is cut there: its neighbours, and so its scales, would differ
+        from device to device, and its copies would drift apart.
+        """
         limit, found, open_ = self.resolved.layout.gradients.bucket_bytes, [], {}
         for path, item in self.items.items():
-            key, size = (item.codec, item.cut.left, item.nested), 4 * math.prod(item.cut.shape)
+            key, size = (item.codec, item.cut.left, item.nested, frozenset(spec_axes(item.rest))), 4 * math.prod(item.cut.shape)
             paths, filled = open_.get(key, (None, 0))
             if paths is None or filled + size > limit:
                 paths, filled = [], 0
@@ -145,13 +155,16 @@ class Exchange:
         for nested in (False, True):
             inside = {path: grad for path, grad in flat.items() if self.items[path].nested == nested}
             if inside:
+                if self.scene.rest and not nested:  # XLA:CPU aborts on a bfloat16 sum where other axes are left to the partitioner
+                    inside = {path: grad.astype(jnp.float32) for path, grad in inside.items()}
                 kept = {path: entry for path, entry in memory.items() if path in inside}
                 run = self._over_rest(inside, kept) if nested else self._meet
                 more_means, more_after, more = run(inside, kept, step)
                 means |= more_means
                 after |= more_after
                 measured += more.reshape(-1, 3).sum(0)
-        return jax.tree.unflatten(structure, [means[path] for path in flat]), {path: after[path] for path in memory}, self._summed(measured)
+        pushed = jax.tree.unflatten(structure, [means[path].astype(grad.dtype) for path, grad in flat.items()])
+        return pushed, {path: after[path] for path in memory}, self._summed(measured)
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -237,7 +250,10 @@ class Exchange:
         """What people should know of the exchange before it runs."""
         declared, lines = self.resolved.layout.gradients, []
         if declared.compressed and not self.reduction.manual:
-            lines.append(f"note: one worker, nothing travels: codec {' and '.join(declared.codecs)} has nothing to do.")
+            lines.append(f"note: one worker, nothing travels: codec {', '.join(declared.codecs)} is not used.")
+        elif declared.compressed and not self._crosses:
+            inside = ", ".join(declared.exact_axes)
+            lines.append(f"note: {inside} spans all workers, and is exact: codec {', '.join(declared.codecs)} is not used.")
         elif declared.error_feedback and not any(item.feedback for item in self.items.values()):
             lines.append("note: error_feedback = true, but every gradient travels exactly: no residual is kept.")
         elif declared.error_feedback:
@@ -250,7 +266,8 @@ def feedback(items: list[Item], grads: list[Any], memory: list[dict[str, Any]], 
     """A codec with error feedback: what it lost is added to the next gradient (Karimireddy et al. 2019, arXiv:1901.09847).
 
     Summed over steps, what was applied plus the mean of the workers' residuals is the sum of the true mean gradients. The
-    residual is of the gradient, not of the update: a changing learning rate does not rescale it.
+    residual is of the gradient, not of the update: a changing learning rate does not rescale it. (The mean for a parameter that is
+    itself bfloat16 is rounded to it at the very end, and nobody keeps that.)
     """
     residuals = [
         entry[RESIDUAL][0].reshape(grad.shape) if item.feedback else None for item, grad, entry in zip(items, grads, memory, strict=True)

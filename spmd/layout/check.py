@@ -82,6 +82,8 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     where[f'[default] params = "{layout.default.params}"'] = (layout.default.params.partition(":")[2] or None,)
     for name, spec in where.items():
         lines, cure = _axis_lines(spec, mesh)
+        if any(axis in dict(layout.mesh) and axis not in mesh.names for axis in spec_axes(spec)):
+            cure = f'mesh="{",".join(f"{axis}={size}" for axis, size in layout.mesh)}", which the layout has itself.'
         if lines:
             yield Problem(name, lines, cure)
 
@@ -96,21 +98,23 @@ def _rule_problems(rules: tuple[Rule, ...], params: Params, mesh: MeshSpec) -> I
         lines, cure = _axis_lines(rule.spec, mesh)
         if lines:
             yield Problem(f"{where}, spec {spec_text(rule.spec)}", lines, cure)
-        for other in rule.except_ if found else ():
-            if not matches(other, found):
-                yield Problem(f'{where}, except "{other}"', ["takes no parameter away from this rule."], path_cure(other, found))
+        yield from _except_problems(where, rule.except_, found)
+
+
+def _except_problems(where: str, patterns: tuple[str, ...], found: list[str]) -> Iterator[Problem]:
+    for other in patterns if found else ():
+        if not matches(other, found):
+            yield Problem(f'{where}, except "{other}"', ["takes no parameter away from this rule."], path_cure(other, found))
 
 
 def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[Problem]:
     """Rules of `[gradients]` that match nothing or disagree, and exact axes that gradients do not meet over."""
     rules, data = layout.gradients.rules, layout.data_axes()
     for number, rule in enumerate(rules):
-        if not matches(rule.path, params):
-            yield Problem(
-                f'[[gradients.rules]] {rule_name(rules, number)}: path "{rule.path}" matches no parameter.',
-                [],
-                path_cure(rule.path, params),
-            )
+        where, found = f'[[gradients.rules]] {rule_name(rules, number)}: path "{rule.path}"', matches(rule.path, params)
+        if not found:
+            yield Problem(f"{where} matches no parameter.", [], path_cure(rule.path, params))
+        yield from _except_problems(where, rule.except_, found)
     for path, leaf in params.items() if len(rules) > 1 else ():
         claimed = owners(rules, path)
         if len(claimed) > 1:
@@ -128,7 +132,12 @@ def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[
             yield Problem("[gradients] exact_axes", lines, cure)
     if inside and set(inside) >= set(data):
         why = f"every data axis ({', '.join(data)}) is reduced exactly, so no codec has anything to do."
-        yield Problem("[gradients] exact_axes", [why], "leave the axis that crosses nodes out.")
+        cure = (
+            "leave the axis that crosses nodes out."
+            if len(data) > 1
+            else 'leave it out, or cut the batch over two axes, such as ["node", "data"].'
+        )
+        yield Problem("[gradients] exact_axes", [why], cure)
 
 
 def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:

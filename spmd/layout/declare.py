@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from spmd.layout.gradients import Gradients
+from spmd.layout.gradients import Gradients, names
 
 Entry = str | tuple[str, ...] | None  # one dim: whole (None), over one mesh axis, or over several (outermost first)
 Spec = tuple[Entry, ...]  # one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are whole
@@ -24,6 +24,9 @@ class Rule:
     spec: Spec
     except_: tuple[str, ...] = ()
     line: int | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "except_", names(self.except_))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from spmd.errors import OptionError
+
 Options = tuple[tuple[str, Any], ...]
 
 
@@ -57,6 +59,7 @@ class GradientRule:
 
     def __post_init__(self):
         object.__setattr__(self, "options", _pairs(self.options))
+        object.__setattr__(self, "except_", names(self.except_))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Gradients:
     error_feedback: bool = False
     allow_biased: bool = False
     start_step: int = 0
-    bucket_bytes: int = 4 * 2**20
+    bucket_bytes: int = 25 * 2**20
     exact_axes: tuple[str, ...] = ()
     diagnostics: bool = False
     weights: str = "exact"
@@ -95,6 +98,7 @@ class Gradients:
 
     def __post_init__(self):
         object.__setattr__(self, "options", _pairs(self.options))
+        object.__setattr__(self, "exact_axes", names(self.exact_axes))
 
     def option(self, name: str) -> Any:
         """The value of one of the codec's options, given or by default."""
@@ -111,8 +115,20 @@ class Gradients:
         return self.codecs != ("exact",)
 
 
+def names(given: Any) -> tuple[str, ...]:
+    """One name or several, as a tuple.
+
+    >>> names("data"), names(["node", "data"])
+    (('data',), ('node', 'data'))
+    """
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 def _pairs(options: Any) -> Options:
-    return tuple(options.items()) if isinstance(options, Mapping) else tuple(options)
+    pairs = tuple(options.items()) if isinstance(options, Mapping) else tuple(options)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise OptionError(f'a codec\'s options are a dict, not {options!r}.\n    cure: such as {{"block": 128}}.')
+    return pairs
 
 
 def all_options(codec: str, given: Any) -> dict[str, Any]:
@@ -120,28 +136,40 @@ def all_options(codec: str, given: Any) -> dict[str, Any]:
     return {name: default for name, (default, _) in OPTIONS[codec].items()} | dict(given)
 
 
-def gradient_problems(gradients: Gradients) -> list[tuple[str, str, str]]:
-    """What does not go together, whatever the model: (key, why, cure)."""
-    found, codecs = [], [(gradients.codec, gradients.options), *((rule.codec, rule.options) for rule in gradients.rules)]
-    biased = [codec for codec in gradients.codecs if codec in BIASED]
-    ring = any(dict(options).get("reduce") == "ring" for _, options in codecs)
+@dataclasses.dataclass(frozen=True)
+class Clash:
+    """Things of `[gradients]` that do not go together: at which key, or in which rule (from 0), why, and a cure."""
+
+    key: str
+    why: str
+    cure: str
+    rule: int | None = None
+
+
+def gradient_problems(gradients: Gradients) -> list[Clash]:
+    """What does not go together, whatever the model."""
+    found: list[Clash] = []
+    named = [(None, gradients.codec, gradients.options), *((n, rule.codec, rule.options) for n, rule in enumerate(gradients.rules))]
     if gradients.reduction == "compiler":
         cure = 'reduction = "all_reduce", or "reduce_scatter".'
-        if gradients.compressed:
-            name = next(codec for codec in gradients.codecs if codec != "exact")
-            found.append(("codec", f'"{name}" under reduction "compiler": XLA reduces gradients itself, in their own dtype.', cure))
+        for rule, codec, _ in named:
+            if codec != "exact":
+                why = f'"{codec}" under reduction "compiler": XLA reduces gradients itself, in their own dtype.'
+                found.append(Clash("codec", why, cure, rule))
         for key, off in (("weights", "exact"), ("diagnostics", False)):
             if getattr(gradients, key) != off:
-                found.append((key, 'under reduction "compiler" nothing reads it.', cure))
-    if biased and not gradients.error_feedback and not gradients.allow_biased:
-        why = f"{' and '.join(biased)} without error feedback: what is left out is lost for good, and training may not converge."
-        found.append(("codec", why, "error_feedback = true, or allow_biased = true to go without."))
-    if ring and gradients.error_feedback:
-        why = 'reduce = "ring" rounds on the way, where no worker can keep what was lost.'
-        found.append(("error_feedback", why, 'reduce = "one_shot", or error_feedback = false.'))
-    if ring and gradients.exact_axes:
-        found.append(("exact_axes", 'reduce = "ring" goes over all data axes at once.', 'reduce = "one_shot".'))
+                found.append(Clash(key, 'under reduction "compiler" nothing reads it.', cure))
+    for rule, codec, options in named:
+        if codec in BIASED and not gradients.error_feedback and not gradients.allow_biased:
+            why = f"{codec} without error feedback: what is left out is lost for good, and training may not converge."
+            found.append(Clash("codec", why, "[gradients] error_feedback = true, or allow_biased = true to go without.", rule))
+        if dict(options).get("reduce") == "ring":
+            if gradients.error_feedback:
+                why = "a ring rounds on the way, where no worker can keep what was lost for error feedback."
+                found.append(Clash("reduce", why, 'reduce = "one_shot", or error_feedback = false.', rule))
+            if gradients.exact_axes:
+                found.append(Clash("reduce", "a ring goes over all data axes at once, exact_axes or not.", 'reduce = "one_shot".', rule))
     for key, off in (("start_step", 0), ("exact_axes", ()), ("diagnostics", False)):
         if getattr(gradients, key) != off and not gradients.compressed and gradients.reduction != "compiler":
-            found.append((key, "every codec is exact, so nothing reads it.", 'such as codec = "bfloat16", or leave it out.'))
+            found.append(Clash(key, "every codec is exact, so nothing reads it.", 'such as codec = "bfloat16", or leave it out.'))
     return found

@@ -26,7 +26,10 @@ def summary(resolved: Resolved) -> str:
     body = rows(resolved)
     widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *body]]
-    gradients = f"gradients by {resolved.layout.gradients.reduction}, codec {resolved.layout.gradients.codec}"
+    declared = resolved.layout.gradients
+    gradients = f"gradients by {declared.reduction}, codec {declared.codec}"
+    gradients += f" ({len(declared.rules)} rules)" if declared.rules else ""
+    gradients += ", error feedback" if declared.error_feedback else ""
     title = f"{resolved.layout.source} on mesh {resolved.mesh}: {resolved.workers} worker{'s' * (resolved.workers != 1)}, {gradients}"
     return "\n".join([title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", *notes(resolved)])
 

@@ -38,7 +38,7 @@ KINDS = {  # how errors call what Python calls a type, and one that is right
     bool: ("true or false", "true"),
     int: ("a whole number", "2"),
     float: ("a number", "0.5"),
-    list: ("a list", '["**/mlp"]'),
+    list: ("a list", '["a", "b"]'),
 }
 
 
@@ -246,8 +246,11 @@ class _Reader:
         values["options"] = self.options(values["codec"], options, "[gradients]", lambda key: self.key_line(section, key), tuple(known))
         rules = tuple(self.gradient_rule(*found) for found in self.items(table, "rules", section))
         found = Gradients(**values, rules=rules)
-        for key, why, cure in gradient_problems(found):
-            self.problem(f"[gradients] {key}", why, cure, self.key_line(section, key))
+        for clash in gradient_problems(found):
+            if clash.rule is None:
+                self.problem(f"[gradients] {clash.key}", clash.why, clash.cure, self.key_line(section, clash.key))
+            else:
+                self.problem(f"[[gradients.rules]] rule {clash.rule + 1}", clash.why, clash.cure, rules[clash.rule].line)
         return found
 
     def gradient_rule(self, item: dict[str, Any], where: str, line: int | None) -> GradientRule:
@@ -268,9 +271,9 @@ class _Reader:
         for key, value in given.items():
             readers = [name for name, options in OPTIONS.items() if key in options]
             if key not in OPTIONS[codec]:
-                why = f"codec {codec} does not read it, {' and '.join(readers)} would." if readers else "nothing reads it."
-                known = (*others, *OPTIONS[codec])
-                self.problem(f"unknown key: {where} {key}", why, "" if readers else did_you_mean(key, known), line(key))
+                why = f"it is an option of {', '.join(readers)}; the codec is {codec}." if readers else "nothing reads it."
+                cure = f'leave it out, or codec = "{readers[0]}".' if readers else did_you_mean(key, (*others, *OPTIONS[codec]))
+                self.problem(f"unknown key: {where} {key}", why, cure, line(key))
                 continue
             wrong = OPTIONS[codec][key][1](value)
             if wrong:
@@ -327,7 +330,10 @@ class _Reader:
         return kind(**{key: self.choice(table, name, key, default) for key, default in fields.items()})
 
     def choice(self, table: dict[str, Any], section: str, key: str, default: str | None) -> str | None:
-        value, known = self.value(table, key, default, str, section), CHOICES.get(f"{section}.{key}")
+        known = CHOICES.get(f"{section}.{key}")
+        if known and key in table and not isinstance(table[key], str):
+            table = {**table, key: _shown(table[key])}  # told below, among what is known
+        value = self.value(table, key, default, str, section)
         if known and value is not None and value not in known:
             near = closest(value, known)
             cure = (f'did you mean "{near}"? This' if near else "this") + f" version knows: {', '.join(known)}."

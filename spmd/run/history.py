@@ -1,6 +1,6 @@
 """What was measured, step by step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ class History:
       [1.5]
     """
 
-    def __init__(self, names: tuple[str, ...]):
-        self._names = names
+    def __init__(self, names: tuple[str, ...], constants: Callable[[int], dict[str, float]] = lambda before: {}):
+        self._names, self._constants = names, constants  # what is known of a step without measuring, by the updates before it
         self._steps: list[tuple[int, np.ndarray]] = []
         self.evaluations: list[dict[str, Any]] = []
 
@@ -35,18 +35,21 @@ class History:
     def names(self) -> tuple[str, ...]:
         """Everything that can be asked for."""
         seen = dict.fromkeys(name for row in self.evaluations for name in row if name != "step")
-        return (*self._names, *seen)
+        return (*self._names, *self._constants(0), *seen)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One dict per step: its number and its metrics."""
         for first, packed in self._steps:
             for offset, (sums, counts) in enumerate(packed):
-                yield {"step": first + offset, **dict(zip(self._names, (sums / counts).tolist(), strict=True))}
+                step = first + offset
+                yield {"step": step, **dict(zip(self._names, (sums / counts).tolist(), strict=True)), **self._constants(step - 1)}
 
     def __getitem__(self, name: str) -> list[float]:
         if name in self._names:
             column = self._names.index(name)
             return [float(row[0, column] / row[1, column]) for _, packed in self._steps for row in packed]
+        if name in self._constants(0):
+            return [row[name] for row in self.rows()]
         found = [row[name] for row in self.evaluations if name in row]
         if not found:
             raise KeyError(f'no metric "{name}"; there are {", ".join(self.names)}')

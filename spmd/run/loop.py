@@ -52,7 +52,7 @@ class Loop:
     saved_callbacks: list[list[Any]] = dataclasses.field(default_factory=list)  # (class name, what it saved), from a checkpoint
 
     def __post_init__(self):
-        self.history = History(self.program.names)
+        self.history = History(self.program.names, self.program.constants)
         self._unread: collections.deque = collections.deque()
         self._window = np.zeros((2, len(self.program.names)))
         self._samples, self._first_step = 0, self.step

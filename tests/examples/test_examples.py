@@ -9,9 +9,11 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.tree import flatten
 
 ROOT = Path(__file__).parents[2]
-LAYOUTS = ("data_parallel", "fsdp", "zero1", "tensor_parallel", "fsdp_tensor_parallel")
+LAYOUTS = ("data_parallel", "data_parallel_bf16", "fsdp", "zero1", "tensor_parallel", "fsdp_tensor_parallel")
+CODED = ("fsdp_bf16", "hierarchical_int8", "power_sgd")  # as parameters are placed, these are others of the list above
 SMALL = {
     "digits_cnn": {"channels": 8, "width": 16, "dropout": 0.1},
     "char_lstm": {"width": 16, "hidden": 16},
@@ -48,9 +50,20 @@ def test_runs_under_every_layout(small, name, layout, capsys):
     held = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
     whole = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     params, moments = result.state.params, result.state.opt
-    # the layout did something: parameters are cut under all but these two, and under zero1 the optimizer's moments are
-    assert (held(params) < 0.75 * whole(params)) == (layout not in ("data_parallel", "zero1"))
-    assert (held(moments) < 0.75 * whole(moments)) == (layout != "data_parallel")
+    # the layout did something: parameters are cut under all but these, and under zero1 the optimizer's moments are
+    assert (held(params) < 0.75 * whole(params)) == (layout not in ("data_parallel", "data_parallel_bf16", "zero1"))
+    assert (held(moments) < 0.75 * whole(moments)) == (not layout.startswith("data_parallel"))
+
+
+@pytest.mark.parametrize("layout", CODED)
+def test_learns_under_every_codec_that_ships(small, layout, capsys):
+    mesh = "node=2,data=4" if layout == "hierarchical_int8" else "data=8"
+    result = small("gpt").main(["--layout", layout, "--mesh", mesh, "--steps", "24", "--batch-size", "32"])
+    loss = result.history["loss"]
+    assert len(loss) == 24 and loss[-1] < loss[0]
+    assert "test loss" in capsys.readouterr().out
+    residuals = [path for path in flatten(result.state.exchange) if path.endswith("/residual")]
+    assert residuals and (len(residuals) < len(jax.tree.leaves(result.state.params))) == (layout == "power_sgd")
 
 
 @pytest.mark.parametrize("mesh", ["data=8,model=1", "data=4,model=2", "data=2,model=4"])
@@ -58,7 +71,7 @@ def test_runs_under_every_layout(small, name, layout, capsys):
 def test_usual_size_fits_every_layout(name, mesh):
     import optax
 
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, "fsdp_bf16", "power_sgd"):
         trainer = spmd.Trainer(example(name).make_model, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout)
         assert trainer.resolved.placements
 

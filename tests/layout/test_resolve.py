@@ -137,11 +137,16 @@ def test_workers_are_the_positions_along_the_data_axes():
 def test_shipped_layouts_fit_a_model_with_names(name):
     params = shapes(**{"up/kernel": (64, 256), "up/bias": (256,), "down/kernel": (256, 64)})
     names = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed")}
-    specs = {path: place.spec for path, place in placed(Layout.load(name), params, names).items()}
+    mesh = MeshSpec.parse("node=2,data=4") if name == "hierarchical_int8" else MESH
+    specs = {path: place.spec for path, place in fit_layout(Layout.load(name), params, names, mesh).placements.items()}
     assert (specs["up/kernel"], specs["up/bias"], specs["down/kernel"]) == {
         "data_parallel": ((), (), ()),
+        "data_parallel_bf16": ((), (), ()),
+        "hierarchical_int8": ((), (), ()),
+        "power_sgd": ((), (), ()),
         "zero1": ((), (), ()),
         "fsdp": ((None, "data"), ("data",), ("data", None)),
+        "fsdp_bf16": ((None, "data"), ("data",), ("data", None)),
         "tensor_parallel": ((None, "model"), (), ("model", None)),
         "fsdp_tensor_parallel": (("data", "model"), ("data",), ("model", "data")),
     }[name]

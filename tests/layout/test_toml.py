@@ -72,7 +72,17 @@ def test_a_shipped_layout(name):
 
 
 def test_what_ships():
-    assert list(shipped()) == ["data_parallel", "fsdp", "fsdp_tensor_parallel", "tensor_parallel", "zero1"]
+    assert list(shipped()) == [
+        "data_parallel",
+        "data_parallel_bf16",
+        "fsdp",
+        "fsdp_bf16",
+        "fsdp_tensor_parallel",
+        "hierarchical_int8",
+        "power_sgd",
+        "tensor_parallel",
+        "zero1",
+    ]
     layouts = [Layout.load(name) for name in shipped()]
     assert len(set(map(dumps, layouts))) == len(layouts)
 

@@ -241,7 +241,7 @@ def test_history_by_name_and_by_row():
 
 def test_history_of_a_run():
     result = fit_net(labelled(80), epochs=2, eval_data=labelled(40, 1))
-    assert result.history.names == ("loss", "accuracy", "eval_loss", "eval_accuracy")
+    assert result.history.names == ("loss", "accuracy", "wire_bytes", "eval_loss", "eval_accuracy")
     assert [row["step"] for row in result.history.rows()] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in result.history.evaluations] == [3, 6]
     assert result.evaluate(labelled(40, 1)) == {"loss": result.history["eval_loss"][-1], "accuracy": result.history["eval_accuracy"][-1]}

@@ -8,6 +8,8 @@ the mean that was given.** What a worker lost is then `gradient - kept`, whoever
 
 import abc
 import dataclasses
+import itertools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -111,7 +113,7 @@ class RowCodec(Codec):
         width, me = node.shape[1], wire.worker_index(across)
         payload = lax.optimization_barrier(self.encode(node))  # decoded from what travels, not from what was rounded
         own = lax.dynamic_index_in_dim(node, me)
-        received = self.decode(jax.tree.map(lambda part: wire.all_to_all(part, across), payload), width)
+        received = self.decode(together(payload, lambda part: wire.all_to_all(part, across)), width)
         mean = lax.dynamic_update_index_in_dim(received, own, me, 0).sum(0, keepdims=True) / node.shape[0]
         kept = lax.dynamic_update_index_in_dim(self.decode(payload, width), own, me, 0)
         # 3. back to all who need it, those across nodes first; the owner answers for this rounding
@@ -121,7 +123,7 @@ class RowCodec(Codec):
             payload = lax.optimization_barrier(self.encode(mean))
             lost = (mean - self.decode(payload, width)) * node.shape[0]
             kept = lax.dynamic_update_index_in_dim(kept, own - lost, me, 0)
-            mean = self.decode(jax.tree.map(lambda part: wire.all_gather(part, outer, 0), payload), width)
+            mean = self.decode(together(payload, lambda part: wire.all_gather(part, outer, 0)), width)
         mean = wire.all_gather(mean[:, None], inner, 1)
         mean = _moved(mean.reshape(*map(_size, (*outer, *inner)), width), (*outer, *inner), bucket.left)
         # 4. what the node lost, charged to the worker who summed for it
@@ -130,6 +132,21 @@ class RowCodec(Codec):
         kept = lax.dynamic_update_slice_in_dim(grid, own - lost, wire.worker_index(inside), axis=1) if inside else kept[:, None]
         kept = _moved(kept.reshape(*map(_size, (*across, *inside)), width), (*across, *inside), axes)
         return mean.reshape(-1, width), kept.reshape(-1, width)
+
+
+def together(payload: Any, move: Callable[[jax.Array], jax.Array]) -> Any:
+    """A payload moved by one collective, as one array of bytes [n, bytes]; one that is a single array as it is."""
+    leaves, structure = jax.tree.flatten(payload)
+    if len(leaves) == 1:
+        return jax.tree.unflatten(structure, [move(leaves[0])])
+    parts = [lax.bitcast_convert_type(leaf, jnp.uint8).reshape(leaf.shape[0], -1) for leaf in leaves]
+    moved = move(jnp.concatenate(parts, axis=1))
+    ends = itertools.accumulate(part.shape[1] for part in parts[:-1])
+    back = []
+    for part, leaf in zip(jnp.split(moved, list(ends), axis=1), leaves, strict=True):
+        wide = (leaf.dtype.itemsize,) if leaf.dtype.itemsize > 1 else ()
+        back.append(lax.bitcast_convert_type(part.reshape(part.shape[0], *leaf.shape[1:], *wide), leaf.dtype))
+    return jax.tree.unflatten(structure, back)
 
 
 def _size(axis: str) -> int:
@@ -142,7 +159,7 @@ def _moved(grid: jax.Array, before: tuple[str, ...], after: tuple[str, ...]) -> 
 
 
 def blocks(rows: jax.Array, size: int) -> jax.Array:
-    """float32[n, width] as [n, blocks, size], the last block filled up with zeros."""
+    """[n, width] as [n, blocks, size], the last block filled up with zeros."""
     count = -(-rows.shape[1] // size)
     return jnp.pad(rows, ((0, 0), (0, count * size - rows.shape[1]))).reshape(rows.shape[0], count, size)
 

@@ -31,7 +31,7 @@ class Float8(RowCodec):
 
     def encode(self, rows: jax.Array) -> Any:
         """uint8 bit patterns and float32 scales."""
-        values = blocks(rows, self.block)
+        values = blocks(rows, min(self.block, rows.shape[1]))
         scale = jnp.abs(values).max(-1, keepdims=True) / LARGEST
         shrunk = jnp.clip(values / jnp.where(scale == 0, 1.0, scale), -LARGEST, LARGEST)
         bits = lax.bitcast_convert_type(shrunk.astype(jnp.float8_e4m3fn), jnp.uint8)
@@ -40,4 +40,4 @@ class Float8(RowCodec):
     def decode(self, payload: Any, width: int) -> jax.Array:
         """Values times scales."""
         values = lax.bitcast_convert_type(payload["values"], jnp.float8_e4m3fn).astype(jnp.float32)
-        return unblocks(blocks(values, self.block) * payload["scale"], width)
+        return unblocks(blocks(values, min(self.block, width)) * payload["scale"], width)

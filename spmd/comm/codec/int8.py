@@ -29,11 +29,11 @@ class Int8(RowCodec):
 
     def encode(self, rows: jax.Array) -> Any:
         """int8 values and float32 scales."""
-        values = blocks(rows, self.block)
+        values = blocks(rows, min(self.block, rows.shape[1]))
         scale = jnp.abs(values).max(-1, keepdims=True) / 127
         whole = jnp.round(values / jnp.where(scale == 0, 1.0, scale))
         return {"values": unblocks(whole.astype(jnp.int8), rows.shape[1]), "scale": jnp.where(jnp.isfinite(scale), scale, jnp.nan)}
 
     def decode(self, payload: Any, width: int) -> jax.Array:
         """Values times scales."""
-        return unblocks(blocks(payload["values"].astype(jnp.float32), self.block) * payload["scale"], width)
+        return unblocks(blocks(payload["values"].astype(jnp.float32), min(self.block, width)) * payload["scale"], width)

@@ -1,0 +1,241 @@
+"""How a small GPT learns when its gradients travel by each codec, with and without error feedback.
+
+    JAX_PLATFORMS=cpu python benchmarks/convergence.py     # 10 minutes; writes benchmarks/results/convergence.md, docs/convergence.png
+
+The GPT of examples/gpt.py at its usual size (width 64, 2 blocks, 64 characters) on real text, batch 64 over 8 simulated workers,
+300 steps, no schedule, no warm-up, no `start_step`: one learning rate per optimizer, the same for all arms, the same first
+weights and the same batches (but for the nudged arms, whose first weights differ by a relative 2^-9 of N(0, 1): how far runs part by
+themselves). Codecs have their default options (blocks of 256 for int8 and float8, of 1024 for sign). The final
+loss is the mean of the last 20 steps. Bytes are those of `trainer.wire` under `push`, as a share of the exact arm's, which is a
+float32 all-reduce.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from step_overhead import hardware
+
+import spmd
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+import gpt  # noqa: E402
+from flax import nnx  # noqa: E402
+
+RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "convergence.md", ROOT / "docs" / "convergence.png"
+WORKERS, LAST = 8, 20
+PAIRS, EPSILON = 2048, 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    codec: str
+    feedback: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+    within: float | None = None  # the target: how far above exact the final loss may be
+    nudge: int = 0  # seed of a small change of the first weights: how far runs part by themselves
+
+    @property
+    def name(self) -> str:
+        rest = "".join(f" {value}" for _, value in self.options)
+        return self.codec + rest + (" + feedback" if self.feedback else "") + (f", nudged ({self.nudge})" if self.nudge else "")
+
+
+ARMS = (
+    Arm("exact"),
+    Arm("exact", nudge=1),
+    Arm("exact", nudge=2),
+    Arm("bfloat16"),
+    Arm("bfloat16", True, within=0.01),
+    Arm("int8"),
+    Arm("int8", True, within=0.01),
+    Arm("float8"),
+    Arm("float8", True),
+    Arm("power_sgd", True, (("rank", 4),)),
+    Arm("power_sgd", False, (("rank", 4),)),
+    Arm("sign", True),
+    Arm("sign"),
+    Arm("top_k", True, (("keep", 0.01),)),
+    Arm("top_k", False, (("keep", 0.01),)),
+)
+CRUDE = ("exact", "sign", "top_k", "power_sgd")
+# what it is called, the optimizer, the codecs that are tried with it
+OPTIMIZERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
+    "adamw": (
+        "AdamW, learning rate 0.003, gradients clipped to norm 1 (as in examples/gpt.py)",
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3)),
+        tuple(dict.fromkeys(arm.codec for arm in ARMS)),
+    ),
+    "momentum": ("SGD with momentum 0.9, learning rate 0.1", lambda: optax.sgd(0.1, momentum=0.9), CRUDE),
+    "slow": ("SGD with momentum 0.9, learning rate 0.01", lambda: optax.sgd(0.01, momentum=0.9), ("exact", "sign", "top_k")),
+    "sgd": ("SGD without momentum, learning rate 0.5", lambda: optax.sgd(0.5), ("exact", "sign", "top_k")),
+}
+
+
+def make_model(nudge: int) -> gpt.GPT:
+    """The GPT; with a nudge every weight is changed by a relative 2^-9 of N(0, 1), about what rounding to bfloat16 does."""
+    model, random = gpt.GPT(rngs=nnx.Rngs(0)), np.random.default_rng(nudge)
+    if nudge:
+        change = lambda x: x * (1 + 2.0**-9 * random.standard_normal(x.shape, np.float32))
+        nnx.update(model, jax.tree.map(change, nnx.state(model, nnx.Param)))
+    return model
+
+
+def train(arm: Arm, optimizer: str, steps: int, batch: int) -> tuple[np.ndarray, int, float]:
+    """Loss per step, bytes that a worker pushes per step, and seconds in all."""
+    gradients = spmd.Gradients("all_reduce", arm.codec, arm.options, error_feedback=arm.feedback, allow_biased=not arm.feedback)
+    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), gradients=gradients)
+    started = time.perf_counter()
+    result = spmd.fit(
+        lambda: make_model(arm.nudge),
+        gpt.load_data()[0],
+        loss=spmd.losses.cross_entropy,
+        optimizer=OPTIMIZERS[optimizer][1](),
+        mesh={"data": WORKERS},
+        layout=layout,
+        batch_size=batch,
+        steps=steps,
+        progress=False,
+    )
+    return np.array(result.history["loss"]), result.trainer.wire.bytes(where="push"), time.perf_counter() - started
+
+
+def ravine(feedback: bool, codec: str = "sign") -> np.ndarray:
+    """Loss per step of the sum of EPSILON |x + y| + |x - y| over pairs (x, y) that start near (1, 1)."""
+    start = 1 + 0.01 * np.random.default_rng(0).normal(size=(PAIRS, 2)).astype(np.float32)
+
+    def loss(model: Any, batch: Any) -> Any:
+        x, y = model.params["pairs"].T
+        return (EPSILON * abs(x + y) + abs(x - y)).sum() + 0 * batch["rows"].sum()
+
+    gradients = spmd.Gradients("all_reduce", codec, error_feedback=feedback, allow_biased=not feedback)
+    result = spmd.fit(
+        spmd.FunctionalModel(lambda key: {"pairs": jnp.asarray(start)}, lambda params, rows: rows),
+        {"rows": np.zeros((WORKERS, 1), np.float32)},
+        loss=loss,
+        optimizer=optax.sgd(0.01),
+        mesh={"data": WORKERS},
+        layout=dataclasses.replace(spmd.Layout.load("data_parallel"), gradients=gradients),
+        batch_size=WORKERS,
+        steps=600,
+        progress=False,
+    )
+    return np.array(result.history["loss"]) / PAIRS
+
+
+def ravine_report() -> list[str]:
+    lines = [
+        "### Where sign has to fail without feedback",
+        "",
+        f"The sum of {EPSILON} |x + y| + |x - y| over {PAIRS:,} pairs (x, y) that start near (1, 1), after Karimireddy et al. 2019",
+        "(arXiv:1901.09847), by SGD without momentum, learning rate 0.01, 600 steps, 8 workers. The gradient's sign is always",
+        "+-(1, -1), so x + y never moves. Loss per pair; the minimum is 0, and a constant rate ends near 0.01.",
+        "",
+        "| arm | first loss | final loss |",
+        "|---|---|---|",
+    ]
+    for name, losses in (("exact", ravine(False, "exact")), ("sign + feedback", ravine(True)), ("sign", ravine(False))):
+        lines.append(f"| {name} | {losses[0]:.4f} | {losses[-LAST:].mean():.4f} |")
+    print("\n".join(lines), flush=True)
+    return [*lines, ""]
+
+
+def verdict(arm: Arm, ratio: float) -> str:
+    if arm.within is None:
+        return ""
+    return f"within {arm.within:.0%}: " + ("met" if ratio <= 1 + arm.within else "MISSED")
+
+
+def section(optimizer: str, arms: tuple[Arm, ...], steps: int, batch: int) -> tuple[list[str], dict[str, np.ndarray]]:
+    lines = [
+        f"### {OPTIMIZERS[optimizer][0]}",
+        "",
+        "| arm | final loss | ratio to exact | bytes pushed / exact | |",
+        "|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    curves: dict[str, np.ndarray] = {}
+    for arm in (arm for arm in arms if arm.codec in OPTIMIZERS[optimizer][2] and (optimizer == "adamw" or not arm.nudge)):
+        losses, sent, took = train(arm, optimizer, steps, batch)
+        curves[arm.name], final = losses, float(losses[-LAST:].mean())
+        if arm == Arm("exact"):
+            exact, dense = final, sent
+        ratio = final / exact
+        cells = (arm.name, f"{final:.4f}", f"{ratio:.4f}", f"{sent / dense:.4f}", verdict(arm, ratio))
+        lines.append("| " + " | ".join(cells) + " |")
+        print(lines[-1], f" {took:.0f} s", flush=True)
+    return [*lines, ""], curves
+
+
+def draw(sections: dict[str, dict[str, np.ndarray]]) -> None:
+    """All curves, one panel per optimizer: a codec has a colour, and dashes where there is no feedback."""
+    from matplotlib.figure import Figure
+
+    codecs = list(dict.fromkeys(arm.codec for arm in ARMS))
+    colours = dict(zip(codecs, ("#111111", "#3566c0", "#2a9d8f", "#c4571f", "#8a4fbf", "#c0304f", "#a08000"), strict=True))
+    figure = Figure(figsize=(5.4 * len(sections), 4.2), layout="constrained")
+    for axes, (optimizer, curves) in zip(np.atleast_1d(figure.subplots(1, len(sections), sharey=True)), sections.items(), strict=True):
+        for name, losses in ((name, losses) for name, losses in curves.items() if "nudged" not in name):
+            smooth = np.convolve(losses, np.full(LAST, 1 / LAST), mode="valid")
+            codec = name.split()[0]
+            dashed = "feedback" not in name and codec != "exact"
+            style = {"color": colours[codec], "linestyle": (0, (4, 2)) if dashed else "-", "linewidth": 2.4 if codec == "exact" else 1.4}
+            axes.plot(np.arange(LAST, len(losses) + 1), smooth, label=name, **style)
+        axes.set_title(OPTIMIZERS[optimizer][0].split(", gradients")[0], loc="left", fontsize=10)
+        axes.set_xlabel("step")
+        axes.grid(color="#e4e4e4", linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, names = max((axes.get_legend_handles_labels() for axes in figure.axes), key=lambda pair: len(pair[0]))
+    axes.legend(handles, names, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.axes[0].set_ylabel(f"training loss, mean of {LAST} steps")
+    low = min(float(losses[-LAST:].mean()) for curves in sections.values() for losses in curves.values())
+    figure.axes[0].set_ylim(low - 0.1, math.log(gpt.VOCAB))
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    parser.add_argument("--arms", help="codecs, by comma; the results file is then left alone")
+    options = parser.parse_args()
+    spmd.simulate_devices(WORKERS)
+    command = f"JAX_PLATFORMS=cpu python benchmarks/convergence.py --steps {options.steps} --batch-size {options.batch_size}"
+    versions = " ".join(f"{name} {__import__(name).__version__}" for name in ("jax", "flax", "optax"))
+    arms = tuple(arm for arm in ARMS if not options.arms or arm.codec in ("exact", *options.arms.split(",")))
+    lines, sections = [], {}
+    for optimizer in options.optimizers.split(","):
+        part, sections[optimizer] = section(optimizer, arms, options.steps, options.batch_size)
+        lines += part
+    lines += ravine_report()
+    if options.arms or options.optimizers != ",".join(OPTIMIZERS):
+        return
+    head = [
+        "# Convergence, by codec",
+        "",
+        f"`{command}`, {datetime.date.today()}, {hardware()}, {versions}.",
+        "",
+        *__doc__.strip().split("\n\n", 2)[2].split("\n"),
+        "",
+        "![Loss over steps, all arms](../../docs/convergence.png)",
+        "",
+    ]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(head + lines), encoding="utf-8")
+    draw({name: curves for name, curves in sections.items() if name != "slow"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Codecs inside a whole training step: the right gradients are compressed, everything else of a step stays what it was."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from spmd.comm.codec.int8 import Int8
+from spmd.errors import CheckpointError
+from spmd.run.checkpoint import Checkpoint, Store, resplit
+from spmd.tree import flatten
+
+ROWS, FEATURES, CLASSES = 32, 12, 5
+CUT = (spmd.Rule("hidden/kernel", (None, "model")), spmd.Rule("out/kernel", ("model", None)), spmd.Rule("hidden/bias", ("model",)))
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden, self.out = nnx.Linear(FEATURES, 32, rngs=rngs), nnx.Linear(32, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(x)))
+
+
+def data(rows=ROWS, seed=0):
+    x = np.random.default_rng(seed).normal(size=(rows, FEATURES)).astype(np.float32)
+    return {"x": x, "y": x[:, :CLASSES].argmax(1).astype(np.int32)}
+
+
+def layout(codec="exact", options=(), reduction="all_reduce", params=(), **more):
+    return spmd.Layout(params=params, gradients=spmd.Gradients(reduction, codec, options, **more))
+
+
+def trainer_of(chosen, mesh="data=8", optimizer=None, **options):
+    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: np.prod([int(part.split("=")[1]) for part in mesh.split(",")])])
+    loss, optimizer = spmd.losses.cross_entropy, optimizer or optax.sgd(0.5)
+    return spmd.Trainer(lambda: MLP(nnx.Rngs(0)), loss=loss, optimizer=optimizer, mesh=mesh, layout=chosen, **options)
+
+
+def train(trainer, steps=20, rows=ROWS):
+    state, losses = trainer.init(), []
+    for number in range(steps):
+        state, metrics = trainer.step(state, data(rows, number % 4))
+        losses.append(metrics["loss"])
+    return state, losses
+
+
+def host(tree):
+    return {path: np.asarray(leaf) for path, leaf in flatten(jax.device_get(tree)).items()}
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS - 5], ids=["full", "short"])
+def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
+    """A short batch of 27 rows: workers 0 to 5 have 4 rows, worker 6 has 3, worker 7 has none; the mean is over rows."""
+    trainer, workers = trainer_of(layout("int8", {"block": 16})), 8
+    state, batch = trainer.init(), data(ROWS)
+    before = jax.tree.map(np.asarray, jax.device_get(state.params))
+    trainer.prepare(batch)
+    state, _ = trainer.step(state, jax.tree.map(lambda x: x[:rows], batch))
+
+    graphdef = nnx.split(MLP(nnx.Rngs(0)))[0]
+
+    def loss_sum(params, x, y):
+        return spmd.losses.cross_entropy(nnx.merge(graphdef, params), {"x": x, "y": y}).sum()
+
+    own = ROWS // workers
+    grads = []
+    for worker in range(workers):
+        x, y = (batch[name][worker * own : min((worker + 1) * own, rows)] for name in "xy")
+        zero = jax.tree.map(jnp.zeros_like, before)
+        found = jax.grad(loss_sum)(before, x, y) if len(x) else zero
+        grads.append(jax.tree.map(lambda g: np.asarray(g) * workers / rows, found))
+
+    widths = {path: -(-leaf.size // workers) for path, leaf in flatten(before).items()}
+    table = [
+        np.concatenate(
+            [np.pad(leaf.ravel(), (0, widths[p] * workers - leaf.size)).reshape(workers, -1) for p, leaf in flatten(g).items()], 1
+        )
+        for g in grads
+    ]
+    codec = Int8(block=16)
+    rounded = lambda rows: np.asarray(codec.decode(codec.encode(jnp.asarray(rows, jnp.float32)), rows.shape[1]))
+    means = []
+    for owner in range(workers):
+        parts = [t[owner] if worker == owner else rounded(t)[owner] for worker, t in enumerate(table)]
+        means.append(rounded(np.mean(np.stack(parts), 0, dtype=np.float32)[None])[0])
+    columns = np.split(np.stack(means), np.cumsum(list(widths.values()))[:-1], axis=1)
+    wanted = {
+        path: leaf - 0.5 * column.ravel()[: leaf.size].reshape(leaf.shape)
+        for (path, leaf), column in zip(flatten(before).items(), columns, strict=True)
+    }
+    for path, leaf in host(state.params).items():
+        np.testing.assert_allclose(leaf, wanted[path], rtol=0, atol=2e-6, err_msg=path)
+    exact, _ = trainer_of(layout()).step(trainer_of(layout()).init(), batch)
+    assert max(np.abs(host(exact.params)[path] - wanted[path]).max() for path in wanted) > 1e-4, "int8 is not exact"
+
+
+WITH = {
+    "accumulation": {"accumulate": 4},
+    "clipping and momentum": {"optimizer": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5, momentum=0.9))},
+    "adamw": {"optimizer": optax.adamw(0.02)},
+    "bfloat16": {"precision": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
+@pytest.mark.parametrize("options", WITH.values(), ids=WITH.keys())
+def test_a_codec_combines_with_everything_else_of_a_step(options, mesh):
+    params = CUT if "model" in mesh else ()
+    _, exact = train(trainer_of(layout(params=params), mesh, **options))
+    _, ours = train(trainer_of(layout("int8", error_feedback=True, params=params), mesh, **options))
+    assert exact[-1] < 0.8 * exact[0]
+    np.testing.assert_allclose(ours, exact, rtol=0.03)
+    assert ours[1:] != exact[1:]
+
+
+def test_reduce_scatter_pushes_the_same_mean_as_all_reduce_does():
+    """Stage one is the same rounding of the same rows; only all-reduce rounds again, on the way back."""
+    chosen = [
+        layout("bfloat16", reduction=r, params=(spmd.Rule("*/kernel", ("data",)),) if f else ())
+        for r, f in (("all_reduce", 0), ("reduce_scatter", 0))
+    ]
+    (one, _), (two, _) = (train(trainer_of(c), 1) for c in chosen)
+    assert all(np.array_equal(a, b) for a, b in zip(host(one.params).values(), host(two.params).values(), strict=True))
+
+
+def test_each_worker_keeps_its_own_residual_on_its_own_device():
+    state, _ = train(trainer_of(layout("int8", error_feedback=True, params=CUT), "data=4,model=2"), 2)
+    residual = state.exchange["hidden/kernel"]["residual"]
+    assert residual.shape == (4, FEATURES, 32) and residual.dtype == jnp.float32
+    assert {shard.data.shape for shard in residual.addressable_shards} == {(1, FEATURES, 16)}
+    apart = np.asarray(residual)
+    assert all(not np.array_equal(apart[0], apart[n]) and apart[n].any() for n in (1, 2, 3))
+
+
+def test_parameters_stay_equal_on_all_workers():
+    state, _ = train(trainer_of(layout("sign", error_feedback=True)), 5)
+    for leaf in jax.tree.leaves(state.params):
+        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
+
+
+def test_rules_choose_the_codec_by_path():
+    rules = (spmd.GradientRule("**/bias", "exact"), spmd.GradientRule("out/kernel", "power_sgd", {"rank": 1, "min_compression": 1}))
+    chosen = layout("int8", error_feedback=True, rules=rules)
+    state, _ = train(trainer_of(chosen), 1)
+    assert set(state.exchange) == {"hidden/kernel", "out/kernel"}
+    assert set(state.exchange["out/kernel"]) == {"residual", "codec"}
+    trainer = trainer_of(chosen)
+    trainer.prepare(data())
+    assert {op.where.split("/")[1] for op in trainer.wire.ops if op.where.startswith("push")} == {"exact", "int8", "power_sgd"}
+
+
+def test_one_worker_exchanges_nothing_and_is_told_so():
+    trainer = trainer_of(layout("int8", error_feedback=True), "data=1")
+    state, losses = train(trainer, 2)
+    assert state.exchange == {}
+    assert losses == train(trainer_of(layout(), "data=1"), 2)[1]
+    assert any("one worker, nothing travels: codec int8" in line for line in trainer.notes())
+    with pytest.raises(spmd.SpmdError, match="a single worker exchanges nothing"):
+        _ = trainer.wire
+
+
+def test_weights_that_travel_as_bfloat16_are_kept_as_float32():
+    """A step so small that bfloat16 would lose it is not lost: what is rounded is what travels."""
+    fsdp = spmd.Layout.load("fsdp_bf16")
+    trainer = trainer_of(fsdp, optimizer=optax.sgd(1e-5))
+    before, (state, _) = host(trainer.init().params), train(trainer, 1)
+    moved = [np.abs(leaf - before[path]).max() for path, leaf in host(state.params).items()]
+    assert all(0 < step < 1e-4 for step in moved)
+    assert trainer.evaluate(state, data(), batch_size=ROWS)["loss"] > 0
+
+
+@pytest.mark.parametrize("weights", ["exact", "bfloat16"])
+def test_zero1_spreads_its_updates(weights):
+    """Exactly: as a plain all-reduce, but for a rounding more (the update is rounded before it is added); as bfloat16: close."""
+    zero1 = spmd.Layout.load("zero1")
+    zero1 = dataclasses.replace(zero1, gradients=dataclasses.replace(zero1.gradients, weights=weights))
+    optimizer = optax.sgd(0.2, momentum=0.9)
+    (one, _), (two, _) = train(trainer_of(layout(), optimizer=optimizer), 3), train(trainer_of(zero1, optimizer=optimizer), 3)
+    far = max(np.abs(a - b).max() for a, b in zip(host(one.params).values(), host(two.params).values(), strict=True))
+    assert far < 1e-6 if weights == "exact" else 1e-5 < far < 1e-2
+    for leaf in jax.tree.leaves(two.params):
+        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
+
+
+# checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def fit(chosen, path=None, mesh="data=8", **options):
+    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: int(mesh.split("=")[1])])
+    options = {"batch_size": 24, "optimizer": optax.sgd(0.2, momentum=0.9), "loss": spmd.losses.cross_entropy, **options}
+    return spmd.fit(lambda: MLP(nnx.Rngs(0)), data(96), mesh=mesh, layout=chosen, checkpoint=path, **options)
+
+
+POWER = ("power_sgd", {"rank": 1, "min_compression": 1})
+
+
+@pytest.mark.parametrize("codec", [("int8", {}), POWER], ids=["int8", "power_sgd"])
+def test_stopped_and_resumed_is_never_stopped(codec, tmp_path):
+    """Residuals and what the codec remembers are state: bit for bit."""
+    chosen = layout(*codec, error_feedback=True, start_step=2)
+    whole = fit(chosen, steps=8)
+    fit(chosen, tmp_path, steps=3)
+    rest = fit(chosen, tmp_path, steps=8, resume=True)
+    one, two = host(whole.state), host(rest.state)
+    assert one.keys() == two.keys() and any("residual" in path for path in one)
+    assert all(one[path].tobytes() == two[path].tobytes() for path in one)
+    assert any(leaf.any() for path, leaf in one.items() if "residual" in path)
+
+
+@pytest.mark.parametrize("before, now", [(8, 4), (4, 8), (8, 1), (6, 4), (2, 6)])
+def test_residuals_for_another_number_of_workers_keep_their_mean(before, now):
+    mesh = spmd.make_mesh("data=2", devices=jax.devices()[:2])
+    at = jax.NamedSharding(mesh, jax.P())
+    residual = jax.device_put(np.random.default_rng(0).normal(size=(before, 3, 5)).astype(np.float32), at)
+    found = resplit(residual, jax.ShapeDtypeStruct((now, 3, 5), jnp.float32, sharding=at))
+    assert found.shape == (now, 3, 5)
+    np.testing.assert_allclose(np.asarray(found).mean(0), np.asarray(residual).mean(0), atol=1e-6)
+    if now < before and before % now == 0:
+        np.testing.assert_allclose(np.asarray(found)[0], np.asarray(residual)[: before // now].mean(0), atol=1e-6)
+
+
+def test_a_run_goes_on_over_fewer_workers_with_its_residuals(tmp_path):
+    chosen = layout("int8", error_feedback=True)
+    first = fit(chosen, tmp_path, steps=3)
+    trainer = trainer_of(chosen, "data=4", optimizer=optax.sgd(0.2, momentum=0.9))
+    store = Store(Checkpoint(tmp_path))
+    state, told = trainer.load(store, 3)
+    store.close()
+    assert told == ["residuals of other workers, split over 4"]
+    for path, entry in first.state.exchange.items():
+        found, saved = np.asarray(state.exchange[path]["residual"]), np.asarray(entry["residual"])
+        np.testing.assert_allclose(found.mean(0), saved.mean(0), atol=1e-7)
+        assert found.shape[0] == 4 and len(state.exchange[path]["residual"].addressable_shards) == 4
+    rest = fit(chosen, tmp_path, "data=4", steps=6, resume=True)
+    assert int(rest.state.step) == 6
+
+
+@pytest.mark.parametrize(
+    "then, now, told",
+    [
+        (("int8", True), ("exact", False), ["what error feedback had kept is lost"]),
+        (("exact", False), ("int8", True), ["what error feedback had kept is zero"]),
+        (("int8", True), ("sign", True), []),
+    ],
+    ids=["feedback ends", "feedback begins", "another codec takes the residuals over"],
+)
+def test_another_codec_on_resume_is_told(then, now, told, tmp_path):
+    fit(layout(then[0], error_feedback=then[1]), tmp_path, steps=2)
+    chosen = layout(now[0], error_feedback=now[1])
+    store = Store(Checkpoint(tmp_path))
+    state, found = trainer_of(chosen, optimizer=optax.sgd(0.2, momentum=0.9)).load(store, 2)
+    store.close()
+    assert found == told
+    kept = [np.asarray(entry["residual"]).any() for entry in state.exchange.values()]
+    assert all(kept) == (not told) if kept else now[0] == "exact"
+
+
+def test_a_model_that_does_not_fit_is_still_refused(tmp_path):
+    fit(layout("int8", error_feedback=True), tmp_path, steps=2)
+    with pytest.raises(CheckpointError, match="opt/0/trace/hidden/kernel"):
+        fit(layout("int8", error_feedback=True), tmp_path, steps=3, resume=True, optimizer=optax.sgd(0.2))
+
+
+def test_many_steps_in_one_call_carry_the_residuals():
+    chosen = layout("int8", error_feedback=True)
+    options = {
+        "loss": spmd.losses.cross_entropy,
+        "optimizer": optax.sgd(0.2),
+        "batch_size": 24,
+        "steps": 8,
+        "layout": chosen,
+        "mesh": "data=8",
+    }
+    one = spmd.fit(lambda: MLP(nnx.Rngs(0)), data(96), **options)
+    two = spmd.fit(lambda: MLP(nnx.Rngs(0)), spmd.data.resident(data(96), steps_per_call=4), **options)
+    for (path, a), b in zip(host(one.state).items(), host(two.state).values(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5, err_msg=path)
+    assert np.asarray(two.state.exchange["out/kernel"]["residual"]).any()
