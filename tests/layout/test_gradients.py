@@ -53,8 +53,7 @@ def told(layout, mesh="data=4,model=2"):
 
 
 def unread(*problems):
-    count = len("\n\n".join(problems).split("\n\n"))
-    return "\n\n".join([f"mine.toml cannot be read\n{count} problem{'s' * (count > 1)}:", *problems])
+    return "\n\n".join([f"mine.toml cannot be read\n{len(problems)} problem{'s' * (len(problems) > 1)}:", *problems])
 
 
 def table(text, reduction="all_reduce"):
@@ -187,11 +186,11 @@ UNREAD = {
         f"  line 3: [gradients] codec\n      sign {BIASED}",
         [table(f'codec = "sign"\n{switch} = true') for switch in ("error_feedback", "allow_biased")],
     ),
-    "two biased": (
-        table('codec = "sign"\n' + RULE.format("**/kernel", "power_sgd")),
-        in_python("all_reduce", "sign", rules=(GradientRule("**/kernel", "power_sgd"),)),
-        f"  line 3: [gradients] codec\n      sign {BIASED}\n\n  line 4: [[gradients.rules]] rule 1\n      power_sgd {BIASED}",
-        [table('codec = "sign"\nerror_feedback = true\n' + RULE.format("**/kernel", "power_sgd"))],
+    "biased in a rule": (
+        table('codec = "int8"\n' + RULE.format("**/kernel", "power_sgd")),
+        in_python("all_reduce", "int8", rules=(GradientRule("**/kernel", "power_sgd"),)),
+        f"  line 4: [[gradients.rules]] rule 1\n      power_sgd {BIASED}",
+        [table('codec = "int8"\nerror_feedback = true\n' + RULE.format("**/kernel", "power_sgd"))],
     ),
     "under the compiler": (
         table('codec = "bfloat16"', "compiler"),
