@@ -1,6 +1,6 @@
 """Steps per second of two real processes as the link between them narrows, by codec.
 
-    JAX_PLATFORMS=cpu python benchmarks/bandwidth.py       # 15 minutes; writes benchmarks/results/bandwidth.md; Linux: unshare, ip, tc
+    JAX_PLATFORMS=cpu python benchmarks/bandwidth.py       # 7 minutes; writes benchmarks/results/bandwidth.md; Linux: unshare, ip, tc
 
 Two processes of one device each, joined by `jax.distributed`, exchange gradients by gloo over TCP, on a link whose rate `tc` sets
 with token buckets. Two kinds of link. duplex: each process has a private network namespace of its own, a veth pair joins them, and
@@ -359,9 +359,11 @@ def main() -> None:
         wanted = tuple(float(rate) or None for rate in rates.split(","))
         lines = collectives_report("duplex", wanted[0], options.rounds) if kind == "collectives" else measure(kind, wanted, options.rounds)
         return print("\n".join(lines))
+    load = [os.getloadavg()[0]]
     tables = {kind: measure(kind, rates, options.rounds) for kind, rates in RATES.items()}
     calls = collectives_report("duplex", 200, options.rounds)
     print("\n".join(calls))
+    load.append(os.getloadavg()[0])
     import jax
 
     count = sum(a * b for a, b in itertools.pairwise(WIDTHS))
@@ -376,6 +378,8 @@ def main() -> None:
         f"Widths {', '.join(map(str, WIDTHS))}: {count:,} parameters, {count * 4 / 1e6:.1f} MB as float32; {BATCH} rows per process;",
         f"{options.rounds} rounds. MB are what one process sends per step. Target: where communication dominates (exact keeps the link",
         f"busy for at least {DOMINATES:.0%} of its time) bfloat16 1.7 times, int8 3 times the steps per second of exact.",
+        "",
+        f"Load average when it began and when it ended: {load[0]:.1f} and {load[1]:.1f}.",
         "",
         "### shared: both directions together have the rate",
         "",

@@ -11,12 +11,15 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import spmd
-from spmd.comm.codec import CODECS, make_codec
+from spmd.comm import exchange
+from spmd.comm.codec import CODECS, bfloat16, make_codec
 from spmd.comm.exchange import RESIDUAL, Exchange
 from spmd.comm.reduction import Scene
+from spmd.errors import CodecError
 from spmd.layout.declare import Batch, Layout, OptimizerState, Rule, keep_axes
 from spmd.layout.gradients import OPTIONS, Gradients
 from spmd.layout.resolve import pspec, resolve
@@ -475,3 +478,30 @@ def test_no_encoding_makes_a_number_of_what_is_none(choice, bits):
     back = np.asarray(codec.decode(codec.encode(jax.device_put(rows)), 40))
     assert not np.isfinite(back[0, 33])
     assert np.isfinite(back[0, :32]).all()  # other blocks stay whole
+
+
+# the self-test --------------------------------------------------------------------------------------------------------
+
+
+def test_rounding_to_bfloat16_is_proved_on_the_backend_in_hand(monkeypatch):
+    """A backend that takes float32 -> bfloat16 -> float32 for nothing would switch error feedback off without a word."""
+    bfloat16.self_test.cache_clear()
+    bfloat16.self_test()
+    monkeypatch.setattr(bfloat16.Bfloat16, "decode", lambda self, payload, width: payload)
+    monkeypatch.setattr(bfloat16.Bfloat16, "encode", lambda self, rows: rows)
+    bfloat16.self_test.cache_clear()
+    with pytest.raises(CodecError, match=r"this backend \(cpu\) does not round to bfloat16; 496 of 512 values differ"):
+        bfloat16.self_test()
+
+
+@pytest.mark.parametrize("how", [{"codec": "bfloat16"}, {"weights": "bfloat16"}, {"rules": (spmd.GradientRule("w", "bfloat16"),)}])
+def test_it_runs_before_the_first_step_that_needs_it(how, monkeypatch):
+    ran = []
+    monkeypatch.setattr(exchange, "self_test", lambda: ran.append(1))
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((8, 8))}, lambda params, x: x @ params["w"])
+    layout = Layout(optimizer=OptimizerState("data"), gradients=Gradients("reduce_scatter", **how))
+    batch = (np.ones((8, 8), np.float32), np.ones((8, 8), np.float32))
+    for chosen, runs in ((dataclasses.replace(layout, gradients=Gradients("reduce_scatter")), 0), (layout, 1)):
+        trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), layout=chosen)
+        trainer.prepare(batch)
+        assert len(ran) == runs
