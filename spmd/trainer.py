@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Metrics(Mapping[str, float]):
         self._packed.block_until_ready()
 
     def __getitem__(self, name: str) -> float:
-        return self._values[name]
+        return self._constants[name] if name in self._constants else self._values[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._names, *self._constants))
@@ -179,9 +180,12 @@ class Trainer:
             raise CheckpointError(f"checkpoint={checkpoint!r}: there is no such folder.")
         store = Store(config)
         try:
-            return self.load(store, store.step(step))[0]
+            state, told = self.load(store, store.step(step))
         finally:
             store.release()
+        for line in told:
+            logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
+        return state
 
     def load(self, store: Store, step: int) -> tuple[State, list[str]]:
         """The state of a step in a store, and in words what of the codecs' memory did not fit."""
@@ -236,7 +240,8 @@ class Trainer:
         number = self._number(state)
         with placer.carrying():
             state, packed = program.step(state, placed.leaves, placed.weights, split=placed.split)
-        self._last = (state, number + 1)
+        if self.layout.gradients.start_step:
+            self._last = (state, number + 1)
         metrics = Metrics(program.names, packed, program.constants(number))
         self._in_flight.append(metrics)
         if len(self._in_flight) >= IN_FLIGHT:

@@ -312,7 +312,7 @@ layouts/data_parallel.toml does not fit this model on mesh batch=8
 
   [batch] spec
       mesh axis "data" does not exist on mesh batch=8.
-      cure: known: batch."""
+      cure: mesh="data=-1", which the layout has itself."""
     )
 
 

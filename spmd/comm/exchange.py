@@ -228,7 +228,8 @@ class Exchange:
     def _measured(self, item: Item, grad: Any, memory: dict[str, Any], after: dict[str, Any], mean: Any) -> jax.Array:
         """float32[3] of one gradient, divided by how many devices add the same to the sum."""
         residual = after[RESIDUAL][0] if item.feedback else jnp.zeros(())
-        exact = exactly(item.cut, grad + memory[RESIDUAL][0] if item.feedback else grad)
+        whole = grad.astype(jnp.float32)
+        exact = exactly(item.cut, whole + memory[RESIDUAL][0] if item.feedback else whole)
         squares = jnp.stack([jnp.sum(x.astype(jnp.float32) ** 2) for x in (residual, mean - exact, exact)])
         same = math.prod(self.scene.mesh.shape[axis] for axis in item.cut.left)
         alike = math.prod(self._ways(axis) for axis in self.scene.rest if axis not in spec_axes(item.rest)) if item.nested else 1
@@ -240,6 +241,18 @@ class Exchange:
         workers = self.resolved.workers
         return sum(-(-2 * (workers - 1) * 4 * math.prod(item.cut.shape) // workers) for item in self.items.values())
 
+    def _shares(self) -> list[str]:
+        """How many gradients, and how many bytes of them as float32, go by each codec; of the exact ones also which."""
+        shares: dict[str, list[Item]] = {}
+        for item in self.items.values():
+            shares.setdefault(item.name, []).append(item)
+        said = []
+        for name, items in shares.items():
+            listed = ", ".join(item.place.path for item in items[:3]) + (", ..." if len(items) > 3 else "")
+            size = format_bytes(sum(4 * math.prod(item.cut.shape) for item in items))
+            said.append(f"{name}: {len(items)} ({size}{', ' + listed if name == 'exact' else ''})")
+        return said
+
     def prove(self) -> None:
         """Prove on the backend in hand that bfloat16 is rounded to, once per process, if anything travels so."""
         declared = self.resolved.layout.gradients
@@ -249,6 +262,8 @@ class Exchange:
     def notes(self) -> list[str]:
         """What people should know of the exchange before it runs."""
         declared, lines = self.resolved.layout.gradients, []
+        if declared.compressed and self.reduction.manual:
+            lines.append(f"gradients travel as {'; '.join(self._shares())}.")
         if declared.compressed and not self.reduction.manual:
             lines.append(f"note: one worker, nothing travels: codec {', '.join(declared.codecs)} is not used.")
         elif declared.compressed and not self._crosses:
@@ -276,10 +291,15 @@ def feedback(items: list[Item], grads: list[Any], memory: list[dict[str, Any]], 
     states = [{name: leaf[0] for name, leaf in entry.get(CODEC, {}).items()} for entry in memory]
     means, kept, states = items[0].codec.mean(whole, states, bucket)
     after = []
-    for item, full, part, state in zip(items, whole, kept, states, strict=True):
-        entry: dict[str, Any] = {RESIDUAL: (full - part)[None]} if item.feedback else {}
+    for item, full, part, state, residual in zip(items, whole, kept, states, residuals, strict=True):
+        entry: dict[str, Any] = {RESIDUAL: finite(full - part, residual)[None]} if item.feedback else {}
         after.append(entry | ({CODEC: {name: leaf[None] for name, leaf in state.items()}} if state else {}))
     return means, after
+
+
+def finite(new: Any, old: Any) -> jax.Array:
+    """`new`, and `old` where that is not finite: a step that the optimizer skips must not spoil all that come after."""
+    return jnp.where(jnp.isfinite(new), new, old)
 
 
 def _full(spec: Spec, shape: tuple[int, ...]) -> Spec:

@@ -14,6 +14,7 @@ parallelism, and everything under `reduction = "compiler"`) are not in it yet.
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -106,7 +107,7 @@ def read(jaxpr: Any, sizes: Mapping[str, int], start_step: int = 0) -> WireLog:
 def _ops(jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str) -> Iterator[Op]:
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
-        here = "/".join(part for part in (where, str(equation.source_info.name_stack)) if part)
+        here = "/".join(part for part in (where, _scope(str(equation.source_info.name_stack))) if part)
         if name in KINDS:
             axes = params["axes"] if "axes" in params else params["axis_name"]
             axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
@@ -120,6 +121,12 @@ def _ops(jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, w
             often = times * params["length"] if name == "scan" else times
             for inner in _inner(params):
                 yield from _ops(inner, sizes, often, branch, here)
+
+
+def _scope(stack: str) -> str:
+    """A name stack without the marks of derivatives; what the model does by itself (BatchNorm) has no name but "model"."""
+    plain = "/".join(part for part in re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack).split("/") if part)
+    return plain or ("model" if stack else "")
 
 
 def _inner(params: Mapping[str, Any]) -> Iterator[Any]:

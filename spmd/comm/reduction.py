@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd.layout.declare import Spec
 from spmd.layout.resolve import Placement, pspec
@@ -18,7 +18,7 @@ from spmd.layout.resolve import Placement, pspec
 class Scene:
     """What a reduction needs to know of the mesh: its axes, split into the workers' and the rest."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     data_axes: tuple[str, ...]
 
     @property

@@ -78,6 +78,10 @@ def _show(options: argparse.Namespace) -> str:
 
 def _check(options: argparse.Namespace) -> str:
     # jax takes a second to import, and the other commands do without
+    from jax.sharding import AbstractMesh
+
+    from spmd.comm.exchange import Exchange
+    from spmd.comm.reduction import Scene
     from spmd.data.batches import check_batch
     from spmd.layout.check import fit_layout
     from spmd.layout.summary import summary
@@ -91,7 +95,8 @@ def _check(options: argparse.Namespace) -> str:
     resolved = fit_layout(layout, flatten(variables.params), names, mesh)
     if batch is not None:
         check_batch(batch, layout, mesh, 1)
-    return summary(resolved)
+    scene = Scene(AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.names)), resolved.data_axes)
+    return "\n".join([summary(resolved), *Exchange(resolved, scene).notes()])
 
 
 def _mesh(text: str | None, layout: Any) -> Any:

@@ -105,6 +105,8 @@ def _except_problems(where: str, patterns: tuple[str, ...], found: list[str]) ->
     for other in patterns if found else ():
         if not matches(other, found):
             yield Problem(f'{where}, except "{other}"', ["takes no parameter away from this rule."], path_cure(other, found))
+    if found and {path for other in patterns for path in matches(other, found)} == set(found):
+        yield Problem(f"{where}, except {', '.join(patterns)}", ["leaves no parameter to this rule."], "leave the rule out.")
 
 
 def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[Problem]:
@@ -149,10 +151,14 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
         spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
         claimed = owners(declared.rules, place.path)
         codec = declared.rules[claimed[0]].codec if claimed else declared.codec
+        where, rule = f"{place.path}   {place.dtype}[{', '.join(map(str, place.shape))}]", f'[[gradients.rules]]  path = "{place.path}"'
+        if codec != "exact" and place.dtype not in ("float32", "bfloat16", "float16"):
+            yield Problem(
+                where, [f"codec {codec} works in float32, which does not hold a gradient of {place.dtype}."], f'{rule}  codec = "exact".'
+            )
         if codec != "exact" and mixed(spec, data):
             why = f"a dim is cut over a data axis and another one together, which codec {codec} cannot follow."
-            cure = f'the two axes on two dims, or [[gradients.rules]]  path = "{place.path}"  codec = "exact".'
-            yield Problem(f"{place.path}   {place.dtype}[{', '.join(map(str, place.shape))}]   spec {spec_text(spec)}", [why], cure)
+            yield Problem(f"{where}   spec {spec_text(spec)}", [why], f'the two axes on two dims, or {rule}  codec = "exact".')
     cut = any(axis in data for place in resolved.placements.values() for axis in (*spec_axes(place.spec), *spec_axes(place.state_spec)))
     if declared.weights != "exact" and not cut:
         why = f"{layout.source} keeps every parameter and its moments whole on every worker, so no weight travels."

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from spmd.errors import OptionError, a_kind
 from spmd.layout.gradients import Gradients, names
 
 Entry = str | tuple[str, ...] | None  # one dim: whole (None), over one mesh axis, or over several (outermost first)
@@ -110,6 +111,12 @@ class Layout:
     remat: Remat = Remat()
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
+
+    def __post_init__(self):
+        for name in ("batch", "default", "optimizer", "gradients", "remat"):
+            value, kind = getattr(self, name), type(getattr(Layout, name))
+            if not isinstance(value, kind):
+                raise OptionError(f"Layout: {name}={value!r} is {a_kind(value)}.\n    cure: a {kind.__name__}.")
 
     @staticmethod
     def load(source: "str | Path | Layout") -> "Layout":

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd.errors import OptionError
+from spmd.errors import OptionError, a_kind
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -58,6 +58,7 @@ class GradientRule:
     line: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
+        _check(self, "GradientRule", {"path": str, "codec": str})
         object.__setattr__(self, "options", _pairs(self.options))
         object.__setattr__(self, "except_", names(self.except_))
 
@@ -80,8 +81,8 @@ class Gradients:
 
     Example:
       >>> from spmd import Layout
-      >>> Layout(gradients=Gradients("all_reduce", "int8", {"block": 128}, error_feedback=True)).gradients.option("block")
-      128
+      >>> Layout(gradients=Gradients("all_reduce", "int8", {"block": 128}, error_feedback=True)).gradients.options
+      (('block', 128),)
     """
 
     reduction: str = "compiler"
@@ -97,12 +98,17 @@ class Gradients:
     rules: tuple[GradientRule, ...] = ()
 
     def __post_init__(self):
+        _check(
+            self,
+            "Gradients",
+            {f.name: type(f.default) for f in dataclasses.fields(self) if f.name not in ("options", "exact_axes", "rules")},
+        )
         object.__setattr__(self, "options", _pairs(self.options))
         object.__setattr__(self, "exact_axes", names(self.exact_axes))
-
-    def option(self, name: str) -> Any:
-        """The value of one of the codec's options, given or by default."""
-        return all_options(self.codec, self.options)[name]
+        rules = (self.rules,) if isinstance(self.rules, GradientRule) else self.rules
+        if not isinstance(rules, tuple | list) or not all(isinstance(rule, GradientRule) for rule in rules):
+            raise OptionError(f"Gradients: rules={rules!r}.\n    cure: a tuple of spmd.GradientRule.")
+        object.__setattr__(self, "rules", tuple(rules))
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -121,19 +127,26 @@ def names(given: Any) -> tuple[str, ...]:
     >>> names("data"), names(["node", "data"])
     (('data',), ('node', 'data'))
     """
-    return (given,) if isinstance(given, str) else tuple(given)
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, tuple | list) else (given,)
+    if not all(isinstance(name, str) for name in found):
+        raise OptionError(f"{given!r} is no name, and no tuple of names.")
+    return found
+
+
+def _check(declared: Any, what: str, kinds: Mapping[str, type]) -> None:
+    for name, kind in kinds.items():
+        value = getattr(declared, name)
+        if type(value) is not kind or (kind is int and value >= 2**31):
+            raise OptionError(
+                f"{what}: {name}={value!r} is {a_kind(value)}; wanted {a_kind(kind())}{' below 2**31' if kind is int else ''}."
+            )
 
 
 def _pairs(options: Any) -> Options:
-    pairs = tuple(options.items()) if isinstance(options, Mapping) else tuple(options)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+    pairs = tuple(options.items()) if isinstance(options, Mapping) else options
+    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise OptionError(f'a codec\'s options are a dict, not {options!r}.\n    cure: such as {{"block": 128}}.')
     return pairs
-
-
-def all_options(codec: str, given: Any) -> dict[str, Any]:
-    """The options of a codec, those that were not given by their default."""
-    return {name: default for name, (default, _) in OPTIONS[codec].items()} | dict(given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +163,11 @@ def gradient_problems(gradients: Gradients) -> list[Clash]:
     """What does not go together, whatever the model."""
     found: list[Clash] = []
     named = [(None, gradients.codec, gradients.options), *((n, rule.codec, rule.options) for n, rule in enumerate(gradients.rules))]
-    if gradients.reduction == "compiler":
-        cure = 'reduction = "all_reduce", or "reduce_scatter".'
-        for rule, codec, _ in named:
-            if codec != "exact":
-                why = f'"{codec}" under reduction "compiler": XLA reduces gradients itself, in their own dtype.'
-                found.append(Clash("codec", why, cure, rule))
-        for key, off in (("weights", "exact"), ("diagnostics", False)):
-            if getattr(gradients, key) != off:
-                found.append(Clash(key, 'under reduction "compiler" nothing reads it.', cure))
+    auto = gradients.reduction == "compiler"
+    for rule, codec, _ in named if auto else ():
+        if codec != "exact":
+            why = f'"{codec}" under reduction "compiler": XLA reduces gradients itself, in their own dtype.'
+            found.append(Clash("codec", why, 'reduction = "all_reduce", or "reduce_scatter".', rule))
     for rule, codec, options in named:
         if codec in BIASED and not gradients.error_feedback and not gradients.allow_biased:
             why = f"{codec} without error feedback: what is left out is lost for good, and training may not converge."
@@ -169,7 +178,11 @@ def gradient_problems(gradients: Gradients) -> list[Clash]:
                 found.append(Clash("reduce", why, 'reduce = "one_shot", or error_feedback = false.', rule))
             if gradients.exact_axes:
                 found.append(Clash("reduce", "a ring goes over all data axes at once, exact_axes or not.", 'reduce = "one_shot".', rule))
-    for key, off in (("start_step", 0), ("exact_axes", ()), ("diagnostics", False)):
-        if getattr(gradients, key) != off and not gradients.compressed and gradients.reduction != "compiler":
-            found.append(Clash(key, "every codec is exact, so nothing reads it.", 'such as codec = "bfloat16", or leave it out.'))
+    unread = ["weights", "diagnostics"] if auto else []
+    unread += ["start_step", "exact_axes", "bucket_bytes", "diagnostics"] if not gradients.compressed else []
+    unread += ["allow_biased"] if not any(codec in BIASED for codec in gradients.codecs) else []
+    for field in dataclasses.fields(gradients):
+        if field.name in unread and getattr(gradients, field.name) != field.default:
+            why = "nothing reads it: " + ('under reduction "compiler" XLA reduces gradients itself.' if auto else "no codec here does.")
+            found.append(Clash(field.name, why, 'leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16".'))
     return found

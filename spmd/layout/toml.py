@@ -241,7 +241,11 @@ class _Reader:
             values[key] = self.value(table, key, known[key], int, section)
             if values[key] < least:
                 self.problem(f"[gradients] {key}", f"{values[key]}.", f"a whole number from {least}.", self.key_line(section, key))
-        values["exact_axes"] = tuple(map(str, self.value(table, "exact_axes", [], list, section)))
+        values["exact_axes"] = self.value(table, "exact_axes", [], list, section)
+        if not all(isinstance(axis, str) for axis in values["exact_axes"]):
+            why = f"{_shown(values['exact_axes'])} is not a list of mesh axes."
+            self.problem("[gradients] exact_axes", why, 'such as ["data"].', self.key_line(section, "exact_axes"))
+            values["exact_axes"] = []
         options = {key: value for key, value in table.items() if key not in (*known, "rules")}
         values["options"] = self.options(values["codec"], options, "[gradients]", lambda key: self.key_line(section, key), tuple(known))
         rules = tuple(self.gradient_rule(*found) for found in self.items(table, "rules", section))
@@ -256,7 +260,7 @@ class _Reader:
     def gradient_rule(self, item: dict[str, Any], where: str, line: int | None) -> GradientRule:
         path, excepted = self.paths(item, where, line)
         codec = item.get("codec", "exact")
-        if "codec" not in item or codec not in OPTIONS:
+        if "codec" not in item or not isinstance(codec, str) or codec not in OPTIONS:
             why, cure = (
                 (f'no codec "{codec}".', did_you_mean(str(codec), OPTIONS)) if "codec" in item else ("has no codec.", 'codec = "exact".')
             )

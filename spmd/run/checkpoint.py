@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.comm.exchange import CODEC, RESIDUAL
 from spmd.errors import CheckpointError, OptionError, Problem, a_kind, did_you_mean, raise_problems
@@ -162,7 +162,7 @@ class Store:
         """The state of a step, every array placed as `wanted` says (shapes, dtypes and shardings; no data).
 
         What the exchange of gradients remembers belongs to a number of workers and to codecs. Residuals are split anew over another
-        number of workers; memory of other parameters or codecs is left, and starts as `memory()` has it.
+        number of workers; what is not wanted any more is left, and what was not there starts as `memory()` has it.
 
         Returns:
           The state, and in words what of that memory did not fit.
@@ -175,17 +175,21 @@ class Store:
         asked = {"state": {path: leaf for path, leaf in arrays.items() if _item(path) == "state"}}
         mine = lambda shapes, item: {path: text for path, text in shapes.items() if _item(path) == item}
         _check_fit(mine(saved, "state"), mine(now, "state"), f"the checkpoint of step {step} in {self.folder}")
-        told = []
+        told, fitting = [], set()
         for item in (RESIDUAL, CODEC):
             before, after = mine(saved, item), mine(now, item)
-            as_saved = {path: _as_saved(arrays[path], text) for path, text in before.items() if path in arrays}
-            if before and before.keys() == after.keys() and all(as_saved.values()):
-                asked[item] = as_saved
-            elif before or after:
-                told.append(f"what error feedback had kept is {'lost' if before else 'zero'}" if item == RESIDUAL else "codecs start anew")
+            mesh = wanted.step.sharding.mesh
+            found = {path: _as_saved(arrays.get(path), text, mesh, resplits=item == RESIDUAL) for path, text in before.items()}
+            kept = {path for path, (_, fits) in found.items() if fits}
+            fitting |= kept
+            if kept:  # Orbax reads an item whole, so what is not wanted is read with the rest
+                asked[item] = {path: leaf for path, (leaf, _) in found.items()}
+            what = "residuals" if item == RESIDUAL else "arrays of codecs"
+            told += [f"{len(before) - len(kept)} {what} are left behind"] if len(before) > len(kept) else []
+            told += [f"{len(after) - len(kept)} {what} start anew"] if len(after) > len(kept) else []
         args = {item: self._args.StandardRestore(leaves) for item, leaves in asked.items()}
         restored = dict(self._manager.restore(step, args=self._args.Composite(**args)))
-        flat = {path: leaf for leaves in restored.values() for path, leaf in leaves.items()}
+        flat = {path: leaf for item, leaves in restored.items() for path, leaf in leaves.items() if item == "state" or path in fitting}
         told += [
             f"residuals of other workers, split over {x.shape[0]}" for p, x in arrays.items() if p in flat and flat[p].shape != x.shape
         ][:1]
@@ -233,23 +237,31 @@ def _item(path: str) -> str:
     return RESIDUAL if path.endswith(f"/{RESIDUAL}") else CODEC
 
 
-def _as_saved(wanted: Any, saved: str) -> Any:
-    """How to read memory that was saved with this dtype and shape; None when it is of something else.
+def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether two arrays of memory are of one parameter, be it of different numbers of workers."""
+    return one[1:] == other[1:] and len(one) == len(other)
 
+
+def _as_saved(wanted: Any, saved: str, mesh: Mesh, *, resplits: bool) -> tuple[Any, bool]:
+    """How to read memory that was saved with this dtype and shape, and whether it fits what is wanted now (None: nothing is).
+
+    Only what belongs to workers can be split anew; of a codec's own arrays every dim is fixed.
     Residuals of another number of workers are cut over dim 0 if the workers divide it, else along another dim, else whole.
     """
-    shape = tuple(int(size) for size in re.findall(r"\d+", saved.partition("[")[2]))
-    if describe(wanted) == saved:
-        return wanted
-    if shape[1:] != wanted.shape[1:] or not saved.startswith(str(wanted.dtype)):
-        return None
-    mesh, spec = wanted.sharding.mesh, (*wanted.sharding.spec, *[None] * (len(shape) - len(wanted.sharding.spec)))
+    shape, dtype = tuple(int(size) for size in re.findall(r"\d+", saved.partition("[")[2])), saved.partition("[")[0]
+    if wanted is not None and describe(wanted) == saved:
+        return wanted, True
+    fits = wanted is not None and resplits and _alike(shape, wanted.shape) and dtype == str(wanted.dtype)
+    if wanted is None or not fits:  # read to be left: cut over all devices if that is possible
+        cut = mesh.axis_names if shape and shape[0] % mesh.size == 0 else None
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(cut))), False
+    spec = (*wanted.sharding.spec, *[None] * (len(shape) - len(wanted.sharding.spec)))
     over, rest = math.prod(mesh.shape[axis] for axis in spec_axes(spec[:1])), list(spec[1:])
     free = [dim for dim, entry in enumerate(rest) if entry is None and shape[dim + 1] % over == 0]
     if shape[0] % over and free:
         rest[free[0]] = spec[0]
     spec = PartitionSpec(None if shape[0] % over else spec[0], *rest)
-    return jax.ShapeDtypeStruct(shape, wanted.dtype, sharding=NamedSharding(mesh, spec))
+    return jax.ShapeDtypeStruct(shape, wanted.dtype, sharding=NamedSharding(mesh, spec)), True
 
 
 def resplit(residual: jax.Array, wanted: Any) -> jax.Array:

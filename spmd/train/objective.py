@@ -13,6 +13,7 @@ from spmd.train.metrics import PerExample, Sums, as_sum
 from spmd.tree import describe
 
 LOSS = "loss"
+RESERVED = (LOSS, "wire_bytes", "compression_ratio", "residual_norm", "mean_error")  # names that a step's own metrics have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Objective:
                 "    cure: such as spmd.losses.mean_squared_error."
             )
         for name, metric in self.metrics.items():
-            if not callable(metric) or name == LOSS:
-                raise LossError(f'metric "{name}" must be a function (model, batch), under another name than "{LOSS}".')
+            if not callable(metric) or name in RESERVED:
+                raise LossError(f'metric "{name}" must be a function (model, batch), under another name than {", ".join(RESERVED)}.')
 
     def for_training(self) -> "Objective":
         """Only the metrics that share the loss's forward pass: they cost nothing."""
@@ -60,7 +61,7 @@ class Objective:
                 f"the loss returned {a_kind(value)}; wanted a scalar, the mean over the batch, or one value per example.\n"
                 "    cure: return it alone, or as (value, {name: metric})."
             )
-        twice = [name for name in extra if name == LOSS or name in self.metrics]
+        twice = [name for name in extra if name in RESERVED or name in self.metrics]
         if twice:
             raise LossError(f'the loss also returns a metric "{twice[0]}", which is the name of another.\n    cure: another name for it.')
         value = tuple(map(jnp.asarray, value)) if isinstance(value, tuple) else jnp.asarray(value)

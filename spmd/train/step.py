@@ -86,7 +86,9 @@ class Step:
             packed = pack(sums, self.names)
             with jax.named_scope("metrics"):
                 packed = wire.all_reduce(packed, data) if self.split else packed
-            return *exchange.push(grads, state.exchange, state.step), _agree(stats, data), packed
+            with jax.named_scope("stats"):
+                stats = _agree(stats, data)
+            return *exchange.push(grads, state.exchange, state.step), stats, packed
 
         return jax.shard_map(
             worker,

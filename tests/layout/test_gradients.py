@@ -10,6 +10,7 @@ import spmd
 from spmd.errors import LayoutError
 from spmd.layout.declare import Batch, Default, Layout, Rule
 from spmd.layout.gradients import GradientRule, Gradients
+from spmd.layout.toml import loads
 
 
 def dense(rows, columns):
@@ -72,8 +73,8 @@ BIASED = """without error feedback: what is left out is lost for good, and train
       cure: [gradients] error_feedback = true, or allow_biased = true to go without."""
 ELSEWHERE = """XLA reduces gradients itself, in their own dtype.
       cure: reduction = "all_reduce", or "reduce_scatter"."""
-IDLE = """every codec is exact, so nothing reads it.
-      cure: such as codec = "bfloat16", or leave it out."""
+IDLE = """nothing reads it: no codec here does.
+      cure: leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16"."""
 UNREAD = {
     "unknown codec": (
         table('codec = "power_sdg"\nerror_feedback = true'),
@@ -433,3 +434,51 @@ def test_what_residuals_hold_is_told():
 def test_nothing_is_noted_of_a_codec_that_has_something_to_do():
     assert own_notes(in_python("all_reduce", "bfloat16")) == []
     assert own_notes(in_python("all_reduce")) == []
+
+
+# Python only ---------------------------------------------------------------------------------------------------------
+
+WRONG_TYPES = {
+    "options": lambda: Gradients("all_reduce", "int8", 5),
+    "no options": lambda: Gradients("all_reduce", "int8", None),
+    "options in a row": lambda: Gradients("all_reduce", "int8", ("block", 128)),
+    "axes": lambda: Gradients("all_reduce", "int8", exact_axes=5),
+    "axes of numbers": lambda: Gradients("all_reduce", "int8", exact_axes=[5]),
+    "rules": lambda: Gradients("all_reduce", "int8", rules=None),
+    "rules of dicts": lambda: Gradients("all_reduce", "int8", rules=({"path": "w"},)),
+    "no codec": lambda: Gradients("all_reduce", None),
+    "a number for a codec": lambda: GradientRule("w", 8),
+    "no path": lambda: GradientRule(None, "int8"),
+    "a step": lambda: Gradients("all_reduce", "int8", start_step=1.5),
+    "a step out of reach": lambda: Gradients("all_reduce", "int8", start_step=2**40),
+    "a switch": lambda: Gradients("all_reduce", "int8", error_feedback="yes"),
+    "gradients": lambda: Layout(gradients={"codec": "int8"}),
+}
+
+
+@pytest.mark.parametrize("make", WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_a_wrong_type_is_told_where_it_is_given(make):
+    with pytest.raises(spmd.errors.OptionError):
+        make()
+
+
+def test_one_name_and_one_rule_need_no_tuple():
+    one = GradientRule("**/kernel", "int8", except_="up/kernel")
+    assert one.except_ == ("up/kernel",) and Rule("**", (), except_="a").except_ == ("a",)
+    assert Gradients("all_reduce", rules=one, exact_axes="data") == Gradients("all_reduce", rules=(one,), exact_axes=("data",))
+
+
+UNREAD_UNDER_COMPILER = ("start_step = 4", "bucket_bytes = 4", "allow_biased = true", 'exact_axes = ["data"]')
+
+
+@pytest.mark.parametrize("line", UNREAD_UNDER_COMPILER)
+@pytest.mark.parametrize("reduction", ["compiler", "all_reduce"])
+def test_an_option_that_nothing_reads_is_refused(line, reduction):
+    with pytest.raises(LayoutError, match="nothing reads it"):
+        loads(table(line, reduction))
+
+
+@pytest.mark.parametrize("text", ["exact_axes = [1]", '[[gradients.rules]]\npath = "w"\ncodec = ["exact"]'])
+def test_lists_where_names_belong(text):
+    with pytest.raises(LayoutError, match=r"is not a list of mesh axes|no codec"):
+        loads(table('codec = "int8"\n' + text))

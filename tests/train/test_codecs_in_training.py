@@ -84,12 +84,14 @@ def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
         for g in grads
     ]
     codec = Int8(block=16)
-    rounded = lambda rows: np.asarray(codec.decode(codec.encode(jnp.asarray(rows, jnp.float32)), rows.shape[1]))
+    ends = np.cumsum(list(widths.values()))[:-1]
+    one = lambda rows: np.asarray(codec.decode(codec.encode(jnp.asarray(rows, jnp.float32)), rows.shape[1]))
+    rounded = lambda rows: np.concatenate([one(part) for part in np.split(rows, ends, axis=1)], axis=1)
     means = []
     for owner in range(workers):
         parts = [t[owner] if worker == owner else rounded(t)[owner] for worker, t in enumerate(table)]
         means.append(rounded(np.mean(np.stack(parts), 0, dtype=np.float32)[None])[0])
-    columns = np.split(np.stack(means), np.cumsum(list(widths.values()))[:-1], axis=1)
+    columns = np.split(np.stack(means), ends, axis=1)
     wanted = {
         path: leaf - 0.5 * column.ravel()[: leaf.size].reshape(leaf.shape)
         for (path, leaf), column in zip(flatten(before).items(), columns, strict=True)
@@ -188,6 +190,58 @@ def test_zero1_spreads_its_updates(weights):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
+def test_a_step_with_a_nan_costs_that_step_and_no_more():
+    """The optimizer skips it; a residual that had taken the NaN up would spoil every step after."""
+    for chosen in (layout("int8", error_feedback=True), layout("power_sgd", {"rank": 1, "min_compression": 1}, error_feedback=True)):
+        trainer = trainer_of(chosen, optimizer=optax.apply_if_finite(optax.sgd(0.5), 5))
+        state, losses = trainer.init(), []
+        for number in range(12):
+            batch = data(seed=number % 4)
+            if number == 1:
+                batch["x"][3, 2] = np.nan
+            state, metrics = trainer.step(state, batch)
+            losses.append(metrics["loss"])
+        assert np.isnan(losses[1]) and np.isfinite(losses[2:]).all() and losses[-1] < 0.8 * losses[0]
+        assert all(np.isfinite(leaf).all() for leaf in host(state).values())
+
+
+def test_a_small_gradient_beside_a_large_one_keeps_its_own_scale():
+    """Gradients travel together and are encoded apart: buckets change no number."""
+    model = lambda: spmd.FunctionalModel(
+        lambda key: {"large": jnp.zeros((8, 8)), "small": jnp.zeros((8, 3))}, lambda p, x: (x @ p["large"], 1e-4 * (x @ p["small"]))
+    )
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    loss = lambda m, batch: sum(((out - batch[:, : out.shape[1]]) ** 2).mean(1) for out in m(batch))
+    found = {}
+    for name, chosen in {"exact": layout(), "one": layout("int8"), "apart": layout("int8", bucket_bytes=1)}.items():
+        trainer = spmd.Trainer(model(), loss=loss, optimizer=optax.sgd(1.0), layout=chosen)
+        state, _ = trainer.step(trainer.init(), x)
+        found[name] = np.asarray(state.params["small"])
+    assert np.array_equal(found["one"], found["apart"])
+    np.testing.assert_allclose(found["one"], found["exact"], rtol=0, atol=np.abs(found["exact"]).max() / 100)
+    assert not np.array_equal(found["one"], found["exact"])
+
+
+def test_a_gradient_that_float32_does_not_hold_is_refused():
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((8, 8), jnp.complex64)}, lambda p, x: jnp.abs(x @ p["w"]))
+    trainer = spmd.Trainer(model, loss=lambda m, b: m(b).sum(1), optimizer=optax.sgd(0.1), layout=layout("int8"))
+    with pytest.raises(spmd.SpmdError, match=r"codec int8 works in float32, which does not hold a gradient of complex64"):
+        trainer.prepare(np.ones((8, 8), np.float32))
+
+
+def test_a_metric_may_not_take_the_name_of_one_of_the_steps_own():
+    loss = lambda m, b: (spmd.losses.cross_entropy(m, b), {"wire_bytes": jnp.float32(5)})
+    with pytest.raises(spmd.SpmdError, match='the loss also returns a metric "wire_bytes", which is the name of another'):
+        spmd.Trainer(lambda: MLP(nnx.Rngs(0)), loss=loss, optimizer=optax.sgd(0.1)).prepare(data())
+
+
+def test_wire_bytes_is_known_without_waiting_and_the_state_can_be_let_go():
+    trainer = trainer_of(layout("int8"))
+    _, metrics = trainer.step(trainer.init(), data())
+    assert metrics["wire_bytes"] == trainer.wire.bytes() and "_values" not in vars(metrics)
+    assert trainer._last == (None, 0)
+
+
 # checkpoints ----------------------------------------------------------------------------------------------------------
 
 
@@ -244,8 +298,8 @@ def test_a_run_goes_on_over_fewer_workers_with_its_residuals(tmp_path):
 @pytest.mark.parametrize(
     "then, now, told",
     [
-        (("int8", True), ("exact", False), ["what error feedback had kept is lost"]),
-        (("exact", False), ("int8", True), ["what error feedback had kept is zero"]),
+        (("int8", True), ("exact", False), ["4 residuals are left behind"]),
+        (("exact", False), ("int8", True), ["4 residuals start anew"]),
         (("int8", True), ("sign", True), []),
     ],
     ids=["feedback ends", "feedback begins", "another codec takes the residuals over"],
@@ -259,6 +313,24 @@ def test_another_codec_on_resume_is_told(then, now, told, tmp_path):
     assert found == told
     kept = [np.asarray(entry["residual"]).any() for entry in state.exchange.values()]
     assert all(kept) == (not told) if kept else now[0] == "exact"
+
+
+def test_a_rule_that_changes_leaves_the_other_residuals_alone(tmp_path):
+    first = fit(layout("int8", error_feedback=True), tmp_path, steps=2)
+    chosen = layout("int8", error_feedback=True, rules=(spmd.GradientRule("out/kernel", "exact"),))
+    trainer = trainer_of(chosen, optimizer=optax.sgd(0.2, momentum=0.9))
+    store = Store(Checkpoint(tmp_path))
+    state, told = trainer.load(store, 2)
+    store.close()
+    assert told == ["1 residuals are left behind"]
+    assert state.exchange.keys() == first.state.exchange.keys() - {"out/kernel"}
+    assert all(np.array_equal(entry["residual"], first.state.exchange[path]["residual"]) for path, entry in state.exchange.items())
+
+
+def test_restore_says_what_it_left(tmp_path, caplog):
+    fit(layout("int8", error_feedback=True), tmp_path, steps=2)
+    trainer_of(layout(), optimizer=optax.sgd(0.2, momentum=0.9)).restore(tmp_path)
+    assert "4 residuals are left behind" in caplog.text
 
 
 def test_a_model_that_does_not_fit_is_still_refused(tmp_path):

@@ -82,6 +82,7 @@ class Codec(abc.ABC):
 class RowCodec(Codec):
     """A codec that shortens rows of numbers: all-to-all, sum in float32 at the owner, all-gather.
 
+    Each gradient is encoded by itself and all of a bucket travel together, so buckets change no number.
     Each element is rounded twice whatever the number of workers: once on its way to the owner, once on the way back. A ring
     rounds once per hop. All workers decode the same bytes, so they end bit-equal. A worker's own row does not travel and is not
     rounded; the second rounding, the owner's, is charged to the owner's `kept`. (One-shot exchange as in Megatron's
@@ -111,19 +112,20 @@ class RowCodec(Codec):
         node = wire.reduce_scatter(grid, inside, 1)[:, 0] / grid.shape[1]
         # 2. across nodes as the codec says: to the owner, who sums in float32
         width, me = node.shape[1], wire.worker_index(across)
-        payload = lax.optimization_barrier(self.encode(node))  # decoded from what travels, not from what was rounded
-        own = lax.dynamic_index_in_dim(node, me)
-        received = self.decode(together(payload, lambda part: wire.all_to_all(part, across)), width)
+        encode = lambda rows: lax.optimization_barrier([self.encode(part) for part in bucket.columns(rows)])  # what travels is decoded
+        decode = lambda parts: jnp.concatenate([self.decode(p, cut.width) for p, cut in zip(parts, bucket.cuts, strict=True)], axis=1)
+        payload, own = encode(node), lax.dynamic_index_in_dim(node, me)
+        received = decode(together(payload, lambda part: wire.all_to_all(part, across)))
         mean = lax.dynamic_update_index_in_dim(received, own, me, 0).sum(0, keepdims=True) / node.shape[0]
-        kept = lax.dynamic_update_index_in_dim(self.decode(payload, width), own, me, 0)
+        kept = lax.dynamic_update_index_in_dim(decode(payload), own, me, 0)
         # 3. back to all who need it, those across nodes first; the owner answers for this rounding
         outer = tuple(axis for axis in bucket.left if axis in across)
         inner = tuple(axis for axis in bucket.left if axis in inside)
         if outer:
-            payload = lax.optimization_barrier(self.encode(mean))
-            lost = (mean - self.decode(payload, width)) * node.shape[0]
+            payload = encode(mean)
+            lost = (mean - decode(payload)) * node.shape[0]
             kept = lax.dynamic_update_index_in_dim(kept, own - lost, me, 0)
-            mean = self.decode(together(payload, lambda part: wire.all_gather(part, outer, 0)), width)
+            mean = decode(together(payload, lambda part: wire.all_gather(part, outer, 0)))
         mean = wire.all_gather(mean[:, None], inner, 1)
         mean = _moved(mean.reshape(*map(_size, (*outer, *inner)), width), (*outer, *inner), bucket.left)
         # 4. what the node lost, charged to the worker who summed for it
@@ -135,17 +137,16 @@ class RowCodec(Codec):
 
 
 def together(payload: Any, move: Callable[[jax.Array], jax.Array]) -> Any:
-    """A payload moved by one collective, as one array of bytes [n, bytes]; one that is a single array as it is."""
+    """A payload moved by one collective: its arrays [n, ...] side by side, as bytes unless all are of one dtype."""
     leaves, structure = jax.tree.flatten(payload)
-    if len(leaves) == 1:
-        return jax.tree.unflatten(structure, [move(leaves[0])])
-    parts = [lax.bitcast_convert_type(leaf, jnp.uint8).reshape(leaf.shape[0], -1) for leaf in leaves]
+    alike = len({leaf.dtype for leaf in leaves}) == 1
+    as_sent = leaves if alike else [lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in leaves]
+    parts = [leaf.reshape(leaf.shape[0], -1) for leaf in as_sent]
     moved = move(jnp.concatenate(parts, axis=1))
     ends = itertools.accumulate(part.shape[1] for part in parts[:-1])
-    back = []
-    for part, leaf in zip(jnp.split(moved, list(ends), axis=1), leaves, strict=True):
-        wide = (leaf.dtype.itemsize,) if leaf.dtype.itemsize > 1 else ()
-        back.append(lax.bitcast_convert_type(part.reshape(part.shape[0], *leaf.shape[1:], *wide), leaf.dtype))
+    back = [part.reshape(-1, *leaf.shape[1:]) for part, leaf in zip(jnp.split(moved, list(ends), axis=1), as_sent, strict=True)]
+    if not alike:
+        back = [lax.bitcast_convert_type(part, leaf.dtype) for part, leaf in zip(back, leaves, strict=True)]
     return jax.tree.unflatten(structure, back)
 
 

@@ -19,7 +19,7 @@ class Bfloat16(RowCodec):
 
     `reduce = "one_shot"` is the exchange of `RowCodec`. The payload is bit-cast to uint16: XLA:CPU widens every bfloat16 collective to
     float32, and no compiler pass may touch an integer. `reduce = "ring"` is the backend's own bfloat16 all-reduce, for
-    comparison: its error grows with the number of workers, and nobody can keep what it loses.
+    comparison: its error grows with the number of workers, and nobody can keep what it loses. It is an all-reduce under every reduction.
 
     Example:
       >>> bool(Bfloat16().decode(Bfloat16().encode(jnp.full((1, 1), 1.001)), 1)[0, 0] == 1.0)

@@ -71,8 +71,8 @@ class PowerSgd(Codec):
         kept = [matmul(p, q.T).reshape(node.shape) for p, q, node in zip(ps, own, nodes, strict=True)]
         if bucket.inside:  # what the node lost is lost by each of its workers
             kept = [grad - (node - part) for grad, node, part in zip(grads, nodes, kept, strict=True)]
-        # a column that a zero gradient has emptied would stay empty for ever
-        alive = lambda q, old: jnp.where((q == 0).all(0), old, q)
+        # a column that a zero gradient has emptied would stay empty for ever, and a NaN would stay
+        alive = lambda q, old: jnp.where((q == 0).all(0) | ~jnp.isfinite(q).all(), old, q)
         after = [{"q": alive(q, s["q"]) if self.warm_start else s["q"]} for q, s in zip(qs, states, strict=True)]
         return [cut.own(mean) for cut, mean in zip(bucket.cuts, means, strict=True)], kept, after
 

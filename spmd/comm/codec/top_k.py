@@ -14,7 +14,7 @@ from spmd.comm.codec.base import RowCodec
 class TopK(RowCodec):
     """Of each row the share `keep` of its elements with the largest magnitude, as values and indices.
 
-    Rows are what one worker owns, so the choice is per owner, and the bytes do not grow with the number of workers, as they do
+    Rows are what one worker owns of one gradient, so the choice is per owner, and bytes do not grow with the number of workers, as they do
     when everybody's choice is gathered everywhere (Deep Gradient Compression, arXiv:1712.01887). The owner chooses again from the sum.
 
     Example:
