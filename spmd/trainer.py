@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmd.comm.log import WireLog
+from spmd.comm.report import notes as exchange_notes
 from spmd.data.batches import Batch, HostBatch, Placer, check_batch, check_leaves, check_like
 from spmd.data.loader import is_arrays, source
 from spmd.data.prefetch import prefetch
@@ -139,7 +140,7 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What is replicated, what repeats the same work, what the exchange keeps, and which moments could not be cut."""
-        lines, abstract_state = [*notes(self.resolved), *self._placed.exchange.notes()], self._placed.abstract_state
+        lines, abstract_state = [*notes(self.resolved), *exchange_notes(self._placed.exchange)], self._placed.abstract_state
         whole = whole_moments(abstract_state, self.resolved)
         if whole and any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(abstract_state.opt)):
             lines.append(f"note: {len(whole)} optimizer arrays have no parameter's shape and stay whole: {', '.join(whole[:3])}, ...")

@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,34 +14,17 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from spmd.comm import wire
-from spmd.comm.codec import make_codec
-from spmd.comm.codec.base import Bucket, Codec
+from spmd.comm.codec.base import Bucket
 from spmd.comm.codec.bfloat16 import self_test
-from spmd.comm.codec.exact import Exact
 from spmd.comm.codec.exact import reduce as exactly
-from spmd.comm.codec.power_sgd import best_split
-from spmd.comm.cut import Cut
 from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, constrain
-from spmd.layout.declare import Spec, entry_axes, keep_axes, mixed, spec_axes
-from spmd.layout.resolve import Placement, Resolved, owners, pspec
-from spmd.tree import Tree, flatten, format_bytes, map_paths
+from spmd.comm.route import Item, buckets, routes, ways_of
+from spmd.layout.declare import Spec, keep_axes, spec_axes
+from spmd.layout.resolve import Resolved, pspec
+from spmd.tree import Tree, flatten, map_paths
 
 RESIDUAL = "residual"  # what a worker's codec has lost so far: float32[workers, *parameter], over workers on dim 0
 CODEC = "codec"  # what the codec itself remembers: [blocks along the other axes, ...], equal on all workers
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """One parameter's gradient on its way: how it is cut, and how it travels."""
-
-    place: Placement
-    name: str  # the codec's
-    cut: Cut
-    codec: Codec
-    split: int
-    feedback: bool
-    rest: Spec  # its spec along the axes that are not the workers'
-    nested: bool  # whether each device exchanges its own piece along these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,51 +41,13 @@ class Exchange:
 
     @functools.cached_property
     def items(self) -> dict[str, Item]:
-        """Every parameter, by path."""
-        return {path: self._item(place) for path, place in self.resolved.placements.items()}
-
-    def _item(self, place: Placement) -> Item:
-        declared, scene = self.resolved.layout.gradients, self.scene
-        spec = self.reduction.spec(place)
-        rest = keep_axes(spec, scene.rest)
-        nested = bool(scene.rest) and not mixed(spec, scene.data_axes)
-        shape = tuple(size // self._ways(entry) for size, entry in zip(place.shape, _full(rest, place.shape), strict=True))
-        sizes = tuple(scene.mesh.shape[axis] for axis in scene.data_axes)
-        pushed = keep_axes(self.reduction.pushed(place), scene.data_axes)
-        cut = Cut(shape if nested else place.shape, pushed, scene.data_axes, sizes)
-        claimed = owners(declared.rules, place.path)
-        chosen = declared.rules[claimed[0]] if claimed else declared
-        name, codec, split = chosen.codec, make_codec(chosen.codec, chosen.options), best_split(place.shape)
-        if not (math.prod(place.shape) and self._crosses and codec.compresses(cut.shape, split)):
-            name, codec = "exact", Exact()
-        return Item(place, name, cut, codec, split, declared.error_feedback and not codec.lossless, rest, nested)
-
-    @property
-    def _crosses(self) -> bool:
-        """Whether anything is left for a codec to cross beside `exact_axes`."""
-        inside = self.resolved.layout.gradients.exact_axes
-        return math.prod(self.scene.mesh.shape[axis] for axis in self.scene.data_axes if axis not in inside) > 1
-
-    def _ways(self, entry: Any) -> int:
-        return math.prod(self.scene.mesh.shape[axis] for axis in entry_axes(entry))
+        """Every parameter's gradient, by path."""
+        return routes(self.resolved, self.scene, self.reduction)
 
     @functools.cached_property
     def buckets(self) -> list[list[str]]:
-        """Paths of the gradients that travel together: one codec, one kind of cut, up to `bucket_bytes` as float32.
-
-        What is whole along a model axis does not travel with what is cut there: its neighbours, and so its scales, would differ
-        from device to device, and its copies would drift apart.
-        """
-        limit, found, open_ = self.resolved.layout.gradients.bucket_bytes, [], {}
-        for path, item in self.items.items():
-            key, size = (item.codec, item.cut.left, item.nested, frozenset(spec_axes(item.rest))), 4 * math.prod(item.cut.shape)
-            paths, filled = open_.get(key, (None, 0))
-            if paths is None or filled + size > limit:
-                paths, filled = [], 0
-                found.append(paths)
-            paths.append(path)
-            open_[key] = (paths, filled + size)
-        return found
+        """Paths of the gradients that travel together."""
+        return buckets(self.items, self.resolved.layout.gradients.bucket_bytes)
 
     # what is remembered between steps --------------------------------------------------------------------------------
 
@@ -114,7 +58,7 @@ class Exchange:
             entry: dict[str, Any] = {}
             if item.feedback:
                 entry[RESIDUAL] = jnp.zeros((self.resolved.workers, *item.place.shape), jnp.float32)
-            blocks = math.prod(self._ways(axis) for axis in spec_axes(item.rest)) if item.nested else 1
+            blocks = ways_of(self.scene, spec_axes(item.rest)) if item.nested else 1
             keys = jax.random.split(jax.random.fold_in(key, number), blocks)
             own = jax.vmap(lambda k, item=item: item.codec.init(k, item.cut.shape, item.split))(keys)
             entry |= {CODEC: own} if own else {}
@@ -231,50 +175,15 @@ class Exchange:
         whole = grad.astype(jnp.float32)
         exact = exactly(item.cut, whole + memory[RESIDUAL][0] if item.feedback else whole)
         squares = jnp.stack([jnp.sum(x.astype(jnp.float32) ** 2) for x in (residual, mean - exact, exact)])
-        same = math.prod(self.scene.mesh.shape[axis] for axis in item.cut.left)
-        alike = math.prod(self._ways(axis) for axis in self.scene.rest if axis not in spec_axes(item.rest)) if item.nested else 1
+        same = ways_of(self.scene, item.cut.left)
+        alike = ways_of(self.scene, tuple(axis for axis in self.scene.rest if axis not in spec_axes(item.rest))) if item.nested else 1
         return squares / jnp.array([item.cut.workers, same, same], jnp.float32) / alike
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes that each device would send for a float32 all-reduce of all gradients (a ring)."""
-        workers = self.resolved.workers
-        return sum(-(-2 * (workers - 1) * 4 * math.prod(item.cut.shape) // workers) for item in self.items.values())
-
-    def _shares(self) -> list[str]:
-        """How many gradients, and how many bytes of them as float32, go by each codec; of the exact ones also which."""
-        shares: dict[str, list[Item]] = {}
-        for item in self.items.values():
-            shares.setdefault(item.name, []).append(item)
-        said = []
-        for name, items in shares.items():
-            listed = ", ".join(item.place.path for item in items[:3]) + (", ..." if len(items) > 3 else "")
-            size = format_bytes(sum(4 * math.prod(item.cut.shape) for item in items))
-            said.append(f"{name}: {len(items)} ({size}{', ' + listed if name == 'exact' else ''})")
-        return said
 
     def prove(self) -> None:
         """Prove on the backend in hand that bfloat16 is rounded to, once per process, if anything travels so."""
         declared = self.resolved.layout.gradients
         if self.reduction.manual and ("bfloat16" in declared.codecs or declared.weights == "bfloat16"):
             self_test()
-
-    def notes(self) -> list[str]:
-        """What people should know of the exchange before it runs."""
-        declared, lines = self.resolved.layout.gradients, []
-        if declared.compressed and self.reduction.manual:
-            lines.append(f"gradients travel as {'; '.join(self._shares())}.")
-        if declared.compressed and not self.reduction.manual:
-            lines.append(f"note: one worker, nothing travels: codec {', '.join(declared.codecs)} is not used.")
-        elif declared.compressed and not self._crosses:
-            inside = ", ".join(declared.exact_axes)
-            lines.append(f"note: {inside} spans all workers, and is exact: codec {', '.join(declared.codecs)} is not used.")
-        elif declared.error_feedback and not any(item.feedback for item in self.items.values()):
-            lines.append("note: error_feedback = true, but every gradient travels exactly: no residual is kept.")
-        elif declared.error_feedback:
-            kept = sum(4 * math.prod(item.cut.shape) for item in self.items.values() if item.feedback)
-            lines.append(f"error feedback keeps {format_bytes(kept)} of float32 residuals on each device.")
-        return lines
 
 
 def feedback(items: list[Item], grads: list[Any], memory: list[dict[str, Any]], bucket: Bucket) -> tuple[list[Any], list[Any]]:
@@ -300,7 +209,3 @@ def feedback(items: list[Item], grads: list[Any], memory: list[dict[str, Any]], 
 def finite(new: Any, old: Any) -> jax.Array:
     """`new`, and `old` where that is not finite: a step that the optimizer skips must not spoil all that come after."""
     return jnp.where(jnp.isfinite(new), new, old)
-
-
-def _full(spec: Spec, shape: tuple[int, ...]) -> Spec:
-    return (*spec, *[None] * (len(shape) - len(spec)))

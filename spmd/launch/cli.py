@@ -82,6 +82,7 @@ def _check(options: argparse.Namespace) -> str:
 
     from spmd.comm.exchange import Exchange
     from spmd.comm.reduction import Scene
+    from spmd.comm.report import notes
     from spmd.data.batches import check_batch
     from spmd.layout.check import fit_layout
     from spmd.layout.summary import summary
@@ -96,7 +97,7 @@ def _check(options: argparse.Namespace) -> str:
     if batch is not None:
         check_batch(batch, layout, mesh, 1)
     scene = Scene(AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.names)), resolved.data_axes)
-    return "\n".join([summary(resolved), *Exchange(resolved, scene).notes()])
+    return "\n".join([summary(resolved), *notes(Exchange(resolved, scene))])
 
 
 def _mesh(text: str | None, layout: Any) -> Any:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.comm.exchange import Exchange
 from spmd.comm.log import WireLog, read
 from spmd.comm.reduction import Scene, constrain
+from spmd.comm.report import dense_bytes
 from spmd.errors import LossError, ModelError, OptimizerError, OptionError, SpmdError
 from spmd.layout.check import fit_layout
 from spmd.layout.declare import Layout, Spec, keep_axes
@@ -280,7 +281,7 @@ class Program:
         found = []
         for step in (start, 0):
             pushed, sent = self.wire.bytes(step, "push"), self.wire.bytes(step)
-            ratio = {"compression_ratio": exchange.dense_bytes / pushed} if exchange.measures and pushed else {}
+            ratio = {"compression_ratio": dense_bytes(exchange) / pushed} if exchange.measures and pushed else {}
             found.append({"wire_bytes": sent, **ratio})
         return found[0], found[1]
 

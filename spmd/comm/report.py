@@ -1,0 +1,45 @@
+"""What people should know of an exchange before it runs."""
+
+import math
+
+from spmd.comm.exchange import Exchange
+from spmd.comm.route import Item, crosses
+from spmd.tree import format_bytes
+
+
+def notes(exchange: Exchange) -> list[str]:
+    """Which gradients travel as what, what is kept, and what of the layout comes to nothing."""
+    declared, manual = exchange.resolved.layout.gradients, exchange.reduction.manual
+    codecs, lines = ", ".join(declared.codecs), []
+    if declared.compressed and manual:
+        lines.append(f"gradients travel as {'; '.join(_shares(exchange))}.")
+    if declared.compressed and not manual:
+        lines.append(f"note: one worker, nothing travels: codec {codecs} is not used.")
+    elif declared.compressed and not crosses(exchange.resolved, exchange.scene):
+        inside = ", ".join(declared.exact_axes)
+        lines.append(f"note: {inside} spans all workers, and is exact: codec {codecs} is not used.")
+    elif declared.error_feedback and not any(item.feedback for item in exchange.items.values()):
+        lines.append("note: error_feedback = true, but every gradient travels exactly: no residual is kept.")
+    elif declared.error_feedback:
+        kept = sum(4 * math.prod(item.cut.shape) for item in exchange.items.values() if item.feedback)
+        lines.append(f"error feedback keeps {format_bytes(kept)} of float32 residuals on each device.")
+    return lines
+
+
+def _shares(exchange: Exchange) -> list[str]:
+    """How many gradients, and how many bytes of them as float32, go by each codec; of the exact ones also which."""
+    shares: dict[str, list[Item]] = {}
+    for item in exchange.items.values():
+        shares.setdefault(item.name, []).append(item)
+    said = []
+    for name, items in shares.items():
+        listed = ", ".join(item.place.path for item in items[:3]) + (", ..." if len(items) > 3 else "")
+        size = format_bytes(sum(4 * math.prod(item.cut.shape) for item in items))
+        said.append(f"{name}: {len(items)} ({size}{', ' + listed if name == 'exact' else ''})")
+    return said
+
+
+def dense_bytes(exchange: Exchange) -> int:
+    """Bytes that each device would send for a float32 all-reduce of all gradients (a ring)."""
+    workers = exchange.resolved.workers
+    return sum(-(-2 * (workers - 1) * 4 * math.prod(item.cut.shape) // workers) for item in exchange.items.values())

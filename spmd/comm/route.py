@@ -1,0 +1,79 @@
+"""Which way each gradient goes: how it is cut, by which codec it travels, and in whose company. Pure: shapes in, routes out."""
+
+import dataclasses
+import math
+
+from spmd.comm.codec import make_codec
+from spmd.comm.codec.base import Codec
+from spmd.comm.codec.exact import Exact
+from spmd.comm.codec.power_sgd import best_split
+from spmd.comm.cut import Cut
+from spmd.comm.reduction import Reduction, Scene
+from spmd.layout.declare import Entry, Spec, entry_axes, keep_axes, mixed, spec_axes
+from spmd.layout.resolve import Placement, Resolved, owners
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One parameter's gradient on its way: how it is cut, and how it travels."""
+
+    place: Placement
+    name: str  # the codec's
+    cut: Cut
+    codec: Codec
+    split: int
+    feedback: bool
+    rest: Spec  # its spec along the axes that are not the workers'
+    nested: bool  # whether each device exchanges its own piece along these
+
+
+def routes(resolved: Resolved, scene: Scene, reduction: Reduction) -> dict[str, Item]:
+    """The way of every parameter's gradient, by path."""
+    return {path: _item(place, resolved, scene, reduction) for path, place in resolved.placements.items()}
+
+
+def _item(place: Placement, resolved: Resolved, scene: Scene, reduction: Reduction) -> Item:
+    declared, spec = resolved.layout.gradients, reduction.spec(place)
+    rest = keep_axes(spec, scene.rest)
+    nested = bool(scene.rest) and not mixed(spec, scene.data_axes)
+    full = (*rest, *[None] * (len(place.shape) - len(rest)))
+    shape = tuple(size // ways_of(scene, entry) for size, entry in zip(place.shape, full, strict=True))
+    sizes = tuple(scene.mesh.shape[axis] for axis in scene.data_axes)
+    pushed = keep_axes(reduction.pushed(place), scene.data_axes)
+    cut = Cut(shape if nested else place.shape, pushed, scene.data_axes, sizes)
+    claimed = owners(declared.rules, place.path)
+    chosen = declared.rules[claimed[0]] if claimed else declared
+    name, codec, split = chosen.codec, make_codec(chosen.codec, chosen.options), best_split(place.shape)
+    if not (math.prod(place.shape) and crosses(resolved, scene) and codec.compresses(cut.shape, split)):
+        name, codec = "exact", Exact()
+    return Item(place, name, cut, codec, split, declared.error_feedback and not codec.lossless, rest, nested)
+
+
+def buckets(items: dict[str, Item], limit: int) -> list[list[str]]:
+    """Paths of the gradients that travel together: one codec, one kind of cut, up to `limit` bytes as float32.
+
+    What is whole along a model axis does not travel with what is cut there: both would have to be encoded alike on every device
+    along it, or copies would drift apart, and the codec need not know.
+    """
+    found: list[list[str]] = []
+    open_: dict[tuple, tuple[list[str], int]] = {}
+    for path, item in items.items():
+        key, size = (item.codec, item.cut.left, item.nested, frozenset(spec_axes(item.rest))), 4 * math.prod(item.cut.shape)
+        paths, filled = open_.get(key, ([], 0))
+        if not paths or filled + size > limit:
+            paths, filled = [], 0
+            found.append(paths)
+        paths.append(path)
+        open_[key] = (paths, filled + size)
+    return found
+
+
+def crosses(resolved: Resolved, scene: Scene) -> bool:
+    """Whether anything is left for a codec to cross beside `exact_axes`."""
+    inside = resolved.layout.gradients.exact_axes
+    return ways_of(scene, tuple(axis for axis in scene.data_axes if axis not in inside)) > 1
+
+
+def ways_of(scene: Scene, entry: Entry) -> int:
+    """How many devices there are along one mesh axis, or along several."""
+    return math.prod(scene.mesh.shape[axis] for axis in entry_axes(entry))
