@@ -95,11 +95,10 @@ REMARKS = """\
 - top_k: without momentum it stalls without feedback and follows exact with it; with momentum 0.9 that holds at the small rate only,
   at the large one and under AdamW feedback makes it worse.
 - sign learns this task without feedback, at every setting tried; the pairs below are where it cannot. With feedback it is better
-  only without momentum: it stalls under AdamW and with momentum at the small rate, and diverges with momentum at the large one.
+  only without momentum: it is worse under AdamW and with momentum at the small rate, and diverges with momentum at the large one.
 - Feedback delays: what a codec leaves out arrives many steps later, at the rate and with the momentum of then. The theory is
   for SGD at rates that are small for the codec; Adam, which divides by the size of what arrives, is outside it. Sign is
-  hit hardest, as it signs twice, each worker's gradient and the mean: in a trial apart from the library (momentum 0.9, rate 0.01)
-  feedback ended at 2.56 with the gradients signed alone, and at 3.01 with the mean signed as well.
+  hit hardest, as it signs twice, each worker's gradient and the mean.
 """
 
 
