@@ -52,8 +52,8 @@ def _item(place: Placement, resolved: Resolved, scene: Scene, reduction: Reducti
 def buckets(items: dict[str, Item], limit: int) -> list[list[str]]:
     """Paths of the gradients that travel together: one codec, one kind of cut, up to `limit` bytes as float32.
 
-    What is whole along a model axis does not travel with what is cut there: both would have to be encoded alike on every device
-    along it, or copies would drift apart, and the codec need not know.
+    What is whole along a model axis does not travel with what is cut there: should a codec mix the gradients of a bucket, the copies
+    of the whole one would have other neighbours on each device, and drift apart.
     """
     found: list[list[str]] = []
     open_: dict[tuple, tuple[list[str], int]] = {}

@@ -40,8 +40,15 @@ def small(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SMALL)
+def runs():
+    """One example goes through every layout in the fast suite, the others through two; the rest are in `make test-all`."""
+    for name in SMALL:
+        for layout in LAYOUTS:
+            slow = name != "digits_cnn" and layout not in ("data_parallel_bf16", "fsdp_tensor_parallel")
+            yield pytest.param(name, layout, id=f"{name}-{layout}", marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize("name, layout", list(runs()))
 def test_runs_under_every_layout(small, name, layout, capsys):
     result = small(name).main(["--layout", layout, "--mesh", "data=4,model=2", "--steps", "8", "--batch-size", "32"])
     loss = result.history["loss"]
@@ -55,7 +62,7 @@ def test_runs_under_every_layout(small, name, layout, capsys):
     assert (held(moments) < 0.75 * whole(moments)) == (not layout.startswith("data_parallel"))
 
 
-@pytest.mark.parametrize("layout", CODED)
+@pytest.mark.parametrize("layout", [CODED[0], *(pytest.param(layout, marks=pytest.mark.slow) for layout in CODED[1:])])
 def test_learns_under_every_codec_that_ships(small, layout, capsys):
     mesh = "node=2,data=4" if layout == "hierarchical_int8" else "data=8"
     result = small("gpt").main(["--layout", layout, "--mesh", mesh, "--steps", "24", "--batch-size", "32"])

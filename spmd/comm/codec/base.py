@@ -83,7 +83,7 @@ class RowCodec(Codec):
     """A codec that shortens rows of numbers: all-to-all, sum in float32 at the owner, all-gather.
 
     Each gradient is encoded by itself and all of a bucket travel together, so buckets change no number.
-    Each element is rounded twice whatever the number of workers: once on its way to the owner, once on the way back. A ring
+    Each element is rounded at most twice whatever the number of workers: once on its way to the owner, once on the way back. A ring
     rounds once per hop. All workers decode the same bytes, so they end bit-equal. A worker's own row does not travel and is not
     rounded; the second rounding, the owner's, is charged to the owner's `kept`. (One-shot exchange as in Megatron's
     reduce-scatter with float32 accumulation; two error memories as in 1-bit Adam, arXiv:2102.02888, here in one array.)
