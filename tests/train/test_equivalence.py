@@ -99,7 +99,7 @@ def cases():
                 if "tensor" not in layout and mesh in ("2x4",):
                     continue  # no parameter is cut over `model`: 4x2 shows all there is
                 for step in ("auto", "manual"):
-                    # one model per layout goes through every mesh in the fast suite, the others through 4x2; the rest are in `make test-all`
+                    # one model goes through every mesh in the fast suite, the others through 4x2; the rest are in `make test-all`
                     slow = mesh == "2x4" or (model != "gpt" and mesh != "4x2")
                     yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=[pytest.mark.slow] * slow)
 
