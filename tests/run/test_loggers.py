@@ -145,7 +145,7 @@ def test_a_run_with_checkpoints_keeps_json_lines_and_a_resumed_one_goes_on_in_th
     fit(steps=4, checkpoint=tmp_path, log_every=2)
     first = json_records(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in first] == [2, 4]
-    assert set(first[1]) == {"step", "epoch", "loss"} | SPEED
+    assert set(first[1]) == {"step", "epoch", "loss", "wire_bytes"} | SPEED
     fit(epochs=2, checkpoint=tmp_path, resume=True, log_every=2)
     both = json_records(tmp_path / "metrics.jsonl")
     assert both[:2] == first and [record["step"] for record in both] == [2, 4, 4, 6]
