@@ -646,7 +646,9 @@ def test_what_a_codec_sends_is_what_gpus_send(devices, codec, payload):
         assert list(map(len, groups)) == [devices]
         found[kind, dtype] = max(found[kind, dtype], math.prod(shape))
     elements = sum(math.prod(place.shape) for place in trainer.resolved.placements.values())
-    scales = 4 * devices * math.ceil(elements / devices / 256) if codec == "int8" else 0  # as bytes, beside the values
+    # as bytes, beside the values: every gradient has its own
+    blocks = sum(math.ceil(math.prod(place.shape) / devices / 256) for place in trainer.resolved.placements.values())
+    scales = 4 * devices * blocks if codec == "int8" else 0
     assert found["all-to-all", payload] == found["all-gather", payload] == elements + scales, "every element, once each way"
     floats = {kind: size for (kind, dtype), size in found.items() if dtype != payload}
     assert {dtype for _, dtype in found} == {payload, "f32"}
