@@ -386,14 +386,14 @@ def test_remat_of_a_module_that_is_never_called():
             self.kernel = nnx.Param(jnp.ones((8, 3)))
 
         def __call__(self, x):
-            raise NotImplementedError
+            return x @ self.kernel[...]
 
     class Model(nnx.Module):
         def __init__(self):
             self.inner = Holder()
 
         def __call__(self, x):
-            return x @ self.inner.kernel[...]
+            return x @ self.inner.kernel[...]  # past the call, so there is nothing to rematerialise
 
     layout = dataclasses.replace(spmd.Layout.load("data_parallel"), remat=spmd.Remat("nothing", ("inner",)))
     trainer = spmd.Trainer(lambda: Model(), loss=lambda m, b: m(b).sum(1), optimizer=optax.sgd(0.1), layout=layout)
