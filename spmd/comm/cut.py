@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.comm import wire
-from spmd.layout.declare import Spec, entry_axes
+from spmd.layout.declare import Spec, entry_axes, spec_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cut:
     @functools.cached_property
     def owning(self) -> tuple[str, ...]:
         """The data axes that cut the gradient, in the order of `axes`."""
-        used = {axis for entry in self.spec for axis in entry_axes(entry)}
+        used = spec_axes(self.spec)
         return tuple(axis for axis in self.axes if axis in used)
 
     @property
@@ -50,8 +50,7 @@ class Cut:
     @functools.cached_property
     def piece(self) -> tuple[int, ...]:
         """The shape of the piece."""
-        entries = [*self.spec, *[None] * (len(self.shape) - len(self.spec))]
-        return tuple(size // self._count(entry_axes(entry)) for size, entry in zip(self.shape, entries, strict=True))
+        return tuple(size // self._count(axes) for size, axes in zip(self.shape, self._cutting, strict=True))
 
     @property
     def width(self) -> int:
@@ -72,8 +71,9 @@ class Cut:
         """`x` as float32[workers, width]; row j is what worker j owns."""
         pieces, left = self.pieces(x).astype(jnp.float32), self._count(self.left)
         padded = jnp.pad(pieces, ((0, 0), (0, left * self.width - pieces.shape[1])))
-        grid = padded.reshape(*self._sizes(self.owning), *self._sizes(self.left), self.width)
-        return self._to_workers(grid).reshape(self.workers, self.width)
+        named = (*self.owning, *self.left)
+        grid = padded.reshape(*self._sizes(named), self.width)
+        return grid.transpose(*(named.index(axis) for axis in self.axes), len(named)).reshape(self.workers, self.width)
 
     def unrows(self, rows: jax.Array) -> jax.Array:
         """The inverse of `rows`."""
@@ -90,29 +90,26 @@ class Cut:
         return rows.reshape(-1)[: math.prod(self.piece)].reshape(self.piece)
 
     @functools.cached_property
+    def _cutting(self) -> tuple[tuple[str, ...], ...]:
+        """For every dim the axes that cut it."""
+        return tuple(map(entry_axes, (*self.spec, *[None] * (len(self.shape) - len(self.spec)))))
+
+    @functools.cached_property
     def _split(self) -> tuple[int, ...]:
         """The shape with every cut dim taken apart, one dim for each of its axes."""
-        entries = [*self.spec, *[None] * (len(self.shape) - len(self.spec))]
-        return tuple(
-            size
-            for dim, entry in enumerate(entries)
-            for size in (*self._sizes(entry_axes(entry)), self.shape[dim] // self._count(entry_axes(entry)))
-        )
+        cut = zip(self._cutting, self.piece, strict=True)
+        return tuple(size for axes, left in cut for size in (*self._sizes(axes), left))
 
     @functools.cached_property
     def _order(self) -> tuple[int, ...]:
         """The order of these dims that puts the axes first, as in `owning`."""
         at, rest, dim = {}, [], 0
-        for entry in [*self.spec, *[None] * (len(self.shape) - len(self.spec))]:
-            for axis in entry_axes(entry):
+        for axes in self._cutting:
+            for axis in axes:
                 at[axis], dim = dim, dim + 1
             rest.append(dim)
             dim += 1
         return (*(at[axis] for axis in self.owning), *rest)
-
-    def _to_workers(self, grid: jax.Array) -> jax.Array:
-        named = (*self.owning, *self.left)
-        return grid.transpose(*(named.index(axis) for axis in self.axes), len(named))
 
     def _sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(self.sizes[self.axes.index(axis)] for axis in axes)

@@ -9,8 +9,8 @@ from spmd.comm.codec.exact import Exact
 from spmd.comm.codec.power_sgd import best_split
 from spmd.comm.cut import Cut
 from spmd.comm.reduction import Reduction, Scene
-from spmd.layout.declare import Entry, Spec, entry_axes, keep_axes, mixed, spec_axes
-from spmd.layout.resolve import Placement, Resolved, owners
+from spmd.layout.declare import Entry, Spec, entry_axes, keep_axes, mixed
+from spmd.layout.resolve import Placement, Resolved, how_it_travels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,7 @@ def _item(place: Placement, resolved: Resolved, scene: Scene, reduction: Reducti
     sizes = tuple(scene.mesh.shape[axis] for axis in scene.data_axes)
     pushed = keep_axes(reduction.pushed(place), scene.data_axes)
     cut = Cut(shape if nested else place.shape, pushed, scene.data_axes, sizes)
-    claimed = owners(declared.rules, place.path)
-    chosen = declared.rules[claimed[0]] if claimed else declared
+    chosen = how_it_travels(declared, place.path)
     name, codec, split = chosen.codec, make_codec(chosen.codec, chosen.options), best_split(place.shape)
     if not (math.prod(place.shape) and crosses(resolved, scene) and codec.compresses(cut.shape, split)):
         name, codec = "exact", Exact()
@@ -50,15 +49,11 @@ def _item(place: Placement, resolved: Resolved, scene: Scene, reduction: Reducti
 
 
 def buckets(items: dict[str, Item], limit: int) -> list[list[str]]:
-    """Paths of the gradients that travel together: one codec, one kind of cut, up to `limit` bytes as float32.
-
-    What is whole along a model axis does not travel with what is cut there: should a codec mix the gradients of a bucket, the copies
-    of the whole one would have other neighbours on each device, and drift apart.
-    """
+    """Paths of the gradients that travel together: one codec, one kind of cut, up to `limit` bytes as float32."""
     found: list[list[str]] = []
     open_: dict[tuple, tuple[list[str], int]] = {}
     for path, item in items.items():
-        key, size = (item.codec, item.cut.left, item.nested, frozenset(spec_axes(item.rest))), 4 * math.prod(item.cut.shape)
+        key, size = (item.codec, item.cut.left, item.nested), 4 * math.prod(item.cut.shape)
         paths, filled = open_.get(key, ([], 0))
         if not paths or filled + size > limit:
             paths, filled = [], 0

@@ -9,7 +9,7 @@ from spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 from spmd.layout.cure import listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
 from spmd.layout.declare import Layout, Rule, Spec, mixed, spec_axes, spec_text
 from spmd.layout.match import covering, matches
-from spmd.layout.resolve import Names, Resolved, choose, owners, resolve, rule_name
+from spmd.layout.resolve import Names, Resolved, choose, how_it_travels, owners, resolve, rule_name
 from spmd.mesh import MeshSpec, axis_problem
 from spmd.tree import describe, format_bytes
 
@@ -149,8 +149,7 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
         return
     for place in resolved.placements.values():
         spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
-        claimed = owners(declared.rules, place.path)
-        codec = declared.rules[claimed[0]].codec if claimed else declared.codec
+        codec = how_it_travels(declared, place.path).codec
         where, rule = f"{place.path}   {place.dtype}[{', '.join(map(str, place.shape))}]", f'[[gradients.rules]]  path = "{place.path}"'
         if codec != "exact" and place.dtype not in ("float32", "bfloat16", "float16"):
             yield Problem(

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from spmd.layout.declare import Entry, Layout, Rule, Spec, entry_axes, spec_axes
-from spmd.layout.gradients import GradientRule
+from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.match import compiled
 from spmd.mesh import MeshSpec
 from spmd.tree import nbytes
@@ -79,6 +79,12 @@ def owners(rules: tuple[Rule, ...] | tuple[GradientRule, ...], path: str) -> lis
         for index, rule in enumerate(rules)
         if compiled(rule.path).fullmatch(path) and not any(compiled(other).fullmatch(path) for other in rule.except_)
     ]
+
+
+def how_it_travels(gradients: Gradients, path: str) -> Gradients | GradientRule:
+    """What names the codec of a parameter's gradient and its options: the rule that claims it, or `[gradients]` itself."""
+    claimed = owners(gradients.rules, path)
+    return gradients.rules[claimed[0]] if claimed else gradients
 
 
 def rule_name(rules: tuple[Rule, ...] | tuple[GradientRule, ...], index: int) -> str:

@@ -6,20 +6,15 @@ does not fit is told so in a table before anything is read; the data position; a
 
 import dataclasses
 import logging
-import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.comm.exchange import CODEC, RESIDUAL
 from spmd.errors import CheckpointError, OptionError, Problem, a_kind, did_you_mean, raise_problems
-from spmd.layout.declare import spec_axes
+from spmd.run.remembered import REMEMBERED, STATE, item_of, memory_to_read, resplit
 from spmd.train.state import State
 from spmd.tree import Tree, describe, flatten, map_paths
 
@@ -135,7 +130,7 @@ class Store:
         shapes = {path: describe(leaf) for path, leaf in arrays.items()}
         best = None if self.config.best is None else [self.config.best, self.config.mode]
         meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
-        items = {item: {path: leaf for path, leaf in arrays.items() if _item(path) == item} for item in ("state", RESIDUAL, CODEC)}
+        items = {item: {path: leaf for path, leaf in arrays.items() if item_of(path) == item} for item in (STATE, *REMEMBERED)}
         items = {item: self._args.StandardSave(leaves) for item, leaves in items.items() if leaves}
         saved = self._manager.save(
             step,
@@ -172,27 +167,12 @@ class Store:
         """
         saved, arrays = self.meta(step)["arrays"], _by_path(wanted)
         now = {path: describe(leaf) for path, leaf in arrays.items()}
-        asked = {"state": {path: leaf for path, leaf in arrays.items() if _item(path) == "state"}}
-        mine = lambda shapes, item: {path: text for path, text in shapes.items() if _item(path) == item}
-        _check_fit(mine(saved, "state"), mine(now, "state"), f"the checkpoint of step {step} in {self.folder}")
-        told, fitting = [], set()
-        for item in (RESIDUAL, CODEC):
-            before, after = mine(saved, item), mine(now, item)
-            mesh = wanted.step.sharding.mesh
-            found = {path: _as_saved(arrays.get(path), text, mesh, resplits=item == RESIDUAL) for path, text in before.items()}
-            kept = {path for path, (_, fits) in found.items() if fits}
-            fitting |= kept
-            if kept:  # Orbax reads an item whole, so what is not wanted is read with the rest
-                asked[item] = {path: leaf for path, (leaf, _) in found.items()}
-            what = "residuals" if item == RESIDUAL else "arrays of codecs"
-            told += [f"{len(before) - len(kept)} {what} are left behind"] if len(before) > len(kept) else []
-            told += [f"{len(after) - len(kept)} {what} start anew"] if len(after) > len(kept) else []
-        args = {item: self._args.StandardRestore(leaves) for item, leaves in asked.items()}
+        mine = lambda given: {path: it for path, it in given.items() if item_of(path) == STATE}
+        _check_fit(mine(saved), mine(now), f"the checkpoint of step {step} in {self.folder}")
+        reading, fitting, told = memory_to_read(saved, arrays, wanted.step.sharding.mesh)
+        args = {item: self._args.StandardRestore(leaves) for item, leaves in {STATE: mine(arrays), **reading}.items()}
         restored = dict(self._manager.restore(step, args=self._args.Composite(**args)))
-        flat = {path: leaf for item, leaves in restored.items() for path, leaf in leaves.items() if item == "state" or path in fitting}
-        told += [
-            f"residuals of other workers, split over {x.shape[0]}" for p, x in arrays.items() if p in flat and flat[p].shape != x.shape
-        ][:1]
+        flat = {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if item_of(path) == STATE or path in fitting}
         flat |= {path: resplit(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
         fresh = {f"exchange/{path}": leaf for path, leaf in flatten(memory()).items()} if any(path not in flat for path in arrays) else {}
         empty = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
@@ -228,55 +208,6 @@ class Store:
 def _by_path(state: State) -> dict[str, Any]:
     """All arrays by path. Orbax cannot write an array without elements; there is nothing to write."""
     return {path: leaf for path, leaf in flatten(state).items() if leaf.size}
-
-
-def _item(path: str) -> str:
-    """In which part of a checkpoint an array is: what the exchange of gradients remembers is read apart from the rest."""
-    if not path.startswith("exchange/"):
-        return "state"
-    return RESIDUAL if path.endswith(f"/{RESIDUAL}") else CODEC
-
-
-def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether two arrays of memory are of one parameter, be it of different numbers of workers."""
-    return one[1:] == other[1:] and len(one) == len(other)
-
-
-def _as_saved(wanted: Any, saved: str, mesh: Mesh, *, resplits: bool) -> tuple[Any, bool]:
-    """How to read memory that was saved with this dtype and shape, and whether it fits what is wanted now (None: nothing is).
-
-    Only what belongs to workers can be split anew; of a codec's own arrays every dim is fixed.
-    Residuals of another number of workers are cut over dim 0 if the workers divide it, else along another dim, else whole.
-    """
-    shape, dtype = tuple(int(size) for size in re.findall(r"\d+", saved.partition("[")[2])), saved.partition("[")[0]
-    if wanted is not None and describe(wanted) == saved:
-        return wanted, True
-    fits = wanted is not None and resplits and _alike(shape, wanted.shape) and dtype == str(wanted.dtype)
-    if wanted is None or not fits:  # read to be left: cut over all devices if that is possible
-        cut = mesh.axis_names if shape and shape[0] % mesh.size == 0 else None
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(cut))), False
-    spec = (*wanted.sharding.spec, *[None] * (len(shape) - len(wanted.sharding.spec)))
-    over, rest = math.prod(mesh.shape[axis] for axis in spec_axes(spec[:1])), list(spec[1:])
-    free = [dim for dim, entry in enumerate(rest) if entry is None and shape[dim + 1] % over == 0]
-    if shape[0] % over and free:
-        rest[free[0]] = spec[0]
-    spec = PartitionSpec(None if shape[0] % over else spec[0], *rest)
-    return jax.ShapeDtypeStruct(shape, wanted.dtype, sharding=NamedSharding(mesh, spec)), True
-
-
-def resplit(residual: jax.Array, wanted: Any) -> jax.Array:
-    """Residuals [workers, ...] for another number of workers, with the same mean, which is all that error feedback needs.
-
-    Fewer workers: each takes the mean of a group. More: each of a group takes a copy. Neither divides the other: all take the mean.
-    """
-    before, now = residual.shape[0], wanted.shape[0]
-
-    def split(x: jax.Array) -> jax.Array:
-        if before % now == 0:
-            return x.reshape(now, before // now, *x.shape[1:]).mean(1)
-        return jnp.repeat(x if now % before == 0 else x.mean(0, keepdims=True), now // before if now % before == 0 else now, axis=0)
-
-    return jax.jit(split, out_shardings=wanted.sharding)(residual)
 
 
 def _check_fit(saved: dict[str, str], wanted: dict[str, str], what: str) -> None:

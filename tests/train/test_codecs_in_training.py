@@ -12,7 +12,8 @@ from flax import nnx
 import spmd
 from spmd.comm.codec.int8 import Int8
 from spmd.errors import CheckpointError
-from spmd.run.checkpoint import Checkpoint, Store, resplit
+from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.remembered import resplit
 from spmd.tree import flatten
 
 ROWS, FEATURES, CLASSES = 32, 12, 5

@@ -1,0 +1,93 @@
+"""What the exchange of gradients remembers, brought from a checkpoint to another number of workers, or to other codecs.
+
+In a checkpoint it is apart from the rest of the state, in an item for each kind, so that a run may leave it or lack it.
+"""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd.comm.exchange import CODEC, RESIDUAL
+from spmd.layout.declare import spec_axes
+from spmd.tree import describe
+
+STATE = "state"
+REMEMBERED = {RESIDUAL: "residuals", CODEC: "arrays of codecs"}  # items of a checkpoint, and in words
+
+
+def item_of(path: str) -> str:
+    """In which item of a checkpoint an array is.
+
+    >>> item_of("params/dense/kernel"), item_of("exchange/dense/kernel/residual")
+    ('state', 'residual')
+    """
+    if not path.startswith("exchange/"):
+        return STATE
+    return RESIDUAL if path.endswith(f"/{RESIDUAL}") else CODEC
+
+
+def memory_to_read(
+    saved: dict[str, str], wanted: dict[str, Any], mesh: Mesh
+) -> tuple[dict[str, dict[str, jax.ShapeDtypeStruct]], set[str], list[str]]:
+    """How to read what was remembered, which paths of it are of use, and in words what does not fit.
+
+    Args:
+      saved: dtype and shape of every array of the checkpoint, by path.
+      wanted: the arrays of the new state (shapes, dtypes, shardings), by path.
+
+    Returns:
+      Arrays to read, by item and path: Orbax reads an item whole, so what is not wanted is read with the rest.
+    """
+    reading, fitting, told = {}, set(), []
+    for item, words in REMEMBERED.items():
+        found = {path: _as_saved(wanted.get(path), text, mesh, item) for path, text in saved.items() if item_of(path) == item}
+        kept = {path for path, (_, fits) in found.items() if fits}
+        fitting |= kept
+        if kept:
+            reading[item] = {path: leaf for path, (leaf, _) in found.items()}
+        lacking = sum(item_of(path) == item for path in wanted) - len(kept)
+        told += [f"{len(found) - len(kept)} {words} are left behind"] if len(found) > len(kept) else []
+        told += [f"{lacking} {words} start anew"] if lacking else []
+        others = [wanted[path].shape[0] for path in kept if found[path][0].shape != wanted[path].shape]
+        told += [f"{words} of other workers, split over {others[0]}"] if others else []
+    return reading, fitting, told
+
+
+def _as_saved(wanted: Any, saved: str, mesh: Mesh, item: str) -> tuple[jax.ShapeDtypeStruct, bool]:
+    """How to read an array that was saved with this dtype and shape, and whether it fits what is wanted now (None: nothing is).
+
+    Only what belongs to workers can be split anew; of a codec's own arrays every dim is fixed.
+    Residuals of another number of workers are cut over dim 0 if the workers divide it, else along another dim, else whole.
+    """
+    shape, dtype = tuple(int(size) for size in re.findall(r"\d+", saved.partition("[")[2])), saved.partition("[")[0]
+    if wanted is not None and describe(wanted) == saved:
+        return wanted, True
+    if wanted is None or item != RESIDUAL or dtype != str(wanted.dtype) or shape[1:] != wanted.shape[1:]:
+        cut = mesh.axis_names if shape and shape[0] % mesh.size == 0 else None  # read to be left
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(cut))), False
+    spec = (*wanted.sharding.spec, *[None] * (len(shape) - len(wanted.sharding.spec)))
+    over, rest = math.prod(mesh.shape[axis] for axis in spec_axes(spec[:1])), list(spec[1:])
+    free = [dim for dim, entry in enumerate(rest) if entry is None and shape[dim + 1] % over == 0]
+    if shape[0] % over and free:
+        rest[free[0]] = spec[0]
+    spec = PartitionSpec(None if shape[0] % over else spec[0], *rest)
+    return jax.ShapeDtypeStruct(shape, wanted.dtype, sharding=NamedSharding(mesh, spec)), True
+
+
+def resplit(residual: jax.Array, wanted: Any) -> jax.Array:
+    """Residuals [workers, ...] for another number of workers, with the same mean, which is all that error feedback needs.
+
+    Fewer workers: each takes the mean of a group. More: each of a group takes a copy. Neither divides the other: all take the mean.
+    """
+    before, now = residual.shape[0], wanted.shape[0]
+
+    def split(x: jax.Array) -> jax.Array:
+        if before % now == 0:
+            return x.reshape(now, before // now, *x.shape[1:]).mean(1)
+        return jnp.repeat(x if now % before == 0 else x.mean(0, keepdims=True), now // before if now % before == 0 else now, axis=0)
+
+    return jax.jit(split, out_shardings=wanted.sharding)(residual)
