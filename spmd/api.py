@@ -158,7 +158,8 @@ def fit(
     _check_evaluation(eval_data, eval_every, config)
     if is_arrays(eval_data):
         trainer.check_evaluation(eval_data)
-    _check_names(hooks, config, (*program.names, *(f"eval_{name}" for name in (program.eval_names if eval_data is not None else ()))))
+    evaluated = [f"eval_{name}" for name in program.eval_names] if eval_data is not None else []
+    _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
     meta = {
         "data": {**reader.fingerprint(), "seed": seed},
         "layout": trainer.layout.to_toml(),

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ class Trainer:
         self._placer: Placer | None = None
         self._evaluations: dict[int, tuple[Program, Placer]] = {}
         self._in_flight: collections.deque[Metrics] = collections.deque()
-        self._last: tuple[State | None, int] = (None, 0)  # the newest state, and its step
+        self._last: tuple[Callable[[], State | None], int] = (lambda: None, 0)  # the newest state, if it is still there, and its step
 
     @property
     def resolved(self) -> Resolved:
@@ -242,7 +243,7 @@ class Trainer:
         with placer.carrying():
             state, packed = program.step(state, placed.leaves, placed.weights, split=placed.split)
         if self.layout.gradients.start_step:
-            self._last = (state, number + 1)
+            self._last = (weakref.ref(state), number + 1)
         metrics = Metrics(program.names, packed, program.constants(number))
         self._in_flight.append(metrics)
         if len(self._in_flight) >= IN_FLIGHT:
@@ -253,7 +254,7 @@ class Trainer:
         """Updates made so far, without waiting for the device where that can be known."""
         if not self.layout.gradients.start_step:
             return 0  # all steps send the same
-        return self._last[1] if state is self._last[0] else int(state.step)
+        return self._last[1] if state is self._last[0]() else int(state.step)
 
     def steps(
         self, data: Any, *, batch_size: int | None = None, epochs: int = 1, state: State | None = None, shuffle: bool | None = None

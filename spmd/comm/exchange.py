@@ -17,6 +17,7 @@ from spmd.comm import wire
 from spmd.comm.codec.base import Bucket
 from spmd.comm.codec.bfloat16 import self_test
 from spmd.comm.codec.exact import reduce as exactly
+from spmd.comm.log import WARM_UP
 from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, constrain
 from spmd.comm.route import Item, buckets, routes, ways_of
 from spmd.layout.declare import Spec, keep_axes, spec_axes
@@ -60,7 +61,7 @@ class Exchange:
                 entry[RESIDUAL] = jnp.zeros((self.resolved.workers, *item.place.shape), jnp.float32)
             blocks = ways_of(self.scene, spec_axes(item.rest)) if item.nested else 1
             keys = jax.random.split(jax.random.fold_in(key, number), blocks)
-            own = jax.vmap(lambda k, item=item: item.codec.init(k, item.cut.shape, item.split))(keys)
+            own = jax.vmap(lambda k, item=item: item.codec.init(k, item.cut.shape, item.place.shape))(keys)
             entry |= {CODEC: own} if own else {}
             memory |= {path: entry} if entry else {}
         return memory
@@ -99,8 +100,7 @@ class Exchange:
         for nested in (False, True):
             inside = {path: grad for path, grad in flat.items() if self.items[path].nested == nested}
             if inside:
-                if self.scene.rest and not nested:  # XLA:CPU aborts on a bfloat16 sum where other axes are left to the partitioner
-                    inside = {path: grad.astype(jnp.float32) for path, grad in inside.items()}
+                inside = {path: grad.astype(self.items[path].dtype) for path, grad in inside.items()}
                 kept = {path: entry for path, entry in memory.items() if path in inside}
                 run = self._over_rest(inside, kept) if nested else self._meet
                 more_means, more_after, more = run(inside, kept, step)
@@ -143,7 +143,8 @@ class Exchange:
         start = self.resolved.layout.gradients.start_step
         if not start:
             return self._compressed(grads, memory)
-        return lax.cond(step < start, self._exactly, self._compressed, grads, memory)
+        with jax.named_scope(WARM_UP):
+            return lax.cond(step < start, self._exactly, self._compressed, grads, memory)
 
     def _exactly(self, grads: dict[str, Any], memory: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:
         with jax.named_scope("push/exact"):

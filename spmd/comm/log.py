@@ -8,6 +8,9 @@ Bytes are those of ring algorithms, with n devices in a group and b bytes of ope
     all_gather          (n - 1) * b          (b is one device's slice)
     collective_permute  b
 
+Of a conditional the branch that sends most counts, and of a `while` loop one turn; the exchange's own conditional, at `start_step`,
+is told apart step by step.
+
 Only collectives that the program itself asks for are seen: those that XLA's partitioner adds for sharded arrays (tensor
 parallelism, and everything under `reduction = "compiler"`) are not in it yet.
 """
@@ -39,15 +42,15 @@ SENT = {
     "all_gather": lambda n, b: (n - 1) * b,
     "collective_permute": lambda n, b: b,
 }
-DENSE = 1  # the branch of the exchange that runs before `start_step`
+WARM_UP = "start_step"  # the scope of the exchange's own conditional
+DENSE = 1  # its branch that runs before `start_step`
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
     """One collective: where in the step, what kind, over which mesh axes, with which operand on each device.
 
-    `group` is the number of devices that meet, `count` how often it runs in a step, `sent` the bytes that one device sends
-    each time; `branch` is set inside a conditional.
+    `group` is the number of devices that meet, `count` how often it runs in a step; `branch` is set where the exchange has two.
     """
 
     where: str
@@ -115,8 +118,12 @@ def _ops(jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, w
             for operand in equation.invars if group > 1 else ():
                 yield Op(here or "step", KINDS[name], axes, group, str(operand.aval.dtype), operand.aval.shape, times, branch)
         elif name == "cond":
-            for number, inner in enumerate(params["branches"]):
-                yield from _ops(inner.jaxpr, sizes, times, number, here)
+            own = here.endswith(WARM_UP)
+            branches = [tuple(_ops(inner.jaxpr, sizes, times, branch, where if own else here)) for inner in params["branches"]]
+            if own:
+                yield from (dataclasses.replace(op, branch=number) for number, ops in enumerate(branches) for op in ops)
+            else:
+                yield from max(branches, key=lambda ops: sum(op.sent * op.count for op in ops))
         else:
             often = times * params["length"] if name == "scan" else times
             for inner in _inner(params):

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 
+import numpy as np
+
 from spmd.comm.codec import make_codec
 from spmd.comm.codec.base import Codec
 from spmd.comm.codec.exact import Exact
-from spmd.comm.codec.power_sgd import best_split
 from spmd.comm.cut import Cut
 from spmd.comm.reduction import Reduction, Scene
 from spmd.layout.declare import Entry, Spec, entry_axes, keep_axes, mixed
@@ -21,10 +22,10 @@ class Item:
     name: str  # the codec's
     cut: Cut
     codec: Codec
-    split: int
     feedback: bool
     rest: Spec  # its spec along the axes that are not the workers'
     nested: bool  # whether each device exchanges its own piece along these
+    dtype: np.dtype  # what it is on the way when it goes exactly
 
 
 def routes(resolved: Resolved, scene: Scene, reduction: Reduction) -> dict[str, Item]:
@@ -36,16 +37,18 @@ def _item(place: Placement, resolved: Resolved, scene: Scene, reduction: Reducti
     declared, spec = resolved.layout.gradients, reduction.spec(place)
     rest = keep_axes(spec, scene.rest)
     nested = bool(scene.rest) and not mixed(spec, scene.data_axes)
+    # XLA:CPU aborts on a bfloat16 sum where other axes are left to the partitioner
+    dtype = np.dtype(place.dtype if nested or not scene.rest else "float32")
     full = (*rest, *[None] * (len(place.shape) - len(rest)))
     shape = tuple(size // ways_of(scene, entry) for size, entry in zip(place.shape, full, strict=True))
     sizes = tuple(scene.mesh.shape[axis] for axis in scene.data_axes)
     pushed = keep_axes(reduction.pushed(place), scene.data_axes)
     cut = Cut(shape if nested else place.shape, pushed, scene.data_axes, sizes)
     chosen = how_it_travels(declared, place.path)
-    name, codec, split = chosen.codec, make_codec(chosen.codec, chosen.options), best_split(place.shape)
-    if not (math.prod(place.shape) and crosses(resolved, scene) and codec.compresses(cut.shape, split)):
+    name, codec = chosen.codec, make_codec(chosen.codec, chosen.options)
+    if not (math.prod(place.shape) and crosses(resolved, scene) and codec.compresses(cut, place.shape)):
         name, codec = "exact", Exact()
-    return Item(place, name, cut, codec, split, declared.error_feedback and not codec.lossless, rest, nested)
+    return Item(place, name, cut, codec, declared.error_feedback and not codec.lossless, rest, nested, dtype)
 
 
 def buckets(items: dict[str, Item], limit: int) -> list[list[str]]:

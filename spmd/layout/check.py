@@ -8,6 +8,7 @@ import jax
 from spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 from spmd.layout.cure import listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
 from spmd.layout.declare import Layout, Rule, Spec, mixed, spec_axes, spec_text
+from spmd.layout.gradients import GradientRule
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import Names, Resolved, choose, how_it_travels, owners, resolve, rule_name
 from spmd.mesh import MeshSpec, axis_problem
@@ -149,8 +150,11 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
         return
     for place in resolved.placements.values():
         spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
-        codec = how_it_travels(declared, place.path).codec
-        where, rule = f"{place.path}   {place.dtype}[{', '.join(map(str, place.shape))}]", f'[[gradients.rules]]  path = "{place.path}"'
+        chosen = how_it_travels(declared, place.path)
+        codec, where = chosen.codec, f"{place.path}   {place.dtype}[{', '.join(map(str, place.shape))}]"
+        rule = f'[[gradients.rules]]  path = "{place.path}"'
+        if isinstance(chosen, GradientRule):
+            rule = f'except = ["{place.path}"]  in the rule for "{chosen.path}", and  {rule}'
         if codec != "exact" and place.dtype not in ("float32", "bfloat16", "float16"):
             yield Problem(
                 where, [f"codec {codec} works in float32, which does not hold a gradient of {place.dtype}."], f'{rule}  codec = "exact".'

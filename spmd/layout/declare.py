@@ -4,7 +4,8 @@ import dataclasses
 from pathlib import Path
 
 from spmd.errors import OptionError, a_kind
-from spmd.layout.gradients import Gradients, names
+from spmd.layout.gradients import Gradients
+from spmd.layout.match import names
 
 Entry = str | tuple[str, ...] | None  # one dim: whole (None), over one mesh axis, or over several (outermost first)
 Spec = tuple[Entry, ...]  # one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are whole

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmd.errors import OptionError, a_kind
+from spmd.layout.match import names
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -59,7 +60,7 @@ class GradientRule:
 
     def __post_init__(self):
         _check(self, "GradientRule", {"path": str, "codec": str})
-        object.__setattr__(self, "options", _pairs(self.options))
+        object.__setattr__(self, "options", _pairs(self.options, "GradientRule", ("path", "codec", "except")))
         object.__setattr__(self, "except_", names(self.except_))
 
 
@@ -103,7 +104,8 @@ class Gradients:
             "Gradients",
             {f.name: type(f.default) for f in dataclasses.fields(self) if f.name not in ("options", "exact_axes", "rules")},
         )
-        object.__setattr__(self, "options", _pairs(self.options))
+        own = tuple(f.name for f in dataclasses.fields(self))
+        object.__setattr__(self, "options", _pairs(self.options, "Gradients", own))
         object.__setattr__(self, "exact_axes", names(self.exact_axes))
         rules = (self.rules,) if isinstance(self.rules, GradientRule) else self.rules
         if not isinstance(rules, tuple | list) or not all(isinstance(rule, GradientRule) for rule in rules):
@@ -121,31 +123,23 @@ class Gradients:
         return self.codecs != ("exact",)
 
 
-def names(given: Any) -> tuple[str, ...]:
-    """One name or several, as a tuple.
-
-    >>> names("data"), names(["node", "data"])
-    (('data',), ('node', 'data'))
-    """
-    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, tuple | list) else (given,)
-    if not all(isinstance(name, str) for name in found):
-        raise OptionError(f"{given!r} is no name, and no tuple of names.")
-    return found
-
-
 def _check(declared: Any, what: str, kinds: Mapping[str, type]) -> None:
     for name, kind in kinds.items():
         value = getattr(declared, name)
-        if type(value) is not kind or (kind is int and value >= 2**31):
-            raise OptionError(
-                f"{what}: {name}={value!r} is {a_kind(value)}; wanted {a_kind(kind())}{' below 2**31' if kind is int else ''}."
-            )
+        if type(value) is not kind:
+            raise OptionError(f"{what}: {name}={value!r} is {a_kind(value)}; wanted {a_kind(kind())}.")
 
 
-def _pairs(options: Any) -> Options:
+def _pairs(options: Any, what: str, own: tuple[str, ...]) -> Options:
+    """A codec's options as pairs; each can be written in a TOML file, beside the keys that are `what`'s own."""
     pairs = tuple(options.items()) if isinstance(options, Mapping) else options
     if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise OptionError(f'a codec\'s options are a dict, not {options!r}.\n    cure: such as {{"block": 128}}.')
+    for key, value in pairs:
+        if key in own:
+            raise OptionError(f"{what}: {key} is no option of a codec.\n    cure: {what}({key}=...), beside the options.")
+        if not isinstance(key, str) or type(value) not in (bool, int, float, str):
+            raise OptionError(f"{what}: option {key!r} is {value!r}, {a_kind(value)}.\n    cure: a number, a word, True or False.")
     return pairs
 
 
@@ -178,9 +172,12 @@ def gradient_problems(gradients: Gradients) -> list[Clash]:
                 found.append(Clash("reduce", why, 'reduce = "one_shot", or error_feedback = false.', rule))
             if gradients.exact_axes:
                 found.append(Clash("reduce", "a ring goes over all data axes at once, exact_axes or not.", 'reduce = "one_shot".', rule))
+    twice = [axis for axis in dict.fromkeys(gradients.exact_axes) if gradients.exact_axes.count(axis) > 1]
+    if twice:
+        found.append(Clash("exact_axes", f"names {', '.join(twice)} more than once.", "each axis once."))
     unread = ["weights", "diagnostics"] if auto else []
     unread += ["start_step", "exact_axes", "bucket_bytes", "diagnostics"] if not gradients.compressed else []
-    unread += ["allow_biased"] if not any(codec in BIASED for codec in gradients.codecs) else []
+    unread += ["allow_biased"] if gradients.error_feedback or not any(codec in BIASED for codec in gradients.codecs) else []
     for field in dataclasses.fields(gradients):
         if field.name in unread and getattr(gradients, field.name) != field.default:
             why = "nothing reads it: " + ('under reduction "compiler" XLA reduces gradients itself.' if auto else "no codec here does.")

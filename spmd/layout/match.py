@@ -3,8 +3,9 @@
 import functools
 import re
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
-from spmd.errors import LayoutError, closest
+from spmd.errors import LayoutError, OptionError, closest
 
 MAX_LENGTH = 400  # a pattern is data from a file: bounded, and compiled to a regex without nested repeats
 
@@ -98,3 +99,15 @@ def covering(some: Sequence[str], all_paths: Collection[str]) -> str | None:
     fits = lambda pattern: len(pattern) <= MAX_LENGTH and matches(pattern, all_paths) == [path for path in all_paths if path in wanted]
     wanted = set(some)
     return next(filter(fits, candidates), None)
+
+
+def names(given: Any) -> tuple[str, ...]:
+    """One name or several, as a tuple.
+
+    >>> names("data"), names(["node", "data"])
+    (('data',), ('node', 'data'))
+    """
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, tuple | list) else (given,)
+    if not all(isinstance(name, str) for name in found):
+        raise OptionError(f"{given!r} is no name, and no tuple of names.")
+    return found

@@ -237,10 +237,12 @@ class _Reader:
         known: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Gradients) if f.name not in ("options", "rules")}
         values: dict[str, Any] = {key: self.choice(table, section, key, known[key]) for key in ("reduction", "codec", "weights")}
         values |= {key: self.value(table, key, False, bool, section) for key in ("error_feedback", "allow_biased", "diagnostics")}
-        for key, least in (("start_step", 0), ("bucket_bytes", 1)):
+        for key, least, end in (("start_step", 0, 2**31), ("bucket_bytes", 1, 2**63)):
             values[key] = self.value(table, key, known[key], int, section)
-            if values[key] < least:
-                self.problem(f"[gradients] {key}", f"{values[key]}.", f"a whole number from {least}.", self.key_line(section, key))
+            if not least <= values[key] < end:
+                cure = f"a whole number from {least}." if values[key] < least else f"below 2**{end.bit_length() - 1}."
+                self.problem(f"[gradients] {key}", f"{values[key]}.", cure, self.key_line(section, key))
+                values[key] = known[key]
         values["exact_axes"] = self.value(table, "exact_axes", [], list, section)
         if not all(isinstance(axis, str) for axis in values["exact_axes"]):
             why = f"{_shown(values['exact_axes'])} is not a list of mesh axes."
@@ -342,7 +344,7 @@ class _Reader:
             near = closest(value, known)
             cure = (f'did you mean "{near}"? This' if near else "this") + f" version knows: {', '.join(known)}."
             self.problem(f"[{section}] {key}", f'no {key} "{value}".', cure, self.key_line(section, key))
-            return default
+            return near or default  # what was meant, so that nothing else is told for want of it
         return value
 
     def remat(self, table: dict[str, Any]) -> Remat:

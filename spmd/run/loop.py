@@ -173,7 +173,8 @@ class Loop:
             step = first + offset
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
-                info = self._info(step, epoch, self._means(sums), rows[offset], exact=newest and step == self.step)
+                metrics = {**self._means(sums), **self.program.constants(step - 1)}
+                info = self._info(step, epoch, metrics, rows[offset], exact=newest and step == self.step)
                 with _lifted(due):
                     for callback in due:
                         callback.on_step(info)

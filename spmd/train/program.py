@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.comm.exchange import Exchange
 from spmd.comm.log import WireLog, read
 from spmd.comm.reduction import Scene, constrain
-from spmd.comm.report import dense_bytes
+from spmd.comm.report import exact_bytes
 from spmd.errors import LossError, ModelError, OptimizerError, OptionError, SpmdError
 from spmd.layout.check import fit_layout
 from spmd.layout.declare import Layout, Spec, keep_axes
@@ -260,13 +260,19 @@ class Program:
 
     @functools.cached_property
     def wire(self) -> WireLog:
-        """Every collective of a step on a full batch; reads the traced step, which is then compiled from the same trace."""
+        """Every collective of a step on a full batch; reads the traced step (`step` then compiles that trace)."""
         placed = self.placed
         place = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at(batch_spec(placed.resolved, path)))
         weights = jax.ShapeDtypeStruct((self.rows,), jnp.float32, sharding=self._at((placed.resolved.data_axes,)))
         step = self._function(("step", self.rows, True))
         traced = step.trace(placed.abstract_state, map_paths(place, self.sample), weights)  # type: ignore[attr-defined]
         return read(traced.jaxpr.jaxpr, placed.mesh.shape, placed.resolved.layout.gradients.start_step)
+
+    @property
+    def constant_names(self) -> tuple[str, ...]:
+        """Names of what is known of a step without measuring."""
+        exchange = self.placed.exchange
+        return (("wire_bytes", "compression_ratio") if exchange.measures else ("wire_bytes",)) if exchange.reduction.manual else ()
 
     def constants(self, step: int) -> dict[str, float]:
         """What is known of a step without measuring: bytes that each device sends, and how many times fewer than exactly."""
@@ -281,8 +287,8 @@ class Program:
         found = []
         for step in (start, 0):
             pushed, sent = self.wire.bytes(step, "push"), self.wire.bytes(step)
-            ratio = {"compression_ratio": dense_bytes(exchange) / pushed} if exchange.measures and pushed else {}
-            found.append({"wire_bytes": sent, **ratio})
+            values = (sent, exact_bytes(exchange) / pushed if pushed else 1.0)
+            found.append(dict(zip(self.constant_names, values, strict=False)))
         return found[0], found[1]
 
     def compilations(self) -> int:

@@ -63,6 +63,7 @@ class Step:
         grads, memory, measured, stats, sums = self._gradients(state, batch, weights)
         loss = sums[0, self.names.index(LOSS)] / sums[1, self.names.index(LOSS)]
         updates, opt = self.optimizer.update(grads, state.opt, state.params, value=loss)
+        memory = jax.tree.map(functools.partial(jnp.where, skipped(opt)), state.exchange, memory)
         params = optax.apply_updates(state.params, spread(self.exchange, updates))
         return State(state.step + 1, params, opt, stats, state.rngs, state.key, memory), jnp.concatenate([sums, measured], axis=1)
 
@@ -164,6 +165,16 @@ class Step:
     def _map(self, function: Callable, *trees: Tree) -> Tree:
         """`function(placement, leaf, ...)` over trees of parameters."""
         return map_paths(lambda path, *leaves: function(self.resolved.placements[path], *leaves), *trees)
+
+
+def skipped(opt: Any) -> Any:
+    """Whether the optimizer, by its new state, made no use of the gradients: then nothing of what was exchanged was applied.
+
+    Known are `optax.apply_if_finite` and `optax.MultiSteps` with a `should_skip_update_fn`.
+    """
+    fine = [~flag for _, flag in optax.tree_utils.tree_get_all_with_path(opt, "should_skip")]
+    fine += [flag for _, flag in optax.tree_utils.tree_get_all_with_path(opt, "last_finite")]
+    return ~jnp.stack(fine).all() if fine else False
 
 
 def remat_policy(save: str) -> Callable[..., bool] | None:

@@ -14,12 +14,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import spmd
 from examples import gpt
+from spmd.comm.log import read
 from spmd.layout.declare import Batch, Default, OptimizerState
 from spmd.layout.gradients import GradientRule
+from spmd.run.callbacks import Callback
 from spmd.run.loggers import JsonLines
 from spmd.train.step import batch_spec
 from spmd.tree import flatten, map_paths
@@ -294,7 +297,7 @@ def test_power_sgd_sends_this_share_of_the_matrices_of_a_gpt(sizes, most):
 @pytest.mark.parametrize("codec", ROWS)
 def test_no_gradient_travels_as_float32_beside_its_codec(codec, reduction):
     """Read from the lowered program: of float32 there are metrics and nothing else; scales travel as bytes beside their values."""
-    trainer = trainer_of(gradients(codec, reduction), "data=4,model=2")
+    trainer = trainer_of(gradients(codec, reduction), "data=4,model=2", sizes=(7, 30, 40, 20))
     floats = {one.shape for one in collectives(lowered(trainer)) if one.dtype == "float32"}
     assert floats == {(), (2, 1)}
     payload = {one.dtype for one in collectives(lowered(trainer))} - {"float32"}
@@ -451,6 +454,44 @@ def test_the_lines_of_a_log_tell_the_bytes_of_each_step(tmp_path, start):
     assert (many > 2 * few) if start else many == few
     assert {step: record["wire_bytes"] for step, record in written.items()} == {1: many, 2: many, 3: few, 4: few}
     assert not any("mean_error" in record or "compression_ratio" in record for record in written.values())
+
+
+@pytest.mark.parametrize(
+    "reduction, layout, ratio",
+    [("all_reduce", {}, 2), ("reduce_scatter", {"optimizer": SHARED}, 2), ("reduce_scatter", {"default": Default("shard:data")}, 2)],
+    ids=["all_reduce", "ZeRO-1", "FSDP"],
+)
+def test_the_compression_ratio_is_against_the_same_exchange_made_exactly(reduction, layout, ratio):
+    grads = spmd.Gradients(reduction, "bfloat16", diagnostics=True, start_step=1)
+    trainer = trainer_of(grads, sizes=(64, 128, 256, 64), **layout)
+    constants = trainer.prepare(None)[0].constants
+    assert constants(0)["compression_ratio"] == 1 and constants(1)["compression_ratio"] == ratio
+
+
+def test_callbacks_see_wire_bytes_and_may_watch_them(tmp_path):
+    seen = []
+
+    class Watching(Callback):
+        def watches(self):
+            return ("wire_bytes",)
+
+        def on_step(self, info):
+            seen.append(info.metrics["wire_bytes"])
+
+    fitted(tmp_path, gradients("int8", start_step=2), callbacks=[Watching()])
+    log = trainer_of(gradients("int8", start_step=2)).wire
+    assert seen == [log.bytes(step) for step in range(4)] and seen[1] > seen[2]
+    assert trainer_of(spmd.Gradients()).prepare(None)[0].constant_names == ()  # so watching it is an error there, before a step
+
+
+def test_a_conditional_of_the_models_own_counts_by_the_branch_that_sends_most():
+    mesh = spmd.make_mesh("data=8")
+    few, many = (lambda x: lax.psum(x[:2], "data").sum()), (lambda x: lax.psum(x, "data").sum())
+    step = lambda x: lax.switch(x[0].astype(int), [few, many, few], x)
+    traced = jax.make_jaxpr(jax.shard_map(step, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False))(jnp.ones(64))
+    log = read(traced.jaxpr, dict(mesh.shape))
+    assert [op.shape for op in log.ops] == [(8,)] and log.bytes() == log.bytes(0) == 2 * 7 * 32 // 8
+    assert "start_step" not in str(log)
 
 
 def test_wire_bytes_change_at_start_step_and_after_a_state_is_taken_up_again():

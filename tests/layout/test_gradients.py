@@ -229,6 +229,25 @@ UNREAD = {
         "  line 4: [gradients] start_step\n      -1.\n      cure: a whole number from 0.",
         [table('codec = "int8"\nstart_step = 0')],
     ),
+    "a step out of reach": (
+        table('codec = "int8"\nstart_step = 3000000000'),
+        in_python("all_reduce", "int8", start_step=3000000000),
+        "  line 4: [gradients] start_step\n      3000000000.\n      cure: below 2**31.",
+        [table('codec = "int8"\nstart_step = 0')],
+    ),
+    "an axis named twice": (
+        table('codec = "int8"\nexact_axes = ["data", "data"]'),
+        in_python("all_reduce", "int8", exact_axes=("data", "data")),
+        "  line 4: [gradients] exact_axes\n      names data more than once.\n      cure: each axis once.",
+        [table('codec = "int8"')],
+    ),
+    "biased, though what it leaves out is fed back": (
+        table('codec = "sign"\nerror_feedback = true\nallow_biased = true'),
+        in_python("all_reduce", "sign", error_feedback=True, allow_biased=True),
+        "  line 5: [gradients] allow_biased\n      nothing reads it: no codec here does.\n"
+        '      cure: leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16".',
+        [table('codec = "sign"\nerror_feedback = true')],
+    ),
     "a start of nothing": (
         table("start_step = 100"),
         in_python("all_reduce", start_step=100),
@@ -270,6 +289,17 @@ def test_a_ring_has_no_inside():
     )
     assert told(text.format("ring"), "node=2,data=4") == unread(problem)
     fits(text.format("one_shot"), "node=2,data=4")
+
+
+def test_one_misspelt_word_is_one_problem():
+    """What follows is read as if the likely word stood there."""
+    assert told(table('codec = "int8"', "allreduce")) == unread(
+        """\
+  line 2: [gradients] reduction
+      no reduction "allreduce".
+      cure: did you mean "all_reduce"? This version knows: compiler, all_reduce, reduce_scatter."""
+    )
+    assert "1 problem:" in told(table('codec = "int_8"\nblock = 16\nstart_step = 5'))
 
 
 def test_all_problems_of_a_table_are_told_at_once_in_the_order_of_the_file():
@@ -391,6 +421,14 @@ def test_a_table_that_does_not_fit(mesh, text, python, problem, cures):
         fits(cure, mesh)
 
 
+def test_a_cure_that_names_a_rule_leaves_room_for_it():
+    """The parameter is a rule's already; a second rule for it alone would be one too many."""
+    text = SHARED + table(RULE.format("up/*", "int8") + "{}", "reduce_scatter")
+    cure = 'except = ["up/kernel"]  in the rule for "up/*", and  [[gradients.rules]]  path = "up/kernel"  codec = "exact".'
+    assert cure in told(text.format(""))
+    fits(text.format('except = ["up/kernel"]\n' + RULE.format("up/kernel", "exact")))
+
+
 def test_a_codec_by_rule_cannot_follow_either():
     """The codec that is named is the rule's; one whose rule says exact is no problem, whatever the others do."""
     text = SHARED + table('codec = "int8"\n' + RULE.format("up/*", "bfloat16"), "reduce_scatter")
@@ -406,13 +444,17 @@ def own_notes(layout, mesh="data=8"):
     return [line for line in fits(layout, mesh).notes() if "error_feedback" in line or "error feedback" in line or "travels" in line]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [in_python("all_reduce", error_feedback=True), in_python("all_reduce", "int8", error_feedback=True, rules=(GradientRule("**"),))],
-    ids=["no codec", "exact by rule"],
-)
-def test_error_feedback_of_what_travels_exactly_is_noted(layout):
-    assert own_notes(layout) == ["note: error_feedback = true, but every gradient travels exactly: no residual is kept."]
+def test_error_feedback_without_a_codec_is_noted():
+    noted = ["note: error_feedback = true, but every gradient travels exactly: no residual is kept."]
+    assert own_notes(in_python("all_reduce", error_feedback=True)) == noted
+
+
+@pytest.mark.parametrize("gradients", [("int8", {}, True), ("int8", {"block": 1}, False), ("top_k", {"keep": 1}, True)], ids=str)
+def test_a_codec_that_has_nothing_to_do_is_noted(gradients):
+    codec, options, feedback = gradients
+    rules = (GradientRule("**"),) if not options else ()
+    (note,) = own_notes(in_python("all_reduce", codec, options, error_feedback=feedback, rules=rules))
+    assert note == f"note: every gradient travels exactly: no rule leaves codec {codec} one that it would make smaller."
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "data=1,model=2"])
@@ -450,7 +492,12 @@ WRONG_TYPES = {
     "a number for a codec": lambda: GradientRule("w", 8),
     "no path": lambda: GradientRule(None, "int8"),
     "a step": lambda: Gradients("all_reduce", "int8", start_step=1.5),
-    "a step out of reach": lambda: Gradients("all_reduce", "int8", start_step=2**40),
+    "an option that is none": lambda: Gradients("all_reduce", "int8", {"block": None}),
+    "an option of numpy's": lambda: Gradients("all_reduce", "int8", {"block": np.int64(16)}),
+    "an option without a name": lambda: Gradients("all_reduce", "int8", {5: 16}),
+    "a key as an option": lambda: Gradients("all_reduce", "int8", {"start_step": 5}),
+    "the codec as an option": lambda: Gradients("all_reduce", "int8", {"codec": "sign"}),
+    "a rule's key as an option": lambda: GradientRule("w", "int8", {"except": "a"}),
     "a switch": lambda: Gradients("all_reduce", "int8", error_feedback="yes"),
     "gradients": lambda: Layout(gradients={"codec": "int8"}),
 }

@@ -162,13 +162,19 @@ def test_the_optimizer_sees_the_whole_mean_that_the_codec_gave(name):
 
 
 def test_reduce_scatter_pushes_the_same_mean_as_all_reduce_does():
-    """Stage one is the same rounding of the same rows; only all-reduce rounds again, on the way back."""
-    chosen = [
-        layout("bfloat16", reduction=r, params=(spmd.Rule("*/kernel", ("data",)),) if f else ())
-        for r, f in (("all_reduce", 0), ("reduce_scatter", 0))
-    ]
-    (one, _), (two, _) = (train(trainer_of(c), 1) for c in chosen)
-    assert all(np.array_equal(a, b) for a, b in zip(host(one.params).values(), host(two.params).values(), strict=True))
+    """The owner's sum is of the same rounded rows; all-reduce rounds once more, on the way back, and that is all that differs."""
+    seen = {}
+    for reduction, shard in (("all_reduce", None), ("reduce_scatter", "data")):
+        chosen = dataclasses.replace(layout("bfloat16", reduction=reduction), optimizer=spmd.OptimizerState(shard))
+        trainer = trainer_of(chosen, optimizer=optax.chain(optax.trace(0.0), optax.scale(0.0)))
+        seen[reduction] = host(trainer.step(trainer.init(), data())[0].opt[0].trace)
+    # cut on dim 0, each worker owns the same elements in both (its own part of a sum is not rounded)
+    alike = [path for path, leaf in seen["all_reduce"].items() if leaf.shape[0] % 8 == 0]
+    assert alike == ["hidden/bias", "out/kernel"]
+    for path in alike:
+        scattered, reduced = seen["reduce_scatter"][path], seen["all_reduce"][path]
+        assert np.array_equal(jax.lax.reduce_precision(scattered, 8, 7), reduced)
+        assert (scattered != reduced).mean() > 0.5
 
 
 def test_each_worker_keeps_its_own_residual_on_its_own_device():
@@ -243,6 +249,35 @@ def test_a_step_with_a_nan_costs_that_step_and_no_more():
             losses.append(metrics["loss"])
         assert np.isnan(losses[1]) and np.isfinite(losses[2:]).all() and losses[-1] < 0.8 * losses[0]
         assert all(np.isfinite(leaf).all() for leaf in host(state).values())
+
+
+SKIPPING = {
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.5), 5),
+    "MultiSteps": lambda: optax.MultiSteps(optax.sgd(0.5), 1, should_skip_update_fn=optax.skip_not_finite),
+}
+
+
+@pytest.mark.parametrize("codec, options", [("top_k", {"keep": 0.1}), ("power_sgd", {"rank": 1, "min_compression": 1})])
+@pytest.mark.parametrize("skipping", SKIPPING)
+def test_a_step_that_the_optimizer_skips_takes_nothing_from_what_is_kept(skipping, codec, options):
+    """The NaN is in the gradient of `bad` alone; that of `good` was sent like any other, and no part of it was applied."""
+    init = lambda key: {"bad": jnp.ones((16, 8)), "good": jnp.ones((16, 8))}
+    model = spmd.FunctionalModel(init, lambda p, batch: jnp.tanh(batch["x"] @ p["good"]) + batch["z"] @ p["bad"])
+    loss = lambda m, batch: (m(batch) ** 2).sum(1)
+    chosen = layout(codec, options, error_feedback=True)
+    trainer = spmd.Trainer(model, loss=loss, optimizer=SKIPPING[skipping](), layout=chosen)
+    rng, state = np.random.default_rng(0), trainer.init()
+    rows = lambda: {name: rng.normal(size=(32, 16)).astype(np.float32) / 8 for name in "xz"}
+    for number in range(4):
+        before, batch = host(state), rows()
+        if number == 2:
+            batch["z"][5, 3] = np.nan
+        state, _ = trainer.step(state, batch)
+        after = host(state)
+        assert all(np.isfinite(leaf).all() for leaf in after.values())
+        watched = [path for path in before if path.startswith(("params", "exchange"))]
+        assert "exchange/good/residual" in watched
+        assert [np.array_equal(before[path], after[path]) for path in watched] == [number == 2] * len(watched)
 
 
 def test_a_small_gradient_beside_a_large_one_keeps_its_own_scale():

@@ -7,8 +7,11 @@ the mean that was given.** What a worker lost is then `gradient - kept`, whoever
 """
 
 import abc
+import collections
 import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -18,6 +21,7 @@ from jax import lax
 
 from spmd.comm import wire
 from spmd.comm.cut import Cut
+from spmd.tree import nbytes
 
 State = dict[str, jax.Array]
 Means = tuple[list[jax.Array], list[jax.Array], list[State]]
@@ -45,14 +49,37 @@ class Bucket:
         """The data axes along which all workers get the same piece; one bucket, one answer."""
         return self.cuts[0].left
 
+    @functools.cached_property
+    def _order(self) -> list[int]:
+        """The gradients by the width of their rows, so that those of one width lie side by side."""
+        return sorted(range(len(self.cuts)), key=lambda n: self.cuts[n].width)
+
+    @property
+    def widths(self) -> list[int]:
+        """Each width that there is, once."""
+        return sorted({cut.width for cut in self.cuts})
+
     def rows(self, grads: list[jax.Array]) -> jax.Array:
         """All gradients side by side, float32[workers, elements that each worker owns]."""
-        return jnp.concatenate([cut.rows(grad) for cut, grad in zip(self.cuts, grads, strict=True)], axis=1)
+        return jnp.concatenate([self.cuts[n].rows(grads[n]) for n in self._order], axis=1)
 
     def columns(self, rows: jax.Array) -> list[jax.Array]:
         """The columns of `rows` that belong to each gradient."""
-        ends = [sum(cut.width for cut in self.cuts[: n + 1]) for n in range(len(self.cuts) - 1)]
-        return jnp.split(rows, ends, axis=1)
+        ends = list(itertools.accumulate(self.cuts[n].width for n in self._order))
+        parts = jnp.split(rows, ends[:-1], axis=1)
+        return [parts[self._order.index(n)] for n in range(len(self.cuts))]
+
+    def alike(self, rows: jax.Array) -> list[jax.Array]:
+        """For each width, float32[rows times gradients, width]: what a codec may encode in one call, gradients apart."""
+        counts = collections.Counter(cut.width for cut in self.cuts)
+        ends = list(itertools.accumulate(width * counts[width] for width in self.widths))
+        return [part.reshape(-1, width) for part, width in zip(jnp.split(rows, ends[:-1], axis=1), self.widths, strict=True)]
+
+    def joined(self, parts: list[jax.Array]) -> jax.Array:
+        """The inverse of `alike`."""
+        counts = collections.Counter(cut.width for cut in self.cuts)
+        sizes = [width * counts[width] for width in self.widths]
+        return jnp.concatenate([part.reshape(-1, size) for part, size in zip(parts, sizes, strict=True)], axis=1)
 
 
 class Codec(abc.ABC):
@@ -60,19 +87,19 @@ class Codec(abc.ABC):
 
     lossless: ClassVar[bool] = False
 
-    def compresses(self, shape: tuple[int, ...], split: int) -> bool:
-        """Whether a gradient of this shape is worth it; one that is not travels exactly."""
-        del shape, split
-        return True
+    @abc.abstractmethod
+    def compresses(self, cut: Cut, whole: tuple[int, ...]) -> bool:
+        """Whether a gradient that is cut so gets smaller; one that does not travels exactly. `whole` is its parameter's shape."""
 
-    def init(self, key: jax.Array, shape: tuple[int, ...], split: int) -> State:
+    def init(self, key: jax.Array, shape: tuple[int, ...], whole: tuple[int, ...]) -> State:
         """What the codec remembers of one gradient from step to step, the same on every worker."""
-        del key, shape, split
+        del key, shape, whole
         return {}
 
+    @property
     @abc.abstractmethod
-    def error(self, shape: tuple[int, ...]) -> float:
-        """A bound on |x - decoded x| / |x| (Euclidean) for one encoding of a gradient of this shape."""
+    def error(self) -> float:
+        """A bound on |x - decoded x| / |x| (Euclidean) for one encoding, which the contract suite holds the codec to."""
 
     @abc.abstractmethod
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
@@ -82,7 +109,8 @@ class Codec(abc.ABC):
 class RowCodec(Codec):
     """A codec that shortens rows of numbers: all-to-all, sum in float32 at the owner, all-gather.
 
-    Each gradient is encoded by itself and all of a bucket travel together, so buckets change no number.
+    Each row of each gradient is encoded by itself and all of a bucket travel together, so buckets change no number. (Rows of one
+    width are encoded in one call: a model has few widths, and a program of few operations is compiled sooner.)
     Each element is rounded at most twice whatever the number of workers: once on its way to the owner, once on the way back. A ring
     rounds once per hop. All workers decode the same bytes, so they end bit-equal. A worker's own row does not travel and is not
     rounded; the second rounding, the owner's, is charged to the owner's `kept`. (One-shot exchange as in Megatron's
@@ -96,6 +124,11 @@ class RowCodec(Codec):
     @abc.abstractmethod
     def decode(self, payload: Any, width: int) -> jax.Array:
         """What travelled as float32[n, width]."""
+
+    def compresses(self, cut: Cut, whole: tuple[int, ...]) -> bool:
+        """Whether all rows together, encoded, are fewer bytes than the gradient as float32."""
+        payload = jax.eval_shape(self.encode, jax.ShapeDtypeStruct((cut.workers, cut.width), jnp.float32))
+        return sum(map(nbytes, jax.tree.leaves(payload))) < 4 * math.prod(cut.shape)
 
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
         """One exchange for the whole bucket."""
@@ -112,10 +145,10 @@ class RowCodec(Codec):
         node = wire.reduce_scatter(grid, inside, 1)[:, 0] / grid.shape[1]
         # 2. across nodes as the codec says: to the owner, who sums in float32
         width, me = node.shape[1], wire.worker_index(across)
-        encode = lambda rows: lax.optimization_barrier([self.encode(part) for part in bucket.columns(rows)])  # what travels is decoded
-        decode = lambda parts: jnp.concatenate([self.decode(p, cut.width) for p, cut in zip(parts, bucket.cuts, strict=True)], axis=1)
+        encode = lambda rows: lax.optimization_barrier([self.encode(part) for part in bucket.alike(rows)])  # what travels is decoded
+        decode = lambda parts: bucket.joined([self.decode(p, width) for p, width in zip(parts, bucket.widths, strict=True)])
         payload, own = encode(node), lax.dynamic_index_in_dim(node, me)
-        received = decode(together(payload, lambda part: wire.all_to_all(part, across)))
+        received = decode(together(payload, node.shape[0], lambda part: wire.all_to_all(part, across)))
         mean = lax.dynamic_update_index_in_dim(received, own, me, 0).sum(0, keepdims=True) / node.shape[0]
         kept = lax.dynamic_update_index_in_dim(decode(payload), own, me, 0)
         # 3. back to all who need it, those across nodes first; the owner answers for this rounding
@@ -125,7 +158,7 @@ class RowCodec(Codec):
             payload = encode(mean)
             lost = (mean - decode(payload)) * node.shape[0]
             kept = lax.dynamic_update_index_in_dim(kept, own - lost, me, 0)
-            mean = decode(together(payload, lambda part: wire.all_gather(part, outer, 0)))
+            mean = decode(together(payload, 1, lambda part: wire.all_gather(part, outer, 0)))
         mean = wire.all_gather(mean[:, None], inner, 1)
         mean = _moved(mean.reshape(*map(_size, (*outer, *inner)), width), (*outer, *inner), bucket.left)
         # 4. what the node lost, charged to the worker who summed for it
@@ -136,12 +169,12 @@ class RowCodec(Codec):
         return mean.reshape(-1, width), kept.reshape(-1, width)
 
 
-def together(payload: Any, move: Callable[[jax.Array], jax.Array]) -> Any:
-    """A payload moved by one collective: its arrays [n, ...] side by side, as bytes unless all are of one dtype."""
+def together(payload: Any, rows: int, move: Callable[[jax.Array], jax.Array]) -> Any:
+    """A payload of so many rows moved by one collective: its arrays side by side, as bytes unless all are of one dtype."""
     leaves, structure = jax.tree.flatten(payload)
     alike = len({leaf.dtype for leaf in leaves}) == 1
     as_sent = leaves if alike else [lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in leaves]
-    parts = [leaf.reshape(leaf.shape[0], -1) for leaf in as_sent]
+    parts = [leaf.reshape(rows, -1) for leaf in as_sent]
     moved = move(jnp.concatenate(parts, axis=1))
     ends = itertools.accumulate(part.shape[1] for part in parts[:-1])
     back = [part.reshape(-1, *leaf.shape[1:]) for part, leaf in zip(jnp.split(moved, list(ends), axis=1), as_sent, strict=True)]

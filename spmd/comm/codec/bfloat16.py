@@ -28,7 +28,8 @@ class Bfloat16(RowCodec):
 
     reduce: str = "one_shot"
 
-    def error(self, shape: tuple[int, ...]) -> float:
+    @property
+    def error(self) -> float:
         """Eight bits of significand."""
         return 2.0**-8
 

@@ -25,7 +25,8 @@ class Float8(RowCodec):
 
     block: int = 256
 
-    def error(self, shape: tuple[int, ...]) -> float:
+    @property
+    def error(self) -> float:
         """Four bits of significand; below 2^-6 of 448 steps of 2^-9, at most 2^-10 / 448 of the largest per element."""
         return 2.0**-4 + self.block**0.5 * 2.0**-10 / LARGEST
 

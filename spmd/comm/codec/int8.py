@@ -23,7 +23,8 @@ class Int8(RowCodec):
 
     block: int = 256
 
-    def error(self, shape: tuple[int, ...]) -> float:
+    @property
+    def error(self) -> float:
         """Half a scale for every element of a block, whose norm is at least its largest magnitude."""
         return math.sqrt(self.block) / 254
 

@@ -10,6 +10,7 @@ from jax import lax
 
 from spmd.comm import wire
 from spmd.comm.codec.base import Bucket, Codec, Means, State
+from spmd.comm.cut import Cut
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -31,29 +32,30 @@ class PowerSgd(Codec):
       warm_start: go on from the Q of the step before; otherwise from a fixed random one.
 
     Example:
-      >>> PowerSgd(rank=4).compresses((512, 512), 1), PowerSgd(rank=4).compresses((512,), 0)
-      (True, False)
+      >>> PowerSgd(rank=4).compresses(Cut((512, 512), (), ("data",), (8,)), whole=(512, 512))
+      True
     """
 
     rank: int = 4
     min_compression: float = 2.0
     warm_start: bool = True
 
-    def compresses(self, shape: tuple[int, ...], split: int) -> bool:
+    def compresses(self, cut: Cut, whole: tuple[int, ...]) -> bool:
         """Whether the two thin matrices are smaller by `min_compression`."""
-        n, m = view(shape, split)
-        return len(shape) > 1 and n * m > 0 and n * m / (self._rank(n, m) * (n + m)) >= self.min_compression
+        n, m = view(cut.shape, best_split(whole))
+        return len(whole) > 1 and n * m > 0 and n * m / (self._rank(n, m) * (n + m)) >= self.min_compression
 
     def _rank(self, n: int, m: int) -> int:
         return min(self.rank, n, m)
 
-    def error(self, shape: tuple[int, ...]) -> float:
+    @property
+    def error(self) -> float:
         """A projection."""
         return 1.0
 
-    def init(self, key: jax.Array, shape: tuple[int, ...], split: int) -> State:
+    def init(self, key: jax.Array, shape: tuple[int, ...], whole: tuple[int, ...]) -> State:
         """Q, float32[m, r], normal: every worker starts with the same."""
-        n, m = view(shape, split)
+        n, m = view(shape, best_split(whole))
         return {"q": jax.random.normal(key, (m, self._rank(n, m)), jnp.float32)}
 
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:

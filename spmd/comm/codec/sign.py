@@ -23,7 +23,8 @@ class Sign(RowCodec):
 
     block: int = 1024
 
-    def error(self, shape: tuple[int, ...]) -> float:
+    @property
+    def error(self) -> float:
         """phi is above 0, by however little."""
         return 1.0
 

@@ -24,7 +24,8 @@ class TopK(RowCodec):
 
     keep: float = 0.01
 
-    def error(self, shape: tuple[int, ...]) -> float:
+    @property
+    def error(self) -> float:
         """The rest is no larger than what is kept: |rest|^2 <= (1 - keep) |x|^2."""
         return (1 - self.keep) ** 0.5
 
