@@ -236,6 +236,8 @@ class _Reader:
         section: str = "gradients"
         known: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Gradients) if f.name not in ("options", "rules")}
         values: dict[str, Any] = {key: self.choice(table, section, key, known[key]) for key in ("reduction", "codec", "weights")}
+        if "reduction" in table and values["reduction"] not in (table["reduction"], "reduce_scatter"):
+            values["reduction"] = "all_reduce"  # a word that means nothing is one problem, not one for every codec as well
         values |= {key: self.value(table, key, False, bool, section) for key in ("error_feedback", "allow_biased", "diagnostics")}
         for key, least, end in (("start_step", 0, 2**31), ("bucket_bytes", 1, 2**63)):
             values[key] = self.value(table, key, known[key], int, section)

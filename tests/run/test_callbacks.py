@@ -71,7 +71,7 @@ def test_every_and_metrics():
     assert recorder.steps("step") == [4, 8]
     for (event, step), info in zip(recorder.events, recorder.infos, strict=True):
         if event == "step":
-            assert info.metrics == {name: result.history[name][step - 1] for name in ("loss", "accuracy")}
+            assert info.metrics == {name: result.history[name][step - 1] for name in ("loss", "accuracy", "wire_bytes")}
             assert info.rows == (16 if step % 3 == 0 else 32)
         if event == "eval":
             assert info.metrics == {name: result.history[name][step // 3 - 1] for name in ("eval_loss", "eval_accuracy")}

@@ -138,10 +138,11 @@ def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(o
             total = given if total is None else {path: total[path] + given[path] for path in given}
         seen[name] = total
     for path, true in seen["exact"].items():
-        kept = np.asarray(state.exchange[path]["residual"], np.float64).mean(0)
+        # five biases over eight workers would not get smaller, so they travel exactly and nothing is kept of them
+        kept = np.asarray(state.exchange[path]["residual"], np.float64).mean(0) if path in state.exchange else 0.0
         far = lambda found, true=true: np.linalg.norm(found - true) / np.linalg.norm(true)
         assert far(seen["int8"][path] + kept) < 1e-6
-        # a row of a single number is its own scale, so int8 loses nothing of the smallest bias
+        # a row of a few numbers loses little
         assert far(seen["int8"][path]) > 1e-4 or not path.endswith("kernel")
 
 
@@ -314,7 +315,7 @@ def test_wire_bytes_is_known_without_waiting_and_the_state_can_be_let_go():
     trainer = trainer_of(layout("int8"))
     _, metrics = trainer.step(trainer.init(), data())
     assert metrics["wire_bytes"] == trainer.wire.bytes() and "_values" not in vars(metrics)
-    assert trainer._last == (None, 0)
+    assert trainer._last[0]() is None
 
 
 # checkpoints ----------------------------------------------------------------------------------------------------------
@@ -373,8 +374,8 @@ def test_a_run_goes_on_over_fewer_workers_with_its_residuals(tmp_path):
 @pytest.mark.parametrize(
     "then, now, told",
     [
-        (("int8", True), ("exact", False), ["4 residuals are left behind"]),
-        (("exact", False), ("int8", True), ["4 residuals start anew"]),
+        (("int8", True), ("exact", False), ["3 residuals are left behind"]),
+        (("exact", False), ("int8", True), ["3 residuals start anew"]),
         (("int8", True), ("sign", True), []),
     ],
     ids=["feedback ends", "feedback begins", "another codec takes the residuals over"],
@@ -405,7 +406,7 @@ def test_a_rule_that_changes_leaves_the_other_residuals_alone(tmp_path):
 def test_restore_says_what_it_left(tmp_path, caplog):
     fit(layout("int8", error_feedback=True), tmp_path, steps=2)
     trainer_of(layout(), optimizer=optax.sgd(0.2, momentum=0.9)).restore(tmp_path)
-    assert "4 residuals are left behind" in caplog.text
+    assert "3 residuals are left behind" in caplog.text
 
 
 def test_a_model_that_does_not_fit_is_still_refused(tmp_path):
