@@ -15,6 +15,7 @@ _HOMES = {
     "GradientRule": "spmd.layout.gradients",
     "Gradients": "spmd.layout.gradients",
     "Layout": "spmd.layout.declare",
+    "ParameterServer": "spmd.layout.server",
     "MeshSpec": "spmd.mesh",
     "OptimizerState": "spmd.layout.declare",
     "Remat": "spmd.layout.declare",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.layout.declare import Rule as Rule
     from spmd.layout.gradients import GradientRule as GradientRule
     from spmd.layout.gradients import Gradients as Gradients
+    from spmd.layout.server import ParameterServer as ParameterServer
     from spmd.mesh import MeshSpec as MeshSpec
     from spmd.mesh import make_mesh as make_mesh
     from spmd.mesh import simulate_devices as simulate_devices

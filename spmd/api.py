@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from spmd.data.deal import Position, check_source
 from spmd.data.loader import is_arrays, source
 from spmd.data.resident import Resident, on_devices
 from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
@@ -20,7 +21,7 @@ from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, check_loggers
 from spmd.run.loop import Loop
-from spmd.run.plan import Plan, Position
+from spmd.run.plan import Plan
 from spmd.run.progress import NoProgress, Progress, make_progress
 from spmd.train.state import State
 from spmd.trainer import Trainer
@@ -154,6 +155,7 @@ def fit(
     reader = source(given, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = trainer.prepare(reader.sample())
     hooks, sinks, shown = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
+    check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     config = as_checkpoint(checkpoint)
     _check_evaluation(eval_data, eval_every, config)
     if is_arrays(eval_data):
@@ -165,6 +167,7 @@ def fit(
         "layout": trainer.layout.to_toml(),
         "mesh": str(MeshSpec.parse(trainer.mesh)),
         "options": {"precision": precision, "accumulate": accumulate},
+        "storage": trainer.storage,
     }
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
         store = _open(config, opened, resume=resume)

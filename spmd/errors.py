@@ -128,8 +128,14 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
     >>> closest("modle", ["data", "model"])
     'model'
+    >>> closest("async", ["softsync", "asynchronous"])
+    'asynchronous'
     """
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    known = list(known)
+    begins = [name for name in known if len(word) > 2 and name.startswith(word)]
+    if len(begins) == 1:
+        return begins[0]
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return found[0] if found else None
 
 

@@ -15,7 +15,10 @@ from jax.sharding import Mesh
 
 from spmd.comm.log import WireLog
 from spmd.comm.report import notes as exchange_notes
+from spmd.comm.report import server_notes
+from spmd.comm.server.events import Events
 from spmd.data.batches import Batch, HostBatch, Placer, check_batch, check_leaves, check_like
+from spmd.data.deal import Position, epoch_of
 from spmd.data.loader import is_arrays, source
 from spmd.data.prefetch import prefetch
 from spmd.errors import CheckpointError, DataError, OptionError
@@ -142,6 +145,8 @@ class Trainer:
     def notes(self) -> list[str]:
         """What is replicated, what repeats the same work, what the exchange keeps, and which moments could not be cut."""
         lines, abstract_state = [*notes(self.resolved), *exchange_notes(self._placed.exchange)], self._placed.abstract_state
+        if self._placed.storage is not None and self._placed.events is not None:
+            lines += server_notes(self._placed.storage, self._placed.events)
         whole = whole_moments(abstract_state, self.resolved)
         if whole and any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(abstract_state.opt)):
             lines.append(f"note: {len(whole)} optimizer arrays have no parameter's shape and stay whole: {', '.join(whole[:3])}, ...")
@@ -191,7 +196,19 @@ class Trainer:
 
     def load(self, store: Store, step: int) -> tuple[State, list[str]]:
         """The state of a step in a store, and in words what of the codecs' memory did not fit."""
+        saved, now = store.meta(step).get("storage"), self.storage
+        if saved is not None and now is not None and saved != now:
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {store.folder} has parameters packed by {saved}; this trainer packs them by {now}.\n"
+                "    cure: the [parameter_server] placement and servers that it had, on as many positions."
+            )
         return store.restore(step, self.abstract_state, self._placed.init_memory)
+
+    @property
+    def storage(self) -> dict[str, Any] | None:
+        """How a parameter server packs parameters; None without one."""
+        found = self._placed.storage
+        return None if found is None else {"placement": found.placement, "servers": found.servers, "positions": found.positions}
 
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""
@@ -207,12 +224,13 @@ class Trainer:
             resolved = self.resolved  # the layout's own problems come first: the batch is checked against its axes
             check_batch(sample, resolved.layout, resolved.mesh, self._placed.options.accumulate)
             self._program = Program(self._placed, sample)
-            self._placer = self._make_placer(self._program, pad=self._program.pad_training)
+            workers = self._placed.exchange.simulated
+            self._placer = self._make_placer(self._program, pad=self._program.pad_training, workers=workers)
         return self._program, self._placer
 
-    def _make_placer(self, program: Program, *, pad: bool) -> Placer:
+    def _make_placer(self, program: Program, *, pad: bool, workers: int | None = None) -> Placer:
         resolved = self.resolved
-        return Placer(self.mesh, lambda path: batch_spec(resolved, path), resolved.data_axes, program.rows, pad=pad)
+        return Placer(self.mesh, lambda path: batch_spec(resolved, path), resolved.data_axes, program.rows, pad=pad, workers=workers)
 
     def place(self, batch: Tree) -> Batch:
         """A host batch on the mesh. Buffers are copied, so they may be reused at once."""
@@ -240,9 +258,11 @@ class Trainer:
         _check_alive(state)
         program, placer = self.prepare(placed.leaves)
         number = self._number(state)
+        _check_present(program.clock, number, placed)
         with placer.carrying():
-            state, packed = program.step(state, placed.leaves, placed.weights, split=placed.split)
-        if self.layout.gradients.start_step:
+            events = placer.all_everywhere(program.events(number, placed.rows, placed.have))
+            state, packed = program.step(state, placed.leaves, placed.weights, events, split=placed.split)
+        if self._counts:
             self._last = (weakref.ref(state), number + 1)
         metrics = Metrics(program.names, packed, program.constants(number))
         self._in_flight.append(metrics)
@@ -250,10 +270,15 @@ class Trainer:
             self._in_flight.popleft().wait()
         return state, metrics
 
+    @property
+    def _counts(self) -> bool:
+        """Whether it matters which step it is."""
+        return self.layout.gradients.start_step > 0 or self._placed.events is not None
+
     def _number(self, state: State) -> int:
         """Updates made so far, without waiting for the device where that can be known."""
-        if not self.layout.gradients.start_step:
-            return 0  # all steps send the same
+        if not self._counts:
+            return 0  # all steps are alike
         return self._last[1] if state is self._last[0]() else int(state.step)
 
     def steps(
@@ -267,11 +292,12 @@ class Trainer:
                   print(info.step, info.metrics["loss"])
         """
         reader = source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.options.seed)
-        _, placer = self.prepare(reader.sample())
+        program, placer = self.prepare(reader.sample())
         state = self.init() if state is None else state
         count = int(state.step)
         for epoch in range(epochs):
-            with prefetch(reader.epoch(epoch), placer, 2 if reader.threaded else 0) as batches:
+            rounds = epoch_of(reader, program.clock, Position(epoch), count, pad=program.pad_training)
+            with prefetch(rounds, placer, 2 if reader.threaded else 0) as batches:
                 for batch in batches:
                     state, metrics = self.step(state, batch)
                     count += 1
@@ -344,3 +370,14 @@ def _check_alive(state: State) -> None:
     """A state that a step has consumed must not be used again: it can end the process inside the runtime."""
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         raise OptionError("this state was consumed by a step.\n    cure: go on with the one that the step returned: state, metrics = ...")
+
+
+def _check_present(clock: Events | None, step: int, batch: Batch) -> None:
+    """Rows of workers who are busy elsewhere would be lost in silence."""
+    if clock is None or not clock.dealt or batch.have is not None or clock.round(step).takes.all():
+        return
+    absent = int((~clock.round(step).takes).sum())
+    raise OptionError(
+        f"step {step + 1}: {absent} of {clock.workers} workers take no part in this round, and their rows of the batch would be lost.\n"
+        "    cure: fit(), or trainer.steps(), which deal rows out to those who do."
+    )

@@ -106,7 +106,7 @@ def test_a_layout_unlike_any_other():
         told(errors.LayoutError, fit, layout="mine")
         == """\
 no layout "mine" is shipped, and no such file exists.
-    cure: a path to a TOML file, or one of the shipped: data_parallel, data_parallel_bf16, fsdp, fsdp_bf16, fsdp_tensor_parallel, hierarchical_int8, power_sgd, tensor_parallel, zero1."""
+    cure: a path to a TOML file, or one of the shipped: backup_workers, data_parallel, data_parallel_bf16, fsdp, fsdp_bf16, fsdp_tensor_parallel, hierarchical_int8, parameter_server, parameter_server_async, power_sgd, tensor_parallel, zero1."""
     )
 
 
@@ -126,7 +126,7 @@ def test_not_a_layout():
         told(errors.LayoutError, fit, layout=3)
         == """\
 layout=3 is an int.
-    cure: a path to a TOML file, a spmd.Layout, or one of the shipped: data_parallel, data_parallel_bf16, fsdp, fsdp_bf16, fsdp_tensor_parallel, hierarchical_int8, power_sgd, tensor_parallel, zero1."""
+    cure: a path to a TOML file, a spmd.Layout, or one of the shipped: backup_workers, data_parallel, data_parallel_bf16, fsdp, fsdp_bf16, fsdp_tensor_parallel, hierarchical_int8, parameter_server, parameter_server_async, power_sgd, tensor_parallel, zero1."""
     )
 
 
@@ -161,7 +161,7 @@ spec = ["-"]
 [gradients]
 reducton = "all_reduce"
 codec = "bfloat61"
-reduction = "parameter_server"
+reduction = "psum"
 [default]
 params = "shrad:data"
 max_replicated = 3
@@ -208,8 +208,8 @@ mine.toml cannot be read
       cure: did you mean "bfloat16"? This version knows: exact, bfloat16, int8, float8, sign, top_k, power_sgd.
 
   line 11: [gradients] reduction
-      no reduction "parameter_server".
-      cure: this version knows: compiler, all_reduce, reduce_scatter.
+      no reduction "psum".
+      cure: this version knows: compiler, all_reduce, reduce_scatter, parameter_server.
 
   line 13: [default] params
       "shrad:data" means nothing.
@@ -263,7 +263,7 @@ layout "mine" cannot be read
 
   [gradients] reduction
       no reduction "psum".
-      cure: this version knows: compiler, all_reduce, reduce_scatter."""
+      cure: this version knows: compiler, all_reduce, reduce_scatter, parameter_server."""
     )
 
 

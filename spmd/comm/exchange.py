@@ -25,6 +25,9 @@ from spmd.layout.resolve import Resolved, pspec
 from spmd.tree import Tree, flatten, map_paths
 
 RESIDUAL = "residual"  # what a worker's codec has lost so far: float32[workers, *parameter], over workers on dim 0
+HELD = "held"  # the weights that each worker has read: [positions, workers, row], over the servers' positions on dim 0
+SUM = "sum"  # of the weighted gradients that the next update waits for: [positions, row], likewise
+GATHERED = "gathered"  # the sum of their weights, and how many they are: [2]
 CODEC = "codec"  # what the codec itself remembers: [blocks along the other axes, ...], equal on all workers
 
 
@@ -52,8 +55,22 @@ class Exchange:
 
     # what is remembered between steps --------------------------------------------------------------------------------
 
-    def init(self, key: jax.Array) -> dict[str, dict[str, Any]]:
-        """The memory at step 0, by path: zero residuals, and each codec's own state; under a trace."""
+    @property
+    def simulated(self) -> int:
+        """How many workers there are: one at each position along the data axes, or as many as a parameter server simulates."""
+        declared = self.resolved.layout
+        return (declared.gradients.reduction == "parameter_server" and declared.parameter_server.workers) or self.resolved.workers
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether gradients are applied each by itself, in order of arrival."""
+        declared = self.resolved.layout
+        return declared.gradients.reduction == "parameter_server" and declared.parameter_server.asynchronous
+
+    def init(self, key: jax.Array, params: Tree) -> dict[str, dict[str, Any]]:
+        """The memory at step 0, by path: zero residuals, each codec's own state, and what an asynchronous server knows; under a trace."""
+        if self.asynchronous:
+            return {path: self._served(path, leaf) for path, leaf in flatten(params).items()}
         memory: dict[str, dict[str, Any]] = {}
         for number, (path, item) in enumerate(self.items.items() if self.reduction.manual else ()):
             entry: dict[str, Any] = {}
@@ -66,6 +83,13 @@ class Exchange:
             memory |= {path: entry} if entry else {}
         return memory
 
+    def _served(self, path: str, leaf: jax.Array) -> dict[str, jax.Array]:
+        """Everybody has read the first weights."""
+        positions, width = leaf.shape
+        entry = {HELD: jnp.broadcast_to(leaf[:, None], (positions, self.simulated, width)), SUM: jnp.zeros(leaf.shape, jnp.float32)}
+        entry[GATHERED] = jnp.zeros(2, jnp.float32)
+        return entry | ({RESIDUAL: jnp.zeros((self.simulated, positions, width), jnp.float32)} if self.items[path].feedback else {})
+
     def specs(self, memory: Tree) -> Tree:
         """The spec of every leaf of the memory."""
         return {
@@ -75,6 +99,10 @@ class Exchange:
 
     def _spec(self, path: str, kind: str) -> Spec:
         item = self.items[path]
+        if kind == GATHERED:
+            return ()
+        if kind in (HELD, SUM):
+            return (self.scene.data_axes,)
         if kind == RESIDUAL:
             return (self.scene.data_axes, *(item.rest if item.nested else ()))
         axes = spec_axes(item.rest) if item.nested else ()
@@ -108,6 +136,8 @@ class Exchange:
                 after |= more_after
                 measured += more.reshape(-1, 3).sum(0)
         pushed = jax.tree.unflatten(structure, [means[path].astype(grad.dtype) for path, grad in flat.items()])
+        if self.reduction.name == "parameter_server":  # its bits are those of an all-reduce: nothing is to be fused over the exchange
+            pushed = lax.optimization_barrier(pushed)
         return pushed, {path: after[path] for path in memory}, self._summed(measured)
 
     @property

@@ -47,6 +47,7 @@ REDUCTIONS = {
         Reduction("compiler", False, lambda place: place.state_spec, lambda place: place.state_spec),
         Reduction("all_reduce", True, lambda place: place.spec, lambda place: ()),
         Reduction("reduce_scatter", True, lambda place: place.state_spec, lambda place: place.state_spec),
+        Reduction("parameter_server", True, lambda place: place.state_spec, lambda place: place.state_spec),
     )
 }
 

@@ -2,10 +2,18 @@
 
 import math
 
+import jax
+import numpy as np
+
+from spmd.comm.codec.base import RowCodec
 from spmd.comm.exchange import Exchange
 from spmd.comm.log import SENT
 from spmd.comm.route import Item, crosses, ways_of
-from spmd.tree import format_bytes
+from spmd.comm.server.events import Events
+from spmd.comm.server.storage import Storage
+from spmd.tree import format_bytes, nbytes
+
+TRIED = 200  # rounds that the clock is asked about ahead of a run
 
 
 def notes(exchange: Exchange) -> list[str]:
@@ -29,6 +37,25 @@ def notes(exchange: Exchange) -> list[str]:
     return lines
 
 
+def server_notes(storage: Storage, clock: Events) -> list[str]:
+    """How evenly the servers are loaded, and how much work is for nothing."""
+    lines = []
+    for kind, found in storage.assignments.items():
+        size = np.dtype(kind).itemsize
+        least, most = (format_bytes(bound(found.load) * size) for bound in (min, max))
+        lines.append(
+            f"{found.servers} servers, {found.placement}, {kind}: {least} to {most} each, imbalance {found.imbalance:.2f}; "
+            f"{found.padding:.1%} of what is stored only fills up."
+        )
+    if clock.declared.max_staleness is not None:
+        told = [clock.round(step) for step in range(min(TRIED, clock.steps or TRIED))]
+        arrived, applied = sum(int(one.present.sum()) for one in told), sum(int(one.applied.sum()) for one in told)
+        share = 1 - applied / arrived
+        word, limit = "note: " if share > 0.25 else "", clock.declared.max_staleness
+        lines.append(f"{word}of the gradients of the first {len(told)} rounds {share:.0%} are dropped: max_staleness = {limit}.")
+    return lines
+
+
 def _shares(exchange: Exchange) -> list[str]:
     """How many gradients, and how many bytes of them as float32, go by each codec; of the exact ones also which."""
     shares: dict[str, list[Item]] = {}
@@ -40,6 +67,18 @@ def _shares(exchange: Exchange) -> list[str]:
         size = format_bytes(sum(4 * math.prod(item.cut.shape) for item in items))
         said.append(f"{name}: {len(items)} ({size}{', ' + listed if name == 'exact' else ''})")
     return said
+
+
+def server_bytes(exchange: Exchange) -> tuple[int, int]:
+    """Bytes that one worker sends to one server of a parameter server, and gets from it: a row of every stored array."""
+    pushed, pulled, short = 0, 0, exchange.resolved.layout.gradients.weights == "bfloat16"
+    for item in exchange.items.values():
+        width, itemsize = item.place.shape[1], np.dtype(item.place.dtype).itemsize
+        rows = jax.ShapeDtypeStruct((1, width), np.float32)
+        payload = jax.eval_shape(item.codec.encode, rows) if isinstance(item.codec, RowCodec) else None
+        pushed += sum(map(nbytes, jax.tree.leaves(payload))) if payload is not None else width * itemsize
+        pulled += width * (2 if short and item.place.dtype == "float32" else itemsize)
+    return pushed, pulled
 
 
 def exact_bytes(exchange: Exchange) -> int:

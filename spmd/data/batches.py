@@ -24,20 +24,24 @@ class HostBatch:
 
     `leaves` are arrays; with `index`, the batch is their rows `index` (int64[rows]), read only where they are needed.
     Without it they are the rows themselves: all of them in one process, this process's own in several.
-    `position` is what a checkpoint needs to go on after this batch.
+    `position` is what a checkpoint needs to go on after this batch. `have` is bool[workers], who of them was dealt rows, and `weights`
+    is float32[rows on the mesh], 0 where a row is no data; None: there is data in the first `rows`, for whoever holds them.
     """
 
     leaves: Tree
     rows: int
     index: np.ndarray | None = None
     position: Any = None
+    have: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """A batch on the mesh.
 
-    `weights` is float32[rows], 0 on padding; `rows` counts data; `split` is False when every worker holds all rows.
+    `weights` is float32[rows], 0 on padding; `rows` counts data; `split` is False when every worker holds all rows; `have` as in
+    `HostBatch`.
     """
 
     leaves: Tree
@@ -45,6 +49,7 @@ class Batch:
     rows: int
     split: bool = True
     position: Any = None
+    have: np.ndarray | None = None
 
 
 def check_leaves(tree: Tree, what: str) -> int:
@@ -97,10 +102,12 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
     """
     rows = check_leaves(tree, "the batch")
     data = layout.data_axes()
-    workers = math.prod(mesh.sizes[axis] for axis in data)
-    problems = []
+    workers, simulated = math.prod(mesh.sizes[axis] for axis in data), layout.parameter_server.workers
+    problems, where = [], ", ".join(f"{axis}={mesh.sizes[axis]}" for axis in data)
+    if simulated is not None:
+        workers, where = simulated, "[parameter_server] workers"
     if rows % (workers * microbatches):
-        parts = f"{workers} workers ({', '.join(f'{axis}={mesh.sizes[axis]}' for axis in data)})"
+        parts = f"{workers} workers ({where})"
         parts += f" times {microbatches} microbatches" if microbatches > 1 else ""
         unit = workers * microbatches
         near = sorted({max(unit, rows // unit * unit), -(-rows // unit) * unit})
@@ -148,11 +155,13 @@ class Placer:
     rows, because nothing could leave the padding out: a second program is compiled for its size.
     """
 
-    def __init__(self, mesh: Mesh, spec_of: Callable[[str], Spec], data_axes: tuple[str, ...], rows: int, *, pad: bool):
+    def __init__(
+        self, mesh: Mesh, spec_of: Callable[[str], Spec], data_axes: tuple[str, ...], rows: int, *, pad: bool, workers: int | None = None
+    ):
         self._mesh, self._spec_of, self._rows, self.pad = mesh, spec_of, rows, pad
         self._row_sharding = NamedSharding(mesh, PartitionSpec(data_axes))
         self.whole = NamedSharding(mesh, PartitionSpec())
-        self._workers = math.prod(mesh.shape[axis] for axis in data_axes)
+        self._workers = workers or math.prod(mesh.shape[axis] for axis in data_axes)
         self._shardings: dict[Any, list[NamedSharding]] = {}  # by tree structure: one look-up per batch
         self._weights: dict[tuple[int, int, bool], jax.Array] = {}
         self._many_processes = jax.process_count() > 1
@@ -170,6 +179,10 @@ class Placer:
         with jax.transfer_guard_host_to_device("allow"):
             return jax.make_array_from_callback(values.shape, self.whole, lambda at: values[at])
 
+    def all_everywhere(self, values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Several of them."""
+        return {name: self.everywhere(value) for name, value in values.items()}
+
     def carrying(self) -> Any:
         """Around the call of a compiled function: lifts the transfer guard where the call carries the rows itself."""
         return jax.transfer_guard_host_to_device("allow") if self._carried else contextlib.nullcontext()
@@ -177,9 +190,9 @@ class Placer:
     def _place_global(self, host: HostBatch) -> Batch:
         """Rows that every process can read: each reads those of its own devices."""
         rows, index = host.rows, host.index
-        size = self._rows if self.pad and rows < self._rows else rows
+        size = self._rows if host.weights is not None or (self.pad and rows < self._rows) else rows
         split = size % self._workers == 0
-        if size > rows:
+        if size > rows and host.weights is None:
             index = np.arange(rows) if index is None else index
             index = np.concatenate([index, np.repeat(index[:1], size - rows)])
         leaves, structure = jax.tree.flatten(host.leaves)
@@ -188,7 +201,8 @@ class Placer:
         else:
             shardings = self._shardings_of(host.leaves, structure) if split else [self.whole] * len(leaves)
             placed = [_place(leaf, index, size, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-        return Batch(jax.tree.unflatten(structure, placed), self.weights(rows, size, split), rows, split, host.position)
+        weights = self.weights(rows, size, split) if host.weights is None else self._own_weights(host.weights)
+        return Batch(jax.tree.unflatten(structure, placed), weights, rows, split, host.position, host.have)
 
     def _place_local(self, host: HostBatch) -> Batch:
         """Rows that this process alone has read: its part of the global batch."""
@@ -210,6 +224,11 @@ class Placer:
         if structure not in self._shardings:
             self._shardings[structure] = [NamedSharding(self._mesh, pspec(self._spec_of(path))) for path in flatten(tree)]
         return self._shardings[structure]
+
+    def _own_weights(self, values: np.ndarray) -> jax.Array:
+        if values.all():
+            return self.weights(len(values), len(values), True)
+        return jax.make_array_from_callback(values.shape, self._row_sharding, lambda at: values[at].copy())
 
     def weights(self, rows: int, size: int, split: bool) -> jax.Array:
         """float32[size], 1 for the first `rows`; made once per size."""

@@ -55,7 +55,8 @@ def fit_layout(layout: Layout, params: Params, names: Mapping[str, Names], mesh:
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = resolve(layout, params, names, mesh)
-    raise_problems(LayoutError, headline, [*_share_problems(resolved, params, names), *_exchange_problems(resolved)])
+    found = [*_share_problems(resolved, params, names), *_exchange_problems(resolved), *_server_problems(resolved)]
+    raise_problems(LayoutError, headline, found)
     return resolved
 
 
@@ -163,9 +164,46 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
             why = f"a dim is cut over a data axis and another one together, which codec {codec} cannot follow."
             yield Problem(f"{where}   spec {spec_text(spec)}", [why], f'the two axes on two dims, or {rule}  codec = "exact".')
     cut = any(axis in data for place in resolved.placements.values() for axis in (*spec_axes(place.spec), *spec_axes(place.state_spec)))
-    if declared.weights != "exact" and not cut:
+    if declared.weights != "exact" and not cut and declared.reduction != "parameter_server":
         why = f"{layout.source} keeps every parameter and its moments whole on every worker, so no weight travels."
         yield Problem("[gradients] weights", [why], 'leave it out, or cut them: [default] params = "shard:data".')
+
+
+def _server_problems(resolved: Resolved) -> Iterator[Problem]:
+    """What the servers cannot do on this mesh, or the layout asks of others what they do."""
+    layout, server, positions = resolved.layout, resolved.layout.parameter_server, resolved.workers
+    if layout.gradients.reduction != "parameter_server":
+        return
+    why, told = "the servers keep all parameters, packed, and workers use them whole.", set()
+    for place in resolved.placements.values():
+        if spec_axes(place.spec) and place.chosen_by not in told:
+            told.add(place.chosen_by)
+            if place.chosen_by.startswith("default"):
+                yield Problem(f'[default] params = "{layout.default.params}"', [why], '[default] params = "replicate".')
+                continue
+            cure = 'leave the rule out, or [gradients] reduction = "reduce_scatter", which keeps them as rules say.'
+            same = [other.path for other in resolved.placements.values() if other.chosen_by == place.chosen_by and other is not place]
+            more = [f"and {len(same)} more: {listed(same)}."] if same else []
+            yield Problem(f"{place.path}   spec {spec_text(place.spec)}   {place.chosen_by}", [*more, why], cure)
+    if layout.optimizer.shard:
+        yield Problem("[optimizer] shard", ["optimizer state is with the servers."], "leave it out.")
+    if layout.gradients.rules and server.placement != "sliced":
+        why = f'placement "{server.placement}" packs parameters together, so they have one codec.'
+        yield Problem("[[gradients.rules]]", [why], 'placement = "sliced".')
+    workers = server.workers or positions
+    if server.servers is not None and server.servers > positions:
+        why = f"{server.servers} servers at {positions} positions along the data axes."
+        yield Problem("[parameter_server] servers", [why], f"at most {positions}.")
+    if workers % positions:
+        why = f"{workers} workers at {positions} positions along the data axes; {workers} / {positions} leaves {workers % positions}."
+        yield Problem("[parameter_server] workers", [why], f"such as {-(-workers // positions) * positions}.")
+    for key, most in (("spares", workers - 1), ("splits", workers)):
+        value = getattr(server, key)
+        if value is not None and value > most:
+            yield Problem(f"[parameter_server] {key}", [f"{value}, of {workers} workers."], f"at most {most}.")
+    if isinstance(server.compute_time, tuple) and len(server.compute_time) != workers:
+        why = f"{len(server.compute_time)} numbers for {workers} workers."
+        yield Problem("[parameter_server] compute_time", [why], "one for each.")
 
 
 def _misfit(
@@ -236,6 +274,8 @@ def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Name
     """More bytes whole on every device than the layout's `max_replicated` allows."""
     layout, mesh = resolved.layout, resolved.mesh
     limit, share = layout.default.max_replicated, _whole_share(resolved)
+    if layout.gradients.reduction == "parameter_server":
+        return  # the servers cut them all
     if limit is None or mesh.size == 1 or share <= limit:
         return
     whole = [place for place in resolved.placements.values() if not spec_axes(place.spec)]

@@ -6,6 +6,7 @@ from pathlib import Path
 from spmd.errors import OptionError, a_kind
 from spmd.layout.gradients import Gradients
 from spmd.layout.match import names
+from spmd.layout.server import ParameterServer
 
 Entry = str | tuple[str, ...] | None  # one dim: whole (None), over one mesh axis, or over several (outermost first)
 Spec = tuple[Entry, ...]  # one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are whole
@@ -109,12 +110,13 @@ class Layout:
     default: Default = Default()
     optimizer: OptimizerState = OptimizerState()
     gradients: Gradients = Gradients()  # noqa: RUF009
+    parameter_server: ParameterServer = ParameterServer()  # noqa: RUF009
     remat: Remat = Remat()
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
 
     def __post_init__(self):
-        for name in ("batch", "default", "optimizer", "gradients", "remat"):
+        for name in ("batch", "default", "optimizer", "gradients", "parameter_server", "remat"):
             value, kind = getattr(self, name), type(getattr(Layout, name))
             if not isinstance(value, kind):
                 raise OptionError(f"Layout: {name}={value!r} is {a_kind(value)}.\n    cure: a {kind.__name__}.")

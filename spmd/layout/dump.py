@@ -18,7 +18,7 @@ def dumps(layout: Layout) -> str:
     blocks += [_rule_lines("params", rule) for rule in layout.params]
     if layout.axes:
         blocks.append(["[axes]", *(f"{_text(name)} = {spec_text((entry,))[1:-1]}" for name, entry in layout.axes)])
-    for name in ("default", "optimizer", "gradients", "remat"):
+    for name in ("default", "optimizer", "gradients", "parameter_server", "remat"):
         part = getattr(layout, name)
         plain = [f for f in dataclasses.fields(part) if f.name not in ("options", "rules")]
         lines = [f"{f.name} = {_value(getattr(part, f.name))}" for f in plain if getattr(part, f.name) != f.default]
@@ -42,8 +42,10 @@ def _gradient_lines(rule: GradientRule) -> list[str]:
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return "{ " + ", ".join(f"{key} = {_value(part)}" for key, part in value) + " }"
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(map(_value, value)) + "]"
     return _text(value) if isinstance(value, str) else repr(value)
 
 

@@ -1,7 +1,6 @@
 """Layouts as text: TOML to `Layout` and back, remembering on which line each rule stands."""
 
 import dataclasses
-import json
 import re
 import tomllib
 from collections.abc import Callable
@@ -24,11 +23,15 @@ from spmd.layout.declare import (
 from spmd.layout.dump import dumps
 from spmd.layout.gradients import OPTIONS, GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.match import compiled
+from spmd.layout.server import shown
+from spmd.layout.toml_server import CHOICES as SERVER_CHOICES
+from spmd.layout.toml_server import read_server
 
 CHOICES = {
-    "gradients.reduction": ("compiler", "all_reduce", "reduce_scatter"),
+    "gradients.reduction": ("compiler", "all_reduce", "reduce_scatter", "parameter_server"),
     "gradients.codec": tuple(OPTIONS),
     "gradients.weights": ("exact", "bfloat16"),
+    **SERVER_CHOICES,
     "remat.save": ("everything", "dots", "nothing"),
 }
 
@@ -123,7 +126,7 @@ class _Reader:
         self.problems: list[tuple[int | None, Problem]] = []
 
     def layout(self, data: dict[str, Any], name: str) -> Layout:
-        known = ("description", "mesh", "batch", "params", "axes", "default", "optimizer", "gradients", "remat")
+        known = ("description", "mesh", "batch", "params", "axes", "default", "optimizer", "gradients", "parameter_server", "remat")
         self.unknown(data, known, "")
         return Layout(
             name=name,
@@ -134,7 +137,8 @@ class _Reader:
             axes=self.axes(self.table(data, "axes")),
             default=self.default(self.table(data, "default")),
             optimizer=self.section(data, "optimizer", OptimizerState),
-            gradients=self.gradients(self.table(data, "gradients")),
+            gradients=(gradients := self.gradients(self.table(data, "gradients"))),
+            parameter_server=read_server(self, self.table(data, "parameter_server"), gradients),
             remat=self.remat(self.table(data, "remat")),
         )
 
@@ -154,9 +158,9 @@ class _Reader:
             header = re.match(r"""\s*\[+\s*["']?([\w.]+)["']?\s*\]+""", line)
             if header:
                 inside = header.group(1) == section
-                if header.group(1) == key and not section:
+                if header.group(1) == (f"{section}.{key}" if section else key):
                     return number
-            elif inside and re.match(rf'\s*"?{re.escape(key)}"?\s*=', line):
+            elif inside and re.match(rf'\s*"?{re.escape(key)}"?\s*[=.]', line):
                 return number
         return None
 
@@ -171,7 +175,7 @@ class _Reader:
         if key in table and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool)):
             kind = kinds if isinstance(kinds, type) else kinds[-1]
             where = f"[{section}] {key}" if section else key
-            self.problem(where, f"{_shown(value)} is not {KINDS[kind][0]}.", f"such as {KINDS[kind][1]}.", self.key_line(section, key))
+            self.problem(where, f"{shown(value)} is not {KINDS[kind][0]}.", f"such as {KINDS[kind][1]}.", self.key_line(section, key))
             return default
         return value
 
@@ -179,7 +183,7 @@ class _Reader:
         table = data.get(key, {})
         if isinstance(table, dict):
             return table
-        self.problem(key, f"{_shown(table)} is not a table.", f"write [{key}] on a line of its own.", self.key_line("", key))
+        self.problem(key, f"{shown(table)} is not a table.", f"write [{key}] on a line of its own.", self.key_line("", key))
         return {}
 
     def mesh(self, table: dict[str, Any]) -> tuple[tuple[str, int], ...]:
@@ -195,7 +199,7 @@ class _Reader:
         entry_ok: Callable[[Any], bool] = lambda e: isinstance(e, str) and e != ""
         ok = isinstance(value, list) and all(entry_ok(e) or (isinstance(e, list) and e and all(map(entry_ok, e))) for e in value)
         if not ok:
-            why = f"spec {_shown(value)} is not a list of mesh axes."
+            why = f"spec {shown(value)} is not a list of mesh axes."
             self.problem(where, why, 'one entry per dim, "-" for whole, such as ["data", "-"].', line)
             return ()
         return tuple(_entry(entry) for entry in value)
@@ -236,7 +240,7 @@ class _Reader:
         section: str = "gradients"
         known: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Gradients) if f.name not in ("options", "rules")}
         values: dict[str, Any] = {key: self.choice(table, section, key, known[key]) for key in ("reduction", "codec", "weights")}
-        if "reduction" in table and values["reduction"] not in (table["reduction"], "reduce_scatter"):
+        if "reduction" in table and table["reduction"] != values["reduction"] == "compiler":
             values["reduction"] = "all_reduce"  # a word that means nothing is one problem, not one for every codec as well
         values |= {key: self.value(table, key, False, bool, section) for key in ("error_feedback", "allow_biased", "diagnostics")}
         for key, least, end in (("start_step", 0, 2**31), ("bucket_bytes", 1, 2**63)):
@@ -247,14 +251,17 @@ class _Reader:
                 values[key] = known[key]
         values["exact_axes"] = self.value(table, "exact_axes", [], list, section)
         if not all(isinstance(axis, str) for axis in values["exact_axes"]):
-            why = f"{_shown(values['exact_axes'])} is not a list of mesh axes."
+            why = f"{shown(values['exact_axes'])} is not a list of mesh axes."
             self.problem("[gradients] exact_axes", why, 'such as ["data"].', self.key_line(section, "exact_axes"))
             values["exact_axes"] = []
         options = {key: value for key, value in table.items() if key not in (*known, "rules")}
         values["options"] = self.options(values["codec"], options, "[gradients]", lambda key: self.key_line(section, key), tuple(known))
         rules = tuple(self.gradient_rule(*found) for found in self.items(table, "rules", section))
         found = Gradients(**values, rules=rules)
+        told = {problem.where for _, problem in self.problems}
         for clash in gradient_problems(found):
+            if any(where.endswith(f"[gradients] {clash.key}") for where in told):
+                continue
             if clash.rule is None:
                 self.problem(f"[gradients] {clash.key}", clash.why, clash.cure, self.key_line(section, clash.key))
             else:
@@ -285,7 +292,7 @@ class _Reader:
                 continue
             wrong = OPTIONS[codec][key][1](value)
             if wrong:
-                self.problem(f"{where} {key}", f"{_shown(value)} for codec {codec}.", f"{wrong}.", line(key))
+                self.problem(f"{where} {key}", f"{shown(value)} for codec {codec}.", f"{wrong}.", line(key))
             else:
                 kept[key] = value
         return tuple(kept.items())
@@ -296,7 +303,7 @@ class _Reader:
         except (LayoutError, TypeError) as error:
             self.problem(
                 where,
-                str(error) if isinstance(error, LayoutError) else f"{_shown(pattern)} is not a path.",
+                str(error) if isinstance(error, LayoutError) else f"{shown(pattern)} is not a path.",
                 'such as "**/{up,down}/kernel".',
                 line,
             )
@@ -340,7 +347,7 @@ class _Reader:
     def choice(self, table: dict[str, Any], section: str, key: str, default: str | None) -> str | None:
         known = CHOICES.get(f"{section}.{key}")
         if known and key in table and not isinstance(table[key], str):
-            table = {**table, key: _shown(table[key])}  # told below, among what is known
+            table = {**table, key: shown(table[key])}  # told below, among what is known
         value = self.value(table, key, default, str, section)
         if known and value is not None and value not in known:
             near = closest(value, known)
@@ -362,8 +369,3 @@ def _entry(value: str | list[str]) -> Entry:
     if isinstance(value, list):
         return value[0] if len(value) == 1 else tuple(value)
     return None if value == WHOLE else value
-
-
-def _shown(value: Any) -> str:
-    """A value as the file spells it."""
-    return json.dumps(value, default=str, ensure_ascii=False)

@@ -153,11 +153,11 @@ class Store:
             )
         return meta
 
-    def restore(self, step: int, wanted: State, memory: Callable[[], Tree] = dict) -> tuple[State, list[str]]:
+    def restore(self, step: int, wanted: State, memory: Callable[[Tree], Tree] = lambda params: {}) -> tuple[State, list[str]]:
         """The state of a step, every array placed as `wanted` says (shapes, dtypes and shardings; no data).
 
         What the exchange of gradients remembers belongs to a number of workers and to codecs. Residuals are split anew over another
-        number of workers; what is not wanted any more is left, and what was not there starts as `memory()` has it.
+        number of workers; what is not wanted any more is left, and what was not there starts as `memory(params)` has it.
 
         Returns:
           The state, and in words what of that memory did not fit.
@@ -173,9 +173,11 @@ class Store:
         args = {item: self._args.StandardRestore(leaves) for item, leaves in {STATE: mine(arrays), **reading}.items()}
         restored = dict(self._manager.restore(step, args=self._args.Composite(**args)))
         flat = {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if item_of(path) == STATE or path in fitting}
-        flat |= {path: resplit(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
-        fresh = {f"exchange/{path}": leaf for path, leaf in flatten(memory()).items()} if any(path not in flat for path in arrays) else {}
         empty = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+        flat |= {path: resplit(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
+        params = map_paths(lambda path, leaf: flat[f"params/{path}"] if leaf.size else empty(leaf), wanted.params)
+        fresh = memory(params) if any(path not in flat for path in arrays) else {}
+        fresh = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()}
         return map_paths(lambda path, leaf: {**fresh, **flat}[path] if leaf.size else empty(leaf), wanted), told
 
     def wait(self) -> None:

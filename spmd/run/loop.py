@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from spmd.data.batches import Batch, HostBatch, Placer
+from spmd.data.deal import Position, epoch_of
 from spmd.data.loader import Source
 from spmd.data.prefetch import prefetch
 from spmd.errors import DivergedError, OptionError, did_you_mean
@@ -20,7 +21,7 @@ from spmd.run.checkpoint import Store
 from spmd.run.guard import INTERRUPTED, interruptible
 from spmd.run.history import History
 from spmd.run.loggers import Logger
-from spmd.run.plan import Plan, Position, allowing
+from spmd.run.plan import Plan, allowing
 from spmd.run.progress import NoProgress, Progress
 from spmd.train.program import Program
 from spmd.train.state import State
@@ -90,7 +91,7 @@ class Loop:
     def _epoch(self) -> None:
         """One epoch, or the rest of one."""
         self._number = self.position.epoch
-        batches = self.source.epoch(self.position.epoch, self.position.batch, self.position.reader)
+        batches = epoch_of(self.source, self.program.clock, self.position, self.step, pad=self.program.pad_training)
         with self._calls(batches) as calls:
             call = next(calls, None)
             while call is not None:
@@ -122,9 +123,10 @@ class Loop:
     def _dispatch(self, batch: Batch) -> None:
         """One step and its bookkeeping."""
         with self.placer.carrying():
-            self.state, packed = self.program.step(self.state, batch.leaves, batch.weights, split=batch.split)
+            events = self.placer.all_everywhere(self.program.events(self.step, batch.rows, batch.have))
+            self.state, packed = self.program.step(self.state, batch.leaves, batch.weights, events, split=batch.split)
         self.step += 1
-        self.position.batch += 1
+        self.position.passed(batch.have)
         self.position.reader = batch.position
         self._unread.append((self.step, self.position.epoch, packed, [batch.rows]))
         # metrics are read one step late: the device has the next step in hand while the host looks at this one
@@ -147,14 +149,19 @@ class Loop:
         size = self.program.rows
         index, weights = np.zeros((len(batches), size), np.int32), np.ones((len(batches), size), np.float32)
         for row, batch in enumerate(batches):
-            index[row, : batch.rows] = cast(np.ndarray, batch.index)
-            if batch.rows < size:
+            index[row, : len(cast(np.ndarray, batch.index))] = cast(np.ndarray, batch.index)
+            if batch.weights is not None:
+                weights[row] = batch.weights
+            elif batch.rows < size:
                 index[row, batch.rows :], weights[row, batch.rows :] = index[row, 0], 0.0
         index, weights = self.placer.everywhere(index), self.placer.everywhere(weights)
         first = self.step + 1
-        self.state, packed = self.program.many(self.state, self.data, index, weights)
+        told = [self.program.events(self.step + offset, batch.rows, batch.have) for offset, batch in enumerate(batches)]
+        events = self.placer.all_everywhere({name: np.stack([one[name] for one in told]) for name in told[0]})
+        self.state, packed = self.program.many(self.state, self.data, index, weights, events)
         self.step += len(batches)
-        self.position.batch += len(batches)
+        for batch in batches:
+            self.position.passed(batch.have)
         self._unread.append((first, self.position.epoch, packed, [batch.rows for batch in batches]))
         while len(self._unread) >= IN_FLIGHT:
             self._read()

@@ -17,15 +17,6 @@ class Plan:
     log_every: int
 
 
-@dataclasses.dataclass
-class Position:
-    """Where the run stands in the data: the epoch, batches taken of it, and the reader's own state if it has one."""
-
-    epoch: int = 0
-    batch: int = 0
-    reader: Any = None
-
-
 def allowing(items: Iterator[Any]) -> Iterator[Any]:
     """The same items; reading them may move arrays as the user's code pleases."""
     while True:

@@ -11,12 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.comm.exchange import CODEC, RESIDUAL
+from spmd.comm.exchange import CODEC, GATHERED, HELD, RESIDUAL, SUM
 from spmd.layout.declare import spec_axes
 from spmd.tree import describe
 
 STATE = "state"
-REMEMBERED = {RESIDUAL: "residuals", CODEC: "arrays of codecs"}  # items of a checkpoint, and in words
+REMEMBERED = {  # items of a checkpoint, and in words
+    RESIDUAL: "residuals",
+    CODEC: "arrays of codecs",
+    HELD: "weights as workers had read them",
+    SUM: "sums of gradients",
+    GATHERED: "weights of these sums",
+}
 
 
 def item_of(path: str) -> str:
@@ -27,7 +33,8 @@ def item_of(path: str) -> str:
     """
     if not path.startswith("exchange/"):
         return STATE
-    return RESIDUAL if path.endswith(f"/{RESIDUAL}") else CODEC
+    kind = path.rpartition("/")[2]
+    return kind if kind in (RESIDUAL, HELD, SUM, GATHERED) else CODEC
 
 
 def memory_to_read(

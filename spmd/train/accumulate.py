@@ -19,6 +19,11 @@ def microbatches(tree: Tree, count: int) -> Tree:
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0), tree)
 
 
+def apart(tree: Tree, count: int) -> Tree:
+    """Every leaf [rows, ...] as [count, rows / count, ...], of rows that lie side by side."""
+    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), tree)
+
+
 def accumulate(
     function: Callable[[Any, Any, Any], tuple[Tree, Any]], carry: Any, xs: Tree, count: int, *, unroll: bool
 ) -> tuple[Tree, Any]:

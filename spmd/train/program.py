@@ -11,24 +11,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.comm.exchange import Exchange
 from spmd.comm.log import WireLog, read
 from spmd.comm.reduction import Scene, constrain
-from spmd.comm.report import exact_bytes
-from spmd.errors import LossError, ModelError, OptimizerError, OptionError, SpmdError
+from spmd.comm.report import exact_bytes, server_bytes
+from spmd.comm.server.events import Events
+from spmd.comm.server.storage import Storage
+from spmd.comm.server.stored import StoredModel
+from spmd.errors import DataError, LossError, ModelError, OptimizerError, OptionError, SpmdError
 from spmd.layout.check import fit_layout
 from spmd.layout.declare import Layout, Spec, keep_axes
 from spmd.layout.resolve import Resolved, pspec
 from spmd.mesh import MeshSpec
-from spmd.model.base import Call, Variables, abstractly
+from spmd.model.base import Call, Model, Variables, abstractly
 from spmd.model.flax_linen import LinenModel
 from spmd.model.wrap import wrap
 from spmd.train.accumulate import has_convolution
 from spmd.train.metrics import pack
 from spmd.train.objective import LOSS, Objective, check_loss
 from spmd.train.precision import cast, compute_dtype
+from spmd.train.probe import check_packed
+from spmd.train.serve import ServedStep
 from spmd.train.state import State, check_optimizer, init_state, make_state, state_shardings
 from spmd.train.step import Step, batch_spec, many
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
@@ -56,7 +62,7 @@ class Placed:
     def __init__(
         self, model: Any, loss: Callable, metrics: Mapping[str, Callable], optimizer: Any, mesh: Mesh, layout: Layout, options: Options
     ):
-        self.model, self.mesh, self.options = wrap(model), mesh, options
+        self._given, self.mesh, self.options = wrap(model), mesh, options
         self.objective, self.optimizer = Objective(loss, dict(metrics)), check_optimizer(optimizer)
         self._layout = layout
         self._sample: Tree = None
@@ -71,11 +77,33 @@ class Placed:
         self.objective.for_training()(model, zeros, jax.random.key(0))
 
     @functools.cached_property
+    def model(self) -> Model:
+        """The model as training sees it: what it is made of is what is kept and updated."""
+        return self._given if self.storage is None else StoredModel(self._given, self.storage)
+
+    @functools.cached_property
+    def storage(self) -> Storage | None:
+        """How servers keep the parameters; None without servers."""
+        layout, workers = self._fitted.layout, self._fitted.workers
+        if layout.gradients.reduction != "parameter_server":
+            return None
+        server = layout.parameter_server
+        found = Storage(self._own.params, server.placement, workers, server.servers or workers)
+        check_packed(self.optimizer, found)  # before it is given anything packed
+        return found
+
+    @functools.cached_property
     def _variables(self) -> Variables:
-        if isinstance(self.model, LinenModel) and self._sample is None:
+        if self.storage is None:
+            return self._own
+        return dataclasses.replace(self._own, params=jax.eval_shape(self.storage.pack, self._own.params))
+
+    @functools.cached_property
+    def _own(self) -> Variables:
+        if isinstance(self._given, LinenModel) and self._sample is None:
             raise ModelError("a linen module shows its shapes only on data.\n    cure: trainer.init(batch), with a batch or its shapes.")
         key = jax.eval_shape(lambda: jax.random.key(0))
-        variables = abstractly(lambda k: self.model.init(k, self._run), "the model", key)
+        variables = abstractly(lambda k: self._given.init(k, self._run), "the model", key)
         counted = [path for path, leaf in flatten(variables.params).items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
         if counted:
             raise ModelError(
@@ -85,11 +113,15 @@ class Placed:
         return variables
 
     @functools.cached_property
+    def _fitted(self) -> Resolved:
+        params = flatten(self._own.params)
+        names = self._given.names(jax.random.key(0), self._run)
+        return fit_layout(self._layout, params, names, MeshSpec.parse(self.mesh))
+
+    @functools.cached_property
     def resolved(self) -> Resolved:
-        """The placement of every parameter."""
-        names = self.model.names(jax.random.key(0), self._run)
-        mesh = MeshSpec.parse(self.mesh)
-        return fit_layout(self._layout, flatten(self._variables.params), names, mesh)
+        """The placement of every parameter, or of what the servers keep in their stead."""
+        return self._fitted if self.storage is None else self.storage.resolved(self._fitted.layout, self._fitted.mesh)
 
     @functools.cached_property
     def exchange(self) -> Exchange:
@@ -110,10 +142,17 @@ class Placed:
         """Shape, dtype and sharding of every leaf of the state; nothing is allocated."""
         return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), self._abstract, self.shardings)
 
-    def init_memory(self) -> Tree:
-        """What the exchange of gradients remembers at step 0, made in place on the mesh."""
+    @functools.cached_property
+    def events(self) -> Events | None:
+        """The parameter server's clock; None without one."""
+        if self.storage is None:
+            return None
+        return Events(self.resolved.layout.parameter_server, self.exchange.simulated, server_bytes(self.exchange))
+
+    def init_memory(self, params: Tree) -> Tree:
+        """What the exchange of gradients remembers of these parameters at step 0, made in place on the mesh."""
         key = jax.random.key(self.options.seed, impl="threefry2x32")
-        return jax.jit(self.exchange.init, out_shardings=self.shardings.exchange)(key)
+        return jax.jit(self.exchange.init, out_shardings=self.shardings.exchange)(key, params)
 
     def init(self) -> State:
         """A new state, made in place on the mesh."""
@@ -135,7 +174,7 @@ class Program:
         placed.exchange.prove()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
         self._packed = (LOSS, *extra)
-        self.names = (*self._packed, *placed.exchange.measures)
+        self.names = (*self._packed, *placed.exchange.measures, *(placed.events.counts if placed.events else ()))
         self._rowwise = check_loss(value, extra, self.rows)
         self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
         # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step by copying the donated
@@ -197,18 +236,26 @@ class Program:
 
     def _step(self, rows: int, split: bool) -> Step:
         placed = self.placed
-        own = rows // placed.resolved.workers if split else rows  # rows on each worker
+        simulated = placed.exchange.simulated // placed.resolved.workers if split else 1
+        own = rows // placed.exchange.simulated if split else rows  # rows of each worker
         parts = max(count for count in range(1, placed.options.accumulate + 1) if own % count == 0)
         model, optimizer, resolved, exchange = placed.model, placed.optimizer, placed.resolved, placed.exchange
-        return Step(model, self._train, optimizer, resolved, exchange, self._packed, parts, self._unroll, self._dtype, self._rowwise, split)
+        more = {"simulated": simulated, "unroll": self._unroll, "dtype": self._dtype, "rowwise": self._rowwise, "split": split}
+        kind = ServedStep if exchange.asynchronous else Step
+        return kind(model, self._train, optimizer, resolved, exchange, self._packed, parts, **more)
 
-    def step(self, state: State, batch: Tree, weights: jax.Array, *, split: bool = True) -> tuple[State, jax.Array]:
+    def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
         """One update; `state` is donated (but for convolutions on a CPU). Metrics are float32[2, names], sums over counts."""
-        return self._function(("step", weights.shape[0], split))(state, batch, weights)
+        if "present" in events and not split:
+            raise DataError(
+                f"a batch of {weights.shape[0]} rows, which {self.placed.exchange.simulated} workers do not divide, while not all count.\n"
+                "    cure: a loss with one value per example and no batch statistics, which can leave padding out; or drop the batch."
+            )
+        return self._function(("step", weights.shape[0], split))(state, batch, weights, events)
 
-    def many(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
+    def many(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """`rows.shape[0]` updates in one call on resident data; metrics are float32[steps, 2, names]."""
-        return self._function(("many", weights.shape[1], True))(state, data, rows, weights)
+        return self._function(("many", weights.shape[1], True))(state, data, rows, weights, events)
 
     def evaluate(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
         """Sums and counts of loss and metrics, float32[2, eval_names], in evaluation mode."""
@@ -229,7 +276,7 @@ class Program:
             return jax.jit(self._step(key[1], key[2]).update, donate_argnums=self._donated, out_shardings=(placed.shardings, whole))
         if key[0] == "many":
             step = self._step(key[1], key[2])
-            steps = functools.partial(many, lambda s, b, w: self._kept(step.update(s, self._as_batch(b), w)), unroll=self._unroll)
+            steps = functools.partial(many, lambda s, b, w, e: self._kept(step.update(s, self._as_batch(b), w, e)), unroll=self._unroll)
             return jax.jit(steps, donate_argnums=self._donated, out_shardings=(placed.shardings, whole))
         return jax.jit(self._measure if key[0] == "evaluate" else self._outputs, out_shardings=whole)
 
@@ -265,18 +312,40 @@ class Program:
         place = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at(batch_spec(placed.resolved, path)))
         weights = jax.ShapeDtypeStruct((self.rows,), jnp.float32, sharding=self._at((placed.resolved.data_axes,)))
         step = self._function(("step", self.rows, True))
-        traced = step.trace(placed.abstract_state, map_paths(place, self.sample), weights)  # type: ignore[attr-defined]
+        traced = step.trace(placed.abstract_state, map_paths(place, self.sample), weights, self.abstract_events)  # type: ignore[attr-defined]
         return read(traced.jaxpr.jaxpr, placed.mesh.shape, placed.resolved.layout.gradients.start_step)
 
     @property
     def constant_names(self) -> tuple[str, ...]:
         """Names of what is known of a step without measuring."""
-        exchange = self.placed.exchange
-        return (("wire_bytes", "compression_ratio") if exchange.measures else ("wire_bytes",)) if exchange.reduction.manual else ()
+        exchange, clock = self.placed.exchange, self.placed.events
+        sent = (("wire_bytes", "compression_ratio") if exchange.measures else ("wire_bytes",)) if exchange.reduction.manual else ()
+        return (*sent, *(("simulated_seconds",) if clock else ()))
+
+    @property
+    def clock(self) -> Events | None:
+        """The parameter server's simulated clock; None without one."""
+        return self.placed.events
+
+    def events(self, step: int, rows: int, have: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """What the compiled step has to be told of the parameter server's clock, for a batch of so many rows."""
+        clock, workers = self.placed.events, self.placed.exchange.simulated
+        if clock is None:
+            return {}
+        if have is None and rows < self.rows and self.pad_training:  # the last workers have padding
+            have = np.arange(workers) * (self.rows // workers) < rows
+        return clock.at(step, have)
+
+    @property
+    def abstract_events(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of `events`, whole on every device."""
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at(())) for name, x in self.events(0, self.rows).items()}
 
     def constants(self, step: int) -> dict[str, float]:
-        """What is known of a step without measuring: bytes that each device sends, and how many times fewer than exactly."""
-        return self._constants[step < self.placed.resolved.layout.gradients.start_step]
+        """What is known of a step without measuring: bytes that each device sends, how many times fewer than exactly, and what the
+        simulated clock says."""
+        clock, sent = self.clock, self._constants[step < self.placed.resolved.layout.gradients.start_step]
+        return sent if clock is None else {**sent, "simulated_seconds": clock.seconds(step)}
 
     @functools.cached_property
     def _constants(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -288,7 +357,7 @@ class Program:
         for step in (start, 0):
             pushed, sent = self.wire.bytes(step, "push"), self.wire.bytes(step)
             values = (sent, exact_bytes(exchange) / pushed if pushed else 1.0)
-            found.append(dict(zip(self.constant_names, values, strict=False)))
+            found.append(dict(zip(("wire_bytes", "compression_ratio")[: 1 + bool(exchange.measures)], values, strict=False)))
         return found[0], found[1]
 
     def compilations(self) -> int:

@@ -17,7 +17,7 @@ from spmd.layout.resolve import Resolved, pspec
 from spmd.model.base import Model, Variables
 from spmd.tree import Tree, flatten, path_of
 
-Memory = Callable[[Any], Tree]  # from a key to what the exchange remembers at step 0
+Memory = Callable[[Any, Tree], Tree]  # from a key and the parameters to what the exchange remembers at step 0
 
 
 @functools.partial(
@@ -79,7 +79,7 @@ def make_state(variables: Variables, optimizer: optax.GradientTransformation, se
     """A state at step 0, under a trace; `memory` makes what the exchange of gradients remembers."""
     key = jax.random.key(seed, impl="threefry2x32")
     opt, data = optimizer.init(variables.params), jax.random.key_data(key)
-    return State(jnp.int32(0), variables.params, opt, variables.stats, variables.rngs, data, memory(key))
+    return State(jnp.int32(0), variables.params, opt, variables.stats, variables.rngs, data, memory(key, variables.params))
 
 
 def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tree) -> State:

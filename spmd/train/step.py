@@ -23,7 +23,7 @@ from spmd.comm.weights import needs_gather, pull, spread
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import Placement, Resolved, owners, pspec
 from spmd.model.base import Call, Model, Variables
-from spmd.train.accumulate import accumulate, microbatches
+from spmd.train.accumulate import accumulate, apart, microbatches
 from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
@@ -43,6 +43,7 @@ class Step:
     exchange: Exchange
     names: tuple[str, ...]
     microbatches: int = 1
+    simulated: int = 1  # workers at each position along the data axes
     unroll: bool = False
     dtype: Any = None
     rowwise: bool = False  # the loss gives one value per row
@@ -53,25 +54,26 @@ class Step:
         """The mesh as the reduction sees it."""
         return self.exchange.scene
 
-    def update(self, state: State, batch: Tree, weights: jax.Array) -> tuple[State, jax.Array]:
+    def update(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """The next state, and the step's metrics as float32[2, names] (sums, counts), equal on every device.
 
         Args:
           batch: leaves [rows, ...], dim 0 cut over the workers.
           weights: float32[rows], 1 for a row of data and 0 for padding, cut likewise.
+          events: what the parameter server's clock says of this step; empty without one.
         """
-        grads, memory, measured, stats, sums = self._gradients(state, batch, weights)
+        grads, memory, measured, stats, sums = self._gradients(state, batch, weights, events)
         loss = sums[0, self.names.index(LOSS)] / sums[1, self.names.index(LOSS)]
         updates, opt = self.optimizer.update(grads, state.opt, state.params, value=loss)
         memory = jax.tree.map(functools.partial(jnp.where, skipped(opt)), state.exchange, memory)
         params = optax.apply_updates(state.params, spread(self.exchange, updates))
-        return State(state.step + 1, params, opt, stats, state.rngs, state.key, memory), jnp.concatenate([sums, measured], axis=1)
+        return State(state.step + 1, params, opt, stats, state.rngs, state.key, memory), measurements(sums, measured, events)
 
-    def _gradients(self, state: State, batch: Tree, weights: jax.Array) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
+    def _gradients(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
         """Mean gradients over the batch, the exchange's next memory and measurements, new stats, packed metrics."""
         exchange = self.exchange
         if not exchange.reduction.manual:
-            grads, stats, sums = self._worker(state, batch, weights, axes=())
+            grads, stats, sums = self._worker(state, batch, weights, events, axes=())
             return *exchange.push(grads, state.exchange, state.step), stats, pack(sums, self.names)
         data = self.scene.data_axes
         cut = lambda spec: pspec(keep_axes(spec, data))  # the manual region's specs name the data axes only
@@ -82,31 +84,57 @@ class Step:
         rows = map_paths(lambda path, x: cut(batch_spec(self.resolved, path)) if self.split else whole, batch)
         specs = dataclasses.replace(jax.tree.map(lambda _: whole, state), params=params, opt=None, exchange=memory)
 
-        def worker(state: State, batch: Tree, weights: jax.Array) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
-            grads, stats, sums = self._worker(state, batch, weights, axes=data)
+        def worker(state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
+            grads, stats, sums = self._worker(state, batch, weights, events, axes=data)
             packed = pack(sums, self.names)
             with jax.named_scope("metrics"):
                 packed = wire.all_reduce(packed, data) if self.split else packed
             with jax.named_scope("stats"):
-                stats = _agree(stats, data)
+                stats = agree(stats, data)
             return *exchange.push(grads, state.exchange, state.step), stats, packed
 
         return jax.shard_map(
             worker,
             mesh=self.scene.mesh,
-            in_specs=(specs, rows, PartitionSpec(data) if self.split else whole),
+            in_specs=(specs, rows, PartitionSpec(data) if self.split else whole, whole),
             out_specs=(pushed, memory, whole, whole, whole),
             axis_names=set(data),
             check_vma=False,
-        )(dataclasses.replace(state, opt=None), batch, weights)
+        )(dataclasses.replace(state, opt=None), batch, weights, events)
 
-    def _worker(self, state: State, batch: Tree, weights: jax.Array, *, axes: tuple[str, ...]) -> tuple[Tree, Tree, Sums]:
+    def _worker(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, axes: tuple[str, ...]) -> tuple[Tree, Tree, Sums]:
         """Gradients of the mean loss over these rows (whole, not yet averaged over workers), new stats, metric sums."""
+        first = wire.worker_index(axes) * self.simulated
+
+        def one(stats: Tree, rows: tuple, index: jax.Array) -> tuple[tuple, Tree]:
+            found, after = self._simulated(state.params, state, stats, rows, first + index, axes)
+            if "present" not in events:
+                return found, after
+            kept = functools.partial(jnp.where, events["present"][first + index])  # never by multiplying: 0 * NaN
+            return jax.tree.map(lambda x: kept(x, jnp.zeros_like(x)), found), jax.tree.map(kept, after, stats)
+
+        if self.simulated == 1:
+            (grads, sums), stats = one(state.stats, (batch, weights), jnp.int32(0))
+        else:
+            parts = apart((batch, weights), self.simulated)
+            (grads, sums), stats = accumulate(one, state.stats, parts, self.simulated, unroll=self.unroll)
+        # what was differentiated is a sum over rows: divided by the workers' mean count it becomes, averaged over workers, the mean
+        with jax.named_scope("metrics"):
+            count = wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1)
+        return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, sums
+
+    def _simulated(
+        self, pieces: Tree, state: State, stats: Tree, rows: tuple, number: Any, axes: tuple[str, ...]
+    ) -> tuple[tuple[Tree, Sums], Tree]:
+        """One worker: gradients of the loss summed over its rows, at the weights that `pieces` are of, and metric sums; new stats.
+
+        `number` is the worker's, from 0 over all of them.
+        """
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
-        localize = lambda k: k
-        if axes and self.split:
-            own = weights.shape[0] // self.microbatches
-            localize = lambda k: worker_key(k, wire.worker_index(axes), rows=own, workers=wire.worker_count(axes))
+        localize, workers = (lambda k: k), (wire.worker_count(axes) if axes else 1) * self.simulated
+        if workers > 1 and self.split and (axes or self.simulated > 1):
+            own = rows[1].shape[0] // self.microbatches
+            localize = lambda k: worker_key(k, number, rows=own, workers=workers)
         loss = functools.partial(self._loss, state, localize, axes)
         remat = self.resolved.layout.remat
         if remat.saves != "everything" and not remat.modules:
@@ -114,23 +142,17 @@ class Step:
 
         def one(stats: Tree, rows: tuple, index: jax.Array) -> tuple[tuple, Tree]:
             call = functools.partial(loss, stats=stats, rows=rows, key=jax.random.fold_in(key, index))
-            value, backward, (sums, stats) = jax.vjp(call, self._pull(state.params), has_aux=True)
+            value, backward, (sums, stats) = jax.vjp(call, self._pull(pieces), has_aux=True)
             # whole weights are not kept from the forward to the backward pass: they are gathered again, once the loss is
             # known. What the compiler sees depends on the loss, so it cannot merge the two gathers into one.
-            pieces, value = lax.optimization_barrier((state.params, value))
-            backward.args_res[0] = self._again(backward.args_res[0], pieces)
+            later, value = lax.optimization_barrier((pieces, value))
+            backward.args_res[0] = self._again(backward.args_res[0], later)
             (grads,) = backward(jnp.ones_like(value))
-            return (cast_like(grads, state.params), sums), stats
+            return (cast_like(grads, pieces), sums), stats
 
         if self.microbatches == 1:
-            (grads, sums), stats = one(state.stats, (batch, weights), jnp.int32(0))
-        else:
-            parts = microbatches((batch, weights), self.microbatches)
-            (grads, sums), stats = accumulate(one, state.stats, parts, self.microbatches, unroll=self.unroll)
-        # what was differentiated is a sum over rows: divided by the workers' mean count it becomes, averaged over workers, the mean
-        with jax.named_scope("metrics"):
-            count = wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1)
-        return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, sums
+            return one(stats, rows, jnp.int32(0))
+        return accumulate(one, stats, microbatches(rows, self.microbatches), self.microbatches, unroll=self.unroll)
 
     def _loss(
         self, state: State, localize: Callable, axes: tuple, params: Tree, *, stats: Tree, rows: tuple, key: Any
@@ -167,6 +189,11 @@ class Step:
         return map_paths(lambda path, *leaves: function(self.resolved.placements[path], *leaves), *trees)
 
 
+def measurements(sums: jax.Array, measured: jax.Array, events: Tree) -> jax.Array:
+    """All metrics of a step: the loss's and the user's, the exchange's, and what the parameter server's clock has counted."""
+    return jnp.concatenate([sums, measured, *([events["counted"]] if "counted" in events else [])], axis=1)
+
+
 def skipped(opt: Any) -> Any:
     """Whether the optimizer, by its new state, made no use of the gradients: then nothing of what was exchanged was applied.
 
@@ -188,7 +215,7 @@ def batch_spec(resolved: Resolved, path: str) -> Spec:
     return resolved.layout.batch.rules[claimed[0]].spec if claimed else resolved.layout.batch.spec
 
 
-def _agree(stats: Tree, axes: tuple[str, ...]) -> Tree:
+def agree(stats: Tree, axes: tuple[str, ...]) -> Tree:
     """Stats that every worker holds alike: the mean of floats, the largest of counters."""
     workers = wire.worker_count(axes)
 
@@ -200,11 +227,20 @@ def _agree(stats: Tree, axes: tuple[str, ...]) -> Tree:
     return jax.tree.map(leaf, stats)
 
 
-def many(step: Callable[..., tuple[State, jax.Array]], state: State, data: Tree, rows: jax.Array, weights: jax.Array, *, unroll: bool):
+def many(
+    step: Callable[..., tuple[State, jax.Array]],
+    state: State,
+    data: Tree,
+    rows: jax.Array,
+    weights: jax.Array,
+    events: Tree,
+    *,
+    unroll: bool,
+) -> tuple[State, jax.Array]:
     """Several steps in one call on a data set that lies on the devices: `rows` int32[steps, batch] picks each batch."""
 
     def body(state: State, inputs: tuple) -> tuple[State, jax.Array]:
-        picked, weights = inputs
-        return step(state, jax.tree.map(lambda x: x[picked], data), weights)
+        picked, weights, events = inputs
+        return step(state, jax.tree.map(lambda x: x[picked], data), weights, events)
 
-    return lax.scan(body, state, (rows, weights), unroll=rows.shape[0] if unroll else 1)
+    return lax.scan(body, state, (rows, weights, events), unroll=rows.shape[0] if unroll else 1)

@@ -89,7 +89,7 @@ def meeting(exchange, memory):
 
 def beginning(exchange):
     """The memory at step 0, where it belongs."""
-    memory = exchange.init(jax.random.key(0))
+    memory = exchange.init(jax.random.key(0), {})
     place = lambda leaf, spec: jax.device_put(leaf, jax.NamedSharding(exchange.scene.mesh, pspec(spec)))
     return jax.tree.map(place, memory, exchange.specs(memory))
 
@@ -539,7 +539,7 @@ def test_every_codec_is_in_every_suite():
 def test_what_a_codec_would_make_larger_travels_exactly(codec, options, shape, compressed):
     exchange = build(Gradients("all_reduce", codec, options, error_feedback=True), {"x": shape})
     assert (exchange.items["x"].name == codec) is compressed
-    assert bool(exchange.init(jax.random.key(0))) is compressed
+    assert bool(exchange.init(jax.random.key(0), {})) is compressed
 
 
 def test_gradients_of_one_width_are_encoded_in_one_call():

@@ -186,7 +186,7 @@ def exchange_of(gradients, shapes, workers=4):
 
 def scanned(exchange, grads):
     """The means and memories of all steps, from gradients {path: [steps, workers, ...]}, in one call."""
-    memory = exchange.init(jax.random.key(0))
+    memory = exchange.init(jax.random.key(0), {})
     kept = jax.tree.map(lambda spec: pspec(keep_axes(spec, ("data",))), exchange.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
     meet = jax.shard_map(
         lambda grads, memory, step: exchange.push(jax.tree.map(lambda g: g[0], grads), memory, step),

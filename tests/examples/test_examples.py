@@ -117,3 +117,12 @@ def test_a_character_does_not_see_what_follows(name):
     before, after = model(tokens), model(changed)
     np.testing.assert_allclose(before[:, :10], after[:, :10], atol=1e-6)
     assert np.abs(before[:, 10:] - after[:, 10:]).max(axis=-1).min() > 0
+
+
+def test_the_parameter_server_learns_in_every_way(capsys):
+    results = example("parameter_server").main(["--workers", "0", "--epochs", "3"])
+    assert len(results) == 6 and "mean staleness" in capsys.readouterr().out
+    accuracy = {name: found.history["eval_accuracy"][-1] for name, found in results.items()}
+    seconds = {name: found.history["simulated_seconds"][-1] for name, found in results.items()}
+    assert accuracy["asynchronous, scaled"] > max(0.8, accuracy["asynchronous"]) and accuracy["synchronous"] > 0.5
+    assert seconds["asynchronous"] < seconds["2 spares"] < seconds["synchronous"]

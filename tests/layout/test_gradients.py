@@ -297,7 +297,7 @@ def test_one_misspelt_word_is_one_problem():
         """\
   line 2: [gradients] reduction
       no reduction "allreduce".
-      cure: did you mean "all_reduce"? This version knows: compiler, all_reduce, reduce_scatter."""
+      cure: did you mean "all_reduce"? This version knows: compiler, all_reduce, reduce_scatter, parameter_server."""
     )
     assert "1 problem:" in told(table('codec = "int_8"\nblock = 16\nstart_step = 5'))
 

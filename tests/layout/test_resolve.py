@@ -141,7 +141,10 @@ def test_shipped_layouts_fit_a_model_with_names(name):
     specs = {path: place.spec for path, place in fit_layout(Layout.load(name), params, names, mesh).placements.items()}
     assert (specs["up/kernel"], specs["up/bias"], specs["down/kernel"]) == {
         "data_parallel": ((), (), ()),
+        "backup_workers": ((), (), ()),
         "data_parallel_bf16": ((), (), ()),
+        "parameter_server": ((), (), ()),
+        "parameter_server_async": ((), (), ()),
         "hierarchical_int8": ((), (), ()),
         "power_sgd": ((), (), ()),
         "zero1": ((), (), ()),

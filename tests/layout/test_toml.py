@@ -73,12 +73,15 @@ def test_a_shipped_layout(name):
 
 def test_what_ships():
     assert list(shipped()) == [
+        "backup_workers",
         "data_parallel",
         "data_parallel_bf16",
         "fsdp",
         "fsdp_bf16",
         "fsdp_tensor_parallel",
         "hierarchical_int8",
+        "parameter_server",
+        "parameter_server_async",
         "power_sgd",
         "tensor_parallel",
         "zero1",
@@ -152,7 +155,7 @@ def problems(text):
         ('[remat]\nmodules = ["{a"]', 2, "braces must close"),
         ('[batch]\nspec = "data"', 2, 'spec "data" is not a list of mesh axes'),
         ('[batch]\naxis = "data"', 2, "nothing reads it"),
-        ("[parameter_server]\nstale = 3", 1, "nothing reads it"),
+        ("[elastic]\nstale = 3", 1, "nothing reads it"),
         ('["default"]\nparam = "error"', 2, "nothing reads it"),
     ],
 )

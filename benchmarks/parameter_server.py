@@ -1,0 +1,127 @@
+"""What a step of the parameter server costs, beside one that all-reduces.
+
+    python benchmarks/parameter_server.py
+
+On 8 simulated devices, one process, arms interleaved: a synchronous step (aim: at most 1.15 times an all-reduce step), and an
+asynchronous round, in which 8 gradients are 8 updates (aim: at most 1.6 times). Two models: an MLP, in which an update costs much
+beside a gradient (4 rows on each device), and the example GPT. And the bytes of the state on each device, as the compiled program has
+them. Simulated devices share the cores, so eight updates of an eighth cost here what one whole update costs on one device.
+"""
+
+import argparse
+import datetime
+import itertools
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import spmd
+from examples import gpt
+
+ARMS = {
+    "all_reduce": spmd.Layout(gradients=spmd.Gradients("all_reduce")),
+    "synchronous": spmd.Layout(gradients=spmd.Gradients("parameter_server")),
+    "asynchronous": spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(mode="asynchronous")),
+}
+AIMS = {"synchronous": 1.15, "asynchronous": 1.6}
+
+
+class MLP(nnx.Module):
+    """Three square layers of 1024: 3 million parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        sizes = (1024,) * 4
+        self.layers = nnx.List([nnx.Linear(*pair, rngs=rngs) for pair in itertools.pairwise(sizes)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits [rows, 1024]."""
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+def mlp() -> tuple:
+    """Model, loss and a batch."""
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(32, 1024)).astype(np.float32), "y": rng.integers(0, 1024, 32).astype(np.int32)}
+    return lambda: MLP(nnx.Rngs(0)), spmd.losses.cross_entropy, batch
+
+
+def transformer() -> tuple:
+    """The example GPT on random text."""
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, gpt.VOCAB, (64, 65)).astype(np.int32)
+    return gpt.make_model, spmd.losses.cross_entropy, {"tokens": text[:, :-1], "targets": text[:, 1:]}
+
+
+class Arm:
+    """A trainer on its way: `run` makes some steps and returns seconds per step."""
+
+    def __init__(self, layout: spmd.Layout, made: tuple):
+        model, loss, batch = made
+        self.trainer = spmd.Trainer(model, loss=loss, optimizer=optax.adamw(1e-4), layout=layout, mesh="data=8")
+        self.batch = self.trainer.place(batch)
+        self.state = self.trainer.init()
+        self.run(2)
+
+    def run(self, steps: int) -> float:
+        """Seconds per step, all of them finished."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.state, metrics = self.trainer.step(self.state, self.batch)
+        metrics.wait()
+        jax.block_until_ready(self.state)
+        return (time.perf_counter() - start) / steps
+
+    def state_bytes(self) -> int:
+        """Bytes of parameters and optimizer state on one device."""
+        leaves = jax.tree.leaves((self.state.params, self.state.opt))
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+
+def main() -> None:
+    """Measure, print, and write benchmarks/results/parameter_server.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    lines = [f"# {__doc__.splitlines()[0]}", "", *__doc__.strip().split("\n\n", 2)[2].split("\n"), ""]
+    lines += [
+        f"`python benchmarks/parameter_server.py --rounds {options.rounds} --steps {options.steps}`, "
+        f"{datetime.date.today()}, {os.cpu_count()} cores, {platform.machine()}, jax {jax.__version__}.",
+        "",
+        "| model | arm | ms per step | of all_reduce | aim | parameters and optimizer state on each device |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, made in (("MLP", mlp()), ("GPT", transformer())):
+        arms = {kind: Arm(layout, made) for kind, layout in ARMS.items()}
+        times = {kind: [] for kind in arms}
+        for _ in range(options.rounds):
+            for kind, arm in arms.items():
+                times[kind].append(arm.run(options.steps))
+        for kind, arm in arms.items():
+            ratio = statistics.median(mine / other for mine, other in zip(times[kind], times["all_reduce"], strict=True))
+            aim = AIMS.get(kind)
+            verdict = "" if aim is None else f"{aim} {'met' if ratio <= aim else 'MISSED'}"
+            size = f"{arm.state_bytes() / 2**20:.2f} MiB"
+            lines.append(f"| {name} | {kind} | {1e3 * statistics.median(times[kind]):.1f} | {ratio:.2f} | {verdict} | {size} |")
+            print(lines[-1], flush=True)
+    path = Path(__file__).parent / "results" / "parameter_server.md"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Which server keeps which parameter. Pure: sizes in, owners out.
+
+The three strategies for whole parameters are those of TF 1.x's `replica_device_setter`: round robin over `ps_tasks`, and
+`GreedyLoadBalancingStrategy` by bytes; the third sorts first (longest processing time first, Graham 1969), which TF could not, as it
+placed variables in the order in which they were made.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from spmd.tree import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """Parameters on servers.
+
+    `sizes` are elements by path; `owner` is the server of each whole parameter, empty when every parameter is cut over all of them.
+
+    Example:
+      >>> assign("round_robin", {"kernel": 600, "bias": 10, "out": 90}, 2).load
+      (690, 10)
+      >>> assign("sliced", {"kernel": 600, "bias": 11}, 2).load
+      (306, 306)
+    """
+
+    placement: str
+    servers: int
+    sizes: Mapping[str, int]
+    owner: Mapping[str, int]
+
+    @property
+    def load(self) -> tuple[int, ...]:
+        """Elements that each server keeps, what only fills up included for `sliced`."""
+        if not self.owner:
+            return (sum(-(-size // self.servers) for size in self.sizes.values()),) * self.servers
+        return tuple(sum(size for path, size in self.sizes.items() if self.owner[path] == server) for server in range(self.servers))
+
+    @property
+    def imbalance(self) -> float:
+        """The fullest server's load over the mean: how many times longer the busiest link works than it had to."""
+        return max(self.load) * self.servers / sum(self.load) if sum(self.load) else 1.0
+
+    @property
+    def padding(self) -> float:
+        """The share of what is stored that only fills up: every server's row is as long as the fullest one's."""
+        stored = max(self.load) * self.servers
+        return 1 - sum(self.sizes.values()) / stored if stored else 0.0
+
+    def start(self, path: str) -> int:
+        """Where in its server's row a whole parameter begins."""
+        before = 0
+        for other, size in self.sizes.items():
+            if other == path:
+                break
+            before += size if self.owner[other] == self.owner[path] else 0
+        return before
+
+    def table(self, itemsize: int = 4) -> str:
+        """Load per server, in bytes of this item size."""
+        lines = [f"server {number}: {format_bytes(load * itemsize)}" for number, load in enumerate(self.load)]
+        lines.append(f"{self.placement}: imbalance {self.imbalance:.2f}, padding {self.padding:.1%}")
+        return "\n".join(lines)
+
+
+def _in_turn(sizes: Sequence[int], servers: int) -> list[int]:
+    return [number % servers for number in range(len(sizes))]
+
+
+def _least_loaded(sizes: Sequence[int], servers: int) -> list[int]:
+    load, owner = [0] * servers, []
+    for size in sizes:
+        owner.append(load.index(min(load)))
+        load[owner[-1]] += size
+    return owner
+
+
+def _largest_first(sizes: Sequence[int], servers: int) -> list[int]:
+    order = sorted(range(len(sizes)), key=lambda n: -sizes[n])
+    return [server for _, server in sorted(zip(order, _least_loaded([sizes[n] for n in order], servers), strict=True))]
+
+
+STRATEGIES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
+    "round_robin": _in_turn,
+    "greedy_bytes": _least_loaded,
+    "largest_first": _largest_first,
+}
+
+
+def assign(placement: str, sizes: Mapping[str, int], servers: int) -> Assignment:
+    """Parameters of these sizes (elements) over so many servers, in the order given."""
+    owner = {} if placement == "sliced" else dict(zip(sizes, STRATEGIES[placement](list(sizes.values()), servers), strict=True))
+    return Assignment(placement, servers, dict(sizes), owner)

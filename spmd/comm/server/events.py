@@ -1,0 +1,136 @@
+"""The simulated clock's word on every step: what goes into the compiled step as data, and what is told of it."""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from spmd.comm.server.clock import Times
+from spmd.comm.server.schedule import Round, rounds
+from spmd.layout.server import Network, ParameterServer
+
+KEPT = 4096  # rounds that are remembered, of few workers; an earlier one is simulated again from the start
+ROOM = 2**26  # bytes, about, for those of many
+
+
+class Events:
+    """The rounds of a run, by the number of the step. The same declaration gives the same rounds, whenever they are asked for.
+
+    Args:
+      declared: the layout's `[parameter_server]`.
+      workers: how many are simulated.
+      sent: bytes that a worker sends to one server, and gets from it.
+
+    Example:
+      >>> events = Events(ParameterServer(spares=1, compute_time=(3.0, 1.0, 2.0)), workers=3)
+      >>> events.at(0)["present"].tolist(), events.seconds(0)
+      ([False, True, True], 2.0)
+    """
+
+    def __init__(self, declared: ParameterServer, workers: int, sent: tuple[float, float] = (0.0, 0.0)):
+        self.declared, self.workers, self._sent = declared, workers, sent
+        self._network = Network.parse(declared.network)
+        self._times = Times(declared.compute_time, workers, declared.seed)
+        self._coming: Iterator[Round] = iter(())
+        self._first, self._rounds, self._lock = 0, [], threading.Lock()
+        self._kept_rounds = max(16, min(KEPT, ROOM // workers**2))
+        self._restart()
+
+    def _restart(self) -> None:
+        self._coming = rounds(self.declared, self.workers, self._times, self._network, self._sent)
+        self._first, self._rounds = 0, []
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps a trace lasts for certain; None without an end."""
+        return self._times.length
+
+    @property
+    def masked(self) -> bool:
+        """Whether the compiled step needs to know anything: not where everybody always takes part at once."""
+        return self.declared.asynchronous or self.declared.spares > 0 or self.declared.warmup_steps > 0
+
+    def round(self, step: int) -> Round:
+        """What happens in this step, from 0. Threads may ask: the one that reads data ahead does."""
+        with self._lock:
+            return self._round(step)
+
+    def _round(self, step: int) -> Round:
+        if step < self._first:
+            self._restart()
+        while step >= self._first + len(self._rounds):
+            found = next(self._coming)
+            self._rounds.append(found)
+            if len(self._rounds) > self._kept_rounds:
+                del self._rounds[0]
+                self._first += 1
+        return self._rounds[step - self._first]
+
+    @property
+    def dealt(self) -> bool:
+        """Whether rows have to be dealt out, because in some steps not everybody is given some."""
+        return self.declared.asynchronous or self.declared.warmup_steps > 0
+
+    def check(self, steps: int | None, parts: int | None) -> None:
+        """Whether the times last for so many steps, or until so many parts of data are taken; known at once only of a trace.
+
+        Raises:
+          OptionError: a trace that ends before.
+        """
+        step = taken = 0
+        while self.steps is not None and (steps is None or step < steps) and (parts is None or taken < parts):
+            if steps is None and parts is None:
+                return
+            taken += int(self.round(step).takes.sum())
+            step += 1
+
+    def at(self, step: int, have: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """What the compiled step needs to know.
+
+        Args:
+          have: bool[workers], who has data; None: all have. Where the data ends the update is of fewer, and never waits.
+
+        Returns:
+          `counted`, float32[2, names]: sums and counts of what is counted in this step; and who takes part in what order, unless
+          everybody always takes part at once.
+        """
+        found = self.round(step)
+        have = np.ones(self.workers, bool) if have is None else have
+        if not self.declared.asynchronous:
+            present = self._kept(found, have) if self.masked else have
+            counted = {"counted": self._counted(present.sum(), (have & found.takes).sum(), 0, 0)}
+            return counted | ({"present": present} if self.masked else {})
+        present = found.present & have
+        here = present[found.worker]
+        applied, commit = found.applied & here, found.commit & here
+        short = here.any() and not here[: int(found.present.sum())].all()
+        if short and self.declared.mode == "softsync":  # the data ends: what was gathered is an update, of fewer
+            commit[np.flatnonzero(here)[-1]] = True
+        counted = self._counted(applied.sum(), here.sum(), found.staleness[here].sum(), here.sum())
+        given = {"worker": found.worker, "applied": applied, "weight": found.weight, "commit": commit}
+        return {"counted": counted, "present": present, **given, "reads": found.reads}
+
+    def _counted(self, applied: Any, arrived: Any, staleness: Any, count: Any) -> np.ndarray:
+        sums, counts = [applied, arrived - applied, staleness], [1, 1, max(count, 1)]
+        return np.array([sums, counts], np.float32)[:, : len(self.counts)]
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """Names of what is counted: gradients that were applied and dropped in a step, and of those that arrived the mean staleness."""
+        return ("gradients_applied", "gradients_dropped", *(("staleness",) if self.declared.asynchronous else ()))
+
+    def _kept(self, found: Round, have: np.ndarray) -> np.ndarray:
+        """Of those who have data the fastest, as many as an update waits for."""
+        if have.all():
+            return found.present
+        wanted = int(found.present.sum())
+        order = [worker for worker in found.worker if have[worker]]
+        kept = np.zeros(self.workers, bool)
+        kept[list(itertools.islice(order, wanted))] = True
+        return kept
+
+    def seconds(self, step: int) -> float:
+        """The simulated time at which this step is over."""
+        return self.round(step).end

@@ -1,0 +1,139 @@
+"""Rows dealt out to those workers who take part in a round: nobody's are skipped, and nobody is given two parts.
+
+Workers draw from one common queue, as those of TF 1.x did: whoever comes next takes the next part of the data.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.comm.server.events import Events
+from spmd.data.batches import HostBatch
+from spmd.data.loader import ArraySource, Source
+from spmd.errors import DataError
+
+
+@dataclasses.dataclass
+class Position:
+    """Where a run stands in the data: the epoch, batches taken of it, and the reader's own state if it has one; and where rows are dealt
+    out, how many parts were, and for how many workers."""
+
+    epoch: int = 0
+    batch: int = 0
+    reader: Any = None
+    parts: int = 0
+    workers: int = 0
+
+    def passed(self, have: np.ndarray | None) -> None:
+        """One step is over; `have` says who was dealt rows."""
+        self.batch += 1
+        if have is not None:
+            self.parts, self.workers = self.parts + int(have.sum()), len(have)
+
+
+def epoch_of(source: Source, clock: Events | None, at: Position, step: int, *, pad: bool) -> Iterator[HostBatch]:
+    """The batches of an epoch, from `at` on, which is step `step` of the run; dealt out where not everybody takes part.
+
+    Raises:
+      DataError: parts were dealt out in this epoch, to another number of workers or where now whole batches are taken.
+    """
+    if clock is not None and clock.dealt and at.workers in (0, clock.workers):
+        at.parts = at.parts or at.batch * clock.workers  # of a run in whole batches
+        return deal(source.epoch(at.epoch), clock, step, source.batch_size, at.parts, pad=pad)
+    if at.parts:
+        raise DataError(
+            f"the run stood in epoch {at.epoch + 1}, of which {at.parts} parts had been dealt out to {at.workers} workers; this layout "
+            "would lose rows or take them twice.\n    cure: go on with the layout it had, until an epoch ends."
+        )
+    return source.epoch(at.epoch, at.batch, at.reader)
+
+
+def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int | None, epochs: int | None) -> None:
+    """What can be known of a run under a parameter server before it begins.
+
+    Raises:
+      DataError: a last batch that is not full, where nothing can leave padding out and not everybody counts.
+      OptionError: a trace of times that ends before the run.
+    """
+    if clock is None:
+        return
+    unit = source.batch_size // clock.workers
+    if not pad and clock.masked and isinstance(source, ArraySource) and source.examples % (unit if clock.dealt else source.batch_size):
+        raise DataError(_UNEVEN.format(source.examples, unit if clock.dealt else source.batch_size))
+    parts = None
+    if epochs is not None and isinstance(source, ArraySource):
+        parts = -(-source.examples // unit) * epochs
+    ahead = 1 if clock.dealt else 0  # rows of the next round are dealt while one runs
+    clock.check(None if steps is None else steps + ahead, parts)
+
+
+_UNEVEN = (
+    "{} rows are cut into parts of {}, and the last is not full: neither a loss that gives one number for all its rows nor batch "
+    "statistics can leave out what fills it up.\n"
+    "    cure: a loss with one value per example and no batch statistics, or a number of rows that it divides."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Some rows of a host batch: those of one worker."""
+
+    batch: HostBatch
+    first: int
+    rows: int
+
+
+def deal(batches: Iterator[HostBatch], clock: Events, step: int, size: int, skip: int, *, pad: bool) -> Iterator[HostBatch]:
+    """Batches of `size` rows, in which everyone who is present has rows until the data ends.
+
+    Args:
+      batches: the source's; each is cut into one part per worker.
+      step: the number of the first round.
+      skip: parts of the epoch that were dealt before.
+      pad: whether rows of weight 0 can be left out of the loss.
+
+    Raises:
+      DataError: a part that is not full, under a loss that cannot leave padding out.
+    """
+    unit = size // clock.workers
+    parts = itertools.islice(_parts(batches, unit, pad=pad), skip, None)
+    queue: collections.deque[_Part] = collections.deque()
+    while True:
+        takes = clock.round(step).takes
+        while len(queue) < takes.sum() and (part := next(parts, None)) is not None:
+            queue.append(part)
+        if not queue:
+            return
+        have, lots = np.zeros(clock.workers, bool), []
+        for worker in np.flatnonzero(takes)[: len(queue)]:
+            have[worker] = True
+            lots.append(queue.popleft())
+        yield _dealt(lots, have, unit)
+        step += 1
+
+
+def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool) -> Iterator[_Part]:
+    for batch in batches:
+        for first in range(0, batch.rows, unit):
+            rows = min(unit, batch.rows - first)
+            if rows < unit and not pad:
+                raise DataError(_UNEVEN.format(batch.rows, unit))
+            yield _Part(batch, first, rows)
+
+
+def _dealt(lots: list[_Part], have: np.ndarray, unit: int) -> HostBatch:
+    """One batch: every worker's part in its place. Those who have none get copies of some row; they are not looked at."""
+    turn = np.where(have, np.cumsum(have) - 1, 0)
+    rows = [lots[at].first + np.minimum(np.arange(unit), lots[at].rows - 1) for at in turn]
+    weights = np.concatenate([np.arange(unit) < lots[at].rows for at in turn]).astype(np.float32)
+    count = sum(lot.rows for lot in lots)
+    if lots[0].batch.index is not None:
+        index = np.concatenate([lots[at].batch.index[part] for at, part in zip(turn, rows, strict=True)])
+        return HostBatch(lots[0].batch.leaves, count, index, None, have, weights)
+    join = lambda *leaves: np.concatenate([np.asarray(leaf)[part] for leaf, part in zip(leaves, rows, strict=True)])
+    return HostBatch(jax.tree.map(join, *(lots[at].batch.leaves for at in turn)), count, None, None, have, weights)

@@ -1,0 +1,143 @@
+"""A step of the asynchronous parameter server: every worker at the weights it has read, every gradient an update of its own.
+
+The order of arrival, who reads when, and what counts are data (`spmd.comm.server.events`); the updates are real. Algorithms:
+Downpour (Dean et al. 2012), staleness-aware and n-softsync (Zhang et al., arXiv:1511.05950), SSP (Ho et al. 2013), DC-ASGD
+(Zheng et al., arXiv:1609.08326).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from spmd.comm import wire
+from spmd.comm.exchange import GATHERED, HELD, SUM
+from spmd.comm.server.travel import deliver, fetch
+from spmd.layout.declare import keep_axes
+from spmd.layout.resolve import pspec
+from spmd.train.accumulate import apart
+from spmd.train.metrics import pack
+from spmd.train.objective import LOSS
+from spmd.train.precision import cast
+from spmd.train.state import State
+from spmd.train.step import Step, agree, batch_spec, measurements
+from spmd.tree import Tree, flatten, map_paths
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedStep(Step):
+    """A round: the gradients that can be computed at once, applied one after the other."""
+
+    def update(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
+        """The next state, and the round's metrics, as `Step.update` gives them. Absent workers' rows count for nothing."""
+        memory = _read(state.exchange, state.params, events["reads"][0])  # those who began since the last arrival
+        arrived, memory, stats, sums = self._round(dataclasses.replace(state, exchange=memory), batch, weights, events)
+        losses = sums[:, 0, self.names.index(LOSS)] / jnp.maximum(sums[:, 1, self.names.index(LOSS)], 1)
+        params, opt, memory = self._serve(state, arrived, memory, losses, events)
+        metrics = measurements(sums.sum(0), jnp.zeros((2, 0)), events)
+        return State(state.step + 1, params, opt, stats, state.rngs, state.key, memory), metrics
+
+    def _pull(self, params: Tree) -> Tree:
+        """They are whole already: fetched, each worker's own version."""
+        return cast(params, self.dtype)
+
+    def _again(self, kept: Any, pieces: Tree) -> list[Any]:
+        """What was fetched is kept; the version it is of may be gone."""
+        del pieces
+        return jax.tree.leaves(kept, is_leaf=lambda x: not isinstance(x, tuple | list | dict))
+
+    def _round(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, Tree, jax.Array]:
+        """What arrives at the servers, by path [D, W, width]; the next memory; stats; metrics of each worker, [W, 2, names]."""
+        exchange, data, whole = self.exchange, self.scene.data_axes, PartitionSpec()
+        cut = lambda spec: pspec(keep_axes(spec, data))
+        memory = jax.tree.map(cut, exchange.specs(state.exchange), is_leaf=lambda x: isinstance(x, tuple))
+        rows = map_paths(lambda path, x: cut(batch_spec(self.resolved, path)), batch)
+        specs = dataclasses.replace(jax.tree.map(lambda _: whole, state), params=None, opt=None, exchange=memory)
+
+        structure, paths = jax.tree.structure(state.params), list(flatten(state.params))
+
+        def position(state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, Tree, jax.Array]:
+            first = wire.worker_index(data) * self.simulated
+            present = lax.dynamic_slice_in_dim(events["present"], first, self.simulated)
+            found = fetch(exchange, state.exchange)
+            pieces = jax.tree.unflatten(structure, [found[path] for path in paths])
+
+            def one(stats: Tree, inputs: tuple) -> tuple[Tree, tuple]:
+                number, here, held, rows = inputs
+                (grads, sums), after = self._simulated(held, state, stats, rows, first + number, data)
+                kept = lambda x: jnp.where(here, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
+                grads = jax.tree.map(lambda g: kept(g / jnp.maximum(sums[LOSS][1], 1).astype(g.dtype)), grads)
+                return jax.tree.map(lambda new, old: jnp.where(here, new, old), after, stats), (grads, kept(pack(sums, self.names)))
+
+            inputs = (jnp.arange(self.simulated), present, pieces, apart((batch, weights), self.simulated))
+            stats, (grads, sums) = lax.scan(one, state.stats, inputs, unroll=self.simulated if self.unroll else 1)
+            arrived, memory = deliver(exchange, flatten(grads), state.exchange, present)
+            with jax.named_scope("stats"):
+                stats = agree(stats, data)
+            return arrived, memory, stats, sums
+
+        return jax.shard_map(
+            position,
+            mesh=self.scene.mesh,
+            in_specs=(specs, rows, PartitionSpec(data), whole),
+            out_specs=(PartitionSpec(data), memory, whole, PartitionSpec(data)),
+            axis_names=set(data),
+            check_vma=False,
+        )(dataclasses.replace(state, params=None, opt=None), batch, weights, events)
+
+    def _serve(self, state: State, arrived: Tree, memory: Tree, losses: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
+        """One arrival after the other: the server's part, on whole arrays, which live cut over the servers."""
+        declared = self.resolved.layout.parameter_server
+        share = 1 / self.exchange.simulated if declared.mode == "bounded" else 1.0
+
+        def one(carry: tuple, event: Tree) -> tuple[tuple, None]:
+            params, opt, memory = carry
+            who, now = event["worker"], flatten(params)
+            pick = lambda x: lax.dynamic_index_in_dim(x, who, 1, keepdims=False)
+            grads = {path: pick(arrived[path]) for path in now}
+            if declared.delay_compensation:
+                was, strength = {path: pick(memory[path][HELD]) for path in now}, declared.delay_compensation
+                grads = {p: g + jnp.asarray(strength, g.dtype) * g * g * (now[p] - was[p]) for p, g in grads.items()}
+            # 1. gathered until the update is full: the mean by weight, and the rate that their mean weight gives it
+            added = {p: memory[p][SUM] + event["weight"] * g.astype(jnp.float32) for p, g in grads.items()}
+            total = {p: jnp.where(event["applied"], x, memory[p][SUM]) for p, x in added.items()}
+            own = jnp.where(event["applied"], jnp.stack([event["weight"], jnp.float32(1)]), 0.0)
+            weight, count = gathered = next(iter(memory.values()))[GATHERED] + own
+            norm, rate = 1 / jnp.where(weight == 0, 1.0, weight), weight / jnp.maximum(count, 1) * share
+            # 2. the update, which counts when it is due
+            mean = jax.tree.unflatten(jax.tree.structure(params), [(norm * total[p]).astype(g.dtype) for p, g in grads.items()])
+            updates, moved = self.optimizer.update(mean, opt, params, value=losses[who])
+            updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)
+            due = event["commit"] & (count > 0)  # where the data ends there may be nothing
+            commit = lambda new, old: jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)
+            params, opt = commit(optax.apply_updates(params, updates), params), commit(moved, opt)
+            left = lambda x: jnp.where(due, jnp.zeros_like(x), x)
+            memory = {p: entry | {SUM: left(total[p]), GATHERED: left(gathered)} for p, entry in memory.items()}
+            # 3. who reads, reads what there is now
+            return (params, opt, _read(memory, params, event["reads"], who)), None
+
+        inputs = {name: events[name] for name in ("worker", "applied", "weight", "commit")}
+        carry, _ = lax.scan(one, (state.params, state.opt, memory), inputs | {"reads": events["reads"][1:]})
+        return carry
+
+
+def _read(memory: Tree, params: Tree, readers: jax.Array, who: Any = None) -> Tree:
+    """The weights that these workers hold from now on are the servers' own. Of the one that has arrived only its own row is written;
+    the others read at the same instant only where somebody was waited for."""
+    now = flatten(params)
+
+    def all_rows(held: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {path: jnp.where(readers[None, :, None], now[path][:, None], x) for path, x in held.items()}
+
+    held = {path: entry[HELD] for path, entry in memory.items()}
+    if who is not None:
+        here = readers[who]
+        mine = lambda path, x: jnp.where(here, now[path], lax.dynamic_index_in_dim(x, who, 1, keepdims=False))
+        held = {path: lax.dynamic_update_index_in_dim(x, mine(path, x), who, 1) for path, x in held.items()}
+        readers = readers & (jnp.arange(readers.shape[0]) != who)
+    held = lax.cond(readers.any(), all_rows, lambda held: held, held)
+    return {path: entry | {HELD: held[path]} for path, entry in memory.items()}

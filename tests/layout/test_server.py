@@ -1,0 +1,937 @@
+"""What is wrong with a `[parameter_server]` table, word for word, in both spellings; each concrete cure is applied."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+from spmd.errors import LayoutError, OptionError, SpmdError
+from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Rule
+from spmd.layout.gradients import GradientRule, Gradients
+from spmd.layout.server import KINDS, ParameterServer
+from spmd.layout.toml import loads
+
+
+def dense(rows, columns):
+    return {"kernel": jnp.zeros((rows, columns)), "bias": jnp.zeros((columns,))}
+
+
+def apply(params, x):
+    for layer in params.values():
+        x = x @ layer["kernel"] + layer["bias"]
+    return x
+
+
+MODEL = spmd.FunctionalModel(lambda key: {"down": dense(64, 256), "up": dense(256, 64)}, apply)
+X, Y = np.ones((8, 64), np.float32), np.zeros(8, np.int32)
+MESH = "data=4,model=2"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder of its own; and optimizers are not tried on packed parameters, which compiles for a second each time (sgd is fine)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("spmd.train.program.check_packed", lambda *_: None)
+    return tmp_path
+
+
+def fits(layout, mesh=MESH):
+    """Everything that is checked before the first step; a text becomes a file first."""
+    if isinstance(layout, str):
+        with open("mine.toml", "w") as file:
+            file.write(layout)
+        layout = "mine.toml"
+    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
+    trainer = spmd.Trainer(MODEL, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout)
+    trainer.prepare((X, Y))
+    return trainer
+
+
+def told(layout, mesh=MESH):
+    with pytest.raises(LayoutError) as caught:
+        fits(layout, mesh)
+    return str(caught.value)
+
+
+def unread(*problems, where="mine.toml"):
+    return "\n\n".join([f"{where} cannot be read\n{len(problems)} problem{'s' * (len(problems) > 1)}:", *problems])
+
+
+def headlines(text):
+    """Where each problem is, in the order in which they are told."""
+    return [line.strip() for line in text.splitlines() if re.match(r"  \S", line)]
+
+
+def table(text, gradients=""):
+    """Line 4 is the first of the text, or of the lines of `[gradients]` line 3."""
+    return f'[gradients]\nreduction = "parameter_server"\n{gradients}[parameter_server]\n{text}\n'
+
+
+def in_python(*args, codec=("exact",), **more):
+    layout = {name: more.pop(name) for name in ("batch", "params", "default", "optimizer") if name in more}
+    gradients = Gradients("parameter_server", *codec, **{name: more.pop(name) for name in GRADIENTS if name in more})
+    return Layout(gradients=gradients, parameter_server=ParameterServer(*args, **more), **layout)
+
+
+GRADIENTS = ("error_feedback", "start_step", "exact_axes", "diagnostics", "rules")
+ASYNC, BOUNDED, SOFTSYNC = 'mode = "asynchronous"', 'mode = "bounded"\nbound = 4', 'mode = "softsync"\nsplits = 2'
+RULE = '[[gradients.rules]]\npath = "{}"\ncodec = "{}"\n'
+
+
+# there and back ------------------------------------------------------------------------------------------------------
+
+LINK = {"bandwidth": "10Gb/s", "latency": "50us"}
+WRITTEN = {
+    "nothing": ({}, ""),
+    "placement": ({"placement": "largest_first"}, 'placement = "largest_first"\n'),
+    "servers, workers": ({"servers": 2, "workers": 8}, "servers = 2\nworkers = 8\n"),
+    "spares": ({"spares": 1}, "spares = 1\n"),
+    "bounded": ({"mode": "bounded", "bound": 0}, 'mode = "bounded"\nbound = 0\n'),
+    "softsync": ({"mode": "softsync", "splits": 2}, 'mode = "softsync"\nsplits = 2\n'),
+    "a distribution": ({"compute_time": "lognormal(1.0, 0.3)"}, 'compute_time = "lognormal(1.0, 0.3)"\n'),
+    "a list": ({"compute_time": [1, 0.5, 3, 1e-9]}, "compute_time = [1.0, 0.5, 3.0, 1e-09]\n"),
+    "a tuple": ({"compute_time": (1.0, 0.5, 3.0, 1e22)}, "compute_time = [1.0, 0.5, 3.0, 1e+22]\n"),
+    "a path": ({"compute_time": 'a "b"\\c.csv'}, 'compute_time = "a \\"b\\"\\\\c.csv"\n'),
+    "a link": ({"network": LINK}, 'network = { bandwidth = "10Gb/s", latency = "50us" }\n'),
+    "half a link": ({"network": {"latency": "50us"}}, 'network = { latency = "50us" }\n'),
+    "a link in pairs": ({"network": (("latency", "50us"),)}, 'network = { latency = "50us" }\n'),
+    "staleness": (
+        {"mode": "asynchronous", "staleness_scale": "power(0.5)", "max_staleness": 0, "delay_compensation": 1},
+        'mode = "asynchronous"\nstaleness_scale = "power(0.5)"\nmax_staleness = 0\ndelay_compensation = 1.0\n',
+    ),
+    "the rest": (
+        {"mode": "asynchronous", "warmup_steps": 3, "fetch_every": 5, "seed": 7},
+        'mode = "asynchronous"\nwarmup_steps = 3\nfetch_every = 5\nseed = 7\n',
+    ),
+    "all that bounded reads": (
+        {
+            "placement": "greedy_bytes",
+            "servers": 3,
+            "workers": 8,
+            "mode": "bounded",
+            "bound": 4,
+            "compute_time": [1, 2, 3, 4, 5, 6, 7, 8],
+            "network": LINK,
+            "staleness_scale": "exp(0.1)",
+            "max_staleness": 9,
+            "delay_compensation": 0.04,
+            "warmup_steps": 3,
+            "seed": 2,
+        },
+        """\
+placement = "greedy_bytes"
+servers = 3
+workers = 8
+mode = "bounded"
+bound = 4
+compute_time = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+network = { bandwidth = "10Gb/s", latency = "50us" }
+staleness_scale = "exp(0.1)"
+max_staleness = 9
+delay_compensation = 0.04
+warmup_steps = 3
+seed = 2
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("options, text", WRITTEN.values(), ids=WRITTEN)
+def test_there_and_back(options, text):
+    layout = in_python(**options)
+    head = '[gradients]\nreduction = "parameter_server"\n'
+    assert layout.to_toml() == head + (f"\n[parameter_server]\n{text}" if text else ""), "defaults are not written"
+    with open("there.toml", "w") as file:
+        file.write(layout.to_toml())
+    assert Layout.load("there.toml") == layout
+    assert Layout.load(layout) == layout and hash(layout.parameter_server) == hash(loads(layout.to_toml()).parameter_server)
+
+
+def test_every_option_goes_there_and_back():
+    assert {key for options, _ in WRITTEN.values() for key in options} == set(KINDS) == set(ParameterServer.__dataclass_fields__)
+
+
+def test_a_table_may_stand_in_a_table():
+    """A link is a table: TOML has three ways to write one."""
+    inline = loads(table('network = { bandwidth = "10Gb/s", latency = "50us" }'))
+    assert loads(table('network.bandwidth = "10Gb/s"\nnetwork.latency = "50us"')) == inline
+    assert loads(table('[parameter_server.network]\nbandwidth = "10Gb/s"\nlatency = "50us"')) == inline
+    assert fits(inline).layout.parameter_server.network == tuple(LINK.items())
+
+
+def test_a_table_of_defaults_is_no_table():
+    assert loads(table("spares = 0\nfetch_every = 1\nnetwork = {}")) == in_python()
+    assert loads("[parameter_server]\n") == Layout()
+    fits(in_python())
+
+
+# what means nothing --------------------------------------------------------------------------------------------------
+# each: lines of the file, the same in Python, what is told (with the file's line), what the cure makes of it
+
+MODES = "This version knows: synchronous, asynchronous, bounded, softsync."
+PLACEMENTS = "This version knows: sliced, round_robin, greedy_bytes, largest_first."
+SCALES = '"none", "inverse", "power(a)" or "exp(b)", of numbers from 0.'
+TIMES = "constant(seconds), exponential(mean seconds), lognormal(median seconds, sigma), a list of seconds, or the path of a trace."
+TIMES_CURES = [
+    'compute_time = "constant(2)"',
+    'compute_time = "exponential(1.5)"',
+    'compute_time = "lognormal(1.0, 0.3)"',
+    "compute_time = [1.0, 1, 1, 3]",
+]
+
+
+def problem(key, why, cure, line=4):
+    return f"  line {line}: [parameter_server] {key}\n      {why}\n      cure: {cure}"
+
+
+def number(key, value, least, mode="synchronous", **more):
+    """A whole number that is too small, in a mode that reads it; `least` is not too small."""
+    write = lambda value: "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in more.items()), f"{key} = {value}"])
+    said = problem(key, f"{value}.", f"a whole number from {least}.", 5 + len(more))
+    cures = [write(4 if key == "workers" else least)]
+    return write(value), {"mode": mode, key: value, **more}, said, cures
+
+
+def large(key, mode="synchronous"):
+    text, python, _, cures = number(key, 2**31, 1, mode)
+    return text, python, problem(key, f"{2**31}.", "below 2**31.", 5), cures
+
+
+def scale(text):
+    cures = ["none", "inverse", "power(0.5)", "exp(0.1)"]
+    return (
+        f'{ASYNC}\nstaleness_scale = "{text}"',
+        {"mode": "asynchronous", "staleness_scale": text},
+        problem("staleness_scale", f'no scale "{text}".', SCALES, 5),
+        [f'{ASYNC}\nstaleness_scale = "{cure}"' for cure in cures],
+    )
+
+
+def times(value, why):
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return f"compute_time = {text}", {"compute_time": value}, problem("compute_time", why, TIMES), TIMES_CURES
+
+
+def compensation(text):
+    return (
+        f"{ASYNC}\ndelay_compensation = {text}",
+        {"mode": "asynchronous", "delay_compensation": float(text)},
+        problem("delay_compensation", f"{text}.", "a number from 0.", 5),
+        [f"{ASYNC}\ndelay_compensation = {cure}" for cure in (0, 0.04)],
+    )
+
+
+LIKE = {
+    "placement": ("placment", "sliced"),
+    "servers": ("server", 2),
+    "workers": ("worker", 8),
+    "mode": ("modes", "asynchronous"),
+    "bound": ("bounds", None),
+    "splits": ("split", None),
+    "spares": ("spare", 1),
+    "compute_time": ("compute_times", "constant"),
+    "network": ("networks", LINK),
+    "staleness_scale": ("stalenes_scale", "none"),
+    "max_staleness": ("max_stalenes", None),
+    "delay_compensation": ("delay_compensaton", 0),
+    "warmup_steps": ("warmup_step", 3),
+    "fetch_every": ("fetch_evry", 1),
+    "seed": ("seeds", 7),
+}
+
+
+def toml(value):
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {toml(part)}" for key, part in value.items()) + " }"
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@pytest.mark.parametrize("key", KINDS)
+def test_a_misspelt_option(key):
+    misspelt, value = LIKE[key]
+    said = f'  line 4: unknown key: [parameter_server] {misspelt}\n      nothing reads it.\n      cure: did you mean "{key}"?'
+    assert told(table(f"{misspelt} = {toml(3 if value is None else value)}")) == unread(said)
+    if value is not None:
+        fits(table(f"{key} = {toml(value)}"))
+
+
+def test_an_option_unlike_any_other():
+    said = f"  line 4: unknown key: [parameter_server] queue\n      nothing reads it.\n      cure: known: {', '.join(KINDS)}."
+    assert told(table("queue = 3")) == unread(said)
+
+
+def test_a_misspelt_table():
+    said = '  line 1: unknown key: parameter_sever\n      nothing reads it.\n      cure: did you mean "parameter_server"?'
+    assert told("[parameter_sever]\nservers = 2\n") == unread(said)
+    said = "  line 1: parameter_server\n      3 is not a table.\n      cure: write [parameter_server] on a line of its own."
+    assert told("parameter_server = 3\n") == unread(said)
+
+
+UNREAD = {
+    "no servers": number("servers", 0, 1),
+    "no workers": number("workers", 0, 1),
+    "workers below 0": number("workers", -4, 1),
+    "spares below 0": number("spares", -1, 0),
+    "bound below 0": number("bound", -1, 0, "bounded"),
+    "no splits": number("splits", 0, 1, "softsync"),
+    "never fetched": number("fetch_every", 0, 1, "asynchronous"),
+    "younger than now": number("max_staleness", -1, 0, "asynchronous"),
+    "younger than now, bounded": number("max_staleness", -1, 0, "bounded", bound=4),
+    "warm before the start": number("warmup_steps", -1, 0),
+    "seed below 0": number("seed", -1, 0),
+    "servers out of reach": large("servers"),
+    "seed out of reach": large("seed"),
+    "steps out of reach": large("warmup_steps"),
+    "fetches out of reach": large("fetch_every", "asynchronous"),
+    "compensation below 0": compensation("-1.0"),
+    "compensation by nan": compensation("nan"),
+    "compensation by inf": compensation("inf"),
+    "misspelt mode": (
+        'mode = "synchronus"',
+        {"mode": "synchronus"},
+        problem("mode", 'no mode "synchronus".', f'did you mean "synchronous"? {MODES}'),
+        ['mode = "synchronous"', ASYNC, BOUNDED, SOFTSYNC],
+    ),
+    "misspelt mode that something else needs": (
+        'mode = "boundd"\nbound = 4',
+        {"mode": "boundd", "bound": 4},
+        problem("mode", 'no mode "boundd".', f'did you mean "bounded"? {MODES}'),
+        [BOUNDED],
+    ),
+    "unknown mode": (
+        'mode = "hogwild"',
+        {"mode": "hogwild"},
+        problem("mode", 'no mode "hogwild".', MODES.replace("This", "this")),
+        [ASYNC],
+    ),
+    "misspelt placement": (
+        'placement = "round robin"',
+        {"placement": "round robin"},
+        problem("placement", 'no placement "round robin".', f'did you mean "round_robin"? {PLACEMENTS}'),
+        [f'placement = "{placement}"' for placement in ("round_robin", "sliced", "greedy_bytes", "largest_first")],
+    ),
+    "unknown placement": (
+        'placement = "hash"',
+        {"placement": "hash"},
+        problem("placement", 'no placement "hash".', PLACEMENTS.replace("This", "this")),
+        [],
+    ),
+    "half a lognormal": times("lognormal(1.0)", '"lognormal(1.0)" is not lognormal(median seconds, sigma).'),
+    "no numbers of a lognormal": times("lognormal", '"lognormal" is not lognormal(median seconds, sigma).'),
+    "too many numbers": times("constant(1, 2)", '"constant(1, 2)" is not constant(seconds).'),
+    "another distribution": times("normal(1, 2)", 'no distribution "normal".'),
+    "a mean below 0": times("exponential(-1)", '"exponential(-1)" is not exponential(mean seconds).'),
+    "a mean in words": times("exponential(fast)", '"exponential(fast)" is not exponential(mean seconds).'),
+    "forever": times("constant(inf)", '"constant(inf)" is not constant(seconds).'),
+    "a list of nothing": times([], "[] are no seconds."),
+    "a list with one below 0": times([1.0, -1.0, 1.0, 1.0], "[1.0, -1.0, 1.0, 1.0] are no seconds."),
+    "a list with nan": (
+        "compute_time = [nan, 1.0, 1.0, 1.0]",
+        {"compute_time": [float("nan"), 1, 1, 1]},
+        problem("compute_time", "[nan, 1.0, 1.0, 1.0] are no seconds.", TIMES),
+        TIMES_CURES,
+    ),
+    "no scale": scale("inverted"),
+    "a scale without its number": scale("power"),
+    "a power below 0": scale("power(-1)"),
+    "an exponent in words": scale("exp(x)"),
+    "an exponent out of reach": scale("exp(1e999)"),
+}
+
+
+@pytest.mark.parametrize("text, python, said, cures", UNREAD.values(), ids=UNREAD)
+def test_a_table_that_means_nothing(text, python, said, cures):
+    assert told(table(text)) == unread(said)
+    line, without = said.split(": ", 1)
+    assert line.startswith("  line ")
+    assert told(in_python(**python)) == unread(f"  {without}", where='layout "layout"'), "nobody has written it, so it has no lines"
+    for cure in cures:
+        fits(table(cure))
+
+
+def test_a_list_of_words():
+    said = problem("compute_time", '["a", "b"] are no seconds.', "such as [1.0, 1.0, 3.0].")
+    assert told(table('compute_time = ["a", "b"]')) == unread(said)
+
+
+NETWORKS = {
+    "unknown key": {"bandwith": "10Gb/s"},
+    "no time": {"bandwidth": "10 Gb"},
+    "below 0": {"bandwidth": "-10Gb/s"},
+    "no bandwidth": {"bandwidth": "0Gb/s"},
+    "a number": {"bandwidth": 10},
+    "unknown unit": {"bandwidth": "10gb/s"},
+    "too much": {"bandwidth": "1e400Gb/s"},
+    "no number": {"bandwidth": "fast"},
+    "latency without a unit": {"latency": "50"},
+    "latency below 0": {"latency": "-1us"},
+    "latency in numbers": {"latency": 50},
+    "one of two": {"bandwidth": "10Gb/s", "latency": "soon"},
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+def test_a_link_that_means_nothing(network):
+    """The words are another test's; here: one problem, on its line, about the key and the value that are wrong, with the cure."""
+    key, value = list(network.items())[-1]
+    cure = '      cure: such as { bandwidth = "10Gb/s", latency = "50us" }.'
+    by_file, by_python = told(table(f"network = {toml(network)}")), told(in_python(network=network))
+    assert headlines(by_file) == ["line 4: [parameter_server] network"] and headlines(by_python) == ["[parameter_server] network"]
+    for text in (by_file, by_python):
+        assert "1 problem:" in text and text.endswith(cure) and key in text and (key == "bandwith" or str(value) in text)
+    fits(table('network = { bandwidth = "10Gb/s", latency = "50us" }'))
+
+
+@pytest.mark.parametrize("network", [{"bandwidth": "1.5 MB/s"}, {"bandwidth": "100b/s"}, {"latency": "0s"}, {"latency": "1e-3ms"}], ids=str)
+def test_a_link_that_means_something(network):
+    fits(table(f"network = {toml(network)}"))
+    fits(in_python(network=network))
+
+
+# wrong types ---------------------------------------------------------------------------------------------------------
+
+WRONG_TYPES = {
+    "placement": [3, True, None],
+    "servers": ["4", 2.5, True, [2], np.int64(2)],
+    "workers": ["4", 2.5, True],
+    "mode": [3, True, None],
+    "bound": ["four", 1.5, True],
+    "splits": ["2", 1.5, False],
+    "spares": ["1", 1.5, True, None],
+    "compute_time": [1.5, True, {"a": 1}, None, np.ones(4)],
+    "network": [10, "10Gb/s", ["10Gb/s"], None],
+    "staleness_scale": [1, True, ["inverse"], None],
+    "max_staleness": ["4", 1.5, True],
+    "delay_compensation": ["half", True, None],
+    "warmup_steps": ["3", 1.5, True, None],
+    "fetch_every": ["2", 1.5, True, None],
+    "seed": ["zero", 0.5, True, None],
+}
+KIND = {"placement": "a str", "mode": "a str", "staleness_scale": "a str", "network": "a dict", "delay_compensation": "a float"}
+FLAT = [(key, value) for key, values in WRONG_TYPES.items() for value in values]
+SPELT = {"compute_time": "a list", "network": "a table", "staleness_scale": "a string", "delay_compensation": "a number"}
+
+
+def test_every_option_has_a_wrong_type():
+    assert list(WRONG_TYPES) == list(KINDS)
+
+
+@pytest.mark.parametrize("key, value", FLAT, ids=str)
+def test_a_wrong_type_in_python_is_told_where_it_is_given(key, value):
+    with pytest.raises(OptionError) as caught:
+        ParameterServer(**{key: value})
+    assert str(caught.value).startswith(f"ParameterServer: {key}={value!r} is ")
+    if key != "compute_time":  # of several types; see below
+        assert str(caught.value).split("\n")[0].endswith(f"; wanted {KIND.get(key, 'an int')}.")
+
+
+@pytest.mark.parametrize("key, value", [(key, value) for key, value in FLAT if type(value) in (int, float, str, bool, list, dict)], ids=str)
+def test_a_wrong_type_in_a_file(key, value):
+    """Whatever `such as` names is taken at its word."""
+    shown = toml(value) if not isinstance(value, list) else str(value).replace("'", '"')
+    text = told(table(f"{key} = {shown}"))
+    assert "1 problem:" in text and headlines(text) == [f"line 4: [parameter_server] {key}"]
+    if key in ("placement", "mode"):
+        known = PLACEMENTS if key == "placement" else MODES
+        shown = shown.strip('"')
+        assert text == unread(problem(key, f'no {key} "{shown}".', known.replace("This", "this")))
+        return
+    if key != "compute_time":
+        assert f" is not {SPELT.get(key, 'a whole number')}." in text
+    cure = text.split("cure: ")[1]
+    if cure == TIMES:
+        return
+    assert cure.startswith("such as ") and cure.endswith(".")
+    mode = {"bound": 'mode = "bounded"', "splits": 'mode = "softsync"', "spares": 'mode = "synchronous"'}.get(key, ASYNC)
+    loads(table(f"{mode}\n{key} = {cure.removeprefix('such as ').removesuffix('.')}"))
+
+
+def test_several_types_are_all_named():
+    """Seconds may be a text or a list; an error that asks for a text alone is half the truth."""
+    with pytest.raises(OptionError, match=r"list|tuple"):
+        ParameterServer(compute_time=1.5)
+
+
+ODD = {
+    "words for seconds": {"compute_time": ["a", "b"]},
+    "None for seconds": {"compute_time": [1, None]},
+    "None for seconds in a tuple": {"compute_time": (1, None)},
+    "lists for seconds": {"compute_time": [[1, 2], [3, 4]]},
+    "tuples for seconds": {"compute_time": ((1, 2), (3, 4))},
+    "true for seconds": {"compute_time": [1, True, 1, 1]},
+    "seconds out of reach": {"compute_time": [10**400, 1, 1, 1]},
+    "compensation out of reach": {"delay_compensation": 10**400, "mode": "asynchronous"},
+    "half a pair": {"network": (("bandwidth",),)},
+    "no pairs": {"network": (1, 2)},
+    "a pair": {"network": ("bandwidth", "10Gb/s")},
+    "no latency": {"network": {"latency": None}},
+    "a key of two words": {"network": {"band width": "10Gb/s"}},
+    "a key that is no text": {"network": {5: "10Gb/s"}},
+}
+
+
+@pytest.mark.parametrize("options", ODD.values(), ids=ODD)
+def test_what_only_python_can_say_is_told_all_the_same(options):
+    """Never another error than ours, and never that a file nobody has written is not TOML."""
+    with pytest.raises(SpmdError) as caught:
+        fits(in_python(**options))
+    text = str(caught.value)
+    assert next(iter(options)) in text and ("cure:" in text or "wanted" in text)
+    assert "is not TOML" not in text
+
+
+@pytest.mark.parametrize("line", [f"{ASYNC}\ndelay_compensation = 1{'0' * 400}", f"compute_time = [1{'0' * 400}, 1, 1, 1]"])
+def test_a_number_that_no_float_holds(line):
+    assert "1 problem:" in told(table(line))
+
+
+@pytest.mark.parametrize(
+    "seconds", [[1, 2, 3, 4], (1, 2, 3, 4), list(np.arange(1.0, 5.0)), tuple(np.arange(1.0, 5.0)), tuple(np.ones(4, np.float32))]
+)
+def test_seconds_of_any_kind(seconds):
+    fits(in_python(compute_time=seconds))
+
+
+# what does not go together -------------------------------------------------------------------------------------------
+
+
+def idle(key, value, mode, readers):
+    """An option that nothing reads in this mode: told, and read in the others."""
+    write = lambda mode: "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in NEEDED.get(mode, {}).items())])
+    lines = write(mode)
+    said = problem(key, f'nothing reads it in mode "{mode}".', MODES_CURE[readers], 5 + lines.count("\n"))
+    cures = [lines, *(f"{write(reader)}\n{key} = {toml(value)}" for reader in readers if key not in NEEDED.get(reader, {}))]
+    cures += [write(reader) for reader in readers if key in NEEDED.get(reader, {})]
+    return f"{lines}\n{key} = {toml(value)}", {"mode": mode, key: value, **NEEDED.get(mode, {})}, said, cures
+
+
+NEEDED = {"bounded": {"bound": 4}, "softsync": {"splits": 2}}
+LATE = ("asynchronous", "bounded", "softsync")
+MODES_CURE = {
+    ("synchronous",): 'leave it out, or mode = "synchronous".',
+    ("asynchronous",): 'leave it out, or mode = "asynchronous".',
+    ("bounded",): 'leave it out, or mode = "bounded".',
+    ("softsync",): 'leave it out, or mode = "softsync".',
+    LATE: 'leave it out, or mode = "asynchronous" or "bounded" or "softsync".',
+}
+CLASHES = {
+    **{f"spares, {mode}": idle("spares", 1, mode, ("synchronous",)) for mode in LATE},
+    **{f"bound, {mode}": idle("bound", 4, mode, ("bounded",)) for mode in ("synchronous", "asynchronous", "softsync")},
+    **{f"splits, {mode}": idle("splits", 2, mode, ("softsync",)) for mode in ("synchronous", "asynchronous", "bounded")},
+    **{f"fetch_every, {mode}": idle("fetch_every", 2, mode, ("asynchronous",)) for mode in ("synchronous", "bounded", "softsync")},
+    "bound 0": idle("bound", 0, "synchronous", ("bounded",)),
+    "staleness_scale": idle("staleness_scale", "inverse", "synchronous", LATE),
+    "max_staleness": idle("max_staleness", 4, "synchronous", LATE),
+    "max_staleness 0": idle("max_staleness", 0, "synchronous", LATE),
+    "delay_compensation": idle("delay_compensation", 0.04, "synchronous", LATE),
+    "bounded by nothing": (
+        'mode = "bounded"',
+        {"mode": "bounded"},
+        problem("mode", '"bounded" needs bound.', "such as  bound = 1."),
+        ['mode = "bounded"\nbound = 1'],
+    ),
+    "split by nothing": (
+        'mode = "softsync"',
+        {"mode": "softsync"},
+        problem("mode", '"softsync" needs splits.', "such as  splits = 2."),
+        ['mode = "softsync"\nsplits = 2'],
+    ),
+}
+
+
+@pytest.mark.parametrize("text, python, said, cures", CLASHES.values(), ids=CLASHES)
+def test_an_option_of_another_mode(text, python, said, cures):
+    test_a_table_that_means_nothing(text, python, said, cures)
+
+
+@pytest.mark.parametrize("mode", ["synchronous", *LATE])
+def test_options_of_every_mode(mode):
+    fits(
+        in_python(
+            mode=mode, servers=2, workers=8, warmup_steps=3, seed=7, compute_time="exponential(1)", network=LINK, **NEEDED.get(mode, {})
+        )
+    )
+
+
+# each: lines of [gradients], the same in Python, what is told of a file, cures
+APPROXIMATES = "approximates a mean over workers; an asynchronous server applies each gradient by itself."
+NO_MEAN = "nothing reads it: an asynchronous server makes no mean.\n      cure: leave it out."
+POWER = 'codec = "power_sgd"\nerror_feedback = true\n'
+GRADIENTS_CLASHES = {
+    "power_sgd": (
+        POWER,
+        {"codec": ("power_sgd",), "error_feedback": True},
+        f'  line 3: [gradients] codec\n      power_sgd {APPROXIMATES}\n      cure: codec = "bfloat16", or mode = "synchronous".',
+        ['codec = "bfloat16"\nerror_feedback = true\n'],
+    ),
+    "start_step": (
+        'codec = "int8"\nstart_step = 4\n',
+        {"codec": ("int8",), "start_step": 4},
+        f"  line 4: [gradients] start_step\n      {NO_MEAN}",
+        ['codec = "int8"\n'],
+    ),
+    "diagnostics": (
+        'codec = "int8"\ndiagnostics = true\n',
+        {"codec": ("int8",), "diagnostics": True},
+        f"  line 4: [gradients] diagnostics\n      {NO_MEAN}",
+        ['codec = "int8"\n'],
+    ),
+}
+
+
+@pytest.mark.parametrize("mode, needed", [("asynchronous", {}), *NEEDED.items()])
+@pytest.mark.parametrize("lines, python, said, cures", GRADIENTS_CLASHES.values(), ids=GRADIENTS_CLASHES)
+def test_what_has_no_place_where_each_gradient_is_applied_by_itself(lines, python, said, cures, mode, needed):
+    server = "\n".join([f'mode = "{mode}"', *(f"{key} = {value}" for key, value in needed.items())])
+    assert told(table(server, lines)) == unread(said)
+    assert told(in_python(mode=mode, **needed, **python)) == unread(f"  {said.split(': ', 1)[1]}", where='layout "layout"')
+    for cure in cures:
+        fits(table(server, cure))
+    fits(table('mode = "synchronous"', lines))
+
+
+def test_exact_axes_have_no_place_either():
+    batch, mesh, lines = '[batch]\nspec = [["node", "data"]]\n', "node=2,data=4", 'codec = "int8"\nexact_axes = ["data"]\n'
+    assert told(batch + table(ASYNC, lines), mesh) == unread(f"  line 6: [gradients] exact_axes\n      {NO_MEAN}")
+    python = in_python(mode="asynchronous", codec=("int8",), exact_axes="data", batch=Batch((("node", "data"),)))
+    assert told(python, mesh) == unread(f"  [gradients] exact_axes\n      {NO_MEAN}", where='layout "layout"')
+    fits(batch + table(ASYNC, 'codec = "int8"\n'), mesh)
+    fits(batch + table("", lines), mesh)
+
+
+@pytest.mark.parametrize("key", ["start_step = 4", "diagnostics = true"])
+def test_an_option_that_nothing_reads_for_two_reasons_is_one_problem(key):
+    """Neither a codec nor a mean; what is told first must not lead to what is told second."""
+    assert "1 problem:" in told(table(ASYNC, f"{key}\n"))
+
+
+def test_a_ring_under_an_asynchronous_server():
+    """bfloat16 itself is fine, so a cure that says bfloat16 changes nothing: what is wrong is the way."""
+    lines = 'codec = "bfloat16"\nreduce = "ring"\n'
+    for layout in (table(ASYNC, lines), in_python(mode="asynchronous", codec=("bfloat16", {"reduce": "ring"}))):
+        text = told(layout)
+        assert "1 problem:" in text and 'reduce = "one_shot"' in text and 'codec = "bfloat16",' not in text
+    assert headlines(told(table(ASYNC, lines))) == ["line 4: [gradients] reduce"]
+    fits(table(ASYNC, 'codec = "bfloat16"\nreduce = "one_shot"\n'))
+    fits(table("", lines))
+
+
+def test_a_rule_that_has_no_place_is_named():
+    """In Python there are no lines, so the rule's number is all there is."""
+    lines = "error_feedback = true\n" + RULE.format("**/bias", "int8") + RULE.format("**/kernel", "power_sgd")
+    rules = (GradientRule("**/bias", "int8"), GradientRule("**/kernel", "power_sgd"))
+    python = in_python(mode="asynchronous", error_feedback=True, rules=rules)
+    text = told(table(ASYNC, lines))
+    assert f"power_sgd {APPROXIMATES}" in text and text.count("line 7: ") == 1
+    assert headlines(text) == ["line 7: [[gradients.rules]] rule 2"]
+    assert headlines(told(python)) == ["[[gradients.rules]] rule 2"]
+    fits(table(ASYNC, lines.replace("power_sgd", "bfloat16")))
+    fits(table("", lines))
+
+
+# another reduction ---------------------------------------------------------------------------------------------------
+
+REDUCTIONS = ("compiler", "all_reduce", "reduce_scatter")
+
+
+def unused(reduction):
+    return f"""[parameter_server]
+      nothing reads it: gradients meet by reduction "{reduction}".
+      cure: [gradients] reduction = "parameter_server", or leave it out."""
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_table_that_another_reduction_does_not_read(reduction):
+    text, gradients = "[parameter_server]\nservers = 2\n", f'[gradients]\nreduction = "{reduction}"\n'
+    python = Layout(gradients=Gradients(reduction), parameter_server=ParameterServer(servers=2))
+    assert told(python) == unread(f"  {unused(reduction)}", where='layout "layout"')
+    for layout in (gradients + text, text + gradients):
+        assert told(layout).replace("line 3: ", "").replace("line 1: ", "") == unread(f"  {unused(reduction)}")
+        fits(layout.replace(reduction, "parameter_server"))
+    fits(gradients)
+    fits(gradients + "[parameter_server]\n")
+
+
+def test_a_table_that_nothing_reads_has_a_line():
+    assert told("[parameter_server]\nservers = 2\n") == unread(f"  line 1: {unused('compiler')}")
+    text = told('[parameter_server]\nservers = 2\n[gradients]\ncodec = "int4"\n')
+    assert headlines(text) == ["line 1: [parameter_server]", "line 4: [gradients] codec"], "in the order of the file"
+
+
+def test_one_misspelt_reduction_is_one_problem():
+    """What follows is read as if the likely word stood there."""
+    text = '[gradients]\nreduction = "parameter_serer"\n[parameter_server]\nspares = 1\n'
+    assert told(text) == unread(
+        """\
+  line 2: [gradients] reduction
+      no reduction "parameter_serer".
+      cure: did you mean "parameter_server"? This version knows: compiler, all_reduce, reduce_scatter, parameter_server."""
+    )
+    fits(text.replace("serer", "server"))
+
+
+@pytest.mark.parametrize("mode, meant", [("async", "asynchronous"), ("sync", "synchronous"), ("asynchron", "asynchronous")])
+def test_one_misspelt_mode_is_one_problem(mode, meant):
+    """An abbreviation means the mode that begins so, and not one that needs something else as well."""
+    text = told(table(f'mode = "{mode}"'))
+    assert f'did you mean "{meant}"?' in text and "1 problem:" in text
+
+
+# what reads well and does not fit ------------------------------------------------------------------------------------
+
+ON_MODEL = "does not fit this model on mesh data=4, model=2\n1 problem:\n\n"
+KEPT = "the servers keep all parameters, packed, and workers use them whole."
+RULE_CURE = 'cure: leave the rule out, or [gradients] reduction = "reduce_scatter", which keeps them as rules say.'
+KERNEL = '[[params]]\npath = "up/kernel"\nspec = ["-", "model"]\n'
+
+
+def misfit(key, why, cure):
+    return f"  [parameter_server] {key}\n      {why}\n      cure: {cure}"
+
+
+MISFITS = {
+    "more servers than positions": (
+        table("servers = 5"),
+        in_python(servers=5),
+        misfit("servers", "5 servers at 4 positions along the data axes.", "at most 4."),
+        [table("servers = 4")],
+    ),
+    "workers that no position has": (
+        table("workers = 6"),
+        in_python(workers=6),
+        misfit("workers", "6 workers at 4 positions along the data axes; 6 / 4 leaves 2.", "such as 8."),
+        [table("workers = 8")],
+    ),
+    "fewer workers than positions": (
+        table("workers = 2"),
+        in_python(workers=2),
+        misfit("workers", "2 workers at 4 positions along the data axes; 2 / 4 leaves 2.", "such as 4."),
+        [table("workers = 4")],
+    ),
+    "nobody is waited for": (
+        table("spares = 4"),
+        in_python(spares=4),
+        misfit("spares", "4, of 4 workers.", "at most 3."),
+        [table("spares = 3")],
+    ),
+    "nobody of many is waited for": (
+        table("workers = 8\nspares = 9"),
+        in_python(workers=8, spares=9),
+        misfit("spares", "9, of 8 workers.", "at most 7."),
+        [table("workers = 8\nspares = 7")],
+    ),
+    "more splits than workers": (
+        table('mode = "softsync"\nsplits = 5'),
+        in_python(mode="softsync", splits=5),
+        misfit("splits", "5, of 4 workers.", "at most 4."),
+        [table('mode = "softsync"\nsplits = 4'), table('workers = 8\nmode = "softsync"\nsplits = 5')],
+    ),
+    "a list for others": (
+        table("compute_time = [1, 2]"),
+        in_python(compute_time=[1, 2]),
+        misfit("compute_time", "2 numbers for 4 workers.", "one for each."),
+        [table("compute_time = [1, 2, 3, 4]")],
+    ),
+    "a list for positions": (
+        table("workers = 8\ncompute_time = [1, 2, 3, 4]"),
+        in_python(workers=8, compute_time=[1, 2, 3, 4]),
+        misfit("compute_time", "4 numbers for 8 workers.", "one for each."),
+        [table("workers = 8\ncompute_time = [1, 2, 3, 4, 5, 6, 7, 8]")],
+    ),
+    "state is cut": (
+        '[optimizer]\nshard = "data"\n' + table(""),
+        in_python(optimizer=OptimizerState("data")),
+        "  [optimizer] shard\n      optimizer state is with the servers.\n      cure: leave it out.",
+        [table("")],
+    ),
+    "a rule that cuts": (
+        KERNEL + table(""),
+        in_python(params=(Rule("up/kernel", (None, "model")),)),
+        f'  up/kernel   spec ["-", "model"]   rule 1, line 1\n      {KEPT}\n      {RULE_CURE}',
+        [table(""), KERNEL + table("").replace("parameter_server", "reduce_scatter", 1), KERNEL.replace("model", "-") + table("")],
+    ),
+    **{
+        f"rules of codecs, {placement}": (
+            table(f'placement = "{placement}"', RULE.format("**/bias", "int8")),
+            in_python(placement, rules=(GradientRule("**/bias", "int8"),)),
+            f"""  [[gradients.rules]]
+      placement "{placement}" packs parameters together, so they have one codec.
+      cure: placement = "sliced".""",
+            [table('placement = "sliced"', RULE.format("**/bias", "int8")), table(f'placement = "{placement}"', 'codec = "int8"\n')],
+        )
+        for placement in ("round_robin", "greedy_bytes", "largest_first")
+    },
+}
+
+
+@pytest.mark.parametrize("text, python, said, cures", MISFITS.values(), ids=MISFITS)
+def test_a_table_that_does_not_fit(text, python, said, cures):
+    assert told(text) == f"mine.toml {ON_MODEL}{said}"
+    assert told(python) == f"this layout {ON_MODEL}{said.replace(', line 1', '')}"
+    for cure in cures:
+        fits(cure)
+
+
+def test_positions_are_those_of_all_data_axes():
+    batch, mesh = '[batch]\nspec = [["node", "data"]]\n', "node=2,data=4"
+    assert "9 servers at 8 positions" in told(batch + table("servers = 9"), mesh)
+    assert "12 workers at 8 positions along the data axes; 12 / 8 leaves 4.\n      cure: such as 16." in told(
+        table("workers = 12"), "data=8"
+    )
+    fits(batch + table("servers = 8\nworkers = 8"), mesh)
+    fits(table(ASYNC + "\nworkers = 4\nservers = 1"), "data=1")
+
+
+def test_a_worker_without_rows():
+    with pytest.raises(spmd.errors.DataError, match=r"not divisible by 16 workers \(\[parameter_server\] workers\)"):
+        fits(table("workers = 16"))
+
+
+@pytest.mark.parametrize("default", ["shard:data", "shard:model"])
+def test_a_default_that_cuts(default):
+    """No rule is written, so none can be left out: the cure is about the default."""
+    for layout in (f'[default]\nparams = "{default}"\n' + table(""), in_python(default=Default(default))):
+        text = told(layout)
+        assert KEPT in text and "1 problem:" in text
+        assert "[default] params" in text and "leave the rule out" not in text
+    fits('[default]\nparams = "replicate"\n' + table(""))
+    fits(f'[default]\nparams = "{default}"\n[gradients]\nreduction = "reduce_scatter"\n')
+
+
+def test_every_rule_that_cuts_is_told():
+    """Leaving the first out must not be what shows the second."""
+    text = told(KERNEL + KERNEL.replace("up", "down") + table(""))
+    assert "rule 1, line 1" in text and "rule 2, line 4" in text
+    text = told(KERNEL.replace("up/kernel", "**/kernel") + table(""))
+    assert "down/kernel" in text and "up/kernel" in text, "or one problem for all that share the rule"
+
+
+def test_the_cure_for_too_much_that_is_whole_is_one_for_servers():
+    """Servers cut every parameter, so nothing is whole; a default that cuts would be refused next."""
+    layout = "[default]\nmax_replicated = 0.5\n" + table("")
+    try:
+        fits(layout)
+    except LayoutError as error:
+        assert '"shard:' not in str(error)
+        assert "max_replicated = 1." in str(error)
+        fits(layout.replace("0.5", "1"))
+
+
+# many at once --------------------------------------------------------------------------------------------------------
+
+MANY = {
+    "queue = 1": "unknown key: [parameter_server] queue",
+    "seed = -1": "[parameter_server] seed",
+    "spares = 1": "[parameter_server] spares",
+    "servers = 0": "[parameter_server] servers",
+    'mode = "boundd"': "[parameter_server] mode",
+    "network = 3": "[parameter_server] network",
+    "bound = -1": "[parameter_server] bound",
+    'placement = "hash"': "[parameter_server] placement",
+    'staleness_scale = "of"': "[parameter_server] staleness_scale",
+    'compute_time = "normal(1)"': "[parameter_server] compute_time",
+    'fetch_every = "2"': "[parameter_server] fetch_every",
+    "delay_compensation = nan": "[parameter_server] delay_compensation",
+}
+
+
+@pytest.mark.parametrize("order", [list(MANY), list(MANY)[::-1]], ids=["", "backwards"])
+def test_all_problems_of_a_table_are_told_at_once_in_the_order_of_the_file(order):
+    text = told(table("\n".join(order)))
+    assert headlines(text) == [f"line {number}: {MANY[line]}" for number, line in enumerate(order, 4)]
+    assert "12 problems:" in text and text.count("cure: ") == 12
+
+
+def test_problems_of_both_tables_are_told_in_the_order_of_the_file():
+    server = f"[parameter_server]\n{ASYNC}\nspares = 2\n"
+    gradients = f'[gradients]\nreduction = "parameter_server"\n{POWER}start_step = 3\n'
+    assert headlines(told(server + gradients)) == [
+        "line 3: [parameter_server] spares",
+        "line 6: [gradients] codec",
+        "line 8: [gradients] start_step",
+    ]
+    assert headlines(told(gradients + server)) == [
+        "line 3: [gradients] codec",
+        "line 5: [gradients] start_step",
+        "line 8: [parameter_server] spares",
+    ]
+
+
+def test_all_that_does_not_fit_is_told_at_once():
+    lines = 'placement = "greedy_bytes"\nservers = 9\nworkers = 10\nspares = 10\ncompute_time = [1, 2]'
+    text = told('[optimizer]\nshard = "data"\n' + table(lines, RULE.format("**/bias", "int8")))
+    assert headlines(text) == [
+        "[optimizer] shard",
+        "[[gradients.rules]]",
+        "[parameter_server] servers",
+        "[parameter_server] workers",
+        "[parameter_server] spares",
+        "[parameter_server] compute_time",
+    ]
+
+
+# smaller things ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ['[parameter_server.network]\nbandwidth = "10 Gb"', 'network.bandwidth = "10 Gb"'])
+def test_a_table_in_a_table_has_a_line(text):
+    (where,) = headlines(told(table(text)))
+    assert re.fullmatch(r"line [45]: \[parameter_server[\].] ?network\]?.*", where)
+
+
+@pytest.mark.parametrize("network", [{"bandwidth": "10 Gb"}, {"latency": "50"}], ids=str)
+def test_what_is_wrong_with_a_link_is_said(network):
+    """As the file spells it, and why: a unit is missing."""
+    ((key, value),) = network.items()
+    why = told(table(f"network = {toml(network)}")).splitlines()[-2].strip()
+    assert f'"{value}"' in why and f"'{value}'" not in why, "as the file spells it"
+    assert why != f'{key} = "{value}".', "the value alone is no reason"
+
+
+def test_a_misspelt_key_of_a_link():
+    assert 'did you mean "bandwidth"?' in told(table('network = { bandwith = "10Gb/s" }'))
+
+
+@pytest.mark.parametrize("text", ["uniform", "lognormal(1.0, 0.3", "", "times.csv"])
+def test_a_trace_that_is_not_there_is_told_before_the_first_step(text):
+    """A word that is no distribution is a path, and a path that leads nowhere is known before anything is compiled."""
+    for layout in (table(f'compute_time = "{text}"'), in_python(compute_time=text)):
+        with pytest.raises(SpmdError, match=r"(?s)compute_time.*cure: "):
+            fits(layout)
+
+
+TRACES = {
+    "columns": ("csv", "1,2\n"),
+    "words": ("csv", "a,b,c,d\n"),
+    "ragged": ("csv", "1,2,3,4\n1\n"),
+    "below 0": ("csv", "1,2,3,-4\n"),
+    "nan": ("csv", "1,2,3,nan\n"),
+    "nothing": ("csv", ""),
+    "words in .npy": ("npy", "a,b,c,d\n"),
+    "nothing in .npy": ("npy", ""),
+}
+
+
+@pytest.mark.parametrize("form, content", TRACES.values(), ids=TRACES)
+def test_a_trace_that_is_none(form, content, folder):
+    (folder / f"times.{form}").write_text(content)
+    with pytest.raises(SpmdError, match=r"(?s)compute_time.*cure: ") as caught:
+        trainer = fits(table(f'compute_time = "times.{form}"'))
+        trainer.step(trainer.init(), (X, Y))
+    assert "pickle" not in str(caught.value) and "inhomogeneous" not in str(caught.value), "numpy's words are not ours"
+
+
+def test_a_trace(folder):
+    (folder / "times.csv").write_text("1,2,3,4\n" * 3)
+    np.save("times.npy", np.ones((3, 8)))
+    fits(table('compute_time = "times.csv"'))
+    fits(table('workers = 8\ncompute_time = "times.npy"'))
+
+
+@pytest.mark.parametrize("text", ["exponential(1,,)", "lognormal(1,,2)", "constant(,1)"])
+def test_a_number_left_out_is_no_number(text):
+    assert "compute_time" in told(table(f'compute_time = "{text}"'))
