@@ -4,8 +4,11 @@
 
 On 8 simulated devices, one process, arms interleaved: a synchronous step (aim: at most 1.15 times an all-reduce step), and an
 asynchronous round, in which 8 gradients are 8 updates (aim: at most 1.6 times). Two models: an MLP, in which an update costs much
-beside a gradient (4 rows on each device), and the example GPT. And the bytes of the state on each device, as the compiled program has
-them. Simulated devices share the cores, so eight updates of an eighth cost here what one whole update costs on one device.
+beside a gradient (4 rows on each device), and the example GPT. And the bytes of parameters and
+optimizer state on each device.
+Simulated devices share two cores and their memory: what eight servers do at once on eight devices, they do here in turn, so a round's 64
+updates of an eighth cost eight whole ones. An all-reduce makes as many, each in one pass; a scan over arrivals has to read and write the
+moments once more.
 """
 
 import argparse

@@ -86,8 +86,8 @@ class Exchange:
     def _served(self, path: str, leaf: jax.Array) -> dict[str, jax.Array]:
         """Everybody has read the first weights."""
         positions, width = leaf.shape
-        entry = {HELD: jnp.broadcast_to(leaf[:, None], (positions, self.simulated, width)), SUM: jnp.zeros(leaf.shape, jnp.float32)}
-        entry[GATHERED] = jnp.zeros(2, jnp.float32)
+        entry = {HELD: jnp.broadcast_to(leaf[:, None], (positions, self.simulated, width))}
+        entry |= {SUM: jnp.zeros(leaf.shape, jnp.float32), GATHERED: jnp.zeros(2, jnp.float32)}
         return entry | ({RESIDUAL: jnp.zeros((self.simulated, positions, width), jnp.float32)} if self.items[path].feedback else {})
 
     def specs(self, memory: Tree) -> Tree:

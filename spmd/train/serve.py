@@ -102,42 +102,42 @@ class ServedStep(Step):
             if declared.delay_compensation:
                 was, strength = {path: pick(memory[path][HELD]) for path in now}, declared.delay_compensation
                 grads = {p: g + jnp.asarray(strength, g.dtype) * g * g * (now[p] - was[p]) for p, g in grads.items()}
-            # 1. gathered until the update is full: the mean by weight, and the rate that their mean weight gives it
-            added = {p: memory[p][SUM] + event["weight"] * g.astype(jnp.float32) for p, g in grads.items()}
-            total = {p: jnp.where(event["applied"], x, memory[p][SUM]) for p, x in added.items()}
-            own = jnp.where(event["applied"], jnp.stack([event["weight"], jnp.float32(1)]), 0.0)
-            weight, count = gathered = next(iter(memory.values()))[GATHERED] + own
-            norm, rate = 1 / jnp.where(weight == 0, 1.0, weight), weight / jnp.maximum(count, 1) * share
+            # 1. gathered until an update is full; one by one that is at once
+            mean, rate, due, left = _gather(memory, grads, event)
             # 2. the update, which counts when it is due
-            mean = jax.tree.unflatten(jax.tree.structure(params), [(norm * total[p]).astype(g.dtype) for p, g in grads.items()])
+            mean = jax.tree.unflatten(jax.tree.structure(params), list(mean.values()))
             updates, moved = self.optimizer.update(mean, opt, params, value=losses[who])
-            updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)
-            due = event["commit"] & (count > 0)  # where the data ends there may be nothing
+            updates = jax.tree.map(lambda u: (rate * share * u).astype(u.dtype), updates)
             commit = lambda new, old: jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)
             params, opt = commit(optax.apply_updates(params, updates), params), commit(moved, opt)
-            left = lambda x: jnp.where(due, jnp.zeros_like(x), x)
-            memory = {p: entry | {SUM: left(total[p]), GATHERED: left(gathered)} for p, entry in memory.items()}
+            memory = {path: entry | left[path] for path, entry in memory.items()}
             # 3. who reads, reads what there is now
-            return (params, opt, _read(memory, params, event["reads"], who)), None
+            return (params, opt, _read(memory, params, event["reads"])), None
 
         inputs = {name: events[name] for name in ("worker", "applied", "weight", "commit")}
         carry, _ = lax.scan(one, (state.params, state.opt, memory), inputs | {"reads": events["reads"][1:]})
         return carry
 
 
-def _read(memory: Tree, params: Tree, readers: jax.Array, who: Any = None) -> Tree:
-    """The weights that these workers hold from now on are the servers' own. Of the one that has arrived only its own row is written;
-    the others read at the same instant only where somebody was waited for."""
-    now = flatten(params)
+def _gather(memory: Tree, grads: dict[str, jax.Array], event: Tree) -> tuple[dict[str, jax.Array], Any, Any, Tree]:
+    """The mean by weight of what has been gathered, the rate that its mean weight gives it, whether it is due, and what is left."""
+    added = {path: memory[path][SUM] + event["weight"] * g.astype(jnp.float32) for path, g in grads.items()}
+    total = {path: jnp.where(event["applied"], x, memory[path][SUM]) for path, x in added.items()}
+    own = jnp.where(event["applied"], jnp.stack([event["weight"], jnp.float32(1)]), 0.0)
+    weight, count = gathered = next(iter(memory.values()))[GATHERED] + own
+    due = event["commit"] & (count > 0)  # where the data ends there may be nothing
+    norm, rate = 1 / jnp.where(weight == 0, 1.0, weight), weight / jnp.maximum(count, 1)
+    left = lambda x: jnp.where(due, jnp.zeros_like(x), x)
+    mean = {path: (norm * total[path]).astype(g.dtype) for path, g in grads.items()}
+    return mean, rate, due, {path: {SUM: left(x), GATHERED: left(gathered)} for path, x in total.items()}
 
-    def all_rows(held: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {path: jnp.where(readers[None, :, None], now[path][:, None], x) for path, x in held.items()}
 
-    held = {path: entry[HELD] for path, entry in memory.items()}
-    if who is not None:
-        here = readers[who]
-        mine = lambda path, x: jnp.where(here, now[path], lax.dynamic_index_in_dim(x, who, 1, keepdims=False))
-        held = {path: lax.dynamic_update_index_in_dim(x, mine(path, x), who, 1) for path, x in held.items()}
-        readers = readers & (jnp.arange(readers.shape[0]) != who)
-    held = lax.cond(readers.any(), all_rows, lambda held: held, held)
+def _read(memory: Tree, params: Tree, readers: jax.Array) -> Tree:
+    """The weights that these workers hold from now on are the servers' own. One by one: hardly ever are there several."""
+    now, order = flatten(params), jnp.argsort(~readers)
+
+    def one(number: Any, held: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {path: lax.dynamic_update_index_in_dim(x, now[path], order[number], 1) for path, x in held.items()}
+
+    held = lax.fori_loop(0, readers.sum(), one, {path: entry[HELD] for path, entry in memory.items()})
     return {path: entry | {HELD: held[path]} for path, entry in memory.items()}
