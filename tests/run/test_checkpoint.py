@@ -394,7 +394,7 @@ def test_the_layout_stands_beside(tmp_path):
     meta = store.meta(1)
     store.close()
     assert meta["layout"] == text and meta["mesh"] == "data=8" and meta["data"]["seed"] == 0
-    assert meta["position"] == {"epoch": 0, "batch": 1, "reader": None}
+    assert meta["position"] == {"epoch": 0, "batch": 1, "reader": None, "parts": 0, "workers": 0}
     assert meta["arrays"]["params/w"] == "float32[8, 1]"
     json.dumps(meta)
 

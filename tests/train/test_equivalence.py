@@ -99,8 +99,8 @@ def cases():
                 if "tensor" not in layout and mesh in ("2x4",):
                     continue  # no parameter is cut over `model`: 4x2 shows all there is
                 for step in ("auto", "manual"):
-                    # one model goes through every mesh in the fast suite, the others through 4x2; the rest are in `make test-all`
-                    slow = mesh == "2x4" or (model != "gpt" and mesh != "4x2")
+                    # in the fast suite: one model on 4x2 and on three axes, the others in the manual step on 4x2; in `make test-all` every case
+                    slow = mesh not in ("4x2", "2x2x2") if model == "gpt" else (mesh, step) != ("4x2", "manual")
                     yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=[pytest.mark.slow] * slow)
 
 

@@ -99,6 +99,7 @@ def test_adamw_on_packed_parameters_differs_in_the_last_bit_at_most():
     assert far(one, other) <= 4 * 2.0**-23
 
 
+@pytest.mark.slow
 def test_clipping_by_global_norm_is_of_whole_gradients():
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
     one, other = train(trainer_of(served(), optimizer=clipped)), train(trainer_of(ALL_REDUCE, optimizer=clipped))
@@ -120,7 +121,7 @@ def test_many_workers_at_one_device_are_one_large_batch():
     assert far(one, other) < 1e-6, "the mean is summed in another order"
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int8", "sign"])
+@pytest.mark.parametrize("codec", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8", pytest.param("sign", marks=pytest.mark.slow)])
 def test_a_codec_travels_to_the_servers(codec):
     options = {"error_feedback": True, "weights": "bfloat16"}
     trainer = trainer_of(served(codec, **options))
@@ -268,6 +269,7 @@ def test_softsync_of_one_with_equal_workers_is_synchronous(optimizer):
     assert far(one, other) < 1e-6, "the mean is summed in order of arrival"
 
 
+@pytest.mark.slow
 def test_bounded_by_nothing_is_synchronous():
     one = train(trainer_of(served(mode="bounded", bound=0, compute_time="exponential"), optimizer=optax.sgd(0.1)))
     assert far(one, train(trainer_of(served(), optimizer=optax.sgd(0.1)))) < 1e-6, "eight eighths of a step"
@@ -566,6 +568,7 @@ NOT_FINE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", FINE.values(), ids=FINE)
 def test_an_optimizer_that_looks_at_elements_may_be_served(optimizer):
     assert np.isfinite(train(trainer_of(served(mode="asynchronous"), optimizer=optimizer), 2)[0]).all()
