@@ -99,7 +99,7 @@ def cases():
                 if "tensor" not in layout and mesh in ("2x4",):
                     continue  # no parameter is cut over `model`: 4x2 shows all there is
                 for step in ("auto", "manual"):
-                    # in the fast suite: one model on 4x2 and on three axes, the others in the manual step on 4x2; in `make test-all` every case
+                    # the fast suite: one model on 4x2 and on three axes, the others by hand on 4x2; `make test-all`: every case
                     slow = mesh not in ("4x2", "2x2x2") if model == "gpt" else (mesh, step) != ("4x2", "manual")
                     yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=[pytest.mark.slow] * slow)
 
