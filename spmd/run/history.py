@@ -35,7 +35,11 @@ class History:
     def names(self) -> tuple[str, ...]:
         """Everything that can be asked for."""
         seen = dict.fromkeys(name for row in self.evaluations for name in row if name != "step")
-        return (*self._names, *self._constants(0), *seen)
+        return (*self._names, *self._known(), *seen)
+
+    def _known(self) -> dict[str, float]:
+        """What is known of the newest step without measuring: of an old one it may have to be worked out again."""
+        return self._constants(self._steps[-1][0] - 1 if self._steps else 0)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One dict per step: its number and its metrics."""
@@ -48,7 +52,7 @@ class History:
         if name in self._names:
             column = self._names.index(name)
             return [float(row[0, column] / row[1, column]) for _, packed in self._steps for row in packed]
-        if name in self._constants(0):
+        if name in self._known():
             return [row[name] for row in self.rows()]
         found = [row[name] for row in self.evaluations if name in row]
         if not found:

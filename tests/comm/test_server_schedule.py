@@ -180,6 +180,14 @@ def test_a_rate_too_small_for_float32_is_none(words, scale):
 # staleness -----------------------------------------------------------------------------------------------------------
 
 
+def is_conserved(log, workers):
+    """Every update makes the weights of all workers but one a version older: what arrived of that, and what is under way at the end, is
+    all of it. In whole numbers, so the mean staleness is what it must be, but for those who are under way."""
+    versions = np.cumsum(log.commit)
+    read = [versions[log.worker == worker][-1] if (log.worker == worker).any() else 0 for worker in range(workers)]
+    return log.staleness.sum() + (versions[-1] - np.array(read)).sum() == versions[-1] * (workers - 1)
+
+
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("workers", [4, 8, 32])
 def test_mean_staleness_is_one_less_than_workers(workers, times):
@@ -187,8 +195,7 @@ def test_mean_staleness_is_one_less_than_workers(workers, times):
     if times == "constant":
         assert (log.staleness[workers:] == workers - 1).all() and log.staleness[:workers].tolist() == list(range(workers))
     else:
-        # every arrival makes all others one version older, so only who is under way at both ends is miscounted: W * W of N W
-        assert log.staleness[len(log.staleness) // 10 :].mean() == pytest.approx(workers - 1, rel=0.01)
+        assert is_conserved(log, workers)
         assert log.staleness.max() > 1.5 * (workers - 1)  # and only the mean is so
 
 
@@ -196,9 +203,7 @@ def test_mean_staleness_is_one_less_than_workers(workers, times):
 def test_mean_staleness_of_softsync_is_splits_less_their_part_of_one_worker(splits):
     """n (1 - 1 / W); Zhang et al., arXiv:1511.05950, saw means close to 15 and 30."""
     log = arrivals(simulate(30, 3000, mode="softsync", splits=splits))
-    late = log.staleness[2000:]
-    # a law of conservation again: over 15,000 gradients both ends are 30 x 30, and for n = 1 it is a mean of 0 and 1 (2 %: 3 sigma)
-    assert late.mean() == pytest.approx(splits * (1 - 1 / 30), rel=0.02)
+    assert is_conserved(log, 30)  # of one update for each 30 / n gradients: n (1 - 1 / 30) each
 
 
 @pytest.mark.parametrize("splits", [1, 15, 30])
@@ -456,7 +461,9 @@ def test_gradients_arrive_later_over_a_network_and_one_after_another(times, netw
 @pytest.mark.parametrize("network", [SLOW, {"bandwidth": "80Mb/s"}, {"latency": "50ms"}, {"latency": "50us"}], ids=str)
 def test_mean_staleness_over_a_network_is_one_less_than_workers(network):
     log = arrivals(simulate(8, 2500, mode="asynchronous", network=network))
-    assert log.staleness[1000:].mean() == pytest.approx(7, rel=0.01)  # as without one
+    # as without one, but not in whole numbers: who waits for an answer does not grow older. Over 8,000 gradients what is under way at
+    # both ends is at most 8 x 8 versions of 56,000, and waiting in line for a link is the rest of the 1 %
+    assert log.staleness[1000:].mean() == pytest.approx(7, rel=0.01)
 
 
 @pytest.mark.parametrize("words", [{"mode": "asynchronous"}, {"mode": "bounded", "bound": 0}, {"mode": "softsync", "splits": 1}], ids=str)
@@ -487,7 +494,8 @@ def test_a_worker_s_times_are_its_own(times):
 
 def test_drawn_times_are_of_their_distribution():
     of = lambda times: np.array([Times(times, 3, 0).of(2, number) for number in range(8 * 1024)])
-    # 8,192 draws: sigma of a mean is 1.1 % of an exponential's, and 0.0033 of this lognormal's logarithm
+    # 8,192 draws: sigma of a mean (and of a median) is 1.1 % of an exponential's, 0.0033 of this lognormal's logarithm, and of the
+    # logarithm's own sigma 0.8 %; each bound is three sigma or a little more, and the draws are seeded
     seconds = of("exponential(3)")
     assert seconds.mean() == pytest.approx(3, rel=0.04) and np.median(seconds) == pytest.approx(3 * math.log(2), rel=0.04)
     logs = np.log(of("lognormal(2.0, 0.3)"))

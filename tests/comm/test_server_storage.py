@@ -276,7 +276,6 @@ TABLE = [
 def test_imbalance_of_whole_parameters(model, servers, wanted):
     found = [assign(placement, model(), servers) for placement in ("round_robin", "greedy_bytes", "largest_first")]
     assert [each.imbalance for each in found] == pytest.approx(wanted, abs=5e-4)  # as it is printed
-    assert f"{found[0].placement}: imbalance {found[0].imbalance:.2f}" in found[0].table()
 
 
 @pytest.mark.parametrize("servers", [2, 3, 4, 7, 8, 96])

@@ -1,9 +1,6 @@
 """What is wrong with a `[gradients]` table, word for word, in both spellings; each concrete cure is applied."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import spmd
@@ -11,20 +8,8 @@ from spmd.errors import LayoutError
 from spmd.layout.declare import Batch, Default, Layout, Rule
 from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.toml import loads
+from tests.layout.applied import fits, told, unread
 
-
-def dense(rows, columns):
-    return {"kernel": jnp.zeros((rows, columns)), "bias": jnp.zeros((columns,))}
-
-
-def apply(params, x):
-    for layer in params.values():
-        x = x @ layer["kernel"] + layer["bias"]
-    return x
-
-
-MODEL = spmd.FunctionalModel(lambda key: {"down": dense(64, 256), "up": dense(256, 64)}, apply)
-X, Y = np.ones((8, 64), np.float32), np.zeros(8, np.int32)
 NODES = '[batch]\nspec = [["node", "data"]]\n'
 BY_NODE = Batch((("node", "data"),))
 
@@ -33,28 +18,6 @@ BY_NODE = Batch((("node", "data"),))
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def fits(layout, mesh="data=4,model=2"):
-    """Everything that is checked before the first step; a text becomes a file first."""
-    if isinstance(layout, str):
-        with open("mine.toml", "w") as file:
-            file.write(layout)
-        layout = "mine.toml"
-    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
-    trainer = spmd.Trainer(MODEL, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout)
-    trainer.prepare((X, Y))
-    return trainer
-
-
-def told(layout, mesh="data=4,model=2"):
-    with pytest.raises(LayoutError) as caught:
-        fits(layout, mesh)
-    return str(caught.value)
-
-
-def unread(*problems):
-    return "\n\n".join([f"mine.toml cannot be read\n{len(problems)} problem{'s' * (len(problems) > 1)}:", *problems])
 
 
 def table(text, reduction="all_reduce"):

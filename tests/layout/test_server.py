@@ -2,10 +2,7 @@
 
 import re
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import spmd
@@ -14,21 +11,7 @@ from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.server import KINDS, ParameterServer
 from spmd.layout.toml import loads
-
-
-def dense(rows, columns):
-    return {"kernel": jnp.zeros((rows, columns)), "bias": jnp.zeros((columns,))}
-
-
-def apply(params, x):
-    for layer in params.values():
-        x = x @ layer["kernel"] + layer["bias"]
-    return x
-
-
-MODEL = spmd.FunctionalModel(lambda key: {"down": dense(64, 256), "up": dense(256, 64)}, apply)
-X, Y = np.ones((8, 64), np.float32), np.zeros(8, np.int32)
-MESH = "data=4,model=2"
+from tests.layout.applied import X, Y, fits, told, unread
 
 
 @pytest.fixture(autouse=True)
@@ -37,28 +20,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("spmd.train.program.check_packed", lambda *_: None)
     return tmp_path
-
-
-def fits(layout, mesh=MESH):
-    """Everything that is checked before the first step; a text becomes a file first."""
-    if isinstance(layout, str):
-        with open("mine.toml", "w") as file:
-            file.write(layout)
-        layout = "mine.toml"
-    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
-    trainer = spmd.Trainer(MODEL, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout)
-    trainer.prepare((X, Y))
-    return trainer
-
-
-def told(layout, mesh=MESH):
-    with pytest.raises(LayoutError) as caught:
-        fits(layout, mesh)
-    return str(caught.value)
-
-
-def unread(*problems, where="mine.toml"):
-    return "\n\n".join([f"{where} cannot be read\n{len(problems)} problem{'s' * (len(problems) > 1)}:", *problems])
 
 
 def headlines(text):

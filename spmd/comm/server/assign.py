@@ -8,8 +8,6 @@ placed variables in the order in which they were made.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from spmd.tree import format_bytes
-
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
@@ -55,12 +53,6 @@ class Assignment:
                 break
             before += size if self.owner[other] == self.owner[path] else 0
         return before
-
-    def table(self, itemsize: int = 4) -> str:
-        """Load per server, in bytes of this item size."""
-        lines = [f"server {number}: {format_bytes(load * itemsize)}" for number, load in enumerate(self.load)]
-        lines.append(f"{self.placement}: imbalance {self.imbalance:.2f}, padding {self.padding:.1%}")
-        return "\n".join(lines)
 
 
 def _in_turn(sizes: Sequence[int], servers: int) -> list[int]:

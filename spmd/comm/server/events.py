@@ -79,10 +79,10 @@ class Events:
         Raises:
           OptionError: a trace that ends before.
         """
+        if self.steps is None or steps is parts is None:
+            return
         step = taken = 0
-        while self.steps is not None and (steps is None or step < steps) and (parts is None or taken < parts):
-            if steps is None and parts is None:
-                return
+        while (steps is None or step < steps) and (parts is None or taken < parts):
             taken += int(self.round(step).takes.sum())
             step += 1
 

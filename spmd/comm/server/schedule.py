@@ -100,7 +100,7 @@ class _Asynchronous:
         self.scale = scale_of(declared.staleness_scale) or (lambda tau: 1.0)
         self.per_update = workers // declared.splits if declared.mode == "softsync" and declared.splits else 1
         self.inwards = self.outwards = 0.0  # when the links are free again
-        self.version, self.commits = 0, 0
+        self.version = 0
         self.read_version = np.zeros(workers, np.int64)
         self.pushed = np.zeros(workers, np.int64)  # gradients that arrived, by worker: its clock
         self.begun = np.zeros(workers, np.int64)  # gradients begun
