@@ -31,7 +31,7 @@ class Round:
       commit: bool[workers]: the update is made after this arrival.
       reads: bool[workers + 1, workers]: which workers read weights before the round (row 0), and after each event.
       staleness: int32[workers], versions between reading and arriving; -1 where nothing arrives.
-      began, time: float64[workers]: simulated seconds at which the gradient was begun, and arrived.
+      began, done, time: float64[workers]: simulated seconds at which the gradient was begun, was computed, and arrived.
       end: simulated seconds when the round is over.
     """
 
@@ -44,6 +44,7 @@ class Round:
     reads: np.ndarray
     staleness: np.ndarray
     began: np.ndarray
+    done: np.ndarray
     time: np.ndarray
     end: float
 
@@ -53,7 +54,7 @@ class Round:
         no, one, zero = np.zeros(workers, bool), np.ones(workers, np.float32), np.zeros(workers)
         reads = np.zeros((workers + 1, workers), bool)
         order, stale = np.zeros(workers, np.int32), np.full(workers, -1, np.int32)
-        return cls(order, no, no.copy(), no.copy(), one, no.copy(), reads, stale, zero, zero.copy(), 0.0)
+        return cls(order, no, no.copy(), no.copy(), one, no.copy(), reads, stale, zero, zero.copy(), zero.copy(), 0.0)
 
 
 def rounds(
@@ -80,7 +81,7 @@ def _synchronous(declared: ParameterServer, workers: int, times: Times, network:
         found.applied[:kept], found.commit[kept - 1] = True, True
         found.takes[order], found.present[order[:kept]] = True, True
         found.began[:] = now
-        found.time[: len(order)] = now + seconds[order]
+        found.done[: len(order)] = found.time[: len(order)] = now + seconds[order]
         now += float(seconds[order[kept - 1]]) + network * len(order) / workers + delay
         number += 1
         yield dataclasses.replace(found, end=now)
@@ -104,7 +105,7 @@ class _Asynchronous:
         self.read_version = np.zeros(workers, np.int64)
         self.pushed = np.zeros(workers, np.int64)  # gradients that arrived, by worker: its clock
         self.begun = np.zeros(workers, np.int64)  # gradients begun
-        self.started = np.zeros(workers)
+        self.started, self.finished = np.zeros(workers), np.zeros(workers)
         self.waiting: set[int] = set()  # read, when the slowest allows
         self.count = 0  # gradients of the update that is being gathered, over rounds
         self.queue: list[tuple[float, int, int]] = []
@@ -149,7 +150,7 @@ class _Asynchronous:
         if known is not None and number >= known:
             heapq.heappush(self.queue, (now, ENDS, worker))
             return
-        done = now + self.times.of(worker, number)
+        done = self.finished[worker] = now + self.times.of(worker, number)
         self.begun[worker] += 1
         heapq.heappush(self.queue, (done + self.latency, REACHES, worker) if self.remote else (done, ARRIVES, worker))
 
@@ -162,7 +163,7 @@ class _Asynchronous:
         at, this, tau = self.events, self.this, int(self.version - self.read_version[worker])
         self.events += 1
         this.worker[at], this.present[worker], this.staleness[at] = worker, True, tau
-        this.began[at], this.time[at] = self.started[worker], now
+        this.began[at], this.done[at], this.time[at] = self.started[worker], self.finished[worker], now
         self.pushed[worker] += 1
         limit = self.declared.max_staleness
         if limit is not None and tau > limit:
