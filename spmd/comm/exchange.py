@@ -20,6 +20,7 @@ from spmd.comm.codec.exact import reduce as exactly
 from spmd.comm.log import WARM_UP
 from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, constrain
 from spmd.comm.route import Item, buckets, routes, ways_of
+from spmd.comm.server.assign import assign
 from spmd.layout.declare import Spec, keep_axes, spec_axes
 from spmd.layout.resolve import Resolved, pspec
 from spmd.tree import Tree, flatten, map_paths
@@ -28,6 +29,10 @@ RESIDUAL = "residual"  # what a worker's codec has lost so far: float32[workers,
 HELD = "held"  # the weights that each worker has read: [positions, workers, row], over the servers' positions on dim 0
 SUM = "sum"  # of the weighted gradients that the next update waits for: [positions, row], likewise
 GATHERED = "gathered"  # the sum of their weights, and how many they are: [2]
+SQUARES = "squares"  # the servers' moving mean of gradients squared: [positions, row], over positions
+OWN = "own"  # each worker's own weights: [workers, positions, row], over workers
+READ = "read"  # the weights that workers took from the servers last: [positions, row], equal everywhere
+OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], over positions
 CODEC = "codec"  # what the codec itself remembers: [blocks along the other axes, ...], equal on all workers
 
 
@@ -41,7 +46,8 @@ class Exchange:
     @functools.cached_property
     def reduction(self) -> Reduction:
         """With a single worker there is nothing to meet, and the auto step is the faster one."""
-        return REDUCTIONS[self.resolved.layout.gradients.reduction if self.resolved.workers > 1 else "compiler"]
+        several = self.resolved.workers > 1 or self.local
+        return REDUCTIONS[self.resolved.layout.gradients.reduction if several else "compiler"]
 
     @functools.cached_property
     def items(self) -> dict[str, Item]:
@@ -49,9 +55,17 @@ class Exchange:
         return routes(self.resolved, self.scene, self.reduction)
 
     @functools.cached_property
+    def fragments(self) -> list[list[str]]:
+        """Paths that meet at one time: all, or as many parts of equal size as can be where workers train by themselves."""
+        sizes = {path: place.nbytes for path, place in self.resolved.placements.items()}
+        owner = assign("largest_first", sizes, self.resolved.layout.parameter_server.fragments).owner
+        return [[path for path in sizes if owner[path] == part] for part in range(max(owner.values(), default=-1) + 1)]
+
+    @functools.cached_property
     def buckets(self) -> list[list[str]]:
         """Paths of the gradients that travel together."""
-        return buckets(self.items, self.resolved.layout.gradients.bucket_bytes)
+        limit = self.resolved.layout.gradients.bucket_bytes
+        return [found for paths in self.fragments for found in buckets({path: self.items[path] for path in paths}, limit)]
 
     # what is remembered between steps --------------------------------------------------------------------------------
 
@@ -67,6 +81,12 @@ class Exchange:
         declared = self.resolved.layout
         return declared.gradients.reduction == "parameter_server" and declared.parameter_server.asynchronous
 
+    @property
+    def local(self) -> bool:
+        """Whether workers have weights and an optimizer of their own, and meet at a parameter server now and then."""
+        declared = self.resolved.layout
+        return declared.gradients.reduction == "parameter_server" and declared.parameter_server.local
+
     def init(self, key: jax.Array, params: Tree) -> dict[str, dict[str, Any]]:
         """The memory at step 0, by path: zero residuals, each codec's own state, and what an asynchronous server knows; under a trace."""
         if self.asynchronous:
@@ -81,13 +101,24 @@ class Exchange:
             own = jax.vmap(lambda k, item=item: item.codec.init(k, item.cut.shape, item.place.shape))(keys)
             entry |= {CODEC: own} if own else {}
             memory |= {path: entry} if entry else {}
+        if self.local:
+            return {path: memory.get(path, {}) | self._alone(leaf) for path, leaf in flatten(params).items()}
         return memory
+
+    def _alone(self, leaf: jax.Array) -> dict[str, jax.Array]:
+        """Every worker begins with the servers' weights."""
+        declared = self.resolved.layout.parameter_server
+        entry = {OWN: jnp.broadcast_to(leaf, (self.simulated, *leaf.shape))}
+        entry |= {READ: leaf} if declared.mode == "local" else {}
+        return entry | ({OUTER: jnp.zeros(leaf.shape, jnp.float32)} if declared.mode == "local" and declared.outer_momentum else {})
 
     def _served(self, path: str, leaf: jax.Array) -> dict[str, jax.Array]:
         """Everybody has read the first weights."""
         positions, width = leaf.shape
         entry = {HELD: jnp.broadcast_to(leaf[:, None], (positions, self.simulated, width))}
         entry |= {SUM: jnp.zeros(leaf.shape, jnp.float32), GATHERED: jnp.zeros(2, jnp.float32)}
+        adaptive = self.resolved.layout.parameter_server.delay_decay is not None
+        entry |= {SQUARES: jnp.zeros(leaf.shape, jnp.float32)} if adaptive else {}
         return entry | ({RESIDUAL: jnp.zeros((self.simulated, positions, width), jnp.float32)} if self.items[path].feedback else {})
 
     def specs(self, memory: Tree) -> Tree:
@@ -99,9 +130,9 @@ class Exchange:
 
     def _spec(self, path: str, kind: str) -> Spec:
         item = self.items[path]
-        if kind == GATHERED:
+        if kind in (GATHERED, READ):
             return ()
-        if kind in (HELD, SUM):
+        if kind in (HELD, SUM, SQUARES, OWN, OUTER):
             return (self.scene.data_axes,)
         if kind == RESIDUAL:
             return (self.scene.data_axes, *(item.rest if item.nested else ()))

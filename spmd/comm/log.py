@@ -9,7 +9,7 @@ Bytes are those of ring algorithms, with n devices in a group and b bytes of ope
     collective_permute  b
 
 Of a conditional the branch that sends most counts, and of a `while` loop one turn; the exchange's own conditional, at `start_step`,
-is told apart step by step.
+is told apart step by step. Where workers meet now and then only, the log is that of a step in which all parameters do.
 
 Only collectives that the program itself asks for are seen: those that XLA's partitioner adds for sharded arrays (tensor
 parallelism, and everything under `reduction = "compiler"`) are not in it yet.
@@ -97,6 +97,8 @@ class WireLog:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
         total = f"{self.bytes():,} bytes sent by each device per step"
         total += f"; {self.bytes(0):,} before step {self.start_step}" if self.start_step else ""
+        met = self.bytes(where="send/") + self.bytes(where="receive/")
+        total += f"; {self.bytes() - met:,} in steps in which no parameters meet" if met else ""
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", total])
 
     __repr__ = __str__

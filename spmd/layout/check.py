@@ -197,10 +197,19 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
     if workers % positions:
         why = f"{workers} workers at {positions} positions along the data axes; {workers} / {positions} leaves {workers % positions}."
         yield Problem("[parameter_server] workers", [why], f"such as {-(-workers // positions) * positions}.")
-    for key, most in (("spares", workers - 1), ("splits", workers)):
+    if server.fragments > 1 and server.placement != "sliced":
+        why = f'placement "{server.placement}" packs parameters together, so they meet at once.'
+        yield Problem("[parameter_server] fragments", [why], 'placement = "sliced", or leave it out.')
+    if server.moving_rate is not None and server.moving_rate >= 2 / (workers + 1):
+        factor = 1 - server.moving_rate * (workers + 1)
+        why = f"{server.moving_rate:g} with {workers} workers: each meeting multiplies the servers' distance from the workers' mean by "
+        why += f"1 - {server.moving_rate:g} ({workers} + 1) = {factor:.3g}."
+        yield Problem("[parameter_server] moving_rate", [why], f"below 2 / {workers + 1}, such as {0.9 / workers:.3g}.")
+    for key, most in (("spares", workers - 1), ("splits", workers), ("fragments", len(resolved.placements))):
         value = getattr(server, key)
         if value is not None and value > most:
-            yield Problem(f"[parameter_server] {key}", [f"{value}, of {workers} workers."], f"at most {most}.")
+            of = f"{most} parameters" if key == "fragments" else f"{workers} workers"
+            yield Problem(f"[parameter_server] {key}", [f"{value}, of {of}."], f"at most {most}.")
     if isinstance(server.compute_time, tuple) and len(server.compute_time) != workers:
         why = f"{len(server.compute_time)} numbers for {workers} workers."
         yield Problem("[parameter_server] compute_time", [why], "one for each.")

@@ -1,18 +1,16 @@
 """What a layout says about the simulated parameter server. Data only; `spmd.comm.server` does it."""
 
 import dataclasses
-import json
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from spmd.errors import OptionError, a_kind, did_you_mean
+from spmd.errors import OptionError, a_kind
+from spmd.layout.clock import LINK, SECONDS, Network, scale_of, times_of
 from spmd.layout.gradients import Clash, Gradients
 
-MODES = ("synchronous", "asynchronous", "bounded", "softsync")
-SECONDS = "constant(seconds), exponential(mean seconds), lognormal(median seconds, sigma), a list of seconds, or the path of a trace."
-LINK = 'such as { bandwidth = "10Gb/s", latency = "50us" }.'
+ASYNCHRONOUS, LOCAL = ("asynchronous", "bounded", "softsync"), ("local", "elastic")
+MODES = ("synchronous", *ASYNCHRONOUS, *LOCAL)
 PLACEMENTS = ("sliced", "round_robin", "greedy_bytes", "largest_first")
 
 
@@ -28,7 +26,10 @@ class ParameterServer:
       workers: how many workers are simulated; a multiple of the positions along the data axes; None: one at each.
       mode: "synchronous"; "asynchronous": each gradient is an update, of weights that have moved on since; "bounded": so, but no worker
         is more than `bound` gradients ahead of the slowest, and an update counts 1 / workers (SSP, Ho et al. 2013); "softsync": each
-        `workers // splits` gradients are an update (Zhang et al., arXiv:1511.05950).
+        `workers // splits` gradients are an update (Zhang et al., arXiv:1511.05950). In the others workers have weights and an optimizer
+        of their own, and meet at the servers every so many steps: "local": their mean way since then is a gradient to the outer
+        optimizer, Nesterov's momentum (DiLoCo, Douillard et al., arXiv:2311.08105); "elastic": worker and servers pull at each other
+        (EASGD, Zhang et al., arXiv:1412.6651).
       bound: of mode "bounded".
       splits: of mode "softsync".
       spares: synchronous: an update waits for all but so many workers; the slowest are dropped (Chen et al., arXiv:1604.00981).
@@ -40,8 +41,15 @@ class ParameterServer:
         (1 + tau)^-a; "exp(b)": e^(-b tau).
       max_staleness: a gradient that is older is dropped.
       delay_compensation: lambda of DC-ASGD (Zheng et al., arXiv:1609.08326): g + lambda g g (w - w_read).
+      delay_decay: makes it adaptive: lambda / sqrt(s + 1e-7), where s is the servers' moving mean of g g with this decay, such as 0.95.
       warmup_steps: updates that the first worker makes alone, before the others join.
       fetch_every: gradients of a worker between two fetches of weights (Downpour, Dean et al. 2012).
+      every: steps of a worker between two meetings, of modes "local" and "elastic".
+      fragments: parameters meet in so many parts, one after the other, each at its own time (streaming DiLoCo, arXiv:2501.18512).
+      overlap: steps that workers go on while what they have sent is on its way.
+      mix: the share of its own weights that a worker keeps where it takes those of the servers.
+      outer_rate, outer_momentum: of the outer optimizer; 1 and 0 are local SGD.
+      moving_rate: alpha of mode "elastic"; None: 0.9 / workers.
       seed: of the simulated times.
 
     Example:
@@ -63,6 +71,14 @@ class ParameterServer:
     delay_compensation: float = 0.0
     warmup_steps: int = 0
     fetch_every: int = 1
+    delay_decay: float | None = None
+    every: int | None = None
+    fragments: int = 1
+    overlap: int = 0
+    mix: float = 0.0
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+    moving_rate: float | None = None
     seed: int = 0
 
     def __post_init__(self):
@@ -74,12 +90,19 @@ class ParameterServer:
         object.__setattr__(self, "network", _pairs(self.network))
         if not isinstance(self.compute_time, str):
             object.__setattr__(self, "compute_time", tuple(_number("compute_time", value, SECONDS) for value in self.compute_time))
-        object.__setattr__(self, "delay_compensation", _number("delay_compensation", self.delay_compensation, "such as 0.04."))
+        for key, cure in FRACTIONS.items():
+            if getattr(self, key) is not None:
+                object.__setattr__(self, key, _number(key, getattr(self, key), cure))
 
     @property
     def asynchronous(self) -> bool:
         """Whether gradients are applied in order of arrival."""
-        return self.mode != "synchronous"
+        return self.mode in ASYNCHRONOUS
+
+    @property
+    def local(self) -> bool:
+        """Whether workers have weights and an optimizer of their own."""
+        return self.mode in LOCAL
 
 
 def _pairs(network: Any) -> tuple[tuple[str, str], ...]:
@@ -100,6 +123,7 @@ def _number(key: str, value: Any, cure: str) -> float:
 
 
 NUMBER, NUMBER_OR_NONE = (int,), (int, type(None))
+FRACTION, FRACTION_OR_NONE = (float, int), (float, int, type(None))
 KINDS: dict[str, tuple[type, ...]] = {
     "placement": (str,),
     "servers": NUMBER_OR_NONE,
@@ -112,21 +136,48 @@ KINDS: dict[str, tuple[type, ...]] = {
     "network": (dict, tuple),
     "staleness_scale": (str,),
     "max_staleness": NUMBER_OR_NONE,
-    "delay_compensation": (float, int),
+    "delay_compensation": FRACTION,
     "warmup_steps": NUMBER,
     "fetch_every": NUMBER,
+    "delay_decay": FRACTION_OR_NONE,
+    "every": NUMBER_OR_NONE,
+    "fragments": NUMBER,
+    "overlap": NUMBER,
+    "mix": FRACTION,
+    "outer_rate": FRACTION,
+    "outer_momentum": FRACTION,
+    "moving_rate": FRACTION_OR_NONE,
     "seed": NUMBER,
 }
-LEAST = {"servers": 1, "workers": 1, "bound": 0, "splits": 1, "max_staleness": 0, "fetch_every": 1}  # others from 0
+LEAST = {"servers": 1, "workers": 1, "bound": 0, "splits": 1, "fetch_every": 1, "every": 1, "fragments": 1}  # others from 0
+FRACTIONS = {  # what is not a whole number, and a cure
+    "delay_compensation": "such as 0.04.",
+    "delay_decay": "such as 0.95.",
+    "mix": "such as 0.5.",
+    "outer_rate": "such as 0.7.",
+    "outer_momentum": "such as 0.9.",
+    "moving_rate": "such as 0.1.",
+}
+BELOW_ONE = ("delay_decay", "mix", "outer_momentum")
 OF_MODE = {  # who reads what
     "spares": ("synchronous",),
     "bound": ("bounded",),
     "splits": ("softsync",),
     "fetch_every": ("asynchronous",),
-    "staleness_scale": MODES[1:],
-    "max_staleness": MODES[1:],
-    "delay_compensation": MODES[1:],
+    "staleness_scale": ASYNCHRONOUS,
+    "max_staleness": ASYNCHRONOUS,
+    "delay_compensation": ASYNCHRONOUS,
+    "delay_decay": ASYNCHRONOUS,
+    "warmup_steps": ("synchronous", *ASYNCHRONOUS),
+    "every": LOCAL,
+    "fragments": ("local",),
+    "overlap": ("local",),
+    "mix": ("local",),
+    "outer_rate": ("local",),
+    "outer_momentum": ("local",),
+    "moving_rate": ("elastic",),
 }
+NEEDS = {"bounded": "bound", "softsync": "splits", "local": "every", "elastic": "every"}
 
 
 def server_problems(server: ParameterServer, gradients: Gradients) -> list[Clash]:
@@ -142,12 +193,16 @@ def server_problems(server: ParameterServer, gradients: Gradients) -> list[Clash
         if getattr(server, key) != default and server.mode not in modes:
             cure = f"leave it out, or mode = {' or '.join(map(_quoted, modes))}."
             found.append(Clash(key, f'nothing reads it in mode "{server.mode}".', cure))
-    for key, mode in (("bound", "bounded"), ("splits", "softsync")):
-        if server.mode == mode and getattr(server, key) is None:
-            found.append(Clash("mode", f'"{mode}" needs {key}.', f"such as  {key} = {LEAST[key] + 1}."))
+    needed = NEEDS.get(server.mode)
+    if needed and getattr(server, needed) is None:
+        found.append(Clash("mode", f'"{server.mode}" needs {needed}.', f"such as  {needed} = {10 if server.local else LEAST[needed] + 1}."))
+    if server.delay_decay is not None and not server.delay_compensation:
+        found.append(Clash("delay_decay", "nothing reads it: delay_compensation is 0.", "delay_compensation = 2.0, or leave it out."))
     if server.asynchronous and not isinstance(server.compute_time, str) and 0 in server.compute_time:
         found.append(Clash("compute_time", "a worker that takes no time leaves none to the others.", "seconds above 0."))
-    return found + (_codec_problems(gradients) if server.asynchronous else [])
+    if server.asynchronous:
+        return found + _codec_problems(gradients)
+    return found + (_local_problems(server, gradients) if server.local else [])
 
 
 def _quoted(text: str) -> str:
@@ -160,8 +215,25 @@ def _number_problems(server: ParameterServer) -> list[Clash]:
         value, least = getattr(server, key), LEAST.get(key, 0)
         if kinds in (NUMBER, NUMBER_OR_NONE) and value is not None and not least <= value < 2**31:
             found.append(Clash(key, f"{value}.", f"a whole number from {least}." if value < least else "below 2**31."))
-    if not (math.isfinite(server.delay_compensation) and server.delay_compensation >= 0):
-        found.append(Clash("delay_compensation", f"{server.delay_compensation}.", "a number from 0."))
+    for key in FRACTIONS:
+        value, least = getattr(server, key), "above 0" if key == "outer_rate" else "from 0"
+        fine = value is None or (math.isfinite(value) and value >= 0 and (value > 0 or key != "outer_rate"))
+        if not fine or (key in BELOW_ONE and value is not None and value >= 1):
+            found.append(Clash(key, f"{value}.", f"a number {least}{' to below 1' if key in BELOW_ONE else ''}."))
+    return found
+
+
+def _local_problems(server: ParameterServer, gradients: Gradients) -> list[Clash]:
+    """Meetings that do not fit between each other."""
+    found, every, parts = [], server.every or 0, server.fragments
+    if every >= 1 and parts >= 1 and every % parts:
+        why = f"{every} steps between two meetings, and {parts} fragments that take turns; {every} / {parts} leaves {every % parts}."
+        found.append(Clash("fragments", why, f"every = {-(-every // parts) * parts}."))
+    elif every >= 1 and parts >= 1 and server.overlap >= every // parts:
+        why = f"{server.overlap} steps, and the next meeting is {every // parts} steps later."
+        found.append(Clash("overlap", why, f"at most {every // parts - 1}."))
+    if gradients.diagnostics:
+        found.append(Clash("gradients.diagnostics", "nothing reads it: in most steps nothing is exchanged.", "leave it out."))
     return found
 
 
@@ -196,103 +268,3 @@ def _codec_problems(gradients: Gradients) -> list[Clash]:
         if getattr(gradients, key) != next(field.default for field in dataclasses.fields(gradients) if field.name == key):
             found.append(Clash(f"gradients.{key}", "nothing reads it: an asynchronous server makes no mean.", "leave it out."))
     return found
-
-
-def shown(value: Any) -> str:
-    """A value as a TOML file spells it."""
-    return json.dumps(value, default=str, ensure_ascii=False)
-
-
-# words ---------------------------------------------------------------------------------------------------------------
-
-FORMS = {"constant": "constant(seconds)", "exponential": "exponential(mean seconds)", "lognormal": "lognormal(median seconds, sigma)"}
-COUNTS = {"constant": (0, 1), "exponential": (0, 1), "lognormal": (2, 2)}  # how many numbers stand in the brackets, from and to
-
-
-def times_of(declared: str | tuple[float, ...]) -> tuple[str, tuple[float, ...]]:
-    """The kind of distribution and its numbers; "list" with one per worker; "trace" for a text that is neither, and so a path.
-
-    >>> times_of("lognormal(1.0, 0.3)"), times_of("constant"), times_of("times.csv")
-    (('lognormal', (1.0, 0.3)), ('constant', (1.0,)), ('trace', ()))
-
-    Raises:
-      ValueError: a distribution with the wrong numbers.
-    """
-    fine = lambda values: all(math.isfinite(value) and value >= 0 for value in values)
-    if not isinstance(declared, str):
-        if not declared or not fine(declared):
-            raise ValueError(f"{list(declared)} are no seconds.")
-        return "list", declared
-    found = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", declared)
-    if not found or (found[1] not in FORMS and found[2] is None):
-        return "trace", ()
-    if found[1] not in FORMS:
-        raise ValueError(f'no distribution "{found[1]}".')
-    inside = found[2].split(",") if found[2] and found[2].strip() else []
-    least, most = COUNTS[found[1]]
-    try:
-        values = tuple(map(float, inside))
-    except ValueError:
-        values = (math.nan,)
-    if not least <= len(inside) <= most or not fine(values):
-        raise ValueError(f'"{declared}" is not {FORMS[found[1]]}.')
-    return found[1], values or (1.0,)
-
-
-def scale_of(declared: str) -> Callable[[int], float] | None:
-    """The rate of an update by its staleness; None when the text means nothing.
-
-    >>> scale_of("inverse")(4), scale_of("power(0.5)")(3), scale_of("none")(9), scale_of("of")
-    (0.25, 0.5, 1.0, None)
-    """
-    if declared == "none":
-        return lambda tau: 1.0
-    if declared == "inverse":
-        return lambda tau: 1.0 / max(tau, 1)
-    found = re.fullmatch(r"(power|exp)\(([\d.eE+-]+)\)", declared.replace(" ", ""))
-    try:
-        value = float(found[2]) if found else math.nan
-    except ValueError:
-        value = math.nan
-    if not found or not math.isfinite(value) or value < 0:
-        return None
-    return (lambda tau: (1.0 + tau) ** -value) if found[1] == "power" else (lambda tau: math.exp(-value * tau))
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """Each server's link: bytes per second in each direction, and seconds of latency.
-
-    Example:
-      >>> Network.parse({"bandwidth": "10Gb/s", "latency": "50us"})
-      Network(bandwidth=1250000000.0, latency=5e-05)
-    """
-
-    bandwidth: float = math.inf
-    latency: float = 0.0
-
-    @classmethod
-    def parse(cls, declared: Any) -> "Network":
-        """From words; b is bits, B is bytes.
-
-        Raises:
-          ValueError: a key, a unit or a number that means nothing.
-        """
-        values = {}
-        for key, text in dict(declared).items():
-            if key not in ("bandwidth", "latency"):
-                raise ValueError(f"nothing reads {key}: {did_you_mean(key, ('bandwidth', 'latency'))}")
-            pattern = r"([\d.eE+-]+)\s*([kMGT]?)([bB])/s" if key == "bandwidth" else r"([\d.eE+-]+)\s*(s|ms|us|ns)"
-            found = re.fullmatch(pattern, text.strip()) if isinstance(text, str) else None
-            try:
-                number = float(found[1]) if found else math.nan
-            except ValueError:
-                number = math.nan
-            if not found or not math.isfinite(number) or number < 0 or (key == "bandwidth" and number == 0):
-                unit = "a number and bits or bytes per second" if key == "bandwidth" else "a number and a unit of time"
-                raise ValueError(f"{key} = {shown(text)} is not {unit}.")
-            if key == "bandwidth":
-                values[key] = number * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]] / (8 if found[3] == "b" else 1)
-            else:
-                values[key] = number / {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[found[2]]
-        return cls(**values)

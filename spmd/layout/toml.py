@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import LayoutError, Problem, a_kind, closest, did_you_mean, raise_problems
+from spmd.layout.clock import shown
 from spmd.layout.declare import (
     WHOLE,
     Batch,
@@ -23,7 +24,6 @@ from spmd.layout.declare import (
 from spmd.layout.dump import dumps
 from spmd.layout.gradients import OPTIONS, GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.match import compiled
-from spmd.layout.server import shown
 from spmd.layout.toml_server import CHOICES as SERVER_CHOICES
 from spmd.layout.toml_server import read_server
 

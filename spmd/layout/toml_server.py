@@ -2,8 +2,9 @@
 
 from typing import Any, Protocol
 
+from spmd.layout.clock import LINK, SECONDS, shown
 from spmd.layout.gradients import Gradients
-from spmd.layout.server import KINDS, LINK, MODES, PLACEMENTS, SECONDS, ParameterServer, server_problems, shown
+from spmd.layout.server import FRACTIONS, KINDS, MODES, PLACEMENTS, ParameterServer, server_problems
 
 SECTION = "parameter_server"
 CHOICES = {f"{SECTION}.placement": PLACEMENTS, f"{SECTION}.mode": MODES}
@@ -12,7 +13,7 @@ OTHERS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "compute_time": ((str, list), "a text or a list", SECONDS),
     "network": ((dict,), "a table", LINK),
     "staleness_scale": ((str,), "a string", 'such as "inverse".'),
-    "delay_compensation": ((int, float), "a number", "such as 0.04."),
+    **{key: ((int, float), "a number", cure) for key, cure in FRACTIONS.items()},
 }
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.comm.exchange import CODEC, GATHERED, HELD, RESIDUAL, SUM
+from spmd.comm.exchange import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
 from spmd.layout.declare import spec_axes
 from spmd.tree import describe
 
@@ -22,6 +22,10 @@ REMEMBERED = {  # items of a checkpoint, and in words
     HELD: "weights as workers had read them",
     SUM: "sums of gradients",
     GATHERED: "weights of these sums",
+    SQUARES: "means of gradients squared",
+    OWN: "weights of workers' own",
+    READ: "weights as all workers took them last",
+    OUTER: "momenta of the outer optimizer",
 }
 
 
@@ -34,7 +38,7 @@ def item_of(path: str) -> str:
     if not path.startswith("exchange/"):
         return STATE
     kind = path.rpartition("/")[2]
-    return kind if kind in (RESIDUAL, HELD, SUM, GATHERED) else CODEC
+    return kind if kind in REMEMBERED else CODEC
 
 
 def memory_to_read(

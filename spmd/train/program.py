@@ -30,12 +30,13 @@ from spmd.model.base import Call, Model, Variables, abstractly
 from spmd.model.flax_linen import LinenModel
 from spmd.model.wrap import wrap
 from spmd.train.accumulate import has_convolution
+from spmd.train.local import LocalStep
 from spmd.train.metrics import pack
 from spmd.train.objective import LOSS, Objective, check_loss
 from spmd.train.precision import cast, compute_dtype
 from spmd.train.probe import check_packed
 from spmd.train.serve import ServedStep
-from spmd.train.state import State, check_optimizer, init_state, make_state, state_shardings
+from spmd.train.state import Opening, State, check_optimizer, each_its_own, init_state, make_state, state_shardings
 from spmd.train.step import Step, batch_spec, many
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 
@@ -130,12 +131,19 @@ class Placed:
 
     @functools.cached_property
     def _abstract(self) -> State:
-        return jax.eval_shape(lambda v: make_state(v, self.optimizer, 0, self.exchange.init), self._variables)
+        return jax.eval_shape(lambda v: make_state(v, self.opening, 0, self.exchange.init), self._variables)
+
+    @property
+    def opening(self) -> Opening:
+        """The optimizer's state at step 0: one, or each worker's own."""
+        exchange, first = self.exchange, self.optimizer.init
+        return each_its_own(first, exchange.simulated) if exchange.local else first
 
     @functools.cached_property
     def shardings(self) -> State:
         """The sharding of every leaf of the state."""
-        return state_shardings(self._abstract, self.resolved, self.mesh, self.exchange.specs(self._abstract.exchange))
+        memory = self.exchange.specs(self._abstract.exchange)
+        return state_shardings(self._abstract, self.resolved, self.mesh, memory, local=self.exchange.local)
 
     @property
     def abstract_state(self) -> State:
@@ -156,7 +164,7 @@ class Placed:
 
     def init(self) -> State:
         """A new state, made in place on the mesh."""
-        return init_state(self.model, self.optimizer, self.options.seed, self._run, self.shardings, self.exchange.init)
+        return init_state(self.model, self.opening, self.options.seed, self._run, self.shardings, self.exchange.init)
 
 
 class Program:
@@ -210,9 +218,9 @@ class Program:
 
     def _check_update(self) -> None:
         """An optimizer that wants more than gradients, parameters and the loss cannot be used."""
-        state = abstract(self.placed.abstract_state)
+        params, init = abstract(self.placed.abstract_state.params), self.placed.optimizer.init
         try:
-            jax.eval_shape(lambda s: self.placed.optimizer.update(s.params, s.opt, s.params, value=jnp.float32(0)), state)
+            jax.eval_shape(lambda p: self.placed.optimizer.update(p, init(p), p, value=jnp.float32(0)), params)
         except Exception as error:
             raise OptimizerError(
                 f"the optimizer's update fails on gradients, parameters and value=loss: {type(error).__name__}: "
@@ -241,7 +249,7 @@ class Program:
         parts = max(count for count in range(1, placed.options.accumulate + 1) if own % count == 0)
         model, optimizer, resolved, exchange = placed.model, placed.optimizer, placed.resolved, placed.exchange
         more = {"simulated": simulated, "unroll": self._unroll, "dtype": self._dtype, "rowwise": self._rowwise, "split": split}
-        kind = ServedStep if exchange.asynchronous else Step
+        kind = ServedStep if exchange.asynchronous else LocalStep if exchange.local else Step
         return kind(model, self._train, optimizer, resolved, exchange, self._packed, parts, **more)
 
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
@@ -344,8 +352,18 @@ class Program:
     def constants(self, step: int) -> dict[str, float]:
         """What is known of a step without measuring: bytes that each device sends, how many times fewer than exactly, and what the
         simulated clock says."""
-        clock, sent = self.clock, self._constants[step < self.placed.resolved.layout.gradients.start_step]
-        return sent if clock is None else {**sent, "simulated_seconds": clock.seconds(step)}
+        clock, early = self.clock, step < self.placed.resolved.layout.gradients.start_step
+        sent = self._constants[early]
+        if clock is None:
+            return sent
+        if self.placed.exchange.local:
+            sent = {**sent, "wire_bytes": sent["wire_bytes"] - sum(self._at_meeting(early, where) for where in clock.apart(step))}
+        return {**sent, "simulated_seconds": clock.seconds(step)}
+
+    @functools.cache  # noqa: B019 (a program lives as long as its trainer)
+    def _at_meeting(self, early: bool, where: str) -> int:
+        """Bytes that each device sends where some parameters meet."""
+        return self.wire.bytes(0 if early else self.placed.resolved.layout.gradients.start_step, where)
 
     @functools.cached_property
     def _constants(self) -> tuple[dict[str, float], dict[str, float]]:

@@ -14,23 +14,21 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.comm import wire
-from spmd.comm.exchange import GATHERED, HELD, SUM
+from spmd.comm.exchange import GATHERED, HELD, SQUARES, SUM
 from spmd.comm.server.travel import deliver, fetch
 from spmd.layout.declare import keep_axes
 from spmd.layout.resolve import pspec
-from spmd.train.accumulate import apart
-from spmd.train.metrics import pack
 from spmd.train.objective import LOSS
-from spmd.train.precision import cast
 from spmd.train.state import State
-from spmd.train.step import Step, agree, batch_spec, measurements
+from spmd.train.step import Step, batch_spec, measurements
 from spmd.tree import Tree, flatten, map_paths
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedStep(Step):
     """A round: the gradients that can be computed at once, applied one after the other."""
+
+    held: bool = True
 
     def update(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """The next state, and the round's metrics, as `Step.update` gives them. Absent workers' rows count for nothing."""
@@ -40,15 +38,6 @@ class ServedStep(Step):
         params, opt, memory = self._serve(state, arrived, memory, losses, events)
         metrics = measurements(sums.sum(0), jnp.zeros((2, 0)), events)
         return State(state.step + 1, params, opt, stats, state.rngs, state.key, memory), metrics
-
-    def _pull(self, params: Tree) -> Tree:
-        """They are whole already: fetched, each worker's own version."""
-        return cast(params, self.dtype)
-
-    def _again(self, kept: Any, pieces: Tree) -> list[Any]:
-        """What was fetched is kept; the version it is of may be gone."""
-        del pieces
-        return jax.tree.leaves(kept, is_leaf=lambda x: not isinstance(x, tuple | list | dict))
 
     def _round(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, Tree, jax.Array]:
         """What arrives at the servers, by path [D, W, width]; the next memory; stats; metrics of each worker, [W, 2, names]."""
@@ -61,23 +50,10 @@ class ServedStep(Step):
         structure, paths = jax.tree.structure(state.params), list(flatten(state.params))
 
         def position(state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, Tree, jax.Array]:
-            first = wire.worker_index(data) * self.simulated
-            present = lax.dynamic_slice_in_dim(events["present"], first, self.simulated)
             found = fetch(exchange, state.exchange)
-            pieces = jax.tree.unflatten(structure, [found[path] for path in paths])
-
-            def one(stats: Tree, inputs: tuple) -> tuple[Tree, tuple]:
-                number, here, held, rows = inputs
-                (grads, sums), after = self._simulated(held, state, stats, rows, first + number, data)
-                kept = lambda x: jnp.where(here, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
-                grads = jax.tree.map(lambda g: kept(g / jnp.maximum(sums[LOSS][1], 1).astype(g.dtype)), grads)
-                return jax.tree.map(lambda new, old: jnp.where(here, new, old), after, stats), (grads, kept(pack(sums, self.names)))
-
-            inputs = (jnp.arange(self.simulated), present, pieces, apart((batch, weights), self.simulated))
-            stats, (grads, sums) = lax.scan(one, state.stats, inputs, unroll=self.simulated if self.unroll else 1)
-            arrived, memory = deliver(exchange, flatten(grads), state.exchange, present)
-            with jax.named_scope("stats"):
-                stats = agree(stats, data)
+            held = jax.tree.unflatten(structure, [found[path] for path in paths])
+            grads, stats, sums = self._each(state, held, batch, weights, events)
+            arrived, memory = deliver(exchange, flatten(grads), state.exchange, self._present(events))
             return arrived, memory, stats, sums
 
         return jax.shard_map(
@@ -100,8 +76,8 @@ class ServedStep(Step):
             pick = lambda x: lax.dynamic_index_in_dim(x, who, 1, keepdims=False)
             grads = {path: pick(arrived[path]) for path in now}
             if declared.delay_compensation:
-                was, strength = {path: pick(memory[path][HELD]) for path in now}, declared.delay_compensation
-                grads = {p: g + jnp.asarray(strength, g.dtype) * g * g * (now[p] - was[p]) for p, g in grads.items()}
+                was = {path: pick(memory[path][HELD]) for path in now}
+                grads, memory = self._compensated(grads, now, was, memory, event["applied"])
             # 1. gathered until an update is full; one by one that is at once
             mean, rate, due, left = _gather(memory, grads, event)
             # 2. the update, which counts when it is due
@@ -117,6 +93,22 @@ class ServedStep(Step):
         inputs = {name: events[name] for name in ("worker", "applied", "weight", "commit")}
         carry, _ = lax.scan(one, (state.params, state.opt, memory), inputs | {"reads": events["reads"][1:]})
         return carry
+
+    def _compensated(self, grads: Tree, now: Tree, was: Tree, memory: Tree, applied: Any) -> tuple[Tree, Tree]:
+        """g + lambda g g (w - w_read), by path: to first order the gradient of today's weights (Zheng et al., arXiv:1609.08326, eq. 10).
+
+        Adaptive, lambda is divided by the root of the servers' moving mean of g g, this one included (their DC-ASGD-a).
+        """
+        declared, found, after = self.resolved.layout.parameter_server, {}, dict(memory)
+        for path, g in grads.items():
+            strength = jnp.asarray(declared.delay_compensation, g.dtype)
+            if declared.delay_decay is not None:
+                old, m = memory[path][SQUARES], declared.delay_decay
+                squares = m * old + (1 - m) * jnp.square(g.astype(jnp.float32))
+                strength = (strength / jnp.sqrt(squares + 1e-7)).astype(g.dtype)
+                after[path] = memory[path] | {SQUARES: jnp.where(applied, squares, old)}
+            found[path] = g + strength * g * g * (now[path] - was[path])
+        return found, after
 
 
 def _gather(memory: Tree, grads: dict[str, jax.Array], event: Tree) -> tuple[dict[str, jax.Array], Any, Any, Tree]:

@@ -18,6 +18,7 @@ from spmd.model.base import Model, Variables
 from spmd.tree import Tree, flatten, path_of
 
 Memory = Callable[[Any, Tree], Tree]  # from a key and the parameters to what the exchange remembers at step 0
+Opening = Callable[[Tree], Any]  # from the parameters to the optimizer's state at step 0
 
 
 @functools.partial(
@@ -30,7 +31,7 @@ class State:
     Attributes:
       step: int32 scalar, updates made so far; on every device.
       params: the model's parameters, laid out by the layout, in their own dtype.
-      opt: the optax state, each leaf laid out like its parameter or cut further.
+      opt: the optax state, each leaf laid out like its parameter or cut further; where every worker has its own, [workers, ...] each.
       stats: other arrays of the model that change (BatchNorm averages); on every device, equal.
       rngs: the model's own random streams, as key data; on every device.
       key: uint32 key data of the run's seed; on every device. With `step` it gives each step's random numbers.
@@ -75,15 +76,23 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(optimizer)
 
 
-def make_state(variables: Variables, optimizer: optax.GradientTransformation, seed: int, memory: Memory) -> State:
-    """A state at step 0, under a trace; `memory` makes what the exchange of gradients remembers."""
+def make_state(variables: Variables, opening: Opening, seed: int, memory: Memory) -> State:
+    """A state at step 0, under a trace; `opening` makes the optimizer's, and `memory` what the exchange of gradients remembers."""
     key = jax.random.key(seed, impl="threefry2x32")
-    opt, data = optimizer.init(variables.params), jax.random.key_data(key)
+    opt, data = opening(variables.params), jax.random.key_data(key)
     return State(jnp.int32(0), variables.params, opt, variables.stats, variables.rngs, data, memory(key, variables.params))
 
 
-def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tree) -> State:
-    """Where every leaf of the state lives: parameters by their spec, moments by their parameter's, the exchange's by `memory`."""
+def each_its_own(opening: Opening, workers: int) -> Opening:
+    """An optimizer's state for every worker, leaves [workers, ...]."""
+    return lambda params: jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), opening(params))
+
+
+def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tree, *, local: bool = False) -> State:
+    """Where every leaf of the state lives: parameters by their spec, moments by their parameter's, the exchange's by `memory`.
+
+    `local`: every worker has an optimizer's state of its own, and all of it lies over the workers.
+    """
     whole = NamedSharding(mesh, PartitionSpec())
 
     def param(keys: tuple, leaf: Any) -> NamedSharding:
@@ -91,6 +100,8 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
         return NamedSharding(mesh, pspec(resolved.placements[path_of(keys)].spec))
 
     def moment(keys: tuple, leaf: Any) -> NamedSharding:
+        if local:
+            return NamedSharding(mesh, PartitionSpec(resolved.data_axes))
         place = _owner(path_of(keys), leaf, resolved)
         return whole if place is None else NamedSharding(mesh, pspec(place.state_spec))
 
@@ -115,19 +126,18 @@ def _owner(path: str, leaf: Any, resolved: Resolved):
 
 def whole_moments(abstract: State, resolved: Resolved) -> list[str]:
     """Optimizer leaves larger than a scalar that belong to no parameter's shape and so stay whole (factored moments)."""
-    return [path for path, leaf in flatten(abstract.opt).items() if leaf.ndim and _owner(path, leaf, resolved) is None]
+    whole = {path: leaf for path, leaf in flatten(abstract.opt).items() if leaf.ndim and leaf.sharding.is_fully_replicated}
+    return [path for path, leaf in whole.items() if _owner(path, leaf, resolved) is None]
 
 
-def init_state(
-    model: Model, optimizer: optax.GradientTransformation, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory
-) -> State:
+def init_state(model: Model, opening: Opening, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory) -> State:
     """The state at step 0, each piece made on the device that keeps it; a given model's arrays are copied, never taken."""
     if model.concrete is not None:
         with_shardings = Variables(shardings.params, shardings.stats, shardings.rngs)
         variables = jax.tree.map(place_copy, model.concrete, with_shardings)
-        return jax.jit(lambda v: _fresh(make_state(v, optimizer, seed, memory)), out_shardings=shardings, donate_argnums=0)(variables)
+        return jax.jit(lambda v: _fresh(make_state(v, opening, seed, memory)), out_shardings=shardings, donate_argnums=0)(variables)
     with nnx.use_eager_sharding(False):
-        return jax.jit(lambda: make_state(model.init(jax.random.key(seed), run), optimizer, seed, memory), out_shardings=shardings)()
+        return jax.jit(lambda: make_state(model.init(jax.random.key(seed), run), opening, seed, memory), out_shardings=shardings)()
 
 
 def _fresh(state: State) -> State:

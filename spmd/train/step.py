@@ -48,6 +48,7 @@ class Step:
     dtype: Any = None
     rowwise: bool = False  # the loss gives one value per row
     split: bool = True  # False: every worker computes all rows (a last batch that the workers do not divide)
+    held: bool = False  # each worker computes at weights that it holds, whole and its own
 
     @property
     def scene(self) -> Scene:
@@ -123,6 +124,34 @@ class Step:
             count = wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1)
         return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, sums
 
+    def _present(self, events: Tree) -> jax.Array:
+        """bool[m], which of this position's workers take part in the step."""
+        return lax.dynamic_slice_in_dim(events["present"], wire.worker_index(self.scene.data_axes) * self.simulated, self.simulated)
+
+    def _each(self, state: State, held: Tree, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, jax.Array]:
+        """This position's workers, each at weights of its own: mean gradients over its rows, the next stats, and metrics.
+
+        Args:
+          held: parameters [m, ...]. Who is absent counts for nothing, and has gradients of zero.
+
+        Returns:
+          Gradients as `held`, stats equal everywhere, and float32[m, 2, names].
+        """
+        data = self.scene.data_axes
+        first = wire.worker_index(data) * self.simulated
+
+        def one(stats: Tree, inputs: tuple) -> tuple[Tree, tuple]:
+            number, here, pieces, rows = inputs
+            (grads, sums), after = self._simulated(pieces, state, stats, rows, first + number, data)
+            kept = lambda x: jnp.where(here, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
+            grads = jax.tree.map(lambda g: kept(g / jnp.maximum(sums[LOSS][1], 1).astype(g.dtype)), grads)
+            return jax.tree.map(lambda new, old: jnp.where(here, new, old), after, stats), (grads, kept(pack(sums, self.names)))
+
+        inputs = (jnp.arange(self.simulated), self._present(events), held, apart((batch, weights), self.simulated))
+        stats, (grads, sums) = lax.scan(one, state.stats, inputs, unroll=self.simulated if self.unroll else 1)
+        with jax.named_scope("stats"):
+            return grads, agree(stats, data), sums
+
     def _simulated(
         self, pieces: Tree, state: State, stats: Tree, rows: tuple, number: Any, axes: tuple[str, ...]
     ) -> tuple[tuple[Tree, Sums], Tree]:
@@ -170,7 +199,8 @@ class Step:
 
     def _pull(self, params: Tree) -> Tree:
         """Whole weights in the dtype of the computation; cast before they travel, so what travels is what is used."""
-        return self._map(lambda place, piece: pull(self.exchange, place, cast(piece, self.dtype)), params)
+        here = lambda place, piece: piece if self.held else pull(self.exchange, place, piece)
+        return self._map(lambda place, piece: here(place, cast(piece, self.dtype)), params)
 
     def _again(self, kept: Any, pieces: Tree) -> list[Any]:
         """The weights that the backward pass needs, leaf by leaf: those that were gathered, gathered anew."""
@@ -178,7 +208,7 @@ class Step:
 
         def again(place: Placement, leaf: Any, piece: jax.Array) -> Any:
             # jax marks a weight that the backward pass does not need by something that is no array
-            wanted = needs_gather(place, self.scene) and hasattr(leaf, "shape")
+            wanted = not self.held and needs_gather(place, self.scene) and hasattr(leaf, "shape")
             return pull(self.exchange, place, cast(piece, self.dtype)) if wanted else leaf
 
         places = [self.resolved.placements[path] for path in flatten(pieces)]

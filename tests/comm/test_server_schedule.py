@@ -11,7 +11,8 @@ from spmd.comm.server.clock import Times
 from spmd.comm.server.events import KEPT, Events
 from spmd.comm.server.schedule import rounds
 from spmd.errors import OptionError
-from spmd.layout.server import MODES, Network, ParameterServer, scale_of
+from spmd.layout.clock import Network, scale_of
+from spmd.layout.server import MODES, ParameterServer
 
 TIMES = ("constant", "exponential(1)", "lognormal(1.0, 0.3)")
 SENT = (1e6, 1e6)  # bytes; at 80Mb/s 0.1 seconds each way

@@ -9,7 +9,7 @@ import spmd
 from spmd.errors import LayoutError, OptionError, SpmdError
 from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.gradients import GradientRule, Gradients
-from spmd.layout.server import KINDS, ParameterServer
+from spmd.layout.server import FRACTIONS, KINDS, OF_MODE, ParameterServer
 from spmd.layout.toml import loads
 from tests.layout.applied import X, Y, fits, told, unread
 
@@ -67,6 +67,18 @@ WRITTEN = {
     "the rest": (
         {"mode": "asynchronous", "warmup_steps": 3, "fetch_every": 5, "seed": 7},
         'mode = "asynchronous"\nwarmup_steps = 3\nfetch_every = 5\nseed = 7\n',
+    ),
+    "local": (
+        {"mode": "local", "every": 6, "fragments": 2, "overlap": 1, "mix": 0.5, "outer_rate": 1, "outer_momentum": 0},
+        'mode = "local"\nevery = 6\nfragments = 2\noverlap = 1\nmix = 0.5\nouter_rate = 1.0\nouter_momentum = 0.0\n',
+    ),
+    "elastic": (
+        {"mode": "elastic", "every": 10, "moving_rate": 0.1},
+        'mode = "elastic"\nevery = 10\nmoving_rate = 0.1\n',
+    ),
+    "adaptive": (
+        {"mode": "asynchronous", "delay_compensation": 2, "delay_decay": 0.95},
+        'mode = "asynchronous"\ndelay_compensation = 2.0\ndelay_decay = 0.95\n',
     ),
     "all that bounded reads": (
         {
@@ -133,7 +145,7 @@ def test_a_table_of_defaults_is_no_table():
 # what means nothing --------------------------------------------------------------------------------------------------
 # each: lines of the file, the same in Python, what is told (with the file's line), what the cure makes of it
 
-MODES = "This version knows: synchronous, asynchronous, bounded, softsync."
+MODES = "This version knows: synchronous, asynchronous, bounded, softsync, local, elastic."
 PLACEMENTS = "This version knows: sliced, round_robin, greedy_bytes, largest_first."
 SCALES = '"none", "inverse", "power(a)" or "exp(b)", of numbers from 0.'
 TIMES = "constant(seconds), exponential(mean seconds), lognormal(median seconds, sigma), a list of seconds, or the path of a trace."
@@ -177,13 +189,20 @@ def times(value, why):
     return f"compute_time = {text}", {"compute_time": value}, problem("compute_time", why, TIMES), TIMES_CURES
 
 
+def fraction(key, text, wanted, cures, mode="asynchronous", **more):
+    """A number that is not what it has to be, in a mode that reads it."""
+    lines = "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in more.items()), f"{key} = "])
+    said = problem(key, f"{float(text)}.", f"a number {wanted}.", 5 + len(more))
+    return f"{lines}{text}", {"mode": mode, key: float(text), **more}, said, [f"{lines}{cure}" for cure in cures]
+
+
 def compensation(text):
-    return (
-        f"{ASYNC}\ndelay_compensation = {text}",
-        {"mode": "asynchronous", "delay_compensation": float(text)},
-        problem("delay_compensation", f"{text}.", "a number from 0.", 5),
-        [f"{ASYNC}\ndelay_compensation = {cure}" for cure in (0, 0.04)],
-    )
+    return fraction("delay_compensation", text, "from 0", (0, 0.04))
+
+
+def outer(key, text):
+    wanted = {"outer_rate": "above 0", "moving_rate": "from 0"}.get(key, "from 0 to below 1")
+    return fraction(key, text, wanted, (0.1, 0.3), "elastic" if key == "moving_rate" else "local", every=4)
 
 
 LIKE = {
@@ -201,6 +220,14 @@ LIKE = {
     "delay_compensation": ("delay_compensaton", 0),
     "warmup_steps": ("warmup_step", 3),
     "fetch_every": ("fetch_evry", 1),
+    "delay_decay": ("delay_decays", None),
+    "every": ("evry", None),
+    "fragments": ("fragment", 1),
+    "overlap": ("overlaps", 0),
+    "mix": ("mixed", 0.0),
+    "outer_rate": ("outer_rte", 0.7),
+    "outer_momentum": ("outer_momentm", 0.9),
+    "moving_rate": ("moving_rat", None),
     "seed": ("seeds", 7),
 }
 
@@ -251,6 +278,18 @@ UNREAD = {
     "compensation below 0": compensation("-1.0"),
     "compensation by nan": compensation("nan"),
     "compensation by inf": compensation("inf"),
+    "decay below 0": fraction("delay_decay", "-0.1", "from 0 to below 1", (0, 0.9), delay_compensation=2),
+    "decay of all": fraction("delay_decay", "1.0", "from 0 to below 1", (0.95,), delay_compensation=2),
+    "never met": number("every", 0, 1, "local"),
+    "never met, elastic": number("every", -1, 1, "elastic"),
+    "no fragments": number("fragments", 0, 1, "local", every=4),
+    "back before it was sent": number("overlap", -1, 0, "local", every=4),
+    "nothing taken": outer("mix", "1.0"),
+    "less than nothing kept": outer("mix", "-0.5"),
+    "no outer rate": outer("outer_rate", "0.0"),
+    "outer rate by nan": outer("outer_rate", "nan"),
+    "momentum without end": outer("outer_momentum", "1.0"),
+    "pushed apart": outer("moving_rate", "-0.1"),
     "misspelt mode": (
         'mode = "synchronus"',
         {"mode": "synchronus"},
@@ -370,11 +409,19 @@ WRONG_TYPES = {
     "delay_compensation": ["half", True, None],
     "warmup_steps": ["3", 1.5, True, None],
     "fetch_every": ["2", 1.5, True, None],
+    "delay_decay": ["half", True],
+    "every": ["2", 1.5, True],
+    "fragments": ["2", 1.5, True, None],
+    "overlap": ["2", 1.5, True, None],
+    "mix": ["half", True, None],
+    "outer_rate": ["half", True, None],
+    "outer_momentum": ["half", True, None],
+    "moving_rate": ["half", True],
     "seed": ["zero", 0.5, True, None],
 }
-KIND = {"placement": "a str", "mode": "a str", "staleness_scale": "a str", "network": "a dict", "delay_compensation": "a float"}
+KIND = {"placement": "a str", "mode": "a str", "staleness_scale": "a str", "network": "a dict"} | dict.fromkeys(FRACTIONS, "a float")
 FLAT = [(key, value) for key, values in WRONG_TYPES.items() for value in values]
-SPELT = {"compute_time": "a list", "network": "a table", "staleness_scale": "a string", "delay_compensation": "a number"}
+SPELT = {"compute_time": "a list", "network": "a table", "staleness_scale": "a string"} | dict.fromkeys(FRACTIONS, "a number")
 
 
 def test_every_option_has_a_wrong_type():
@@ -407,7 +454,9 @@ def test_a_wrong_type_in_a_file(key, value):
     if cure == TIMES:
         return
     assert cure.startswith("such as ") and cure.endswith(".")
-    mode = {"bound": 'mode = "bounded"', "splits": 'mode = "softsync"', "spares": 'mode = "synchronous"'}.get(key, ASYNC)
+    reader = {"delay_decay": "asynchronous"}.get(key, OF_MODE.get(key, ("asynchronous",))[0])
+    mode = "\n".join([f'mode = "{reader}"', *(f"{need} = 4" for need in NEEDED.get(reader, {}) if need != key)])
+    mode += "\ndelay_compensation = 2" if key == "delay_decay" else ""
     loads(table(f"{mode}\n{key} = {cure.removeprefix('such as ').removesuffix('.')}"))
 
 
@@ -470,7 +519,8 @@ def idle(key, value, mode, readers):
     return f"{lines}\n{key} = {toml(value)}", {"mode": mode, key: value, **NEEDED.get(mode, {})}, said, cures
 
 
-NEEDED = {"bounded": {"bound": 4}, "softsync": {"splits": 2}}
+NEEDED = {"bounded": {"bound": 4}, "softsync": {"splits": 2}, "local": {"every": 4}, "elastic": {"every": 4}}
+LOCAL = ("local", "elastic")
 LATE = ("asynchronous", "bounded", "softsync")
 MODES_CURE = {
     ("synchronous",): 'leave it out, or mode = "synchronous".',
@@ -478,6 +528,10 @@ MODES_CURE = {
     ("bounded",): 'leave it out, or mode = "bounded".',
     ("softsync",): 'leave it out, or mode = "softsync".',
     LATE: 'leave it out, or mode = "asynchronous" or "bounded" or "softsync".',
+    ("synchronous", *LATE): 'leave it out, or mode = "synchronous" or "asynchronous" or "bounded" or "softsync".',
+    LOCAL: 'leave it out, or mode = "local" or "elastic".',
+    ("local",): 'leave it out, or mode = "local".',
+    ("elastic",): 'leave it out, or mode = "elastic".',
 }
 CLASHES = {
     **{f"spares, {mode}": idle("spares", 1, mode, ("synchronous",)) for mode in LATE},
@@ -489,6 +543,36 @@ CLASHES = {
     "max_staleness": idle("max_staleness", 4, "synchronous", LATE),
     "max_staleness 0": idle("max_staleness", 0, "synchronous", LATE),
     "delay_compensation": idle("delay_compensation", 0.04, "synchronous", LATE),
+    **{f"staleness_scale, {mode}": idle("staleness_scale", "inverse", mode, LATE) for mode in LOCAL},
+    **{f"warmup_steps, {mode}": idle("warmup_steps", 3, mode, ("synchronous", *LATE)) for mode in LOCAL},
+    "spares, local": idle("spares", 1, "local", ("synchronous",)),
+    "every, synchronous": idle("every", 4, "synchronous", LOCAL),
+    "every, asynchronous": idle("every", 4, "asynchronous", LOCAL),
+    **{f"fragments, {mode}": idle("fragments", 2, mode, ("local",)) for mode in ("synchronous", "elastic")},
+    "overlap, elastic": idle("overlap", 1, "elastic", ("local",)),
+    "mix, elastic": idle("mix", 0.5, "elastic", ("local",)),
+    "outer_rate, elastic": idle("outer_rate", 1.0, "elastic", ("local",)),
+    "outer_momentum, synchronous": idle("outer_momentum", 0.5, "synchronous", ("local",)),
+    "moving_rate, local": idle("moving_rate", 0.1, "local", ("elastic",)),
+    "meets never": ('mode = "local"', {"mode": "local"}, problem("mode", '"local" needs every.', "such as  every = 10."), []),
+    "adapts nothing": (
+        f"{ASYNC}\ndelay_decay = 0.95",
+        {"mode": "asynchronous", "delay_decay": 0.95},
+        problem("delay_decay", "nothing reads it: delay_compensation is 0.", "delay_compensation = 2.0, or leave it out.", 5),
+        [f"{ASYNC}\ndelay_decay = 0.95\ndelay_compensation = 2.0"],
+    ),
+    "turns of unequal length": (
+        'mode = "local"\nevery = 10\nfragments = 4',
+        {"mode": "local", "every": 10, "fragments": 4},
+        problem("fragments", "10 steps between two meetings, and 4 fragments that take turns; 10 / 4 leaves 2.", "every = 12.", 6),
+        ['mode = "local"\nevery = 12\nfragments = 4'],
+    ),
+    "back after the next was sent": (
+        'mode = "local"\nevery = 8\nfragments = 4\noverlap = 2',
+        {"mode": "local", "every": 8, "fragments": 4, "overlap": 2},
+        problem("overlap", "2 steps, and the next meeting is 2 steps later.", "at most 1.", 7),
+        ['mode = "local"\nevery = 8\nfragments = 4\noverlap = 1'],
+    ),
     "bounded by nothing": (
         'mode = "bounded"',
         {"mode": "bounded"},
@@ -509,11 +593,18 @@ def test_an_option_of_another_mode(text, python, said, cures):
     test_a_table_that_means_nothing(text, python, said, cures)
 
 
-@pytest.mark.parametrize("mode", ["synchronous", *LATE])
+@pytest.mark.parametrize("mode", ["synchronous", *LATE, *LOCAL])
 def test_options_of_every_mode(mode):
     fits(
         in_python(
-            mode=mode, servers=2, workers=8, warmup_steps=3, seed=7, compute_time="exponential(1)", network=LINK, **NEEDED.get(mode, {})
+            mode=mode,
+            servers=2,
+            workers=8,
+            warmup_steps=0 if mode in LOCAL else 3,
+            seed=7,
+            compute_time="exponential(1)",
+            network=LINK,
+            **NEEDED.get(mode, {}),
         )
     )
 
@@ -544,7 +635,7 @@ GRADIENTS_CLASHES = {
 }
 
 
-@pytest.mark.parametrize("mode, needed", [("asynchronous", {}), *NEEDED.items()])
+@pytest.mark.parametrize("mode, needed", [(mode, NEEDED.get(mode, {})) for mode in LATE])
 @pytest.mark.parametrize("lines, python, said, cures", GRADIENTS_CLASHES.values(), ids=GRADIENTS_CLASHES)
 def test_what_has_no_place_where_each_gradient_is_applied_by_itself(lines, python, said, cures, mode, needed):
     server = "\n".join([f'mode = "{mode}"', *(f"{key} = {value}" for key, value in needed.items())])
@@ -553,6 +644,13 @@ def test_what_has_no_place_where_each_gradient_is_applied_by_itself(lines, pytho
     for cure in cures:
         fits(table(server, cure))
     fits(table('mode = "synchronous"', lines))
+
+
+@pytest.mark.parametrize("mode", LOCAL)
+def test_workers_who_meet_now_and_then_measure_no_exchange(mode):
+    said = "  line 4: [gradients] diagnostics\n      nothing reads it: in most steps nothing is exchanged.\n      cure: leave it out."
+    assert told(table(f'mode = "{mode}"\nevery = 4', 'codec = "int8"\ndiagnostics = true\n')) == unread(said)
+    fits(table(f'mode = "{mode}"\nevery = 4', 'codec = "int8"\n'))
 
 
 def test_exact_axes_have_no_place_either():
@@ -690,6 +788,32 @@ MISFITS = {
         in_python(mode="softsync", splits=5),
         misfit("splits", "5, of 4 workers.", "at most 4."),
         [table('mode = "softsync"\nsplits = 4'), table('workers = 8\nmode = "softsync"\nsplits = 5')],
+    ),
+    "more fragments than parameters": (
+        table('mode = "local"\nevery = 10\nfragments = 5'),
+        in_python(mode="local", every=10, fragments=5),
+        misfit("fragments", "5, of 4 parameters.", "at most 4."),
+        [table('mode = "local"\nevery = 12\nfragments = 4')],
+    ),
+    "fragments of what is one array": (
+        table('mode = "local"\nevery = 10\nfragments = 2\nplacement = "round_robin"'),
+        in_python("round_robin", mode="local", every=10, fragments=2),
+        misfit(
+            "fragments",
+            'placement "round_robin" packs parameters together, so they meet at once.',
+            'placement = "sliced", or leave it out.',
+        ),
+        [table('mode = "local"\nevery = 10\nfragments = 2'), table('mode = "local"\nevery = 10\nplacement = "round_robin"')],
+    ),
+    "further than to the mean and back": (
+        table('mode = "elastic"\nevery = 10\nmoving_rate = 0.4'),
+        in_python(mode="elastic", every=10, moving_rate=0.4),
+        misfit(
+            "moving_rate",
+            "0.4 with 4 workers: each meeting multiplies the servers' distance from the workers' mean by 1 - 0.4 (4 + 1) = -1.",
+            "below 2 / 5, such as 0.225.",
+        ),
+        [table(f'mode = "elastic"\nevery = 10\nmoving_rate = {rate}') for rate in (0.225, 0.39)],
     ),
     "a list for others": (
         table("compute_time = [1, 2]"),

@@ -13,7 +13,7 @@ from flax import nnx
 import spmd
 from spmd.data.resident import resident
 from spmd.errors import CheckpointError, DataError, OptimizerError, OptionError
-from spmd.layout.server import scale_of
+from spmd.layout.clock import scale_of
 from spmd.tree import flatten
 
 ROWS, FEATURES, CLASSES = 32, 12, 5

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd.errors import OptionError
-from spmd.layout.server import times_of
+from spmd.layout.clock import times_of
 
 BLOCK = 1024  # times drawn at once for a worker
 

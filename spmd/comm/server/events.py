@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from spmd.comm.server.clock import Times
-from spmd.comm.server.schedule import Round, rounds
-from spmd.layout.server import Network, ParameterServer
+from spmd.comm.server.meetings import meetings
+from spmd.comm.server.schedule import Asynchronous, Round, synchronous
+from spmd.layout.clock import Network
+from spmd.layout.server import ParameterServer
 
 KEPT = 4096  # rounds that are remembered, of few workers; an earlier one is simulated again from the start
 ROOM = 2**26  # bytes, about, for those of many
@@ -22,6 +24,7 @@ class Events:
       declared: the layout's `[parameter_server]`.
       workers: how many are simulated.
       sent: bytes that a worker sends to one server, and gets from it.
+      times: seconds that gradients take; None: as declared.
 
     Example:
       >>> events = Events(ParameterServer(spares=1, compute_time=(3.0, 1.0, 2.0)), workers=3)
@@ -29,17 +32,17 @@ class Events:
       ([False, True, True], 2.0)
     """
 
-    def __init__(self, declared: ParameterServer, workers: int, sent: tuple[float, float] = (0.0, 0.0)):
-        self.declared, self.workers, self._sent = declared, workers, sent
+    def __init__(self, declared: ParameterServer, workers: int, sent: tuple[float, float] = (0.0, 0.0), times: Times | None = None):
+        self.declared, self.workers, self.sent = declared, workers, sent
         self._network = Network.parse(declared.network)
-        self._times = Times(declared.compute_time, workers, declared.seed)
+        self._times = Times(declared.compute_time, workers, declared.seed) if times is None else times
         self._coming: Iterator[Round] = iter(())
         self._first, self._rounds, self._lock = 0, [], threading.Lock()
         self._kept_rounds = max(16, min(KEPT, ROOM // workers**2))
         self._restart()
 
     def _restart(self) -> None:
-        self._coming = rounds(self.declared, self.workers, self._times, self._network, self._sent)
+        self._coming = rounds(self.declared, self.workers, self._times, self._network, self.sent)
         self._first, self._rounds = 0, []
 
     @property
@@ -50,7 +53,7 @@ class Events:
     @property
     def masked(self) -> bool:
         """Whether the compiled step needs to know anything: not where everybody always takes part at once."""
-        return self.declared.asynchronous or self.declared.spares > 0 or self.declared.warmup_steps > 0
+        return self.declared.mode != "synchronous" or self.declared.spares > 0 or self.declared.warmup_steps > 0
 
     def round(self, step: int) -> Round:
         """What happens in this step, from 0. Threads may ask: the one that reads data ahead does."""
@@ -94,10 +97,13 @@ class Events:
 
         Returns:
           `counted`, float32[2, names]: sums and counts of what is counted in this step; and who takes part in what order, unless
-          everybody always takes part at once.
+          everybody always takes part at once; and which parameters workers that train by themselves send and receive.
         """
         found = self.round(step)
         have = np.ones(self.workers, bool) if have is None else have
+        if self.declared.local:
+            counted = self._counted(have.sum(), have.sum(), 0, 0)
+            return {"counted": counted, "present": have, "sends": found.sends, "receives": found.receives}
         if not self.declared.asynchronous:
             present = self._kept(found, have) if self.masked else have
             counted = {"counted": self._counted(present.sum(), (have & found.takes).sum(), 0, 0)}
@@ -131,6 +137,24 @@ class Events:
         kept[list(itertools.islice(order, wanted))] = True
         return kept
 
+    def apart(self, step: int) -> list[str]:
+        """Where workers who train by themselves do not meet in this step: names of scopes in the step."""
+        found = self.round(step)
+        told = (("send", found.sends), ("receive", found.receives))
+        return [f"{way}/{number}/" for way, due in told for number, now in enumerate(due) if not now]
+
     def seconds(self, step: int) -> float:
         """The simulated time at which this step is over."""
         return self.round(step).end
+
+
+def rounds(
+    declared: ParameterServer, workers: int, times: Times, network: Network, sent: tuple[float, float] = (0.0, 0.0)
+) -> Iterator[Round]:
+    """The rounds of a run, without end. `sent` is what a worker sends to one server and gets from it, in bytes."""
+    push, pull = (part / network.bandwidth for part in sent)
+    if declared.local:
+        return meetings(declared, workers, times, push, pull, network.latency)
+    if declared.asynchronous:
+        return Asynchronous(declared, workers, times, network.latency, push, pull).rounds()
+    return synchronous(declared, workers, times, (push + pull) * workers, 2 * network.latency)

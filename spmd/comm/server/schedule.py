@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from spmd.comm.server.clock import Times
-from spmd.layout.server import Network, ParameterServer, scale_of
+from spmd.layout.clock import scale_of
+from spmd.layout.server import ParameterServer
 
 FAINT = 1e-20  # the least weight of a gradient: float32 must be able to divide by it
 # at one instant pushes come before pulls; REACHES: is at the servers' door; ENDS: a worker goes on, and its trace does not
@@ -33,6 +34,7 @@ class Round:
       staleness: int32[workers], versions between reading and arriving; -1 where nothing arrives.
       began, done, time: float64[workers]: simulated seconds at which the gradient was begun, was computed, and arrived.
       end: simulated seconds when the round is over.
+      sends, receives: bool[fragments]: which parameters workers that train by themselves send to the servers after it, and take back.
     """
 
     worker: np.ndarray
@@ -47,6 +49,8 @@ class Round:
     done: np.ndarray
     time: np.ndarray
     end: float
+    sends: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
+    receives: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
 
     @classmethod
     def empty(cls, workers: int) -> "Round":
@@ -57,17 +61,7 @@ class Round:
         return cls(order, no, no.copy(), no.copy(), one, no.copy(), reads, stale, zero, zero.copy(), zero.copy(), 0.0)
 
 
-def rounds(
-    declared: ParameterServer, workers: int, times: Times, network: Network, sent: tuple[float, float] = (0.0, 0.0)
-) -> Iterator[Round]:
-    """The rounds of a run, without end. `sent` is what a worker sends to one server and gets from it, in bytes."""
-    push, pull = (part / network.bandwidth for part in sent)
-    if declared.mode == "synchronous":
-        return _synchronous(declared, workers, times, (push + pull) * workers, 2 * network.latency)
-    return _Asynchronous(declared, workers, times, network.latency, push, pull).rounds()
-
-
-def _synchronous(declared: ParameterServer, workers: int, times: Times, network: float, delay: float) -> Iterator[Round]:
+def synchronous(declared: ParameterServer, workers: int, times: Times, network: float, delay: float) -> Iterator[Round]:
     """All begin at once; the update waits for all but the spares, and the slowest are dropped. Ties go by number."""
     now, number = 0.0, 0
     while True:
@@ -87,7 +81,7 @@ def _synchronous(declared: ParameterServer, workers: int, times: Times, network:
         yield dataclasses.replace(found, end=now)
 
 
-class _Asynchronous:
+class Asynchronous:
     """A queue of events: pushes that arrive at the servers, and pulls that are answered.
 
     Servers work alike, so one stands for all: pushes queue for its link inwards, `push` seconds each, pulls for its link outwards,

@@ -1,0 +1,46 @@
+"""When workers who train by themselves meet at the servers: modes "local" and "elastic"."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from spmd.comm.server.clock import Times
+from spmd.comm.server.schedule import Round
+from spmd.layout.server import ParameterServer
+
+
+def meetings(declared: ParameterServer, workers: int, times: Times, push: float, pull: float, latency: float) -> Iterator[Round]:
+    """One round for each step of the workers, without end.
+
+    Nobody waits, but at a meeting: what the servers make of all workers' pushes comes back when the last of them is in.
+
+    Args:
+      push, pull: seconds that all parameters of one worker take on a server's link, inwards and outwards. Fragments are taken for equal.
+    """
+    now, number = np.zeros(workers), 0
+    returns = np.zeros(declared.fragments)  # when the servers are done with each fragment
+    inwards, outwards = (workers * part / declared.fragments for part in (push, pull))
+    while True:
+        number += 1
+        done = now + np.array([times.of(worker, number - 1) for worker in range(workers)])
+        order = np.argsort(done, kind="stable")
+        found = Round.empty(workers)
+        found.worker[:], found.staleness[:] = order, 0
+        found.takes[:] = found.present[:] = found.applied[:] = True
+        found.began[:], found.done[:], found.time[:] = now[order], done[order], done[order]
+        sends, receives = due(declared, number), due(declared, number - declared.overlap)
+        returns[sends] = done.max() + latency + inwards
+        now = np.maximum(done, returns[receives].max() + receives.sum() * outwards + latency) if receives.any() else done
+        yield dataclasses.replace(found, sends=sends, receives=receives, end=float(now.max()))
+
+
+def due(declared: ParameterServer, number: int) -> np.ndarray:
+    """bool[fragments]: which of them meet after this many steps. They take turns, and each has its own once in `every` steps.
+
+    >>> [due(ParameterServer(mode="local", every=4, fragments=2), number).tolist() for number in (1, 2, 3, 4)]
+    [[False, False], [True, False], [False, False], [False, True]]
+    """
+    every = declared.every or 1
+    turns = (np.arange(declared.fragments) + 1) * (every // declared.fragments)
+    return (number % every == turns % every) & (number > 0)
