@@ -32,6 +32,7 @@ _HOMES = {
     "losses": "spmd.losses:",
     "make_mesh": "spmd.mesh",
     "metrics": "spmd.metrics:",
+    "simulate": "spmd.comm.server.ask",
     "simulate_devices": "spmd.mesh",
     "viz": "spmd.viz:",
 }
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd import viz as viz
     from spmd.api import Result as Result
     from spmd.api import fit as fit
+    from spmd.comm.server.ask import simulate as simulate
     from spmd.errors import SpmdError as SpmdError
     from spmd.layout.declare import Default as Default
     from spmd.layout.declare import Layout as Layout

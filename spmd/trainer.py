@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from spmd.comm.log import WireLog
 from spmd.comm.report import notes as exchange_notes
 from spmd.comm.report import server_notes
+from spmd.comm.server.account import Account
 from spmd.comm.server.events import Events
 from spmd.data.batches import Batch, HostBatch, Placer, check_batch, check_leaves, check_like
 from spmd.data.deal import Position, epoch_of
@@ -151,6 +152,17 @@ class Trainer:
         if whole and any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(abstract_state.opt)):
             lines.append(f"note: {len(whole)} optimizer arrays have no parameter's shape and stay whole: {', '.join(whole[:3])}, ...")
         return lines
+
+    def simulate(self, steps: int) -> Account:
+        """What the parameter server's clock says of so many steps: time, waiting, staleness, what is dropped; printed, a table.
+
+        Raises:
+          OptionError: there is no parameter server, no number of steps, or a trace of times that ends before.
+        """
+        if self._placed.events is None:
+            cure = '[gradients] reduction = "parameter_server".'
+            raise OptionError(f"trainer.simulate: {self.layout.source} has no parameter server, so no clock.\n    cure: {cure}")
+        return Account.of(self._placed.events, steps)
 
     def init(self, batch: Tree = None) -> State:
         """A new state, each array made in place on the mesh. A linen model needs a `batch` (arrays or their shapes).
