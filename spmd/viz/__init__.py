@@ -1,6 +1,7 @@
-"""Pictures and pages of a run: its curve, and a report that one file holds whole."""
+"""Pictures and pages of a run: its curve, a parameter server's clock, and a report that one file holds whole."""
 
 from spmd.viz.drawing import curve
 from spmd.viz.page import report
+from spmd.viz.timeline import timeline
 
-__all__ = ["curve", "report"]
+__all__ = ["curve", "report", "timeline"]
