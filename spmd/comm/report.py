@@ -47,6 +47,11 @@ def server_notes(storage: Storage, clock: Events) -> list[str]:
             f"{found.servers} servers, {found.placement}, {kind}: {least} to {most} each, imbalance {found.imbalance:.2f}; "
             f"{found.padding:.1%} of what is stored only fills up."
         )
+    if clock.declared.local:
+        lines.append(
+            f"each worker has weights and an optimizer of its own, and all meet every {clock.declared.every} steps; what is evaluated, and "
+            "returned in the end, are the servers' weights, which know nothing of what came after the last meeting."
+        )
     if clock.declared.max_staleness is not None:
         told = [clock.round(step) for step in range(min(TRIED, clock.steps or TRIED))]
         arrived, applied = sum(int(one.present.sum()) for one in told), sum(int(one.applied.sum()) for one in told)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from spmd.comm.server.clock import Times
-from spmd.comm.server.events import KEPT, Events
-from spmd.comm.server.schedule import rounds
+from spmd.comm.server.events import KEPT, Events, rounds
 from spmd.errors import OptionError
 from spmd.layout.clock import Network, scale_of
 from spmd.layout.server import MODES, ParameterServer

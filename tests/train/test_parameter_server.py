@@ -15,61 +15,22 @@ from spmd.data.resident import resident
 from spmd.errors import CheckpointError, DataError, OptimizerError, OptionError
 from spmd.layout.clock import scale_of
 from spmd.tree import flatten
-
-ROWS, FEATURES, CLASSES = 32, 12, 5
-PLACEMENTS = ("sliced", "round_robin", "greedy_bytes", "largest_first")
-MOMENTUM, ADAMW = optax.sgd(0.1, momentum=0.9), optax.adamw(1e-2)
-
-
-class MLP(nnx.Module):
-    """33 hidden units: no number of workers divides them."""
-
-    def __init__(self, rngs):
-        self.hidden, self.out = nnx.Linear(FEATURES, 33, rngs=rngs), nnx.Linear(33, CLASSES, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(nnx.relu(self.hidden(x)))
-
-
-def data(rows=ROWS, seed=0):
-    x = np.random.default_rng(seed).normal(size=(rows, FEATURES)).astype(np.float32)
-    return {"x": x, "y": x[:, :CLASSES].argmax(1).astype(np.int32)}
-
-
-def served(codec="exact", error_feedback=False, weights="exact", **server):
-    gradients = spmd.Gradients("parameter_server", codec, error_feedback=error_feedback, weights=weights)
-    return spmd.Layout(gradients=gradients, parameter_server=spmd.ParameterServer(**server))
-
-
-ALL_REDUCE = spmd.Layout(gradients=spmd.Gradients("all_reduce"))
-
-
-def trainer_of(layout, workers=8, optimizer=MOMENTUM, **options):
-    mesh = spmd.make_mesh(f"data={workers}", devices=jax.devices()[:workers])
-    loss = options.pop("loss", spmd.losses.cross_entropy)
-    return spmd.Trainer(lambda: MLP(nnx.Rngs(0)), loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, **options)
-
-
-def train(trainer, steps=4):
-    """Losses, and the parameters as the model has them, after steps on whole batches."""
-    state, losses = trainer.init(), []
-    for number in range(steps):
-        state, metrics = trainer.step(state, data(seed=number))
-        losses.append(metrics["loss"])
-    return losses, params_of(trainer, state)
-
-
-def params_of(trainer, state):
-    return {path: np.asarray(leaf) for path, leaf in flatten(nnx.to_pure_dict(nnx.state(trainer.rebuild(state)))).items()}
-
-
-def equal(one, other):
-    return one[0] == other[0] and all(np.array_equal(one[1][path], other[1][path]) for path in one[1])
-
-
-def far(one, other):
-    return max(np.abs(one[1][path] - other[1][path]).max() for path in one[1])
-
+from tests.train.served import (
+    ADAMW,
+    ALL_REDUCE,
+    FEATURES,
+    MLP,
+    MOMENTUM,
+    PLACEMENTS,
+    ROWS,
+    data,
+    equal,
+    far,
+    params_of,
+    served,
+    train,
+    trainer_of,
+)
 
 # synchronous ---------------------------------------------------------------------------------------------------------
 

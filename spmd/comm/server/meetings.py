@@ -13,14 +13,14 @@ from spmd.layout.server import ParameterServer
 def meetings(declared: ParameterServer, workers: int, times: Times, push: float, pull: float, latency: float) -> Iterator[Round]:
     """One round for each step of the workers, without end.
 
-    Nobody waits, but at a meeting: what the servers make of all workers' pushes comes back when the last of them is in.
+    Nobody waits, but where it has to take back what it has sent: that comes when the last worker's push is in, and over the network.
 
     Args:
       push, pull: seconds that all parameters of one worker take on a server's link, inwards and outwards. Fragments are taken for equal.
     """
     now, number = np.zeros(workers), 0
-    returns = np.zeros(declared.fragments)  # when the servers are done with each fragment
-    inwards, outwards = (workers * part / declared.fragments for part in (push, pull))
+    returns = np.zeros(declared.fragments)  # when each fragment is back at the workers
+    network = workers * (push + pull) / declared.fragments + 2 * latency
     while True:
         number += 1
         done = now + np.array([times.of(worker, number - 1) for worker in range(workers)])
@@ -30,8 +30,8 @@ def meetings(declared: ParameterServer, workers: int, times: Times, push: float,
         found.takes[:] = found.present[:] = found.applied[:] = True
         found.began[:], found.done[:], found.time[:] = now[order], done[order], done[order]
         sends, receives = due(declared, number), due(declared, number - declared.overlap)
-        returns[sends] = done.max() + latency + inwards
-        now = np.maximum(done, returns[receives].max() + receives.sum() * outwards + latency) if receives.any() else done
+        returns[sends] = done.max() + network
+        now = np.maximum(done, returns[receives].max(initial=0.0))
         yield dataclasses.replace(found, sends=sends, receives=receives, end=float(now.max()))
 
 

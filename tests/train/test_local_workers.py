@@ -1,0 +1,316 @@
+"""Workers that train by themselves and meet now and then: DiLoCo, with fragments, and EASGD, beside plain loops of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+from spmd.comm.exchange import OUTER, OWN, READ
+from spmd.tree import flatten
+from tests.train.served import ALL_REDUCE, MOMENTUM, ROWS, data, far, served, train, trainer_of
+
+SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-2)
+
+
+def init(key):
+    keys = jax.random.split(key)
+    dense = lambda key, rows, columns: {"kernel": 0.3 * jax.random.normal(key, (rows, columns)), "bias": jnp.zeros(columns)}
+    return {"hidden": dense(keys[0], 12, 33), "out": dense(keys[1], 33, 5)}
+
+
+def apply(params, x):
+    hidden = jnp.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    return hidden @ params["out"]["kernel"] + params["out"]["bias"]
+
+
+def trainer_by_hand(optimizer, gradients=None, **server):
+    mesh = spmd.make_mesh("data=8")
+    layout = spmd.Layout(gradients=gradients or spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(**server))
+    model = spmd.FunctionalModel(init, apply)
+    return spmd.Trainer(model, loss=spmd.losses.cross_entropy, optimizer=optimizer, mesh=mesh, layout=layout)
+
+
+def batches(steps, rows=ROWS):
+    return [data(rows, seed=number) for number in range(steps)]
+
+
+def ran(trainer, steps, rows=ROWS):
+    state = trainer.init()
+    for batch in batches(steps, rows):
+        state, _ = trainer.step(state, (batch["x"], batch["y"]))
+    return state
+
+
+def weights(trainer, state):
+    return {path: np.asarray(leaf) for path, leaf in flatten(trainer.rebuild(state).params).items()}
+
+
+def owns(trainer, state):
+    """Every worker's own weights, by path [workers, *shape]."""
+    packed = [{path: state.exchange[path][OWN][worker] for path in state.exchange} for worker in range(trainer._placed.exchange.simulated)]
+    structure = jax.tree.structure(state.params)
+    unpack = lambda rows: trainer._placed.storage.unpack(jax.tree.unflatten(structure, [rows[path] for path in flatten(state.params)]))
+    return {path: np.stack(leaves) for path, *leaves in _by_path([flatten(unpack(rows)) for rows in packed])}
+
+
+def _by_path(trees):
+    return [(path, *(np.asarray(tree[path]) for tree in trees)) for path in trees[0]]
+
+
+class ByHand:
+    """All of it in a plain loop over workers, from the same weights, without servers."""
+
+    def __init__(self, optimizer, start, workers):
+        self.optimizer, self.workers, self.z = optimizer, workers, start
+        self.own = [start] * workers
+        self.opt = [optimizer.init(start)] * workers
+        self.read = start
+
+        @jax.jit
+        def one(params, opt, x, y):
+            loss = lambda p: optax.softmax_cross_entropy_with_integer_labels(apply(p, x), y).mean()
+            updates, opt = optimizer.update(jax.grad(loss)(params), opt, params)
+            return optax.apply_updates(params, updates), opt
+
+        self._one = one
+
+    def step(self, batch):
+        per = len(batch["y"]) // self.workers
+        for worker in range(self.workers):
+            rows = slice(worker * per, (worker + 1) * per)
+            self.own[worker], self.opt[worker] = self._one(self.own[worker], self.opt[worker], batch["x"][rows], batch["y"][rows])
+
+
+def diloco_by_hand(optimizer, start, workers, steps, *, every, fragments, rate, momentum, overlap=0, mix=0.0, rows=ROWS):
+    """Douillard et al., algorithm 1, with the outer optimizer of optax; and its streaming form."""
+    run, outer = ByHand(optimizer, start, workers), optax.sgd(rate, momentum or None, nesterov=bool(momentum))
+    memory, stride = outer.init(start), every // len(fragments)
+    flat = lambda tree, paths: {path: leaf for path, leaf in flatten(tree).items() if path in paths}
+    put = lambda tree, part: jax.tree.unflatten(jax.tree.structure(tree), list((flatten(tree) | part).values()))
+    for number, batch in enumerate(batches(steps, rows), 1):
+        run.step(batch)
+        for turn, paths in enumerate(fragments, 1):
+            if number % every == turn * stride % every:
+                way = jax.tree.map(lambda read, *own: read - sum(own) / workers, run.read, *run.own)
+                updates, moved = outer.update(way, memory)
+                run.z = put(run.z, flat(optax.apply_updates(run.z, updates), paths))
+                if momentum:
+                    trace = put(memory[0].trace, flat(moved[0].trace, paths))
+                    memory = (memory[0]._replace(trace=trace), *memory[1:])
+            if number > overlap and (number - overlap) % every == turn * stride % every:
+                part = flat(run.z, paths)
+                run.read = put(run.read, part)
+                run.own = [put(own, {p: mix * flatten(own)[p] + (1 - mix) * part[p] for p in paths}) for own in run.own]
+    return run
+
+
+def close(one, other, most=1e-6):
+    worst = max(np.abs(np.asarray(one[path]) - np.asarray(other[path])).max() for path in one)
+    assert worst < most, worst
+
+
+# DiLoCo --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param(SGD, marks=pytest.mark.slow), MOMENTUM], ids=["sgd", "momentum"])
+def test_meeting_at_every_step_with_a_plain_outer_optimizer_is_synchronous(optimizer):
+    """z - mean(z - w) is the mean of w, and of linear updates of one w the mean is the update of the mean gradient."""
+    trainer = trainer_of(served(mode="local", every=1, outer_rate=1.0, outer_momentum=0.0), optimizer=optimizer)
+    one, other = train(trainer), train(trainer_of(ALL_REDUCE, optimizer=optimizer))
+    assert far(one, other) < 1e-6, "z - (z - w) is rounded"
+    assert far(one, train(trainer_of(served(mode="local", every=2, outer_rate=1.0, outer_momentum=0.0), optimizer=optimizer))) > 1e-4
+    assert {op.kind for op in trainer.wire.ops if op.where.startswith("receive/0/pull")} == {"all_gather"}, "the arms differ"
+
+
+DILOCO = {
+    "diloco": {"every": 3},
+    "local sgd": {"every": 2, "outer_rate": 1.0, "outer_momentum": 0.0},
+    "streaming": {"every": 4, "fragments": 2, "overlap": 1, "mix": 0.5},
+    "many workers": {"every": 2, "workers": 16},
+}
+
+
+@pytest.mark.parametrize(
+    "server", [pytest.param(DILOCO[name], id=name, marks=[pytest.mark.slow] * (name in ("local sgd", "many workers"))) for name in DILOCO]
+)
+def test_a_run_is_what_a_plain_loop_makes_of_it(server):
+    """Inner AdamW with a state for each worker, outer Nesterov. 1e-6: means are summed in another order."""
+    trainer, steps = trainer_by_hand(ADAMW, mode="local", **server), 7
+    rows, workers = 2 * ROWS, server.get("workers", 8)
+    state = ran(trainer, steps, rows)
+    options = {"rate": server.get("outer_rate", 0.7), "momentum": server.get("outer_momentum", 0.9), "rows": rows}
+    options |= {key: server[key] for key in ("every", "overlap", "mix") if key in server}
+    start = trainer.rebuild(trainer.init()).params
+    wanted = diloco_by_hand(ADAMW, start, workers, steps, fragments=trainer._placed.exchange.fragments, **options)
+    close(weights(trainer, state), flatten(wanted.z), 2e-6)
+    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(own) for own in wanted.own])}, 2e-6)
+    moved = max(np.abs(leaf - flatten(start)[path]).max() for path, leaf in weights(trainer, state).items())
+    assert moved > 1e-2, "and it went somewhere"
+
+
+def test_after_a_meeting_all_have_the_same_bits():
+    trainer = trainer_by_hand(ADAMW, mode="local", every=3)
+    met, later = ran(trainer, 3), ran(trainer, 4)
+    for path, entry in met.exchange.items():
+        own, z = np.asarray(entry[OWN]), np.asarray(flatten(met.params)[path])
+        assert (own == z).all() and (np.asarray(entry[READ]) == z).all()
+        assert not (np.asarray(later.exchange[path][OWN]) == z).all()
+        assert {shard.data.shape[0] for shard in entry[OWN].addressable_shards} == {1}, "each on its own device"
+        assert {shard.data.shape[0] for shard in entry[OUTER].addressable_shards} == {1}
+
+
+def test_each_fragment_of_a_streaming_run_is_diloco_of_that_fragment_to_the_last_bit():
+    """A loss that is a sum, one for each of two parameters: nothing passes between them but the time at which they meet."""
+
+    def trainer(names, **server):
+        draw = lambda key: {name: 0.1 * jax.random.normal(jax.random.fold_in(key, ord(name)), (12,)) for name in names}
+        model = spmd.FunctionalModel(draw, lambda p, x: sum(jnp.square(x @ p[name] - 1) for name in names))
+        layout = served(mode="local", **server)
+        mesh = spmd.make_mesh("data=4", devices=jax.devices()[:4])
+        return spmd.Trainer(model, loss=lambda m, batch: m(batch), optimizer=optax.sgd(0.01, 0.9), mesh=mesh, layout=layout)
+
+    def run(trainer, steps=7):
+        state = trainer.init()
+        for batch in batches(steps):
+            state, _ = trainer.step(state, batch["x"])
+        return weights(trainer, state)
+
+    both = trainer("ab", every=4, fragments=2)
+    second = {path[0] for path in both._placed.exchange.fragments[1]}.pop()
+    streamed, alone = run(both), run(trainer(second, every=4))
+    assert np.array_equal(streamed[second], alone[second])
+    first = ({"a", "b"} - {second}).pop()
+    assert not np.array_equal(streamed[first], run(trainer(first, every=4))[first]), "its turn is at another time"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
+def test_one_worker_with_a_plain_outer_optimizer_is_plain_training(every):
+    trainer = trainer_of(served(mode="local", every=every, outer_rate=1.0, outer_momentum=0.0), 1, ADAMW)
+    assert far(train(trainer), train(trainer_of(ALL_REDUCE, 1, ADAMW))) < 1e-6, "z - (z - w) is rounded"
+
+
+# EASGD ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_elastic_meeting_conserves_the_sum_of_all_weights_exactly():
+    """Whole multiples of 1/64, a moving rate of 1/16, eight workers, no training: nothing is rounded, so not a bit may be lost."""
+    trainer = trainer_by_hand(optax.set_to_zero(), mode="elastic", every=1, moving_rate=1 / 16)
+    state, rng = trainer.init(), np.random.default_rng(0)
+    draw = lambda leaf: jax.device_put((rng.integers(-256, 256, leaf.shape) / 64).astype(np.float32), leaf.sharding)
+    state = jax.tree.map(draw, state.params), {path: {OWN: draw(entry[OWN])} for path, entry in state.exchange.items()}
+    state = spmd.State(trainer.init().step, state[0], trainer.init().opt, {}, {}, trainer.init().key, state[1])
+    read = lambda state: {p: (np.asarray(e[OWN]), np.asarray(flatten(state.params)[p])) for p, e in state.exchange.items()}
+    before = read(state)
+    batch = batches(1)[0]
+    after = read(trainer.step(state, (batch["x"], batch["y"]))[0])
+    for path, (own, z) in after.items():
+        was, centre = before[path]
+        assert np.array_equal(own.sum(0) + z, was.sum(0) + centre)
+        assert np.array_equal(own, was - (was - centre) / 16) and np.array_equal(z, centre + (was - centre).sum(0) / 16)
+        assert not np.array_equal(z, centre)
+
+
+def test_an_elastic_run_is_what_a_plain_loop_makes_of_it():
+    trainer, steps, rate = trainer_by_hand(MOMENTUM, mode="elastic", every=2), 5, 0.9 / 8
+    wanted = ByHand(MOMENTUM, trainer.rebuild(trainer.init()).params, 8)
+    for number, batch in enumerate(batches(steps), 1):
+        wanted.step(batch)
+        if number % 2 == 0:
+            ways = [jax.tree.map(lambda x, z: rate * (x - z), own, wanted.z) for own in wanted.own]
+            wanted.own = [jax.tree.map(jnp.subtract, own, way) for own, way in zip(wanted.own, ways, strict=True)]
+            wanted.z = jax.tree.map(lambda z, *parts: z + sum(parts), wanted.z, *ways)
+    state = ran(trainer, steps)
+    close(weights(trainer, state), flatten(wanted.z))
+    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(own) for own in wanted.own])})
+
+
+@pytest.mark.slow
+def test_without_a_pull_workers_are_runs_of_their_own():
+    trainer = trainer_by_hand(MOMENTUM, mode="elastic", every=1, moving_rate=0)
+    start, state = weights(trainer, trainer.init()), ran(trainer, 4)
+    assert all(np.array_equal(start[path], leaf) for path, leaf in weights(trainer, state).items()), "the servers stand still"
+    alone = ByHand(MOMENTUM, trainer.rebuild(trainer.init()).params, 8)
+    for batch in batches(4):
+        alone.step(batch)
+    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(own) for own in alone.own])})
+
+
+# what they send, and what is kept ------------------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_a_meeting_now_and_then():
+    """On average all parameters once in `every` steps, there and back; at most the largest fragment at once."""
+    row = 28  # 7/8 of what 8 workers hold of one number, float32
+    sums, peak = {}, {}
+    for fragments in (1, 2):
+        trainer = trainer_by_hand(SGD, mode="local", every=4, fragments=fragments)
+        state, sent = trainer.init(), []
+        for batch in batches(8):
+            state, metrics = trainer.step(state, (batch["x"], batch["y"]))
+            sent.append(metrics["wire_bytes"] - trainer.wire.bytes(where="metrics"))
+        sums[fragments], peak[fragments] = sum(sent), max(sent)
+    width = sum(place.shape[1] for place in trainer.resolved.placements.values())
+    assert sums == {1: 2 * 2 * row * width, 2: 2 * 2 * row * width}
+    largest = max(sum(trainer.resolved.placements[path].shape[1] for path in paths) for paths in trainer._placed.exchange.fragments)
+    assert peak == {1: 2 * row * width, 2: 2 * row * largest} and largest < width
+    assert "in steps in which no parameters meet" in str(trainer.wire)
+
+
+@pytest.mark.slow
+def test_codecs_travel_at_meetings():
+    gradients = spmd.Gradients("parameter_server", "int8", error_feedback=True, weights="bfloat16")
+    coded, exact = (trainer_by_hand(ADAMW, mode="local", every=2, gradients=given) for given in (gradients, None))
+    one, other = weights(coded, ran(coded, 6)), weights(exact, ran(exact, 6))
+    assert {op.dtype for op in coded.wire.ops if op.where.startswith("receive/0/pull")} == {"uint16"}
+    assert any(op.dtype == "uint8" for op in coded.wire.ops if op.where.startswith("send/0/push/int8"))
+    start = weights(exact, exact.init())
+    moved = max(np.abs(other[path] - start[path]).max() for path in other)
+    apart = max(np.abs(one[path] - other[path]).max() for path in one)
+    assert 0 < apart < 0.05 * moved, "weights are rounded to 2^-8, and so is what depends on them"
+
+
+@pytest.mark.slow
+def test_no_step_is_compiled_twice_whether_they_meet_or_not():
+    trainer = trainer_by_hand(SGD, mode="local", every=3)
+    ran(trainer, 7)
+    assert trainer.prepare(None)[0].compilations() == 1
+
+
+@pytest.mark.parametrize(
+    "server",
+    [{"mode": "local", "every": 3}, pytest.param({"mode": "elastic", "every": 3}, marks=pytest.mark.slow)],
+    ids=["local", "elastic"],
+)
+def test_stopped_between_two_meetings_a_run_goes_on_to_the_same_bits(server, tmp_path):
+    fit = functools.partial(
+        spmd.fit, loss=spmd.losses.cross_entropy, optimizer=ADAMW, mesh="data=8", layout=served(**server), batch_size=32, progress=False
+    )
+    model, rows = spmd.FunctionalModel(init, apply), tuple(data(256).values())
+    whole = fit(model, rows, steps=11)
+    fit(model, rows, steps=4, checkpoint=tmp_path / "run")
+    rest = fit(model, rows, steps=11, checkpoint=tmp_path / "run", resume=True)
+    assert int(rest.state.step) == 11
+    for one, other in zip(jax.tree.leaves(whole.state), jax.tree.leaves(rest.state), strict=True):
+        assert np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_a_worker_without_rows_stays_where_it_is():
+    trainer = trainer_by_hand(ADAMW, mode="local", every=5)
+    state = ran(trainer, 1)
+    before = owns(trainer, state)
+    batch = data(ROWS * 3 // 4)
+    after = owns(trainer, trainer.step(state, (batch["x"], batch["y"]))[0])
+    for path, leaf in before.items():
+        assert np.array_equal(after[path][6:], leaf[6:]) and not np.array_equal(after[path][:6], leaf[:6])
+
+
+def test_evaluation_is_of_the_servers_weights():
+    trainer = trainer_of(served(mode="local", every=5), optimizer=ADAMW)
+    state, _ = trainer.step(trainer.init(), data())
+    assert trainer.evaluate(state, data())["loss"] == trainer.evaluate(trainer.init(), data())["loss"], "nobody has met yet"
+    assert any("meet" in line for line in trainer.notes())
