@@ -195,7 +195,7 @@ def test_who_fetches_seldom_gets_less(each):
 
 
 def test_weights_that_have_left_a_link_are_on_their_way():
-    """Those for the first worker leave from 1.25 s to 1.75 s and are there at 2 s; the second worker's gradient ends the round at 1.875 s."""
+    """Those for the first worker leave from 1.25 s to 1.75 s and are there at 2 s; the second one's gradient ends the round at 1.875 s."""
     network = {"bandwidth": "512B/s", "latency": "250ms"}
     told = Account.of(events_of((1.0, 1.625), workers=2, sent=(0.0, 256.0), mode="asynchronous", network=network), 1)
     assert told.seconds == 1.875 and told.link_bytes == (0.0, 256.0) and told.link_busy == (0.0, 0.5 / 1.875)
