@@ -593,10 +593,13 @@ def test_a_trace_is_used_row_by_row(tmp_path, name):
         assert (log.time - log.began)[mine].tolist() == TABLE[: mine.sum(), worker].tolist()
 
 
+NEEDED = {"bounded": {"bound": 1}, "softsync": {"splits": 1}, "local": {"every": 2}, "elastic": {"every": 2}}
+
+
 @pytest.mark.parametrize("name", ["times.csv", "times.npy"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trace_ends_with_a_word(tmp_path, mode, name):
-    more = {"bounded": {"bound": 1}, "softsync": {"splits": 1}}.get(mode, {})
+    more = NEEDED.get(mode, {})
     with pytest.raises(OptionError, match=r"compute_time: the trace has 5 rows, and worker \d begins its gradient 6") as caught:
         simulate(2, 100, mode=mode, compute_time=save(tmp_path / name, TABLE), **more)
     assert "cure:" in str(caught.value)
@@ -604,7 +607,7 @@ def test_a_trace_ends_with_a_word(tmp_path, mode, name):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_steps_that_a_trace_is_said_to_last_can_be_made(tmp_path, mode):
-    more = {"bounded": {"bound": 1}, "softsync": {"splits": 1}}.get(mode, {})
+    more = NEEDED.get(mode, {})
     events = Events(declare(mode=mode, compute_time=save(tmp_path / "times.csv", np.ones((9, 3))), **more), 3)
     assert events.steps == 9
     for step in range(events.steps):

@@ -143,6 +143,7 @@ def test_shipped_layouts_fit_a_model_with_names(name):
         "data_parallel": ((), (), ()),
         "backup_workers": ((), (), ()),
         "data_parallel_bf16": ((), (), ()),
+        "diloco": ((), (), ()),
         "parameter_server": ((), (), ()),
         "parameter_server_async": ((), (), ()),
         "hierarchical_int8": ((), (), ()),

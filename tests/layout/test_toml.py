@@ -76,6 +76,7 @@ def test_what_ships():
         "backup_workers",
         "data_parallel",
         "data_parallel_bf16",
+        "diloco",
         "fsdp",
         "fsdp_bf16",
         "fsdp_tensor_parallel",

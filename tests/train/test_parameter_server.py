@@ -157,6 +157,7 @@ ASYNCHRONOUS = {
     "scaled": {"mode": "asynchronous", "compute_time": "exponential", "staleness_scale": "power(0.5)"},
     "dropped": {"mode": "asynchronous", "compute_time": "exponential", "max_staleness": 2},
     "compensated": {"mode": "asynchronous", "compute_time": "exponential", "delay_compensation": 0.3},
+    "adaptive": {"mode": "asynchronous", "compute_time": "exponential", "delay_compensation": 0.5, "delay_decay": 0.9, "max_staleness": 4},
     "warmed up": {"mode": "asynchronous", "compute_time": "exponential", "warmup_steps": 3},
     "bounded": {"mode": "bounded", "bound": 1, "compute_time": "exponential"},
     "softsync": {"mode": "softsync", "splits": 2, "compute_time": "exponential", "staleness_scale": "inverse"},
@@ -170,7 +171,7 @@ def replay(trainer, rows, optimizer, workers, steps):
     """The same run by hand: every worker's own copy of the weights, every arrival an update, parts of the data in turn."""
     clock, declared = trainer.prepare(None)[0].clock, trainer.layout.parameter_server
     params = {"b": np.zeros(2, np.float32), "w": np.ones((3, 2), np.float32)}
-    opt, held = optimizer.init(params), [params] * workers
+    opt, held, squares = optimizer.init(params), [params] * workers, dict.fromkeys(params, np.float32(0))
     unit, taken, gathered, scale = 16 // workers, 0, [], scale_of(declared.staleness_scale)
 
     def gradient(p, x, t):
@@ -188,7 +189,12 @@ def replay(trainer, rows, optimizer, workers, steps):
             worker = found.worker[event]
             g = grads[worker]
             if declared.delay_compensation:
-                g = {name: x + declared.delay_compensation * x * x * (params[name] - at[worker][name]) for name, x in g.items()}
+                decay, strength = declared.delay_decay, dict.fromkeys(g, declared.delay_compensation)
+                if decay is not None:
+                    now = {name: decay * squares[name] + (1 - decay) * x * x for name, x in g.items()}
+                    strength = {name: declared.delay_compensation / np.sqrt(now[name] + 1e-7) for name in g}
+                    squares = now if found.applied[event] else squares
+                g = {name: x + strength[name] * x * x * (params[name] - at[worker][name]) for name, x in g.items()}
             if found.applied[event]:
                 gathered.append((scale(int(found.staleness[event])), g))
             if found.commit[event]:
