@@ -1,0 +1,107 @@
+"""The notebooks: the same as their scripts, kept without outputs, and they run and show what they say."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+# A process of its own: what Jupyter warns of is not ours to fail on, and its event loop ends with it.
+RUN = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], 4)
+notebook.cells.append(nbformat.v4.new_code_cell("import os; print(os.getpid())"))
+nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": sys.argv[2]}}).execute()
+nbformat.write(notebook, sys.argv[2] + "/done.ipynb")
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What a notebook has put out, all cells together: text, kinds of media, and what was set in Markdown."""
+
+    text: str
+    kinds: list[str]
+    markdown: str
+
+    @classmethod
+    def of(cls, outputs):
+        kinds = [kind for out in outputs for kind in out.get("data", {})]
+        part = lambda kind: "".join("".join(out.get("data", {}).get(kind, "")) for out in outputs)
+        return cls("".join("".join(out.get("text", "")) for out in outputs) + part("text/plain"), kinds, part("text/markdown"))
+
+
+def cells(notebook):
+    return [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in notebook["cells"]]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_pair_agrees(path):
+    import jupytext
+
+    script = path.with_suffix(".py")
+    assert cells(jupytext.read(path)) == cells(jupytext.read(script)), f"cure: jupytext --sync {path.name}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_outputs_are_stripped(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+        assert set(cell["metadata"]) <= {"lines_to_next_cell"}  # jupytext's note of blank lines in the script
+    assert set(notebook["metadata"]) == {"jupytext", "kernelspec"}
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+
+
+def quickstart(shown):
+    assert "image/png" in shown.kinds  # the curve
+    assert shown.text.count("Arrayviz") == 2  # the shardings
+    assert shown.text.count("eval_accuracy") == 14  # six evaluations and the last picture of the bar, for both layouts
+    assert shown.text.count("samples/s") == 2  # the bar is one output that is redrawn
+    assert "test accuracy 0.9" in shown.text
+
+
+def parameter_server(shown):
+    assert shown.kinds.count("image/png") == 5
+    table = {row[0].strip(): [float(number) for number in re.findall(r"[\d.]+|inf", row[1])] for row in rows_of(shown.text)}
+    names = ["synchronous", "2 spares", "asynchronous", "asynchronous, scaled", "DiLoCo, every 10"]
+    assert list(table) == names
+    accuracy, to_target, seconds = ({name: table[name][column] for name in names} for column in range(3))
+    assert min(accuracy[name] for name in names if name != "asynchronous") > 0.75 > 0.4 > accuracy["asynchronous"]
+    assert seconds["asynchronous"] == seconds["asynchronous, scaled"] < seconds["2 spares"] < 0.8 * seconds["synchronous"]
+    assert to_target["asynchronous, scaled"] < to_target["2 spares"] < to_target["synchronous"] < to_target["asynchronous"]
+    assert table["DiLoCo, every 10"][-1] < 0.2 * table["synchronous"][-1]  # bytes
+    assert re.search(r"^ +17 +15\.7\d +510 +30$", shown.text, re.MULTILINE)  # workers, staleness, gradients, simulated seconds
+    assert shown.markdown.count("**Borne out.**") == shown.markdown.count("\n") + 1 == 7  # each sentence of the conclusions
+
+
+def rows_of(text):
+    """Name and numbers of each way of the main table."""
+    main = text[text.index("at the same rate") : text.index("of that dropped")]
+    return re.findall(r"^(\w[\w, ]*?) +(0\.\d{3}.*)$", main, re.MULTILINE)
+
+
+SHOWS = {"00_quickstart": quickstart, "parameter_server": parameter_server}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_runs(path, tmp_path):
+    environment = {**os.environ, "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"), "IPYTHONDIR": str(tmp_path / "ipython")}
+    environment |= {"SPMD_SMALL": "1", "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"}  # compiles sooner
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(path), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    outputs = [
+        out for cell in json.loads((tmp_path / "done.ipynb").read_text(encoding="utf-8"))["cells"] for out in cell.get("outputs", [])
+    ]
+    SHOWS[path.stem](Shown.of(outputs[:-1]))
+    kernel = int("".join(outputs[-1]["text"]))
+    with pytest.raises(ProcessLookupError):
+        os.kill(kernel, 0)
