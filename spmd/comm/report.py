@@ -9,6 +9,7 @@ from spmd.comm.codec.base import RowCodec
 from spmd.comm.exchange import Exchange
 from spmd.comm.log import SENT
 from spmd.comm.route import Item, crosses, ways_of
+from spmd.comm.server.account import Account
 from spmd.comm.server.events import Events
 from spmd.comm.server.storage import Storage
 from spmd.tree import format_bytes, nbytes
@@ -53,11 +54,11 @@ def server_notes(storage: Storage, clock: Events) -> list[str]:
             "returned in the end, are the servers' weights, which know nothing of what came after the last meeting."
         )
     if clock.declared.max_staleness is not None:
-        told = [clock.round(step) for step in range(min(TRIED, clock.steps or TRIED))]
-        arrived, applied = sum(int(one.present.sum()) for one in told), sum(int(one.applied.sum()) for one in told)
-        share = 1 - applied / arrived
+        steps = min(TRIED, clock.steps or TRIED)
+        told = Account.of(clock, steps)
+        share = told.dropped.sum() / told.arrived.sum()
         word, limit = "note: " if share > 0.25 else "", clock.declared.max_staleness
-        lines.append(f"{word}of the gradients of the first {len(told)} rounds {share:.0%} are dropped: max_staleness = {limit}.")
+        lines.append(f"{word}of the gradients of the first {steps} rounds {share:.0%} are dropped: max_staleness = {limit}.")
     return lines
 
 

@@ -605,6 +605,14 @@ def test_a_trace_ends_with_a_word(tmp_path, mode, name):
     assert "cure:" in str(caught.value)
 
 
+def test_a_trace_that_has_ended_is_told_as_often_as_it_is_asked(tmp_path):
+    events = Events(declare(mode="asynchronous", compute_time=save(tmp_path / "times.csv", TABLE)), 2)
+    for _ in range(3):
+        with pytest.raises(OptionError, match="the trace has 5 rows"):
+            events.round(50)
+        assert events.round(0).present.any()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_steps_that_a_trace_is_said_to_last_can_be_made(tmp_path, mode):
     more = NEEDED.get(mode, {})

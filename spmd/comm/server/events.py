@@ -10,6 +10,7 @@ import numpy as np
 from spmd.comm.server.clock import Times
 from spmd.comm.server.meetings import meetings
 from spmd.comm.server.schedule import Asynchronous, Round, synchronous
+from spmd.errors import OptionError
 from spmd.layout.clock import Network
 from spmd.layout.server import ParameterServer
 
@@ -64,7 +65,11 @@ class Events:
         if step < self._first:
             self._restart()
         while step >= self._first + len(self._rounds):
-            found = next(self._coming)
+            try:
+                found = next(self._coming)
+            except OptionError:  # a trace that ends: told again to whoever asks again
+                self._restart()
+                raise
             self._rounds.append(found)
             if len(self._rounds) > self._kept_rounds:
                 del self._rounds[0]

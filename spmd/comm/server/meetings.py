@@ -43,4 +43,4 @@ def due(declared: ParameterServer, number: int) -> np.ndarray:
     """
     every = declared.every or 1
     turns = (np.arange(declared.fragments) + 1) * (every // declared.fragments)
-    return (number % every == turns % every) & (number > 0)
+    return np.asarray(number % every == turns % every) if number > 0 else np.zeros(declared.fragments, bool)
