@@ -1,13 +1,16 @@
-"""Digits by a parameter server: synchronous, with spares, and asynchronous, over steps and over simulated seconds.
+"""Digits, or a character LSTM, by a parameter server: in step, with spares, asynchronous, and by workers that train by themselves.
 
     python examples/parameter_server.py --workers 8 --epochs 10
+    python examples/parameter_server.py --model lstm       # two minutes
 
-Prints, for every way, the test accuracy, the simulated seconds it took, and how old the gradients were.
+Prints, for every way, the test loss and accuracy, the simulated seconds it took, and how old the gradients were.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +20,7 @@ from flax import nnx
 import spmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from examples.digits_cnn import load_data
+from examples import char_lstm, digits_cnn
 
 TIMES = "lognormal(1.0, 0.5)"
 WAYS = {
@@ -27,6 +30,8 @@ WAYS = {
     "asynchronous, scaled": spmd.ParameterServer(compute_time=TIMES, mode="asynchronous", staleness_scale="inverse"),
     "bounded by 2": spmd.ParameterServer(compute_time=TIMES, mode="bounded", bound=2),
     "2-softsync": spmd.ParameterServer(compute_time=TIMES, mode="softsync", splits=2, staleness_scale="inverse"),
+    "DiLoCo, every 8": spmd.ParameterServer(compute_time=TIMES, mode="local", every=8),  # divides the rounds of an epoch, here 24 and 88
+    "elastic, every 8": spmd.ParameterServer(compute_time=TIMES, mode="elastic", every=8),
 }
 
 
@@ -43,43 +48,68 @@ class MLP(nnx.Module):
         return self.layers[-1](x)
 
 
-def train(server: spmd.ParameterServer, data: tuple, *, epochs: int, rate: float) -> spmd.Result:
+class Task(NamedTuple):
+    """A model, data to train on and to test with, an optimizer for a rate, and how it is usually run."""
+
+    make: Callable[[], Any]
+    data: tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
+    optimizer: Callable[[float], optax.GradientTransformation]
+    rate: float
+    epochs: int
+
+
+def digits() -> Task:
+    """The 8x8 digits as rows of pixels, by plain gradient descent."""
+    flat = lambda part: {"image": part["image"].reshape(len(part["image"]), -1), "label": part["label"]}
+    train, test = map(flat, digits_cnn.load_data())
+    return Task(lambda: MLP(nnx.Rngs(0)), (train, test), optax.sgd, 0.2, 10)
+
+
+def lstm() -> Task:
+    """The standard library's source, character by character, by Adam as in that example."""
+    adam = lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+    return Task(char_lstm.make_model, char_lstm.load_data(), adam, 5e-3, 1)
+
+
+TASKS = {"digits": digits, "lstm": lstm}
+
+
+def train(task: Task, server: spmd.ParameterServer, *, epochs: int, rate: float) -> spmd.Result:
     """One run."""
-    layout = spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=server)
     return spmd.fit(
-        lambda: MLP(nnx.Rngs(0)),
-        data[0],
+        task.make,
+        task.data[0],
         loss=spmd.losses.cross_entropy,
-        optimizer=optax.sgd(rate),
+        optimizer=task.optimizer(rate),
         metrics={"accuracy": spmd.metrics.accuracy},
-        layout=layout,
+        layout=spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=server),
         batch_size=64,
         epochs=epochs,
-        eval_data=data[1],
+        eval_data=task.data[1],
         progress=False,
     )
 
 
 def main(argv: list[str] | None = None) -> dict[str, spmd.Result]:
     """Every way in turn; returns the results by name."""
-    parser = argparse.ArgumentParser(description="Digits by a parameter server, in every way.")
+    parser = argparse.ArgumentParser(description="Digits, or a character LSTM, by a parameter server, in every way.")
+    parser.add_argument("--model", choices=TASKS, default="digits")
     parser.add_argument("--workers", type=int, default=8, help="CPU devices to simulate; 0 uses the devices there are")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--rate", type=float, default=0.2)
+    parser.add_argument("--epochs", type=int, help="by default the model's own")
+    parser.add_argument("--rate", type=float, help="by default the model's own")
     args = parser.parse_args(argv)
     if args.workers:
         spmd.simulate_devices(args.workers)
-    train_data, test_data = ({"image": part["image"].reshape(len(part["image"]), -1), "label": part["label"]} for part in load_data())
-    results = {}
-    print(f"{'':22} accuracy  simulated s  rounds  mean staleness")
+    task, results = TASKS[args.model](), {}
+    print(f"{'':22}   loss  accuracy  simulated s  rounds  mean staleness")
     for name, server in WAYS.items():
-        found = results[name] = train(server, (train_data, test_data), epochs=args.epochs, rate=args.rate)
+        found = results[name] = train(task, server, epochs=args.epochs or task.epochs, rate=args.rate or task.rate)
         history, rounds = found.history, int(found.state.step)
         staleness = 0.0
         if "staleness" in history.names:
             staleness = float(np.average(history["staleness"], weights=np.maximum(history["gradients_applied"], 1e-9)))
-        seconds = history["simulated_seconds"][-1]
-        print(f"{name:22} {history['eval_accuracy'][-1]:8.3f} {seconds:12.1f} {rounds:7d} {staleness:15.2f}")
+        seconds, loss = history["simulated_seconds"][-1], history["eval_loss"][-1]
+        print(f"{name:22} {loss:6.3f} {history['eval_accuracy'][-1]:9.3f} {seconds:12.1f} {rounds:7d} {staleness:15.2f}", flush=True)
     return results
 
 

@@ -119,10 +119,43 @@ def test_a_character_does_not_see_what_follows(name):
     assert np.abs(before[:, 10:] - after[:, 10:]).max(axis=-1).min() > 0
 
 
-def test_the_parameter_server_learns_in_every_way(capsys):
-    results = example("parameter_server").main(["--workers", "0", "--epochs", "3"])
-    assert len(results) == 6 and "mean staleness" in capsys.readouterr().out
+@pytest.fixture
+def ways(monkeypatch):
+    """The comparison of parameter servers with some of its ways; of none given, with all."""
+
+    def make(names):
+        module = example("parameter_server")
+        monkeypatch.setattr(module, "WAYS", {name: server for name, server in module.WAYS.items() if name in (names or module.WAYS)})
+        return module
+
+    return make
+
+
+def some(*names):
+    """Those ways in the fast suite, all in the slow one."""
+    return pytest.mark.parametrize("names", [names, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
+
+
+@some("2 spares", "asynchronous", "asynchronous, scaled")
+def test_the_parameter_server_learns(names, ways, capsys):
+    module = ways(names)
+    results = module.main(["--workers", "0", "--epochs", "3"])
+    assert list(results) == list(module.WAYS) and len(results) == (len(names) or 8) and "mean staleness" in capsys.readouterr().out
     accuracy = {name: found.history["eval_accuracy"][-1] for name, found in results.items()}
     seconds = {name: found.history["simulated_seconds"][-1] for name, found in results.items()}
-    assert accuracy["asynchronous, scaled"] > max(0.8, accuracy["asynchronous"]) and accuracy["synchronous"] > 0.5
-    assert seconds["asynchronous"] < seconds["2 spares"] < seconds["synchronous"]
+    assert accuracy["asynchronous, scaled"] > max(0.8, accuracy["asynchronous"]) and accuracy["2 spares"] > 0.5
+    assert seconds["asynchronous"] < seconds["2 spares"]
+    if not names:
+        assert accuracy["DiLoCo, every 8"] > 0.8 and accuracy["elastic, every 8"] > 0.5 and accuracy["synchronous"] > 0.5
+        assert seconds["2 spares"] < seconds["DiLoCo, every 8"] < seconds["synchronous"]
+
+
+@some("asynchronous, scaled")
+def test_the_parameter_server_trains_the_lstm(names, ways, small, capsys):
+    small("char_lstm")
+    module = ways(names)
+    results = module.main(["--model", "lstm", "--workers", "0", "--epochs", "8"])  # of one batch each
+    assert list(results) == list(module.WAYS) and "simulated s" in capsys.readouterr().out
+    for found in results.values():
+        loss = found.history["eval_loss"]
+        assert loss[-1] < loss[0] and 8 * 6 <= sum(found.history["gradients_applied"]) <= 8 * 8  # of 8 workers, but for 2 spares
