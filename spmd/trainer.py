@@ -30,6 +30,7 @@ from spmd.mesh import make_mesh
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.loop import IN_FLIGHT
 from spmd.run.plan import allowing
+from spmd.run.repack import written
 from spmd.train.program import Options, Placed, Program
 from spmd.train.state import State, whole_moments
 from spmd.train.step import batch_spec
@@ -208,19 +209,13 @@ class Trainer:
 
     def load(self, store: Store, step: int) -> tuple[State, list[str]]:
         """The state of a step in a store, and in words what of the codecs' memory did not fit."""
-        saved, now = store.meta(step).get("storage"), self.storage
-        if saved is not None and now is not None and saved != now:
-            raise CheckpointError(
-                f"the checkpoint of step {step} in {store.folder} has parameters packed by {saved}; this trainer packs them by {now}.\n"
-                "    cure: the [parameter_server] placement and servers that it had, on as many positions."
-            )
-        return store.restore(step, self.abstract_state, self._placed.init_memory)
+        return store.restore(step, self.abstract_state, self._placed.init_memory, self._placed.storage)
 
     @property
     def storage(self) -> dict[str, Any] | None:
-        """How a parameter server packs parameters; None without one."""
+        """How a parameter server packs parameters, for a checkpoint; None without one."""
         found = self._placed.storage
-        return None if found is None else {"placement": found.placement, "servers": found.servers, "positions": found.positions}
+        return None if found is None else written(found)
 
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.errors import CheckpointError, OptionError, Problem, a_kind, did_you_mean, raise_problems
+from spmd.comm.server.storage import Storage
+from spmd.errors import CheckpointError, OptionError, a_kind, did_you_mean, raise_problems
 from spmd.run.remembered import REMEMBERED, STATE, item_of, memory_to_read, resplit
+from spmd.run.repack import OPT, PARAMS, Plain, Repacking, in_words, misfits, misfits_of_parameters, packing_of
 from spmd.train.state import State
-from spmd.tree import Tree, describe, flatten, map_paths
+from spmd.tree import Tree, abstract, describe, flatten, map_paths
 
 FORMAT = 2
 
@@ -153,11 +155,17 @@ class Store:
             )
         return meta
 
-    def restore(self, step: int, wanted: State, memory: Callable[[Tree], Tree] = lambda params: {}) -> tuple[State, list[str]]:
+    def restore(
+        self, step: int, wanted: State, memory: Callable[[Tree], Tree] = lambda params: {}, storage: Storage | None = None
+    ) -> tuple[State, list[str]]:
         """The state of a step, every array placed as `wanted` says (shapes, dtypes and shardings; no data).
 
         What the exchange of gradients remembers belongs to a number of workers and to codecs. Residuals are split anew over another
-        number of workers; what is not wanted any more is left, and what was not there starts as `memory(params)` has it.
+        number of workers; what is not wanted any more is left, and what was not there starts as `memory(params)` has it. Where
+        parameters are packed in another way than they were, they and their moments are packed anew, and all of that memory starts anew.
+
+        Args:
+          storage: how a parameter server packs the parameters of `wanted`; None without one.
 
         Returns:
           The state, and in words what of that memory did not fit.
@@ -165,20 +173,40 @@ class Store:
         Raises:
           CheckpointError: arrays that are missing, too many, or of another shape or dtype; all of them, in a table.
         """
-        saved, arrays = self.meta(step)["arrays"], _by_path(wanted)
-        now = {path: describe(leaf) for path, leaf in arrays.items()}
+        meta, arrays, mesh = self.meta(step), _by_path(wanted), wanted.step.sharding.mesh
+        saved, packed = meta["arrays"], meta.get("storage")
+        new = storage or Plain(abstract(wanted.params))
+        old = packing_of(packed, new.like)
         mine = lambda given: {path: it for path, it in given.items() if item_of(path) == STATE}
-        _check_fit(mine(saved), mine(now), f"the checkpoint of step {step} in {self.folder}")
-        reading, fitting, told = memory_to_read(saved, arrays, wanted.step.sharding.mesh)
-        args = {item: self._args.StandardRestore(leaves) for item, leaves in {STATE: mine(arrays), **reading}.items()}
-        restored = dict(self._manager.restore(step, args=self._args.Composite(**args)))
-        flat = {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if item_of(path) == STATE or path in fitting}
+        moves = Repacking(mine(saved), mine(arrays), old, new, mesh) if old != new else None
+        self._check_fit(step, mine(saved), {path: describe(leaf) for path, leaf in mine(arrays).items()}, packed, old, moves)
+        reading, fitting, told = memory_to_read(saved, arrays, mesh, repacked=moves is not None)
+        reading[STATE] = mine(arrays) if moves is None else moves.to_read()
+        args = {item: self._args.StandardRestore(leaves) for item, leaves in reading.items()}
+        restored = {item: dict(leaves) for item, leaves in self._manager.restore(step, args=self._args.Composite(**args)).items()}
+        flat = restored.pop(STATE) if moves is None else moves.move(restored.pop(STATE))
+        flat |= {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if path in fitting}
         empty = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
         flat |= {path: resplit(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
         params = map_paths(lambda path, leaf: flat[f"params/{path}"] if leaf.size else empty(leaf), wanted.params)
         fresh = memory(params) if any(path not in flat for path in arrays) else {}
         fresh = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()}
+        told = [f"parameters were {in_words(old)}, and are now {in_words(new)}", *told] if moves and told else told
         return map_paths(lambda path, leaf: {**fresh, **flat}[path] if leaf.size else empty(leaf), wanted), told
+
+    def _check_fit(
+        self, step: int, saved: dict[str, str], wanted: dict[str, str], packed: Any, old: Storage | Plain, moves: Repacking | None
+    ) -> None:
+        what = f"the checkpoint of step {step} in {self.folder}" + ("" if packed is None and moves is None else f", {in_words(old)},")
+        problems = [] if packed is None and moves is None else misfits_of_parameters(saved, packed, old)
+        if problems:  # of another model's moments there is nothing to say that its parameters do not
+            rest = lambda given: {path: text for path, text in given.items() if path.partition("/")[0] not in (PARAMS, OPT)}
+            problems += misfits(rest(saved), rest(wanted))
+        else:
+            problems = misfits(saved, wanted, served=packed is not None) if moves is None else moves.problems()
+        fits = len(set(saved) | set(wanted)) - len(problems)
+        note = f"{fits} arrays fit" if moves is None and not packed else ""
+        raise_problems(CheckpointError, f"{what} does not fit this model and optimizer", problems, note)
 
     def wait(self) -> None:
         """Until everything handed over is on disk.
@@ -210,12 +238,3 @@ class Store:
 def _by_path(state: State) -> dict[str, Any]:
     """All arrays by path. Orbax cannot write an array without elements; there is nothing to write."""
     return {path: leaf for path, leaf in flatten(state).items() if leaf.size}
-
-
-def _check_fit(saved: dict[str, str], wanted: dict[str, str], what: str) -> None:
-    problems = []
-    for path in dict.fromkeys([*saved, *wanted]):
-        if saved.get(path) != wanted.get(path):
-            problems.append(Problem(path, [f"saved {saved.get(path, 'nothing')}, wanted {wanted.get(path, 'nothing')}"]))
-    fits = len(set(saved) | set(wanted)) - len(problems)
-    raise_problems(CheckpointError, f"{what} does not fit this model and optimizer", problems, f"{fits} arrays fit")

@@ -4,7 +4,6 @@ In a checkpoint it is apart from the rest of the state, in an item for each kind
 """
 
 import math
-import re
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.comm.exchange import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
 from spmd.layout.declare import spec_axes
+from spmd.run.repack import dtype_of, read_as, shape_of
 from spmd.tree import describe
 
 STATE = "state"
@@ -26,6 +26,12 @@ REMEMBERED = {  # items of a checkpoint, and in words
     OWN: "weights of workers' own",
     READ: "weights as all workers took them last",
     OUTER: "momenta of the outer optimizer",
+}
+ANEW = {  # what it means that they start anew in the middle of a run
+    RESIDUAL: "what codecs had lost so far is not made up for",
+    HELD: "every worker reads the servers' weights anew",
+    SUM: "what was gathered for the next update, if anything, is dropped",
+    OWN: "every worker takes the servers' weights for its own",
 }
 
 
@@ -42,17 +48,20 @@ def item_of(path: str) -> str:
 
 
 def memory_to_read(
-    saved: dict[str, str], wanted: dict[str, Any], mesh: Mesh
+    saved: dict[str, str], wanted: dict[str, Any], mesh: Mesh, *, repacked: bool = False
 ) -> tuple[dict[str, dict[str, jax.ShapeDtypeStruct]], set[str], list[str]]:
     """How to read what was remembered, which paths of it are of use, and in words what does not fit.
 
     Args:
       saved: dtype and shape of every array of the checkpoint, by path.
       wanted: the arrays of the new state (shapes, dtypes, shardings), by path.
+      repacked: parameters are packed in another way, so that nothing of it means what it did, even where shapes are equal.
 
     Returns:
       Arrays to read, by item and path: Orbax reads an item whole, so what is not wanted is read with the rest.
     """
+    if repacked:
+        return {}, set(), _all_anew(saved, wanted)
     reading, fitting, told = {}, set(), []
     for item, words in REMEMBERED.items():
         found = {path: _as_saved(wanted.get(path), text, mesh, item) for path, text in saved.items() if item_of(path) == item}
@@ -68,18 +77,26 @@ def memory_to_read(
     return reading, fitting, told
 
 
+def _all_anew(saved: dict[str, str], wanted: dict[str, Any]) -> list[str]:
+    told = []
+    for item, words in REMEMBERED.items():
+        before, now = (any(item_of(path) == item for path in given) for given in (saved, wanted))
+        meaning = f": {ANEW[item]}" if item in ANEW and (before or item in (HELD, OWN)) else ""
+        told += [f"{words} start anew{meaning}"] if now else [f"{words} are left behind"] if before else []
+    return told
+
+
 def _as_saved(wanted: Any, saved: str, mesh: Mesh, item: str) -> tuple[jax.ShapeDtypeStruct, bool]:
     """How to read an array that was saved with this dtype and shape, and whether it fits what is wanted now (None: nothing is).
 
     Only what belongs to workers can be split anew; of a codec's own arrays every dim is fixed.
     Residuals of another number of workers are cut over dim 0 if the workers divide it, else along another dim, else whole.
     """
-    shape, dtype = tuple(int(size) for size in re.findall(r"\d+", saved.partition("[")[2])), saved.partition("[")[0]
+    shape, dtype = shape_of(saved), dtype_of(saved)
     if wanted is not None and describe(wanted) == saved:
         return wanted, True
     if wanted is None or item != RESIDUAL or dtype != str(wanted.dtype) or shape[1:] != wanted.shape[1:]:
-        cut = mesh.axis_names if shape and shape[0] % mesh.size == 0 else None  # read to be left
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(cut))), False
+        return read_as(saved, mesh), False  # to be left
     spec = (*wanted.sharding.spec, *[None] * (len(shape) - len(wanted.sharding.spec)))
     over, rest = math.prod(mesh.shape[axis] for axis in spec_axes(spec[:1])), list(spec[1:])
     free = [dim for dim, entry in enumerate(rest) if entry is None and shape[dim + 1] % over == 0]

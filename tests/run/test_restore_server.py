@@ -1,0 +1,399 @@
+"""A checkpoint of one packing restored into another: the same bits, what starts anew is told, and what cannot be moved is refused."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from small import host, labelled, same
+
+import spmd
+from spmd.comm.server.storage import Storage
+from spmd.errors import CheckpointError, DataError
+from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.repack import Plain, Repacking, spread_over
+from spmd.tree import abstract, describe, flatten
+
+SHAPES = {  # two dtypes, a scalar, an empty array, a list, layers that are alike, and sizes that nothing divides
+    "blocks": [{"kernel": ((5, 7), "float32"), "bias": ((7,), "bfloat16")}, {"kernel": ((5, 7), "float32"), "bias": ((7,), "bfloat16")}],
+    "out": {"kernel": ((7, 3), "bfloat16"), "scale": ((), "float32"), "none": ((0, 3), "float32")},
+    "b-c": ((13,), "float32"),
+    "wide": ((3, 64), "float32"),
+}
+FLOATS = {"float32": np.uint32, "bfloat16": np.uint16}
+
+
+def any_bits(seed=0):
+    """Parameters of bits that mean anything: -0 and nans too."""
+    rng = np.random.default_rng(seed)
+
+    def one(leaf):
+        shape, dtype = leaf
+        bits = np.asarray(rng.integers(0, np.iinfo(FLOATS[dtype]).max, shape, FLOATS[dtype], endpoint=True))
+        bits.reshape(-1)[:1] = 1 << (8 * bits.itemsize - 1)
+        if dtype == "bfloat16":  # of these XLA:CPU has one nan only, each way: it moves some as float32
+            bits[(bits & 0x7FFF) > 0x7F80] = 0x7FC0
+        return bits.view(jnp.dtype(dtype))
+
+    return jax.tree.map(one, SHAPES, is_leaf=lambda node: isinstance(node, tuple))
+
+
+LIKE = abstract(any_bits())
+TWO = {"kernel": jax.ShapeDtypeStruct((5, 7), "float32"), "bias": jax.ShapeDtypeStruct((7,), "bfloat16")}
+PACKINGS = {
+    "plain": Plain(LIKE),
+    "sliced, 8": Storage(LIKE, "sliced", 8, 8),
+    "sliced, 5 of 8": Storage(LIKE, "sliced", 8, 5),
+    "sliced, 2": Storage(LIKE, "sliced", 2, 2),
+    "round robin, 3 of 4": Storage(LIKE, "round_robin", 4, 3),
+    "greedy, 8": Storage(LIKE, "greedy_bytes", 8, 8),
+    "largest first, 8": Storage(LIKE, "largest_first", 8, 8),
+}
+PAIRS = list(itertools.permutations(PACKINGS, 2))
+FAST = {
+    ("plain", "sliced, 5 of 8"),
+    ("sliced, 5 of 8", "largest first, 8"),
+    ("round robin, 3 of 4", "plain"),
+}
+
+
+@functools.cache
+def mesh_of(devices=8):
+    return spmd.make_mesh(f"data={devices}", devices=jax.devices()[:devices])
+
+
+@functools.cache
+def packer(placement, positions, servers):
+    return jax.jit(Storage(LIKE, placement, positions, servers).pack)
+
+
+def packed(packing, tree):
+    """On one device, as whole numbers: to the bit what is stored."""
+    if isinstance(packing, Plain):
+        return tree
+    moved = packer(packing.placement, packing.positions, packing.servers)(jax.tree.map(lambda x: x.view(FLOATS[str(x.dtype)]), tree))
+    return jax.tree.map(lambda x, leaf: np.asarray(x).view(leaf.dtype), moved, jax.eval_shape(packing.pack, LIKE))
+
+
+def placed(tree, mesh):
+    """As a new state wants it: cut over the mesh where dim 0 divides."""
+    spec = lambda leaf: PartitionSpec("data") if leaf.ndim and leaf.shape[0] % mesh.size == 0 else PartitionSpec()
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec(leaf))), tree)
+
+
+def repacked(state, wanted, old, new, mesh):
+    """What is saved of `state` under `old` moved to `new`; both by path."""
+    given = {path: leaf for path, leaf in flatten(state).items() if leaf.size}
+    wanted = {path: leaf for path, leaf in flatten(placed(wanted, mesh)).items() if leaf.size}
+    moves = Repacking({path: describe(leaf) for path, leaf in given.items()}, wanted, old, new, mesh)
+    assert not moves.problems()
+    reading = moves.to_read()
+    found = moves.move({path: jax.device_put(leaf, reading[path].sharding) for path, leaf in given.items()})
+    assert all(leaf.sharding == wanted[path].sharding for path, leaf in found.items())
+    return found
+
+
+# bits ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old, new", [pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow) for pair in PAIRS])
+def test_parameters_and_moments_are_moved_bit_for_bit(old, new):
+    old, new = PACKINGS[old], PACKINGS[new]
+    make = lambda packing: {
+        "params": packed(packing, any_bits(0)),
+        "opt": [{"count": np.int32(7), "mu": packed(packing, any_bits(1)), "nu": packed(packing, any_bits(2))}],
+        "step": np.int32(3),
+    }
+    wanted = make(new)
+    found = repacked(make(old), wanted, old, new, mesh_of())
+    wanted = {path: leaf for path, leaf in flatten(wanted).items() if leaf.size}
+    assert found.keys() == wanted.keys() and same(found, wanted)
+    assert not same(packed(old, any_bits(0)), packed(new, any_bits(0))), "the arms differ"
+
+
+def remembering(scale=1.0):
+    """An optimizer that keeps a copy of what it is given, and a count: its state is known without arithmetic."""
+    init = lambda params: {"kept": jax.tree.map(jnp.copy, params), "count": jnp.int32(5), "scale": jnp.float32(scale)}
+    return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+
+
+is_float32 = lambda params: jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, params)
+OPTIMIZERS = {
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), remembering()),
+    "masked": optax.masked(remembering(), is_float32),
+    "partition": optax.partition(
+        {True: remembering(), False: optax.set_to_zero()}, lambda params: jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, params)
+    ),
+    "hyperparameters": optax.inject_hyperparams(remembering)(scale=0.5),
+    "finite": optax.apply_if_finite(remembering(), 3),
+    "gathered": optax.MultiSteps(remembering(), 4),
+    "float16 moments": optax.trace(0.9, accumulator_dtype=jnp.float16),
+}
+QUICK = ("partition",)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in OPTIMIZERS])
+def test_any_chain_of_an_optimizer_is_moved(kind):
+    """To an array for each parameter, to one for each dtype, and back; what is kept is by bits what would be kept there."""
+    optimizer, params = OPTIMIZERS[kind], any_bits()
+    shown = lambda packing: {"params": packed(packing, params), "opt": optimizer.init(packed(packing, params)), "step": np.int32(0)}
+    states = {name: jax.device_get(shown(PACKINGS[name])) for name in ("plain", "round robin, 3 of 4", "sliced, 2")}
+    for old, new in (("plain", "round robin, 3 of 4"), ("round robin, 3 of 4", "sliced, 2")):
+        found = repacked(states[old], states[new], PACKINGS[old], PACKINGS[new], mesh_of(4))
+        assert same(found, {path: leaf for path, leaf in flatten(states[new]).items() if leaf.size})
+
+
+def test_nothing_is_read_whole_that_can_be_cut():
+    shapes = {(8, 5): (1, 5), (4, 6): (1, 3), (2, 3, 12): (1, 3, 3), (3, 5): (3, 5), (): (), (5, 16): (5, 2)}
+    for mesh in (mesh_of(), spmd.make_mesh("data=4,model=2")):
+        assert {shape: spread_over(shape, mesh).shard_shape(shape) for shape in shapes} == shapes
+        array = jax.device_put(np.arange(24).reshape(4, 6), spread_over((4, 6), mesh))
+        assert len(array.devices()) == 8 and np.array_equal(array, np.arange(24).reshape(4, 6))
+
+
+# trainers ------------------------------------------------------------------------------------------------------------
+
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def served(**server):
+    feedback = {"codec": "int8", "error_feedback": True} if server.pop("feedback", False) else {}
+    gradients = spmd.Gradients("parameter_server", **feedback)
+    return spmd.Layout(gradients=gradients, parameter_server=spmd.ParameterServer(**server))
+
+
+ALL_REDUCE, FSDP = spmd.Layout(gradients=spmd.Gradients("all_reduce")), spmd.Layout.load("fsdp")
+
+
+def trainer(layout, devices=8, optimizer=OPTIMIZER, like=LIKE, **options):
+    """Of a model that is nothing but its parameters."""
+    values = lambda key: jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), like)
+    total = lambda params, x: x + sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(params))
+    model = spmd.FunctionalModel(values, total)
+    mesh = options.pop("mesh", None) or mesh_of(devices)
+    return spmd.Trainer(model, loss=lambda m, b: m(b), optimizer=optimizer, mesh=mesh, layout=layout, **options)
+
+
+def whole(found, tree):
+    """Parameters, or what mirrors them, as the model has them."""
+    given, storage = jax.device_get(tree), found._placed.storage
+    return given if storage is None else jax.device_get(jax.jit(storage.unpack)(given))
+
+
+def filled(found):
+    """A state of numbers that are all different."""
+    count = itertools.count(1)
+
+    def fill(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jax.device_put(np.full(leaf.shape, 3, leaf.dtype), leaf.sharding)
+        values = np.random.default_rng(next(count)).normal(size=leaf.shape).astype(leaf.dtype)
+        return jax.device_put(values, leaf.sharding)
+
+    return jax.tree.map(fill, found.abstract_state)
+
+
+def saved(found, state, path, storage=None):
+    """`state` in a checkpoint, as `fit` writes it."""
+    store = Store(Checkpoint(path))
+    store.save(state, 3, {"storage": storage or found.storage}, {})
+    store.close()
+
+
+def restored(found, path):
+    store = Store(Checkpoint(path))
+    try:
+        return found.load(store, 3)
+    finally:
+        store.release()
+
+
+@pytest.fixture(autouse=True)
+def _no_trial(monkeypatch):
+    """Of the optimizer on packed parameters: it is tested elsewhere, and takes a second for each trainer."""
+    monkeypatch.setattr("spmd.train.program.check_packed", lambda optimizer, storage: None)
+
+
+JOURNEYS = {  # layouts, devices
+    "there and back": [(served(), 8), (served(placement="largest_first", servers=3), 4), (FSDP, 8)],
+    "fewer and fewer": [(served(), 8), (served(placement="largest_first", servers=3), 4), (served(servers=1), 2), (FSDP, 8)],
+    "in and out": [(FSDP, 8), (served(placement="round_robin"), 8), (ALL_REDUCE, 2), (served(servers=5), 8)],
+    "of two axes": [(served(placement="greedy_bytes"), "data=4,model=2"), (served(), "data=2,model=4"), (FSDP, 1)],
+}
+
+
+@pytest.mark.parametrize("journey", [pytest.param(name, marks=() if name == "there and back" else pytest.mark.slow) for name in JOURNEYS])
+def test_a_state_goes_from_place_to_place(journey, tmp_path):
+    """Mixed dtypes, a scalar, an empty array: the same parameters and moments at each stop, placed as a new state is."""
+    wanted = None
+    for number, (layout, devices) in enumerate(JOURNEYS[journey]):
+        at = {"mesh": spmd.make_mesh(devices)} if isinstance(devices, str) else {"devices": devices}
+        here = trainer(layout, **at)
+        if number == 0:
+            state = filled(here)
+        else:
+            state, told = restored(here, tmp_path / str(number - 1))
+            assert not told, "synchronous and without codecs, nothing is remembered"
+        adam = state.opt[0]
+        found = host([whole(here, tree) for tree in (state.params, adam.mu, adam.nu)]), int(adam.count), int(state.step)
+        assert wanted is None or same(found, wanted)
+        for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(here.abstract_state), strict=True):
+            assert (leaf.sharding, leaf.dtype, leaf.shape) == (target.sharding, target.dtype, target.shape)
+        wanted = found
+        saved(here, state, tmp_path / str(number))
+
+
+# a run that goes on --------------------------------------------------------------------------------------------------
+
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+LATE = {"mode": "softsync", "splits": 2, "compute_time": "exponential"}
+
+
+def linear():
+    return spmd.FunctionalModel(lambda key: {"w": jnp.full((8, 5), 0.1), "b": jnp.zeros(5)}, lambda p, x: x @ p["w"] + p["b"])
+
+
+def line(layout, devices=8, **options):
+    """A linear model on 96 rows, three steps an epoch."""
+    options = {"loss": spmd.losses.cross_entropy, "optimizer": MOMENTUM, "batch_size": 32, "progress": False, **options}
+    return spmd.fit(linear(), labelled(), mesh=mesh_of(devices), layout=layout, **options)
+
+
+def test_a_synchronous_run_goes_on_in_another_packing_as_if_it_had_never_stopped(tmp_path):
+    """On as many workers, with momentum, to the last bit: what docs/parameter_server.md promises of every placement."""
+    stops, losses = [(served(), 2), (served(placement="round_robin", servers=5), 4)], []
+    whole = line(ALL_REDUCE, steps=4)
+    for layout, steps in stops:
+        result = line(layout, steps=steps, checkpoint=tmp_path, resume=True)
+        losses += result.history["loss"]
+    assert losses == whole.history["loss"] and len(losses) == 4
+    assert same(result.model.params, whole.model.params)
+
+
+TOLD = (
+    'parameters were packed for a parameter server (placement "sliced", 8 servers, 8 positions), and are now '
+    'packed for a parameter server (placement "largest_first", 3 servers, 4 positions)',
+    "residuals are left behind",
+    "weights as workers had read them start anew: every worker reads the servers' weights anew",
+    "sums of gradients start anew: what was gathered for the next update, if anything, is dropped",
+    "weights of these sums start anew",
+)
+
+
+def test_what_starts_anew_in_another_packing_is_told(tmp_path, caplog):
+    here, there = (
+        trainer(layout, devices, MOMENTUM, TWO)
+        for layout, devices in ((served(**LATE, feedback=True), 8), (served(**LATE, placement="largest_first", servers=3), 4))
+    )
+    first = filled(here)
+    saved(here, first, tmp_path)
+    state = there.restore(tmp_path)
+    assert [record.message for record in caplog.records] == [f"restored from step 3: {text}" for text in TOLD]
+    for path, entry in jax.device_get(state.exchange).items():
+        assert entry["held"].shape[1] == 4 and (entry["held"] == np.asarray(state.params[path])[:, None]).all()
+        assert not entry["sum"].any() and not entry["gathered"].any()
+    assert same(whole(there, state.params), whole(here, first.params))
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_goes_on_in_another_packing_on_another_mesh(tmp_path):
+    """From the end of an epoch, where no rows are dealt out; or in the middle of it with as many workers."""
+    layout = served(**LATE, placement="largest_first", servers=3)
+    first = line(served(**LATE, feedback=True), epochs=1, checkpoint=tmp_path / "end")
+    rest = line(layout, 4, epochs=2, checkpoint=tmp_path / "end", resume=True)
+    assert int(rest.state.step) > int(first.state.step) and np.isfinite(rest.history["loss"]).all()
+    assert TOLD[2] in (tmp_path / "end" / "metrics.jsonl").read_text()
+    line(served(**LATE), steps=2, checkpoint=tmp_path / "middle")
+    with pytest.raises(DataError, match="parts had been dealt out to 8 workers"):
+        line(layout, 4, epochs=1, checkpoint=tmp_path / "middle", resume=True)
+    same_workers = served(**LATE, placement="largest_first", servers=3, workers=8)
+    assert np.isfinite(line(same_workers, 4, epochs=1, checkpoint=tmp_path / "middle", resume=True).history["loss"]).all()
+
+
+def test_another_mode_in_the_same_packing_keeps_what_it_can(tmp_path):
+    """Synchronous to asynchronous and back: parameters and momentum as they are; what was not there starts anew, and is told."""
+    here, there = (trainer(served(**mode), 8, MOMENTUM, TWO) for mode in ({"feedback": True}, {**LATE, "feedback": True}))
+    state = filled(here)
+    saved(here, state, tmp_path / "first")
+    late, told = restored(there, tmp_path / "first")
+    assert told == [f"2 {words} start anew" for words in ("weights as workers had read them", "sums of gradients", "weights of these sums")]
+    assert same((late.params, late.opt), (state.params, state.opt))
+    saved(there, late, tmp_path / "second")
+    back, told = restored(here, tmp_path / "second")
+    assert [line.partition(" ")[2] for line in told] == [
+        f"{words} are left behind" for words in ("weights as workers had read them", "sums of gradients", "weights of these sums")
+    ]
+    assert same((back.params, back.opt), (state.params, state.opt))
+
+
+# what is refused -----------------------------------------------------------------------------------------------------
+
+
+def refusal(found, path):
+    with pytest.raises(CheckpointError) as raised:
+        restored(found, path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("there", [served(), served(placement="greedy_bytes"), ALL_REDUCE], ids=["same", "packed", "plain"])
+def test_another_model_is_told_by_its_own_paths_and_shapes(there, tmp_path):
+    """As large as the saved one, so that what the servers keep of it is of the same shapes."""
+    like = {**LIKE, "wide": jax.ShapeDtypeStruct((64, 3), "float32")}
+    here = trainer(there)
+    saved(here, filled(here), tmp_path)
+    text = refusal(trainer(served(), like=like), tmp_path)
+    how = 'packed for a parameter server (placement "{}", 8 servers, 8 positions)'
+    how = {"sliced": how.format("sliced"), "greedy_bytes": how.format("greedy_bytes")}.get((here.storage or {}).get("placement", ""))
+    assert text == (
+        f"the checkpoint of step 3 in {tmp_path}, {how or 'not packed for a parameter server'}, does not fit this model and optimizer\n"
+        "1 problem:\n"
+        "\n"
+        "  params/wide\n"
+        "      saved float32[3, 64], wanted float32[64, 3]"
+    )
+
+
+def test_another_optimizer_is_told_in_a_table(tmp_path):
+    here = trainer(served(placement="round_robin"), optimizer=MOMENTUM)
+    saved(here, filled(here), tmp_path)
+    lines = [line.strip() for line in refusal(trainer(served(servers=3)), tmp_path).splitlines()]
+    assert lines[lines.index("opt/0/trace/bfloat16") + 1] == "saved bfloat16[8, 21], wanted nothing"
+    assert lines[lines.index("opt/0/mu/wide") + 1] == "saved nothing, wanted float32[8, 64]"
+    assert not any(line.startswith("params/") for line in lines)
+
+
+def test_an_optimizer_state_that_is_not_its_parameters_is_refused_with_a_cure(tmp_path):
+    """Each worker's own momentum, [workers, ...]: never parted by a shape that happens to fit."""
+    own = {"mode": "local", "every": 2}
+    here = trainer(served(**own), 8, MOMENTUM, TWO)
+    saved(here, filled(here), tmp_path)
+    for layout, why in ((served(**own, servers=5), "it has not its parameter's shape"), (served(), "one of them is of every worker")):
+        text = refusal(trainer(layout, 8, MOMENTUM, TWO), tmp_path)
+        assert "params/" not in text and text.count("opt/") == 2
+        assert f"      {why}" in text and "\n      cure: the [parameter_server] placement, servers and mode that it had" in text
+
+
+@pytest.mark.slow
+def test_workers_with_no_optimizer_state_of_their_own_are_restored_anywhere(tmp_path):
+    """Their own weights start anew: as they were not the servers', they are not kept."""
+    own = {"mode": "local", "every": 2}
+    plain = trainer(served(**own), 8, optax.sgd(0.1), TWO)
+    saved(plain, filled(plain), tmp_path / "sgd")
+    for layout, words in ((served(**own, servers=5), "start anew: every worker takes"), (ALL_REDUCE, "are left behind")):
+        here = trainer(layout, 8, optax.sgd(0.1), TWO)
+        state, told = restored(here, tmp_path / "sgd")
+        assert f"weights of workers' own {words}" in " | ".join(told)
+        assert same(whole(plain, restored(plain, tmp_path / "sgd")[0].params), whole(here, state.params))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_does_not_say_its_parameters_shapes_is_read_all_the_same(tmp_path):
+    here, there = trainer(served(), like=TWO), trainer(served(placement="round_robin"), like=TWO)
+    state = filled(here)
+    found = {name: value for name, value in here.storage.items() if name != "parameters"}
+    saved(here, state, tmp_path, found)
+    assert same(whole(there, restored(there, tmp_path)[0].params), whole(here, state.params))
