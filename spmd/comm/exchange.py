@@ -33,6 +33,7 @@ SQUARES = "squares"  # the servers' moving mean of gradients squared: [positions
 OWN = "own"  # each worker's own weights: [workers, positions, row], over workers
 READ = "read"  # the weights that workers took from the servers last: [positions, row], equal everywhere
 OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], over positions
+ALONE = 2**20  # bytes that are worth a collective of their own
 CODEC = "codec"  # what the codec itself remembers: [blocks along the other axes, ...], equal on all workers
 
 
@@ -65,6 +66,9 @@ class Exchange:
     def buckets(self) -> list[list[str]]:
         """Paths of the gradients that travel together."""
         limit = self.resolved.layout.gradients.bucket_bytes
+        exact = self.reduction.keeps and not self.resolved.layout.gradients.compressed
+        if self.asynchronous or exact:  # what is large is not copied to lie beside others
+            limit = min(limit, ALONE)
         return [found for paths in self.fragments for found in buckets({path: self.items[path] for path in paths}, limit)]
 
     # what is remembered between steps --------------------------------------------------------------------------------
@@ -115,10 +119,10 @@ class Exchange:
     def _served(self, path: str, leaf: jax.Array) -> dict[str, jax.Array]:
         """Everybody has read the first weights."""
         positions, width = leaf.shape
+        declared, zeros = self.resolved.layout.parameter_server, jnp.zeros(leaf.shape, jnp.float32)
         entry = {HELD: jnp.broadcast_to(leaf[:, None], (positions, self.simulated, width))}
-        entry |= {SUM: jnp.zeros(leaf.shape, jnp.float32), GATHERED: jnp.zeros(2, jnp.float32)}
-        adaptive = self.resolved.layout.parameter_server.delay_decay is not None
-        entry |= {SQUARES: jnp.zeros(leaf.shape, jnp.float32)} if adaptive else {}
+        entry |= {SUM: zeros, GATHERED: jnp.zeros(2, jnp.float32)} if declared.per_update(self.simulated) > 1 else {}
+        entry |= {SQUARES: zeros} if declared.delay_decay is not None else {}
         return entry | ({RESIDUAL: jnp.zeros((self.simulated, positions, width), jnp.float32)} if self.items[path].feedback else {})
 
     def specs(self, memory: Tree) -> Tree:

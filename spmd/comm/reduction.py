@@ -32,13 +32,15 @@ class Reduction:
     """One way for gradients to meet.
 
     `manual` says whether the step runs per worker under `jax.shard_map`. `spec(place)` is how a gradient is cut while it is
-    exchanged, and `pushed(place)` how its mean is: in pieces, or whole over the workers.
+    exchanged, and `pushed(place)` how its mean is: in pieces, or whole over the workers. `keeps` says whether whole weights are kept for
+    the backward pass, as a worker of a parameter server does, which pulls once; else they are gathered again, and memory is saved.
     """
 
     name: str
     manual: bool
     spec: Callable[[Placement], Spec]
     pushed: Callable[[Placement], Spec]
+    keeps: bool = False
 
 
 REDUCTIONS = {
@@ -47,7 +49,7 @@ REDUCTIONS = {
         Reduction("compiler", False, lambda place: place.state_spec, lambda place: place.state_spec),
         Reduction("all_reduce", True, lambda place: place.spec, lambda place: ()),
         Reduction("reduce_scatter", True, lambda place: place.state_spec, lambda place: place.state_spec),
-        Reduction("parameter_server", True, lambda place: place.state_spec, lambda place: place.state_spec),
+        Reduction("parameter_server", True, lambda place: place.state_spec, lambda place: place.state_spec, keeps=True),
     )
 }
 

@@ -1,11 +1,13 @@
 """Weights on the wire: gathered for use from the pieces that workers keep, and updates spread from those who made them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from spmd.comm import wire
+from spmd.comm.codec.base import together
 from spmd.comm.codec.bfloat16 import Bfloat16
 from spmd.comm.exchange import Exchange
 from spmd.comm.reduction import Scene, constrain
@@ -28,6 +30,24 @@ def pull(exchange: Exchange, place: Placement, piece: Any) -> Any:
         return constrain(scene, keep_axes(place.spec, scene.rest), piece)
     with jax.named_scope("pull"):
         return _gathered(exchange, place.spec, piece, scene.data_axes)
+
+
+def pull_rows(exchange: Exchange, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Weights whole, by path [positions, width], from what this server keeps of them, [1, width]: one all-gather for each bucket."""
+    found: dict[str, jax.Array] = {}
+    with jax.named_scope("pull"):
+        for paths in exchange.buckets:
+            gather = lambda x: wire.all_gather(x, exchange.scene.data_axes, 0)
+            found |= dict(zip(paths, moved(exchange, [rows[path] for path in paths], 1, gather), strict=True))
+    return {path: found[path] for path in rows}
+
+
+def moved(exchange: Exchange, weights: list[jax.Array], rows: int, move: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """Weights [rows, ...] that travel side by side in one collective, as two bytes each where the layout says so."""
+    short = exchange.resolved.layout.gradients.weights == "bfloat16"
+    thin = [short and leaf.dtype == jnp.float32 for leaf in weights]
+    sent = [Bfloat16().encode(leaf) if less else leaf for leaf, less in zip(weights, thin, strict=True)]
+    return [Bfloat16().decode(leaf, 0) if less else leaf for leaf, less in zip(together(sent, rows, move), thin, strict=True)]
 
 
 def spread(exchange: Exchange, updates: Tree) -> Tree:

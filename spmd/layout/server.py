@@ -99,6 +99,10 @@ class ParameterServer:
         """Whether gradients are applied in order of arrival."""
         return self.mode in ASYNCHRONOUS
 
+    def per_update(self, workers: int) -> int:
+        """Gradients of one update, where they are applied in order of arrival."""
+        return workers // self.splits if self.mode == "softsync" and self.splits else 1
+
     @property
     def local(self) -> bool:
         """Whether workers have weights and an optimizer of their own."""

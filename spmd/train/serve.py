@@ -68,7 +68,8 @@ class ServedStep(Step):
     def _serve(self, state: State, arrived: Tree, memory: Tree, losses: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
         """One arrival after the other: the server's part, on whole arrays, which live cut over the servers."""
         declared = self.resolved.layout.parameter_server
-        share = 1 / self.exchange.simulated if declared.mode == "bounded" else 1.0
+        workers = self.exchange.simulated
+        share, gathers = 1 / workers if declared.mode == "bounded" else 1.0, declared.per_update(workers) > 1
 
         def one(carry: tuple, event: Tree) -> tuple[tuple, None]:
             params, opt, memory = carry
@@ -79,14 +80,15 @@ class ServedStep(Step):
                 was = {path: pick(memory[path][HELD]) for path in now}
                 grads, memory = self._compensated(grads, now, was, memory, event["applied"])
             # 1. gathered until an update is full; one by one that is at once
-            mean, rate, due, left = _gather(memory, grads, event)
+            mean, rate, due, left = (_gather if gathers else _alone)(memory, grads, event)
             # 2. the update, which counts when it is due
             mean = jax.tree.unflatten(jax.tree.structure(params), list(mean.values()))
             updates, moved = self.optimizer.update(mean, opt, params, value=losses[who])
-            updates = jax.tree.map(lambda u: (rate * share * u).astype(u.dtype), updates)
+            if declared.staleness_scale != "none" or share < 1:
+                updates = jax.tree.map(lambda u: (rate * share * u).astype(u.dtype), updates)
             commit = lambda new, old: jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)
             params, opt = commit(optax.apply_updates(params, updates), params), commit(moved, opt)
-            memory = {path: entry | left[path] for path, entry in memory.items()}
+            memory = {path: entry | left.get(path, {}) for path, entry in memory.items()}
             # 3. who reads, reads what there is now
             return (params, opt, _read(memory, params, event["reads"])), None
 
@@ -109,6 +111,13 @@ class ServedStep(Step):
                 after[path] = memory[path] | {SQUARES: jnp.where(applied, squares, old)}
             found[path] = g + strength * g * g * (now[path] - was[path])
         return found, after
+
+
+def _alone(memory: Tree, grads: dict[str, jax.Array], event: Tree) -> tuple[dict[str, jax.Array], Any, Any, Tree]:
+    """`_gather` where every gradient is an update, and nothing has to be remembered."""
+    del memory
+    mean = {path: (1 / event["weight"] * (event["weight"] * g.astype(jnp.float32))).astype(g.dtype) for path, g in grads.items()}
+    return mean, event["weight"], event["applied"] & event["commit"], {}
 
 
 def _gather(memory: Tree, grads: dict[str, jax.Array], event: Tree) -> tuple[dict[str, jax.Array], Any, Any, Tree]:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from spmd.comm import wire
 from spmd.comm.exchange import Exchange
 from spmd.comm.reduction import Scene
-from spmd.comm.weights import needs_gather, pull, spread
+from spmd.comm.weights import needs_gather, pull, pull_rows, spread
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import Placement, Resolved, owners, pspec
 from spmd.model.base import Call, Model, Variables
@@ -174,8 +174,9 @@ class Step:
             value, backward, (sums, stats) = jax.vjp(call, self._pull(pieces), has_aux=True)
             # whole weights are not kept from the forward to the backward pass: they are gathered again, once the loss is
             # known. What the compiler sees depends on the loss, so it cannot merge the two gathers into one.
-            later, value = lax.optimization_barrier((pieces, value))
-            backward.args_res[0] = self._again(backward.args_res[0], later)
+            if not (self.held or self.exchange.reduction.keeps):
+                later, value = lax.optimization_barrier((pieces, value))
+                backward.args_res[0] = self._again(backward.args_res[0], later)
             (grads,) = backward(jnp.ones_like(value))
             return (cast_like(grads, pieces), sums), stats
 
@@ -199,8 +200,12 @@ class Step:
 
     def _pull(self, params: Tree) -> Tree:
         """Whole weights in the dtype of the computation; cast before they travel, so what travels is what is used."""
-        here = lambda place, piece: piece if self.held else pull(self.exchange, place, piece)
-        return self._map(lambda place, piece: here(place, cast(piece, self.dtype)), params)
+        params = cast(params, self.dtype)
+        if self.held:
+            return params
+        if self.exchange.reduction.keeps:
+            return jax.tree.unflatten(jax.tree.structure(params), list(pull_rows(self.exchange, flatten(params)).values()))
+        return self._map(lambda place, piece: pull(self.exchange, place, piece), params)
 
     def _again(self, kept: Any, pieces: Tree) -> list[Any]:
         """The weights that the backward pass needs, leaf by leaf: those that were gathered, gathered anew."""
@@ -208,7 +213,7 @@ class Step:
 
         def again(place: Placement, leaf: Any, piece: jax.Array) -> Any:
             # jax marks a weight that the backward pass does not need by something that is no array
-            wanted = not self.held and needs_gather(place, self.scene) and hasattr(leaf, "shape")
+            wanted = needs_gather(place, self.scene) and hasattr(leaf, "shape")
             return pull(self.exchange, place, cast(piece, self.dtype)) if wanted else leaf
 
         places = [self.resolved.placements[path] for path in flatten(pieces)]

@@ -43,6 +43,9 @@ def test_synchronous_is_an_all_reduce_to_the_last_bit(workers, optimizer):
     assert equal(ours, train(trainer_of(ALL_REDUCE, workers, optimizer)))
     kinds = {op.kind for op in trainer.wire.ops if op.where.startswith("push")}
     assert kinds == {"reduce_scatter"}, "the arms differ: gradients go to servers"
+    numbers = sum(place.shape[1] for place in trainer.resolved.placements.values())
+    sent = trainer.wire.bytes(where="push") + trainer.wire.bytes(where="pull")
+    assert sent == 2 * (workers - 1) * 4 * numbers, "those of an all-reduce, but for what fills up rows: weights are pulled once"
     state = trainer.init()
     for leaf in jax.tree.leaves((state.params, state.opt)):
         assert leaf.ndim == 0 or {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}, "a row on each server"

@@ -93,7 +93,7 @@ class Asynchronous:
         self.latency, self.push, self.pull = latency, push, pull
         self.remote = latency > 0 or push > 0 or pull > 0
         self.scale = scale_of(declared.staleness_scale) or (lambda tau: 1.0)
-        self.per_update = workers // declared.splits if declared.mode == "softsync" and declared.splits else 1
+        self.per_update = declared.per_update(workers)
         self.inwards = self.outwards = 0.0  # when the links are free again
         self.version = 0
         self.read_version = np.zeros(workers, np.int64)

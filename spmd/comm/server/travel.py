@@ -11,24 +11,21 @@ from jax import lax
 
 from spmd.comm import wire
 from spmd.comm.codec.base import RowCodec, together
-from spmd.comm.codec.bfloat16 import Bfloat16
 from spmd.comm.exchange import HELD, RESIDUAL, Exchange, finite
 from spmd.comm.route import Item
+from spmd.comm.weights import moved
 
 
 def fetch(exchange: Exchange, memory: dict[str, dict[str, Any]]) -> dict[str, jax.Array]:
     """The weights that this position's workers have read, by path [m, D, width]: one all-to-all for each bucket."""
     axes, found = exchange.scene.data_axes, {}
-    positions, short = wire.worker_count(axes), exchange.resolved.layout.gradients.weights == "bfloat16"
+    positions = wire.worker_count(axes)
     with jax.named_scope("pull"):
         for paths in exchange.buckets:
             held = [memory[path][HELD][0] for path in paths]  # [W, width]
-            thin = [short and leaf.dtype == jnp.float32 for leaf in held]
-            sent = [Bfloat16().encode(leaf) if less else leaf for leaf, less in zip(held, thin, strict=True)]
-            sent = [leaf.reshape(positions, -1, leaf.shape[-1]) for leaf in sent]
-            got = together(sent, positions, lambda part: wire.all_to_all(part, axes))
-            for path, leaf, less in zip(paths, got, thin, strict=True):
-                found[path] = (Bfloat16().decode(leaf, 0) if less else leaf).swapaxes(0, 1)
+            held = [leaf.reshape(positions, -1, leaf.shape[-1]) for leaf in held]
+            got = moved(exchange, held, positions, lambda part: wire.all_to_all(part, axes))
+            found |= {path: leaf.swapaxes(0, 1) for path, leaf in zip(paths, got, strict=True)}
     return found
 
 
@@ -53,8 +50,9 @@ def deliver(
             payload = [_encoded(item, x) for item, x in zip(items, whole, strict=True)]
             got = together(payload, positions, lambda part: wire.all_to_all(part, axes))
             for path, item, x, sent, received in zip(paths, items, whole, payload, got, strict=True):
-                own = lax.dynamic_index_in_dim(x, me, 1, keepdims=False)  # what a worker sends to itself does not travel
-                rows = lax.dynamic_update_slice_in_dim(_decoded(item, received, x.shape[-1]), own, me * x.shape[0], axis=0)
+                rows, own = _decoded(item, received, x.shape[-1]), lax.dynamic_index_in_dim(x, me, 1, keepdims=False)
+                if not item.codec.lossless:  # what a worker sends to itself does not travel
+                    rows = lax.dynamic_update_slice_in_dim(rows, own, me * x.shape[0], axis=0)
                 arrived[path] = rows[None].astype(grads[path].dtype)
                 if item.feedback:
                     kept = _decoded(item, sent, x.shape[-1]).reshape(positions, x.shape[0], -1).swapaxes(0, 1)
