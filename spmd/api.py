@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from spmd.comm.server.meetings import unmet
 from spmd.data.deal import Position, check_source
 from spmd.data.loader import is_arrays, source
 from spmd.data.resident import Resident, on_devices
@@ -192,6 +193,14 @@ def fit(
         )
         opened.pop_all()
     loop.run()
+    left = unmet(program.clock.declared, loop.step) if program.clock is not None and program.clock.declared.local else 0
+    if left:
+        logging.getLogger("spmd").warning(
+            "%d of the workers' %d steps came after their last meeting: they are not in the model, nor in what was evaluated last. "
+            "Choose a number of steps that `every` divides.",
+            left,
+            loop.step,
+        )
     return Result(loop.state, loop.history, loop.stop_reason, trainer)
 
 

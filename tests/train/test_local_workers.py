@@ -286,12 +286,13 @@ def test_no_step_is_compiled_twice_whether_they_meet_or_not():
     [{"mode": "local", "every": 3}, pytest.param({"mode": "elastic", "every": 3}, marks=pytest.mark.slow)],
     ids=["local", "elastic"],
 )
-def test_stopped_between_two_meetings_a_run_goes_on_to_the_same_bits(server, tmp_path):
+def test_stopped_between_two_meetings_a_run_goes_on_to_the_same_bits(server, tmp_path, caplog):
     fit = functools.partial(
         spmd.fit, loss=spmd.losses.cross_entropy, optimizer=ADAMW, mesh="data=8", layout=served(**server), batch_size=32, progress=False
     )
     model, rows = spmd.FunctionalModel(init, apply), tuple(data(256).values())
     whole = fit(model, rows, steps=11)
+    assert "2 of the workers' 11 steps came after their last meeting" in caplog.text
     fit(model, rows, steps=4, checkpoint=tmp_path / "run")
     rest = fit(model, rows, steps=11, checkpoint=tmp_path / "run", resume=True)
     assert int(rest.state.step) == 11

@@ -41,6 +41,19 @@ def due(declared: ParameterServer, number: int) -> np.ndarray:
     >>> [due(ParameterServer(mode="local", every=4, fragments=2), number).tolist() for number in (1, 2, 3, 4)]
     [[False, False], [True, False], [False, False], [False, True]]
     """
+    return (_since(declared, number) == 0) & (number > 0)
+
+
+def unmet(declared: ParameterServer, steps: int) -> int:
+    """How many steps of the workers the servers have not heard of, of the parameters that met longest ago.
+
+    >>> [unmet(ParameterServer(mode="local", every=4), steps) for steps in (3, 4, 5, 8)]
+    [3, 0, 1, 0]
+    """
+    return int(np.minimum(_since(declared, steps), steps).max())
+
+
+def _since(declared: ParameterServer, number: int) -> np.ndarray:
+    """int[fragments]: steps since each one's turn."""
     every = declared.every or 1
-    turns = (np.arange(declared.fragments) + 1) * (every // declared.fragments)
-    return np.asarray(number % every == turns % every) if number > 0 else np.zeros(declared.fragments, bool)
+    return np.array([(number - turn * (every // declared.fragments)) % every for turn in range(1, declared.fragments + 1)])
