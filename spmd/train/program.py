@@ -328,7 +328,7 @@ class Program:
         """Names of what is known of a step without measuring."""
         exchange, clock = self.placed.exchange, self.placed.events
         sent = (("wire_bytes", "compression_ratio") if exchange.measures else ("wire_bytes",)) if exchange.reduction.manual else ()
-        return (*sent, *(("simulated_seconds",) if clock else ()))
+        return (*sent, *(clock.told(0) if clock else ()))
 
     @property
     def clock(self) -> Events | None:
@@ -358,7 +358,7 @@ class Program:
             return sent
         if self.placed.exchange.local:
             sent = {**sent, "wire_bytes": sent["wire_bytes"] - sum(self._at_meeting(early, where) for where in clock.apart(step))}
-        return {**sent, "simulated_seconds": clock.seconds(step)}
+        return {**sent, **clock.told(step)}
 
     @functools.cache  # noqa: B019 (a program lives as long as its trainer)
     def _at_meeting(self, early: bool, where: str) -> int:

@@ -55,7 +55,7 @@ def events_of(times, workers=WORKERS, sent=BYTES, **words):
 def test_nobody_does_two_things_at_once_and_every_gradient_takes_its_time(trace, words, network):
     events = events_of(trace, network=network, **words)
     told = Account.of(events, 100)
-    assert told.seconds == events.seconds(99)
+    assert told.seconds == events.round(99).end
     for worker in range(WORKERS):
         mine = told.spans.worker == worker
         began, done, pushed, time = (getattr(told.spans, name)[mine] for name in ("began", "done", "pushed", "time"))
@@ -300,7 +300,7 @@ def test_what_is_no_server():
 @every_mode
 def test_simulate_asks_the_same_clock(words, trace):
     server = ParameterServer(compute_time=trace, network=LINK, workers=WORKERS, **words)
-    assert spmd.simulate(server, steps=20, bytes=BYTES).seconds == Events(server, WORKERS, BYTES).seconds(19)
+    assert spmd.simulate(server, steps=20, bytes=BYTES).seconds == Events(server, WORKERS, BYTES).round(19).end
 
 
 def trainer_of(layout):

@@ -241,8 +241,19 @@ def test_applied_and_dropped_are_all_that_arrived():
         found, given = events.round(step), counted(events, step)
         arrived = int((found.staleness >= 0).sum())
         assert arrived == found.present.sum() == given["gradients_applied"] + given["gradients_dropped"]
-        assert given["gradients_applied"] == found.applied.sum() and events.seconds(step) == found.end
+        assert given["gradients_applied"] == found.applied.sum() and given["updates"] == found.commit.sum()
+        assert events.told(step)["simulated_seconds"] == found.end
         assert given["staleness"] == pytest.approx(found.staleness[:arrived].mean(), rel=1e-6)  # float32
+
+
+def test_the_idle_share_is_of_all_workers_and_all_the_time_so_far():
+    slow = Events(declare(compute_time=(1.0, 2.0, 4.0)), 3)
+    assert [slow.told(step)["idle_share"] for step in (0, 5, 2)] == [1 - 7 / 12] * 3
+    alone, spared = Events(declare(compute_time="constant", warmup_steps=2), 4), Events(declare(compute_time=(1.0, 4.0), spares=1), 2)
+    assert [alone.told(step)["idle_share"] for step in range(4)] == [3 / 4, 3 / 4, 1 / 2, 3 / 8]
+    assert spared.told(3)["idle_share"] == 0, "the one that is dropped computes until the round ends"
+    late = Events(declare(mode="asynchronous", compute_time="constant"), 4)
+    assert late.told(9)["idle_share"] == 0
 
 
 @pytest.mark.parametrize("spares, warm", [(0, 0), (2, 0), (1, 3)])
@@ -250,7 +261,7 @@ def test_what_a_synchronous_step_drops_are_its_spares(spares, warm):
     events = Events(declare(spares=spares, warmup_steps=warm), 5)
     for step in range(6):  # while the first worker is alone nobody else computes anything
         applied, dropped = (1, 0) if step < warm else (5 - spares, spares)
-        assert counted(events, step) == {"gradients_applied": applied, "gradients_dropped": dropped}
+        assert counted(events, step) == {"gradients_applied": applied, "gradients_dropped": dropped, "updates": 1}
 
 
 @pytest.mark.parametrize(

@@ -416,7 +416,16 @@ def test_what_the_clock_says_is_among_the_metrics():
     history = result.history
     seconds, applied = np.array(history["simulated_seconds"]), np.array(history["gradients_applied"])
     assert (np.diff(seconds) > 0).all() and applied.sum() == 2 * 50
-    assert set(history.names) >= {"loss", "wire_bytes", "simulated_seconds", "gradients_applied", "gradients_dropped", "staleness"}
+    assert set(history.names) >= {
+        "loss",
+        "wire_bytes",
+        "simulated_seconds",
+        "gradients_applied",
+        "gradients_dropped",
+        "updates",
+        "staleness",
+        "idle_share",
+    }
 
 
 def test_no_step_is_compiled_twice():

@@ -29,8 +29,8 @@ class Events:
 
     Example:
       >>> events = Events(ParameterServer(spares=1, compute_time=(3.0, 1.0, 2.0)), workers=3)
-      >>> events.at(0)["present"].tolist(), events.seconds(0)
-      ([False, True, True], 2.0)
+      >>> events.at(0)["present"].tolist(), events.told(0)
+      ([False, True, True], {'simulated_seconds': 2.0, 'idle_share': 0.16666666666666663})
     """
 
     def __init__(self, declared: ParameterServer, workers: int, sent: tuple[float, float] = (0.0, 0.0), times: Times | None = None):
@@ -38,13 +38,13 @@ class Events:
         self._network = Network.parse(declared.network)
         self._times = Times(declared.compute_time, workers, declared.seed) if times is None else times
         self._coming: Iterator[Round] = iter(())
-        self._first, self._rounds, self._lock = 0, [], threading.Lock()
+        self._first, self._rounds, self._busy, self._lock = 0, [], [], threading.Lock()
         self._kept_rounds = max(16, min(KEPT, ROOM // workers**2))
         self._restart()
 
     def _restart(self) -> None:
         self._coming = rounds(self.declared, self.workers, self._times, self._network, self.sent)
-        self._first, self._rounds = 0, []
+        self._first, self._rounds, self._busy = 0, [], []
 
     @property
     def steps(self) -> int | None:
@@ -71,8 +71,10 @@ class Events:
                 self._restart()
                 raise
             self._rounds.append(found)
+            count, before = int(found.takes.sum()), self._busy[-1] if self._busy else 0.0
+            self._busy.append(before + float((np.minimum(found.done, found.end) - found.began)[:count].sum()))
             if len(self._rounds) > self._kept_rounds:
-                del self._rounds[0]
+                del self._rounds[0], self._busy[0]
                 self._first += 1
         return self._rounds[step - self._first]
 
@@ -107,11 +109,11 @@ class Events:
         found = self.round(step)
         have = np.ones(self.workers, bool) if have is None else have
         if self.declared.local:
-            counted = self._counted(have.sum(), have.sum(), 0, 0)
+            counted = self._counted(have.sum(), have.sum(), found.sends.any())
             return {"counted": counted, "present": have, "sends": found.sends, "receives": found.receives}
         if not self.declared.asynchronous:
             present = self._kept(found, have) if self.masked else have
-            counted = {"counted": self._counted(present.sum(), (have & found.takes).sum(), 0, 0)}
+            counted = {"counted": self._counted(present.sum(), (have & found.takes).sum(), present.any())}
             return counted | ({"present": present} if self.masked else {})
         present = found.present & have
         here = present[found.worker]
@@ -119,18 +121,19 @@ class Events:
         short = here.any() and not here[: int(found.present.sum())].all()
         if short and self.declared.mode == "softsync":  # the data ends: what was gathered is an update, of fewer
             commit[np.flatnonzero(here)[-1]] = True
-        counted = self._counted(applied.sum(), here.sum(), found.staleness[here].sum(), here.sum())
+        counted = self._counted(applied.sum(), here.sum(), commit.sum(), found.staleness[here].sum(), here.sum())
         given = {"worker": found.worker, "applied": applied, "weight": found.weight, "commit": commit}
         return {"counted": counted, "present": present, **given, "reads": found.reads}
 
-    def _counted(self, applied: Any, arrived: Any, staleness: Any, count: Any) -> np.ndarray:
-        sums, counts = [applied, arrived - applied, staleness], [1, 1, max(count, 1)]
+    def _counted(self, applied: Any, arrived: Any, updates: Any, staleness: Any = 0, count: Any = 0) -> np.ndarray:
+        sums, counts = [applied, arrived - applied, updates, staleness], [1, 1, 1, max(count, 1)]
         return np.array([sums, counts], np.float32)[:, : len(self.counts)]
 
     @property
     def counts(self) -> tuple[str, ...]:
-        """Names of what is counted: gradients that were applied and dropped in a step, and of those that arrived the mean staleness."""
-        return ("gradients_applied", "gradients_dropped", *(("staleness",) if self.declared.asynchronous else ()))
+        """Names of what is counted: gradients that were applied and dropped in a step, updates that the servers have made of them (of
+        workers who train by themselves: at a meeting), and the mean staleness of those that arrived."""
+        return ("gradients_applied", "gradients_dropped", "updates", *(("staleness",) if self.declared.asynchronous else ()))
 
     def _kept(self, found: Round, have: np.ndarray) -> np.ndarray:
         """Of those who have data the fastest, as many as an update waits for."""
@@ -148,9 +151,12 @@ class Events:
         told = (("send", found.sends), ("receive", found.receives))
         return [f"{way}/{number}/" for way, due in told for number, now in enumerate(due) if not now]
 
-    def seconds(self, step: int) -> float:
-        """The simulated time at which this step is over."""
-        return self.round(step).end
+    def told(self, step: int) -> dict[str, float]:
+        """What the clock says when this step is over: the time, and the share of all workers' time so far in which they did not compute
+        gradients that have arrived."""
+        with self._lock:
+            end, busy = self._round(step).end, self._busy[step - self._first]
+        return {"simulated_seconds": end, "idle_share": 1 - busy / (end * self.workers) if end else 0.0}
 
 
 def rounds(
