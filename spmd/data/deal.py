@@ -40,17 +40,36 @@ def epoch_of(source: Source, clock: Events | None, at: Position, step: int, *, p
     """The batches of an epoch, from `at` on, which is step `step` of the run; dealt out where not everybody takes part.
 
     Raises:
-      DataError: parts were dealt out in this epoch, to another number of workers or where now whole batches are taken.
+      DataError: parts were dealt out in this epoch, to another number of workers or where now whole batches are taken; or nobody's rows
+        would be used, where a remainder is dropped.
     """
+    drop = clock is not None and clock.declared.drop_remainder
     if clock is not None and clock.dealt and at.workers in (0, clock.workers):
         at.parts = at.parts or at.batch * clock.workers  # of a run in whole batches
-        return deal(source.epoch(at.epoch), clock, step, source.batch_size, at.parts, pad=pad)
+        return deal(source.epoch(at.epoch), clock, step, source.batch_size, at.parts, pad=pad, drop=drop)
     if at.parts:
         raise DataError(
             f"the run stood in epoch {at.epoch + 1}, of which {at.parts} parts had been dealt out to {at.workers} workers; this layout "
             "would lose rows or take them twice.\n    cure: go on with the layout it had, until an epoch ends."
         )
-    return source.epoch(at.epoch, at.batch, at.reader)
+    batches = source.epoch(at.epoch, at.batch, at.reader)
+    return _whole(batches, source.batch_size, first=at.batch == 0) if drop else batches
+
+
+def _whole(batches: Iterator[HostBatch], size: int, *, first: bool) -> Iterator[HostBatch]:
+    """Batches up to one that is not full."""
+    for number, batch in enumerate(batches):
+        if batch.rows < size:
+            if first and number == 0:
+                raise DataError(_NOTHING.format(batch.rows, size))
+            return
+        yield batch
+
+
+_NOTHING = (
+    "an epoch begins with {} rows of {}, and drop_remainder = true: nothing is left to train on.\n"
+    "    cure: larger batches, or drop_remainder = false."
+)
 
 
 def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int | None, epochs: int | None) -> None:
@@ -63,11 +82,13 @@ def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int 
     if clock is None:
         return
     unit = source.batch_size // clock.workers
-    if not pad and clock.masked and isinstance(source, ArraySource) and source.examples % (unit if clock.dealt else source.batch_size):
-        raise DataError(_UNEVEN.format(source.examples, unit if clock.dealt else source.batch_size))
+    drop = clock.declared.drop_remainder
+    part = unit if clock.dealt else source.batch_size
+    if not drop and not pad and clock.masked and isinstance(source, ArraySource) and source.examples % part:
+        raise DataError(_UNEVEN.format(source.examples, part))
     parts = None
     if epochs is not None and isinstance(source, ArraySource):
-        parts = -(-source.examples // unit) * epochs
+        parts = source.examples // unit * epochs if drop else -(-source.examples // unit) * epochs
     ahead = 1 if clock.dealt else 0  # rows of the next round are dealt while one runs
     clock.check(None if steps is None else steps + ahead, parts)
 
@@ -88,7 +109,9 @@ class _Part:
     rows: int
 
 
-def deal(batches: Iterator[HostBatch], clock: Events, step: int, size: int, skip: int, *, pad: bool) -> Iterator[HostBatch]:
+def deal(
+    batches: Iterator[HostBatch], clock: Events, step: int, size: int, skip: int, *, pad: bool, drop: bool = False
+) -> Iterator[HostBatch]:
     """Batches of `size` rows, in which everyone who is present has rows until the data ends.
 
     Args:
@@ -96,18 +119,19 @@ def deal(batches: Iterator[HostBatch], clock: Events, step: int, size: int, skip
       step: the number of the first round.
       skip: parts of the epoch that were dealt before.
       pad: whether rows of weight 0 can be left out of the loss.
+      drop: end before a round in which not everyone who is present would have rows.
 
     Raises:
       DataError: a part that is not full, under a loss that cannot leave padding out.
     """
     unit = size // clock.workers
-    parts = itertools.islice(_parts(batches, unit, pad=pad), skip, None)
+    parts = itertools.islice(_parts(batches, unit, pad=pad, drop=drop), skip, None)
     queue: collections.deque[_Part] = collections.deque()
     while True:
         takes = clock.round(step).takes
         while len(queue) < takes.sum() and (part := next(parts, None)) is not None:
             queue.append(part)
-        if not queue:
+        if not queue or (drop and len(queue) < takes.sum()):
             return
         have, lots = np.zeros(clock.workers, bool), []
         for worker in np.flatnonzero(takes)[: len(queue)]:
@@ -117,10 +141,12 @@ def deal(batches: Iterator[HostBatch], clock: Events, step: int, size: int, skip
         step += 1
 
 
-def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool) -> Iterator[_Part]:
+def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) -> Iterator[_Part]:
     for batch in batches:
         for first in range(0, batch.rows, unit):
             rows = min(unit, batch.rows - first)
+            if rows < unit and drop:
+                return
             if rows < unit and not pad:
                 raise DataError(_UNEVEN.format(batch.rows, unit))
             yield _Part(batch, first, rows)

@@ -50,6 +50,7 @@ class ParameterServer:
       mix: the share of its own weights that a worker keeps where it takes those of the servers.
       outer_rate, outer_momentum: of the outer optimizer; 1 and 0 are local SGD.
       moving_rate: alpha of mode "elastic"; None: 0.9 / workers.
+      drop_remainder: where the data ends, an update is of fewer workers; true: it is not made, and the epoch ends before it.
       seed: of the simulated times.
 
     Example:
@@ -79,12 +80,13 @@ class ParameterServer:
     outer_rate: float = 0.7
     outer_momentum: float = 0.9
     moving_rate: float | None = None
+    drop_remainder: bool = False
     seed: int = 0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value, kinds = getattr(self, field.name), KINDS.get(field.name)
-            if kinds and (not isinstance(value, kinds) or isinstance(value, bool)):
+            if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
                 wanted = "a str or a list" if field.name == "compute_time" else a_kind(kinds[0]())
                 raise OptionError(f"ParameterServer: {field.name}={value!r} is {a_kind(value)}; wanted {wanted}.")
         object.__setattr__(self, "network", _pairs(self.network))
@@ -151,6 +153,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "outer_rate": FRACTION,
     "outer_momentum": FRACTION,
     "moving_rate": FRACTION_OR_NONE,
+    "drop_remainder": (bool,),
     "seed": NUMBER,
 }
 LEAST = {"servers": 1, "workers": 1, "bound": 0, "splits": 1, "fetch_every": 1, "every": 1, "fragments": 1}  # others from 0

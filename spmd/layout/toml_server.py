@@ -49,7 +49,7 @@ def read_server(reader: Reader, table: dict[str, Any], gradients: Gradients) -> 
             else:
                 values[key] = given
         elif key in table:
-            values[key] = reader.value(table, key, default, int, SECTION)
+            values[key] = reader.value(table, key, default, bool if bool in KINDS[key] else int, SECTION)
     found = ParameterServer(**values)
     for clash in server_problems(found, gradients):
         if clash.rule is not None:

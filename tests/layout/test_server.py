@@ -65,8 +65,8 @@ WRITTEN = {
         'mode = "asynchronous"\nstaleness_scale = "power(0.5)"\nmax_staleness = 0\ndelay_compensation = 1.0\n',
     ),
     "the rest": (
-        {"mode": "asynchronous", "warmup_steps": 3, "fetch_every": 5, "seed": 7},
-        'mode = "asynchronous"\nwarmup_steps = 3\nfetch_every = 5\nseed = 7\n',
+        {"mode": "asynchronous", "warmup_steps": 3, "fetch_every": 5, "drop_remainder": True, "seed": 7},
+        'mode = "asynchronous"\nwarmup_steps = 3\nfetch_every = 5\ndrop_remainder = true\nseed = 7\n',
     ),
     "local": (
         {"mode": "local", "every": 6, "fragments": 2, "overlap": 1, "mix": 0.5, "outer_rate": 1, "outer_momentum": 0},
@@ -228,6 +228,7 @@ LIKE = {
     "outer_rate": ("outer_rte", 0.7),
     "outer_momentum": ("outer_momentm", 0.9),
     "moving_rate": ("moving_rat", None),
+    "drop_remainder": ("drop_remainders", True),
     "seed": ("seeds", 7),
 }
 
@@ -417,11 +418,16 @@ WRONG_TYPES = {
     "outer_rate": ["half", True, None],
     "outer_momentum": ["half", True, None],
     "moving_rate": ["half", True],
+    "drop_remainder": ["yes", 1, None],
     "seed": ["zero", 0.5, True, None],
 }
-KIND = {"placement": "a str", "mode": "a str", "staleness_scale": "a str", "network": "a dict"} | dict.fromkeys(FRACTIONS, "a float")
+KIND = {"placement": "a str", "mode": "a str", "staleness_scale": "a str", "network": "a dict", "drop_remainder": "a bool"} | dict.fromkeys(
+    FRACTIONS, "a float"
+)
 FLAT = [(key, value) for key, values in WRONG_TYPES.items() for value in values]
-SPELT = {"compute_time": "a list", "network": "a table", "staleness_scale": "a string"} | dict.fromkeys(FRACTIONS, "a number")
+SPELT = {"compute_time": "a list", "network": "a table", "staleness_scale": "a string", "drop_remainder": "true or false"} | dict.fromkeys(
+    FRACTIONS, "a number"
+)
 
 
 def test_every_option_has_a_wrong_type():

@@ -496,6 +496,27 @@ def test_where_the_data_ends_what_was_gathered_is_an_update():
     assert all(not np.asarray(entry["gathered"]).any() for entry in result.state.exchange.values())
 
 
+@pytest.mark.parametrize("server", [{}, {"mode": "softsync", "splits": 2}], ids=["synchronous", "softsync"])
+def test_a_remainder_may_be_dropped_and_ends_the_epoch(server):
+    """90 rows in batches of 32 by 8 workers: two of them, and 26 rows that are not looked at, in each of two epochs."""
+    counting, rows = Counting(90), {"row": np.arange(90, dtype=np.int32)}
+    options = {"loss": counting.loss, "optimizer": optax.sgd(1.0), "mesh": "data=8", "batch_size": 32, "epochs": 2, "progress": False}
+    result = spmd.fit(counting.model, rows, layout=served(drop_remainder=True, **server), shuffle=False, **options)
+    seen = np.asarray(result.model.params["seen"])
+    each = {"synchronous": 2 / 32, "softsync": 2 / 16}[server.get("mode", "synchronous")]  # of an update's rows, twice
+    np.testing.assert_allclose(seen, np.where(np.arange(90) < 64, each, 0), rtol=1e-6)
+    assert result.history["gradients_applied"] == [8.0] * 4
+
+
+def test_a_remainder_that_is_all_there_is_is_told():
+    counting = Counting(48)
+    batches = lambda: iter([{"row": np.arange(32, dtype=np.int32)}] if next(calls) == 0 else [{"row": np.arange(16, dtype=np.int32)}])
+    calls = itertools.count()
+    options = {"loss": counting.loss, "optimizer": optax.sgd(1.0), "mesh": "data=8", "steps": 9, "progress": False}
+    with pytest.raises(DataError, match="begins with 16 rows of 32, and drop_remainder = true"):
+        spmd.fit(counting.model, batches, layout=served(drop_remainder=True), **options)
+
+
 @pytest.mark.parametrize("server", [{"spares": 2, "compute_time": "exponential"}, LATE], ids=["spares", "asynchronous"])
 def test_a_remainder_that_cannot_be_left_out_is_told_before_the_first_step(server):
     with pytest.raises(DataError, match="the last is not full"):
