@@ -193,15 +193,22 @@ def fit(
         )
         opened.pop_all()
     loop.run()
-    left = unmet(program.clock.declared, loop.step) if program.clock is not None and program.clock.declared.local else 0
+    server = trainer.layout.parameter_server
+    left = unmet(server, loop.step) if program.clock is not None and server.local else 0
     if left:
         logging.getLogger("spmd").warning(
-            "%d of the workers' %d steps came after their last meeting: they are not in the model, nor in what was evaluated last. "
-            "Choose a number of steps that `every` divides.",
+            "%d of the workers' %d steps came after %s: they are not in the model, nor in what was evaluated last. %s",
             left,
             loop.step,
+            *_LATE[server.fragments > 1],
         )
     return Result(loop.state, loop.history, loop.stop_reason, trainer)
+
+
+_LATE = {
+    False: ("their last meeting", "Choose a number of steps that `every` divides."),
+    True: ("the last meeting of some parameters", "Fragments take turns, so of one or another some always do; fewer of them lose less."),
+}
 
 
 def _plan(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> Plan:

@@ -26,10 +26,12 @@ from spmd.errors import CheckpointError, DataError, OptionError
 from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved
 from spmd.layout.summary import notes, summary
+from spmd.layout.toml import loads
 from spmd.mesh import make_mesh
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.loop import IN_FLIGHT
 from spmd.run.plan import allowing
+from spmd.run.remembered import check_meetings
 from spmd.run.repack import written
 from spmd.train.program import Options, Placed, Program
 from spmd.train.state import State, whole_moments
@@ -209,6 +211,7 @@ class Trainer:
 
     def load(self, store: Store, step: int) -> tuple[State, list[str]]:
         """The state of a step in a store, and in words what of the codecs' memory did not fit."""
+        check_meetings(loads(store.meta(step)["layout"]).parameter_server, self.layout.parameter_server, step)
         return store.restore(step, self.abstract_state, self._placed.init_memory, self._placed.storage)
 
     @property

@@ -20,7 +20,7 @@ class ParameterServer:
 
     Attributes:
       placement: "sliced" (every parameter cut evenly over the servers), or whole parameters, as TF's `replica_device_setter` placed
-        variables: "round_robin" (in the model's order), "greedy_bytes" (in that order, each to the server with the least bytes),
+        variables: "round_robin" (in the order of the tree: dicts by name), "greedy_bytes" (in that order, each to the server with the least bytes),
         "largest_first" (the same, largest first).
       servers: how many of the positions along the data axes keep parameters; None: all.
       workers: how many workers are simulated; a multiple of the positions along the data axes; None: one at each.

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from spmd.layout.clock import LINK, SECONDS, shown
 from spmd.layout.gradients import Gradients
-from spmd.layout.server import FRACTIONS, KINDS, MODES, PLACEMENTS, ParameterServer, server_problems
+from spmd.layout.server import FRACTIONS, KINDS, MODES, NEEDS, PLACEMENTS, ParameterServer, server_problems
 
 SECTION = "parameter_server"
 CHOICES = {f"{SECTION}.placement": PLACEMENTS, f"{SECTION}.mode": MODES}
@@ -51,7 +51,10 @@ def read_server(reader: Reader, table: dict[str, Any], gradients: Gradients) -> 
         elif key in table:
             values[key] = reader.value(table, key, default, bool if bool in KINDS[key] else int, SECTION)
     found = ParameterServer(**values)
+    unread = {key for key in KINDS if key in table and getattr(found, key) == getattr(ParameterServer(), key) != table[key]}
     for clash in server_problems(found, gradients):
+        if clash.key == "mode" and NEEDS.get(found.mode) in unread:
+            continue  # it is there, and what is wrong with it has been told
         if clash.rule is not None:
             reader.problem(f"[[gradients.rules]] rule {clash.rule + 1}", clash.why, clash.cure, gradients.rules[clash.rule].line)
             continue

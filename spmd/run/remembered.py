@@ -3,6 +3,7 @@
 In a checkpoint it is apart from the rest of the state, in an item for each kind, so that a run may leave it or lack it.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -11,7 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.comm.exchange import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
+from spmd.comm.server.meetings import unfinished
+from spmd.errors import CheckpointError
 from spmd.layout.declare import spec_axes
+from spmd.layout.server import ParameterServer
 from spmd.run.repack import dtype_of, read_as, shape_of
 from spmd.tree import describe
 
@@ -119,3 +123,18 @@ def resplit(residual: jax.Array, wanted: Any) -> jax.Array:
         return jnp.repeat(x if now % before == 0 else x.mean(0, keepdims=True), now // before if now % before == 0 else now, axis=0)
 
     return jax.jit(split, out_shardings=wanted.sharding)(residual)
+
+
+def check_meetings(before: ParameterServer, now: ParameterServer, step: int) -> None:
+    """Whether workers that train by themselves may go on from this step with other turns.
+
+    Raises:
+      CheckpointError: what they had sent has not come back yet, and would not come.
+    """
+    turns = lambda server: f"every = {server.every}, fragments = {server.fragments}, overlap = {server.overlap}"
+    if before.mode == now.mode == "local" and turns(before) != turns(now) and unfinished(before, step):
+        arrived = next(number for number in itertools.count(step) if not unfinished(before, number))
+        raise CheckpointError(
+            f"in the checkpoint of step {step} what workers had sent is on its way back to them, with {turns(before)}; with {turns(now)} "
+            f"it would not arrive.\n    cure: first go on to step {arrived} with what it had."
+        )

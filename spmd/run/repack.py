@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.comm.server.storage import Storage
 from spmd.errors import Problem
+from spmd.layout.cure import listed
 from spmd.tree import Tree, describe, flatten, map_paths
 
 PARAMS, OPT = "params", "opt"  # of a state, where parameters and what mirrors them are
@@ -246,6 +247,10 @@ def misfits_of_parameters(saved: Mapping[str, str], packed: Mapping[str, Any] | 
     stored = old.like if given else jax.eval_shape(old.pack, old.like)
     now = {path: describe(leaf) for path, leaf in flatten(stored).items() if leaf.size}
     before = given or {path.removeprefix(f"{PARAMS}/"): text for path, text in saved.items() if path.startswith(f"{PARAMS}/")}
+    if given and not _apart(old) and given == now and list(given) != list(now):
+        first = next(path for path, other in zip(given, now, strict=True) if path != other)
+        why = f"parameters were packed in the order {listed(list(given))}, and are now in the order {listed(list(now))}."
+        return [Problem(f"{PARAMS}/{first}", [why], "the model's parameters in the order that they had.")]
     return misfits({f"{PARAMS}/{path}": text for path, text in before.items()}, {f"{PARAMS}/{path}": text for path, text in now.items()})
 
 

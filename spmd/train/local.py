@@ -19,7 +19,6 @@ from spmd.comm.exchange import CODEC, OUTER, OWN, READ, RESIDUAL
 from spmd.comm.weights import pull
 from spmd.layout.declare import keep_axes
 from spmd.layout.resolve import pspec
-from spmd.train.objective import LOSS
 from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, measurements
 from spmd.tree import Tree, flatten, map_paths
@@ -62,7 +61,7 @@ class LocalStep(Step):
         """This position's workers, each with its own optimizer; and the sum of their metrics."""
         held = map_paths(lambda path, _: state.exchange[path][OWN], state.params)
         grads, stats, sums = self._each(state, held, batch, weights, events)
-        losses = sums[:, 0, self.names.index(LOSS)] / jnp.maximum(sums[:, 1, self.names.index(LOSS)], 1)
+        losses = self._losses(sums)
         updates, opt = jax.vmap(lambda g, o, p, value: self.optimizer.update(g, o, p, value=value))(grads, state.opt, held, losses)
         here = functools.partial(jax.tree.map, functools.partial(_where, self._present(events)))
         opt, own = here(opt, state.opt), flatten(here(optax.apply_updates(held, updates), held))

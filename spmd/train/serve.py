@@ -18,7 +18,6 @@ from spmd.comm.exchange import GATHERED, HELD, SQUARES, SUM
 from spmd.comm.server.travel import deliver, fetch
 from spmd.layout.declare import keep_axes
 from spmd.layout.resolve import pspec
-from spmd.train.objective import LOSS
 from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, measurements
 from spmd.tree import Tree, flatten, map_paths
@@ -34,7 +33,7 @@ class ServedStep(Step):
         """The next state, and the round's metrics, as `Step.update` gives them. Absent workers' rows count for nothing."""
         memory = _read(state.exchange, state.params, events["reads"][0])  # those who began since the last arrival
         arrived, memory, stats, sums = self._round(dataclasses.replace(state, exchange=memory), batch, weights, events)
-        losses = sums[:, 0, self.names.index(LOSS)] / jnp.maximum(sums[:, 1, self.names.index(LOSS)], 1)
+        losses = self._losses(sums)
         params, opt, memory = self._serve(state, arrived, memory, losses, events)
         metrics = measurements(sums.sum(0), jnp.zeros((2, 0)), events)
         return State(state.step + 1, params, opt, stats, state.rngs, state.key, memory), metrics

@@ -144,13 +144,19 @@ class Step:
             number, here, pieces, rows = inputs
             (grads, sums), after = self._simulated(pieces, state, stats, rows, first + number, data)
             kept = lambda x: jnp.where(here, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
-            grads = jax.tree.map(lambda g: kept(g / jnp.maximum(sums[LOSS][1], 1).astype(g.dtype)), grads)
+            count = jnp.where(sums[LOSS][1] == 0, 1.0, sums[LOSS][1])  # rows of weight 0 only: a gradient of zero
+            grads = jax.tree.map(lambda g: kept((g / count).astype(g.dtype)), grads)
             return jax.tree.map(lambda new, old: jnp.where(here, new, old), after, stats), (grads, kept(pack(sums, self.names)))
 
         inputs = (jnp.arange(self.simulated), self._present(events), held, apart((batch, weights), self.simulated))
         stats, (grads, sums) = lax.scan(one, state.stats, inputs, unroll=self.simulated if self.unroll else 1)
         with jax.named_scope("stats"):
-            return grads, agree(stats, data), sums
+            return grads, agree(stats, data, self._present(events).any(), state.stats), sums
+
+    def _losses(self, sums: jax.Array) -> jax.Array:
+        """Every worker's mean loss, of their metrics [workers, 2, names]."""
+        total, count = sums[:, 0, self.names.index(LOSS)], sums[:, 1, self.names.index(LOSS)]
+        return total / jnp.where(count == 0, 1.0, count)
 
     def _simulated(
         self, pieces: Tree, state: State, stats: Tree, rows: tuple, number: Any, axes: tuple[str, ...]
@@ -164,7 +170,7 @@ class Step:
         if workers > 1 and self.split and (axes or self.simulated > 1):
             own = rows[1].shape[0] // self.microbatches
             localize = lambda k: worker_key(k, number, rows=own, workers=workers)
-        loss = functools.partial(self._loss, state, localize, axes)
+        loss = functools.partial(self._loss, state, localize, () if self.held else axes)  # its batch statistics are its own, too
         remat = self.resolved.layout.remat
         if remat.saves != "everything" and not remat.modules:
             loss = jax.checkpoint(loss, policy=remat_policy(remat.saves))
@@ -250,16 +256,22 @@ def batch_spec(resolved: Resolved, path: str) -> Spec:
     return resolved.layout.batch.rules[claimed[0]].spec if claimed else resolved.layout.batch.spec
 
 
-def agree(stats: Tree, axes: tuple[str, ...]) -> Tree:
-    """Stats that every worker holds alike: the mean of floats, the largest of counters."""
-    workers = wire.worker_count(axes)
+def agree(stats: Tree, axes: tuple[str, ...], here: Any = None, before: Tree = None) -> Tree:
+    """Stats that every worker holds alike: the mean of floats, the largest of counters.
 
-    def leaf(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return wire.all_reduce(x, axes) / workers
-        return wire.maximum(x, axes)
-
-    return jax.tree.map(leaf, stats)
+    `here`: whether this position took part, where that may be otherwise; the mean is over those that did, and if none did `before` stays.
+    """
+    if not jax.tree.leaves(stats):
+        return stats
+    if here is None:
+        workers = wire.worker_count(axes)
+        mean = lambda x, old: wire.all_reduce(x, axes) / workers
+    else:
+        count = wire.all_reduce(here.astype(jnp.float32), axes)
+        sum_of = lambda x: wire.all_reduce(jnp.where(here, x, jnp.zeros_like(x)), axes)
+        mean = lambda x, old: jnp.where(count > 0, sum_of(x) / jnp.maximum(count, 1).astype(x.dtype), old)
+    leaf = lambda x, old: mean(x, old) if jnp.issubdtype(x.dtype, jnp.floating) else wire.maximum(x, axes)
+    return jax.tree.map(leaf, stats, stats if before is None else before)
 
 
 def many(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.errors import import_extra
+from spmd.errors import OptionError, import_extra
 from spmd.run.history import History
 
 COLOURS = ("#3566c0", "#c4571f")  # trained, evaluated: told apart by lightness too
@@ -22,6 +22,7 @@ def curve(history: History, path: str | Path) -> Path:
 
     Raises:
       MissingExtraError: matplotlib is not installed (the extra `examples`).
+      OptionError: a suffix that says nothing.
 
     Example:
       >>> import tempfile
@@ -30,9 +31,20 @@ def curve(history: History, path: str | Path) -> Path:
       >>> curve(history, tempfile.mkdtemp() + "/curve.png").read_bytes()[1:4]
       b'PNG'
     """
-    path = Path(path)
+    return save(figure(history), path)
+
+
+def save(drawn: Any, path: str | Path) -> Path:
+    """A figure into a file, of the kind that its suffix says.
+
+    Raises:
+      OptionError: a suffix that says nothing.
+    """
+    path, kinds = Path(path), drawn.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in kinds:
+        raise OptionError(f'"{path}": its suffix does not say what kind of picture it is.\n    cure: such as .png, .svg or .pdf.')
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure(history).savefig(path, dpi=130)
+    drawn.savefig(path, dpi=130)
     return path
 
 

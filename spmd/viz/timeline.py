@@ -9,6 +9,7 @@ import numpy as np
 
 from spmd.comm.server.account import Account
 from spmd.errors import OptionError, import_extra
+from spmd.viz.drawing import save
 
 COMPUTES, TRAVELS, WAITS, DROPPED, UPDATE = "#3566c0", "#c4571f", "#e4e4e4", "#b9c9e8", "#222222"
 GRADIENTS = 16  # so many, one after another, can be told apart on a line
@@ -33,7 +34,7 @@ def timeline(
 
     Raises:
       MissingExtraError: matplotlib is not installed (the extra `examples`).
-      OptionError: nothing would be drawn.
+      OptionError: nothing would be drawn, no account, or a suffix that says nothing.
 
     Example:
       >>> import spmd, tempfile
@@ -41,11 +42,7 @@ def timeline(
       >>> timeline(told, tempfile.mkdtemp() + "/timeline.png").read_bytes()[1:4]
       b'PNG'
     """
-    path = Path(path)
-    drawn = timeline_figure(account, begin=begin, seconds=seconds, workers=workers)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(path, dpi=130)
-    return path
+    return save(timeline_figure(account, begin=begin, seconds=seconds, workers=workers), path)
 
 
 def timeline_figure(
@@ -53,7 +50,10 @@ def timeline_figure(
 ) -> Any:
     """The same drawing as a `matplotlib.figure.Figure`, with no window and no global state behind it."""
     make = import_extra("matplotlib.figure", "examples").Figure
-    told = dict(account) if isinstance(account, Mapping) else {_title(account): account}
+    several = account if isinstance(account, Mapping) else {"": account}
+    if not several or not all(isinstance(one, Account) for one in several.values()):
+        raise OptionError(f"timeline: {account!r} is no account.\n    cure: what spmd.simulate gives, or a dict of such by title.")
+    told = {title or _title(one): one for title, one in several.items()}
     end = _end(told, begin, seconds, workers)
     lines = [min(one.workers, workers) for one in told.values()]
     drawn = make(figsize=(11, 0.9 + sum(0.55 + 0.2 * count for count in lines)), layout="constrained")
@@ -71,6 +71,10 @@ def timeline_figure(
 
 def _end(told: Mapping[str, Account], begin: float, seconds: float | None, workers: int) -> float:
     """Where the axis ends."""
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (begin, seconds or 0.0))
+    if not numbers or isinstance(workers, bool) or not isinstance(workers, int):
+        why = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}: wanted two numbers and a whole one."
+        raise OptionError(f"timeline: {why}\n    cure: such as begin=0, seconds=20, workers=8.")
     longest = max((one.seconds for one in told.values()), default=0.0)
     if seconds is None:
         each = [float(np.median((one.spans.done - one.spans.began)[one.spans.arrived])) for one in told.values()]

@@ -739,6 +739,10 @@ def test_one_misspelt_reduction_is_one_problem():
     fits(text.replace("serer", "server"))
 
 
+def test_an_option_that_cannot_be_read_is_not_missing_as_well():
+    assert told(table('mode = "local"\nevery = "10"')) == unread(problem("every", '"10" is not a whole number.', "such as 2.", 5))
+
+
 @pytest.mark.parametrize("mode, meant", [("async", "asynchronous"), ("sync", "synchronous"), ("asynchron", "asynchronous")])
 def test_one_misspelt_mode_is_one_problem(mode, meant):
     """An abbreviation means the mode that begins so, and not one that needs something else as well."""

@@ -1,5 +1,6 @@
 """A checkpoint of one packing restored into another: the same bits, what starts anew is told, and what cannot be moved is refused."""
 
+import collections
 import functools
 import itertools
 
@@ -200,7 +201,7 @@ def filled(found):
 def saved(found, state, path, storage=None):
     """`state` in a checkpoint, as `fit` writes it."""
     store = Store(Checkpoint(path))
-    store.save(state, 3, {"storage": storage or found.storage}, {})
+    store.save(state, 3, {"storage": storage or found.storage, "layout": found.layout.to_toml()}, {})
     store.close()
 
 
@@ -397,3 +398,17 @@ def test_a_checkpoint_that_does_not_say_its_parameters_shapes_is_read_all_the_sa
     found = {name: value for name, value in here.storage.items() if name != "parameters"}
     saved(here, state, tmp_path, found)
     assert same(whole(there, restored(there, tmp_path)[0].params), whole(here, state.params))
+
+
+def test_the_same_parameters_in_another_order_are_not_taken_for_each_other(tmp_path):
+    """Whole parameters of one size lie in a row in the order in which the model has them."""
+    shape, names = jax.ShapeDtypeStruct((5, 7), "float32"), ("first", "second", "third")
+    ordered = lambda names: collections.OrderedDict((name, shape) for name in names)
+    for placement in ("largest_first", "sliced"):
+        there, here = (trainer(served(placement=placement), like=ordered(order)) for order in (names, names[::-1]))
+        saved(there, state := filled(there), tmp_path / placement)
+        if placement == "sliced":
+            assert same(dict(whole(there, state.params)), dict(whole(here, restored(here, tmp_path / placement)[0].params)))
+        else:
+            text = refusal(here, tmp_path / placement)
+            assert "packed in the order first, second, third, and are now in the order third, second, first" in text and "cure:" in text

@@ -16,8 +16,9 @@ MOMENTUM, ADAMW = optax.sgd(0.1, momentum=0.9), optax.adamw(1e-2)
 class MLP(nnx.Module):
     """33 hidden units: no number of workers divides them."""
 
-    def __init__(self, rngs):
-        self.hidden, self.out = nnx.Linear(FEATURES, 33, rngs=rngs), nnx.Linear(33, CLASSES, rngs=rngs)
+    def __init__(self, rngs, param_dtype="float32"):
+        self.hidden = nnx.Linear(FEATURES, 33, rngs=rngs, param_dtype=param_dtype)
+        self.out = nnx.Linear(33, CLASSES, rngs=rngs, param_dtype=param_dtype)
 
     def __call__(self, x):
         return self.out(nnx.relu(self.hidden(x)))

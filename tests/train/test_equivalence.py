@@ -99,8 +99,9 @@ def cases():
                 if "tensor" not in layout and mesh in ("2x4",):
                     continue  # no parameter is cut over `model`: 4x2 shows all there is
                 for step in ("auto", "manual"):
-                    # the fast suite: one model on 4x2 and on three axes, the others by hand on 4x2; `make test-all`: every case
-                    slow = mesh not in ("4x2", "2x2x2") if model == "gpt" else (mesh, step) != ("4x2", "manual")
+                    # the fast suite: by hand on 4x2, one model automatically too, and by hand on three axes; `make test-all`: every case
+                    fast = [("4x2", "manual")] + [("4x2", "auto"), ("2x2x2", "manual")] * (model == "gpt")
+                    slow = (mesh, step) not in fast
                     yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=[pytest.mark.slow] * slow)
 
 

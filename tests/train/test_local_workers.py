@@ -1,5 +1,6 @@
 """Workers that train by themselves and meet now and then: DiLoCo, with fragments, and EASGD, beside plain loops of them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import spmd
 from spmd.comm.exchange import OUTER, OWN, READ
+from spmd.errors import CheckpointError
 from spmd.tree import flatten
 from tests.train.served import ALL_REDUCE, MOMENTUM, ROWS, data, far, served, train, trainer_of
 
@@ -298,6 +301,58 @@ def test_stopped_between_two_meetings_a_run_goes_on_to_the_same_bits(server, tmp
     assert int(rest.state.step) == 11
     for one, other in zip(jax.tree.leaves(whole.state), jax.tree.leaves(rest.state), strict=True):
         assert np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_what_is_on_its_way_is_not_forgotten(tmp_path):
+    options = {"loss": spmd.losses.cross_entropy, "optimizer": SGD, "mesh": "data=8", "batch_size": 32, "progress": False}
+    model, rows, folder = spmd.FunctionalModel(init, apply), tuple(data(256).values()), tmp_path / "run"
+    spmd.fit(model, rows, layout=served(mode="local", every=4, overlap=2), steps=4, checkpoint=folder, **options)
+    why = r"on its way back[\s\S]*overlap = 2; with every = 4, fragments = 1, overlap = 0[\s\S]*first go on to step 6"
+    with pytest.raises(CheckpointError, match=why):
+        spmd.fit(model, rows, layout=served(mode="local", every=4), steps=8, checkpoint=folder, resume=True, **options)
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.out = nnx.BatchNorm(12, momentum=0.5, rngs=rngs), nnx.Linear(12, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.norm(x))
+
+
+ALONE = {"local": {"every": 9}, "asynchronous": {"compute_time": (1.0, 99.0, 99.0, 99.0)}}
+
+
+@pytest.mark.parametrize("mode", ALONE)
+def test_batch_statistics_are_of_a_worker_s_own_rows(mode):
+    """Four workers, of whom the first alone trains on these rows, beside plain training on its rows."""
+
+    def run(layout, workers, own):
+        mesh = spmd.make_mesh(f"data={workers}", devices=jax.devices()[:workers])
+        trainer = spmd.Trainer(lambda: Normed(nnx.Rngs(0)), loss=spmd.losses.cross_entropy, optimizer=SGD, mesh=mesh, layout=layout)
+        state, rng = trainer.init(), np.random.default_rng(1)
+        for number in range(3):
+            mine, others = data(8, seed=number), data(24, seed=rng.integers(99))
+            batch = {name: np.concatenate([mine[name], others[name]]) if not own else mine[name] for name in mine}
+            placed = trainer.place(batch)
+            if not own and mode == "asynchronous":
+                placed = dataclasses.replace(placed, have=np.array([True, False, False, False]))
+            state, _ = trainer.step(state, placed)
+        return trainer, state
+
+    alone, plain = run(ALL_REDUCE, 1, own=True)
+    served_by, state = run(served(mode=mode, **ALONE[mode]), 4, own=False)
+    mine = {path: np.asarray(leaf) for path, leaf in flatten(nnx.to_pure_dict(nnx.state(alone.rebuild(plain), nnx.Param))).items()}
+    found = (
+        owns(served_by, state)
+        if mode == "local"
+        else {
+            path: np.asarray(leaf)[None] for path, leaf in flatten(nnx.to_pure_dict(nnx.state(served_by.rebuild(state), nnx.Param))).items()
+        }
+    )
+    close({path: leaf[0] for path, leaf in found.items()}, mine)
+    if mode == "asynchronous":
+        close(flatten(state.stats), flatten(plain.stats))
 
 
 def test_a_worker_without_rows_stays_where_it_is():

@@ -95,6 +95,48 @@ def test_a_codec_travels_to_the_servers(codec):
     assert any(f"push/{codec}" in op.where and op.dtype in ("uint8", "uint16") for op in trainer.wire.ops)
 
 
+class Counted:
+    """A loss that is a sum and what it counts: so much for each row."""
+
+    def __init__(self, each):
+        self.each = each
+
+    def __call__(self, model, batch):
+        losses = spmd.losses.cross_entropy(model, batch).astype(jnp.float32)
+        return self.each * losses.sum(), self.each * jnp.float32(len(losses))
+
+
+ONE_BY_ONE = {"local": {"every": 1, "outer_rate": 1.0, "outer_momentum": 0.0}, "asynchronous": {}}
+
+
+@pytest.mark.parametrize("mode", ONE_BY_ONE)
+@pytest.mark.parametrize("each, dtype", [(0.01, "float32"), (4000.0, "float16")], ids=["less than one", "more than float16 holds"])
+def test_what_a_loss_counts_may_be_any_number(mode, each, dtype):
+    def trained(layout, loss):
+        make = lambda: MLP(nnx.Rngs(0), param_dtype=dtype)
+        mesh = spmd.make_mesh("data=1", devices=jax.devices()[:1])
+        return train(spmd.Trainer(make, loss=loss, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout))
+
+    one, other = trained(served(mode=mode, **ONE_BY_ONE[mode]), Counted(each)), trained(ALL_REDUCE, Counted(each))
+    assert far(one, other) <= (1e-6 if dtype == "float32" else 2e-3), "z - (z - w), and one rounding of float16 in each of four steps"
+    assert far(other, trained(ALL_REDUCE, lambda model, batch: 0 * spmd.losses.cross_entropy(model, batch))) > 1e-2, "and it learns"
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"mode": "asynchronous"}, {"mode": "local", "every": 2}], ids=lambda mode: mode.get("mode", "synchronous")
+)
+def test_a_parameter_may_have_no_elements(mode):
+    draw = lambda key: {"none": jnp.zeros((0, 3)), "w": jnp.ones((12, 5))}
+    model = spmd.FunctionalModel(draw, lambda params, x: x @ params["w"] + params["none"].sum())
+    mesh = spmd.make_mesh("data=2", devices=jax.devices()[:2])
+    trainer = spmd.Trainer(model, loss=spmd.losses.cross_entropy, optimizer=MOMENTUM, mesh=mesh, layout=served(**mode))
+    state, losses = trainer.init(), []
+    for _ in range(3):
+        state, metrics = trainer.step(state, tuple(data().values()))
+        losses.append(metrics["loss"])
+    assert losses[-1] < losses[0] and trainer.rebuild(state).params["none"].shape == (0, 3)
+
+
 # spares --------------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +253,10 @@ def replay(trainer, rows, optimizer, workers, steps):
     return params
 
 
-@pytest.mark.parametrize("kind", ASYNCHRONOUS)
+USUAL = ("equal", "warmed up", "fetching", "network", "compensated", "scaled")  # what others of the list do as well
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in USUAL)) for kind in ASYNCHRONOUS])
 def test_a_run_is_what_a_few_lines_of_numpy_make_of_its_schedule(kind):
     optimizer, rng = optax.sgd(0.02, momentum=0.5), np.random.default_rng(3)
     declared = ASYNCHRONOUS[kind]
@@ -276,6 +321,7 @@ def test_compensation_is_right_to_second_order_on_minus_log():
         assert abs(np.log2(off(0.25, strength) / off(0.125, strength)) - order) < 0.3  # higher orders: a quarter of the next term
 
 
+@pytest.mark.slow
 def test_codecs_and_feedback_travel_in_asynchronous_rounds():
     layout = served("int8", error_feedback=True, weights="bfloat16", mode="asynchronous", compute_time="exponential")
     trainer = trainer_of(layout, optimizer=optax.sgd(0.02))
@@ -390,7 +436,10 @@ def same_state(one, other):
     return first.keys() == second.keys() and all(np.array_equal(first[path], second[path]) for path in first)
 
 
-@pytest.mark.parametrize("server", [{"spares": 2, "compute_time": "exponential"}, LATE], ids=["spares", "asynchronous"])
+SPARES = pytest.param({"spares": 2, "compute_time": "exponential"}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("server", [SPARES, LATE], ids=["spares", "asynchronous"])
 def test_the_same_run_twice_and_one_that_was_stopped_end_in_the_same_bits(server, tmp_path):
     layout = served("int8", error_feedback=True, **server)
     whole = fit(layout, epochs=3)

@@ -172,9 +172,15 @@ def mean_loss(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
 
-@pytest.mark.parametrize("rows", [24, 13, 3])
-@pytest.mark.parametrize("reduction", ["compiler", "all_reduce"])
-@pytest.mark.parametrize(("loss", "norm", "programs"), [(spmd.losses.cross_entropy, False, 1), (mean_loss, False, 2), (mean_loss, True, 2)])
+SHORT = [  # rows, reduction, loss, norm, programs; each of them in the fast suite once at least, all together in the slow one
+    pytest.param(rows, reduction, *loss, marks=[pytest.mark.slow] * ((number + place) % 3 > 0 and rows != 13))
+    for number, rows in enumerate((24, 13, 3))
+    for place, loss in enumerate(((spmd.losses.cross_entropy, False, 1), (mean_loss, False, 2), (mean_loss, True, 2)))
+    for reduction in ("compiler", "all_reduce")
+]
+
+
+@pytest.mark.parametrize(("rows", "reduction", "loss", "norm", "programs"), SHORT)
 def test_a_short_batch_is_exact(rows, reduction, loss, norm, programs):
     """Masked, or at its own size where it cannot be masked: the update is that of one device on those rows alone."""
     make = lambda: MLP(norm=norm, rngs=nnx.Rngs(0))
@@ -281,7 +287,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32(layout):
 
 
 @pytest.mark.parametrize("kind", ["whole", "modules", "dots"])
-@pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
+@pytest.mark.parametrize("layout", [pytest.param("data_parallel", marks=pytest.mark.slow), "fsdp"])
 def test_remat_changes_memory_not_results(kind, layout):
     remat = {"whole": spmd.Remat("nothing"), "modules": spmd.Remat("nothing", ("hidden",)), "dots": spmd.Remat("dots")}[kind]
     make = lambda: MLP(dropout=0.5, norm=True, rngs=nnx.Rngs(0))
@@ -330,7 +336,7 @@ def test_no_array_of_a_factory_is_ever_whole():
     from spmd.train.state import make_state
 
     build = jax.jit(
-        lambda: make_state(placed.model.init(jax.random.key(0), placed._run), placed.optimizer, 0, placed.exchange.init),
+        lambda: make_state(placed.model.init(jax.random.key(0), placed._run), placed.opening, 0, placed.exchange.init),
         out_shardings=placed.shardings,
     )
     memory = build.lower().compile().memory_analysis()

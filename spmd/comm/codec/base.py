@@ -174,10 +174,11 @@ def together(payload: Any, rows: int, move: Callable[[jax.Array], jax.Array]) ->
     leaves, structure = jax.tree.flatten(payload)
     alike = len({leaf.dtype for leaf in leaves}) == 1
     as_sent = leaves if alike else [lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in leaves]
-    parts = [leaf.reshape(rows, -1) for leaf in as_sent]
+    parts = [leaf.reshape(rows, leaf.size // rows) for leaf in as_sent]  # there may be none
     moved = move(jnp.concatenate(parts, axis=1))
     ends = itertools.accumulate(part.shape[1] for part in parts[:-1])
-    back = [part.reshape(-1, *leaf.shape[1:]) for part, leaf in zip(jnp.split(moved, list(ends), axis=1), as_sent, strict=True)]
+    apart = zip(jnp.split(moved, list(ends), axis=1), as_sent, strict=True)
+    back = [part.reshape(leaf.shape[0] * moved.shape[0] // rows, *leaf.shape[1:]) for part, leaf in apart]
     if not alike:
         back = [lax.bitcast_convert_type(part, leaf.dtype) for part, leaf in zip(back, leaves, strict=True)]
     return jax.tree.unflatten(structure, back)

@@ -53,6 +53,15 @@ def unmet(declared: ParameterServer, steps: int) -> int:
     return int(np.minimum(_since(declared, steps), steps).max())
 
 
+def unfinished(declared: ParameterServer, steps: int) -> bool:
+    """Whether something has been sent after so many steps that nobody has taken back yet.
+
+    >>> [unfinished(ParameterServer(mode="local", every=4, overlap=1), steps) for steps in (3, 4, 5)]
+    [False, True, False]
+    """
+    return any(due(declared, steps - ago).any() for ago in range(declared.overlap))
+
+
 def _since(declared: ParameterServer, number: int) -> np.ndarray:
     """int[fragments]: steps since each one's turn."""
     every = declared.every or 1

@@ -30,7 +30,8 @@ class Round:
       applied: bool[workers]; False: dropped, or absent.
       weight: float32[workers], of the gradient within its update.
       commit: bool[workers]: the update is made after this arrival.
-      reads: bool[workers + 1, workers]: which workers read weights before the round (row 0), and after each event.
+      reads: bool[workers + 1, workers]: which workers read weights before the round (row 0), and after each event; none where all read
+        at once.
       staleness: int32[workers], versions between reading and arriving; -1 where nothing arrives.
       began, done, time: float64[workers]: simulated seconds at which the gradient was begun, was computed, and arrived.
       end: simulated seconds when the round is over.
@@ -53,10 +54,10 @@ class Round:
     receives: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
 
     @classmethod
-    def empty(cls, workers: int) -> "Round":
-        """A round in which nothing happens."""
+    def empty(cls, workers: int, *, late: bool = False) -> "Round":
+        """A round in which nothing happens. `late`: gradients arrive one by one, and who reads after which matters."""
         no, one, zero = np.zeros(workers, bool), np.ones(workers, np.float32), np.zeros(workers)
-        reads = np.zeros((workers + 1, workers), bool)
+        reads = np.zeros((workers + 1 if late else 0, workers), bool)
         order, stale = np.zeros(workers, np.int32), np.full(workers, -1, np.int32)
         return cls(order, no, no.copy(), no.copy(), one, no.copy(), reads, stale, zero, zero.copy(), zero.copy(), 0.0)
 
@@ -103,7 +104,7 @@ class Asynchronous:
         self.waiting: set[int] = set()  # read, when the slowest allows
         self.count = 0  # gradients of the update that is being gathered, over rounds
         self.queue: list[tuple[float, int, int]] = []
-        self.this = Round.empty(workers)
+        self.this = Round.empty(workers, late=True)
         self.events = 0
         self.read_here: set[int] = set()  # who read in this round: a gradient of these weights is for a later one
 
@@ -201,5 +202,5 @@ class Asynchronous:
         self.this.worker[self.events :] = absent
         self.this.takes[:] = self.this.present
         found = dataclasses.replace(self.this, end=float(self.this.time[self.events - 1]))
-        self.this, self.events, self.read_here = Round.empty(self.workers), 0, set()
+        self.this, self.events, self.read_here = Round.empty(self.workers, late=True), 0, set()
         return found

@@ -23,7 +23,7 @@ def fetch(exchange: Exchange, memory: dict[str, dict[str, Any]]) -> dict[str, ja
     with jax.named_scope("pull"):
         for paths in exchange.buckets:
             held = [memory[path][HELD][0] for path in paths]  # [W, width]
-            held = [leaf.reshape(positions, -1, leaf.shape[-1]) for leaf in held]
+            held = [leaf.reshape(positions, leaf.shape[0] // positions, leaf.shape[-1]) for leaf in held]
             got = moved(exchange, held, positions, lambda part: wire.all_to_all(part, axes))
             found |= {path: leaf.swapaxes(0, 1) for path, leaf in zip(paths, got, strict=True)}
     return found
@@ -55,7 +55,7 @@ def deliver(
                     rows = lax.dynamic_update_slice_in_dim(rows, own, me * x.shape[0], axis=0)
                 arrived[path] = rows[None].astype(grads[path].dtype)
                 if item.feedback:
-                    kept = _decoded(item, sent, x.shape[-1]).reshape(positions, x.shape[0], -1).swapaxes(0, 1)
+                    kept = _decoded(item, sent, x.shape[-1]).reshape(positions, x.shape[0], x.shape[-1]).swapaxes(0, 1)
                     kept = lax.dynamic_update_index_in_dim(kept, own, me, 1)
                     lost, before = finite(x - kept, memory[path][RESIDUAL]), memory[path][RESIDUAL]
                     after[path][RESIDUAL] = jnp.where(present[:, None, None], lost, before)
@@ -69,7 +69,7 @@ def _fed(item: Item, grad: jax.Array, memory: dict[str, dict[str, Any]]) -> jax.
 
 def _encoded(item: Item, x: jax.Array) -> Any:
     """[m, D, width] as what travels: a tree of [D, m, ...]."""
-    rows = x.swapaxes(0, 1).reshape(-1, x.shape[-1])
+    rows = x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], x.shape[-1])
     payload = item.codec.encode(rows.astype(jnp.float32)) if isinstance(item.codec, RowCodec) else rows
     # the barrier: what is decoded here is what travels
     return jax.tree.map(lambda leaf: leaf.reshape(x.shape[1], x.shape[0], *leaf.shape[1:]), lax.optimization_barrier(payload))
@@ -77,5 +77,5 @@ def _encoded(item: Item, x: jax.Array) -> Any:
 
 def _decoded(item: Item, payload: Any, width: int) -> jax.Array:
     """Of [D, m, ...] the rows again, [D m, width]."""
-    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), payload)
+    flat = jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), payload)
     return item.codec.decode(flat, width) if isinstance(item.codec, RowCodec) else flat
