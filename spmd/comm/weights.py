@@ -33,10 +33,15 @@ def pull(exchange: Exchange, place: Placement, piece: Any) -> Any:
 
 
 def pull_rows(exchange: Exchange, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Weights whole, by path [positions, width], from what this server keeps of them, [1, width]: one all-gather for each bucket."""
+    """Weights whole, by path [positions, width], from what this server keeps of them, [1, width]: one all-gather for each bucket.
+
+    All of them, or those of some fragments.
+    """
     found: dict[str, jax.Array] = {}
     with jax.named_scope("pull"):
         for paths in exchange.buckets:
+            if paths[0] not in rows:
+                continue
             gather = lambda x: wire.all_gather(x, exchange.scene.data_axes, 0)
             found |= dict(zip(paths, moved(exchange, [rows[path] for path in paths], 1, gather), strict=True))
     return {path: found[path] for path in rows}

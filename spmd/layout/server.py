@@ -20,8 +20,8 @@ class ParameterServer:
 
     Attributes:
       placement: "sliced" (every parameter cut evenly over the servers), or whole parameters, as TF's `replica_device_setter` placed
-        variables: "round_robin" (in the order of the tree: dicts by name), "greedy_bytes" (in that order, each to the server with the least bytes),
-        "largest_first" (the same, largest first).
+        variables: "round_robin" (in the order of the tree: dicts by name), "greedy_bytes" (in that order, each to the server with the least
+        bytes), "largest_first" (the same, largest first).
       servers: how many of the positions along the data axes keep parameters; None: all.
       workers: how many workers are simulated; a multiple of the positions along the data axes; None: one at each.
       mode: "synchronous"; "asynchronous": each gradient is an update, of weights that have moved on since; "bounded": so, but no worker

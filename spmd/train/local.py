@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from spmd.comm import wire
 from spmd.comm.exchange import CODEC, OUTER, OWN, READ, RESIDUAL
-from spmd.comm.weights import pull
+from spmd.comm.weights import pull_rows
 from spmd.layout.declare import keep_axes
 from spmd.layout.resolve import pspec
 from spmd.train.state import State
@@ -98,23 +98,20 @@ class LocalStep(Step):
     def _receive(self, rows: Tree, memory: Tree) -> tuple[Tree, Tree]:
         """Every worker's weights are the servers', but for the share of its own that it keeps."""
         kept, after = self.resolved.layout.parameter_server.mix, {}
-        for path, entry in memory.items():
-            whole = self._whole(path, rows)
-            own = jnp.broadcast_to(whole, entry[OWN].shape) if not kept else kept * entry[OWN] + (1 - kept) * whole
-            after[path] = entry | {READ: whole, OWN: own.astype(whole.dtype)}
+        for path, whole in pull_rows(self.exchange, rows).items():
+            own = memory[path][OWN]
+            own = jnp.broadcast_to(whole, own.shape) if not kept else (kept * own + (1 - kept) * whole).astype(own.dtype)
+            after[path] = memory[path] | {READ: whole, OWN: own}
         return rows, after
 
     def _pull_together(self, step: Any, rows: Tree, memory: Tree) -> tuple[Tree, Tree]:
         """x_i -= a (x_i - z) and z += sum_i a (x_i - z): their sum stays what it was (EASGD, equations 5 and 6)."""
         declared, workers = self.resolved.layout.parameter_server, self.exchange.simulated
-        rate = 0.9 / workers if declared.moving_rate is None else declared.moving_rate
-        ways = {path: (rate * (entry[OWN] - self._whole(path, rows))).astype(entry[OWN].dtype) for path, entry in memory.items()}
+        rate, whole = 0.9 / workers if declared.moving_rate is None else declared.moving_rate, pull_rows(self.exchange, rows)
+        ways = {path: (rate * (entry[OWN] - whole[path])).astype(entry[OWN].dtype) for path, entry in memory.items()}
         memory = {path: entry | {OWN: entry[OWN] - ways[path]} for path, entry in memory.items()}
         mean, memory = self._pushed(step, {path: way.mean(0) for path, way in ways.items()}, memory)
         return {path: rows[path] + workers * mean[path] for path in rows}, memory
-
-    def _whole(self, path: str, rows: Tree) -> jax.Array:
-        return pull(self.exchange, self.resolved.placements[path], rows[path])
 
     def _pushed(self, step: Any, ways: Tree, memory: Tree) -> tuple[Tree, Tree]:
         """This server's rows of the mean over all workers, and the next memory, by path."""

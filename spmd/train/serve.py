@@ -113,7 +113,7 @@ class ServedStep(Step):
 
 
 def _alone(memory: Tree, grads: dict[str, jax.Array], event: Tree) -> tuple[dict[str, jax.Array], Any, Any, Tree]:
-    """`_gather` where every gradient is an update, and nothing has to be remembered."""
+    """`_gather` where every gradient is an update, and nothing has to be remembered; the same products, and so the same bits."""
     del memory
     mean = {path: (1 / event["weight"] * (event["weight"] * g.astype(jnp.float32))).astype(g.dtype) for path, g in grads.items()}
     return mean, event["weight"], event["applied"] & event["commit"], {}
