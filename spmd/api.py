@@ -16,6 +16,7 @@ from spmd.data.loader import is_arrays, source
 from spmd.data.resident import Resident, on_devices
 from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
 from spmd.layout.declare import Layout
+from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
 from spmd.run.callbacks import Callback, as_callbacks
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
@@ -193,22 +194,21 @@ def fit(
         )
         opened.pop_all()
     loop.run()
-    server = trainer.layout.parameter_server
-    left = unmet(server, loop.step) if program.clock is not None and server.local else 0
-    if left:
-        logging.getLogger("spmd").warning(
-            "%d of the workers' %d steps came after %s: they are not in the model, nor in what was evaluated last. %s",
-            left,
-            loop.step,
-            *_LATE[server.fragments > 1],
-        )
+    if program.clock is not None:
+        _tell_unmet(program.clock.declared, loop.step)
     return Result(loop.state, loop.history, loop.stop_reason, trainer)
 
 
-_LATE = {
-    False: ("their last meeting", "Choose a number of steps that `every` divides."),
-    True: ("the last meeting of some parameters", "Fragments take turns, so of one or another some always do; fewer of them lose less."),
-}
+def _tell_unmet(server: ParameterServer, steps: int) -> None:
+    """What workers who train by themselves have learnt and nobody else knows."""
+    left = unmet(server, steps) if server.local else 0
+    since, cure = "their last meeting", "Choose a number of steps that `every` divides."
+    if server.fragments > 1:
+        since = "the last meeting of some parameters"
+        cure = "Fragments take turns, so of one or another some always do; fewer of them lose less."
+    if left:
+        why = "%d of the workers' %d steps came after %s: they are not in the model, nor in what was evaluated last. %s"
+        logging.getLogger("spmd").warning(why, left, steps, since, cure)
 
 
 def _plan(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> Plan:
