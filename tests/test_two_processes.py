@@ -14,6 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+LOCAL = """
+[batch]
+spec = ["data"]
+[gradients]
+reduction = "parameter_server"
+[parameter_server]
+mode = "local"
+every = 3
+"""
+
 WORKER = """
 import json, sys
 import jax, numpy as np
@@ -94,13 +104,19 @@ def run(processes, devices, folder, layout, kind):
         ("fsdp", "arrays", 8, 1e-6),
         ("data_parallel", "iterable", 2, 0.0),
         ("fsdp_bf16", "arrays", 2, 0.0),
+        ("parameter_server_async", "arrays", 2, 0.0),
+        pytest.param("parameter_server", "arrays", 2, 0.0, marks=pytest.mark.slow),
+        pytest.param(LOCAL, "iterable", 8, 1e-6, marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_equal_one(tmp_path, layout, kind, devices, tolerance):
+    if layout == LOCAL:
+        (tmp_path / "local.toml").write_text(layout)
+        layout = str(tmp_path / "local.toml")
     one, two = (run(processes, devices, tmp_path, layout, kind) for processes in (1, 2))
     assert (one["processes"], one["local"], two["processes"], two["local"]) == (1, devices, 2, devices // 2)
-    assert any(two["cut"]) == layout.startswith("fsdp")
-    assert len(two["loss"]) == (10 if kind == "arrays" else 8)
+    assert any(two["cut"]) == (layout not in ("data_parallel",))
+    assert len(two["loss"]) >= (10 if kind == "arrays" else 8)
     for name in ("loss", "eval"):
         np.testing.assert_allclose(two[name], one[name], rtol=tolerance, atol=0)
     for path, bits in one["params"].items():

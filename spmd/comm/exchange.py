@@ -19,7 +19,7 @@ from spmd.comm.codec.bfloat16 import self_test
 from spmd.comm.codec.exact import reduce as exactly
 from spmd.comm.log import WARM_UP
 from spmd.comm.reduction import REDUCTIONS, Reduction, Scene, constrain
-from spmd.comm.route import Item, buckets, routes, ways_of
+from spmd.comm.route import ALONE, Item, buckets, routes, ways_of
 from spmd.comm.server.assign import assign
 from spmd.layout.declare import Spec, keep_axes, spec_axes
 from spmd.layout.resolve import Resolved, pspec
@@ -33,7 +33,6 @@ SQUARES = "squares"  # the servers' moving mean of gradients squared: [positions
 OWN = "own"  # each worker's own weights: [workers, positions, row], over workers
 READ = "read"  # the weights that workers took from the servers last: [positions, row], equal everywhere
 OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], over positions
-ALONE = 2**20  # bytes that are worth a collective of their own
 CODEC = "codec"  # what the codec itself remembers: [blocks along the other axes, ...], equal on all workers
 
 
@@ -66,9 +65,7 @@ class Exchange:
     def buckets(self) -> list[list[str]]:
         """Paths of the gradients that travel together."""
         limit = self.resolved.layout.gradients.bucket_bytes
-        exact = self.reduction.keeps and not self.resolved.layout.gradients.compressed
-        if self.asynchronous or exact:  # what is large is not copied to lie beside others
-            limit = min(limit, ALONE)
+        limit = min(limit, ALONE) if self.asynchronous else limit  # weights travel in the same company, and exactly
         return [found for paths in self.fragments for found in buckets({path: self.items[path] for path in paths}, limit)]
 
     # what is remembered between steps --------------------------------------------------------------------------------

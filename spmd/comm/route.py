@@ -13,6 +13,8 @@ from spmd.comm.reduction import Reduction, Scene
 from spmd.layout.declare import Entry, Spec, entry_axes, keep_axes, mixed
 from spmd.layout.resolve import Placement, Resolved, how_it_travels
 
+ALONE = 2**20  # bytes that are worth a collective of their own
+
 
 @dataclasses.dataclass(frozen=True)
 class Item:
@@ -52,13 +54,16 @@ def _item(place: Placement, resolved: Resolved, scene: Scene, reduction: Reducti
 
 
 def buckets(items: dict[str, Item], limit: int) -> list[list[str]]:
-    """Paths of the gradients that travel together: one codec, one kind of cut, up to `limit` bytes as float32."""
+    """Paths of the gradients that travel together: one codec, one kind of cut, up to `limit` bytes as float32.
+
+    What travels as it is would be copied to lie side by side, so there the limit is lower.
+    """
     found: list[list[str]] = []
     open_: dict[tuple, tuple[list[str], int]] = {}
     for path, item in items.items():
         key, size = (item.codec, item.cut.left, item.nested), 4 * math.prod(item.cut.shape)
         paths, filled = open_.get(key, ([], 0))
-        if not paths or filled + size > limit:
+        if not paths or filled + size > (min(limit, ALONE) if item.codec.lossless else limit):
             paths, filled = [], 0
             found.append(paths)
         paths.append(path)

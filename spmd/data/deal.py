@@ -76,11 +76,17 @@ def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int 
     """What can be known of a run under a parameter server before it begins.
 
     Raises:
-      DataError: a last batch that is not full, where nothing can leave padding out and not everybody counts.
+      DataError: a last batch that is not full, where nothing can leave padding out and not everybody counts; or batches of several
+        processes that would have to be dealt out.
       OptionError: a trace of times that ends before the run.
     """
     if clock is None:
         return
+    if clock.dealt and jax.process_count() > 1 and not isinstance(source, ArraySource):
+        raise DataError(
+            f"rows are dealt out to {clock.workers} workers, and each of {jax.process_count()} processes reads batches of its own.\n"
+            "    cure: arrays, which every process can index."
+        )
     unit = source.batch_size // clock.workers
     drop = clock.declared.drop_remainder
     part = unit if clock.dealt else source.batch_size

@@ -167,6 +167,29 @@ def test_an_update_is_of_the_workers_that_were_waited_for_and_nothing_else(poiso
     assert all(np.abs(one[path] - two[path]).max() < 1e-6 for path in one)
 
 
+@pytest.mark.parametrize("kept, spares, seconds", [(96, 0, 5.147), (96, 4, 3.104), (90, 10, 2.258)])
+def test_a_hundred_workers_on_one_device_step_in_the_time_of_the_last_one_that_is_waited_for(kept, spares, seconds):
+    """A worker is a row. The seconds are H(N + b) - H(b); the largest of many Exp(1) has a sigma of 1.28, so 0.4 % over 4,000 steps."""
+    workers, steps = kept + spares, 4000
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((3,))}, lambda params, x: x @ params["w"])
+    rows = {"x": np.random.default_rng(0).normal(size=(workers, 3)).astype(np.float32), "y": np.ones(workers, np.float32)}
+    result = spmd.fit(
+        model,
+        resident(rows, steps_per_call=100),
+        loss=spmd.losses.mean_squared_error,
+        optimizer=optax.sgd(0.01),
+        mesh=spmd.make_mesh("data=1", devices=jax.devices()[:1]),
+        layout=served(workers=workers, spares=spares, compute_time="exponential(1)"),
+        batch_size=workers,
+        steps=steps,
+        progress=False,
+    )
+    history = result.history
+    assert set(history["gradients_applied"]) == {kept} and set(history["gradients_dropped"]) == {spares}
+    assert history["simulated_seconds"][-1] / steps == pytest.approx(seconds, rel=0.01)
+    assert history["loss"][-1] < history["loss"][0]
+
+
 def test_where_the_data_ends_the_update_is_of_those_who_have_some():
     """13 rows: three workers with 4, one with 1; four have none, whoever is fast."""
     trainer, plain = trainer_of(served(spares=6, compute_time="exponential")), trainer_of(spmd.Layout(), 1)

@@ -1,0 +1,1 @@
+"""Cutting the forward pass along a mesh axis: schedules of pipelines."""

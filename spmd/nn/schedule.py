@@ -1,0 +1,172 @@
+"""Who works on what, tick by tick, when layers lie on different devices. Plain tables, without arrays or devices.
+
+A stage is a device along the pipeline's mesh axis, with one group of layers or several (`groups`); with g groups on each of p stages, group
+number c of stage s is the network's (c p + s)th. One tick is the time that a group takes for one microbatch, forward or backward. What a
+stage makes in a tick the next one can use in the tick after.
+
+Sources: GPipe (Huang et al., arXiv:1811.06965); 1F1B (Narayanan et al., PipeDream, arXiv:1806.03377, in the form with a flush,
+arXiv:2006.09503); interleaved stages (Narayanan et al., arXiv:2104.04473); the wavefront of a stack of recurrent layers is that of GNMT
+(Wu et al., arXiv:1609.08144), where chunks of time take the place of microbatches.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from spmd.errors import OptionError, did_you_mean
+
+
+class Work(NamedTuple):
+    """What a stage does in a tick: which microbatch (or chunk of time), with which of its groups of layers, which way."""
+
+    microbatch: int
+    group: int = 0
+    backward: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A table of work. Printed, one line per stage: numbers are microbatches, marked by ' on their way back.
+
+    Attributes:
+      name: of the rule that made it.
+      stages, microbatches, groups: how many; groups are those of one stage.
+      table: [tick][stage]; None: idle.
+
+    Example:
+      >>> make_schedule("1f1b", stages=2, microbatches=3)
+      1f1b, 2 stages, 3 microbatches: 8 ticks, 25.0% idle
+      0 |  0  1  . 0'  2 1'  . 2'
+      1 |  .  0 0'  1 1'  2 2'  .
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    groups: int
+    table: tuple[tuple[Work | None, ...], ...]
+
+    @property
+    def ticks(self) -> int:
+        """How long it takes."""
+        return len(self.table)
+
+    @property
+    def forward(self) -> "Schedule":
+        """The forward pass alone, in as many ticks as it takes: all that a program needs whose backward pass is made by `jax.grad`."""
+        ahead = [tuple(None if work is None or work.backward else work for work in tick) for tick in self.table]
+        last = max(number for number, tick in enumerate(ahead) if any(tick))
+        return dataclasses.replace(self, table=tuple(ahead[: last + 1]))
+
+    @property
+    def bubble(self) -> float:
+        """The share of all stages' time in which they are idle."""
+        return sum(work is None for tick in self.table for work in tick) / (self.ticks * self.stages)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """By stage: the most activations that it has to keep at once, in microbatches of one group. Of a forward pass alone, all."""
+        most, kept = [0] * self.stages, [0] * self.stages
+        for tick in self.table:
+            for stage, work in enumerate(tick):
+                if work is not None:
+                    kept[stage] += 0 if work.backward else 1
+                    most[stage] = max(most[stage], kept[stage])
+                    kept[stage] -= 1 if work.backward else 0
+        return tuple(most)
+
+    def __str__(self) -> str:
+        head = f"{self.name}, {self.stages} stages" + (f" of {self.groups} groups" if self.groups > 1 else "")
+        lines = [f"{head}, {self.microbatches} microbatches: {self.ticks} ticks, {self.bubble:.1%} idle"]
+        cells = [[self._cell(tick[stage]) for tick in self.table] for stage in range(self.stages)]
+        width = max(len(cell) for row in cells for cell in row) + 1
+        return "\n".join([*lines, *(f"{stage} |" + "".join(cell.rjust(width) for cell in row) for stage, row in enumerate(cells))])
+
+    __repr__ = __str__
+
+    def _cell(self, work: Work | None) -> str:
+        if work is None:
+            return "."
+        group = chr(ord("a") + work.group) if 1 < self.groups <= 26 else f"/{work.group}" if self.groups > 1 else ""
+        return f"{work.microbatch}{group}{chr(39) if work.backward else ''}"
+
+
+def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1) -> Schedule:
+    """The schedule of this name, forward and backward.
+
+    Args:
+      name: "gpipe": all forward, then all backward; so for the wavefront of recurrent layers, with chunks of time as microbatches.
+        "circular": the same with several groups of layers on each stage, so that the pipeline is full sooner. "1f1b": each stage goes
+        back as soon as it can, so that it keeps no more than `stages` microbatches' activations.
+
+    Raises:
+      OptionError: no such schedule, numbers below 1, or numbers that do not go together.
+    """
+    if name not in ORDERS:
+        raise OptionError(f'schedule: no schedule "{name}".\n    cure: {did_you_mean(name, ORDERS)}')
+    for key, value in (("stages", stages), ("microbatches", microbatches), ("groups", groups)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"schedule: {key}={value!r}: a whole number from 1.")
+    if name != "circular" and groups > 1:
+        raise OptionError(f'schedule: groups={groups}: "{name}" has one on each stage.\n    cure: "circular", or groups=1.')
+    if groups > 1 and microbatches % stages:
+        near = " or ".join(map(str, sorted({max(stages, microbatches // stages * stages), -(-microbatches // stages) * stages})))
+        why = f"{microbatches} microbatches, {stages} at a time; {microbatches} / {stages} leaves {microbatches % stages}"
+        raise OptionError(f"schedule: {why}.\n    cure: microbatches = {near}.")
+    orders = [ORDERS[name](stage, stages, microbatches, groups) for stage in range(stages)]
+    return Schedule(name, stages, microbatches, groups, _timed(orders, groups))
+
+
+def _all_there_and_back(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
+    """`stages` microbatches through one group after the other, then the next `stages`; back in the opposite order."""
+    del stage
+    size = stages if groups > 1 else microbatches
+    there = [
+        Work(number, group)
+        for first in range(0, microbatches, size)
+        for group in range(groups)
+        for number in range(first, min(first + size, microbatches))
+    ]
+    return there + [work._replace(backward=True) for work in reversed(there)]
+
+
+def _back_at_once(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
+    """As many forward as it takes until the first comes back, then one of each."""
+    del groups
+    ahead = min(microbatches, stages - 1 - stage)
+    there, back = [Work(number) for number in range(microbatches)], [Work(number, 0, True) for number in range(microbatches)]
+    steady = [work for pair in zip(there[ahead:], back, strict=False) for work in pair]
+    return there[:ahead] + steady + back[microbatches - ahead :]
+
+
+ORDERS: dict[str, Callable[[int, int, int, int], list[Work]]] = {
+    "gpipe": _all_there_and_back,
+    "circular": _all_there_and_back,
+    "1f1b": _back_at_once,
+}
+
+
+def _timed(orders: Sequence[Sequence[Work]], groups: int) -> tuple[tuple[Work | None, ...], ...]:
+    """Every stage does its work in its order, each as soon as what it needs is there."""
+    stages, done, at, table = len(orders), set(), [0] * len(orders), []
+    layers = stages * groups
+
+    def ready(stage: int, work: Work) -> bool:
+        here = work.group * stages + stage
+        before = here + 1 if work.backward else here - 1
+        own = not work.backward or (work.microbatch, here, False) in done
+        return own and (not 0 <= before < layers or (work.microbatch, before, work.backward) in done)
+
+    while any(place < len(order) for place, order in zip(at, orders, strict=True)):
+        tick = [
+            orders[stage][at[stage]] if at[stage] < len(orders[stage]) and ready(stage, orders[stage][at[stage]]) else None
+            for stage in range(stages)
+        ]
+        if not any(tick):
+            raise RuntimeError("a schedule in which all wait for each other")
+        for stage, work in enumerate(tick):
+            if work is not None:
+                at[stage] += 1
+                done.add((work.microbatch, work.group * stages + stage, work.backward))
+        table.append(tuple(tick))
+    return tuple(table)

@@ -1,0 +1,79 @@
+"""The schedule of a pipeline as a picture: who works on which microbatch when, and who waits."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmd.errors import OptionError, import_extra
+from spmd.nn.schedule import Schedule
+from spmd.viz.drawing import save
+
+FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#e4e4e4"  # of the first group of layers, and of the last
+LEGIBLE = 100  # ticks; in a wider table microbatches are not numbered
+
+
+def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path) -> Path:
+    """Draw a schedule into a file; its suffix says which kind (.png, .svg, .pdf).
+
+    One line per stage, one cell per tick: blue forward, orange backward, grey idle; the number is the microbatch's. Where a stage has
+    several groups of layers, later ones are paler.
+
+    Args:
+      given: of `spmd.nn.schedule.make_schedule`; several, by title, are drawn below each other on the same axis of ticks.
+
+    Returns:
+      The path of the file. Its folder is made if it is not there.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed (the extra `examples`).
+      OptionError: no schedule, or a suffix that says nothing.
+
+    Example:
+      >>> import tempfile
+      >>> from spmd.nn.schedule import make_schedule
+      >>> schedule(make_schedule("1f1b", stages=4, microbatches=8), tempfile.mkdtemp() + "/1f1b.png").read_bytes()[1:4]
+      b'PNG'
+    """
+    return save(schedule_figure(given), path)
+
+
+def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
+    """The same drawing as a `matplotlib.figure.Figure`, with no window and no global state behind it."""
+    several = given if isinstance(given, Mapping) else {"": given}
+    if not several or not all(isinstance(one, Schedule) for one in several.values()):
+        raise OptionError(f"schedule: {given!r} is no schedule.\n    cure: what make_schedule gives, or a dict of such by title.")
+    make = import_extra("matplotlib.figure", "examples").Figure
+    ticks = max(one.ticks for one in several.values())
+    heights = [one.stages + 1.6 for one in several.values()]
+    drawn = make(figsize=(min(16.0, max(6.0, 0.26 * ticks + 1)), 0.5 + 0.26 * sum(heights)), layout="constrained")
+    panels = drawn.subplots(len(several), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, one) in zip(panels, several.items(), strict=True):
+        _panel(axes, one, numbered=ticks <= LEGIBLE)
+        axes.set_title(title or one.name, loc="left", fontsize=11)
+        kept = f", at most {max(one.in_flight)} microbatches kept" if any(w and w.backward for tick in one.table for w in tick) else ""
+        axes.set_title(f"{one.ticks} ticks, {one.bubble:.1%} idle{kept}", loc="right", fontsize=9, color="#555555")
+    panels[-1].set_xlim(0, ticks)
+    panels[-1].set_xlabel("tick", fontsize=9)
+    return drawn
+
+
+def _panel(axes: Any, one: Schedule, *, numbered: bool) -> None:
+    for tick, row in enumerate(one.table):
+        for stage, work in enumerate(row):
+            pair = IDLE if work is None else _between(BACKWARD if work.backward else FORWARD, work.group, one.groups)
+            axes.broken_barh([(tick, 1)], (stage - 0.45, 0.9), facecolor=pair, edgecolor="white", linewidth=0.8)
+            if work is not None and numbered:
+                ink = "white" if work.group == 0 or one.groups == 1 else "#222222"
+                axes.text(tick + 0.5, stage, str(work.microbatch), ha="center", va="center", fontsize=7, color=ink)
+    axes.set_ylim(one.stages - 0.4, -0.6)
+    axes.set_yticks(range(one.stages))
+    axes.set_ylabel("stage", fontsize=9)
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+
+
+def _between(pair: tuple[str, str], group: int, groups: int) -> tuple[float, ...]:
+    """The colour of a group, from the first's to the last's."""
+    share = group / (groups - 1) if groups > 1 else 0.0
+    one, other = (tuple(int(text[at : at + 2], 16) / 255 for at in (1, 3, 5)) for text in pair)
+    return tuple(a + share * (b - a) for a, b in zip(one, other, strict=True))
