@@ -159,11 +159,9 @@ class _Named:
 def _named(path: str, shape: tuple[int, ...], stored: Mapping[str, tuple[Group, Any]]) -> _Named | None:
     """As everywhere, an array of the optimizer belongs to the parameter whose path its own ends with."""
     parts = path.split("/")
-    for start in {PARAMS: range(1, 2), OPT: range(1, len(parts))}.get(parts[0], range(0)):
-        name = "/".join(parts[start:])
-        if name in stored:
-            return _Named("/".join(parts[:start]), name, stored[name][0].shape == shape)
-    return None
+    tails = ((start, "/".join(parts[start:])) for start in {PARAMS: range(1, 2), OPT: range(1, len(parts))}.get(parts[0], range(0)))
+    found = [_Named("/".join(parts[:start]), name, stored[name][0].shape == shape) for start, name in tails if name in stored]
+    return next((one for one in found if one.fits), found[0] if found else None)
 
 
 class Repacking:

@@ -115,13 +115,13 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
 
 
 def _owner(path: str, leaf: Any, resolved: Resolved):
-    """The parameter an optimizer leaf belongs to: its path ends with the parameter's, and the shapes are equal."""
+    """The parameter an optimizer leaf belongs to: its path ends with the parameter's, and the shapes are equal.
+
+    Of several the one with the longest path: Adam's `mu/w` is of `mu/w`, if there is such a parameter of its shape, and else of `w`.
+    """
     parts = path.split("/")
-    for start in range(len(parts)):
-        place = resolved.placements.get("/".join(parts[start:]))
-        if place is not None:
-            return place if place.shape == leaf.shape else None
-    return None
+    found = (resolved.placements.get("/".join(parts[start:])) for start in range(len(parts)))
+    return next((place for place in found if place is not None and place.shape == leaf.shape), None)
 
 
 def whole_moments(abstract: State, resolved: Resolved) -> list[str]:

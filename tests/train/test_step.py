@@ -12,6 +12,7 @@ from flax import linen, nnx
 
 import spmd
 from spmd.errors import ModelError
+from spmd.tree import flatten
 
 ROWS = 32
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -519,3 +520,12 @@ def test_nothing_is_compiled_after_the_first_step_and_nothing_moves_in_secret():
         for batch in batches:
             state, _ = trainer.step(state, batch)
     assert program.compilations() == 1
+
+
+def test_moments_lie_as_their_own_parameters_do_whatever_those_are_called():
+    """Adam's `mu/w` is of the parameter `w`, although there is a parameter `mu/w`, of another shape."""
+    draw = lambda key: {"mu": {"w": jnp.ones((16, 3))}, "w": jnp.ones((8, 5))}
+    model = spmd.FunctionalModel(draw, lambda params, x: x @ params["w"])
+    trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), mesh="data=8", layout="fsdp")
+    moments = {path: leaf.sharding.spec for path, leaf in flatten(trainer.abstract_state.opt).items() if leaf.ndim}
+    assert len(moments) == 4 and all(spec[0] == "data" for spec in moments.values())
