@@ -59,11 +59,21 @@ def epoch_of(source: Source, clock: Events | None, at: Position, step: int, *, p
 def _whole(batches: Iterator[HostBatch], size: int, *, first: bool) -> Iterator[HostBatch]:
     """Batches up to one that is not full."""
     for number, batch in enumerate(batches):
-        if batch.rows < size:
+        rows = batch.rows * (jax.process_count() if batch.index is None else 1)  # of an iterable each process has its part
+        if rows < size:
             if first and number == 0:
-                raise DataError(_NOTHING.format(batch.rows, size))
+                raise DataError(_NOTHING.format(rows, size))
+            _check_last(batches, rows, size)
             return
         yield batch
+
+
+def _check_last(batches: Iterator[HostBatch], rows: int, size: int) -> None:
+    if next(batches, None) is not None:
+        raise DataError(
+            f"a batch of {rows} rows, where {size} were wanted, in the middle of an epoch, and drop_remainder = true: all that comes after "
+            "it would be dropped too.\n    cure: batches of one size but for the last, or drop_remainder = false."
+        )
 
 
 _NOTHING = (
@@ -94,9 +104,12 @@ def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int 
         raise DataError(_UNEVEN.format(source.examples, part))
     parts = None
     if epochs is not None and isinstance(source, ArraySource):
-        parts = source.examples // unit * epochs if drop else -(-source.examples // unit) * epochs
+        size = unit if clock.dealt else source.batch_size
+        parts = source.examples // size if drop else -(-source.examples // size)
+        if not clock.dealt:
+            steps, parts = parts * epochs, None
     ahead = 1 if clock.dealt else 0  # rows of the next round are dealt while one runs
-    clock.check(None if steps is None else steps + ahead, parts)
+    clock.check(None if steps is None else steps + ahead, parts, epochs or 1, drop=drop)
 
 
 _UNEVEN = (
@@ -130,13 +143,15 @@ def deal(
     Raises:
       DataError: a part that is not full, under a loss that cannot leave padding out.
     """
-    unit = size // clock.workers
+    unit, began = size // clock.workers, step
     parts = itertools.islice(_parts(batches, unit, pad=pad, drop=drop), skip, None)
     queue: collections.deque[_Part] = collections.deque()
     while True:
         takes = clock.round(step).takes
         while len(queue) < takes.sum() and (part := next(parts, None)) is not None:
             queue.append(part)
+        if drop and len(queue) < takes.sum() and skip == 0 and step == began:
+            raise DataError(_NOTHING.format(len(queue) * unit, size))
         if not queue or (drop and len(queue) < takes.sum()):
             return
         have, lots = np.zeros(clock.workers, bool), []
@@ -152,6 +167,7 @@ def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) ->
         for first in range(0, batch.rows, unit):
             rows = min(unit, batch.rows - first)
             if rows < unit and drop:
+                _check_last(batches, rows, unit)
                 return
             if rows < unit and not pad:
                 raise DataError(_UNEVEN.format(batch.rows, unit))

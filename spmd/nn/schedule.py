@@ -54,9 +54,9 @@ class Schedule:
     @property
     def forward(self) -> "Schedule":
         """The forward pass alone, in as many ticks as it takes: all that a program needs whose backward pass is made by `jax.grad`."""
-        ahead = [tuple(None if work is None or work.backward else work for work in tick) for tick in self.table]
-        last = max(number for number, tick in enumerate(ahead) if any(tick))
-        return dataclasses.replace(self, table=tuple(ahead[: last + 1]))
+        ahead = [[tick[stage] for tick in self.table if tick[stage] is not None] for stage in range(self.stages)]
+        orders = [[work for work in order if work is not None and not work.backward] for order in ahead]
+        return dataclasses.replace(self, table=_timed(orders, self.groups))
 
     @property
     def bubble(self) -> float:
@@ -102,8 +102,8 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1)
     Raises:
       OptionError: no such schedule, numbers below 1, or numbers that do not go together.
     """
-    if name not in ORDERS:
-        raise OptionError(f'schedule: no schedule "{name}".\n    cure: {did_you_mean(name, ORDERS)}')
+    if not isinstance(name, str) or name not in ORDERS:
+        raise OptionError(f'schedule: no schedule "{name}".\n    cure: {did_you_mean(str(name), ORDERS)}')
     for key, value in (("stages", stages), ("microbatches", microbatches), ("groups", groups)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"schedule: {key}={value!r}: a whole number from 1.")

@@ -342,7 +342,7 @@ class Loop:
     def _full_steps(self) -> list[int]:
         """How many steps of an epoch can be made in one call: all, but for a short last one that cannot be padded."""
         steps, short = self.source.steps_per_epoch, getattr(self.source, "examples", 0) % self.program.rows
-        return [] if steps is None else [max(1, steps - bool(short and not self.placer.pad))]
+        return [] if steps is None else [max(1, steps - bool(short and (self.program.drops_remainder or not self.placer.pad)))]
 
     def _until_due(self) -> int:
         """Steps until something must look at the state, or the run ends."""

@@ -126,15 +126,18 @@ def resplit(residual: jax.Array, wanted: Any) -> jax.Array:
 
 
 def check_meetings(before: ParameterServer, now: ParameterServer, step: int) -> None:
-    """Whether workers that train by themselves may go on from this step with other turns.
+    """Whether workers may go on from this step by themselves, with other turns than before or after another mode.
 
     Raises:
-      CheckpointError: what they had sent has not come back yet, and would not come.
+      CheckpointError: something is on its way back that would not come, or would be taken back and was never sent.
     """
     turns = lambda server: f"every = {server.every}, fragments = {server.fragments}, overlap = {server.overlap}"
-    if before.mode == now.mode == "local" and turns(before) != turns(now) and unfinished(before, step):
-        arrived = next(number for number in itertools.count(step) if not unfinished(before, number))
+    same = before.mode == "local" and turns(before) == turns(now)
+    between = lambda number: unfinished(now, number) or (before.mode == "local" and unfinished(before, number))
+    if now.mode == "local" and not same and between(step):
+        free = next(number for number in itertools.count(step) if not between(number))
+        was = turns(before) if before.mode == "local" else f'mode = "{before.mode}"'
         raise CheckpointError(
-            f"in the checkpoint of step {step} what workers had sent is on its way back to them, with {turns(before)}; with {turns(now)} "
-            f"it would not arrive.\n    cure: first go on to step {arrived} with what it had."
+            f"the checkpoint of step {step} stands between what is sent and what is taken back, and the turns have changed: {was} before, "
+            f"{turns(now)} now.\n    cure: first go on to step {free} with what it had."
         )

@@ -62,7 +62,7 @@ def _difference(optimizer: optax.GradientTransformation, storage: Storage) -> fl
             for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(unpack(rows)), strict=True):
                 noise, a, b = max(NOISE, float(jnp.finfo(a.dtype).eps)), np.asarray(a, np.float64), np.asarray(b, np.float64)
                 off = np.abs(a - b).max(initial=0) / max(np.abs(a).max(initial=0), 1e-12)
-                worst = max(worst, 0.0 if off <= noise else off)
+                worst = max(worst, off if off > noise else 0.0) if math.isfinite(off) else math.inf
     except (TypeError, ValueError, KeyError, AttributeError):  # a mask or labels of the model's own structure
         return math.inf
     return worst if math.isfinite(worst) else math.inf

@@ -331,6 +331,11 @@ class Program:
         return (*sent, *(clock.told(0) if clock else ()))
 
     @property
+    def drops_remainder(self) -> bool:
+        """Whether a short last batch is left out."""
+        return self.clock is not None and self.clock.declared.drop_remainder
+
+    @property
     def clock(self) -> Events | None:
         """The parameter server's simulated clock; None without one."""
         return self.placed.events

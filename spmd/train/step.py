@@ -91,7 +91,7 @@ class Step:
             with jax.named_scope("metrics"):
                 packed = wire.all_reduce(packed, data) if self.split else packed
             with jax.named_scope("stats"):
-                stats = agree(stats, data)
+                stats = agree(stats, data, self._present(events).any() if "present" in events else None, state.stats)
             return *exchange.push(grads, state.exchange, state.step), stats, packed
 
         return jax.shard_map(

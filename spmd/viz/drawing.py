@@ -41,7 +41,7 @@ def save(drawn: Any, path: str | Path) -> Path:
       OptionError: a suffix that says nothing.
     """
     path, kinds = Path(path), drawn.canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in kinds:
+    if path.suffix.removeprefix(".").lower() not in kinds:
         raise OptionError(f'"{path}": its suffix does not say what kind of picture it is.\n    cure: such as .png, .svg or .pdf.')
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path, dpi=130)

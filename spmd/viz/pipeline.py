@@ -50,7 +50,8 @@ def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
     for axes, (title, one) in zip(panels, several.items(), strict=True):
         _panel(axes, one, numbered=ticks <= LEGIBLE)
         axes.set_title(title or one.name, loc="left", fontsize=11)
-        kept = f", at most {max(one.in_flight)} microbatches kept" if any(w and w.backward for tick in one.table for w in tick) else ""
+        what = "microbatches" if one.groups == 1 else "activations of a group"
+        kept = f", at most {max(one.in_flight)} {what} kept" if any(w and w.backward for tick in one.table for w in tick) else ""
         axes.set_title(f"{one.ticks} ticks, {one.bubble:.1%} idle{kept}", loc="right", fontsize=9, color="#555555")
     panels[-1].set_xlim(0, ticks)
     panels[-1].set_xlabel("tick", fontsize=9)

@@ -71,7 +71,7 @@ def timeline_figure(
 
 def _end(told: Mapping[str, Account], begin: float, seconds: float | None, workers: int) -> float:
     """Where the axis ends."""
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (begin, seconds or 0.0))
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (begin, 0.0 if seconds is None else seconds))
     if not numbers or isinstance(workers, bool) or not isinstance(workers, int):
         why = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}: wanted two numbers and a whole one."
         raise OptionError(f"timeline: {why}\n    cure: such as begin=0, seconds=20, workers=8.")

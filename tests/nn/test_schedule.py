@@ -42,7 +42,7 @@ def test_ticks_and_idle_time_are_those_of_the_literature(name, stages, microbatc
     """(p - 1) / (v m + p - 1) of the time, for GPipe and 1F1B with v = 1."""
     found = made(name, stages, microbatches, groups)
     ticks = groups * microbatches + stages - 1
-    assert found.ticks == 2 * ticks and found.forward.ticks == (ticks if name != "1f1b" else found.forward.ticks)
+    assert found.ticks == 2 * ticks and found.forward.ticks == ticks
     assert found.bubble == (stages - 1) / ticks
 
 
@@ -76,6 +76,7 @@ def test_printed():
 
 REFUSED = {
     "gpip": (("gpip", 2, 2), 'no schedule "gpip"[\\s\\S]*did you mean "gpipe"'),
+    "none": ((None, 2, 2), 'no schedule "None"'),
     "no stages": (("gpipe", 0, 2), "stages=0: a whole number from 1"),
     "half a microbatch": (("gpipe", 2, 0.5), "microbatches=0.5"),
     "true": (("1f1b", True, 2), "stages=True"),

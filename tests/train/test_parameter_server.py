@@ -190,6 +190,23 @@ def test_a_hundred_workers_on_one_device_step_in_the_time_of_the_last_one_that_i
     assert history["loss"][-1] < history["loss"][0]
 
 
+def test_running_averages_are_of_those_who_are_waited_for():
+    class Normed(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.out = nnx.BatchNorm(FEATURES, momentum=0.9, rngs=rngs), nnx.Linear(FEATURES, 5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.norm(x))
+
+    layout = served(spares=4, compute_time="exponential")
+    trainer = spmd.Trainer(lambda: Normed(nnx.Rngs(0)), loss=spmd.losses.cross_entropy, optimizer=MOMENTUM, mesh="data=8", layout=layout)
+    batch = {**data(), "x": np.full((ROWS, FEATURES), 10.0, np.float32)}
+    state, _ = trainer.step(trainer.init(), batch)
+    found = {path.split("/")[1]: np.asarray(leaf) for path, leaf in flatten(state.stats).items()}
+    np.testing.assert_allclose(found["mean"], 1.0, rtol=1e-6)  # 0.1 of 10; half of that, if the four that are dropped counted
+    np.testing.assert_allclose(found["var"], 0.9, rtol=1e-6)
+
+
 def test_where_the_data_ends_the_update_is_of_those_who_have_some():
     """13 rows: three workers with 4, one with 1; four have none, whoever is fast."""
     trainer, plain = trainer_of(served(spares=6, compute_time="exponential")), trainer_of(spmd.Layout(), 1)
@@ -580,19 +597,44 @@ def test_a_remainder_may_be_dropped_and_ends_the_epoch(server):
     assert result.history["gradients_applied"] == [8.0] * 4
 
 
-def test_a_remainder_that_is_all_there_is_is_told():
+@pytest.mark.parametrize("server", [{}, {"mode": "asynchronous"}], ids=["synchronous", "asynchronous"])
+def test_a_remainder_that_is_all_there_is_is_told(server):
     counting = Counting(48)
     batches = lambda: iter([{"row": np.arange(32, dtype=np.int32)}] if next(calls) == 0 else [{"row": np.arange(16, dtype=np.int32)}])
     calls = itertools.count()
     options = {"loss": counting.loss, "optimizer": optax.sgd(1.0), "mesh": "data=8", "steps": 9, "progress": False}
     with pytest.raises(DataError, match="begins with 16 rows of 32, and drop_remainder = true"):
-        spmd.fit(counting.model, batches, layout=served(drop_remainder=True), **options)
+        spmd.fit(counting.model, batches, layout=served(drop_remainder=True, **server), **options)
+    short = [{"row": np.arange(rows, dtype=np.int32)} for rows in (32, 30, 32)]
+    with pytest.raises(DataError, match="in the middle of an epoch, and drop_remainder = true"):
+        spmd.fit(counting.model, short, layout=served(drop_remainder=True, **server), **options)
 
 
 @pytest.mark.parametrize("server", [{"spares": 2, "compute_time": "exponential"}, LATE], ids=["spares", "asynchronous"])
 def test_a_remainder_that_cannot_be_left_out_is_told_before_the_first_step(server):
     with pytest.raises(DataError, match="the last is not full"):
         fit(served(**server), epochs=1, loss=lambda m, b: spmd.losses.cross_entropy(m, b).mean(), batch_size=48)
+
+
+@pytest.mark.parametrize(
+    "server, epochs, rounds",
+    [({"spares": 1}, 10, 40), ({"spares": 1, "drop_remainder": True}, 1, 3), ({"mode": "asynchronous", "drop_remainder": True}, 10, 31)],
+    ids=["each epoch ends on a step of its own", "a remainder that is dropped", "of those who are dealt rows"],
+)
+def test_a_trace_is_long_enough_when_it_has_a_row_for_each_round(server, epochs, rounds, tmp_path):
+    """100 rows in batches of 32 by 4 workers: four rounds in an epoch, or three."""
+    counting, rows = Counting(100), {"row": np.arange(100, dtype=np.int32)}
+    mesh = spmd.make_mesh("data=4", devices=jax.devices()[:4])
+    options = {"loss": counting.loss, "optimizer": optax.sgd(1.0), "mesh": mesh, "batch_size": 32, "epochs": epochs, "progress": False}
+    for number in (rounds - 1, rounds):
+        path = tmp_path / f"{number}.csv"
+        path.write_text("1,1,1,1\n" * number)
+        layout = served(compute_time=str(path), **server)
+        if number < rounds:
+            with pytest.raises(OptionError, match="the trace has"):
+                spmd.fit(counting.model, rows, layout=layout, **options)
+        else:
+            assert int(spmd.fit(counting.model, rows, layout=layout, **options).state.step) == (rounds if "mode" not in server else 30)
 
 
 def test_a_trace_that_is_too_short_is_told_before_the_first_step(tmp_path):

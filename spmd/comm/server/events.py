@@ -86,18 +86,23 @@ class Events:
         """Whether rows have to be dealt out, because in some steps not everybody is given some."""
         return self.declared.asynchronous or self.declared.warmup_steps > 0
 
-    def check(self, steps: int | None, parts: int | None) -> None:
-        """Whether the times last for so many steps, or until so many parts of data are taken; known at once only of a trace.
+    def check(self, steps: int | None, parts: int | None, epochs: int = 1, *, drop: bool = False) -> None:
+        """Whether the times last for so many steps, or until so many parts of data are taken in each epoch; known at once only of a trace.
+
+        `drop`: an epoch ends before a round in which not everybody would have a part.
 
         Raises:
           OptionError: a trace that ends before.
         """
         if self.steps is None or steps is parts is None:
             return
-        step = taken = 0
-        while (steps is None or step < steps) and (parts is None or taken < parts):
-            taken += int(self.round(step).takes.sum())
-            step += 1
+        step = taken = epoch = 0
+        while (steps is None or step < steps) and epoch < epochs:
+            takes = int(self.round(step).takes.sum())
+            ends = parts is not None and drop and taken + takes > parts
+            taken, step = (taken, step) if ends else (taken + takes, step + 1)
+            if ends or (parts is not None and taken >= parts):
+                epoch, taken = epoch + 1, 0
 
     def at(self, step: int, have: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """What the compiled step needs to know.
