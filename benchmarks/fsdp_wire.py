@@ -27,7 +27,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import spmd
 from spmd.comm.exchange import Exchange
 from spmd.train import step as step_module
-from spmd.train.program import Options, Placed, Program
+from spmd.train.placed import Options, Placed
+from spmd.train.program import Program
 from spmd.tree import map_paths
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

@@ -19,8 +19,10 @@ _HOMES = {
     "MeshSpec": "spmd.mesh",
     "OptimizerState": "spmd.layout.declare",
     "Remat": "spmd.layout.declare",
+    "Pipeline": "spmd.layout.forward",
     "Result": "spmd.api",
     "Rule": "spmd.layout.declare",
+    "Sequence": "spmd.layout.forward",
     "SpmdError": "spmd.errors",
     "State": "spmd.train.state",
     "Trainer": "spmd.trainer",
@@ -32,6 +34,7 @@ _HOMES = {
     "losses": "spmd.losses:",
     "make_mesh": "spmd.mesh",
     "metrics": "spmd.metrics:",
+    "nn": "spmd.nn:",
     "simulate": "spmd.comm.server.ask",
     "simulate_devices": "spmd.mesh",
     "viz": "spmd.viz:",
@@ -46,6 +49,7 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd import loggers as loggers
     from spmd import losses as losses
     from spmd import metrics as metrics
+    from spmd import nn as nn
     from spmd import viz as viz
     from spmd.api import Result as Result
     from spmd.api import fit as fit
@@ -56,6 +60,8 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.layout.declare import OptimizerState as OptimizerState
     from spmd.layout.declare import Remat as Remat
     from spmd.layout.declare import Rule as Rule
+    from spmd.layout.forward import Pipeline as Pipeline
+    from spmd.layout.forward import Sequence as Sequence
     from spmd.layout.gradients import GradientRule as GradientRule
     from spmd.layout.gradients import Gradients as Gradients
     from spmd.layout.server import ParameterServer as ParameterServer

@@ -33,7 +33,8 @@ from spmd.run.loop import IN_FLIGHT
 from spmd.run.plan import allowing
 from spmd.run.remembered import check_meetings
 from spmd.run.repack import written
-from spmd.train.program import Options, Placed, Program
+from spmd.train.placed import Options, Placed
+from spmd.train.program import Program
 from spmd.train.state import State, whole_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract

@@ -44,3 +44,10 @@ def worker_index(axes: Axes) -> jax.Array:
 def worker_count(axes: Axes) -> int:
     """How many workers there are along `axes`."""
     return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def shift(x: jax.Array, axis: str, by: int = 1, *, around: bool = False) -> jax.Array:
+    """What the neighbour `by` positions before along `axis` holds; `around`: the first one gets what the last one holds, else zeros."""
+    count = lax.axis_size(axis)
+    pairs = [(i, (i + by) % count) for i in range(count) if around or 0 <= i + by < count]
+    return lax.ppermute(x, axis, pairs) if count > 1 or not around else x

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from spmd.errors import OptionError, a_kind
+from spmd.layout.forward import Pipeline, Sequence
 from spmd.layout.gradients import Gradients
 from spmd.layout.match import names
 from spmd.layout.server import ParameterServer
@@ -107,16 +108,19 @@ class Layout:
     batch: Batch = Batch()
     params: tuple[Rule, ...] = ()
     axes: tuple[tuple[str, Entry], ...] = ()
+    activations: tuple[Rule, ...] = ()  # what submodules return: paths are of modules, dim 0 is cut over the data axes in any case
     default: Default = Default()
     optimizer: OptimizerState = OptimizerState()
     gradients: Gradients = Gradients()  # noqa: RUF009
     parameter_server: ParameterServer = ParameterServer()  # noqa: RUF009
     remat: Remat = Remat()
+    pipeline: Pipeline = Pipeline()  # noqa: RUF009
+    sequence: Sequence = Sequence()  # noqa: RUF009
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
 
     def __post_init__(self):
-        for name in ("batch", "default", "optimizer", "gradients", "parameter_server", "remat"):
+        for name in ("batch", "default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence"):
             value, kind = getattr(self, name), type(getattr(Layout, name))
             if not isinstance(value, kind):
                 raise OptionError(f"Layout: {name}={value!r} is {a_kind(value)}.\n    cure: a {kind.__name__}.")

@@ -24,6 +24,8 @@ from spmd.layout.declare import (
 from spmd.layout.dump import dumps
 from spmd.layout.gradients import OPTIONS, GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.match import compiled
+from spmd.layout.toml_forward import CHOICES as FORWARD_CHOICES
+from spmd.layout.toml_forward import read_forward
 from spmd.layout.toml_server import CHOICES as SERVER_CHOICES
 from spmd.layout.toml_server import read_server
 
@@ -32,6 +34,7 @@ CHOICES = {
     "gradients.codec": tuple(OPTIONS),
     "gradients.weights": ("exact", "bfloat16"),
     **SERVER_CHOICES,
+    **FORWARD_CHOICES,
     "remat.save": ("everything", "dots", "nothing"),
 }
 
@@ -126,8 +129,8 @@ class _Reader:
         self.problems: list[tuple[int | None, Problem]] = []
 
     def layout(self, data: dict[str, Any], name: str) -> Layout:
-        known = ("description", "mesh", "batch", "params", "axes", "default", "optimizer", "gradients", "parameter_server", "remat")
-        self.unknown(data, known, "")
+        self.unknown(data, tuple(f.name for f in dataclasses.fields(Layout) if f.compare), "")
+        pipeline, sequence = read_forward(self, self.table(data, "pipeline"), self.table(data, "sequence"))
         return Layout(
             name=name,
             description=self.value(data, "description", "", str),
@@ -135,11 +138,14 @@ class _Reader:
             batch=self.batch(self.table(data, "batch")),
             params=self.rules(data, "params"),
             axes=self.axes(self.table(data, "axes")),
+            activations=self.rules(data, "activations"),
             default=self.default(self.table(data, "default")),
             optimizer=self.section(data, "optimizer", OptimizerState),
             gradients=(gradients := self.gradients(self.table(data, "gradients"))),
             parameter_server=read_server(self, self.table(data, "parameter_server"), gradients),
             remat=self.remat(self.table(data, "remat")),
+            pipeline=pipeline,
+            sequence=sequence,
         )
 
     # one method per kind of value ----------------------------------------------------------------------------------

@@ -1,170 +1,37 @@
-"""A model, a loss, an optimizer and a layout, checked against each other and made into compiled functions.
+"""The compiled functions of a placed model: from the shapes of a batch, what the loss returns and the programs that are run.
 
-Two things are learnt at different times: from the model alone, where its arrays live; from the shapes of a batch, what
-the loss returns. Nothing is allocated before `init`, nothing is compiled before the first step.
+Nothing is compiled before the first step.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.comm.exchange import Exchange
 from spmd.comm.log import WireLog, read
-from spmd.comm.reduction import Scene, constrain
-from spmd.comm.report import exact_bytes, server_bytes
+from spmd.comm.reduction import constrain
+from spmd.comm.report import exact_bytes
 from spmd.comm.server.events import Events
-from spmd.comm.server.storage import Storage
-from spmd.comm.server.stored import StoredModel
-from spmd.errors import DataError, LossError, ModelError, OptimizerError, OptionError, SpmdError
-from spmd.layout.check import fit_layout
-from spmd.layout.declare import Layout, Spec, keep_axes
-from spmd.layout.resolve import Resolved, pspec
-from spmd.mesh import MeshSpec
-from spmd.model.base import Call, Model, Variables, abstractly
-from spmd.model.flax_linen import LinenModel
-from spmd.model.wrap import wrap
+from spmd.errors import DataError, LossError, OptimizerError, SpmdError
+from spmd.layout.declare import Spec, keep_axes
+from spmd.layout.resolve import pspec
+from spmd.model.base import Call, Variables
+from spmd.nn.context import under
 from spmd.train.accumulate import has_convolution
 from spmd.train.local import LocalStep
 from spmd.train.metrics import pack
 from spmd.train.objective import LOSS, Objective, check_loss
+from spmd.train.placed import Placed
 from spmd.train.precision import cast, compute_dtype
-from spmd.train.probe import check_packed
 from spmd.train.serve import ServedStep
-from spmd.train.state import Opening, State, check_optimizer, each_its_own, init_state, make_state, state_shardings
+from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, many
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The plain options of a training program."""
-
-    precision: str = "float32"
-    accumulate: int = 1
-    seed: int = 0
-
-    def __post_init__(self):
-        compute_dtype(self.precision)
-        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
-            raise OptionError(f"accumulate={self.accumulate!r}: a number of microbatches, from 1.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise OptionError(f"seed={self.seed!r}: a whole number from 0 to 2**32 - 1.")
-
-
-class Placed:
-    """A model on a mesh: what it is made of and where each array lives."""
-
-    def __init__(
-        self, model: Any, loss: Callable, metrics: Mapping[str, Callable], optimizer: Any, mesh: Mesh, layout: Layout, options: Options
-    ):
-        self._given, self.mesh, self.options = wrap(model), mesh, options
-        self.objective, self.optimizer = Objective(loss, dict(metrics)), check_optimizer(optimizer)
-        self._layout = layout
-        self._sample: Tree = None
-
-    def learn(self, sample: Tree) -> None:
-        """Remember the shapes of a batch; a linen model cannot be initialised without."""
-        self._sample = sample if self._sample is None else self._sample
-
-    def _run(self, model: Any) -> None:
-        """Call the loss on zeros, for a model that shows its shapes only when it is called."""
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._sample)
-        self.objective.for_training()(model, zeros, jax.random.key(0))
-
-    @functools.cached_property
-    def model(self) -> Model:
-        """The model as training sees it: what it is made of is what is kept and updated."""
-        return self._given if self.storage is None else StoredModel(self._given, self.storage)
-
-    @functools.cached_property
-    def storage(self) -> Storage | None:
-        """How servers keep the parameters; None without servers."""
-        layout, workers = self._fitted.layout, self._fitted.workers
-        if layout.gradients.reduction != "parameter_server":
-            return None
-        server = layout.parameter_server
-        found = Storage(self._own.params, server.placement, workers, server.servers or workers)
-        check_packed(self.optimizer, found)  # before it is given anything packed
-        return found
-
-    @functools.cached_property
-    def _variables(self) -> Variables:
-        if self.storage is None:
-            return self._own
-        return dataclasses.replace(self._own, params=jax.eval_shape(self.storage.pack, self._own.params))
-
-    @functools.cached_property
-    def _own(self) -> Variables:
-        if isinstance(self._given, LinenModel) and self._sample is None:
-            raise ModelError("a linen module shows its shapes only on data.\n    cure: trainer.init(batch), with a batch or its shapes.")
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        variables = abstractly(lambda k: self._given.init(k, self._run), "the model", key)
-        counted = [path for path, leaf in flatten(variables.params).items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
-        if counted:
-            raise ModelError(
-                f"parameters that have no gradient: {', '.join(counted[:5])} ({flatten(variables.params)[counted[0]].dtype}).\n"
-                "    cure: an nnx.Variable instead of an nnx.Param, a floating-point dtype, or a constant in the model."
-            )
-        return variables
-
-    @functools.cached_property
-    def _fitted(self) -> Resolved:
-        params = flatten(self._own.params)
-        names = self._given.names(jax.random.key(0), self._run)
-        return fit_layout(self._layout, params, names, MeshSpec.parse(self.mesh))
-
-    @functools.cached_property
-    def resolved(self) -> Resolved:
-        """The placement of every parameter, or of what the servers keep in their stead."""
-        return self._fitted if self.storage is None else self.storage.resolved(self._fitted.layout, self._fitted.mesh)
-
-    @functools.cached_property
-    def exchange(self) -> Exchange:
-        """How gradients meet."""
-        return Exchange(self.resolved, Scene(self.mesh, self.resolved.data_axes))
-
-    @functools.cached_property
-    def _abstract(self) -> State:
-        return jax.eval_shape(lambda v: make_state(v, self.opening, 0, self.exchange.init), self._variables)
-
-    @property
-    def opening(self) -> Opening:
-        """The optimizer's state at step 0: one, or each worker's own."""
-        exchange, first = self.exchange, self.optimizer.init
-        return each_its_own(first, exchange.simulated) if exchange.local else first
-
-    @functools.cached_property
-    def shardings(self) -> State:
-        """The sharding of every leaf of the state."""
-        memory = self.exchange.specs(self._abstract.exchange)
-        return state_shardings(self._abstract, self.resolved, self.mesh, memory, local=self.exchange.local)
-
-    @property
-    def abstract_state(self) -> State:
-        """Shape, dtype and sharding of every leaf of the state; nothing is allocated."""
-        return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), self._abstract, self.shardings)
-
-    @functools.cached_property
-    def events(self) -> Events | None:
-        """The parameter server's clock; None without one."""
-        if self.storage is None:
-            return None
-        return Events(self.resolved.layout.parameter_server, self.exchange.simulated, server_bytes(self.exchange))
-
-    def init_memory(self, params: Tree) -> Tree:
-        """What the exchange of gradients remembers of these parameters at step 0, made in place on the mesh."""
-        key = jax.random.key(self.options.seed, impl="threefry2x32")
-        return jax.jit(self.exchange.init, out_shardings=self.shardings.exchange)(key, params)
-
-    def init(self) -> State:
-        """A new state, made in place on the mesh."""
-        return init_state(self.model, self.opening, self.options.seed, self._run, self.shardings, self.exchange.init)
 
 
 class Program:
@@ -189,6 +56,7 @@ class Program:
         # kernels of convolutions and of the layers behind them: there loops are unrolled, and the state is not donated
         self._unroll = has_convolution(jaxpr.jaxpr) and jax.default_backend() == "cpu"
         self._donated = () if self._unroll else (0,)
+        self._cutting = dataclasses.replace(placed.cutting, unroll=self._unroll)
         self._compiled: dict[tuple, Callable] = {}
 
     def _trace(self, objective: Objective, *, training: bool) -> tuple[tuple, Any]:
@@ -199,8 +67,9 @@ class Program:
             key = jax.random.key(0)
             variables = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
             remat = placed.resolved.layout.remat.modules if training else ()
-            bound = placed.model.bind(variables, Call(training, key if training else None, remat_modules=remat, dtype=self._dtype))
-            return objective(bound, batch, key)
+            with under(placed.cutting):
+                bound = placed.model.bind(variables, Call(training, key if training else None, remat_modules=remat, dtype=self._dtype))
+                return objective(bound, batch, key)
 
         variables = abstract(placed.abstract_state.variables)
         try:
@@ -249,6 +118,7 @@ class Program:
         parts = max(count for count in range(1, placed.options.accumulate + 1) if own % count == 0)
         model, optimizer, resolved, exchange = placed.model, placed.optimizer, placed.resolved, placed.exchange
         more = {"simulated": simulated, "unroll": self._unroll, "dtype": self._dtype, "rowwise": self._rowwise, "split": split}
+        more["cutting"] = self._cutting
         kind = ServedStep if exchange.asynchronous else LocalStep if exchange.local else Step
         return kind(model, self._train, optimizer, resolved, exchange, self._packed, parts, **more)
 
@@ -307,11 +177,13 @@ class Program:
         return step._map(lambda place, p: constrain(step.scene, keep_axes(place.spec, step.scene.rest), p), params)
 
     def _measure(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
-        value, extra = self._eval(self._bound(params, stats, rngs), batch, jax.random.key(0))
+        with under(self._cutting):
+            value, extra = self._eval(self._bound(params, stats, rngs), batch, jax.random.key(0))
         return pack(self._eval.sums(value, extra, weights), self.eval_names)
 
     def _outputs(self, params: Tree, stats: Tree, rngs: Tree, inputs: Tree) -> Tree:
-        return self._bound(params, stats, rngs)(inputs)
+        with under(self._cutting):
+            return self._bound(params, stats, rngs)(inputs)
 
     @functools.cached_property
     def wire(self) -> WireLog:

@@ -23,11 +23,12 @@ from spmd.comm.weights import needs_gather, pull, pull_rows, spread
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import Placement, Resolved, owners, pspec
 from spmd.model.base import Call, Model, Variables
+from spmd.nn.context import WHOLE, Cutting, under
+from spmd.rng import worker_key
 from spmd.train.accumulate import accumulate, apart, microbatches
 from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
-from spmd.train.rng import worker_key
 from spmd.train.state import State
 from spmd.tree import Tree, flatten, map_paths
 
@@ -49,6 +50,7 @@ class Step:
     rowwise: bool = False  # the loss gives one value per row
     split: bool = True  # False: every worker computes all rows (a last batch that the workers do not divide)
     held: bool = False  # each worker computes at weights that it holds, whole and its own
+    cutting: Cutting = WHOLE  # how the forward pass is cut
 
     @property
     def scene(self) -> Scene:
@@ -198,8 +200,9 @@ class Step:
         layout = self.resolved.layout
         model_key, loss_key = jax.random.split(key)
         call = Call(True, model_key, localize, axes, layout.remat.modules, remat_policy(layout.remat.saves), self.dtype)
-        bound = self.model.bind(Variables(params, stats, state.rngs), call)
-        value, extra = self.objective(bound, batch, localize(loss_key))
+        with under(self.cutting):
+            bound = self.model.bind(Variables(params, stats, state.rngs), call)
+            value, extra = self.objective(bound, batch, localize(loss_key))
         check_worker(value, weights.shape[0], rowwise=self.rowwise)
         sums = self.objective.sums(value, extra, weights)
         return sums[LOSS][0], (sums, cast_like(self.model.stats_of(bound), state.stats))

@@ -1,0 +1,79 @@
+"""What a layout says of how the forward pass is cut: `[pipeline]`, `[sequence]`, and what must hold of them by themselves."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+SCHEDULES = ("gpipe", "circular", "1f1b")
+ORDERS = ("balanced", "contiguous")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Stacks of layers (`spmd.nn.LayerStack`, `spmd.nn.RNNStack`) cut over a mesh axis, so that each of its devices has some of the layers.
+
+    Attributes:
+      axis: the mesh axis; its devices are the stages. None: no pipeline, a stack is a scan over its layers.
+      schedule: who works on what when: "gpipe"; "circular", with several groups of layers on each stage; "1f1b", which keeps the
+        activations of as many microbatches as there are stages, and no more. Stacks of recurrent layers are a wavefront under each.
+      microbatches: parts into which a worker's rows are cut; None: the largest divisor of the rows that is at most 4 times the stages.
+      groups: of layers on each stage; for "circular".
+      time_chunk: steps of time that a recurrent stage takes at once; None: chosen from the length (`spmd.nn.best_chunk`).
+
+    Example:
+      >>> from spmd import Layout, Pipeline
+      >>> Layout(pipeline=Pipeline("stage", microbatches=8)).pipeline.schedule
+      'gpipe'
+    """
+
+    axis: str | None = None
+    schedule: str = "gpipe"
+    microbatches: int | None = None
+    groups: int = 1
+    time_chunk: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """Attention (`spmd.nn.attention`) over sequences that are cut over a mesh axis, by a ring exchange of keys and values.
+
+    Attributes:
+      axis: the mesh axis over which dim 1, the sequence, is cut. None: sequences are whole.
+      order: which rows of a causal mask a device works on: "balanced", one part from the front and one from the back, so that all
+        have the same work; "contiguous", as they lie.
+
+    Example:
+      >>> from spmd import Layout, Sequence
+      >>> Layout(sequence=Sequence("context")).sequence.order
+      'balanced'
+    """
+
+    axis: str | None = None
+    order: str = "balanced"
+
+
+class Clash(NamedTuple):
+    """What is wrong with a key of a section, and a cure."""
+
+    section: str
+    key: str
+    why: str
+    cure: str
+
+
+def forward_problems(pipeline: Pipeline, sequence: Sequence) -> list[Clash]:
+    """What cannot be, whatever the model and the mesh."""
+    found = []
+    for key in ("microbatches", "groups", "time_chunk"):
+        value: Any = getattr(pipeline, key)
+        if value is not None and value < 1:
+            found.append(Clash("pipeline", key, f"{value}.", "a whole number from 1."))
+    if pipeline.axis is None and pipeline != Pipeline():
+        found.append(Clash("pipeline", "axis", "there is none, so nothing is cut into stages.", 'such as axis = "stage".'))
+    if pipeline.schedule == "circular" and pipeline.groups == 1:
+        found.append(Clash("pipeline", "groups", "1 with a circular schedule is gpipe.", 'groups = 2, or schedule = "gpipe".'))
+    if pipeline.schedule != "circular" and pipeline.groups > 1:
+        why = f"{pipeline.groups}, of which {pipeline.schedule} has one on each stage."
+        found.append(Clash("pipeline", "groups", why, 'leave it out, or schedule = "circular".'))
+    if sequence.axis is None and sequence != Sequence():
+        found.append(Clash("sequence", "axis", "there is none, so no sequence is cut.", 'such as axis = "context".'))
+    return found

@@ -1,0 +1,84 @@
+"""What a step knows of how the forward pass is to be cut, for modules deep inside a model: set around the call of the loss, at trace time.
+
+A module of `spmd.nn` asks `current()`. Outside of a step nothing is cut, and it runs on one device as it stands.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from spmd.layout.forward import Pipeline, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Cutting:
+    """What the layout says, and on which mesh.
+
+    Attributes:
+      data: the mesh axes over which rows are cut. In the manual step they are cut already, and a module sees one worker's rows.
+      unroll: loops are to be unrolled (a convolution in a loop's body, on a CPU).
+      used: which of "pipeline" and "sequence" some module has made use of, for the step to know.
+    """
+
+    mesh: Mesh | None = None
+    data: tuple[str, ...] = ()
+    pipeline: Pipeline = Pipeline()  # noqa: RUF009
+    sequence: Sequence = Sequence()  # noqa: RUF009
+    unroll: bool = False
+    used: set[str] = dataclasses.field(default_factory=set, compare=False)
+
+    def size(self, axis: str | None) -> int:
+        """How many devices lie along a mesh axis; 1 for none."""
+        return 1 if axis is None or self.mesh is None else self.mesh.shape[axis]
+
+    @property
+    def stages(self) -> int:
+        """Devices along the pipeline's axis."""
+        return self.size(self.pipeline.axis)
+
+    @property
+    def free_data(self) -> tuple[str, ...]:
+        """The data axes over which a module sees all rows: those that no manual region around it has cut."""
+        return tuple(axis for axis in self.data if axis not in manual_axes() and self.size(axis) > 1)
+
+    def over(self, axes: tuple[str, ...], function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` on each device's own piece along `axes`; all other axes stay as they are around it.
+
+        Specs name these axes only. Gradients of inputs that are whole along an axis are summed over it.
+        """
+        mesh = None if manual_axes() else self.mesh  # inside a manual region jax knows the mesh
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
+
+
+WHOLE = Cutting()
+_CURRENT: contextvars.ContextVar[Cutting] = contextvars.ContextVar("cutting", default=WHOLE)
+
+
+def current() -> Cutting:
+    """How the forward pass that is being traced is to be cut."""
+    return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def under(cutting: Cutting) -> Iterator[Cutting]:
+    """Calls of a model inside are cut so."""
+    token = _CURRENT.set(cutting)
+    try:
+        yield cutting
+    finally:
+        _CURRENT.reset(token)
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The mesh axes along which the code that is being traced sees one device's piece."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def rows_over(axes: tuple[str, ...]) -> PartitionSpec:
+    """Dim 0 cut over these axes."""
+    return PartitionSpec(axes) if axes else PartitionSpec()
