@@ -1,1 +1,5 @@
-"""Cutting the forward pass along a mesh axis: schedules of pipelines."""
+"""Cutting the forward pass along a mesh axis: stacks of layers as pipelines. Outside of a step everything here is plain model code."""
+
+from spmd.nn.layer_stack import LayerStack as LayerStack
+from spmd.nn.schedule import Schedule as Schedule
+from spmd.nn.schedule import make_schedule as make_schedule

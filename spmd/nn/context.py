@@ -21,6 +21,7 @@ class Cutting:
 
     Attributes:
       data: the mesh axes over which rows are cut. In the manual step they are cut already, and a module sees one worker's rows.
+      ordered: a circular pipeline finds the layers of stacks in the order of its stages (`spmd.nn.order`).
       unroll: loops are to be unrolled (a convolution in a loop's body, on a CPU).
       used: which of "pipeline" and "sequence" some module has made use of, for the step to know.
     """
@@ -29,6 +30,7 @@ class Cutting:
     data: tuple[str, ...] = ()
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
+    ordered: bool = False
     unroll: bool = False
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
 
