@@ -60,12 +60,16 @@ class LayerStack(nnx.Module):
         """
         layers, cutting = Layers(self.layers), current()
         cutting.used.add("pipeline")
-        call = lambda x, rows, variables, change: layers.call(lambda layer: layer(x, *rows, **whole), variables, change)
+        arrays = {name: leaf for name, leaf in whole.items() if jax.tree.leaves(leaf) and all(map(_is_array, jax.tree.leaves(leaf)))}
+        fixed = {name: leaf for name, leaf in whole.items() if name not in arrays}
+        call = lambda x, more, variables, change: layers.call(lambda layer: layer(x, *more[0], **more[1], **fixed), variables, change)
+        if cutting.tap is not None:
+            return cutting.tap(cutting, layers, call, x, (rows, arrays))
         if cutting.stages == 1:
-            one = lambda x, variables: call(x, rows, variables, lambda key: key)
+            one = lambda x, variables: call(x, (rows, arrays), variables, lambda key: key)
             y, kept = scan_layers(one, x, layers.variables, unroll=cutting.unroll)
         else:
-            y, kept = _pipelined(cutting, layers, call, x, rows)
+            y, kept = _pipelined(cutting, layers, call, x, rows, arrays)
         layers.keep(kept)
         return y
 
@@ -148,18 +152,18 @@ def schedule_of(cutting: Cutting, microbatches: int) -> Schedule:
     return make_schedule(declared.schedule, stages=cutting.stages, microbatches=microbatches, groups=declared.groups)
 
 
-def _pipelined(cutting: Cutting, layers: Layers, call: Callable[..., tuple], x: Tree, rows: tuple) -> tuple[Tree, Tree]:
+def _pipelined(cutting: Cutting, layers: Layers, call: Callable[..., tuple], x: Tree, rows: tuple, whole: dict) -> tuple[Tree, Tree]:
     """The stack's results and what its layers keep, by way of the stages."""
     axis, groups = str(cutting.pipeline.axis), cutting.pipeline.groups
     own = stage_layers(cutting, layers.count) // groups
     parts = cut_rows(cutting, (x, rows))
     schedule = schedule_of(cutting, parts.count)
 
-    def stage(variables: tuple, x: Tree, rows: tuple) -> tuple[Tree, Tree]:
+    def stage(variables: tuple, x: Tree, rows: tuple, whole: dict) -> tuple[Tree, Tree]:
         x, rows = parts.apart(x), parts.apart(rows)
 
         def work(variables: tuple, kept: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-            here = jax.tree.map(lambda leaf: leaf[number], rows)
+            here = jax.tree.map(lambda leaf: leaf[number], rows), whole
             one = lambda x, variables: layers.unchanged(variables, *call(x, here, variables, parts.key(number)))
             if groups == 1:
                 y, after = scan_layers(one, x, variables, unroll=cutting.unroll)
@@ -179,6 +183,10 @@ def _pipelined(cutting: Cutting, layers: Layers, call: Callable[..., tuple], x: 
     scatter = parts.count % cutting.stages == 0
     at, over = PartitionSpec(axis), rows_over(parts.free)
     out = rows_over((*parts.free, axis)) if scatter else over
-    run = cutting.over((axis, *parts.free), stage, in_specs=(at, over, over), out_specs=(out, at))
-    y, kept = run(variables, x, rows)
+    run = cutting.over((axis, *parts.free), stage, in_specs=(at, over, over, PartitionSpec()), out_specs=(out, at))
+    y, kept = run(variables, x, rows, whole)
     return y, ordered(kept, np.argsort(order))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)

@@ -76,6 +76,11 @@ class RNNStack(nnx.Module):
         """
         layers, cutting = Layers(self.cells), current()
         cutting.used.add("pipeline")
+        if cutting.tap is not None:
+            raise ModelError(
+                "a 1f1b pipeline is made of one spmd.nn.LayerStack, and the loss calls an RNNStack.\n"
+                '    cure: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.'
+            )
         _check(x, lengths, beside)
         drop = self.dropout if not self.deterministic else 0.0
         cells = Cells(layers, layers.count if self.residual_from is None else self.residual_from, drop)
