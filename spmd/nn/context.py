@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmd.layout.forward import Pipeline, Sequence
+from spmd.nn.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Cutting:
       unroll: loops are to be unrolled (a convolution in a loop's body, on a CPU).
       tap: what stands in the place of a stack of layers (`spmd.nn.back_at_once`).
       used: which of "pipeline" and "sequence" some module has made use of, for the step to know.
+      schedules: what the stacks that were called do when, by a name for each.
     """
 
     mesh: Mesh | None = None
@@ -35,6 +37,7 @@ class Cutting:
     unroll: bool = False
     tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
+    schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict, compare=False)
 
     def size(self, axis: str | None) -> int:
         """How many devices lie along a mesh axis; 1 for none."""

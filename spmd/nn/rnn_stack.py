@@ -182,25 +182,28 @@ def _wavefront(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, 
         lengths = jnp.int32(time) if lengths is None else lengths
     free = cutting.free_data if rows % math.prod(map(cutting.size, cutting.free_data)) == 0 else ()
     schedule = make_schedule("gpipe", stages=stages, microbatches=count)
+    cutting.schedules[f"RNNStack of {cells.layers.count} layers, chunks of {chunk} steps"] = schedule
     scatter = count % stages == 0 and count * chunk == time
     data = jax.random.key_data(key) if key is not None else None
 
     def stage(parts: tuple, along: dict, lengths: Any, data: Any) -> tuple:
         along = jax.tree.map(lambda x: x.reshape(count, chunk, *x.shape[1:]), along)
+        (variables, carry), x = parts, along.pop("x")
         own_key = None
         if key is not None:
             own_key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
             if free:
-                own_key = part_key(own_key, wire.worker_index(free), wire.worker_count(free), rows=along["x"].shape[2])
+                own_key = part_key(own_key, wire.worker_index(free), wire.worker_count(free), rows=x.shape[2])
 
-        def work(variables: tuple, carry: Tree, number: jax.Array, group: jax.Array, x: jax.Array) -> tuple[Tree, jax.Array]:
+        def work(given: tuple, carry: Tree, number: jax.Array, group: jax.Array, x: jax.Array) -> tuple[Tree, jax.Array]:
             del group
-            here = {"x": x} | {name: other[number] for name, other in along.items() if name != "x"}
+            variables, beside = given
+            here = {"x": x} | {name: other[number] for name, other in beside.items()}
             first = wire.worker_index((axis,)) * own
             y, carry = cells.run((variables, carry), first, here, number * chunk, lengths, own_key, unroll=cutting.unroll)
             return carry, y
 
-        carry, y = run_ticks(schedule, axis, work, parts[0], parts[1], along["x"], unroll=cutting.unroll)
+        carry, y = run_ticks(schedule, axis, work, (variables, along), carry, x, unroll=cutting.unroll)
         return from_last_stage(y, axis, scatter=scatter).reshape(-1, *y.shape[2:]), carry
 
     layers, times = PartitionSpec(axis), PartitionSpec(None, free or None)
