@@ -6,6 +6,7 @@ A module of `spmd.nn` asks `current()`. Outside of a step nothing is cut, and it
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,6 +58,10 @@ class Cutting:
     def free_data(self) -> tuple[str, ...]:
         """The data axes over which a module sees all rows: those that no manual region around it has cut."""
         return tuple(axis for axis in self.data if axis not in manual_axes() and self.size(axis) > 1)
+
+    def free_over(self, rows: int) -> tuple[str, ...]:
+        """The same, if they divide so many rows; else none, and everybody has them all."""
+        return self.free_data if rows % math.prod(map(self.size, self.free_data)) == 0 else ()
 
     def over(self, axes: tuple[str, ...], function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` on each device's own piece along `axes`; all other axes stay as they are around it.

@@ -118,8 +118,7 @@ def cut_rows(cutting: Cutting, trees: Tree) -> Parts:
             "    cure: pass what has no rows by name: stack(x, table=...)."
         )
     rows, stages, declared = leaves[0].shape[0], cutting.stages, cutting.pipeline
-    free = cutting.free_data
-    free = free if rows % math.prod(map(cutting.size, free)) == 0 else ()
+    free = cutting.free_over(rows)
     rows //= math.prod(map(cutting.size, free))
     unit = stages if declared.groups > 1 else 1
     most = declared.microbatches or MICROBATCHES * stages
