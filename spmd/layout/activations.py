@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from spmd.errors import Problem
-from spmd.layout.cure import fitting_spec, listed, overlap_cure, path_cure, rule_cure, spec_problems
+from spmd.layout.cure import except_text, fitting_spec, listed, overlap_cure, path_cure, rule_cure, spec_problems
 from spmd.layout.declare import Layout, Rule, Spec, entry_axes, keep_axes, spec_axes, spec_text
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import owners, rule_name, ways
@@ -127,11 +127,12 @@ def _cure(
 ) -> str:
     """A spec that fits, for these modules alone, and the sizes that would fit the rule's own."""
     rules, pattern = layout.activations, covering(paths, claims)
+    alone = sum(claimed == (number,) for claimed in claims.values()) == len(paths)
     if not shape or shape[0] % rows:
-        return f'except = ["{pattern}"]  in {rule_name(rules, number)}.' if pattern else "a pattern for other modules."
+        others = "a pattern for modules that return rows."
+        return others if alone or not pattern else f"{except_text(rules[number], [pattern])}  in {rule_name(rules, number)}."
     spec, at_once = _own(layout, rules[number].spec), (shape[0] // parts, *shape[1:])
     fixed = spec_text(fitting_spec(spec, at_once, mesh))
-    alone = sum(claimed == (number,) for claimed in claims.values()) == len(paths)
     cure = f"spec {fixed}" if alone else rule_cure(rules, number, pattern, fixed)
     sizes = []
     for dim, entry in enumerate(spec) if len(spec) <= len(shape) else ():
