@@ -70,7 +70,7 @@ def test_images_cut_by_rows_and_columns(monkeypatch, capsys):
     assert len(loss) == 12 and loss[-1] < loss[0] and "test accuracy" in out
     assert "device 0: rows 0:8, height 0:16, width 0:16" in out and "device 7: rows 8:16, height 16:32, width 16:32" in out
     train, test = module.load_data()
-    assert train["image"].shape == (384, 32, 32, 3) and set(test["label"]) == {0, 1}
+    assert train["image"].shape == (416, 32, 32, 3) and set(test["label"]) == {0, 1}
 
 
 def test_convolutions_by_rows_and_dense_layers_by_features(small):
