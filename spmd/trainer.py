@@ -213,12 +213,12 @@ class Trainer:
     def load(self, store: Store, step: int) -> tuple[State, list[str]]:
         """The state of a step in a store, and in words what of the codecs' memory did not fit."""
         check_meetings(loads(store.meta(step)["layout"]).parameter_server, self.layout.parameter_server, step)
-        return store.restore(step, self.abstract_state, self._placed.init_memory, self._placed.storage)
+        return store.restore(step, self.abstract_state, self._placed.init_memory, self._placed.packing)
 
     @property
-    def storage(self) -> dict[str, Any] | None:
-        """How a parameter server packs parameters, for a checkpoint; None without one."""
-        found = self._placed.storage
+    def packing(self) -> dict[str, Any] | None:
+        """How the state keeps parameters, for a checkpoint; None where it does as the model has them."""
+        found = self._placed.packing
         return None if found is None else written(found)
 
     def rebuild(self, state: State) -> Any:

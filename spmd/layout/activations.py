@@ -5,18 +5,28 @@ case, and over what the rule names beside them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
 from spmd.errors import Problem
 from spmd.layout.cure import except_text, fitting_spec, listed, overlap_cure, path_cure, rule_cure, spec_problems
-from spmd.layout.declare import Layout, Rule, Spec, entry_axes, keep_axes, spec_axes, spec_text
+from spmd.layout.declare import Layout, Spec, entry_axes, keep_axes, spec_axes, spec_text
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import owners, rule_name, ways
 from spmd.mesh import MeshSpec
 from spmd.tree import describe
 
-Outputs = Mapping[str, Sequence[tuple[str, jax.ShapeDtypeStruct]]]  # by module: (path inside of what it returned, array), of every call
+
+class Output(NamedTuple):
+    """One array that a module returned: its path inside of that, "" for the array itself; `part`: of some rows of the batch only."""
+
+    inside: str
+    leaf: jax.ShapeDtypeStruct
+    part: bool = False
+
+
+Outputs = Mapping[str, Sequence[Output]]  # by module, of all its calls
 
 
 def activation_spec(own: Spec, data_axes: tuple[str, ...], shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
@@ -82,24 +92,26 @@ def _misfits(
     """Arrays that their rule cannot cut; modules that share a rule and a shape are told as one problem."""
     rules, found = layout.activations, {}
     for path, arrays in outputs.items():
-        for inside, leaf in arrays if len(claims[path]) == 1 else ():
-            why = tuple(_why(layout, rules[claims[path][0]], leaf, mesh, rows, parts))
+        for output in arrays if len(claims[path]) == 1 else ():
+            spec, counts = _own(layout, rules[claims[path][0]].spec), (rows, parts)
+            if output.part:  # how many of the batch's rows these are is not ours to say
+                spec, counts = (None, *spec[1:]), (1, 1)
+            why = tuple(_why(spec, output.leaf.shape, mesh, *counts))
             if why:
-                found.setdefault((claims[path][0], inside, leaf.shape, str(leaf.dtype), why), {})[path] = leaf
-    for (number, inside, shape, _, why), at in found.items():
-        rule, paths = rules[number], list(at)
-        first = f"{_module(paths[0])}{f', {inside} of what it returns' if inside else ''}   {describe(at[paths[0]])}"
+                key = (claims[path][0], output.inside, describe(output.leaf), output.leaf.shape, spec, counts, why)
+                found.setdefault(key, []).append(path)
+    for (number, inside, array, shape, spec, counts, why), paths in found.items():
+        first = f"{_module(paths[0])}{f', {inside} of what it returns' if inside else ''}   {array}"
         more = [f"and {len(paths) - 1} more: {listed(paths[1:])}."] if len(paths) > 1 else []
         yield Problem(
-            f"{first}   [[activations]] {rule_name(rules, number)}: spec {spec_text(rule.spec)}",
+            f"{first}   [[activations]] {rule_name(rules, number)}: spec {spec_text(rules[number].spec)}",
             [*more, *why],
-            _cure(layout, number, paths, shape, claims, mesh, rows, parts),
+            _cure(layout, number, paths, spec, shape, claims, mesh, *counts),
         )
 
 
-def _why(layout: Layout, rule: Rule, leaf: jax.ShapeDtypeStruct, mesh: MeshSpec, rows: int, parts: int) -> Iterator[str]:
-    """What is wrong with cutting one array as its rule says."""
-    spec, shape = _own(layout, rule.spec), leaf.shape
+def _why(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec, rows: int, parts: int) -> Iterator[str]:
+    """What is wrong with cutting an array of this shape as `spec` says."""
     if not shape or shape[0] % rows:
         yield f"dim 0 is not the batch, of which there are {rows} rows." if shape else "a scalar has no dim to cut."
         return
@@ -119,6 +131,7 @@ def _cure(
     layout: Layout,
     number: int,
     paths: list[str],
+    spec: Spec,
     shape: tuple[int, ...],
     claims: Mapping[str, tuple[int, ...]],
     mesh: MeshSpec,
@@ -131,7 +144,7 @@ def _cure(
     if not shape or shape[0] % rows:
         others = "a pattern for modules that return rows."
         return others if alone or not pattern else f"{except_text(rules[number], [pattern])}  in {rule_name(rules, number)}."
-    spec, at_once = _own(layout, rules[number].spec), (shape[0] // parts, *shape[1:])
+    at_once = (shape[0] // parts, *shape[1:])
     fixed = spec_text(fitting_spec(spec, at_once, mesh))
     cure = f"spec {fixed}" if alone else rule_cure(rules, number, pattern, fixed)
     sizes = []
@@ -139,8 +152,9 @@ def _cure(
         pieces, size = ways((entry,), mesh), at_once[dim]
         if size % pieces:
             near = sorted({max(pieces, size // pieces * pieces), -(-size // pieces) * pieces})
-            of = f"batch_size={' or '.join(str(rows // shape[0] * n * parts or n * parts) for n in near)}"
-            sizes.append(of if dim == 0 and shape[0] == rows else f"dim {dim} of {' or '.join(map(str, near))}")
+            batch = dim == 0 and shape[0] == rows
+            shown = " or ".join(str(one * parts if batch else one) for one in near)
+            sizes.append(f"batch_size={shown}" if batch else f"dim {dim} of {shown}")
     return cure + (f", or {', '.join(sizes)}." if sizes else ".")
 
 

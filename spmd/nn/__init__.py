@@ -1,3 +1,8 @@
-"""Cutting the forward pass along a mesh axis: schedules of pipelines; and a pool that is fast where others are not."""
+"""Cutting the forward pass along a mesh axis: stacks of layers as pipelines. Outside of a step everything here is plain model code."""
 
+from spmd.nn.layer_stack import LayerStack as LayerStack
 from spmd.nn.pool import max_pool2 as max_pool2
+from spmd.nn.rnn_stack import RNNStack as RNNStack
+from spmd.nn.schedule import Schedule as Schedule
+from spmd.nn.schedule import best_chunk as best_chunk
+from spmd.nn.schedule import make_schedule as make_schedule

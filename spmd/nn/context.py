@@ -21,7 +21,9 @@ class Cutting:
 
     Attributes:
       data: the mesh axes over which rows are cut. In the manual step they are cut already, and a module sees one worker's rows.
+      ordered: a circular pipeline finds the layers of stacks in the order of its stages (`spmd.nn.order`).
       unroll: loops are to be unrolled (a convolution in a loop's body, on a CPU).
+      tap: what stands in the place of a stack of layers (`spmd.nn.back_at_once`).
       used: which of "pipeline" and "sequence" some module has made use of, for the step to know.
     """
 
@@ -29,7 +31,9 @@ class Cutting:
     data: tuple[str, ...] = ()
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
+    ordered: bool = False
     unroll: bool = False
+    tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
 
     def size(self, axis: str | None) -> int:
@@ -40,6 +44,11 @@ class Cutting:
     def stages(self) -> int:
         """Devices along the pipeline's axis."""
         return self.size(self.pipeline.axis)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a step runs backward by hand, tick by tick."""
+        return self.stages > 1 and self.pipeline.schedule == "1f1b"
 
     @property
     def free_data(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd.errors import LayoutError, raise_problems
-from spmd.layout.activations import activation_spec, output_problems
+from spmd.layout.activations import Output, activation_spec, output_problems
 from spmd.layout.declare import Rule, keep_axes
 from spmd.layout.resolve import Resolved, owners, pspec
 from spmd.nn.context import manual_axes
@@ -46,7 +46,7 @@ class Seen:
     def __init__(self, resolved: Resolved):
         self._resolved = resolved
         self.modules: dict[str, None] = {}
-        self.outputs: dict[str, list[tuple[str, jax.ShapeDtypeStruct]]] = {}
+        self.outputs: dict[str, list[Output]] = {}
 
     def __call__(self, path: str) -> Callable[[Tree], Tree] | None:
         """A function that remembers shapes, for a module that some rule claims."""
@@ -56,7 +56,7 @@ class Seen:
     def _remember(self, path: str, outputs: Tree) -> Tree:
         found = self.outputs.setdefault(path, [])
         for inside, leaf in flatten(outputs).items():
-            entry = (inside, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+            entry = Output(inside, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), bool(manual_axes()))
             found += [entry] if entry not in found else []
         return outputs
 

@@ -213,3 +213,22 @@ layout does not fit what this model's modules return, on mesh data=2, row=2, col
       cure: except = ["conv2"]  in rule 1, line 15, and a rule  path = "conv2"  spec = ["-", "-", "-"], or dim 1 of 4 or 6, dim 2 of 4 or 6."""
     )
     assert fits(text, size=12, **spatial).resolved.idle_axes() == ()
+
+
+class Deep(nnx.Module):
+    def __init__(self, rngs):
+        self.stack = spmd.nn.LayerStack([nnx.Linear(10, 10, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        return self.stack(x[..., 0]).mean(1)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_layers_of_a_stack_in_a_pipeline_or_not(stage):
+    """A stage sees some rows of a batch only; what it returns is held against the rule but for them."""
+    text = '[pipeline]\naxis = "stage"\n' * (stage > 1) + '[[activations]]\npath = "stack/layers"\nspec = ["-", "row", "-"]\n'
+    options = {"model": lambda: Deep(nnx.Rngs(0)), "mesh": "data=2,stage=2,row=2" if stage > 1 else "data=4,row=2"}
+    assert fits(text, **options).resolved.idle_axes() == ()
+    rows = 2 if stage > 1 else 16
+    error = told(text.replace('"row", "-"', '"-", "-", "row"'), **options)
+    assert f"stack/layers   float32[{rows}, 10, 10]" in error and 'cure: spec ["-", "-", "row"].' in error
