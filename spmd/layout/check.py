@@ -110,7 +110,14 @@ def _pipeline_problems(layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec
     if axis in layout.data_axes():
         why = f'mesh axis "{axis}" cuts the batch; a stage sees all rows of its worker.'
         yield Problem("[pipeline] axis", [why], 'an axis of its own, such as "stage".')
-    parts, stages = mesh.sizes[axis] * groups, mesh.sizes[axis]
+    if layout.pipeline.schedule == "1f1b" and layout.remat.saves != "everything" and not layout.remat.modules:
+        why = "a 1f1b stage keeps its input, and computes everything else again in any case."
+        yield Problem("[remat] save", [why], 'leave it out, or name the layers: modules = ["**/layers"].')
+    parts, stages, count = mesh.sizes[axis] * groups, mesh.sizes[axis], layout.pipeline.microbatches or 0
+    if groups > 1 and count % stages:
+        why = f"{count} microbatches, {stages} at a time through each group; {count} / {stages} leaves {count % stages}."
+        near = " or ".join(map(str, sorted({max(stages, count // stages * stages), -(-count // stages) * stages})))
+        yield Problem("[pipeline] microbatches", [why], f"{near}.")
     for count in sorted(set(stacks.values())):
         if count % parts:
             own = [path for path, layers in stacks.items() if layers == count]

@@ -1,5 +1,6 @@
 """Cutting the forward pass along a mesh axis: stacks of layers as pipelines. Outside of a step everything here is plain model code."""
 
+from spmd.nn.bidirectional import Bidirectional as Bidirectional
 from spmd.nn.layer_stack import LayerStack as LayerStack
 from spmd.nn.pool import max_pool2 as max_pool2
 from spmd.nn.rnn_stack import RNNStack as RNNStack

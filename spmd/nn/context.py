@@ -6,6 +6,7 @@ A module of `spmd.nn` asks `current()`. Outside of a step nothing is cut, and it
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmd.layout.forward import Pipeline, Sequence
+from spmd.nn.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Cutting:
       unroll: loops are to be unrolled (a convolution in a loop's body, on a CPU).
       tap: what stands in the place of a stack of layers (`spmd.nn.back_at_once`).
       used: which of "pipeline" and "sequence" some module has made use of, for the step to know.
+      schedules: what the stacks that were called do when, by a name for each.
     """
 
     mesh: Mesh | None = None
@@ -35,6 +38,7 @@ class Cutting:
     unroll: bool = False
     tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
+    schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict, compare=False)
 
     def size(self, axis: str | None) -> int:
         """How many devices lie along a mesh axis; 1 for none."""
@@ -54,6 +58,10 @@ class Cutting:
     def free_data(self) -> tuple[str, ...]:
         """The data axes over which a module sees all rows: those that no manual region around it has cut."""
         return tuple(axis for axis in self.data if axis not in manual_axes() and self.size(axis) > 1)
+
+    def free_over(self, rows: int) -> tuple[str, ...]:
+        """The same, if they divide so many rows; else none, and everybody has them all."""
+        return self.free_data if rows % math.prod(map(self.size, self.free_data)) == 0 else ()
 
     def over(self, axes: tuple[str, ...], function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` on each device's own piece along `axes`; all other axes stay as they are around it.

@@ -14,7 +14,7 @@ from spmd.comm import wire
 from spmd.errors import ModelError
 from spmd.nn.context import Cutting, current, rows_over
 from spmd.nn.order import stage_order
-from spmd.nn.schedule import Schedule, make_schedule
+from spmd.nn.schedule import make_schedule
 from spmd.nn.stacking import Layers, scan_layers, stack_modules, unstack_module
 from spmd.nn.ticks import from_last_stage, run_ticks
 from spmd.rng import part_key
@@ -118,8 +118,7 @@ def cut_rows(cutting: Cutting, trees: Tree) -> Parts:
             "    cure: pass what has no rows by name: stack(x, table=...)."
         )
     rows, stages, declared = leaves[0].shape[0], cutting.stages, cutting.pipeline
-    free = cutting.free_data
-    free = free if rows % math.prod(map(cutting.size, free)) == 0 else ()
+    free = cutting.free_over(rows)
     rows //= math.prod(map(cutting.size, free))
     unit = stages if declared.groups > 1 else 1
     most = declared.microbatches or MICROBATCHES * stages
@@ -146,23 +145,19 @@ def stage_layers(cutting: Cutting, count: int) -> int:
     return count // cutting.stages
 
 
-def schedule_of(cutting: Cutting, microbatches: int) -> Schedule:
-    """The table that a pipeline of layers runs by."""
-    declared = cutting.pipeline
-    return make_schedule(declared.schedule, stages=cutting.stages, microbatches=microbatches, groups=declared.groups)
-
-
 def _pipelined(cutting: Cutting, layers: Layers, call: Callable[..., tuple], x: Tree, rows: tuple, whole: dict) -> tuple[Tree, Tree]:
     """The stack's results and what its layers keep, by way of the stages."""
     axis, groups = str(cutting.pipeline.axis), cutting.pipeline.groups
     own = stage_layers(cutting, layers.count) // groups
     parts = cut_rows(cutting, (x, rows))
-    schedule = schedule_of(cutting, parts.count)
+    schedule = make_schedule(cutting.pipeline.schedule, stages=cutting.stages, microbatches=parts.count, groups=groups)
+    cutting.schedules[f"LayerStack of {layers.count} layers"] = schedule
 
     def stage(variables: tuple, x: Tree, rows: tuple, whole: dict) -> tuple[Tree, Tree]:
         x, rows = parts.apart(x), parts.apart(rows)
 
-        def work(variables: tuple, kept: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        def work(given: tuple, kept: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+            variables, rows, whole = given
             here = jax.tree.map(lambda leaf: leaf[number], rows), whole
             one = lambda x, variables: layers.unchanged(variables, *call(x, here, variables, parts.key(number)))
             if groups == 1:
@@ -173,7 +168,7 @@ def _pipelined(cutting: Cutting, layers: Layers, call: Callable[..., tuple], x: 
             put = lambda kept, after: jax.lax.dynamic_update_slice_in_dim(kept, after, group * own, 0)
             return jax.tree.map(put, kept, after), y
 
-        kept, y = run_ticks(schedule, axis, work, variables, variables[2], x, unroll=cutting.unroll)
+        kept, y = run_ticks(schedule, axis, work, (variables, rows, whole), variables[2], x, unroll=cutting.unroll)
         return parts.together(from_last_stage(y, axis, scatter=scatter)), kept
 
     order = stage_order(layers.count, cutting.stages, groups)

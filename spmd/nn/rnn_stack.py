@@ -1,7 +1,6 @@
 """A deep recurrent network: a scan over layers and time on one device, a wavefront along a mesh axis where the layout says so."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +80,7 @@ class RNNStack(nnx.Module):
                 "a 1f1b pipeline is made of one spmd.nn.LayerStack, and the loss calls an RNNStack.\n"
                 '    cure: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.'
             )
-        _check(x, lengths, beside)
+        check_inputs("RNNStack", x, lengths, beside)
         drop = self.dropout if not self.deterministic else 0.0
         cells = Cells(layers, layers.count if self.residual_from is None else self.residual_from, drop)
         initial = cells.opening(x) if initial is None else cells.checked(initial, x)
@@ -135,31 +134,35 @@ class Cells:
           start: the number of the chunk's first step.
           lengths: a number of steps, or one for each row; None: all steps count.
         """
-        beside, steps = along.get("beside"), start + jnp.arange(along["x"].shape[0])
+        steps = start + jnp.arange(along["x"].shape[0])
 
         def layer(x: jax.Array, part: tuple) -> tuple[jax.Array, Tree]:
             variables, carry, number = part
             if self.dropout:
                 x = jnp.where(number > 0, self._dropped(x, jax.random.fold_in(key, number), steps), x)
-
-            def step(carry: Tree, inputs: tuple) -> tuple[Tree, jax.Array]:
-                x, time, more = inputs
-                given = x if more is None else jnp.concatenate([x, more], axis=-1)
-                (after, y), kept = self.layers.call(lambda cell: cell(carry, given), variables)
-                self.layers.unchanged(variables, None, kept)
-                y = jnp.where(number >= self.residual_from, x + y, y) if self.residual_from < self.layers.count else y
-                if lengths is None:
-                    return after, y
-                here = time < lengths
-                keep = lambda new, old: jnp.where(here.reshape(here.shape + (1,) * (new.ndim - 1)) if here.ndim else here, new, old)
-                return jax.tree.map(keep, after, carry), keep(y, jnp.zeros_like(y))
-
-            carry, y = lax.scan(step, carry, (x, steps, beside), unroll=x.shape[0] if unroll else 1)
-            return y, carry
+            y, carry = self.over_time(variables, carry, x, along.get("beside"), steps, lengths, unroll=unroll)
+            return jnp.where(number >= self.residual_from, x + y, y) if self.residual_from < self.layers.count else y, carry
 
         variables, carry = parts
         numbers = first + jnp.arange(jax.tree.leaves(carry)[0].shape[0])
         return scan_layers(layer, along["x"], (variables, carry, numbers), unroll=unroll)
+
+    def over_time(self, variables: tuple, carry: Tree, x: jax.Array, beside: Any, steps: Any, lengths: Any, *, unroll: bool) -> tuple:
+        """One layer on a chunk: what it returns, and its carry after it."""
+
+        def step(carry: Tree, inputs: tuple) -> tuple[Tree, jax.Array]:
+            x, time, more = inputs
+            given = x if more is None else jnp.concatenate([x, more], axis=-1)
+            (after, y), kept = self.layers.call(lambda cell: cell(carry, given), variables)
+            self.layers.unchanged(variables, None, kept)
+            if lengths is None:
+                return after, y
+            here = time < lengths
+            keep = lambda new, old: jnp.where(here.reshape(here.shape + (1,) * (new.ndim - 1)) if here.ndim else here, new, old)
+            return jax.tree.map(keep, after, carry), keep(y, jnp.zeros_like(y))
+
+        carry, y = lax.scan(step, carry, (x, steps, beside), unroll=x.shape[0] if unroll else 1)
+        return y, carry
 
     def _dropped(self, x: jax.Array, key: Any, steps: jax.Array) -> jax.Array:
         """Features set to zero, the rest scaled up; each step of time has a key of its own, so chunks do not matter."""
@@ -180,27 +183,30 @@ def _wavefront(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, 
     if count * chunk != time:  # a last chunk that is not full: what fills it up is masked, as steps after a row's end are
         along = jax.tree.map(lambda x: jnp.pad(x, ((0, count * chunk - time), *[(0, 0)] * (x.ndim - 1))), along)
         lengths = jnp.int32(time) if lengths is None else lengths
-    free = cutting.free_data if rows % math.prod(map(cutting.size, cutting.free_data)) == 0 else ()
+    free = cutting.free_over(rows)
     schedule = make_schedule("gpipe", stages=stages, microbatches=count)
+    cutting.schedules[f"RNNStack of {cells.layers.count} layers, chunks of {chunk} steps"] = schedule
     scatter = count % stages == 0 and count * chunk == time
     data = jax.random.key_data(key) if key is not None else None
 
     def stage(parts: tuple, along: dict, lengths: Any, data: Any) -> tuple:
         along = jax.tree.map(lambda x: x.reshape(count, chunk, *x.shape[1:]), along)
+        (variables, carry), x = parts, along.pop("x")
         own_key = None
         if key is not None:
             own_key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
             if free:
-                own_key = part_key(own_key, wire.worker_index(free), wire.worker_count(free), rows=along["x"].shape[2])
+                own_key = part_key(own_key, wire.worker_index(free), wire.worker_count(free), rows=x.shape[2])
 
-        def work(variables: tuple, carry: Tree, number: jax.Array, group: jax.Array, x: jax.Array) -> tuple[Tree, jax.Array]:
+        def work(given: tuple, carry: Tree, number: jax.Array, group: jax.Array, x: jax.Array) -> tuple[Tree, jax.Array]:
             del group
-            here = {"x": x} | {name: other[number] for name, other in along.items() if name != "x"}
+            variables, beside = given
+            here = {"x": x} | {name: other[number] for name, other in beside.items()}
             first = wire.worker_index((axis,)) * own
             y, carry = cells.run((variables, carry), first, here, number * chunk, lengths, own_key, unroll=cutting.unroll)
             return carry, y
 
-        carry, y = run_ticks(schedule, axis, work, parts[0], parts[1], along["x"], unroll=cutting.unroll)
+        carry, y = run_ticks(schedule, axis, work, (variables, along), carry, x, unroll=cutting.unroll)
         return from_last_stage(y, axis, scatter=scatter).reshape(-1, *y.shape[2:]), carry
 
     layers, times = PartitionSpec(axis), PartitionSpec(None, free or None)
@@ -212,15 +218,15 @@ def _wavefront(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, 
     return y[:time], carry
 
 
-def _check(x: Any, lengths: Any, beside: Any) -> None:
+def check_inputs(what: str, x: Any, lengths: Any, beside: Any) -> None:
     """Shapes that go together.
 
     Raises:
       ModelError: they do not.
     """
     if not hasattr(x, "ndim") or x.ndim < 3:
-        raise ModelError(f"RNNStack: x is {describe(x) if hasattr(x, 'shape') else a_kind(x)}.\n    cure: [rows, time, features].")
+        raise ModelError(f"{what}: x is {describe(x) if hasattr(x, 'shape') else a_kind(x)}.\n    cure: [rows, time, features].")
     if lengths is not None and (jnp.ndim(lengths) != 1 or lengths.shape[0] != x.shape[0]):
-        raise ModelError(f"RNNStack: lengths is {describe(lengths)} for {x.shape[0]} rows.\n    cure: int32[{x.shape[0]}].")
+        raise ModelError(f"{what}: lengths is {describe(lengths)} for {x.shape[0]} rows.\n    cure: int32[{x.shape[0]}].")
     if beside is not None and beside.shape[:2] != x.shape[:2]:
-        raise ModelError(f"RNNStack: beside is {describe(beside)} and x {describe(x)}.\n    cure: the same rows and time.")
+        raise ModelError(f"{what}: beside is {describe(beside)} and x {describe(x)}.\n    cure: the same rows and time.")

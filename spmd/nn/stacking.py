@@ -17,6 +17,16 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def stack_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
+    """`join_modules`, marked as a stack: a layout cuts its layers over the axis of `[pipeline]`, and rules speak of one layer."""
+    stack = join_modules(layers, what)
+    for _, variable in nnx.to_flat_state(nnx.state(stack, nnx.Param)):
+        names = variable.get_metadata().get("out_sharding")
+        variable.set_metadata(STACKED, len(layers))
+        variable.set_metadata("out_sharding", (None, *names)) if names else None
+    return stack
+
+
+def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
     """One module with the arrays of all `layers`, [layers, ...] each; it is the first one's in everything else.
 
     Raises:
@@ -40,12 +50,7 @@ def stack_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
     rest = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers[1:]]
     flat = []
     for path, variable in nnx.to_flat_state(first):
-        one = variable.replace(jnp.stack([variable.get_value(), *(other[path].get_value() for other in rest)]))
-        if isinstance(one, nnx.Param):
-            one.set_metadata(STACKED, len(layers))
-            names = one.get_metadata().get("out_sharding")
-            one.set_metadata("out_sharding", (None, *names)) if names else None
-        flat.append((path, one))
+        flat.append((path, variable.replace(jnp.stack([variable.get_value(), *(other[path].get_value() for other in rest)]))))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 

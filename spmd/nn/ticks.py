@@ -27,6 +27,7 @@ def run_ticks(schedule: Schedule, axis: str, work: Stage, params: Tree, state: T
     Args:
       work: `(params, state, number, group, x) -> (state, y)`: one group of layers on one microbatch; y is shaped like x. `number` and
         `group` are those of the microbatch and of the stage's group of layers.
+      params: all arrays that `work` uses and that have a gradient.
       state: what this stage keeps from tick to tick; left as it is in a tick in which it is idle.
       inputs: leaves [microbatches, ...], the same on all stages; only the first one takes them.
 
@@ -66,23 +67,33 @@ def masked(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
     """`work`, done in any case; where not `live` the state stays as it is, and gradients are zero, whatever was computed (0 * NaN)."""
 
     def run(live: jax.Array, params: Tree, state: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        @jax.custom_vjp
-        def guarded(args: tuple) -> tuple[Tree, Tree]:
-            return work(args[0], args[1], number, group, args[2])
-
-        def forward(args: tuple) -> tuple[tuple[Tree, Tree], Any]:
-            return jax.vjp(lambda args: work(args[0], args[1], number, group, args[2]), args)
-
-        def backward(pull: Any, cotangents: Any) -> tuple[Any]:
-            (found,) = pull(cotangents)
-            zero = lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(live, g, jnp.zeros_like(g))
-            return (jax.tree.map(zero, found),)
-
-        guarded.defvjp(forward, backward)
-        after, y = guarded((params, state, x))
+        params, state, x = jax.tree.map(lambda leaf: gate(live, leaf) if _has_gradient(leaf) else leaf, (params, state, x))
+        after, y = work(params, state, jnp.maximum(number, 0), group, x)
         return jax.tree.map(functools.partial(jnp.where, live), after, state), y
 
     return run
+
+
+@jax.custom_vjp
+def gate(live: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, whose gradient is zero where not `live`, and not a product with zero."""
+    del live
+    return x
+
+
+def _gate_forward(live: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, live
+
+
+def _gate_backward(live: jax.Array, cotangent: jax.Array) -> tuple[None, jax.Array]:
+    return None, jnp.where(live, cotangent, jnp.zeros_like(cotangent))
+
+
+gate.defvjp(_gate_forward, _gate_backward)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def from_last_stage(y: Tree, axis: str, *, scatter: bool) -> Tree:
