@@ -73,6 +73,7 @@ def test_images_cut_by_rows_and_columns(monkeypatch, capsys):
     assert train["image"].shape == (416, 32, 32, 3) and set(test["label"]) == {0, 1}
 
 
+@pytest.mark.slow
 def test_convolutions_by_rows_and_dense_layers_by_features(small):
     result = small("digits_cnn").main(["--layout", "conv_data_dense_model", "--steps", "8", "--batch-size", "32"])
     assert result.history["loss"][-1] < result.history["loss"][0]

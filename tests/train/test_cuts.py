@@ -206,8 +206,10 @@ class Tower(linen.Module):
         return linen.Dense(4)(x)
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("kind", "remat"),
+    [("nnx", False), ("linen", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("nnx", True), ("linen", False)])],
+)
 def test_what_a_module_returns_is_where_the_rule_says(kind, remat):
     """Both kinds of flax modules, in the step and in evaluation, under remat of the same module."""
 
