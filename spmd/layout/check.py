@@ -8,7 +8,7 @@ import jax
 from spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 from spmd.layout.activations import data_axis_problems
 from spmd.layout.cure import listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
-from spmd.layout.declare import Layout, Rule, Spec, mixed, spec_axes, spec_text
+from spmd.layout.declare import Layout, Rule, Spec, keep_axes, mixed, spec_axes, spec_text
 from spmd.layout.gradients import GradientRule
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import Names, Resolved, choose, how_it_travels, one_layer, owners, resolve, rule_name
@@ -281,10 +281,11 @@ def _misfit(
         return TOLD  # the default names an unknown axis: told once, by _layout_problems
     if _axis_lines(spec, mesh)[0]:
         return TOLD  # once, by the rule
-    lines = spec_problems(spec, leaf.shape, mesh)
+    lines, where = spec_problems(spec, leaf.shape, mesh), f"{chosen_by}: spec {spec_text(spec)}"
     if stacked and layout.stage_axis in spec_axes(spec):
         lines.append(f'mesh axis "{layout.stage_axis}" cuts the layers of this stack ([pipeline]); a rule speaks of one layer.')
-    return Misfit(tuple(lines), leaf.shape, describe(leaf), f"{chosen_by}: spec {spec_text(spec)}", claimed, spec) if lines else None
+        spec = keep_axes(spec, tuple(axis for axis in mesh.names if axis != layout.stage_axis))
+    return Misfit(tuple(lines), leaf.shape, describe(leaf), where, claimed, spec) if lines else None
 
 
 def _told(

@@ -99,8 +99,8 @@ class Program:
             )
         if cutting.by_hand and stats:
             raise ModelError(
-                f'{source}: [pipeline] schedule = "1f1b" runs the whole loss microbatch by microbatch, in an order in which '
-                'batch statistics cannot be kept.\n    cure: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".'
+                f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch '
+                'statistics.\n    cure: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".'
             )
 
     def _check_update(self) -> None:
