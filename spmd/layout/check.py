@@ -82,12 +82,16 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     where |= {f'[axes] "{name}"': (entry,) for name, entry in layout.axes}
     where["[optimizer] shard"] = (layout.optimizer.shard,)
     where[f'[default] params = "{layout.default.params}"'] = (layout.default.params.partition(":")[2] or None,)
+    where["[sequence] axis"] = (layout.sequence.axis,)
     for name, spec in where.items():
         lines, cure = _axis_lines(spec, mesh)
         if any(axis in dict(layout.mesh) and axis not in mesh.names for axis in spec_axes(spec)):
             cure = f'mesh="{",".join(f"{axis}={size}" for axis, size in layout.mesh)}", which the layout has itself.'
         if lines:
             yield Problem(name, lines, cure)
+    if layout.sequence.axis in layout.data_axes():
+        why = f'"{layout.sequence.axis}" cuts the rows of the batch, dim 0; it cannot cut dim 1 as well.'
+        yield Problem("[sequence] axis", [why], 'an axis of its own, such as  [mesh] context = 2  and  [batch] spec = ["data", "context"].')
 
 
 def _rule_problems(rules: tuple[Rule, ...], params: Params, mesh: MeshSpec) -> Iterator[Problem]:

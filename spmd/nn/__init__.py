@@ -1,1 +1,4 @@
-"""Cutting the forward pass along a mesh axis: schedules of pipelines."""
+"""Modules and functions that a layout may cut along a mesh axis, and that run on one device as they stand."""
+
+from spmd.nn.attention import attention as attention
+from spmd.nn.embed import Embed as Embed

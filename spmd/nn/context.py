@@ -6,12 +6,14 @@ A module of `spmd.nn` asks `current()`. Outside of a step nothing is cut, and it
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from spmd.errors import LayoutError
 from spmd.layout.forward import Pipeline, Sequence
 
 
@@ -32,6 +34,19 @@ class Cutting:
     unroll: bool = False
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
 
+    def check_used(self, source: str) -> None:
+        """Once the loss was traced: something in it is cut as the layout `source` asks, along every axis that it names for that.
+
+        Raises:
+          LayoutError: the devices of an axis would all do the same work.
+        """
+        for section, (axis, calls) in {"sequence": (self.sequence.axis, "spmd.nn.attention")}.items():
+            if axis is not None and section not in self.used:
+                raise LayoutError(
+                    f'{source}: [{section}] axis = "{axis}", but the loss never calls {calls}, so nothing is cut over "{axis}" by it.\n'
+                    f"    cure: {calls} in the model, or a layout without [{section}]."
+                )
+
     def size(self, axis: str | None) -> int:
         """How many devices lie along a mesh axis; 1 for none."""
         return 1 if axis is None or self.mesh is None else self.mesh.shape[axis]
@@ -45,6 +60,10 @@ class Cutting:
     def free_data(self) -> tuple[str, ...]:
         """The data axes over which a module sees all rows: those that no manual region around it has cut."""
         return tuple(axis for axis in self.data if axis not in manual_axes() and self.size(axis) > 1)
+
+    def rows_axes(self, rows: int) -> tuple[str, ...]:
+        """The free data axes if they divide so many rows, else none: a short batch lies whole everywhere."""
+        return self.free_data if rows % math.prod(map(self.size, self.free_data)) == 0 else ()
 
     def over(self, axes: tuple[str, ...], function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` on each device's own piece along `axes`; all other axes stay as they are around it.

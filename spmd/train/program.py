@@ -46,6 +46,7 @@ class Program:
         stats = bool(jax.tree.leaves(placed.abstract_state.stats))
         (value, extra), jaxpr = self._trace(self._train, training=True)
         self._check_update()
+        placed.cutting.check_used(placed.resolved.layout.source)
         placed.exchange.prove()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
         self._packed = (LOSS, *extra)

@@ -137,11 +137,13 @@ def test_workers_are_the_positions_along_the_data_axes():
 def test_shipped_layouts_fit_a_model_with_names(name):
     params = shapes(**{"up/kernel": (64, 256), "up/bias": (256,), "down/kernel": (256, 64)})
     names = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed")}
-    mesh = MeshSpec.parse("node=2,data=4") if name == "hierarchical_int8" else MESH
+    meshes = {"hierarchical_int8": "node=2,data=4", "context_parallel": "data=4,context=2"}
+    mesh = MeshSpec.parse(meshes.get(name, "data=4,model=2"))
     specs = {path: place.spec for path, place in fit_layout(Layout.load(name), params, names, mesh).placements.items()}
     assert (specs["up/kernel"], specs["up/bias"], specs["down/kernel"]) == {
         "data_parallel": ((), (), ()),
         "backup_workers": ((), (), ()),
+        "context_parallel": ((), (), ()),
         "data_parallel_bf16": ((), (), ()),
         "diloco": ((), (), ()),
         "parameter_server": ((), (), ()),

@@ -74,6 +74,7 @@ def test_a_shipped_layout(name):
 def test_what_ships():
     assert list(shipped()) == [
         "backup_workers",
+        "context_parallel",
         "data_parallel",
         "data_parallel_bf16",
         "diloco",
