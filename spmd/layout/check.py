@@ -55,7 +55,12 @@ def fit_layout(layout: Layout, params: Params, names: Mapping[str, Names], mesh:
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = resolve(layout, params, names, mesh)
-    found = [*_share_problems(resolved, params, names), *_exchange_problems(resolved), *_server_problems(resolved)]
+    found = [
+        *_share_problems(resolved, params, names),
+        *_exchange_problems(resolved),
+        *_server_problems(resolved),
+        *_expert_problems(resolved),
+    ]
     raise_problems(LayoutError, headline, found)
     return resolved
 
@@ -82,16 +87,17 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     where |= {f'[axes] "{name}"': (entry,) for name, entry in layout.axes}
     where["[optimizer] shard"] = (layout.optimizer.shard,)
     where[f'[default] params = "{layout.default.params}"'] = (layout.default.params.partition(":")[2] or None,)
-    where["[sequence] axis"] = (layout.sequence.axis,)
+    where["[sequence] axis"], where["[experts] axis"] = (layout.sequence.axis,), (layout.experts.axis,)
     for name, spec in where.items():
         lines, cure = _axis_lines(spec, mesh)
         if any(axis in dict(layout.mesh) and axis not in mesh.names for axis in spec_axes(spec)):
             cure = f'mesh="{",".join(f"{axis}={size}" for axis, size in layout.mesh)}", which the layout has itself.'
         if lines:
             yield Problem(name, lines, cure)
-    if layout.sequence.axis in layout.data_axes():
-        why = f'"{layout.sequence.axis}" cuts the rows of the batch, dim 0; it cannot cut dim 1 as well.'
-        yield Problem("[sequence] axis", [why], 'an axis of its own, such as  [mesh] context = 2  and  [batch] spec = ["data", "context"].')
+    for section, axis in (("sequence", layout.sequence.axis), ("experts", layout.experts.axis)):
+        if axis in layout.data_axes():
+            why = f'"{axis}" cuts the rows of the batch among workers, so it cannot cut what one worker has.'
+            yield Problem(f"[{section}] axis", [why], f"another axis than {', '.join(layout.data_axes())}.")
 
 
 def _rule_problems(rules: tuple[Rule, ...], params: Params, mesh: MeshSpec) -> Iterator[Problem]:
@@ -217,6 +223,16 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
     if isinstance(server.compute_time, tuple) and len(server.compute_time) != workers:
         why = f"{len(server.compute_time)} numbers for {workers} workers."
         yield Problem("[parameter_server] compute_time", [why], "one for each.")
+
+
+def _expert_problems(resolved: Resolved) -> Iterator[Problem]:
+    """Experts that are to lie on different devices, and do not."""
+    axis = resolved.layout.experts.axis
+    if axis is None or resolved.layout.gradients.reduction == "parameter_server":
+        return
+    if not any(axis in spec_axes(place.spec) for place in resolved.placements.values()):
+        why = f'no parameter is cut over "{axis}", so every device would keep all experts.'
+        yield Problem("[experts] axis", [why], f'[axes]  expert = "{axis}".')
 
 
 def _misfit(

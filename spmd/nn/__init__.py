@@ -2,3 +2,5 @@
 
 from spmd.nn.attention import attention as attention
 from spmd.nn.embed import Embed as Embed
+from spmd.nn.experts import MixtureOfExperts as MixtureOfExperts
+from spmd.nn.experts import Routing as Routing

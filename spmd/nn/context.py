@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmd.errors import LayoutError
-from spmd.layout.forward import Pipeline, Sequence
+from spmd.layout.forward import Experts, Pipeline, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +24,14 @@ class Cutting:
     Attributes:
       data: the mesh axes over which rows are cut. In the manual step they are cut already, and a module sees one worker's rows.
       unroll: loops are to be unrolled (a convolution in a loop's body, on a CPU).
-      used: which of "pipeline" and "sequence" some module has made use of, for the step to know.
+      used: which of "pipeline", "sequence" and "experts" some module has made use of, for the step to know.
     """
 
     mesh: Mesh | None = None
     data: tuple[str, ...] = ()
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
+    experts: Experts = Experts()  # noqa: RUF009
     unroll: bool = False
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
 
@@ -40,7 +41,11 @@ class Cutting:
         Raises:
           LayoutError: the devices of an axis would all do the same work.
         """
-        for section, (axis, calls) in {"sequence": (self.sequence.axis, "spmd.nn.attention")}.items():
+        wanted = {
+            "sequence": (self.sequence.axis, "spmd.nn.attention"),
+            "experts": (self.experts.axis, "spmd.nn.MixtureOfExperts"),
+        }
+        for section, (axis, calls) in wanted.items():
             if axis is not None and section not in self.used:
                 raise LayoutError(
                     f'{source}: [{section}] axis = "{axis}", but the loss never calls {calls}, so nothing is cut over "{axis}" by it.\n'

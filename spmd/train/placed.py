@@ -126,7 +126,7 @@ class Placed:
     def cutting(self) -> Cutting:
         """How the forward pass is cut."""
         layout = self._fitted.layout
-        return Cutting(self.mesh, self._fitted.data_axes, layout.pipeline, layout.sequence)
+        return Cutting(self.mesh, self._fitted.data_axes, layout.pipeline, layout.sequence, layout.experts)
 
     @functools.cached_property
     def _abstract(self) -> State:

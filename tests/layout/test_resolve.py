@@ -137,13 +137,17 @@ def test_workers_are_the_positions_along_the_data_axes():
 def test_shipped_layouts_fit_a_model_with_names(name):
     params = shapes(**{"up/kernel": (64, 256), "up/bias": (256,), "down/kernel": (256, 64)})
     names = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed")}
-    meshes = {"hierarchical_int8": "node=2,data=4", "context_parallel": "data=4,context=2"}
+    if name == "expert_parallel":
+        params |= shapes(**{"experts/up": (8, 64, 256)})
+        names |= {"experts/up": ("expert", "embed", "mlp")}
+    meshes = {"hierarchical_int8": "node=2,data=4", "context_parallel": "data=4,context=2", "expert_parallel": "data=4,expert=2"}
     mesh = MeshSpec.parse(meshes.get(name, "data=4,model=2"))
     specs = {path: place.spec for path, place in fit_layout(Layout.load(name), params, names, mesh).placements.items()}
     assert (specs["up/kernel"], specs["up/bias"], specs["down/kernel"]) == {
         "data_parallel": ((), (), ()),
         "backup_workers": ((), (), ()),
         "context_parallel": ((), (), ()),
+        "expert_parallel": ((None, None), (), (None, None)),
         "data_parallel_bf16": ((), (), ()),
         "diloco": ((), (), ()),
         "parameter_server": ((), (), ()),

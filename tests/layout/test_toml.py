@@ -43,6 +43,7 @@ GENERATED = {
     ),
     "remat": Layout(remat=Remat("nothing", ("blocks/*", "**/mlp"))),
     "dots": Layout(remat=Remat("dots")),
+    "cut": Layout(sequence=spmd.Sequence("context", "contiguous"), experts=spmd.Experts("expert")),
 }
 GENERATED |= {
     f"{one} and {two}": dataclasses.replace(
@@ -78,6 +79,7 @@ def test_what_ships():
         "data_parallel",
         "data_parallel_bf16",
         "diloco",
+        "expert_parallel",
         "fsdp",
         "fsdp_bf16",
         "fsdp_tensor_parallel",

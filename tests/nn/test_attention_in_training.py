@@ -125,8 +125,8 @@ def test_a_layout_that_nothing_follows():
         ),
         (
             "data",
-            '  [sequence] axis\n      "data" cuts the rows of the batch, dim 0; it cannot cut dim 1 as well.\n'
-            '      cure: an axis of its own, such as  [mesh] context = 2  and  [batch] spec = ["data", "context"].',
+            '  [sequence] axis\n      "data" cuts the rows of the batch among workers, so it cannot cut what one worker has.\n'
+            "      cure: another axis than data.",
         ),
     ],
 )
