@@ -2,9 +2,8 @@
 
     python examples/gpt.py --layout fsdp_tensor_parallel --mesh data=4,model=2
 
-Every kernel carries logical axis names (`named`), so that the layouts that cut by name know what is what; attention and
-the embedding are those of `spmd.nn`, so that a layout may cut the sequence (`--layout context_parallel`). Nothing else in the
-model knows of devices.
+Every kernel carries logical axis names (`named`), so that layouts can cut by name; attention and the embedding are those of
+`spmd.nn`, so that a layout can cut the sequence (`--layout context_parallel`). Nothing else in the model knows of devices.
 """
 
 import argparse
