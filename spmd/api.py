@@ -169,7 +169,7 @@ def fit(
         "layout": trainer.layout.to_toml(),
         "mesh": str(MeshSpec.parse(trainer.mesh)),
         "options": {"precision": precision, "accumulate": accumulate},
-        "storage": trainer.storage,
+        "storage": trainer.packing,
     }
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
         store = _open(config, opened, resume=resume)

@@ -32,6 +32,19 @@ def worker_key(key: jax.Array, worker: jax.Array, *, rows: int, workers: int) ->
     return jax.random.wrap_key_data(_tagged(jax.random.key_data(key), worker), impl=_implementation(rows, workers))
 
 
+def part_key(key: jax.Array, part: Any, parts: int, *, rows: int) -> jax.Array:
+    """The key of one of `parts` equal parts, of `rows` rows each, of the rows that `key` is for: it draws what all would have drawn there.
+
+    `key` is one that `worker_key` made, or a plain one, which is for all rows.
+    """
+    known = _SIZES.get(jax.random.key_impl(key))
+    if known is None:
+        return worker_key(key, part, rows=rows, workers=parts)
+    data = jax.random.key_data(key)
+    number = jnp.where(data[2] == _ROW, _ROW, data[2] * np.uint32(parts) + jnp.asarray(part, jnp.uint32))
+    return jax.random.wrap_key_data(_tagged(data[:2], number), impl=_implementation(rows, known[1] * parts))
+
+
 @functools.cache
 def _implementation(rows: int, workers: int) -> Any:
     """The kind of key for workers of this many rows; its data are threefry's two words and the worker's number."""
@@ -47,9 +60,11 @@ def _implementation(rows: int, workers: int) -> Any:
         shared = not shape or shape[0] % rows != 0
         return _bits(data[:2], jnp.where(shared | (data[2] == _ROW), jnp.uint32(0), data[2]), bit_width, shape)
 
-    return jax_random.define_prng_impl(
+    found = jax_random.define_prng_impl(
         key_shape=(3,), seed=_seed, split=split, random_bits=bits, fold_in=_fold_in, name=f"spmd_worker_{rows}_{workers}", tag="spw"
     )
+    _SIZES[found] = (rows, workers)
+    return found
 
 
 def _tagged(data: jax.Array, worker: jax.Array) -> jax.Array:
@@ -87,4 +102,5 @@ def _bits(data: jax.Array, worker: jax.Array, bit_width: int, shape: tuple[int, 
 
 
 _THREEFRY = "threefry2x32"
+_SIZES: dict[Any, tuple[int, int]] = {}  # rows and workers, by kind of key
 _ROW = np.uint32(2**32 - 1)  # in place of a worker's number: the key of a single row, the same whoever holds the row

@@ -28,6 +28,7 @@ from spmd.layout.resolve import Resolved
 from spmd.layout.summary import notes, summary
 from spmd.layout.toml import loads
 from spmd.mesh import make_mesh
+from spmd.nn.schedule import Schedule
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.loop import IN_FLIGHT
 from spmd.run.plan import allowing
@@ -136,12 +137,9 @@ class Trainer:
         """
         if self._program is None:
             raise OptionError("trainer.wire before the first batch: what travels depends on it.\n    cure: trainer.prepare(batch) first.")
-        if not self._placed.exchange.reduction.manual:
-            why = (
-                "a single worker exchanges nothing"
-                if self.resolved.workers == 1
-                else 'under reduction "compiler" XLA places the collectives'
-            )
+        if not self._placed.exchange.reduction.manual and not self.schedules:
+            alone = self.resolved.workers == 1
+            why = "a single worker exchanges nothing" if alone else 'under reduction "compiler" XLA places the collectives'
             raise OptionError(
                 f'trainer.wire: {why}.\n    cure: several workers and  [gradients] reduction = "all_reduce"  or "reduce_scatter".'
             )
@@ -152,10 +150,16 @@ class Trainer:
         lines, abstract_state = [*notes(self.resolved), *exchange_notes(self._placed.exchange)], self._placed.abstract_state
         if self._placed.storage is not None and self._placed.events is not None:
             lines += server_notes(self._placed.storage, self._placed.events)
+        lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
         whole = whole_moments(abstract_state, self.resolved)
         if whole and any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(abstract_state.opt)):
             lines.append(f"note: {len(whole)} optimizer arrays have no parameter's shape and stay whole: {', '.join(whole[:3])}, ...")
         return lines
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """What the pipelines of this model do when, by stack; known from the first batch on. `spmd.viz.schedule` draws them."""
+        return self._placed.cutting.schedules
 
     def simulate(self, steps: int) -> Account:
         """What the parameter server's clock says of so many steps: time, waiting, staleness, what is dropped; printed, a table.
@@ -213,12 +217,12 @@ class Trainer:
     def load(self, store: Store, step: int) -> tuple[State, list[str]]:
         """The state of a step in a store, and in words what of the codecs' memory did not fit."""
         check_meetings(loads(store.meta(step)["layout"]).parameter_server, self.layout.parameter_server, step)
-        return store.restore(step, self.abstract_state, self._placed.init_memory, self._placed.storage)
+        return store.restore(step, self.abstract_state, self._placed.init_memory, self._placed.packing)
 
     @property
-    def storage(self) -> dict[str, Any] | None:
-        """How a parameter server packs parameters, for a checkpoint; None without one."""
-        found = self._placed.storage
+    def packing(self) -> dict[str, Any] | None:
+        """How the state keeps parameters, for a checkpoint; None where it does as the model has them."""
+        found = self._placed.packing
         return None if found is None else written(found)
 
     def rebuild(self, state: State) -> Any:

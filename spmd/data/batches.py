@@ -106,10 +106,12 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
     problems, where = [], ", ".join(f"{axis}={mesh.sizes[axis]}" for axis in data)
     if simulated is not None:
         workers, where = simulated, "[parameter_server] workers"
-    if rows % (workers * microbatches):
+    piped = (layout.pipeline.axis and layout.pipeline.microbatches) or 1
+    unit = workers * microbatches * piped
+    if rows % unit:
         parts = f"{workers} workers ({where})"
         parts += f" times {microbatches} microbatches" if microbatches > 1 else ""
-        unit = workers * microbatches
+        parts += f" times {piped} microbatches of the pipeline" if piped > 1 else ""
         near = sorted({max(unit, rows // unit * unit), -(-rows // unit) * unit})
         problems.append(
             Problem(

@@ -92,8 +92,9 @@ def _check(options: argparse.Namespace) -> str:
     layout = load(options.layout)
     mesh = _mesh(options.mesh, layout)
     batch = None if options.batch is None else _batch(options.batch)
-    variables, names = _shapes(wrap(_imported(options.model)), batch)
-    resolved = fit_layout(layout, flatten(variables.params), names, mesh)
+    model = wrap(_imported(options.model))
+    variables, names = _shapes(model, batch)
+    resolved = fit_layout(layout, flatten(variables.params), names, mesh, model.stacks())
     if batch is not None:
         check_batch(batch, layout, mesh, 1)
     scene = Scene(AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.names)), resolved.data_axes)

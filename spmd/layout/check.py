@@ -10,7 +10,7 @@ from spmd.layout.cure import listed, overlap_cure, path_cure, rule_cure, spec_cu
 from spmd.layout.declare import Layout, Rule, Spec, mixed, spec_axes, spec_text
 from spmd.layout.gradients import GradientRule
 from spmd.layout.match import covering, matches
-from spmd.layout.resolve import Names, Resolved, choose, how_it_travels, owners, resolve, rule_name
+from spmd.layout.resolve import Names, Resolved, choose, how_it_travels, one_layer, owners, resolve, rule_name
 from spmd.mesh import MeshSpec, axis_problem
 from spmd.tree import describe, format_bytes
 
@@ -36,17 +36,25 @@ class Misfit:
 TOLD = Misfit(())  # its cause is a problem of the layout, told once there
 
 
-def fit_layout(layout: Layout, params: Params, names: Mapping[str, Names], mesh: MeshSpec) -> Resolved:
+def fit_layout(
+    layout: Layout, params: Params, names: Mapping[str, Names], mesh: MeshSpec, stacks: Mapping[str, int] | None = None
+) -> Resolved:
     """Check a layout against a model's shapes on a mesh, and apply it.
+
+    Args:
+      stacks: how many layers there are along dim 0, by path, for parameters of stacks: rules speak of one layer's.
 
     Raises:
       LayoutError: with every problem found, the arithmetic, and a cure that passes the same check.
     """
+    stacks = stacks or {}
+    params = one_layer(params, stacks)
     claims = {path: tuple(owners(layout.params, path)) for path in params}
     problems = [*_layout_problems(layout, mesh), *_rule_problems(layout.params, params, mesh), *_codec_problems(layout, params, mesh)]
+    problems += _pipeline_problems(layout, stacks, mesh)
     misfits: dict[Misfit, list[str]] = {}
     for path, leaf in params.items():
-        found = _misfit(layout, claims[path], path, leaf, names.get(path), mesh)
+        found = _misfit(layout, claims[path], path, leaf, names.get(path), mesh, stacked=path in stacks)
         if found:
             misfits.setdefault(found, []).append(path)
     fitting = len(params) - sum(map(len, misfits.values()))
@@ -54,9 +62,9 @@ def fit_layout(layout: Layout, params: Params, names: Mapping[str, Names], mesh:
     problems += [_told(layout, misfit, paths, params, claims, mesh) for misfit, paths in misfits.items()]
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
-    resolved = resolve(layout, params, names, mesh)
+    resolved = resolve(layout, params, names, mesh, stacks)
     found = [
-        *_share_problems(resolved, params, names),
+        *_share_problems(resolved, params, names, stacks),
         *_exchange_problems(resolved),
         *_server_problems(resolved),
         *_expert_problems(resolved),
@@ -85,9 +93,10 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     where = {"[batch] spec": layout.batch.spec}
     where |= {f"[[batch.rules]] {rule_name(layout.batch.rules, n)}": rule.spec for n, rule in enumerate(layout.batch.rules)}
     where |= {f'[axes] "{name}"': (entry,) for name, entry in layout.axes}
+    where["[pipeline] axis"], where["[sequence] axis"] = (layout.pipeline.axis,), (layout.sequence.axis,)
+    where["[experts] axis"] = (layout.experts.axis,)
     where["[optimizer] shard"] = (layout.optimizer.shard,)
     where[f'[default] params = "{layout.default.params}"'] = (layout.default.params.partition(":")[2] or None,)
-    where["[sequence] axis"], where["[experts] axis"] = (layout.sequence.axis,), (layout.experts.axis,)
     for name, spec in where.items():
         lines, cure = _axis_lines(spec, mesh)
         if any(axis in dict(layout.mesh) and axis not in mesh.names for axis in spec_axes(spec)):
@@ -98,6 +107,37 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
         if axis in layout.data_axes():
             why = f'"{axis}" cuts the rows of the batch among workers, so it cannot cut what one worker has.'
             yield Problem(f"[{section}] axis", [why], f"another axis than {', '.join(layout.data_axes())}.")
+
+
+def _pipeline_problems(layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec) -> Iterator[Problem]:
+    """Stacks that the pipeline's stages do not divide, and an axis that has something else to do."""
+    axis, groups = layout.pipeline.axis, layout.pipeline.groups
+    if axis is None or axis not in mesh.names:
+        return
+    if axis in layout.data_axes():
+        why = f'mesh axis "{axis}" cuts the batch; a stage sees all rows of its worker.'
+        yield Problem("[pipeline] axis", [why], 'an axis of its own, such as "stage".')
+    if layout.pipeline.schedule == "1f1b" and layout.remat.saves != "everything" and not layout.remat.modules:
+        why = "a 1f1b stage keeps its input, and computes everything else again in any case."
+        yield Problem("[remat] save", [why], 'leave it out, or name the layers: modules = ["**/layers"].')
+    for section, cut in (("sequence", layout.sequence.axis), ("experts", layout.experts.axis)):
+        if layout.pipeline.schedule == "1f1b" and cut is not None:
+            why = f"in a tick of 1f1b some stages go forward and others backward, so [{section}] cannot exchange anything inside of them."
+            yield Problem("[pipeline] schedule", [why], f'schedule = "gpipe", or no [{section}].')
+    parts, stages, count = mesh.sizes[axis] * groups, mesh.sizes[axis], layout.pipeline.microbatches or 0
+    if groups > 1 and count % stages:
+        why = f"{count} microbatches, {stages} at a time through each group; {count} / {stages} leaves {count % stages}."
+        near = " or ".join(map(str, sorted({max(stages, count // stages * stages), -(-count // stages) * stages})))
+        yield Problem("[pipeline] microbatches", [why], f"{near}.")
+    for count in sorted(set(stacks.values())):
+        if count % parts:
+            own = [path for path, layers in stacks.items() if layers == count]
+            of = f'mesh axis "{axis}" has {stages} devices' + (f" of {groups} groups each" if groups > 1 else "")
+            near = " or ".join(map(str, sorted({max(parts, count // parts * parts), -(-count // parts) * parts})))
+            sizes = [size for size in range(min(stages, count), 0, -1) if count % (size * groups) == 0]
+            cure = f"{near} layers" + (f', or mesh axis "{axis}" of size {sizes[0]}' if sizes else "")
+            why = f"a stack of {count} layers; {of}; {count} / {parts} leaves {count % parts}."
+            yield Problem(f"[pipeline]   {listed(own)}", [why], f"{cure}.")
 
 
 def _rule_problems(rules: tuple[Rule, ...], params: Params, mesh: MeshSpec) -> Iterator[Problem]:
@@ -236,7 +276,14 @@ def _expert_problems(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _misfit(
-    layout: Layout, claimed: tuple[int, ...], path: str, leaf: jax.ShapeDtypeStruct, names: Names | None, mesh: MeshSpec
+    layout: Layout,
+    claimed: tuple[int, ...],
+    path: str,
+    leaf: jax.ShapeDtypeStruct,
+    names: Names | None,
+    mesh: MeshSpec,
+    *,
+    stacked: bool,
 ) -> Misfit | None:
     """What is wrong with one parameter, or None."""
     rules = layout.params
@@ -256,6 +303,8 @@ def _misfit(
     if _axis_lines(spec, mesh)[0]:
         return TOLD  # once, by the rule
     lines = spec_problems(spec, leaf.shape, mesh)
+    if stacked and layout.stage_axis in spec_axes(spec):
+        lines.append(f'mesh axis "{layout.stage_axis}" cuts the layers of this stack ([pipeline]); a rule speaks of one layer.')
     return Misfit(tuple(lines), leaf.shape, describe(leaf), f"{chosen_by}: spec {spec_text(spec)}", claimed, spec) if lines else None
 
 
@@ -299,7 +348,7 @@ def _names_problem(layout: Layout, leaf: jax.ShapeDtypeStruct, names: Names, mes
     return None
 
 
-def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Names]) -> Iterator[Problem]:
+def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Names], stacks: Mapping[str, int]) -> Iterator[Problem]:
     """More bytes whole on every device than the layout's `max_replicated` allows."""
     layout, mesh = resolved.layout, resolved.mesh
     limit, share = layout.default.max_replicated, _whole_share(resolved)
@@ -320,7 +369,7 @@ def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Name
     cure = f"rules or logical axis names for the largest, or max_replicated = {_round_up(share):g}."
     for axis in sorted((axis for axis, size in mesh.axes if size > 1), key=lambda axis: (axis not in free, axis in layout.data_axes())):
         sharded = dataclasses.replace(layout, default=dataclasses.replace(layout.default, params=f"shard:{axis}"))
-        left = _whole_share(resolve(sharded, params, names, mesh))
+        left = _whole_share(resolve(sharded, params, names, mesh, stacks))
         if left <= limit:
             cure = f'[default] params = "shard:{axis}" ({left:.1%} would stay whole), or {cure}'
             break

@@ -139,6 +139,11 @@ class Layout:
 
         return dumps(self)
 
+    @property
+    def stage_axis(self) -> str | None:
+        """The mesh axis over which a stack's layers are cut where they are kept; servers keep all of them, packed."""
+        return None if self.gradients.reduction == "parameter_server" else self.pipeline.axis
+
     def data_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the batch's dim 0 is split, outermost first."""
         return entry_axes(self.batch.spec[0]) if self.batch.spec else ()

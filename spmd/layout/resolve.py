@@ -59,6 +59,7 @@ class Resolved:
         """Mesh axes of size > 1 along which every device repeats the same work, because nothing names them."""
         used = {axis for place in self.placements.values() for axis in spec_axes(place.spec) + spec_axes(place.state_spec)}
         used |= {axis for rule in self.layout.batch.rules for axis in spec_axes(rule.spec)} | set(spec_axes(self.layout.batch.spec))
+        used |= {self.layout.pipeline.axis, self.layout.sequence.axis}
         return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
 
 
@@ -93,23 +94,36 @@ def rule_name(rules: tuple[Rule, ...] | tuple[GradientRule, ...], index: int) ->
     return f"rule {index + 1}, line {line}" if line else f"rule {index + 1}"
 
 
-def resolve(layout: Layout, params: Mapping[str, jax.ShapeDtypeStruct], names: Mapping[str, Names], mesh: MeshSpec) -> Resolved:
+def resolve(
+    layout: Layout, params: Mapping[str, jax.ShapeDtypeStruct], names: Mapping[str, Names], mesh: MeshSpec, stacks: Mapping[str, int]
+) -> Resolved:
     """The placement of every parameter, for a layout that `check` has found to fit.
 
     The order is: a path rule; else the `[axes]` of the layout, when the parameter carries logical axis names and the
-    layout has any; else the default.
+    layout has any; else the default. Of a stack's parameter these decide about one layer's; its dim 0, the layers, is cut over the axis of
+    `[pipeline]`, if there is one.
 
     Args:
-      params: shape and dtype by path.
+      params: shape and dtype by path; of a stack's parameter those of one layer.
       names: logical axis names by path, for parameters that carry them.
+      stacks: how many layers there are, by path, for parameters of stacks.
     """
     placements = {}
     for path, leaf in params.items():
         spec, chosen_by = choose(layout, path, leaf.shape, names.get(path), mesh)
-        placements[path] = Placement(
-            path, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, shard_further(spec, leaf.shape, layout.optimizer.shard, mesh), chosen_by
-        )
+        state_spec, shape, size = shard_further(spec, leaf.shape, layout.optimizer.shard, mesh), leaf.shape, nbytes(leaf)
+        if path in stacks:
+            axis = layout.stage_axis
+            spec, state_spec = (axis, *spec), (axis, *state_spec)
+            shape, size = (stacks[path], *shape), stacks[path] * size
+            chosen_by += f'; layers over "{axis}"' if axis else ""
+        placements[path] = Placement(path, shape, str(leaf.dtype), size, spec, state_spec, chosen_by)
     return Resolved(layout, mesh, placements)
+
+
+def one_layer(params: Mapping[str, jax.ShapeDtypeStruct], stacks: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes by path, of a stack's parameters those of one layer."""
+    return {path: jax.ShapeDtypeStruct(leaf.shape[path in stacks :], leaf.dtype) for path, leaf in params.items()}
 
 
 def choose(layout: Layout, path: str, shape: tuple[int, ...], names: Names | None, mesh: MeshSpec) -> tuple[Spec, str]:

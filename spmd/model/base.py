@@ -13,6 +13,8 @@ from flax import nnx
 from spmd.errors import ModelError, SpmdError
 from spmd.tree import Tree
 
+STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "stats", "rngs"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,11 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
-        """Logical axis names by path, for the parameters that carry them."""
+        """Logical axis names by path, for the parameters that carry them; of a stack's those of one layer."""
+
+    def stacks(self) -> dict[str, int]:
+        """How many layers a parameter has along dim 0, by path, for those of a stack (`spmd.nn.LayerStack`)."""
+        return {}
 
     @abc.abstractmethod
     def bind(self, variables: Variables, call: Call) -> Any:

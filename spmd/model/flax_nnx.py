@@ -9,7 +9,7 @@ from flax import nnx
 
 from spmd.errors import ModelError
 from spmd.layout.match import matches
-from spmd.model.base import Call, Model, Variables, abstractly, no_such_module
+from spmd.model.base import STACKED, Call, Model, Variables, abstractly, no_such_module
 from spmd.tree import Tree, flatten, path_of
 
 
@@ -31,13 +31,23 @@ class NnxModel(Model):
     def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
         del key, run
         found: dict[str, tuple] = {}
+        for path, metadata in self._metadata.items():
+            names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
+            if names:
+                found[path] = tuple(names)[STACKED in metadata :]  # of one layer
+        return found
+
+    def stacks(self) -> dict[str, int]:
+        return {path: metadata[STACKED] for path, metadata in self._metadata.items() if STACKED in metadata}
+
+    @functools.cached_property
+    def _metadata(self) -> dict[str, dict[str, Any]]:
+        """What flax knows of each parameter beside its value, by path."""
+        found: dict[str, dict[str, Any]] = {}
 
         def visit():
             for path, variable in nnx.to_flat_state(nnx.state(self._factory(), nnx.Param)):
-                metadata = variable.get_metadata()
-                names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
-                if names:
-                    found["/".join(map(str, path))] = tuple(names)
+                found["/".join(map(str, path))] = dict(variable.get_metadata())
 
         abstractly(visit, "the model")
         return found
@@ -84,7 +94,11 @@ class NnxModel(Model):
     def _keys(self, rngs: Tree, change: Callable[[Any], Any]) -> Tree:
         def leaf(keys: tuple, data: Any) -> Any:
             impl = self._impls.get(path_of(keys))
-            return data if impl is None else change(jax.random.wrap_key_data(data, impl=impl))
+            if impl is None:
+                return data
+            wrapped: Any = jax.random.wrap_key_data(data, impl=impl)
+            each = functools.reduce(lambda function, _: jax.vmap(function), range(wrapped.ndim), change)  # a stack has one for every layer
+            return each(wrapped)
 
         return jax.tree_util.tree_map_with_path(leaf, rngs)
 

@@ -1,6 +1,12 @@
-"""Modules and functions that a layout may cut along a mesh axis, and that run on one device as they stand."""
+"""Modules and functions that a layout may cut along a mesh axis. Outside of a step everything here is plain model code."""
 
 from spmd.nn.attention import attention as attention
+from spmd.nn.bidirectional import Bidirectional as Bidirectional
 from spmd.nn.embed import Embed as Embed
 from spmd.nn.experts import MixtureOfExperts as MixtureOfExperts
 from spmd.nn.experts import Routing as Routing
+from spmd.nn.layer_stack import LayerStack as LayerStack
+from spmd.nn.rnn_stack import RNNStack as RNNStack
+from spmd.nn.schedule import Schedule as Schedule
+from spmd.nn.schedule import best_chunk as best_chunk
+from spmd.nn.schedule import make_schedule as make_schedule

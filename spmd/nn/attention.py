@@ -56,7 +56,7 @@ def attention(
     if cutting.size(axis) == 1:
         return _whole(query, key, value, causal, key_mask, scale)
     balanced = causal and cutting.sequence.order == "balanced"
-    ring = Ring(cutting, axis, cutting.rows_axes(query.shape[0]), causal, 2 if balanced else 1, scale)
+    ring = Ring(cutting, axis, cutting.free_over(query.shape[0]), causal, 2 if balanced else 1, scale)
     _check_cut(cutting, ring, query, key)
     (rows, length, _, size), groups = query.shape, key.shape[2]
     arrays = (query.reshape(rows, length, groups, -1, size), key, value, key_mask)

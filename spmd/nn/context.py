@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmd.errors import LayoutError
 from spmd.layout.forward import Experts, Pipeline, Sequence
+from spmd.nn.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +24,11 @@ class Cutting:
 
     Attributes:
       data: the mesh axes over which rows are cut. In the manual step they are cut already, and a module sees one worker's rows.
+      ordered: a circular pipeline finds the layers of stacks in the order of its stages (`spmd.nn.order`).
       unroll: loops are to be unrolled (a convolution in a loop's body, on a CPU).
+      tap: what stands in the place of a stack of layers (`spmd.nn.back_at_once`).
       used: which of "pipeline", "sequence" and "experts" some module has made use of, for the step to know.
+      schedules: what the stacks that were called do when, by a name for each.
     """
 
     mesh: Mesh | None = None
@@ -32,8 +36,11 @@ class Cutting:
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
     experts: Experts = Experts()  # noqa: RUF009
+    ordered: bool = False
     unroll: bool = False
+    tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
+    schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict, compare=False)
 
     def check_used(self, source: str) -> None:
         """Once the loss was traced: something in it is cut as the layout `source` asks, along every axis that it names for that.
@@ -57,17 +64,27 @@ class Cutting:
         return 1 if axis is None or self.mesh is None else self.mesh.shape[axis]
 
     @property
+    def meets(self) -> bool:
+        """Whether modules inside of a layer exchange anything by hand: then all devices must call them together, in no branch."""
+        return self.size(self.sequence.axis) > 1 or self.size(self.experts.axis) > 1
+
+    @property
     def stages(self) -> int:
         """Devices along the pipeline's axis."""
         return self.size(self.pipeline.axis)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a step runs backward by hand, tick by tick."""
+        return self.stages > 1 and self.pipeline.schedule == "1f1b"
 
     @property
     def free_data(self) -> tuple[str, ...]:
         """The data axes over which a module sees all rows: those that no manual region around it has cut."""
         return tuple(axis for axis in self.data if axis not in manual_axes() and self.size(axis) > 1)
 
-    def rows_axes(self, rows: int) -> tuple[str, ...]:
-        """The free data axes if they divide so many rows, else none: a short batch lies whole everywhere."""
+    def free_over(self, rows: int) -> tuple[str, ...]:
+        """The same, if they divide so many rows; else none, and everybody has them all."""
         return self.free_data if rows % math.prod(map(self.size, self.free_data)) == 0 else ()
 
     def over(self, axes: tuple[str, ...], function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

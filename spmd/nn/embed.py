@@ -30,7 +30,7 @@ class Embed(nnx.Embed):
         cut = axis is not None and inputs.ndim == 2 and jnp.issubdtype(inputs.dtype, jnp.integer)
         if axis is None or not cut or inputs.shape[1] % cutting.size(axis) or out_sharding is not None:
             return super().__call__(inputs, out_sharding)
-        rows = cutting.rows_axes(inputs.shape[0])
+        rows = cutting.free_over(inputs.shape[0])
         spec = PartitionSpec(rows or None, axis)
         (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
         look_up = lambda table, inputs: jnp.take(table, inputs, axis=0)

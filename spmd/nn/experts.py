@@ -114,7 +114,7 @@ def _cut(cutting: Cutting, axis: str | None, x: jax.Array, experts: int) -> tupl
     """The mesh axes over which tokens are cut into groups, and the spec of `x`: of a sequence, dim 1 is cut, else the rows."""
     wanted = (cutting.sequence.axis if x.ndim == 3 else None, axis)
     along = tuple(name for name in dict.fromkeys(wanted) if name is not None and cutting.size(name) > 1)
-    rows, parts = cutting.rows_axes(x.shape[0]), math.prod(map(cutting.size, along))
+    rows, parts = cutting.free_over(x.shape[0]), math.prod(map(cutting.size, along))
     if axis is not None and experts % cutting.size(axis):
         count = cutting.size(axis)
         raise OptionError(

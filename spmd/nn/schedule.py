@@ -170,3 +170,20 @@ def _timed(orders: Sequence[Sequence[Work]], groups: int) -> tuple[tuple[Work | 
                 done.add((work.microbatch, work.group * stages + stage, work.backward))
         table.append(tuple(tick))
     return tuple(table)
+
+
+def best_chunk(time: int, stages: int, message: float = 2.0) -> int:
+    """Steps of time that a recurrent stage should take at once: the least (T / c + p - 1)(c + a), about sqrt(a T / (p - 1)).
+
+    Few steps fill the pipeline soon, many make few messages.
+
+    Args:
+      time: steps in all, T.
+      message: what handing over costs, in steps of one stage, a.
+
+    Example:
+      >>> best_chunk(64, stages=8, message=0.5), best_chunk(64, stages=1)
+      (2, 64)
+    """
+    cost = lambda chunk: (-(-time // chunk) + stages - 1) * (chunk + message)
+    return min((chunk for chunk in range(1, time + 1) if time % chunk == 0), key=lambda chunk: (cost(chunk), -chunk))

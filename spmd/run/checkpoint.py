@@ -16,7 +16,7 @@ import numpy as np
 from spmd.comm.server.storage import Storage
 from spmd.errors import CheckpointError, OptionError, a_kind, did_you_mean, raise_problems
 from spmd.run.remembered import REMEMBERED, STATE, item_of, memory_to_read, resplit
-from spmd.run.repack import OPT, PARAMS, Plain, Repacking, in_words, misfits, misfits_of_parameters, packing_of
+from spmd.run.repack import OPT, PARAMS, Packing, Plain, Repacking, in_words, misfits, misfits_of_parameters, packing_of
 from spmd.train.state import State
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 
@@ -156,7 +156,7 @@ class Store:
         return meta
 
     def restore(
-        self, step: int, wanted: State, memory: Callable[[Tree], Tree] = lambda params: {}, storage: Storage | None = None
+        self, step: int, wanted: State, memory: Callable[[Tree], Tree] = lambda params: {}, packing: Packing | None = None
     ) -> tuple[State, list[str]]:
         """The state of a step, every array placed as `wanted` says (shapes, dtypes and shardings; no data).
 
@@ -165,7 +165,7 @@ class Store:
         parameters are packed in another way than they were, they and their moments are packed anew, and all of that memory starts anew.
 
         Args:
-          storage: how a parameter server packs the parameters of `wanted`; None without one.
+          packing: how the parameters of `wanted` are packed or ordered; None: as the model has them.
 
         Returns:
           The state, and in words what of that memory did not fit.
@@ -175,7 +175,7 @@ class Store:
         """
         meta, arrays, mesh = self.meta(step), _by_path(wanted), wanted.step.sharding.mesh
         saved, packed = meta["arrays"], meta.get("storage")
-        new = storage or Plain(abstract(wanted.params))
+        new = packing or Plain(abstract(wanted.params))
         old = packing_of(packed, new.like)
         mine = lambda given: {path: it for path, it in given.items() if item_of(path) == STATE}
         moves = Repacking(mine(saved), mine(arrays), old, new, mesh) if old != new else None
@@ -195,7 +195,7 @@ class Store:
         return map_paths(lambda path, leaf: {**fresh, **flat}[path] if leaf.size else empty(leaf), wanted), told
 
     def _check_fit(
-        self, step: int, saved: dict[str, str], wanted: dict[str, str], packed: Any, old: Storage | Plain, moves: Repacking | None
+        self, step: int, saved: dict[str, str], wanted: dict[str, str], packed: Any, old: Packing, moves: Repacking | None
     ) -> None:
         what = f"the checkpoint of step {step} in {self.folder}" + ("" if packed is None and moves is None else f", {in_words(old)},")
         problems = [] if packed is None and moves is None else misfits_of_parameters(saved, packed, old)
@@ -203,7 +203,7 @@ class Store:
             rest = lambda given: {path: text for path, text in given.items() if path.partition("/")[0] not in (PARAMS, OPT)}
             problems += misfits(rest(saved), rest(wanted))
         else:
-            problems = misfits(saved, wanted, served=packed is not None) if moves is None else moves.problems()
+            problems = misfits(saved, wanted, served=isinstance(old, Storage)) if moves is None else moves.problems()
         fits = len(set(saved) | set(wanted)) - len(problems)
         note = f"{fits} arrays fit" if moves is None and not packed else ""
         raise_problems(CheckpointError, f"{what} does not fit this model and optimizer", problems, note)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.comm.server.storage import Storage
 from spmd.errors import Problem
 from spmd.layout.cure import listed
+from spmd.nn.order import Ordered
 from spmd.tree import Tree, describe, flatten, map_paths
 
 PARAMS, OPT = "params", "opt"  # of a state, where parameters and what mirrors them are
@@ -40,18 +41,26 @@ class Plain:
         return stored
 
 
-Packing = Storage | Plain
+Packing = Storage | Ordered | Plain
 
 
 def packing_of(saved: Mapping[str, Any] | None, like: Tree) -> Packing:
     """How parameters like these are packed, from what stands in a checkpoint."""
-    return Plain(like) if saved is None else Storage(like, saved["placement"], saved["positions"], saved["servers"])
+    if saved is None:
+        return Plain(like)
+    if "stages" in saved:
+        return Ordered(like, saved["stages"], saved["groups"], tuple(saved["paths"]))
+    return Storage(like, saved["placement"], saved["positions"], saved["servers"])
 
 
-def written(storage: Storage) -> dict[str, Any]:
-    """What stands in a checkpoint of how parameters are packed, and of their own shapes, which packed arrays do not tell."""
-    own = {path: describe(leaf) for path, leaf in flatten(storage.like).items() if leaf.size}
-    return {"placement": storage.placement, "servers": storage.servers, "positions": storage.positions, "parameters": own}
+def written(packing: Packing) -> dict[str, Any] | None:
+    """What stands in a checkpoint of how parameters are packed; where servers do, their own shapes too, which packed arrays do not tell."""
+    if isinstance(packing, Plain):
+        return None
+    if isinstance(packing, Ordered):
+        return {"stages": packing.stages, "groups": packing.groups, "paths": list(packing.paths)}
+    own = {path: describe(leaf) for path, leaf in flatten(packing.like).items() if leaf.size}
+    return {"placement": packing.placement, "servers": packing.servers, "positions": packing.positions, "parameters": own}
 
 
 def in_words(packing: Packing) -> str:
@@ -62,6 +71,8 @@ def in_words(packing: Packing) -> str:
     """
     if isinstance(packing, Plain):
         return "not packed for a parameter server"
+    if isinstance(packing, Ordered):
+        return f"with layers in the order of a circular pipeline ({packing.stages} stages of {packing.groups} groups)"
     numbers = f"{packing.servers} servers, {packing.positions} positions"
     return f'packed for a parameter server (placement "{packing.placement}", {numbers})'
 
@@ -98,8 +109,8 @@ def dtype_of(text: str) -> str:
 class Group:
     """The parameters that share one stored array: each has its own, or all of a dtype one, where servers keep whole parameters."""
 
-    def __init__(self, packing: Packing, like: Tree, mesh: Mesh):
-        self._packing, self._like = dataclasses.replace(packing, like=like), like
+    def __init__(self, packing: Packing, mesh: Mesh):
+        self._packing, self._like = packing, (like := packing.like)
         # left to itself the partitioner does the same where it takes a parameter from another's row, and warns of it
         self._one_by_one = None if _apart(packing) else NamedSharding(mesh, PartitionSpec())
         self._stored = jax.eval_shape(self._packing.pack, like)  # a tree of one leaf
@@ -131,19 +142,23 @@ def _numbers(x: jax.Array, dtype: Any) -> jax.Array:
 
 def _apart(packing: Packing) -> bool:
     """Whether every parameter has an array of its own."""
-    return isinstance(packing, Plain) or packing.sliced
+    return not isinstance(packing, Storage) or packing.sliced
 
 
 def _groups(packing: Packing, mesh: Mesh) -> dict[str, tuple[Group, tuple[str, ...]]]:
     """By path of each stored array that has elements: the parameters in it, and their paths."""
     leaves = {path: leaf for path, leaf in flatten(packing.like).items() if leaf.size}
     if _apart(packing):
-        alike = functools.cache(lambda leaf: Group(packing, leaf, mesh))  # layers are: they share a compiled program
-        return {path: (alike(leaf), (path,)) for path, leaf in leaves.items()}
+        alike = functools.cache(lambda packing: Group(packing, mesh))  # layers are: they share a compiled program
+        own = lambda path, leaf: packing.alone(path, leaf) if isinstance(packing, Ordered) else dataclasses.replace(packing, like=leaf)
+        return {path: (alike(own(path, leaf)), (path,)) for path, leaf in leaves.items()}
     found = {}
     for kind in dict.fromkeys(str(leaf.dtype) for leaf in leaves.values()):
         like = map_paths(lambda _, leaf, kind=kind: leaf if str(leaf.dtype) == kind else None, packing.like)
-        found[kind] = Group(packing, like, mesh), tuple(path for path, leaf in leaves.items() if str(leaf.dtype) == kind)
+        found[kind] = (
+            Group(dataclasses.replace(packing, like=like), mesh),
+            tuple(path for path, leaf in leaves.items() if str(leaf.dtype) == kind),
+        )
     return found
 
 

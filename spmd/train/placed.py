@@ -27,6 +27,7 @@ from spmd.model.base import Model, Variables, abstractly
 from spmd.model.flax_linen import LinenModel
 from spmd.model.wrap import wrap
 from spmd.nn.context import Cutting
+from spmd.nn.order import Ordered, OrderedModel, order_of
 from spmd.train.objective import Objective
 from spmd.train.precision import compute_dtype
 from spmd.train.probe import check_packed
@@ -73,7 +74,17 @@ class Placed:
     @functools.cached_property
     def model(self) -> Model:
         """The model as training sees it: what it is made of is what is kept and updated."""
+        if self.order is not None:
+            return OrderedModel(self._given, self.order)
         return self._given if self.storage is None else StoredModel(self._given, self.storage)
+
+    @functools.cached_property
+    def order(self) -> Ordered | None:
+        """The order in which a circular pipeline keeps the layers of stacks; None where they stay as they are."""
+        layout, mesh = self._fitted.layout, self._fitted.mesh
+        if layout.stage_axis is None:
+            return None
+        return order_of(self._given.stacks(), self._own.params, mesh.sizes[layout.stage_axis], layout.pipeline.groups)
 
     @functools.cached_property
     def storage(self) -> Storage | None:
@@ -85,6 +96,11 @@ class Placed:
         found = Storage(self._own.params, server.placement, workers, server.servers or workers)
         check_packed(self.optimizer, found)  # before it is given anything packed
         return found
+
+    @property
+    def packing(self) -> Storage | Ordered | None:
+        """How the state keeps parameters, where it is not as the model has them."""
+        return self.order if self.order is not None else self.storage
 
     @functools.cached_property
     def _variables(self) -> Variables:
@@ -110,7 +126,7 @@ class Placed:
     def _fitted(self) -> Resolved:
         params = flatten(self._own.params)
         names = self._given.names(jax.random.key(0), self._run)
-        return fit_layout(self._layout, params, names, MeshSpec.parse(self.mesh))
+        return fit_layout(self._layout, params, names, MeshSpec.parse(self.mesh), self._given.stacks())
 
     @functools.cached_property
     def resolved(self) -> Resolved:
@@ -126,7 +142,8 @@ class Placed:
     def cutting(self) -> Cutting:
         """How the forward pass is cut."""
         layout = self._fitted.layout
-        return Cutting(self.mesh, self._fitted.data_axes, layout.pipeline, layout.sequence, layout.experts)
+        data, ordered = self._fitted.data_axes, self.order is not None
+        return Cutting(self.mesh, data, layout.pipeline, layout.sequence, layout.experts, ordered=ordered)
 
     @functools.cached_property
     def _abstract(self) -> State:

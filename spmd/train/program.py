@@ -17,7 +17,7 @@ from spmd.comm.log import WireLog, read
 from spmd.comm.reduction import constrain
 from spmd.comm.report import exact_bytes
 from spmd.comm.server.events import Events
-from spmd.errors import DataError, LossError, OptimizerError, SpmdError
+from spmd.errors import DataError, LayoutError, LossError, ModelError, OptimizerError, SpmdError
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import pspec
 from spmd.model.base import Call, Variables
@@ -47,6 +47,7 @@ class Program:
         (value, extra), jaxpr = self._trace(self._train, training=True)
         self._check_update()
         placed.cutting.check_used(placed.resolved.layout.source)
+        self._check_pipeline(stats=stats)
         placed.exchange.prove()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
         self._packed = (LOSS, *extra)
@@ -85,6 +86,20 @@ class Program:
                 "    cure: the error above has the line; check that the model takes these shapes."
             ) from error
         return shapes, jaxpr
+
+    def _check_pipeline(self, *, stats: bool) -> None:
+        """A pipeline that nothing runs through, or that cannot run what there is."""
+        cutting, source = self.placed.cutting, self.placed.resolved.layout.source
+        if cutting.pipeline.axis is not None and "pipeline" not in cutting.used:
+            raise LayoutError(
+                f'{source}: [pipeline] cuts stacks of layers over "{cutting.pipeline.axis}", and the loss calls none.\n'
+                "    cure: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline]."
+            )
+        if cutting.by_hand and stats:
+            raise ModelError(
+                f'{source}: [pipeline] schedule = "1f1b" runs the whole loss microbatch by microbatch, in an order in which '
+                'batch statistics cannot be kept.\n    cure: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".'
+            )
 
     def _check_update(self) -> None:
         """An optimizer that wants more than gradients, parameters and the loss cannot be used."""

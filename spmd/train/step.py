@@ -7,6 +7,7 @@ auto step (the compiler sees the whole batch) and the manual step (each worker s
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,10 @@ from spmd.comm.weights import needs_gather, pull, pull_rows, spread
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import Placement, Resolved, owners, pspec
 from spmd.model.base import Call, Model, Variables
+from spmd.nn.back_at_once import back_at_once
 from spmd.nn.context import WHOLE, Cutting, under
-from spmd.rng import worker_key
+from spmd.nn.layer_stack import cut_rows, stage_layers
+from spmd.rng import part_key, worker_key
 from spmd.train.accumulate import accumulate, apart, microbatches
 from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
@@ -168,12 +171,12 @@ class Step:
         `number` is the worker's, from 0 over all of them.
         """
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
-        localize, workers = (lambda k: k), (wire.worker_count(axes) if axes else 1) * self.simulated
-        if workers > 1 and self.split and (axes or self.simulated > 1):
-            own = rows[1].shape[0] // self.microbatches
-            localize = lambda k: worker_key(k, number, rows=own, workers=workers)
+        localize = self._localizer(number, rows[1].shape[0] // self.microbatches, axes)
         loss = functools.partial(self._loss, state, localize, () if self.held else axes)  # its batch statistics are its own, too
         remat = self.resolved.layout.remat
+        if self.cutting.by_hand:
+            by_hand = functools.partial(self._by_hand, state, number, axes, pieces)
+            return self._accumulated(lambda stats, rows, index: (by_hand(rows, jax.random.fold_in(key, index)), stats), stats, rows)
         if remat.saves != "everything" and not remat.modules:
             loss = jax.checkpoint(loss, policy=remat_policy(remat.saves))
 
@@ -188,19 +191,58 @@ class Step:
             (grads,) = backward(jnp.ones_like(value))
             return (cast_like(grads, pieces), sums), stats
 
+        return self._accumulated(one, stats, rows)
+
+    def _accumulated(self, one: Callable, stats: Tree, rows: tuple) -> tuple[Any, Tree]:
+        """`one(stats, rows, index)` over this worker's microbatches."""
         if self.microbatches == 1:
             return one(stats, rows, jnp.int32(0))
         return accumulate(one, stats, microbatches(rows, self.microbatches), self.microbatches, unroll=self.unroll)
 
+    def _localizer(self, number: Any, rows: int, axes: tuple[str, ...]) -> Callable[[Any], Any]:
+        """From a key for all workers to that of worker `number`, which holds so many rows."""
+        workers = (wire.worker_count(axes) if axes else 1) * self.simulated
+        return (lambda k: worker_key(k, number, rows=rows, workers=workers)) if workers > 1 and self.split else lambda k: k
+
+    def _by_hand(self, state: State, number: Any, axes: tuple, pieces: Tree, rows: tuple, key: Any) -> tuple[Tree, Sums]:
+        """Gradients and metric sums of a pipeline whose stages go back as soon as they can."""
+        cutting, stacks = self.cutting, self.model.stacks()
+        parts, held = cut_rows(cutting, rows), (state.stats, state.rngs, jax.random.key_data(key), jnp.asarray(number))
+        count = parts.count * math.prod(map(cutting.size, parts.free))
+
+        def loss(params: Tree, rows: tuple, part: Any, cutting: Cutting, held: tuple) -> tuple[jax.Array, Sums]:
+            stats, rngs, data, number = held
+            localize = self._localizer(number, parts.rows * parts.count, axes)
+            own = lambda k: part_key(localize(k), part, count, rows=parts.rows)
+            within = dataclasses.replace(state, stats=stats, rngs=rngs)
+            key = jax.random.wrap_key_data(data, impl="threefry2x32")
+            value, (sums, _) = self._loss(within, own, (), params, stats=stats, rows=rows, key=key, cutting=cutting)
+            return value, sums
+
+        cut = self.resolved.layout.stage_axis is not None
+        at_stage = map_paths(lambda path, _: cut and path in stacks, pieces)
+        own = None if cut else functools.partial(stage_layers, cutting)
+        grads, sums = back_at_once(cutting, loss, self._pull(pieces), rows, held, at_stage, parts, own=own)
+        return cast_like(grads, pieces), sums
+
     def _loss(
-        self, state: State, localize: Callable, axes: tuple, params: Tree, *, stats: Tree, rows: tuple, key: Any
+        self,
+        state: State,
+        localize: Callable,
+        axes: tuple,
+        params: Tree,
+        *,
+        stats: Tree,
+        rows: tuple,
+        key: Any,
+        cutting: Cutting | None = None,
     ) -> tuple[jax.Array, tuple]:
         """The sum of the loss over these rows; all metric sums and new stats beside it."""
         batch, weights = rows
         layout = self.resolved.layout
         model_key, loss_key = jax.random.split(key)
         call = Call(True, model_key, localize, axes, layout.remat.modules, remat_policy(layout.remat.saves), self.dtype)
-        with under(self.cutting):
+        with under(cutting or self.cutting):
             bound = self.model.bind(Variables(params, stats, state.rngs), call)
             value, extra = self.objective(bound, batch, localize(loss_key))
         check_worker(value, weights.shape[0], rowwise=self.rowwise)

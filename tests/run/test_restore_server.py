@@ -216,7 +216,7 @@ def restored(found, path):
 @pytest.fixture(autouse=True)
 def _no_trial(monkeypatch):
     """Of the optimizer on packed parameters: it is tested elsewhere, and takes a second for each trainer."""
-    monkeypatch.setattr("spmd.train.program.check_packed", lambda optimizer, storage: None)
+    monkeypatch.setattr("spmd.train.placed.check_packed", lambda optimizer, storage: None)
 
 
 JOURNEYS = {  # layouts, devices

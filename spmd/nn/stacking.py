@@ -1,0 +1,163 @@
+"""Structurally equal nnx modules as one module whose arrays have the layers along dim 0, and back."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmd.errors import ModelError, a_kind
+from spmd.layout.cure import listed
+from spmd.model.base import STACKED
+from spmd.tree import Tree, describe, flatten
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def stack_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
+    """`join_modules`, marked as a stack: a layout cuts its layers over the axis of `[pipeline]`, and rules speak of one layer."""
+    stack = join_modules(layers, what)
+    for _, variable in nnx.to_flat_state(nnx.state(stack, nnx.Param)):
+        names = variable.get_metadata().get("out_sharding")
+        variable.set_metadata(STACKED, len(layers))
+        variable.set_metadata("out_sharding", (None, *names)) if names else None
+    return stack
+
+
+def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
+    """One module with the arrays of all `layers`, [layers, ...] each; it is the first one's in everything else.
+
+    Raises:
+      ModelError: no layers, or layers that differ in kind, in a setting, or in an array's shape or dtype; all differences of one layer.
+    """
+    layers = list(layers)
+    if not layers:
+        raise ModelError(f"{what} of no layers.\n    cure: a list of at least one.")
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, nnx.Module):
+            raise ModelError(f"{what}: layer {number} is {a_kind(layer)}.\n    cure: an nnx.Module.")
+        differences = _differences(layers[0], layer)
+        if differences:
+            shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    ..." if len(differences) > 8 else "")
+            raise ModelError(
+                f"{what}: layers 0 and {number} differ, and only equal ones can be stacked:\n{shown}\n"
+                "    cure: take the one that differs out of the stack and call it before or after; inputs of another width go through "
+                "an nnx.Linear first."
+            )
+    graphdef, first = nnx.split(layers[0])
+    rest = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers[1:]]
+    flat = []
+    for path, variable in nnx.to_flat_state(first):
+        flat.append((path, variable.replace(jnp.stack([variable.get_value(), *(other[path].get_value() for other in rest)]))))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def unstack_module(module: nnx.Module, number: int) -> nnx.Module:
+    """Layer `number` of a stacked module, with arrays of its own."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x[number], state))
+
+
+def _differences(one: nnx.Module, other: nnx.Module) -> list[str]:
+    """What keeps two modules from being layers of one stack, in words; functions inside them are not compared."""
+    ours, theirs = (dict(nnx.iter_modules(module)) for module in (one, other))
+    name = lambda path: "/".join(map(str, path)) or "the layer itself"
+    found = [f"{name(path)} is only in one of them." for path in ours.keys() ^ theirs.keys()]
+    for path in ours.keys() & theirs.keys():
+        a, b = ours[path], theirs[path]
+        if type(a) is not type(b):
+            found.append(f"{name(path)}: {type(a).__name__} and {type(b).__name__}.")
+            continue
+        settings = sorted(key for key in vars(a).keys() | vars(b).keys() if not key.startswith("_"))
+        for key in settings:
+            x, y = vars(a).get(key), vars(b).get(key)
+            if isinstance(x, PLAIN) and isinstance(y, PLAIN) and x != y:
+                found.append(f"{name(path)}: {key} is {x!r} and {y!r}.")
+    arrays = [{path: variable for path, variable in nnx.to_flat_state(nnx.state(module))} for module in (one, other)]
+    for path in arrays[0].keys() | arrays[1].keys():
+        x, y = (None if path not in side else describe(side[path].get_value()) for side in arrays)
+        if x != y:
+            found.append(f"{name(path)}: {x or 'missing'} and {y or 'missing'}.")
+    return sorted(found)
+
+
+class Layers:
+    """A stacked module taken apart for a scan or a pipeline: a pure function and plain trees, leaves [layers, ...].
+
+    Attributes:
+      params: parameters.
+      keys: of the random streams, as uint32 data.
+      kept: what a layer changes when it is called: counts of random streams, averages of batch statistics.
+    """
+
+    def __init__(self, module: nnx.Module):
+        self._module = module
+        self._graphdef, *parts = nnx.split(module, nnx.Param, nnx.RngKey, ...)
+        self.params, keys, self.kept = (nnx.to_pure_dict(part) for part in parts)
+        self._impls = jax.tree.map(jax.random.key_impl, keys)
+        self.keys = jax.tree.map(jax.random.key_data, keys)
+        self._counts = set(flatten(nnx.to_pure_dict(nnx.state(module, nnx.RngCount))))
+
+    @property
+    def variables(self) -> tuple[Tree, Tree, Tree]:
+        """All arrays."""
+        return self.params, self.keys, self.kept
+
+    @property
+    def count(self) -> int:
+        """How many layers there are."""
+        return jax.tree.leaves(self.variables)[0].shape[0]
+
+    def call(self, function: Callable[[Any], Any], variables: tuple, change: Callable[[Any], Any] = lambda key: key) -> tuple[Any, Tree]:
+        """`function(layer)` for the layer with these arrays, and what it keeps after that; `change` is applied to its keys first."""
+        params, keys, kept = variables
+        wrapped = jax.tree.map(lambda data, impl: change(jax.random.wrap_key_data(data, impl=impl)), keys, self._impls)
+        layer = nnx.merge(self._graphdef, params, wrapped, kept)
+        result = function(layer)
+        _, _, _, after = nnx.split(layer, nnx.Param, nnx.RngKey, ...)
+        return result, nnx.to_pure_dict(after)
+
+    def unchanged(self, variables: tuple, result: Any, kept: Tree) -> tuple[Any, Tree]:
+        """What `call` has returned, where a layer is called once for every microbatch and so can keep nothing but counts.
+
+        Raises:
+          ModelError: it keeps something else.
+        """
+        before, after = flatten(variables[2]), flatten(kept)
+        changed = [path for path, leaf in after.items() if leaf is not before[path] and path not in self._counts]
+        if changed:
+            raise ModelError(
+                f"a layer of a pipelined stack changes {listed(changed)} when it is called, and it is called once for every microbatch.\n"
+                "    cure: LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline]."
+            )
+        return result, kept
+
+    def keep(self, kept: Tree) -> None:
+        """Let the module remember what its layers have changed."""
+        if jax.tree.leaves(kept):
+            nnx.update(self._module, kept)
+
+
+def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:
+    """`function(x, layer's part of xs) -> (x, kept)` from layer to layer."""
+    count = jax.tree.leaves(xs)[0].shape[0]
+    return jax.lax.scan(functools.partial(_checked, function), x, xs, unroll=count if unroll else 1)
+
+
+def _checked(function: Callable[..., tuple], x: Tree, part: Tree) -> tuple:
+    """What a layer returns must look like what it takes."""
+    y, kept = function(x, part)
+    before, after = (jax.tree.map(lambda leaf: describe(leaf), tree) for tree in (x, y))
+    if before != after:
+        raise ModelError(
+            f"a layer of a stack takes {_shown(before)} and returns {_shown(after)}; what one returns is what the next one takes.\n"
+            "    cure: layers that keep shape and dtype."
+        )
+    return y, kept
+
+
+def _shown(tree: Tree) -> str:
+    leaves = jax.tree.leaves(tree)
+    return leaves[0] if len(leaves) == 1 else "(" + ", ".join(leaves) + ")"

@@ -1,0 +1,106 @@
+"""A schedule's table as a program: what each stage does in each tick, and what it hands to the next stage.
+
+One `lax.scan` over ticks; its body is one tick of every stage, and ends with one `ppermute` between neighbours. A stage that is idle does
+nothing (`lax.cond`), so what it has not computed cannot be NaN. Where a stage holds a convolution, on a CPU, the ticks are unrolled and
+idle stages compute something that nobody uses: XLA:CPU runs a convolution inside a loop or a branch some 40 times slower. They do so,
+too, where layers exchange something among the devices of a stage: in a branch that not all stages take, XLA:CPU (jax 0.10.2) gives a
+`ppermute` wrong numbers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd.comm import wire
+from spmd.nn.context import current
+from spmd.nn.schedule import Schedule, Work
+from spmd.tree import Tree
+
+Stage = Callable[[Tree, Tree, jax.Array, jax.Array, Tree], tuple[Tree, Tree]]  # (params, state, number, group, x) -> (state, y)
+
+
+def run_ticks(schedule: Schedule, axis: str, work: Stage, params: Tree, state: Tree, inputs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:
+    """This stage's part of a forward pass, inside a region that is manual along `axis`.
+
+    Args:
+      work: `(params, state, number, group, x) -> (state, y)`: one group of layers on one microbatch; y is shaped like x. `number` and
+        `group` are those of the microbatch and of the stage's group of layers.
+      params: all arrays that `work` uses and that have a gradient.
+      state: what this stage keeps from tick to tick; left as it is in a tick in which it is idle.
+      inputs: leaves [microbatches, ...], the same on all stages; only the first one takes them.
+
+    Returns:
+      The state after the last tick, and the results [microbatches, ...], which are right on the last stage and zeros on others.
+    """
+    table = schedule.forward.table
+    column = np.array([[(-1, 0) if work is None else (work.microbatch, work.group) for work in tick] for tick in table], np.int32)
+    stage, last = wire.worker_index((axis,)), schedule.stages - 1
+    run = masked(work) if unroll or current().meets else branched(work)
+
+    def tick(carry: tuple, here: jax.Array) -> tuple[tuple, Tree]:
+        state, arrived = carry
+        number, group = here
+        fresh = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, jnp.maximum(number, 0), keepdims=False), inputs)
+        x = jax.tree.map(functools.partial(jnp.where, (stage == 0) & (group == 0)), fresh, arrived)
+        state, y = run(number >= 0, params, state, number, group, x)
+        return (state, jax.tree.map(lambda y: wire.shift(y, axis, around=schedule.groups > 1), y)), y
+
+    nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
+    (state, _), results = lax.scan(tick, (state, nothing), jnp.asarray(column)[:, stage], unroll=len(table) if unroll else 1)
+    done = {work: at for at, work in enumerate(tick[last] for tick in table)}
+    order = np.array([done[Work(number, schedule.groups - 1)] for number in range(schedule.microbatches)])
+    return state, jax.tree.map(lambda y: jnp.where(stage == last, y[order], jnp.zeros_like(y[order])), results)
+
+
+def branched(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
+    """`work`, done only where `live`; else the state and x as they are."""
+
+    def run(live: jax.Array, params: Tree, state: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        return lax.cond(live, lambda: work(params, state, number, group, x), lambda: (state, x))
+
+    return run
+
+
+def masked(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
+    """`work`, done in any case; where not `live` the state stays as it is, and gradients are zero, whatever was computed (0 * NaN)."""
+
+    def run(live: jax.Array, params: Tree, state: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        params, state, x = jax.tree.map(lambda leaf: gate(live, leaf) if _has_gradient(leaf) else leaf, (params, state, x))
+        after, y = work(params, state, jnp.maximum(number, 0), group, x)
+        return jax.tree.map(functools.partial(jnp.where, live), after, state), y
+
+    return run
+
+
+@jax.custom_vjp
+def gate(live: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, whose gradient is zero where not `live`, and not a product with zero."""
+    del live
+    return x
+
+
+def _gate_forward(live: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, live
+
+
+def _gate_backward(live: jax.Array, cotangent: jax.Array) -> tuple[None, jax.Array]:
+    return None, jnp.where(live, cotangent, jnp.zeros_like(cotangent))
+
+
+gate.defvjp(_gate_forward, _gate_backward)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def from_last_stage(y: Tree, axis: str, *, scatter: bool) -> Tree:
+    """What only the last stage has, zeros elsewhere: dim 0 dealt out over the stages (`scatter`), or whole on every one."""
+    if scatter:
+        return jax.tree.map(lambda y: wire.reduce_scatter(y, (axis,), 0), y)
+    return jax.tree.map(lambda y: wire.all_reduce(y, (axis,)), y)
