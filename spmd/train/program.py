@@ -48,6 +48,7 @@ class Program:
         seen = Seen(placed.resolved)
         (value, extra), jaxpr = self._trace(self._train, seen, training=True)
         self._check_update()
+        placed.cutting.check_used(placed.resolved.layout.source)
         self._check_pipeline(stats=stats)
         placed.exchange.prove()
         placed.model.check_remat(placed.resolved.layout.remat.modules)

@@ -102,7 +102,30 @@ CASES = {
     "1f1b-remat": (Tied, "data=2,stage=4", piped(schedule="1f1b", more={"remat": spmd.Remat("dots", ("blocks/layers",))})),
     "gpipe-zero1": (Tied, "data=2,stage=4", piped(more={"optimizer": spmd.OptimizerState("data")})),
 }
-FAST = ("gpipe-compiler", "circular-all_reduce", "circular-server", "1f1b-all_reduce", "1f1b-reduce_scatter", "wavefront-all_reduce")
+CUT = {"params": (spmd.Rule("**/up/kernel", (None, "model")), spmd.Rule("**/down/kernel", ("model",)))}
+SHARDED = CUT | {"default": spmd.Default("shard:data")}
+HIDDEN = {"params": (spmd.Rule("**/dense_{i,h}/kernel", (None, "model")),)}
+CASES |= {
+    "gpipe-tensor": (Tied, "data=2,stage=2,model=2", piped(more=CUT)),
+    "circular-tensor": (Tied, "data=2,stage=2,model=2", piped(schedule="circular", groups=2, more=CUT)),
+    "1f1b-tensor": (Tied, "data=2,stage=2,model=2", piped(schedule="1f1b", more=CUT)),
+    "1f1b-tensor-fsdp": (
+        Tied,
+        "data=2,stage=2,model=2",
+        piped("reduce_scatter", schedule="1f1b", more=SHARDED),
+    ),
+    "wavefront-tensor": (Deep, "data=2,stage=2,model=2", piped(time_chunk=2, more=HIDDEN)),
+}
+FAST = (
+    "1f1b-tensor",
+    "wavefront-tensor",
+    "gpipe-compiler",
+    "circular-all_reduce",
+    "circular-server",
+    "1f1b-all_reduce",
+    "1f1b-reduce_scatter",
+    "wavefront-all_reduce",
+)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[SLOW] * (case not in FAST)) for case in CASES])
@@ -133,13 +156,17 @@ def test_gradients_of_stages_travel_in_codecs(plain, schedule, codec):
     assert trainer.wire.bytes(where="push/") < 0.6 * whole.bytes(where="push/")
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=SLOW), "1f1b"])
+@SLOW
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_accumulation_and_half_precision(plain, schedule):
     """Accumulation changes what dropout draws, so without it; bfloat16 as it is on one device."""
     layout, still = piped(schedule=schedule, microbatches=2), lambda rngs: _still(Tied(rngs))
     one = trained(still, "data=1", "data_parallel", accumulate=2, precision="bfloat16")
     trainer, state, losses = trained(still, "data=2,stage=4", layout, accumulate=2, precision="bfloat16")
-    assert apart(weights(trainer, state), weights(*one[:2])) < 2e-2  # sums of bfloat16 gradients in another order
+    ours, theirs, first = (np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (
+        weights(trainer, state), weights(*one[:2]), weights(trainer, trainer.init())))  # fmt: skip
+    # bfloat16 has 8 bits: sums in another order differ by 1/256 of what is summed, some layers deep
+    assert np.linalg.norm(ours - theirs) < 0.05 * np.linalg.norm(theirs - first)
     assert np.allclose(losses, one[2], rtol=5e-3)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
 
@@ -149,13 +176,19 @@ def _still(model):
     return model
 
 
+@pytest.mark.parametrize("back", [False, pytest.param(True, marks=SLOW)], ids=["there", "back"])
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=SLOW), "circular"])
-def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedule, plain):
+def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedule, back, plain):
     groups = 2 if schedule == "circular" else 1
     cut, whole = ("data=4,stage=2", piped(schedule=schedule, groups=groups)), ("data=8", Layout(gradients=Gradients("all_reduce")))
 
     def make(mesh, layout):
-        options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.01, momentum=0.9), "batch_size": ROWS, "shuffle": False}
+        options = {
+            "loss": spmd.losses.cross_entropy,
+            "optimizer": optax.sgd(0.01, momentum=0.9),
+            "batch_size": ROWS,
+            "shuffle": False,
+        }
         return lambda steps, folder: spmd.fit(
             lambda: Tied(nnx.Rngs(0)),
             tokens(),
@@ -168,12 +201,11 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
             **options,
         )
 
-    for number, (first, then) in enumerate([(cut, whole), (whole, cut)]):
-        folder = tmp_path / str(number)
-        make(*first)(2, folder)
-        result = make(*then)(3, folder)
-        found = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
-        assert int(result.state.step) == 3 and apart(jax.device_get(found), plain[Tied][0]) < 1e-5
+    first, then = (whole, cut) if back else (cut, whole)
+    make(*first)(2, tmp_path)
+    result = make(*then)(3, tmp_path)
+    found = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
+    assert int(result.state.step) == 3 and apart(jax.device_get(found), plain[Tied][0]) < 1e-5
 
 
 def test_evaluation_and_prediction_of_any_number_of_rows():
