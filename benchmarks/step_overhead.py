@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "step_overhead.md"
@@ -265,11 +266,11 @@ def arm_keras(section: str, gate: Gate):
 # the parent --------------------------------------------------------------------------------------------------------
 
 
-def measure(section: str, rounds: int) -> dict[str, list[float]]:
+def measure(script: str, section: str, arms: Iterable[str], chunk: int, rounds: int) -> dict[str, list[float]]:
     """Seconds per step of every arm in every round; every process is ended by its own id."""
-    _, chunk, _, arms, _ = SECTIONS[section]
+    arms = list(arms)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, __file__, "--arm"]
+    command = [sys.executable, script, "--arm"]
     jobs = {
         arm: subprocess.Popen(
             [*command, section, arm], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
@@ -302,7 +303,7 @@ def ratio(times: dict[str, list[float]], top: str, bottom: str) -> float:
 
 def section_report(section: str, rounds: int) -> list[str]:
     title, chunk, _, arms, targets = SECTIONS[section]
-    times = measure(section, rounds)
+    times = measure(__file__, section, arms, chunk, rounds)
     lines = [
         f"### {section}: {title}",
         "",

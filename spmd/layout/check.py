@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
+from spmd.layout.activations import data_axis_problems
 from spmd.layout.cure import listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
 from spmd.layout.declare import Layout, Rule, Spec, mixed, spec_axes, spec_text
 from spmd.layout.gradients import GradientRule
@@ -87,6 +88,7 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     """Problems of the layout itself, outside its parameter rules."""
     where = {"[batch] spec": layout.batch.spec}
     where |= {f"[[batch.rules]] {rule_name(layout.batch.rules, n)}": rule.spec for n, rule in enumerate(layout.batch.rules)}
+    where |= {f"[[activations]] {rule_name(layout.activations, n)}": rule.spec for n, rule in enumerate(layout.activations)}
     where |= {f'[axes] "{name}"': (entry,) for name, entry in layout.axes}
     where["[pipeline] axis"], where["[sequence] axis"] = (layout.pipeline.axis,), (layout.sequence.axis,)
     where["[optimizer] shard"] = (layout.optimizer.shard,)
@@ -97,6 +99,7 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
             cure = f'mesh="{",".join(f"{axis}={size}" for axis, size in layout.mesh)}", which the layout has itself.'
         if lines:
             yield Problem(name, lines, cure)
+    yield from data_axis_problems(layout)
 
 
 def _pipeline_problems(layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec) -> Iterator[Problem]:

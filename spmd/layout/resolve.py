@@ -58,7 +58,8 @@ class Resolved:
     def idle_axes(self) -> tuple[str, ...]:
         """Mesh axes of size > 1 along which every device repeats the same work, because nothing names them."""
         used = {axis for place in self.placements.values() for axis in spec_axes(place.spec) + spec_axes(place.state_spec)}
-        used |= {axis for rule in self.layout.batch.rules for axis in spec_axes(rule.spec)} | set(spec_axes(self.layout.batch.spec))
+        used |= set(spec_axes(self.layout.batch.spec))
+        used |= {axis for rule in (*self.layout.batch.rules, *self.layout.activations) for axis in spec_axes(rule.spec)}
         used |= {self.layout.pipeline.axis, self.layout.sequence.axis}
         return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
 

@@ -33,7 +33,8 @@ class Call:
     `key` is the same on all workers; `localize` turns it into the key that draws this worker's rows. `sync_axes` are
     the mesh axes over which batch statistics are averaged (empty where the compiler sees the whole batch). `dtype` is that
     of the computation, told to every layer that has none of its own: one float32 array among its inputs (BatchNorm's
-    averages, an embedding) would otherwise turn it, and all layers after it, into float32.
+    averages, an embedding) would otherwise turn it, and all layers after it, into float32. `returned` is asked by path of every
+    submodule that can be called, and gives what its outputs go through, or None.
     """
 
     training: bool
@@ -43,6 +44,7 @@ class Call:
     remat_modules: tuple[str, ...] = ()
     remat_policy: Callable[..., bool] | None = None
     dtype: Any = None
+    returned: Callable[[str], Callable[[Any], Any] | None] = lambda path: None
 
 
 class Model(abc.ABC):

@@ -91,7 +91,7 @@ class LinenCall:
 
 
 def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
-    """Linen's hook for what nnx lets us set on the module: synchronised BatchNorm, and remat by path."""
+    """Linen's hook for what nnx lets us set on the module: synchronised BatchNorm, remat by path, and what outputs go through."""
     active: set[str] = set()
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -102,12 +102,16 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
             object.__setattr__(module, "axis_name", module.axis_name or call.sync_axes or None)
         if call.dtype is not None and getattr(module, "dtype", call.dtype) is None:
             object.__setattr__(module, "dtype", call.dtype)
-        if path in active or not any(matches(pattern, [path]) for pattern in call.remat_modules):
+        if path in active:  # called by `again`
             return next_fun(*args, **kwargs)
+        change = call.returned(path) or (lambda outputs: outputs)
+        if not any(matches(pattern, [path]) for pattern in call.remat_modules):
+            return change(next_fun(*args, **kwargs))
+        again = linen.remat(lambda inner: type(inner).__call__(inner, *args, **kwargs), policy=call.remat_policy)
         active.add(path)
         seen.add(path)
         try:
-            return linen.remat(lambda inner: type(inner).__call__(inner, *args, **kwargs), policy=call.remat_policy)(module)
+            return change(again(module))
         finally:
             active.discard(path)
 

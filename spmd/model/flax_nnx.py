@@ -77,6 +77,10 @@ class NnxModel(Model):
                 modules[path].__class__ = _rematerialised(
                     type(modules[path]), call.remat_policy, functools.partial(self._called.add, pattern)
                 )
+        for path, sub in modules.items():
+            change = call.returned(path) if callable(sub) else None
+            if change is not None:
+                sub.__class__ = _changed(type(sub), change)
         return module
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
@@ -117,7 +121,20 @@ def _rematerialised(kind: type, policy: Callable[..., bool] | None, note: Callab
         note()
         return nnx.remat(lambda module: kind.__call__(module, *args, **kwargs), policy=policy)(self)
 
-    return type(kind)(f"Remat{kind.__name__}", (kind,), {"__call__": __call__, "__module__": kind.__module__})
+    return _subclass(kind, "Remat", __call__)
+
+
+def _changed(kind: type, change: Callable[[Any], Any]) -> type:
+    """A subclass of an nnx module that gives what its call returned through `change`."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(kind.__call__(self, *args, **kwargs))  # type: ignore[operator]
+
+    return _subclass(kind, "Placed", __call__)
+
+
+def _subclass(kind: type, prefix: str, call: Callable[..., Any]) -> type:
+    return type(kind)(f"{prefix}{kind.__name__}", (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
 def _matching_modules(pattern: str, modules: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from spmd.nn.bidirectional import Bidirectional as Bidirectional
 from spmd.nn.layer_stack import LayerStack as LayerStack
+from spmd.nn.pool import max_pool2 as max_pool2
 from spmd.nn.rnn_stack import RNNStack as RNNStack
 from spmd.nn.schedule import Schedule as Schedule
 from spmd.nn.schedule import best_chunk as best_chunk

@@ -66,7 +66,7 @@ class Tap:
             first = wire.worker_index((str(cutting.pipeline.axis),)) * count
             pick = lambda leaf: leaf if leaf.shape[0] == count else lax.dynamic_slice_in_dim(leaf, first, count)
             variables = jax.tree.map(pick, layers.variables)  # random streams are whole on every stage
-            one = lambda x, variables: layers.unchanged(variables, *call(x, rows, variables, lambda key: key))
+            one = lambda x, variables: layers.unchanged(*call(x, rows, variables, lambda key: key))
             self.seen, _ = scan_layers(one, self.x, variables, unroll=cutting.unroll)
         return jax.tree.map(jnp.zeros_like, x)
 

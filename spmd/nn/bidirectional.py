@@ -87,6 +87,6 @@ def _at_once(cutting: Cutting, layers: Layers, x: jax.Array, lengths: Any) -> ja
         return jnp.concatenate([there(0), there(1)], axis=-1)
 
     whole, times = PartitionSpec(), PartitionSpec(None, free or None)
-    of_rows = PartitionSpec(free or None) if jnp.ndim(lengths) else whole
+    of_rows = PartitionSpec(free or None) if lengths is not None else whole
     run = cutting.over((axis, *free), stage, in_specs=(whole, times, of_rows), out_specs=times)
     return run(layers.variables, x, lengths)

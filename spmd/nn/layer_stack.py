@@ -159,7 +159,7 @@ def _pipelined(cutting: Cutting, layers: Layers, call: Callable[..., tuple], x: 
         def work(given: tuple, kept: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
             variables, rows, whole = given
             here = jax.tree.map(lambda leaf: leaf[number], rows), whole
-            one = lambda x, variables: layers.unchanged(variables, *call(x, here, variables, parts.key(number)))
+            one = lambda x, variables: layers.unchanged(*call(x, here, variables, parts.key(number)))
             if groups == 1:
                 y, after = scan_layers(one, x, variables, unroll=cutting.unroll)
                 return after, y

@@ -120,9 +120,7 @@ class Cells:
         shown = lambda tree: ", ".join(f"[{', '.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(tree)) or "nothing"
         fits = jax.tree.structure(initial) == jax.tree.structure(wanted)
         if not fits or any(a.shape != b.shape for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(wanted), strict=True)):
-            raise ModelError(
-                f"RNNStack: initial is {shown(initial)}; the cells have {shown(wanted)}.\n    cure: [layers, rows, ...] of each."
-            )
+            raise ModelError(f"RNNStack: initial is {shown(initial)}; the cells have {shown(wanted)}.\n    cure: [layers, rows, ...] each.")
         return initial
 
     def run(self, parts: tuple, first: Any, along: dict[str, jax.Array], start: Any, lengths: Any, key: Any, *, unroll: bool) -> tuple:
@@ -154,7 +152,7 @@ class Cells:
             x, time, more = inputs
             given = x if more is None else jnp.concatenate([x, more], axis=-1)
             (after, y), kept = self.layers.call(lambda cell: cell(carry, given), variables)
-            self.layers.unchanged(variables, None, kept)
+            self.layers.unchanged(None, kept)
             if lengths is None:
                 return after, y
             here = time < lengths
@@ -210,7 +208,7 @@ def _wavefront(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, 
         return from_last_stage(y, axis, scatter=scatter).reshape(-1, *y.shape[2:]), carry
 
     layers, times = PartitionSpec(axis), PartitionSpec(None, free or None)
-    of_rows = PartitionSpec(free or None) if jnp.ndim(lengths) else PartitionSpec()
+    of_rows = PartitionSpec(free or None) if getattr(lengths, "ndim", 0) else PartitionSpec()
     out = PartitionSpec(axis if scatter else None, free or None)
     each = PartitionSpec(axis, free or None)
     run = cutting.over((axis, *free), stage, in_specs=((layers, each), times, of_rows, PartitionSpec()), out_specs=(out, each))
@@ -226,7 +224,7 @@ def check_inputs(what: str, x: Any, lengths: Any, beside: Any) -> None:
     """
     if not hasattr(x, "ndim") or x.ndim < 3:
         raise ModelError(f"{what}: x is {describe(x) if hasattr(x, 'shape') else a_kind(x)}.\n    cure: [rows, time, features].")
-    if lengths is not None and (jnp.ndim(lengths) != 1 or lengths.shape[0] != x.shape[0]):
+    if lengths is not None and (getattr(lengths, "ndim", 0) != 1 or lengths.shape[0] != x.shape[0]):
         raise ModelError(f"{what}: lengths is {describe(lengths)} for {x.shape[0]} rows.\n    cure: int32[{x.shape[0]}].")
     if beside is not None and beside.shape[:2] != x.shape[:2]:
         raise ModelError(f"{what}: beside is {describe(beside)} and x {describe(x)}.\n    cure: the same rows and time.")

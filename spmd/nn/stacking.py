@@ -43,10 +43,12 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
             shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    ..." if len(differences) > 8 else "")
             raise ModelError(
                 f"{what}: layers 0 and {number} differ, and only equal ones can be stacked:\n{shown}\n"
-                "    cure: take the one that differs out of the stack and call it before or after; inputs of another width go through "
-                "an nnx.Linear first."
+                "    cure: take the one that differs out of the stack, and call it before or after; "
+                "an nnx.Linear first changes the width of inputs."
             )
     graphdef, first = nnx.split(layers[0])
+    if not jax.tree.leaves(first):
+        raise ModelError(f"{what}: its layers have no arrays, so there is nothing to stack.\n    cure: call them one after the other.")
     rest = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers[1:]]
     flat = []
     for path, variable in nnx.to_flat_state(first):
@@ -98,6 +100,7 @@ class Layers:
         self.params, keys, self.kept = (nnx.to_pure_dict(part) for part in parts)
         self._impls = jax.tree.map(jax.random.key_impl, keys)
         self.keys = jax.tree.map(jax.random.key_data, keys)
+        self._changed: set[str] = set()  # paths of `kept` that some call has changed
         self._counts = set(flatten(nnx.to_pure_dict(nnx.state(module, nnx.RngCount))))
 
     @property
@@ -117,27 +120,33 @@ class Layers:
         layer = nnx.merge(self._graphdef, params, wrapped, kept)
         result = function(layer)
         _, _, _, after = nnx.split(layer, nnx.Param, nnx.RngKey, ...)
-        return result, nnx.to_pure_dict(after)
+        after = nnx.to_pure_dict(after)
+        before = flatten(kept)
+        self._changed |= {path for path, leaf in flatten(after).items() if leaf is not before[path]}
+        return result, after
 
-    def unchanged(self, variables: tuple, result: Any, kept: Tree) -> tuple[Any, Tree]:
+    def unchanged(self, result: Any, kept: Tree) -> tuple[Any, Tree]:
         """What `call` has returned, where a layer is called once for every microbatch and so can keep nothing but counts.
 
         Raises:
           ModelError: it keeps something else.
         """
-        before, after = flatten(variables[2]), flatten(kept)
-        changed = [path for path, leaf in after.items() if leaf is not before[path] and path not in self._counts]
+        changed = self._changed - self._counts
         if changed:
             raise ModelError(
-                f"a layer of a pipelined stack changes {listed(changed)} when it is called, and it is called once for every microbatch.\n"
+                f"a layer of a pipelined stack changes {listed(sorted(changed))} when it is called, "
+                "and it is called once for every microbatch.\n"
                 "    cure: LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline]."
             )
         return result, kept
 
     def keep(self, kept: Tree) -> None:
         """Let the module remember what its layers have changed."""
-        if jax.tree.leaves(kept):
-            nnx.update(self._module, kept)
+        if self._changed:
+            flat = nnx.to_flat_state(nnx.state(self._module))
+            changed = {path for path, _ in flat if "/".join(map(str, path)) in self._changed}
+            values = flatten(kept)
+            nnx.update(self._module, nnx.from_flat_state([(path, values["/".join(map(str, path))]) for path, _ in flat if path in changed]))
 
 
 def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:

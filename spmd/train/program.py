@@ -23,6 +23,7 @@ from spmd.layout.resolve import pspec
 from spmd.model.base import Call, Variables
 from spmd.nn.context import under
 from spmd.train.accumulate import has_convolution
+from spmd.train.activations import Activations, Seen
 from spmd.train.local import LocalStep
 from spmd.train.metrics import pack
 from spmd.train.objective import LOSS, Objective, check_loss
@@ -44,11 +45,13 @@ class Program:
         self._train, self._eval = placed.objective.for_training(), placed.objective
         self._dtype = compute_dtype(placed.options.precision)
         stats = bool(jax.tree.leaves(placed.abstract_state.stats))
-        (value, extra), jaxpr = self._trace(self._train, training=True)
+        seen = Seen(placed.resolved)
+        (value, extra), jaxpr = self._trace(self._train, seen, training=True)
         self._check_update()
         self._check_pipeline(stats=stats)
         placed.exchange.prove()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
+        seen.check(self.rows, placed.exchange.simulated * placed.options.accumulate)
         self._packed = (LOSS, *extra)
         self.names = (*self._packed, *placed.exchange.measures, *(placed.events.counts if placed.events else ()))
         self._rowwise = check_loss(value, extra, self.rows)
@@ -60,7 +63,7 @@ class Program:
         self._cutting = dataclasses.replace(placed.cutting, unroll=self._unroll)
         self._compiled: dict[tuple, Callable] = {}
 
-    def _trace(self, objective: Objective, *, training: bool) -> tuple[tuple, Any]:
+    def _trace(self, objective: Objective, seen: Seen, *, training: bool) -> tuple[tuple, Any]:
         """What an objective returns on a full batch, as shapes, and its jaxpr."""
         placed = self.placed
 
@@ -69,8 +72,8 @@ class Program:
             variables = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
             remat = placed.resolved.layout.remat.modules if training else ()
             with under(placed.cutting):
-                bound = placed.model.bind(variables, Call(training, key if training else None, remat_modules=remat, dtype=self._dtype))
-                return objective(bound, batch, key)
+                asked = Call(training, key if training else None, remat_modules=remat, dtype=self._dtype, returned=seen)
+                return objective(placed.model.bind(variables, asked), batch, key)
 
         variables = abstract(placed.abstract_state.variables)
         try:
@@ -119,7 +122,7 @@ class Program:
 
     @functools.cached_property
     def _eval_outputs(self) -> tuple:
-        return self._trace(self._eval, training=False)[0]
+        return self._trace(self._eval, Seen(self.placed.resolved), training=False)[0]
 
     @functools.cached_property
     def pad_eval(self) -> bool:
@@ -185,7 +188,8 @@ class Program:
 
     def _bound(self, params: Tree, stats: Tree, rngs: Tree) -> Any:
         variables = Variables(cast(self._gather(params), self._dtype), stats, rngs)
-        return self.placed.model.bind(variables, Call(training=False, dtype=self._dtype))
+        activations = Activations(self.placed.resolved, self.placed.mesh)
+        return self.placed.model.bind(variables, Call(training=False, dtype=self._dtype, returned=activations))
 
     def _gather(self, params: Tree) -> Tree:
         step = self._step(self.rows, True)

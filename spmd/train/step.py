@@ -29,6 +29,7 @@ from spmd.nn.context import WHOLE, Cutting, under
 from spmd.nn.layer_stack import cut_rows, stage_layers
 from spmd.rng import part_key, worker_key
 from spmd.train.accumulate import accumulate, apart, microbatches
+from spmd.train.activations import Activations
 from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
@@ -241,7 +242,8 @@ class Step:
         batch, weights = rows
         layout = self.resolved.layout
         model_key, loss_key = jax.random.split(key)
-        call = Call(True, model_key, localize, axes, layout.remat.modules, remat_policy(layout.remat.saves), self.dtype)
+        activations = Activations(self.resolved, self.scene.mesh)
+        call = Call(True, model_key, localize, axes, layout.remat.modules, remat_policy(layout.remat.saves), self.dtype, activations)
         with under(cutting or self.cutting):
             bound = self.model.bind(Variables(params, stats, state.rngs), call)
             value, extra = self.objective(bound, batch, localize(loss_key))

@@ -62,6 +62,33 @@ def test_runs_under_every_layout(small, name, layout, capsys):
     assert (held(moments) < 0.75 * whole(moments)) == (not layout.startswith("data_parallel"))
 
 
+def test_images_cut_by_rows_and_columns(monkeypatch, capsys):
+    module = example("spatial_cnn")
+    monkeypatch.setattr(module, "make_model", lambda: module.Model(channels=4, rngs=nnx.Rngs(0)))
+    result = module.main(["--steps", "12", "--batch-size", "16"])
+    loss, out = result.history["loss"], capsys.readouterr().out
+    assert len(loss) == 12 and loss[-1] < loss[0] and "test accuracy" in out
+    assert "device 0: rows 0:8, height 0:16, width 0:16" in out and "device 7: rows 8:16, height 16:32, width 16:32" in out
+    train, test = module.load_data()
+    assert train["image"].shape == (416, 32, 32, 3) and set(test["label"]) == {0, 1}
+
+
+@pytest.mark.slow
+def test_convolutions_by_rows_and_dense_layers_by_features(small):
+    result = small("digits_cnn").main(["--layout", "conv_data_dense_model", "--steps", "8", "--batch-size", "32"])
+    assert result.history["loss"][-1] < result.history["loss"][0]
+    assert {path for path, place in result.trainer.resolved.placements.items() if place.spec and any(place.spec)} == {
+        "dense/kernel",
+        "head/kernel",
+    }
+
+
+@pytest.mark.slow
+def test_sequences_cut_between_blocks(small):
+    result = small("gpt").main(["--layout", "sequence_parallel", "--steps", "8", "--batch-size", "32"])
+    assert result.history["loss"][-1] < result.history["loss"][0]
+
+
 @pytest.mark.parametrize("layout", [CODED[0], *(pytest.param(layout, marks=pytest.mark.slow) for layout in CODED[1:])])
 def test_learns_under_every_codec_that_ships(small, layout, capsys):
     mesh = "node=2,data=4" if layout == "hierarchical_int8" else "data=8"

@@ -137,7 +137,9 @@ def test_workers_are_the_positions_along_the_data_axes():
 def test_shipped_layouts_fit_a_model_with_names(name):
     params = shapes(**{"up/kernel": (64, 256), "up/bias": (256,), "down/kernel": (256, 64)})
     names = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed")}
-    mesh = MeshSpec.parse("node=2,data=4") if name == "hierarchical_int8" else MESH
+    meshes = {"hierarchical_int8": "node=2,data=4", "spatial": "data=2,row=2,column=2", "fsdp_pipeline_tensor": "data=2,stage=2,model=2"}
+    meshes |= {"pipeline": "data=2,stage=4", "pipeline_1f1b": "data=2,stage=4"}
+    mesh = MeshSpec.parse(meshes[name]) if name in meshes else MESH
     specs = {path: place.spec for path, place in fit_layout(Layout.load(name), params, names, mesh).placements.items()}
     assert (specs["up/kernel"], specs["up/bias"], specs["down/kernel"]) == {
         "data_parallel": ((), (), ()),
@@ -148,10 +150,16 @@ def test_shipped_layouts_fit_a_model_with_names(name):
         "parameter_server_async": ((), (), ()),
         "hierarchical_int8": ((), (), ()),
         "power_sgd": ((), (), ()),
+        "spatial": ((), (), ()),
+        "pipeline": ((), (), ()),
+        "pipeline_1f1b": ((), (), ()),
+        "fsdp_pipeline_tensor": (("data", "model"), ("data",), ("model", "data")),
         "zero1": ((), (), ()),
         "fsdp": ((None, "data"), ("data",), ("data", None)),
         "fsdp_bf16": ((None, "data"), ("data",), ("data", None)),
         "tensor_parallel": ((None, "model"), (), ("model", None)),
+        "sequence_parallel": ((None, "model"), (), ("model", None)),
+        "conv_data_dense_model": ((None, "model"), (), ("model", None)),
         "fsdp_tensor_parallel": (("data", "model"), ("data",), ("model", "data")),
     }[name]
 

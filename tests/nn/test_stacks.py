@@ -1,0 +1,267 @@
+"""Stacks cut along a mesh axis compute what they compute as they stand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import spmd
+from spmd.errors import ModelError
+from spmd.nn.context import WHOLE, current, under
+from tests.nn.pipes import WIDTH, apart, cutting, layers, loss_of, run
+
+SLOW = pytest.mark.slow
+KINDS = {"lstm": {"time_chunk": 3}, "gru": {"time_chunk": 4}, "gpt": {"microbatches": 4}, "cnn": {"microbatches": 4}}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Outputs and gradients of every kind of stack on one device."""
+    return {kind: run(*layers(kind), WHOLE) for kind in KINDS}
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), pytest.param((4, 2), marks=SLOW), pytest.param((1, 8), marks=SLOW)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pipeline_is_the_stack(plain, kind, mesh):
+    how = cutting(mesh, unroll=kind == "cnn", **KINDS[kind])
+    y, grads = run(*layers(kind), how)
+    assert np.isfinite(y).all()
+    assert apart(y, plain[kind][0]) <= (0 if kind in ("lstm", "gru") else 1e-6)  # chunks of 2 and more: the same bits
+    assert apart(grads, plain[kind][1]) <= 1e-5
+    (schedule,) = how.schedules.values()
+    assert schedule.stages == mesh[1] and schedule.microbatches > 1
+
+
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("cnn", marks=SLOW)])
+def test_a_circular_pipeline_is_the_stack(plain, kind):
+    how = cutting((2, 2), unroll=kind == "cnn", schedule="circular", groups=2, microbatches=4)
+    y, grads = run(*layers(kind), how)
+    assert apart(y, plain[kind][0]) <= 1e-6 and apart(grads, plain[kind][1]) <= 1e-5
+    assert next(iter(how.schedules.values())).groups == 2
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["branches", "masks"])
+def test_what_idle_stages_compute_is_never_seen(branches):
+    """Zeros, which an idle stage would work on, have an infinite slope here."""
+    stack, x = layers("cnn", 4)
+    loss, params = loss_of(stack, WHOLE)
+    assert not np.isfinite(jax.grad(lambda x: loss(params, x)[0])(jnp.zeros_like(x))).all()
+    y, grads = run(stack, x, cutting((1, 4), unroll=branches, microbatches=2))
+    assert np.isfinite(y).all() and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 12, None], ids=lambda chunk: f"chunk-{chunk}")
+def test_chunks_of_time_change_nothing(plain, chunk):
+    """One step; a length that leaves a remainder, which is masked; all steps at once; what the library chooses."""
+    how = cutting((1, 4), **({"time_chunk": chunk} if chunk else {}))
+    y, grads = run(*layers("lstm"), how)
+    assert apart(y, plain["lstm"][0]) <= (1e-6 if chunk in (1, 5) else 0)  # a loop of one step, and a mask, are compiled otherwise
+    assert apart(grads, plain["lstm"][1]) <= 1e-5
+    (schedule,) = how.schedules.values()
+    assert schedule.microbatches == {1: 12, 5: 3, 12: 1, None: 4}[chunk]
+
+
+def test_one_stage_is_a_scan():
+    """No region, no collective."""
+    stack, x = layers("lstm", 4)
+    loss, params = loss_of(stack, cutting((8, 1)))
+    text = str(jax.make_jaxpr(loss)(params, x))
+    assert "shard_map" not in text and "ppermute" not in text and text.count("scan[") == 2
+    cut, _ = loss_of(stack, cutting((2, 4)))
+    assert "ppermute" in str(jax.make_jaxpr(cut)(params, x))
+
+
+@pytest.mark.parametrize("how", [WHOLE, cutting((2, 4), time_chunk=5)], ids=["plain", "wavefront"])
+@pytest.mark.parametrize("kind", ["lstm", pytest.param("gru", marks=SLOW)])
+def test_lengths_states_and_dropout(kind, how):
+    """Against flax's own RNN, layer by layer: final carries, zeros after a row's end, states that are handed on."""
+    stack, x = layers(kind, 4)
+    lengths = jnp.asarray([12, 3, 1, 7] * 4)
+    (y, carry), _ = run(stack, x, how, lengths=lengths, return_carry=True)
+    inner, carries = x, []
+    for number in range(4):
+        rnn = nnx.RNN(stack.cell(number), return_carry=True, rngs=nnx.Rngs(0))
+        last, out = rnn(inner, seq_lengths=lengths)
+        inner = jnp.where(jnp.arange(12)[None, :, None] < lengths[:, None, None], out + inner if number >= 2 else out, 0)
+        carries.append(last)
+    assert apart(y, inner) < 1e-6
+    assert apart(carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *carries)) < 1e-6
+    (front, half), _ = run(stack, x[:, :5], how, return_carry=True)
+    (back, end), _ = run(stack, x[:, 5:], how, return_carry=True, initial=half)
+    (y, carry), _ = run(stack, x, WHOLE, return_carry=True)
+    assert apart(np.concatenate([front, back], 1), y) < 1e-6 and apart(end, carry) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gpt"])
+def test_dropout_draws_what_it_draws_on_one_device(kind):
+    y, grads = run(*layers(kind, 4, dropout=0.3), WHOLE)
+    cut = run(*layers(kind, 4, dropout=0.3), cutting((2, 4), **KINDS[kind]))
+    assert apart(y, run(*layers(kind, 4), WHOLE)[0]) > 0.1, "something is dropped"
+    assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
+
+
+def test_what_stands_beside_reaches_every_layer():
+    rngs = nnx.Rngs(0)
+    stack = spmd.nn.RNNStack([nnx.GRUCell(WIDTH + 3, WIDTH, rngs=rngs) for _ in range(4)])
+    rows = np.random.default_rng(1)
+    x, beside = (jnp.asarray(rows.normal(size=(8, 6, size)), jnp.float32) for size in (WIDTH, 3))
+    y, grads = run(stack, x, WHOLE, beside=beside)
+    inner = x
+    for number in range(4):
+        inner = nnx.RNN(stack.cell(number), rngs=rngs)(jnp.concatenate([inner, beside], -1))
+    assert apart(y, inner) < 1e-6
+    cut = run(stack, x, cutting((2, 4), time_chunk=2), beside=beside)
+    assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
+
+
+def test_both_ways_side_by_side():
+    rngs = nnx.Rngs(0)
+    layer = spmd.nn.Bidirectional(*(nnx.OptimizedLSTMCell(3, WIDTH, rngs=rngs) for _ in range(2)))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 6, 3)), jnp.float32)
+    lengths = jnp.asarray([6, 2, 5, 1] * 2)
+    y, grads = run(layer, x, WHOLE, lengths=lengths)
+    parts = [spmd.nn.stacking.unstack_module(layer.cells, number) for number in (0, 1)]
+    both = nnx.Bidirectional(nnx.RNN(parts[0], rngs=rngs), nnx.RNN(parts[1], rngs=rngs), rngs=rngs)
+    mask = jnp.arange(6)[None, :, None] < lengths[:, None, None]
+    assert apart(y, jnp.where(mask, both(x, seq_lengths=lengths), 0)) < 1e-6
+    how = cutting((2, 4))
+    cut = run(layer, x, how, lengths=lengths)
+    assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
+
+
+class Told(nnx.Module):
+    """A layer that wants more than what comes in."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x, scale, *, table, double):
+        return x + jnp.tanh(self.linear(x)) * scale[:, None] + table * (2 if double else 1)
+
+
+def test_more_for_every_layer():
+    """Arrays of rows are cut as x is, what is given by name is not; all of it has gradients."""
+    rngs = nnx.Rngs(0)
+    stack = spmd.nn.LayerStack([Told(rngs) for _ in range(4)])
+    rows = np.random.default_rng(1)
+    x, scale, table = (jnp.asarray(rows.normal(size=shape), jnp.float32) for shape in ((16, WIDTH), (16,), (WIDTH,)))
+    graphdef, params = nnx.split(stack)
+
+    def grads(how):
+        def loss(params, *given):
+            with under(how):
+                return jnp.sum(jnp.cos(nnx.merge(graphdef, params)(given[0], given[1], table=given[2], double=True)))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(params, x, scale, table)
+
+    assert apart(grads(cutting((2, 4), microbatches=4)), grads(WHOLE)) < 1e-5
+
+
+def test_a_stack_stands_by_itself():
+    """Outside of a step it is plain model code, and each layer can be taken out."""
+    assert current() is WHOLE
+    rngs = nnx.Rngs(0)
+    made = [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(5)]
+    stack, x = spmd.nn.LayerStack(made), jnp.ones((3, WIDTH))
+    y = x
+    for layer in made:
+        y = layer(y)
+    assert apart(stack(x), y) < 1e-6 and (stack.layer(3).kernel[...] == made[3].kernel[...]).all()
+    drawn = spmd.nn.LayerStack([nnx.Dropout(0.5, rngs=nnx.Rngs(seed)) for seed in range(2)])
+    assert (drawn(jnp.ones((4, 64))) != drawn(jnp.ones((4, 64)))).any(), "random streams go on from call to call"
+    kept = spmd.nn.LayerStack([nnx.BatchNorm(WIDTH, rngs=rngs) for _ in range(2)])
+    kept(jnp.arange(3.0 * WIDTH).reshape(3, WIDTH))
+    assert (kept.layers.mean[...] != 0).any(axis=1).tolist() == [True, True] or (kept.layers.mean[0] != 0).any()
+
+
+def test_compiling_does_not_grow_with_depth():
+    """The same program for 6 layers and 48, but for sizes."""
+
+    def lines(depth):
+        stack, x = layers("gpt", depth)
+        loss, params = loss_of(stack, WHOLE)
+        return len(str(jax.make_jaxpr(loss)(params, x)).splitlines())
+
+    assert lines(48) == lines(6)
+
+
+class Pair(nnx.Module):
+    """A layer of two arrays."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        return jax.tree.map(lambda x: x * self.scale, x)
+
+
+ERRORS = {
+    "none": (
+        lambda: spmd.nn.LayerStack([]),
+        """LayerStack of no layers.
+    cure: a list of at least one.""",
+    ),
+    "differ": (
+        lambda: spmd.nn.LayerStack([nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 8, use_bias=False, rngs=nnx.Rngs(0))]),
+        """LayerStack: layers 0 and 1 differ, and only equal ones can be stacked:
+    bias: float32[4] and missing.
+    kernel: float32[4, 4] and float32[4, 8].
+    the layer itself: out_features is 4 and 8.
+    the layer itself: use_bias is True and False.
+    cure: take the one that differs out of the stack, and call it before or after; an nnx.Linear first changes the width of inputs.""",
+    ),
+    "empty": (
+        lambda: spmd.nn.LayerStack([nnx.Dropout(0.0), nnx.Dropout(0.0)]),
+        """LayerStack: its layers have no arrays, so there is nothing to stack.
+    cure: call them one after the other.""",
+    ),
+    "kind": (
+        lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0)), 3]),
+        """RNNStack: layer 1 is an int.
+    cure: an nnx.Module.""",
+    ),
+    "returns": (
+        lambda: spmd.nn.LayerStack([nnx.Linear(4, 8, rngs=nnx.Rngs(0)) for _ in range(2)])(jnp.ones((2, 4))),
+        """a layer of a stack takes float32[2, 4] and returns float32[2, 8]; what one returns is what the next one takes.
+    cure: layers that keep shape and dtype.""",
+    ),
+    "lengths": (
+        lambda: layers("gru", 2)[0](jnp.ones((2, 5, WIDTH)), lengths=jnp.ones(3, jnp.int32)),
+        """RNNStack: lengths is int32[3] for 2 rows.
+    cure: int32[2].""",
+    ),
+    "initial": (
+        lambda: layers("lstm", 2)[0](jnp.ones((2, 5, WIDTH)), initial=(jnp.ones((2, 2, WIDTH)),)),
+        """RNNStack: initial is [2, 2, 8]; the cells have [2, 2, 8], [2, 2, 8].
+    cure: [layers, rows, ...] each.""",
+    ),
+    "dropout": (
+        lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], dropout=0.1),
+        """RNNStack: dropout=0.1 draws random numbers.
+    cure: rngs=nnx.Rngs(0).""",
+    ),
+    "stages": (
+        lambda: run(*layers("gpt", 6), cutting((2, 4))),
+        """a stack of 6 layers over 4 stages (mesh axis "stage"): 6 / 4 leaves 2.
+    cure: 4 or 8 layers.""",
+    ),
+    "rows": (
+        lambda: run(spmd.nn.LayerStack([Pair() for _ in range(4)]), (jnp.ones((8, 4)), jnp.ones(4)), cutting((2, 4))),
+        """a stack of layers was called with float32[8, 4], float32[4]; a pipeline cuts rows, which are dim 0 of all.
+    cure: pass what has no rows by name: stack(x, table=...).""",
+    ),
+    "batch statistics": (
+        lambda: run(spmd.nn.LayerStack([nnx.BatchNorm(4, rngs=nnx.Rngs(0)) for _ in range(4)]), jnp.ones((8, 4)), cutting((2, 4))),
+        """a layer of a pipelined stack changes mean, var when it is called, and it is called once for every microbatch.
+    cure: LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline].""",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_say_what_where_and_how(case):
+    make, text = ERRORS[case]
+    with pytest.raises(ModelError) as caught:
+        make()
+    assert str(caught.value) == text
