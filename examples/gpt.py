@@ -2,8 +2,8 @@
 
     python examples/gpt.py --layout fsdp_tensor_parallel --mesh data=4,model=2
 
-Every kernel carries logical axis names (`named`), so that the layouts that cut by name know what is what. Nothing else in
-the model knows of devices.
+Every kernel carries logical axis names (`named`), so that layouts can cut by name; attention and the embedding are those of
+`spmd.nn`, so that a layout can cut the sequence (`--layout context_parallel`). Nothing else in the model knows of devices.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         split = lambda y: y.reshape(*y.shape[:-1], self.heads, -1)
-        mixed = jax.nn.dot_product_attention(split(self.query(x)), split(self.key(x)), split(self.value(x)), is_causal=True)
+        mixed = spmd.nn.attention(split(self.query(x)), split(self.key(x)), split(self.value(x)), causal=True)
         return self.out(mixed.reshape(x.shape))
 
 
@@ -63,7 +63,7 @@ class GPT(nnx.Module):
     def __init__(
         self, *, vocab=VOCAB, width: int = 64, depth: int = 2, heads: int = 4, length: int = 64, dropout: float = 0.0, rngs: nnx.Rngs
     ):
-        self.tokens = nnx.Embed(vocab, width, embedding_init=named("vocab", "embed"), rngs=rngs)
+        self.tokens = spmd.nn.Embed(vocab, width, embedding_init=named("vocab", "embed"), rngs=rngs)
         self.places = nnx.Embed(length, width, embedding_init=named(None, "embed"), rngs=rngs)
         self.blocks = nnx.List([Block(width, heads, dropout, rngs=rngs) for _ in range(depth)])
         self.norm = nnx.RMSNorm(width, rngs=rngs)

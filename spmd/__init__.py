@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpoint": "spmd.run.checkpoint",
     "Default": "spmd.layout.declare",
+    "Experts": "spmd.layout.forward",
     "FunctionalModel": "spmd.model.functional",
     "GradientRule": "spmd.layout.gradients",
     "Gradients": "spmd.layout.gradients",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.layout.declare import OptimizerState as OptimizerState
     from spmd.layout.declare import Remat as Remat
     from spmd.layout.declare import Rule as Rule
+    from spmd.layout.forward import Experts as Experts
     from spmd.layout.forward import Pipeline as Pipeline
     from spmd.layout.forward import Sequence as Sequence
     from spmd.layout.gradients import GradientRule as GradientRule

@@ -106,7 +106,7 @@ def test_a_layout_unlike_any_other():
         told(errors.LayoutError, fit, layout="mine")
         == """\
 no layout "mine" is shipped, and no such file exists.
-    cure: a path to a TOML file, or one of the shipped: backup_workers, conv_data_dense_model, data_parallel, data_parallel_bf16, diloco, fsdp, fsdp_bf16, fsdp_pipeline_tensor, fsdp_tensor_parallel, hierarchical_int8, parameter_server, parameter_server_async, pipeline, pipeline_1f1b, power_sgd, sequence_parallel, spatial, tensor_parallel, zero1."""
+    cure: a path to a TOML file, or one of the shipped: backup_workers, context_parallel, conv_data_dense_model, data_parallel, data_parallel_bf16, diloco, expert_parallel, fsdp, fsdp_bf16, fsdp_pipeline_tensor, fsdp_tensor_parallel, hierarchical_int8, parameter_server, parameter_server_async, pipeline, pipeline_1f1b, power_sgd, sequence_parallel, spatial, tensor_parallel, zero1."""
     )
 
 
@@ -126,7 +126,7 @@ def test_not_a_layout():
         told(errors.LayoutError, fit, layout=3)
         == """\
 layout=3 is an int.
-    cure: a path to a TOML file, a spmd.Layout, or one of the shipped: backup_workers, conv_data_dense_model, data_parallel, data_parallel_bf16, diloco, fsdp, fsdp_bf16, fsdp_pipeline_tensor, fsdp_tensor_parallel, hierarchical_int8, parameter_server, parameter_server_async, pipeline, pipeline_1f1b, power_sgd, sequence_parallel, spatial, tensor_parallel, zero1."""
+    cure: a path to a TOML file, a spmd.Layout, or one of the shipped: backup_workers, context_parallel, conv_data_dense_model, data_parallel, data_parallel_bf16, diloco, expert_parallel, fsdp, fsdp_bf16, fsdp_pipeline_tensor, fsdp_tensor_parallel, hierarchical_int8, parameter_server, parameter_server_async, pipeline, pipeline_1f1b, power_sgd, sequence_parallel, spatial, tensor_parallel, zero1."""
     )
 
 

@@ -51,3 +51,8 @@ def shift(x: jax.Array, axis: str, by: int = 1, *, around: bool = False) -> jax.
     count = lax.axis_size(axis)
     pairs = [(i, (i + by) % count) for i in range(count) if around or 0 <= i + by < count]
     return lax.ppermute(x, axis, pairs) if count > 1 or not around else x
+
+
+def permute(x: jax.Array, axis: str, to: tuple[int, ...]) -> jax.Array:
+    """What position i along `axis` holds goes to position `to[i]`; each position gets one."""
+    return lax.ppermute(x, axis, list(enumerate(to)))

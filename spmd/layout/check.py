@@ -8,7 +8,7 @@ import jax
 from spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 from spmd.layout.activations import data_axis_problems
 from spmd.layout.cure import listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
-from spmd.layout.declare import Layout, Rule, Spec, mixed, spec_axes, spec_text
+from spmd.layout.declare import Layout, Rule, Spec, keep_axes, mixed, spec_axes, spec_text
 from spmd.layout.gradients import GradientRule
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import Names, Resolved, choose, how_it_travels, one_layer, owners, resolve, rule_name
@@ -64,7 +64,12 @@ def fit_layout(
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = resolve(layout, params, names, mesh, stacks)
-    found = [*_share_problems(resolved, params, names, stacks), *_exchange_problems(resolved), *_server_problems(resolved)]
+    found = [
+        *_share_problems(resolved, params, names, stacks),
+        *_exchange_problems(resolved),
+        *_server_problems(resolved),
+        *_expert_problems(resolved),
+    ]
     raise_problems(LayoutError, headline, found)
     return resolved
 
@@ -91,6 +96,7 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     where |= {f"[[activations]] {rule_name(layout.activations, n)}": rule.spec for n, rule in enumerate(layout.activations)}
     where |= {f'[axes] "{name}"': (entry,) for name, entry in layout.axes}
     where["[pipeline] axis"], where["[sequence] axis"] = (layout.pipeline.axis,), (layout.sequence.axis,)
+    where["[experts] axis"] = (layout.experts.axis,)
     where["[optimizer] shard"] = (layout.optimizer.shard,)
     where[f'[default] params = "{layout.default.params}"'] = (layout.default.params.partition(":")[2] or None,)
     for name, spec in where.items():
@@ -100,6 +106,10 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
         if lines:
             yield Problem(name, lines, cure)
     yield from data_axis_problems(layout)
+    for section, axis in (("sequence", layout.sequence.axis), ("experts", layout.experts.axis)):
+        if axis in layout.data_axes():
+            why = f'"{axis}" cuts the rows of the batch among workers, so it cannot cut what one worker has.'
+            yield Problem(f"[{section}] axis", [why], f"another axis than {', '.join(layout.data_axes())}.")
 
 
 def _pipeline_problems(layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec) -> Iterator[Problem]:
@@ -254,6 +264,16 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("[parameter_server] compute_time", [why], "one for each.")
 
 
+def _expert_problems(resolved: Resolved) -> Iterator[Problem]:
+    """Experts that are to lie on different devices, and do not."""
+    axis = resolved.layout.experts.axis
+    if axis is None or resolved.layout.gradients.reduction == "parameter_server":
+        return
+    if not any(axis in spec_axes(place.spec) for place in resolved.placements.values()):
+        why = f'no parameter is cut over "{axis}", so every device would keep all experts.'
+        yield Problem("[experts] axis", [why], f'[axes]  expert = "{axis}".')
+
+
 def _misfit(
     layout: Layout,
     claimed: tuple[int, ...],
@@ -281,10 +301,11 @@ def _misfit(
         return TOLD  # the default names an unknown axis: told once, by _layout_problems
     if _axis_lines(spec, mesh)[0]:
         return TOLD  # once, by the rule
-    lines = spec_problems(spec, leaf.shape, mesh)
+    lines, where = spec_problems(spec, leaf.shape, mesh), f"{chosen_by}: spec {spec_text(spec)}"
     if stacked and layout.stage_axis in spec_axes(spec):
         lines.append(f'mesh axis "{layout.stage_axis}" cuts the layers of this stack ([pipeline]); a rule speaks of one layer.')
-    return Misfit(tuple(lines), leaf.shape, describe(leaf), f"{chosen_by}: spec {spec_text(spec)}", claimed, spec) if lines else None
+        spec = keep_axes(spec, tuple(axis for axis in mesh.names if axis != layout.stage_axis))
+    return Misfit(tuple(lines), leaf.shape, describe(leaf), where, claimed, spec) if lines else None
 
 
 def _told(

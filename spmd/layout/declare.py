@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from spmd.errors import OptionError, a_kind
-from spmd.layout.forward import Pipeline, Sequence
+from spmd.layout.forward import Experts, Pipeline, Sequence
 from spmd.layout.gradients import Gradients
 from spmd.layout.match import names
 from spmd.layout.server import ParameterServer
@@ -116,11 +116,12 @@ class Layout:
     remat: Remat = Remat()
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
+    experts: Experts = Experts()  # noqa: RUF009
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
 
     def __post_init__(self):
-        for name in ("batch", "default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence"):
+        for name in ("batch", "default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts"):
             value, kind = getattr(self, name), type(getattr(Layout, name))
             if not isinstance(value, kind):
                 raise OptionError(f"Layout: {name}={value!r} is {a_kind(value)}.\n    cure: a {kind.__name__}.")

@@ -19,7 +19,7 @@ def dumps(layout: Layout) -> str:
     if layout.axes:
         blocks.append(["[axes]", *(f"{_text(name)} = {spec_text((entry,))[1:-1]}" for name, entry in layout.axes)])
     blocks += [_rule_lines("activations", rule) for rule in layout.activations]
-    for name in ("default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence"):
+    for name in ("default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts"):
         part = getattr(layout, name)
         plain = [f for f in dataclasses.fields(part) if f.name not in ("options", "rules")]
         lines = [f"{f.name} = {_value(getattr(part, f.name))}" for f in plain if getattr(part, f.name) != f.default]

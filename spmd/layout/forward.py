@@ -1,4 +1,4 @@
-"""What a layout says of how the forward pass is cut: `[pipeline]`, `[sequence]`, and what must hold of them by themselves."""
+"""What a layout says of how the forward pass is cut: `[pipeline]`, `[sequence]`, `[experts]`, and what must hold of them by themselves."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -49,6 +49,22 @@ class Sequence:
 
     axis: str | None = None
     order: str = "balanced"
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Mixtures of experts (`spmd.nn.MixtureOfExperts`) whose experts lie on the devices of a mesh axis, to which tokens travel.
+
+    Attributes:
+      axis: the mesh axis over which experts are cut, and each worker's tokens while they are dealt out. None: every device has all experts.
+
+    Example:
+      >>> from spmd import Experts, Layout
+      >>> Layout(experts=Experts("expert"), axes=(("expert", "expert"),)).experts.axis
+      'expert'
+    """
+
+    axis: str | None = None
 
 
 class Clash(NamedTuple):

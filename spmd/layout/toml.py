@@ -130,7 +130,7 @@ class _Reader:
 
     def layout(self, data: dict[str, Any], name: str) -> Layout:
         self.unknown(data, tuple(f.name for f in dataclasses.fields(Layout) if f.compare), "")
-        pipeline, sequence = read_forward(self, self.table(data, "pipeline"), self.table(data, "sequence"))
+        pipeline, sequence, experts = read_forward(self, {name: self.table(data, name) for name in ("pipeline", "sequence", "experts")})
         return Layout(
             name=name,
             description=self.value(data, "description", "", str),
@@ -146,6 +146,7 @@ class _Reader:
             remat=self.remat(self.table(data, "remat")),
             pipeline=pipeline,
             sequence=sequence,
+            experts=experts,
         )
 
     # one method per kind of value ----------------------------------------------------------------------------------

@@ -1,6 +1,10 @@
-"""Cutting the forward pass along a mesh axis: stacks of layers as pipelines. Outside of a step everything here is plain model code."""
+"""Modules and functions that a layout may cut along a mesh axis. Outside of a step everything here is plain model code."""
 
+from spmd.nn.attention import attention as attention
 from spmd.nn.bidirectional import Bidirectional as Bidirectional
+from spmd.nn.embed import Embed as Embed
+from spmd.nn.experts import MixtureOfExperts as MixtureOfExperts
+from spmd.nn.experts import Routing as Routing
 from spmd.nn.layer_stack import LayerStack as LayerStack
 from spmd.nn.pool import max_pool2 as max_pool2
 from spmd.nn.rnn_stack import RNNStack as RNNStack

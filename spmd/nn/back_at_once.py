@@ -129,7 +129,7 @@ def back_at_once(
     def region(params: Tree, rows: Tree, held: Tree) -> tuple[Tree, Tree]:
         apart = Apart(cutting, loss, held, own)
         first = wire.worker_index(free) * parts.count
-        grads, aux = _run(schedule, axis, apart, params, parts.apart(rows), first=first, unroll=cutting.unroll)
+        grads, aux = _run(schedule, apart, params, parts.apart(rows), first=first)
         grads = jax.tree.map(lambda g, stage: wire.all_reduce(g, free if stage else (axis, *free)), grads, at_stage)
         return grads, jax.tree.map(lambda a: wire.all_reduce(a, (axis, *free)), aux)
 
@@ -138,8 +138,10 @@ def back_at_once(
     return run(params, rows, held)
 
 
-def _run(schedule: Schedule, axis: str, apart: Apart, params: Tree, parts: Tree, *, first: jax.Array, unroll: bool) -> tuple[Tree, Tree]:
+def _run(schedule: Schedule, apart: Apart, params: Tree, parts: Tree, *, first: jax.Array) -> tuple[Tree, Tree]:
     """This stage's ticks: gradients of what it has done, and the aux of the last stage."""
+    cutting, axis = apart.cutting, str(apart.cutting.pipeline.axis)
+    choose = functools.partial(one_of, branchless=cutting.branchless)
     stage, last, slots = wire.worker_index((axis,)), schedule.stages - 1, min(schedule.stages, schedule.microbatches)
     table = Table.of(schedule)
     of = lambda number: (jax.tree.map(lambda x: x[number], parts), first + number)
@@ -150,9 +152,10 @@ def _run(schedule: Schedule, axis: str, apart: Apart, params: Tree, parts: Tree,
     def forward(carry: tuple, number: jax.Array) -> tuple:
         grads, aux, kept, _ = carry
         here = jax.tree.map(lambda buffer: buffer[number % slots], kept)
-        x = lax.cond(stage == 0, lambda: apart.enter(params, *of(number)), lambda: here)
+        x = choose(stage != 0, [lambda: apart.enter(params, *of(number)), lambda: here])
         kept = jax.tree.map(lambda buffer, x: buffer.at[number % slots].set(x), kept, x)
-        y = lax.cond(stage == last, lambda: nothing, lambda: apart.through(params, x, *of(number)))  # the last one does it on its way back
+        # the last stage runs its layers on its way back
+        y = choose(stage == last, [lambda: apart.through(params, x, *of(number)), lambda: nothing])
         return (grads, aux, kept, nothing), (y, nothing)
 
     def backward(carry: tuple, number: jax.Array) -> tuple:
@@ -168,19 +171,19 @@ def _run(schedule: Schedule, axis: str, apart: Apart, params: Tree, parts: Tree,
             _, pull = jax.vjp(lambda p, x: apart.through(p, x, *of(number)), params, x)
             return (*pull(arrived), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), aux))
 
-        found, dx, more = lax.cond(stage == last, from_loss, from_next)
+        found, dx, more = choose(stage == last, [from_next, from_loss])
         grads, aux = jax.tree.map(jnp.add, grads, found), jax.tree.map(jnp.add, aux, more)
 
         def into_input() -> Tree:
             _, pull = jax.vjp(lambda p: apart.enter(p, *of(number)), params)
             return jax.tree.map(jnp.add, grads, pull(dx)[0])
 
-        return (lax.cond(stage == 0, into_input, lambda: grads), aux, kept, arrived), (nothing, dx)
+        return (choose(stage == 0, [lambda: grads, into_input]), aux, kept, arrived), (nothing, dx)
 
     def tick(carry: tuple, here: jax.Array) -> tuple[tuple, None]:
         kind, number, coming = here
-        idle = lambda carry, number: (carry, (nothing, nothing))
-        (grads, aux, kept, _), (y, dx) = lax.switch(kind, [idle, forward, backward], carry, number)
+        work = [lambda: (carry, (nothing, nothing)), lambda: forward(carry, number), lambda: backward(carry, number)]
+        (grads, aux, kept, _), (y, dx) = choose(kind, work)
         y = jax.tree.map(lambda y: wire.shift(y, axis), y)
         put = lambda buffer, y: jnp.where(coming >= 0, buffer.at[coming % slots].set(y), buffer)
         arrived = jax.tree.map(lambda dx: wire.shift(dx, axis, -1), dx)
@@ -189,8 +192,20 @@ def _run(schedule: Schedule, axis: str, apart: Apart, params: Tree, parts: Tree,
     zeros = functools.partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype))
     kept = jax.tree.map(lambda s: jnp.zeros((slots, *s.shape), s.dtype), begin)
     columns = jnp.asarray(table.columns)[:, stage]
-    (grads, aux, _, _), _ = lax.scan(tick, (zeros(params), zeros(aux), kept, nothing), columns, unroll=len(columns) if unroll else 1)
+    (grads, aux, _, _), _ = lax.scan(
+        tick, (zeros(params), zeros(aux), kept, nothing), columns, unroll=len(columns) if cutting.unroll else 1
+    )
     return grads, aux
+
+
+def one_of(which: jax.Array, work: list[Callable[[], Tree]], *, branchless: bool) -> Tree:
+    """What `work[which]` returns: it alone is done, or all of it, and the rest is thrown away."""
+    if not branchless:
+        return lax.switch(jnp.int32(which), work)
+    found, *others = [one() for one in work]
+    for number, other in enumerate(others, 1):
+        found = jax.tree.map(functools.partial(jnp.where, which == number), other, found)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

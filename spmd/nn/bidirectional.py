@@ -82,7 +82,7 @@ def _at_once(cutting: Cutting, layers: Layers, x: jax.Array, lengths: Any) -> ja
         own = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, 1)], variables)
         run = lambda: _one_way(cutting, layers, own, x, lengths, number == 1)
         like = jax.eval_shape(run)
-        y = run() if cutting.unroll else lax.cond(number < 2, run, lambda: jnp.zeros(like.shape, like.dtype))
+        y = run() if cutting.branchless else lax.cond(number < 2, run, lambda: jnp.zeros(like.shape, like.dtype))
         there = lambda way: wire.all_reduce(jnp.where(number == way, y, jnp.zeros_like(y)), (axis,))
         return jnp.concatenate([there(0), there(1)], axis=-1)
 

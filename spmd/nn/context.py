@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from spmd.layout.forward import Pipeline, Sequence
+from spmd.errors import LayoutError
+from spmd.layout.forward import Experts, Pipeline, Sequence
 from spmd.nn.schedule import Schedule
 
 
@@ -26,7 +27,7 @@ class Cutting:
       ordered: a circular pipeline finds the layers of stacks in the order of its stages (`spmd.nn.order`).
       unroll: loops are to be unrolled (a convolution in a loop's body, on a CPU).
       tap: what stands in the place of a stack of layers (`spmd.nn.back_at_once`).
-      used: which of "pipeline" and "sequence" some module has made use of, for the step to know.
+      used: which of "pipeline", "sequence" and "experts" some module has made use of, for the step to know.
       schedules: what the stacks that were called do when, by a name for each.
     """
 
@@ -34,15 +35,44 @@ class Cutting:
     data: tuple[str, ...] = ()
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
+    experts: Experts = Experts()  # noqa: RUF009
     ordered: bool = False
     unroll: bool = False
     tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
     schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict, compare=False)
 
+    def check_used(self, source: str) -> None:
+        """Once the loss was traced: something in it is cut as the layout `source` asks, along every axis that it names for that.
+
+        Raises:
+          LayoutError: the devices of an axis would all do the same work.
+        """
+        wanted = {
+            "sequence": (self.sequence.axis, "spmd.nn.attention"),
+            "experts": (self.experts.axis, "spmd.nn.MixtureOfExperts"),
+        }
+        for section, (axis, calls) in wanted.items():
+            if axis is not None and section not in self.used:
+                raise LayoutError(
+                    f'{source}: [{section}] axis = "{axis}", but the loss never calls {calls}, so nothing is cut over "{axis}" by it.\n'
+                    f"    cure: {calls} in the model, or a layout without [{section}]."
+                )
+
     def size(self, axis: str | None) -> int:
         """How many devices lie along a mesh axis; 1 for none."""
         return 1 if axis is None or self.mesh is None else self.mesh.shape[axis]
+
+    @property
+    def branchless(self) -> bool:
+        """Whether all stages must run the same code, and throw away what they were not to do.
+
+        Where something travels among the devices of a stage, by hand or because the partitioner has cut a layer over another axis: in a
+        branch that not all stages take, XLA:CPU (jax 0.10.2) gives a `ppermute` wrong numbers, or waits for ever. And where loops are
+        unrolled for the sake of a convolution, which is as slow in a branch.
+        """
+        own = (self.pipeline.axis, *self.data)
+        return self.unroll or any(size > 1 for axis, size in (self.mesh.shape.items() if self.mesh else ()) if axis not in own)
 
     @property
     def stages(self) -> int:

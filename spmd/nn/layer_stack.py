@@ -168,7 +168,7 @@ def _pipelined(cutting: Cutting, layers: Layers, call: Callable[..., tuple], x: 
             put = lambda kept, after: jax.lax.dynamic_update_slice_in_dim(kept, after, group * own, 0)
             return jax.tree.map(put, kept, after), y
 
-        kept, y = run_ticks(schedule, axis, work, (variables, rows, whole), variables[2], x, unroll=cutting.unroll)
+        kept, y = run_ticks(cutting, schedule, work, (variables, rows, whole), variables[2], x)
         return parts.together(from_last_stage(y, axis, scatter=scatter)), kept
 
     order = stage_order(layers.count, cutting.stages, groups)

@@ -207,7 +207,7 @@ def _wavefront(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, 
             y, carry = cells.run((variables, carry), first, here, number * chunk, lengths, own_key, unroll=cutting.unroll)
             return carry, y
 
-        carry, y = run_ticks(schedule, axis, work, (variables, along), carry, x, unroll=cutting.unroll)
+        carry, y = run_ticks(cutting, schedule, work, (variables, along), carry, x)
         return from_last_stage(y, axis, scatter=scatter).reshape(-1, *y.shape[2:]), carry
 
     layers, times = PartitionSpec(axis), PartitionSpec(None, free or None)

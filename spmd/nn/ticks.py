@@ -1,8 +1,9 @@
 """A schedule's table as a program: what each stage does in each tick, and what it hands to the next stage.
 
 One `lax.scan` over ticks; its body is one tick of every stage, and ends with one `ppermute` between neighbours. A stage that is idle does
-nothing (`lax.cond`), so what it has not computed cannot be NaN. Where a stage holds a convolution, on a CPU, the ticks are unrolled and
-idle stages compute something that nobody uses: XLA:CPU runs a convolution inside a loop or a branch some 40 times slower.
+nothing (`lax.cond`), so what it has not computed cannot be NaN. Where there may be no branches (`Cutting.branchless`) idle stages compute
+something that nobody uses. Where a stage holds a convolution, on a CPU, the ticks are unrolled as well: XLA:CPU runs a convolution inside
+a loop or a branch some 40 times slower.
 """
 
 import functools
@@ -15,14 +16,15 @@ import numpy as np
 from jax import lax
 
 from spmd.comm import wire
+from spmd.nn.context import Cutting
 from spmd.nn.schedule import Schedule, Work
 from spmd.tree import Tree
 
 Stage = Callable[[Tree, Tree, jax.Array, jax.Array, Tree], tuple[Tree, Tree]]  # (params, state, number, group, x) -> (state, y)
 
 
-def run_ticks(schedule: Schedule, axis: str, work: Stage, params: Tree, state: Tree, inputs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:
-    """This stage's part of a forward pass, inside a region that is manual along `axis`.
+def run_ticks(cutting: Cutting, schedule: Schedule, work: Stage, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
+    """This stage's part of a forward pass, inside a region that is manual along the pipeline's axis.
 
     Args:
       work: `(params, state, number, group, x) -> (state, y)`: one group of layers on one microbatch; y is shaped like x. `number` and
@@ -34,10 +36,10 @@ def run_ticks(schedule: Schedule, axis: str, work: Stage, params: Tree, state: T
     Returns:
       The state after the last tick, and the results [microbatches, ...], which are right on the last stage and zeros on others.
     """
-    table = schedule.forward.table
+    table, axis = schedule.forward.table, str(cutting.pipeline.axis)
     column = np.array([[(-1, 0) if work is None else (work.microbatch, work.group) for work in tick] for tick in table], np.int32)
     stage, last = wire.worker_index((axis,)), schedule.stages - 1
-    run = masked(work) if unroll else branched(work)
+    run = masked(work) if cutting.branchless else branched(work)
 
     def tick(carry: tuple, here: jax.Array) -> tuple[tuple, Tree]:
         state, arrived = carry
@@ -48,7 +50,7 @@ def run_ticks(schedule: Schedule, axis: str, work: Stage, params: Tree, state: T
         return (state, jax.tree.map(lambda y: wire.shift(y, axis, around=schedule.groups > 1), y)), y
 
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
-    (state, _), results = lax.scan(tick, (state, nothing), jnp.asarray(column)[:, stage], unroll=len(table) if unroll else 1)
+    (state, _), results = lax.scan(tick, (state, nothing), jnp.asarray(column)[:, stage], unroll=len(table) if cutting.unroll else 1)
     done = {work: at for at, work in enumerate(tick[last] for tick in table)}
     order = np.array([done[Work(number, schedule.groups - 1)] for number in range(schedule.microbatches)])
     return state, jax.tree.map(lambda y: jnp.where(stage == last, y[order], jnp.zeros_like(y[order])), results)

@@ -142,7 +142,8 @@ class Placed:
     def cutting(self) -> Cutting:
         """How the forward pass is cut."""
         layout = self._fitted.layout
-        return Cutting(self.mesh, self._fitted.data_axes, layout.pipeline, layout.sequence, ordered=self.order is not None)
+        data, ordered = self._fitted.data_axes, self.order is not None
+        return Cutting(self.mesh, data, layout.pipeline, layout.sequence, layout.experts, ordered=ordered)
 
     @functools.cached_property
     def _abstract(self) -> State:

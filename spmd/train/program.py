@@ -48,6 +48,7 @@ class Program:
         seen = Seen(placed.resolved)
         (value, extra), jaxpr = self._trace(self._train, seen, training=True)
         self._check_update()
+        placed.cutting.check_used(placed.resolved.layout.source)
         self._check_pipeline(stats=stats)
         placed.exchange.prove()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
@@ -99,8 +100,8 @@ class Program:
             )
         if cutting.by_hand and stats:
             raise ModelError(
-                f'{source}: [pipeline] schedule = "1f1b" runs the whole loss microbatch by microbatch, in an order in which '
-                'batch statistics cannot be kept.\n    cure: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".'
+                f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch '
+                'statistics.\n    cure: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".'
             )
 
     def _check_update(self) -> None:

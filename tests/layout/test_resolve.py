@@ -137,13 +137,19 @@ def test_workers_are_the_positions_along_the_data_axes():
 def test_shipped_layouts_fit_a_model_with_names(name):
     params = shapes(**{"up/kernel": (64, 256), "up/bias": (256,), "down/kernel": (256, 64)})
     names = {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed")}
-    meshes = {"hierarchical_int8": "node=2,data=4", "spatial": "data=2,row=2,column=2", "fsdp_pipeline_tensor": "data=2,stage=2,model=2"}
+    if name == "expert_parallel":
+        params |= shapes(**{"experts/up": (8, 64, 256)})
+        names |= {"experts/up": ("expert", "embed", "mlp")}
+    meshes = {"hierarchical_int8": "node=2,data=4", "context_parallel": "data=4,context=2", "expert_parallel": "data=4,expert=2"}
+    meshes |= {"spatial": "data=2,row=2,column=2", "fsdp_pipeline_tensor": "data=2,stage=2,model=2"}
     meshes |= {"pipeline": "data=2,stage=4", "pipeline_1f1b": "data=2,stage=4"}
     mesh = MeshSpec.parse(meshes[name]) if name in meshes else MESH
     specs = {path: place.spec for path, place in fit_layout(Layout.load(name), params, names, mesh).placements.items()}
     assert (specs["up/kernel"], specs["up/bias"], specs["down/kernel"]) == {
         "data_parallel": ((), (), ()),
         "backup_workers": ((), (), ()),
+        "context_parallel": ((), (), ()),
+        "expert_parallel": ((None, None), (), (None, None)),
         "data_parallel_bf16": ((), (), ()),
         "diloco": ((), (), ()),
         "parameter_server": ((), (), ()),

@@ -18,7 +18,7 @@ from tests.layout.applied import X, Y, fits, told, unread
 def folder(tmp_path, monkeypatch):
     """A folder of its own; and optimizers are not tried on packed parameters, which compiles for a second each time (sgd is fine)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spmd.train.program.check_packed", lambda *_: None)
+    monkeypatch.setattr("spmd.train.placed.check_packed", lambda *_: None)
     return tmp_path
 
 

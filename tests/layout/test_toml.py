@@ -43,6 +43,7 @@ GENERATED = {
     ),
     "remat": Layout(remat=Remat("nothing", ("blocks/*", "**/mlp"))),
     "dots": Layout(remat=Remat("dots")),
+    "cut": Layout(sequence=spmd.Sequence("context", "contiguous"), experts=spmd.Experts("expert")),
 }
 GENERATED |= {
     f"{one} and {two}": dataclasses.replace(
@@ -74,10 +75,12 @@ def test_a_shipped_layout(name):
 def test_what_ships():
     assert list(shipped()) == [
         "backup_workers",
+        "context_parallel",
         "conv_data_dense_model",
         "data_parallel",
         "data_parallel_bf16",
         "diloco",
+        "expert_parallel",
         "fsdp",
         "fsdp_bf16",
         "fsdp_pipeline_tensor",

@@ -1,0 +1,108 @@
+"""Attention for models whose sequences a layout may cut."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd.errors import DataError, OptionError
+from spmd.nn.context import Cutting, current
+from spmd.nn.ring import Ring, into_ring, out_of_ring, ring_attention
+from spmd.tree import describe
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool = False,
+    key_mask: jax.Array | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Softmax attention: for every query, the mean of the values, weighted by how its key fits.
+
+    On one device, and under a layout that does not cut sequences, it is `jax.nn.dot_product_attention`. Under  [sequence] axis = "context"
+    the sequence lies cut over the devices of that axis; keys and values go around them, and no device ever has the whole sequence or a
+    score matrix of it (`spmd.nn.ring`, with sources). The result is the same up to the order of sums, in float32.
+
+    Args:
+      query: [rows, length, heads, head_dim].
+      key, value: [rows, length of keys, heads, head_dim]; fewer heads if they divide those of the queries (grouped queries).
+      causal: a position sees itself and those before it.
+      key_mask: bool[rows, length of keys], False where no query may look (padding). A query that may look nowhere gets zeros.
+      scale: of the scores; 1 / sqrt(head_dim) by default.
+
+    Returns:
+      [rows, length, heads, head_dim], in the dtype of the query, cut as it is.
+
+    Raises:
+      OptionError: shapes that do not belong together.
+      DataError: a length that the devices of the axis (twice as many parts, in balanced order) do not divide.
+
+    Example:
+      >>> x = jnp.arange(24.0).reshape(1, 3, 2, 4)
+      >>> attention(x, x, x, causal=True)[0, 0, 0]  # the first position sees only itself
+      Array([0., 1., 2., 3.], dtype=float32)
+    """
+    _check(query, key, value, key_mask)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    cutting = current()
+    axis = cutting.sequence.axis
+    if axis is None:
+        return _whole(query, key, value, causal, key_mask, scale)
+    cutting.used.add("sequence")
+    if cutting.size(axis) == 1:
+        return _whole(query, key, value, causal, key_mask, scale)
+    balanced = causal and cutting.sequence.order == "balanced"
+    ring = Ring(cutting, axis, cutting.free_over(query.shape[0]), causal, 2 if balanced else 1, scale)
+    _check_cut(cutting, ring, query, key)
+    (rows, length, _, size), groups = query.shape, key.shape[2]
+    arrays = (query.reshape(rows, length, groups, -1, size), key, value, key_mask)
+    out: Any = ring_attention(ring, *(into_ring(ring, *arrays) if balanced else arrays))
+    return (out_of_ring(ring, out) if balanced else out).reshape(query.shape)
+
+
+def _whole(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, mask: jax.Array | None, scale: float) -> jax.Array:
+    """Attention where nothing is cut."""
+    if mask is None:
+        return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=causal)
+    seen = mask[:, None, None, :]
+    out = jax.nn.dot_product_attention(query, key, value, mask=seen, scale=scale, is_causal=causal)
+    if causal:
+        seen = seen & jnp.tri(query.shape[1], key.shape[1], dtype=bool)
+    return jnp.where(seen.any(axis=-1).swapaxes(1, 2)[..., None], out, jnp.zeros_like(out))
+
+
+def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> None:
+    """Shapes that belong together."""
+    fits = query.ndim == key.ndim == 4 and key.shape == value.shape
+    fits = fits and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3] and query.shape[2] % max(key.shape[2], 1) == 0
+    if not fits:
+        shown = f"query {describe(query)}, key {describe(key)}, value {describe(value)}"
+        raise OptionError(
+            f"attention: {shown}.\n"
+            "    cure: [rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, and heads that "
+            "divide the query's."
+        )
+    if mask is not None and (mask.shape != key.shape[:2] or mask.dtype != bool):
+        raise OptionError(f"attention: key_mask is {describe(mask)}.\n    cure: bool[{key.shape[0]}, {key.shape[1]}], one for each key.")
+
+
+def _check_cut(cutting: Cutting, ring: Ring, query: jax.Array, key: jax.Array) -> None:
+    """Lengths that the ring can cut."""
+    where, unit = f'[sequence] axis = "{ring.axis}", {ring.count} devices', ring.count * ring.parts
+    if ring.causal and query.shape[1] != key.shape[1]:
+        raise DataError(
+            f"attention ({where}): {query.shape[1]} queries and {key.shape[1]} keys under a causal mask.\n"
+            "    cure: as many of each, or a layout that does not cut sequences."
+        )
+    for length in (query.shape[1], key.shape[1]):
+        if length % unit:
+            near = sorted({max(unit, length // unit * unit), -(-length // unit) * unit})
+            parts = f"{unit} parts, two for each device in balanced order" if ring.parts == 2 else f"{unit} devices"
+            raise DataError(
+                f"attention ({where}): a sequence of {length} is not divisible by {parts}: {length} / {unit} leaves {length % unit}.\n"
+                f"    cure: sequences of {' or '.join(map(str, near))}, padded if need be."
+            )

@@ -1,0 +1,213 @@
+"""Attention over a cut sequence equals attention over a whole one, forward and backward, and does and keeps only its share."""
+
+import collections
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.errors import DataError, OptionError
+from spmd.nn import ring
+from spmd.nn.context import Cutting, under
+
+ROWS, LENGTH, HEADS, GROUPS, SIZE = 4, 32, 4, 2, 8
+
+
+def inputs(length=LENGTH, dtype="float32", rows=ROWS):
+    """Queries, fewer heads of keys and values, and a gradient for the result."""
+    random = np.random.default_rng(0)
+    return [random.normal(size=(rows, length, heads, SIZE)).astype(jnp.dtype(dtype)) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+
+
+def cutting_of(mesh, order="balanced"):
+    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
+    return Cutting(mesh, tuple(axis for axis in mesh.axis_names if axis == "data"), sequence=spmd.Sequence("context", order))
+
+
+def program(cutting, **options):
+    """Result and gradients of all three inputs, as one compiled function."""
+
+    def run(query, key, value, grad):
+        with under(cutting):
+            out, back = jax.vjp(functools.partial(spmd.nn.attention, **options), query, key, value)
+        return out, *back(grad)
+
+    return jax.jit(run)
+
+
+def worst(ours, theirs):
+    """The largest difference, as a share of the largest number in each array."""
+    exact = lambda x: np.asarray(x).astype("float32")
+    return max(np.abs(exact(a) - exact(b)).max() / np.abs(exact(b)).max() for a, b in zip(ours, theirs, strict=True))
+
+
+@functools.cache
+def whole(causal):
+    return program(Cutting(), causal=causal)(*inputs())
+
+
+FAST = [("context=2", True, "balanced"), ("context=8", True, "balanced"), ("data=2,context=4", True, "contiguous")]
+EVERY = [
+    (mesh, causal, order)
+    for mesh in ("context=2", "context=4", "context=8", "data=2,context=4")
+    for causal, order in ((True, "balanced"), (True, "contiguous"), (False, "balanced"))
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "causal", "order"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{'causal' if case[1] else 'all'}-{case[2]}", marks=[pytest.mark.slow] * (case not in FAST))
+        for case in EVERY
+    ],
+)
+def test_equals_the_whole_sequence(mesh, causal, order):
+    """To a few roundings of float32: sums are taken in another order."""
+    cutting = cutting_of(mesh, order)
+    cut = program(cutting, causal=causal)
+    found = cut(*inputs())
+    assert worst(found, whole(causal)) < 2e-6
+    assert cutting.used == {"sequence"}
+    jaxpr = str(cut.trace(*inputs()).jaxpr)
+    assert "ppermute" in jaxpr, "the arms differ"
+    assert "all_gather" not in jaxpr
+    assert not set(found[0].sharding.spec) - {"data", "context", ("data",), ("context",), None}
+
+
+def test_padding_and_rows_that_see_nothing():
+    """Padding in front of one row and behind another, a row that is nothing else; with data axes, and as many tiles as there are keys."""
+    mask = np.ones((ROWS, LENGTH), bool)
+    mask[0, :9], mask[1, 20:], mask[2] = False, False, False
+    arrays = inputs()
+    plain = program(Cutting(), causal=True, key_mask=mask)(*arrays)
+    cut = program(cutting_of("data=2,context=4"), causal=True, key_mask=mask)(*arrays)
+    assert worst(cut, plain) < 2e-6
+    assert worst(cut[:1], whole(True)[:1]) > 0.1, "the mask does something"
+    for out in (np.asarray(plain[0]), np.asarray(cut[0])):
+        assert not out[0, :9].any()
+        assert not out[2].any()
+    assert all(np.isfinite(np.asarray(x)).all() for x in (*plain, *cut))
+
+
+def test_bfloat16():
+    """Result and gradients are rounded to bfloat16, 8 bits, and the shares of values before that: 2 % of the largest number."""
+    cut = program(cutting_of("context=4"), causal=True)(*inputs(dtype="bfloat16"))
+    assert all(x.dtype == jnp.bfloat16 for x in cut)
+    assert worst(cut, whole(True)) < 2e-2
+    assert worst(cut, whole(True)) > 1e-4, "the arms differ"
+
+
+def test_keys_of_another_sequence():
+    """Twice as many keys as queries, which a ring without a mask may have."""
+    query, _, _, grad = inputs()
+    _, key, value, _ = inputs(2 * LENGTH)
+    cut, plain = (program(cutting)(query, key, value, grad) for cutting in (cutting_of("context=4"), Cutting()))
+    assert worst(cut, plain) < 2e-6
+
+
+def test_tiles_of_keys(monkeypatch):
+    """Several tiles in each block, which a length of 32 does not need."""
+    monkeypatch.setattr(ring, "TILE", 2)
+    assert worst(program(cutting_of("context=2"), causal=True)(*inputs()), whole(True)) < 2e-6
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_pair_is_seen_once(devices, parts):
+    """By the schedule: all pairs under the mask, none besides; in two parts, all devices have the same work."""
+    place = (lambda device, part: device) if parts == 1 else (lambda device, part: (device, 2 * devices - 1 - device)[part])
+    seen, work = collections.Counter(), collections.Counter()
+    for me in range(devices):
+        for source in range(devices):
+            for block in ring.blocks(me, source, own=me == source, causal=True, parts=parts):
+                if block.wanted:
+                    seen[place(me, block.query), place(source, block.key)] += 1
+                    work[me] += 1
+    assert seen == {(q, k): 1 for q in range(devices * parts) for k in range(q + 1)}
+    assert [work[me] for me in range(devices)] == ([2 * devices + 1] * devices if parts == 2 else list(range(1, devices + 1)))
+
+
+def flops(jaxpr):
+    """Of all matrix products, each as often as it runs; of a conditional, its costlier branch."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            contracted, _ = equation.params["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[dim] for dim in contracted[0])
+            total += 2 * inner * equation.outvars[0].aval.size
+        inside = [getattr(x, "jaxpr", x) for value in equation.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+        counts = [flops(x) for x in inside if hasattr(x, "eqns")]
+        total += (max(counts) if equation.primitive.name == "cond" else sum(counts)) * equation.params.get("length", 1) if counts else 0
+    return total
+
+
+def test_balanced_causal_attention_does_half_the_work():
+    """Read from the program: of n devices each computes 2n + 1 blocks, where without a mask it would be 4n."""
+    work = lambda order, causal: flops(program(cutting_of("context=8", order), causal=causal).trace(*inputs()).jaxpr.jaxpr)
+    everything, balanced, contiguous = work("balanced", False), work("balanced", True), work("contiguous", True)
+    assert balanced * 4 * 8 == everything * (2 * 8 + 1)
+    assert contiguous == everything, "the last device's share, for which all wait"
+
+
+def temporaries(cutting, length):
+    """Bytes of one device, to compute the gradients of a causal attention."""
+    shape = jax.ShapeDtypeStruct((1, length, 2, SIZE), "float32")
+    return program(cutting, causal=True).lower(*[shape] * 4).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_grows_as_the_shard():
+    """Four times the sequence on four times the devices takes what it took; unsplit, it takes more than ten times that."""
+    two, eight = temporaries(cutting_of("context=2"), 1024), temporaries(cutting_of("context=8"), 4096)
+    assert eight < 1.1 * two
+    assert temporaries(Cutting(), 4096) > 10 * temporaries(Cutting(), 1024) > 10 * two
+
+
+@pytest.mark.slow
+def test_memory_grows_with_the_length_of_the_shard_and_not_its_square():
+    one, four = (temporaries(cutting_of("context=2"), length) for length in (4096, 16384))
+    assert four < 4.2 * one
+
+
+def test_a_single_device_along_the_axis_is_plain_attention():
+    cutting = cutting_of("context=1")
+    assert "ppermute" not in str(program(cutting, causal=True).trace(*inputs()).jaxpr)
+    assert cutting.used == {"sequence"}
+
+
+def told(error, *arrays, mesh="data=2,context=4", order="balanced", **options):
+    with pytest.raises(error) as caught, under(cutting_of(mesh, order)):
+        spmd.nn.attention(*arrays, **options)
+    return str(caught.value)
+
+
+def test_what_cannot_be_cut():
+    query, key, value, _ = inputs(28)
+    assert told(DataError, query, key, value, causal=True) == (
+        'attention ([sequence] axis = "context", 4 devices): a sequence of 28 is not divisible by 8 parts, two for each device in balanced '
+        "order: 28 / 8 leaves 4.\n    cure: sequences of 24 or 32, padded if need be."
+    )
+    query, key, value, _ = inputs(30)
+    assert told(DataError, query, key, value) == (
+        'attention ([sequence] axis = "context", 4 devices): a sequence of 30 is not divisible by 4 devices: 30 / 4 leaves 2.\n'
+        "    cure: sequences of 28 or 32, padded if need be."
+    )
+    assert told(DataError, inputs(16)[0], *inputs(32)[1:3], causal=True) == (
+        'attention ([sequence] axis = "context", 4 devices): 16 queries and 32 keys under a causal mask.\n'
+        "    cure: as many of each, or a layout that does not cut sequences."
+    )
+
+
+def test_what_does_not_belong_together():
+    query, key, value, _ = inputs()
+    assert told(OptionError, query, key, value[:, 1:]) == (
+        "attention: query float32[4, 32, 4, 8], key float32[4, 32, 2, 8], value float32[4, 31, 2, 8].\n"
+        "    cure: [rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, and heads that divide "
+        "the query's."
+    )
+    assert told(OptionError, query, key, value, key_mask=jnp.ones((4, 32))) == (
+        "attention: key_mask is float32[4, 32].\n    cure: bool[4, 32], one for each key."
+    )

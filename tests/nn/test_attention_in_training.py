@@ -1,0 +1,187 @@
+"""The GPT of the examples under `context_parallel` trains as on one device; read from the compiled program, nothing else travels."""
+
+import collections
+import dataclasses
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from examples import gpt
+from spmd.errors import DataError, LayoutError
+from tests.train.plain import LENGTH, MODELS, OPTIMIZER, ROWS, batches, leaves, reference
+
+LAYOUT = spmd.Layout.load("context_parallel")
+
+
+def trainer_of(mesh, gradients, layout=LAYOUT, model=MODELS["gpt"]):
+    layout = dataclasses.replace(layout, gradients=gradients)
+    return spmd.Trainer(
+        model, loss=spmd.losses.cross_entropy, optimizer=OPTIMIZER, mesh=spmd.make_mesh(mesh, devices=devices(mesh)), layout=layout
+    )
+
+
+def devices(mesh):
+    return jax.devices()[: spmd.MeshSpec.parse(mesh).size]
+
+
+def trained(trainer):
+    """Losses, and parameters, after the five batches of the equivalence tests."""
+    state, losses = trainer.init(), []
+    for batch in batches("gpt"):
+        state, metrics = trainer.step(state, batch)
+        losses.append(metrics["loss"])
+    return losses, leaves(state.params)
+
+
+def compiled(trainer):
+    """The text of the compiled step."""
+    state, batch = trainer.init(), trainer.place(batches("gpt")[0])
+    return trainer.prepare(None)[0]._function(("step", ROWS, True)).lower(state, batch.leaves, batch.weights, {}).compile().as_text()
+
+
+CASES = [
+    pytest.param("data=2,context=4", "all_reduce", "balanced", id="all_reduce"),
+    pytest.param("data=4,context=2", "reduce_scatter", "contiguous", id="reduce_scatter", marks=pytest.mark.slow),
+    pytest.param("data=2,context=4", "compiler", "balanced", id="compiler", marks=pytest.mark.slow),
+    pytest.param("data=1,context=8", "all_reduce", "balanced", id="sequence-only", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("mesh", "reduction", "order"), CASES)
+def test_trains_as_on_one_device(mesh, reduction, order):
+    """To 1e-5 of the largest number of each parameter, as every layout."""
+    layout = dataclasses.replace(LAYOUT, sequence=spmd.Sequence("context", order))
+    trainer = trainer_of(mesh, spmd.Gradients(reduction), layout)
+    losses, params = trained(trainer)
+    plain = reference("gpt")
+    np.testing.assert_allclose(losses, plain[0], rtol=1e-5)
+    for path, value in params.items():
+        np.testing.assert_allclose(value, plain[1][path], rtol=0, atol=1e-5 * np.abs(plain[1][path]).max(), err_msg=path)
+    if reduction == "compiler":
+        assert trainer.evaluate(trainer.init(), batches("gpt")[0])["loss"] == pytest.approx(plain[0][0], rel=1e-5)
+
+
+def test_a_codec_is_around_it():
+    """bfloat16 rounds each gradient by at most 2^-8 of it, momentum sums up ten times that: 5 % of the way that training went."""
+    trainer = trainer_of("data=4,context=2", spmd.Gradients("reduce_scatter", "bfloat16"))
+    start, plain = leaves(trainer.init().params), reference("gpt")[1]
+    far = {path: np.abs(value - plain[path]).max() / np.abs(start[path] - plain[path]).max() for path, value in trained(trainer)[1].items()}
+    assert 1e-4 < max(far.values()) < 5e-2
+
+
+def test_what_travels():
+    """Keys and values around the ring, one reduction of gradients over `context` and one over `data`; no activation is gathered."""
+    shallow = lambda: gpt.GPT(vocab=128, width=32, depth=1, heads=4, length=LENGTH, rngs=nnx.Rngs(0))
+    trainer = trainer_of("data=2,context=4", spmd.Gradients("all_reduce"), model=shallow)
+    found = collections.defaultdict(collections.Counter)  # how often which number of floats, by kind and devices
+    for shape, kind, groups in re.findall(r" = (.+?) (all-gather|all-to-all|all-reduce)\(.*?replica_groups=(\S+?),? ", compiled(trainer)):
+        sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", shape)]
+        found[kind, groups.replace("[2,4]<=[8]", "{{0,1,2,3},{4,5,6,7}}")].update(sizes)
+    context, data, positions = "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}", LENGTH * 32
+    assert found.pop(("all-gather", context)) == {positions: 1}, "of the table of positions, as long as a sequence, and no rows"
+    gradients = collections.Counter(leaf.size for leaf in jax.tree.leaves(trainer.init().params))
+    assert found.pop(("all-reduce", context)) == gradients - collections.Counter([positions]) + collections.Counter([ROWS // 2]), (
+        "each gradient once, and the losses of a worker's rows"
+    )
+    assert found.pop(("all-reduce", data)) == gradients + collections.Counter([2]), "and the metrics"
+    assert not found
+    ring = [op for op in trainer.wire.ops if op.where == "ring"]
+    assert {(op.kind, op.axes, op.group) for op in ring} == {("collective_permute", ("context",), 4)}
+    moves = 2 * (3 + 1)  # query, key and value in two parts each into the order of the ring, the result out of it; gradients likewise
+    turns = 2 * 3  # keys and values, past the three others; backward once more, and their gradients the whole way round
+    assert sum(op.count for op in ring) == 2 * moves + turns + turns + 2 * 4
+    assert [(op.kind, op.shape) for op in trainer.wire.ops if op.where == "embed"] == [("all_reduce", (128, 32))]
+
+
+def test_a_layout_that_nothing_follows():
+    class Plain(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Embed(128, 128, rngs=nnx.Rngs(0))
+
+        def __call__(self, tokens):
+            return self.embed(tokens)
+
+    trainer = trainer_of("data=4,context=2", spmd.Gradients("all_reduce"), model=lambda: Plain())
+    with pytest.raises(LayoutError) as caught:
+        trainer.prepare(batches("gpt")[0])
+    assert str(caught.value) == (
+        'layouts/context_parallel.toml: [sequence] axis = "context", but the loss never calls spmd.nn.attention, so nothing is cut over '
+        '"context" by it.\n    cure: spmd.nn.attention in the model, or a layout without [sequence].'
+    )
+
+
+@pytest.mark.parametrize(
+    ("axis", "told"),
+    [
+        (
+            "contxt",
+            '  [sequence] axis\n      mesh axis "contxt" does not exist on mesh data=4, context=2.\n      cure: did you mean "context"?',
+        ),
+        (
+            "data",
+            '  [sequence] axis\n      "data" cuts the rows of the batch among workers, so it cannot cut what one worker has.\n'
+            "      cure: another axis than data.",
+        ),
+    ],
+)
+def test_axes_that_cannot_be(axis, told):
+    layout = dataclasses.replace(LAYOUT, sequence=spmd.Sequence(axis))
+    with pytest.raises(LayoutError) as caught:
+        trainer_of("data=4,context=2", spmd.Gradients("all_reduce"), layout).prepare(batches("gpt")[0])
+    assert str(caught.value).split("\n\n", 1)[1] == told
+
+
+def test_a_leaf_without_a_sequence_needs_a_rule():
+    """One number per row: told, with the rule, which does."""
+    batch = {**batches("gpt")[0], "weight": np.ones(ROWS, np.float32)}
+    loss = lambda model, batch: (
+        optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"]).mean(1) * batch["weight"]
+    )
+    make = lambda layout: spmd.Trainer(MODELS["gpt"], loss=loss, optimizer=OPTIMIZER, mesh="data=4,context=2", layout=layout)
+    with pytest.raises(DataError) as caught:
+        make(LAYOUT).prepare(batch)
+    assert 'cure: add [[batch.rules]]  path = "weight"  spec = ["data"].' in str(caught.value)
+    rules = (spmd.Rule("weight", ("data",)),)
+    make(dataclasses.replace(LAYOUT, batch=dataclasses.replace(LAYOUT.batch, rules=rules))).prepare(batch)
+
+
+def test_an_embedding_is_that_of_flax():
+    tokens = np.arange(12).reshape(2, 6) % 5
+    ours, theirs = spmd.nn.Embed(5, 3, rngs=nnx.Rngs(0)), nnx.Embed(5, 3, rngs=nnx.Rngs(0))
+    assert (ours(tokens) == theirs(tokens)).all()
+    with nnx.use_eager_sharding(False):
+        assert isinstance(gpt.GPT(rngs=nnx.Rngs(0)).tokens, spmd.nn.Embed)
+
+
+class Stacked(nnx.Module):
+    """An embedding, two blocks of the GPT as a stack, and logits."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.tokens, self.head = spmd.nn.Embed(128, 16, rngs=rngs), nnx.Linear(16, 128, rngs=rngs)
+        self.blocks = spmd.nn.LayerStack([gpt.Block(16, 2, 0.0, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, tokens):
+        return self.head(self.blocks(self.tokens(tokens)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_inside_of_a_pipeline(schedule):
+    """Idle stages go around with the others: in a branch of their own the ring would exchange wrong numbers."""
+    pipe = spmd.Pipeline("stage", schedule, microbatches=2)
+    cut = dataclasses.replace(LAYOUT, pipeline=pipe)
+    found = []
+    for mesh, layout in (("data=2,stage=2,context=2", cut), ("data=1", spmd.Layout.load("data_parallel"))):
+        trainer = trainer_of(mesh, spmd.Gradients("all_reduce"), layout, model=lambda: Stacked())
+        state, metrics = trainer.step(trainer.init(), batches("gpt")[0])
+        found.append((metrics["loss"], leaves(state.params)))
+    (ours, params), (loss, plain) = found
+    np.testing.assert_allclose(ours, loss, rtol=1e-5)
+    for path, value in params.items():
+        np.testing.assert_allclose(value, plain[path], rtol=0, atol=1e-5 * np.abs(plain[path]).max(), err_msg=path)

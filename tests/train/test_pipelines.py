@@ -1,0 +1,397 @@
+"""Training with stacks cut over `stage`: the same as on one device, whatever gradients do besides, and in which order stages work."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from spmd import Gradients, Layout, Pipeline
+from spmd.errors import DataError, LayoutError, ModelError
+from spmd.layout.toml import loads
+from tests.nn.pipes import WIDTH, Block, apart
+
+SLOW = pytest.mark.slow
+VOCAB, LENGTH, ROWS = 11, 6, 32
+
+
+class Tied(nnx.Module):
+    """A small GPT whose head is its embedding, with a connection around the stack."""
+
+    def __init__(self, rngs, depth=8):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = spmd.nn.LayerStack([Block(rngs, dropout=0.1) for _ in range(depth)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.embed.attend(x + self.blocks(x))
+
+
+class Deep(nnx.Module):
+    """A recurrent network."""
+
+    def __init__(self, rngs, depth=4):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.stack = spmd.nn.RNNStack([nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=rngs) for _ in range(depth)])
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.stack(self.embed(tokens)))
+
+
+def tokens():
+    drawn = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+    return {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
+
+
+def trained(model, mesh, layout, steps=3, data=None, **options):
+    """A trainer, its state after some steps, and the losses."""
+    count = int(np.prod([int(word.split("=")[1]) for word in mesh.split(",")]))
+    trainer = spmd.Trainer(
+        lambda: model(nnx.Rngs(0)),
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.sgd(0.01, momentum=0.9),
+        layout=layout,
+        mesh=spmd.make_mesh(mesh, devices=jax.devices()[:count]),
+        **options,
+    )
+    state, losses = trainer.init(), []
+    for _ in range(steps):
+        state, metrics = trainer.step(state, tokens() if data is None else data)
+        losses.append(float(metrics["loss"]))
+    return trainer, state, losses
+
+
+def weights(trainer, state):
+    """The model's parameters in its own order."""
+    return jax.device_get(nnx.to_pure_dict(nnx.state(trainer.rebuild(state), nnx.Param)))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Weights and losses of each model after three steps on one device."""
+    found = {}
+    for model in (Tied, Deep):
+        trainer, state, losses = trained(model, "data=1", "data_parallel")
+        found[model] = weights(trainer, state), losses
+    return found
+
+
+def piped(reduction="all_reduce", *, gradients=None, more=None, **pipeline):
+    pipeline = {"microbatches": 4} | pipeline
+    return Layout(gradients=Gradients(reduction, **(gradients or {})), pipeline=Pipeline("stage", **pipeline), **(more or {}))
+
+
+CASES = {
+    "gpipe-all_reduce": (Tied, "data=2,stage=4", piped()),
+    "gpipe-compiler": (Tied, "data=2,stage=4", piped("compiler")),
+    "gpipe-reduce_scatter": (Tied, "data=2,stage=4", piped("reduce_scatter", more={"default": spmd.Default("shard:data")})),
+    "circular-all_reduce": (Tied, "data=4,stage=2", piped(schedule="circular", groups=2)),
+    "circular-server": (Tied, "data=4,stage=2", piped("parameter_server", schedule="circular", groups=2)),
+    "1f1b-all_reduce": (Tied, "data=2,stage=4", piped(schedule="1f1b", microbatches=8)),
+    "1f1b-compiler": (Tied, "data=2,stage=4", piped("compiler", schedule="1f1b")),
+    "1f1b-reduce_scatter": (Tied, "data=4,stage=2", piped("reduce_scatter", schedule="1f1b", more={"default": spmd.Default("shard:data")})),
+    "1f1b-server": (Tied, "data=4,stage=2", piped("parameter_server", schedule="1f1b")),
+    "1f1b-few": (Tied, "data=1,stage=8", piped(schedule="1f1b", microbatches=2)),
+    "wavefront-all_reduce": (Deep, "data=2,stage=4", piped(time_chunk=2)),
+    "wavefront-server": (Deep, "data=4,stage=2", piped("parameter_server", time_chunk=4)),
+    "wavefront-remat": (Deep, "data=2,stage=4", piped(time_chunk=2, more={"remat": spmd.Remat("nothing")})),
+    "gpipe-remat": (Tied, "data=2,stage=4", piped(more={"remat": spmd.Remat("nothing", ("blocks/layers",))})),
+    "1f1b-remat": (Tied, "data=2,stage=4", piped(schedule="1f1b", more={"remat": spmd.Remat("dots", ("blocks/layers",))})),
+    "gpipe-zero1": (Tied, "data=2,stage=4", piped(more={"optimizer": spmd.OptimizerState("data")})),
+}
+CUT = {"params": (spmd.Rule("**/up/kernel", (None, "model")), spmd.Rule("**/down/kernel", ("model",)))}
+SHARDED = CUT | {"default": spmd.Default("shard:data")}
+HIDDEN = {"params": (spmd.Rule("**/dense_{i,h}/kernel", (None, "model")),)}
+CASES |= {
+    "gpipe-tensor": (Tied, "data=2,stage=2,model=2", piped(more=CUT)),
+    "circular-tensor": (Tied, "data=2,stage=2,model=2", piped(schedule="circular", groups=2, more=CUT)),
+    "1f1b-tensor": (Tied, "data=2,stage=2,model=2", piped(schedule="1f1b", more=CUT)),
+    "1f1b-tensor-fsdp": (
+        Tied,
+        "data=2,stage=2,model=2",
+        piped("reduce_scatter", schedule="1f1b", more=SHARDED),
+    ),
+    "wavefront-tensor": (Deep, "data=2,stage=2,model=2", piped(time_chunk=2, more=HIDDEN)),
+}
+FAST = (
+    "1f1b-tensor",
+    "wavefront-tensor",
+    "gpipe-compiler",
+    "circular-all_reduce",
+    "circular-server",
+    "1f1b-all_reduce",
+    "1f1b-reduce_scatter",
+    "wavefront-all_reduce",
+)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[SLOW] * (case not in FAST)) for case in CASES])
+def test_a_pipeline_trains_what_one_device_trains(plain, case):
+    """Dropout too: a microbatch draws what its rows would have drawn in the whole batch."""
+    model, mesh, layout = CASES[case]
+    trainer, state, losses = trained(model, mesh, layout)
+    assert apart(weights(trainer, state), plain[model][0]) < 1e-5
+    assert np.allclose(losses, plain[model][1], rtol=1e-6)
+    stack = state.params["blocks" if model is Tied else "stack"] if layout.stage_axis else None
+    for leaf in jax.tree.leaves(stack):
+        assert leaf.sharding.spec[0] == "stage" and leaf.addressable_shards[0].data.shape[0] * trainer.mesh.shape["stage"] == leaf.shape[0]
+    (schedule,) = trainer.schedules.values()
+    assert schedule.stages == trainer.mesh.shape["stage"] and schedule.bubble > 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=SLOW), pytest.param("circular", marks=SLOW)])
+@pytest.mark.parametrize("codec", ["bfloat16", pytest.param("int8", marks=SLOW)])
+def test_gradients_of_stages_travel_in_codecs(plain, schedule, codec):
+    """What a codec does to a gradient that is cut over stages is what it does to each stage's part."""
+    groups = 2 if schedule == "circular" else 1
+    layout = piped(gradients={"codec": codec, "error_feedback": codec == "int8"}, schedule=schedule, groups=groups)
+    trainer, state, losses = trained(Tied, "data=4,stage=2", layout)
+    found = apart(weights(trainer, state), plain[Tied][0])
+    assert 1e-6 < found < 0.05  # rounded three times, to 8 bits: 1/256 of each gradient's size, whatever the weight's
+    assert np.allclose(losses, plain[Tied][1], rtol=1e-3)
+    whole = trained(Tied, "data=4,stage=2", piped(schedule=schedule, groups=groups), steps=1)[0].wire
+    assert trainer.wire.bytes(where="push/") < 0.6 * whole.bytes(where="push/")
+
+
+@SLOW
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_accumulation_and_half_precision(plain, schedule):
+    """Accumulation changes what dropout draws, so without it; bfloat16 as it is on one device."""
+    layout, still = piped(schedule=schedule, microbatches=2), lambda rngs: _still(Tied(rngs))
+    one = trained(still, "data=1", "data_parallel", accumulate=2, precision="bfloat16")
+    trainer, state, losses = trained(still, "data=2,stage=4", layout, accumulate=2, precision="bfloat16")
+    ours, theirs, first = (np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (
+        weights(trainer, state), weights(*one[:2]), weights(trainer, trainer.init())))  # fmt: skip
+    # bfloat16 has 8 bits: sums in another order differ by 1/256 of what is summed, some layers deep
+    assert np.linalg.norm(ours - theirs) < 0.05 * np.linalg.norm(theirs - first)
+    assert np.allclose(losses, one[2], rtol=5e-3)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+
+
+def _still(model):
+    model.blocks.layers.dropout.rate = 0.0
+    return model
+
+
+@pytest.mark.parametrize("back", [False, pytest.param(True, marks=SLOW)], ids=["there", "back"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=SLOW), "circular"])
+def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedule, back, plain):
+    groups = 2 if schedule == "circular" else 1
+    cut, whole = ("data=4,stage=2", piped(schedule=schedule, groups=groups)), ("data=8", Layout(gradients=Gradients("all_reduce")))
+
+    def make(mesh, layout):
+        options = {
+            "loss": spmd.losses.cross_entropy,
+            "optimizer": optax.sgd(0.01, momentum=0.9),
+            "batch_size": ROWS,
+            "shuffle": False,
+        }
+        return lambda steps, folder: spmd.fit(
+            lambda: Tied(nnx.Rngs(0)),
+            tokens(),
+            mesh=mesh,
+            layout=layout,
+            steps=steps,
+            checkpoint=folder,
+            resume=True,
+            progress=False,
+            **options,
+        )
+
+    first, then = (whole, cut) if back else (cut, whole)
+    make(*first)(2, tmp_path)
+    result = make(*then)(3, tmp_path)
+    found = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
+    assert int(result.state.step) == 3 and apart(jax.device_get(found), plain[Tied][0]) < 1e-5
+
+
+def test_evaluation_and_prediction_of_any_number_of_rows():
+    data = jax.tree.map(lambda x: x[:30], tokens())
+    cut, state, _ = trained(lambda rngs: _still(Tied(rngs)), "data=2,stage=4", piped(schedule="1f1b"))
+    one, same, _ = trained(lambda rngs: _still(Tied(rngs)), "data=1", "data_parallel")
+    assert np.isclose(cut.evaluate(state, data)["loss"], one.evaluate(same, data)["loss"], rtol=1e-5)
+    assert apart(cut.predict(state, data["tokens"]), one.predict(same, data["tokens"])) < 1e-5
+
+
+def refused(model, mesh, layout, error):
+    count = int(np.prod([int(word.split("=")[1]) for word in mesh.split(",")]))
+    with pytest.raises(error) as caught:
+        spmd.Trainer(
+            lambda: model(nnx.Rngs(0)),
+            loss=spmd.losses.cross_entropy,
+            optimizer=optax.sgd(0.1),
+            layout=layout,
+            mesh=spmd.make_mesh(mesh, devices=jax.devices()[:count]),
+        ).prepare(tokens())
+    return str(caught.value)
+
+
+ERRORS = {
+    "no such axis": (
+        lambda: refused(Tied, "data=2,stages=4", piped(), LayoutError),
+        """this layout does not fit this model on mesh data=2, stages=4
+1 problem (8 of 8 parameters fit):
+
+  [pipeline] axis
+      mesh axis "stage" does not exist on mesh data=2, stages=4.
+      cure: did you mean "stages"?""",
+    ),
+    "layers that do not divide": (
+        lambda: refused(lambda rngs: Tied(rngs, depth=6), "data=2,stage=4", piped(), LayoutError),
+        """this layout does not fit this model on mesh data=2, stage=4
+1 problem (8 of 8 parameters fit):
+
+  [pipeline]   blocks/layers/down/bias, blocks/layers/down/kernel, blocks/layers/mixed/bias and 4 more
+      a stack of 6 layers; mesh axis "stage" has 4 devices; 6 / 4 leaves 2.
+      cure: 4 or 8 layers, or mesh axis "stage" of size 3.""",
+    ),
+    "the batch's axis": (
+        lambda: refused(Tied, "data=2,stage=4", Layout(pipeline=Pipeline("data")), LayoutError),
+        """this layout does not fit this model on mesh data=2, stage=4
+1 problem (8 of 8 parameters fit):
+
+  [pipeline] axis
+      mesh axis "data" cuts the batch; a stage sees all rows of its worker.
+      cure: an axis of its own, such as "stage".""",
+    ),
+    "a rule that cuts the layers": (
+        lambda: refused(Tied, "data=2,stage=4", piped(more={"params": (spmd.Rule("**/up/kernel", (None, "stage")),)}), LayoutError),
+        """this layout does not fit this model on mesh data=2, stage=4
+1 problem (7 of 8 parameters fit):
+
+  blocks/layers/up/kernel   float32[8, 16]   rule 1: spec ["-", "stage"]
+      mesh axis "stage" cuts the layers of this stack ([pipeline]); a rule speaks of one layer.
+      cure: spec ["-", "-"].""",
+    ),
+    "microbatches that do not divide": (
+        lambda: refused(Tied, "data=2,stage=4", piped(microbatches=5), DataError),
+        """the batch does not fit this layout on mesh data=2, stage=4
+1 problem:
+
+  batch of 32 rows
+      is not divisible by 2 workers (data=2) times 5 microbatches of the pipeline: 32 / 10 leaves 2.
+      cure: batch_size=30 or batch_size=40.""",
+    ),
+    "microbatches of a circle": (
+        lambda: refused(Tied, "data=2,stage=4", piped(schedule="circular", groups=2, microbatches=6), LayoutError),
+        """this layout does not fit this model on mesh data=2, stage=4
+1 problem (8 of 8 parameters fit):
+
+  [pipeline] microbatches
+      6 microbatches, 4 at a time through each group; 6 / 4 leaves 2.
+      cure: 4 or 8.""",
+    ),
+    "no stack": (
+        lambda: refused(lambda rngs: nnx.Embed(VOCAB, VOCAB, rngs=rngs), "data=2,stage=4", piped(), LayoutError),
+        """this layout: [pipeline] cuts stacks of layers over "stage", and the loss calls none.
+    cure: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline].""",
+    ),
+    "recurrent layers back at once": (
+        lambda: trained(Deep, "data=2,stage=4", piped(schedule="1f1b")),
+        """a 1f1b pipeline is made of one spmd.nn.LayerStack, and the loss calls an RNNStack.
+    cure: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.""",
+    ),
+    "two stacks back at once": (
+        lambda: trained(Twice, "data=2,stage=4", piped(schedule="1f1b")),
+        """the loss calls stacks of layers more than once, and a 1f1b pipeline is made of one.
+    cure: one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.""",
+    ),
+    "batch statistics back at once": (
+        lambda: refused(Counted, "data=2,stage=4", piped(schedule="1f1b"), ModelError),
+        """this layout: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch statistics.
+    cure: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".""",
+    ),
+}  # fmt: skip
+
+
+class Twice(Tied):
+    """The stack, and the stack again."""
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.blocks(self.blocks(self.embed(tokens))))
+
+
+class Counted(Tied):
+    """With batch statistics behind the stack."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.norm(self.blocks(self.embed(tokens))))
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_is_told_before_compiling(case):
+    make, text = ERRORS[case]
+    try:
+        found = make()
+    except spmd.SpmdError as error:
+        found = str(error)
+    assert found == text
+
+
+FILES = {
+    "circular of one": (
+        '[pipeline]\naxis = "stage"\nschedule = "circular"',
+        """layout cannot be read
+1 problem:
+
+  line 1: [pipeline] groups
+      1 with a circular schedule is gpipe.
+      cure: groups = 2, or schedule = "gpipe".""",
+    ),
+    "no axis": (
+        "[pipeline]\nmicrobatches = 4",
+        """layout cannot be read
+1 problem:
+
+  line 1: [pipeline] axis
+      there is none, so nothing is cut into stages.
+      cure: such as axis = "stage".""",
+    ),
+    "unknown": (
+        '[pipeline]\naxis = "stage"\nschedule = "gpip"\nmicrobatch = 0',
+        """layout cannot be read
+2 problems:
+
+  line 3: [pipeline] schedule
+      no schedule "gpip".
+      cure: did you mean "gpipe"? This version knows: gpipe, circular, 1f1b.
+
+  line 4: unknown key: [pipeline] microbatch
+      nothing reads it.
+      cure: did you mean "microbatches"?""",
+    ),
+    "zero": (
+        '[pipeline]\naxis = "stage"\nmicrobatches = 0\ngroups = 2',
+        """layout cannot be read
+2 problems:
+
+  line 3: [pipeline] microbatches
+      0.
+      cure: a whole number from 1.
+
+  line 4: [pipeline] groups
+      2, of which gpipe has one on each stage.
+      cure: leave it out, or schedule = "circular".""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_say_what_cannot_be(case):
+    text, wanted = FILES[case]
+    with pytest.raises(LayoutError) as caught:
+        loads(text)
+    assert str(caught.value) == wanted
+
+
+def test_a_layout_says_the_same_in_both_spellings():
+    for name in ("pipeline", "pipeline_1f1b", "fsdp_pipeline_tensor"):
+        layout = Layout.load(name)
+        assert loads(layout.to_toml()) == layout and layout.pipeline.axis == "stage"
