@@ -60,8 +60,8 @@ def _one_way(cutting: Cutting, layers: Layers, variables: tuple, x: jax.Array, l
     at = jnp.where(backward & (steps < ends), ends - 1 - steps, steps)  # [time, rows]; what comes after a row's end stays there
     turned = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - 2)), axis=0)
     cells = Cells(layers, residual_from=layers.count, dropout=0.0)
-    carry = jax.tree.map(lambda leaf: leaf[0], cells.opening(jnp.swapaxes(x, 0, 1)))
-    y, _ = cells.over_time(variables, carry, turned(x), None, steps[:, 0], lengths, unroll=cutting.unroll)
+    # of these arrays: inside a region those of `layers` belong to the mesh around it
+    y, _ = cells.over_time(variables, cells.opening_of(variables, x), turned(x), None, steps[:, 0], lengths, unroll=cutting.unroll)
     return turned(y)
 
 

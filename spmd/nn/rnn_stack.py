@@ -105,10 +105,13 @@ class Cells:
 
     def opening(self, x: jax.Array) -> Tree:
         """What every cell begins with, [layers, rows, ...]."""
-        first = jax.tree.map(lambda leaf: leaf[0], self.layers.variables)
-        shape = (x.shape[0], *x.shape[2:])
-        carry, _ = self.layers.call(lambda cell: cell.initialize_carry(shape, rngs=nnx.Rngs(0)), first)  # zeros need no key, flax wants one
+        carry = self.opening_of(jax.tree.map(lambda leaf: leaf[0], self.layers.variables), jnp.swapaxes(x, 0, 1))
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.layers.count, *leaf.shape)), carry)
+
+    def opening_of(self, variables: tuple, x: jax.Array) -> Tree:
+        """What the cell with these arrays begins with, [rows, ...], for x [time, rows, features]."""
+        carry, _ = self.layers.call(lambda cell: cell.initialize_carry(x.shape[1:], rngs=nnx.Rngs(0)), variables)
+        return carry  # zeros need no key, flax wants one
 
     def checked(self, initial: Tree, x: jax.Array) -> Tree:
         """A carry that was given, if it is one.

@@ -20,9 +20,7 @@ def stack_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
     """`join_modules`, marked as a stack: a layout cuts its layers over the axis of `[pipeline]`, and rules speak of one layer."""
     stack = join_modules(layers, what)
     for _, variable in nnx.to_flat_state(nnx.state(stack, nnx.Param)):
-        names = variable.get_metadata().get("out_sharding")
         variable.set_metadata(STACKED, len(layers))
-        variable.set_metadata("out_sharding", (None, *names)) if names else None
     return stack
 
 
@@ -52,7 +50,10 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
     rest = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers[1:]]
     flat = []
     for path, variable in nnx.to_flat_state(first):
-        flat.append((path, variable.replace(jnp.stack([variable.get_value(), *(other[path].get_value() for other in rest)]))))
+        joined = variable.replace(jnp.stack([variable.get_value(), *(other[path].get_value() for other in rest)]))
+        names = joined.get_metadata().get("out_sharding")
+        joined.set_metadata("out_sharding", (None, *names)) if names else None
+        flat.append((path, joined))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 

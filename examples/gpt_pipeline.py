@@ -1,0 +1,107 @@
+"""The GPT of gpt.py with its blocks in a stack: a scan over them on one device, a pipeline under a layout that says so.
+
+    python examples/gpt_pipeline.py                                             # gpipe, data=2,stage=4
+    python examples/gpt_pipeline.py --layout pipeline_1f1b --microbatches 8 --tied
+    python examples/gpt_pipeline.py --layout fsdp_pipeline_tensor               # data=2,stage=2,model=2
+    python examples/gpt_pipeline.py --layout pipeline --groups 2 --draw runs/schedule.png    # circular: two groups of blocks on each stage
+    python examples/gpt_pipeline.py --layout data_parallel                      # the same model, not cut
+
+Prints the table of who works on which microbatch when. Nothing in the model knows of devices.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import spmd
+from spmd import viz
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from examples.gpt import VOCAB, Block, load_data, named
+
+
+class GPT(nnx.Module):
+    """Embeddings, a stack of blocks, and logits for the next character; `tied`: by the table of the embedding."""
+
+    def __init__(
+        self,
+        *,
+        vocab: int = VOCAB,
+        width: int = 64,
+        depth: int = 8,
+        heads: int = 4,
+        length: int = 64,
+        dropout: float = 0.0,
+        tied: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        self.tokens = nnx.Embed(vocab, width, embedding_init=named("vocab", "embed"), rngs=rngs)
+        self.places = nnx.Embed(length, width, embedding_init=named(None, "embed"), rngs=rngs)
+        self.blocks = spmd.nn.LayerStack([Block(width, heads, dropout, rngs=rngs) for _ in range(depth)])
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        head = lambda: nnx.Linear(width, vocab, use_bias=False, kernel_init=named("embed", "vocab"), rngs=rngs)
+        self.head = None if tied else head()
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits [rows, length, vocab] of the character after each of `tokens` [rows, length]."""
+        x = self.norm(self.blocks(self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1]))))
+        return self.tokens.attend(x) if self.head is None else self.head(x)
+
+
+def cut(layout: spmd.Layout, **options: Any) -> spmd.Layout:
+    """The layout with these options of `[pipeline]`, where they were given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given.get("groups", 1) > 1:
+        given["schedule"] = "circular"
+    return dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, **given))
+
+
+def main(argv: list[str] | None = None) -> spmd.Result:
+    parser = argparse.ArgumentParser(description="Train a small GPT on real text, blocks over devices.")
+    parser.add_argument("--layout", default="pipeline", help="a shipped layout's name, or a path to a TOML file")
+    parser.add_argument("--mesh", help='such as "data=2,stage=4"; by default the layout\'s own')
+    parser.add_argument("--devices", type=int, default=8, help="CPU devices to simulate; 0 uses the devices there are")
+    parser.add_argument("--microbatches", type=int, help="parts into which a worker's rows are cut; by default the layout's own")
+    parser.add_argument("--groups", type=int, help="of blocks on each stage; more than one is a circular schedule")
+    parser.add_argument("--tied", action="store_true", help="the head is the embedding's table")
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--length", type=int, default=64, help="characters that a row holds")
+    parser.add_argument("--text", type=int, default=400_000, help="characters to learn from and to test with")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--draw", type=Path, help="a file for a drawing of the schedule: .png, .svg or .pdf")
+    args = parser.parse_args(argv)
+    if args.devices:
+        spmd.simulate_devices(args.devices)  # before anything asks JAX for a device
+    train, test = load_data(length=args.length, limit=args.text)
+    result = spmd.fit(
+        lambda: GPT(width=args.width, depth=args.depth, length=args.length, tied=args.tied, rngs=nnx.Rngs(0)),
+        train,
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3)),
+        mesh=args.mesh,
+        layout=cut(spmd.Layout.load(args.layout), microbatches=args.microbatches, groups=args.groups),
+        batch_size=args.batch_size,
+        steps=args.steps,
+        metrics={"accuracy": spmd.metrics.accuracy},
+        progress=True,
+    )
+    schedules = dict(result.trainer.schedules)
+    for name, schedule in schedules.items():
+        print(f"{name}; {schedule}")
+    if args.draw is not None and schedules:
+        print(f"drawn: {viz.schedule(schedules, args.draw)}")
+    print("  ".join(f"test {name} {value:.4f}" for name, value in result.evaluate(test).items()))
+    return result
+
+
+if __name__ == "__main__":
+    main()
