@@ -17,6 +17,8 @@ class Pipeline:
         activations of as many microbatches as there are stages, and no more. Stacks of recurrent layers are a wavefront under each.
       microbatches: parts into which a worker's rows are cut; None: the largest divisor of the rows that is at most 4 times the stages.
       groups: of layers on each stage; for "circular".
+      overlap: results travel while the next tick is computed, and are used in the one after it: one tick more for every stage but the
+        first, and links that are never waited for. For "gpipe" and wavefronts.
       time_chunk: steps of time that a recurrent stage takes at once; None: chosen from the length (`spmd.nn.best_chunk`).
 
     Example:
@@ -30,6 +32,12 @@ class Pipeline:
     microbatches: int | None = None
     groups: int = 1
     time_chunk: int | None = None
+    overlap: bool = False
+
+    @property
+    def hop(self) -> int:
+        """Ticks until a result can be used by the next stage."""
+        return 2 if self.overlap else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +98,12 @@ def forward_problems(pipeline: Pipeline, sequence: Sequence) -> list[Clash]:
     if pipeline.schedule != "circular" and pipeline.groups > 1:
         why = f"{pipeline.groups}, of which {pipeline.schedule} has one on each stage."
         found.append(Clash("pipeline", "groups", why, 'leave it out, or schedule = "circular".'))
+    if pipeline.overlap and pipeline.schedule != "gpipe":
+        found.append(
+            Clash(
+                "pipeline", "overlap", f"a {pipeline.schedule} schedule hands over in every tick.", 'leave it out, or schedule = "gpipe".'
+            )
+        )
     if sequence.axis is None and sequence != Sequence():
         found.append(Clash("sequence", "axis", "there is none, so no sequence is cut.", 'such as axis = "context".'))
     return found

@@ -20,7 +20,7 @@ def read_forward(reader: Reader, tables: dict[str, dict[str, Any]]) -> tuple[Pip
         read = lambda key, table=table, section=section, words=words, fields=fields: (
             reader.choice(table, section, key, fields[key].default)
             if key in words
-            else reader.value(table, key, fields[key].default, int, section)
+            else reader.value(table, key, fields[key].default, bool if fields[key].type is bool else int, section)
         )
         found[section] = kind(**{key: read(key) for key in fields})
     given = {(section, key): value for section, table in tables.items() for key, value in table.items()}

@@ -150,7 +150,8 @@ def _pipelined(cutting: Cutting, layers: Layers, call: Callable[..., tuple], x: 
     axis, groups = str(cutting.pipeline.axis), cutting.pipeline.groups
     own = stage_layers(cutting, layers.count) // groups
     parts = cut_rows(cutting, (x, rows))
-    schedule = make_schedule(cutting.pipeline.schedule, stages=cutting.stages, microbatches=parts.count, groups=groups)
+    declared = cutting.pipeline
+    schedule = make_schedule(declared.schedule, stages=cutting.stages, microbatches=parts.count, groups=groups, hop=declared.hop)
     cutting.schedules[f"LayerStack of {layers.count} layers"] = schedule
 
     def stage(variables: tuple, x: Tree, rows: tuple, whole: dict) -> tuple[Tree, Tree]:

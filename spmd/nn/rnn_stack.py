@@ -186,7 +186,7 @@ def _wavefront(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, 
         along = jax.tree.map(lambda x: jnp.pad(x, ((0, count * chunk - time), *[(0, 0)] * (x.ndim - 1))), along)
         lengths = jnp.int32(time) if lengths is None else lengths
     free = cutting.free_over(rows)
-    schedule = make_schedule("gpipe", stages=stages, microbatches=count)
+    schedule = make_schedule("gpipe", stages=stages, microbatches=count, hop=cutting.pipeline.hop)
     cutting.schedules[f"RNNStack of {cells.layers.count} layers, chunks of {chunk} steps"] = schedule
     scatter = count % stages == 0 and count * chunk == time
     data = jax.random.key_data(key) if key is not None else None

@@ -31,6 +31,7 @@ class Schedule:
     Attributes:
       name: of the rule that made it.
       stages, microbatches, groups: how many; groups are those of one stage.
+      hop: ticks until what a stage has made can be used by the next one.
       table: [tick][stage]; None: idle.
 
     Example:
@@ -45,6 +46,7 @@ class Schedule:
     microbatches: int
     groups: int
     table: tuple[tuple[Work | None, ...], ...]
+    hop: int = 1
 
     @property
     def ticks(self) -> int:
@@ -56,7 +58,7 @@ class Schedule:
         """The forward pass alone, in as many ticks as it takes: all that a program needs whose backward pass is made by `jax.grad`."""
         ahead = [[tick[stage] for tick in self.table if tick[stage] is not None] for stage in range(self.stages)]
         orders = [[work for work in order if work is not None and not work.backward] for order in ahead]
-        return dataclasses.replace(self, table=_timed(orders, self.groups))
+        return dataclasses.replace(self, table=_timed(orders, self.groups, self.hop))
 
     @property
     def bubble(self) -> float:
@@ -91,20 +93,21 @@ class Schedule:
         return f"{work.microbatch}{group}{chr(39) if work.backward else ''}"
 
 
-def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1) -> Schedule:
+def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1, hop: int = 1) -> Schedule:
     """The schedule of this name, forward and backward.
 
     Args:
       name: "gpipe": all forward, then all backward; so for the wavefront of recurrent layers, with chunks of time as microbatches.
         "circular": the same with several groups of layers on each stage, so that the pipeline is full sooner. "1f1b": each stage goes
         back as soon as it can, so that it keeps no more than `stages` microbatches' activations.
+      hop: ticks until what a stage has made can be used by the next one; 2: it travels while the next tick is computed.
 
     Raises:
       OptionError: no such schedule, numbers below 1, or numbers that do not go together.
     """
     if not isinstance(name, str) or name not in ORDERS:
         raise OptionError(f'schedule: no schedule "{name}".\n    cure: {did_you_mean(str(name), ORDERS)}')
-    for key, value in (("stages", stages), ("microbatches", microbatches), ("groups", groups)):
+    for key, value in (("stages", stages), ("microbatches", microbatches), ("groups", groups), ("hop", hop)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"schedule: {key}={value!r}: a whole number from 1.")
     if name != "circular" and groups > 1:
@@ -114,7 +117,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1)
         why = f"{microbatches} microbatches, {stages} at a time; {microbatches} / {stages} leaves {microbatches % stages}"
         raise OptionError(f"schedule: {why}.\n    cure: microbatches = {near}.")
     orders = [ORDERS[name](stage, stages, microbatches, groups) for stage in range(stages)]
-    return Schedule(name, stages, microbatches, groups, _timed(orders, groups))
+    return Schedule(name, stages, microbatches, groups, _timed(orders, groups, hop), hop)
 
 
 def _all_there_and_back(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
@@ -146,28 +149,30 @@ ORDERS: dict[str, Callable[[int, int, int, int], list[Work]]] = {
 }
 
 
-def _timed(orders: Sequence[Sequence[Work]], groups: int) -> tuple[tuple[Work | None, ...], ...]:
+def _timed(orders: Sequence[Sequence[Work]], groups: int, hop: int) -> tuple[tuple[Work | None, ...], ...]:
     """Every stage does its work in its order, each as soon as what it needs is there."""
-    stages, done, at, table = len(orders), set(), [0] * len(orders), []
+    stages, at, table = len(orders), [0] * len(orders), []
+    done: dict[tuple[int, int, bool], int] = {}  # in which tick
     layers = stages * groups
 
     def ready(stage: int, work: Work) -> bool:
         here = work.group * stages + stage
         before = here + 1 if work.backward else here - 1
         own = not work.backward or (work.microbatch, here, False) in done
-        return own and (not 0 <= before < layers or (work.microbatch, before, work.backward) in done)
+        sent = done.get((work.microbatch, before, work.backward))
+        return own and (not 0 <= before < layers or (sent is not None and sent + hop <= len(table)))
 
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
         tick = [
             orders[stage][at[stage]] if at[stage] < len(orders[stage]) and ready(stage, orders[stage][at[stage]]) else None
             for stage in range(stages)
         ]
-        if not any(tick):
+        if not any(tick) and len(table) - max(done.values(), default=0) > hop:
             raise RuntimeError("a schedule in which all wait for each other")
         for stage, work in enumerate(tick):
             if work is not None:
                 at[stage] += 1
-                done.add((work.microbatch, work.group * stages + stage, work.backward))
+                done[work.microbatch, work.group * stages + stage, work.backward] = len(table)
         table.append(tuple(tick))
     return tuple(table)
 

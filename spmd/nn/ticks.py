@@ -1,6 +1,7 @@
 """A schedule's table as a program: what each stage does in each tick, and what it hands to the next stage.
 
-One `lax.scan` over ticks; its body is one tick of every stage, and ends with one `ppermute` between neighbours. A stage that is idle
+One `lax.scan` over ticks; its body is one tick of every stage, with one `ppermute` between neighbours: at its end, or, if a schedule gives
+results two ticks to travel, at its beginning, so that they do while it is computed. A stage that is idle
 computes something that nobody uses, and whose gradients are zero. A branch that only some stages take would cost more: gradients of all
 its parameters are copied out of it in every tick, a GPU asks the host which way to go, and nothing may travel inside of it. Where a stage
 holds a convolution, on a CPU, ticks are unrolled: XLA:CPU runs a convolution inside a loop some 40 times slower.
@@ -39,18 +40,20 @@ def run_ticks(cutting: Cutting, schedule: Schedule, work: Stage, params: Tree, s
     table, axis = schedule.forward.table, str(cutting.pipeline.axis)
     column = np.array([[(-1, 0) if work is None else (work.microbatch, work.group) for work in tick] for tick in table], np.int32)
     stage, last = wire.worker_index((axis,)), schedule.stages - 1
-    run = masked(work)
+    run, send = masked(work), functools.partial(jax.tree.map, lambda y: wire.shift(y, axis, around=schedule.groups > 1))
 
     def tick(carry: tuple, here: jax.Array) -> tuple[tuple, Tree]:
-        state, arrived = carry
+        state, arrived, leaving = carry
         number, group = here
+        coming = send(leaving)  # with a hop of 2 ticks: while this one is computed
         fresh = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, jnp.maximum(number, 0), keepdims=False), inputs)
         x = jax.tree.map(functools.partial(jnp.where, (stage == 0) & (group == 0)), fresh, arrived)
         state, y = run(number >= 0, params, state, number, group, x)
-        return (state, jax.tree.map(lambda y: wire.shift(y, axis, around=schedule.groups > 1), y)), y
+        return (state, coming, y) if schedule.hop > 1 else (state, send(y), ()), y
 
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
-    (state, _), results = lax.scan(tick, (state, nothing), jnp.asarray(column)[:, stage], unroll=len(table) if cutting.unroll else 1)
+    begin = (state, nothing, nothing if schedule.hop > 1 else ())
+    (state, *_), results = lax.scan(tick, begin, jnp.asarray(column)[:, stage], unroll=len(table) if cutting.unroll else 1)
     done = {work: at for at, work in enumerate(tick[last] for tick in table)}
     order = np.array([done[Work(number, schedule.groups - 1)] for number in range(schedule.microbatches)])
     return state, jax.tree.map(lambda y: jnp.where(stage == last, y[order], jnp.zeros_like(y[order])), results)

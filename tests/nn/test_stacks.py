@@ -33,6 +33,15 @@ def test_a_pipeline_is_the_stack(plain, kind, mesh):
     assert schedule.stages == mesh[1] and schedule.microbatches > 1
 
 
+@pytest.mark.parametrize("kind", ["lstm", pytest.param("gpt", marks=SLOW)])
+def test_results_may_travel_while_the_next_tick_is_computed(plain, kind):
+    how = cutting((2, 4), overlap=True, **KINDS[kind])
+    y, grads = run(*layers(kind), how)
+    assert apart(y, plain[kind][0]) <= 1e-6 and apart(grads, plain[kind][1]) <= 1e-5
+    (schedule,) = how.schedules.values()
+    assert schedule.forward.ticks == schedule.microbatches + 2 * (4 - 1)
+
+
 @pytest.mark.parametrize("kind", ["gpt", pytest.param("cnn", marks=SLOW)])
 def test_a_circular_pipeline_is_the_stack(plain, kind):
     how = cutting((2, 2), unroll=kind == "cnn", schedule="circular", groups=2, microbatches=4)

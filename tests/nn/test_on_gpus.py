@@ -1,0 +1,71 @@
+"""A wavefront compiled for H100s by XLA:GPU, without one: results travel while the next tick is computed."""
+
+import importlib.util
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+import spmd
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",
+)
+
+
+class Deep(nnx.Module):
+    """Eight LSTM layers."""
+
+    def __init__(self):
+        self.stack = spmd.nn.RNNStack([nnx.OptimizedLSTMCell(512, 512, rngs=nnx.Rngs(number)) for number in range(8)])
+
+    def __call__(self, x):
+        return self.stack(x)
+
+
+def scheduled(overlap):
+    """The scheduled program of a training step on 8 stages, line by line."""
+    from jax.experimental import topologies
+
+    from benchmarks.fsdp_wire import H100
+
+    chips = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x8").devices
+    trainer = spmd.Trainer(
+        lambda: Deep(),
+        loss=lambda model, batch: (model(batch["x"]) ** 2).mean(axis=(1, 2)),
+        optimizer=optax.sgd(0.1),
+        mesh=Mesh(np.array(chips).reshape(1, 8), ("data", "stage"), axis_types=(AxisType.Auto,) * 2),
+        layout=spmd.Layout(pipeline=spmd.Pipeline("stage", time_chunk=4, overlap=overlap)),
+    )
+    rows = 32
+    program, _ = trainer.prepare({"x": np.zeros((rows, 64, 512), np.float32)})
+
+    whole = NamedSharding(trainer.mesh, PartitionSpec())
+    at = lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
+    step = program._function(("step", rows, True))
+    traced = step.trace(trainer.abstract_state, {"x": at((rows, 64, 512))}, at((rows,)), {})
+    return traced.lower().compile().as_text().splitlines()
+
+
+def hidden(lines):
+    """For every permute how many loops over the steps of a chunk are scheduled between its start and its end."""
+    found, open_ = [], {}
+    for line in lines:
+        if start := re.match(r"\s*(%?[\w.-]+) = .* collective-permute-start\(", line):
+            open_[start.group(1)] = 0
+        elif done := re.search(r" collective-permute-done\((%?[\w.-]+)\)", line):
+            found.append(open_.pop(done.group(1)))
+        elif " while(" in line:
+            open_ = {name: count + 1 for name, count in open_.items()}
+    return found
+
+
+def test_permutes_overlap_compute():
+    """Forward and backward a chunk's loop lies between start and end. Without `overlap` what lies there is only what is put away."""
+    assert hidden(scheduled(overlap=True)) == [1, 1]
+    assert hidden(scheduled(overlap=False)) == [0, 0]
