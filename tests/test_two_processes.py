@@ -101,7 +101,7 @@ def run(processes, devices, folder, layout, kind):
     ("layout", "kind", "devices", "tolerance"),
     [
         pytest.param("fsdp", "arrays", 2, 0.0, marks=pytest.mark.slow),  # as in fsdp_bf16, which also rounds
-        ("fsdp", "arrays", 8, 1e-6),
+        pytest.param("fsdp", "arrays", 8, 1e-6, marks=pytest.mark.slow),
         ("data_parallel", "iterable", 2, 0.0),
         ("fsdp_bf16", "arrays", 2, 0.0),
         ("parameter_server_async", "arrays", 2, 0.0),

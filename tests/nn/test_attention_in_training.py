@@ -171,7 +171,8 @@ class Stacked(nnx.Module):
         return self.head(self.blocks(self.tokens(tokens)))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_inside_of_a_pipeline(schedule):
     """Idle stages go around with the others: in a branch of their own the ring would exchange wrong numbers."""
     pipe = spmd.Pipeline("stage", schedule, microbatches=2)

@@ -123,7 +123,6 @@ FAST = (
     "circular-all_reduce",
     "circular-server",
     "1f1b-all_reduce",
-    "1f1b-reduce_scatter",
     "wavefront-all_reduce",
 )
 
