@@ -14,10 +14,13 @@ import datetime
 import importlib.util
 import os
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -46,6 +49,7 @@ class Section:
     chunk: int
     arms: dict[str, Arm]
     targets: tuple[tuple[str, str, float], ...]  # (numerator, denominator, at most)
+    tables: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)  # (stages, microbatches) of the arms that are pipelines
 
 
 # the MNIST-sized CNN -----------------------------------------------------------------------------------------------------
@@ -175,7 +179,197 @@ CNN = Section(
     (("conv_data_dense_model", "by hand", 0.50), ("conv_data_dense_model", "torch", 0.85)),
 )
 
-SECTIONS = {"cnn": CNN}
+# a recurrent stack as a wavefront -----------------------------------------------------------------------------------------
+
+WIDTH, ROWS, TIME = 512, 64, 64
+
+
+def lstm_fit(gate: Gate, chunk: int, *, layout: Callable[[], Any], mesh: str, plain: bool = False) -> None:
+    """Two LSTM layers, mean square of what they return, SGD: `spmd.nn.RNNStack`, or one `nnx.RNN` on the other (`plain`)."""
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    import spmd
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            cells = [nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=rngs) for _ in range(2)]
+            self.stack = nnx.List([nnx.RNN(cell, rngs=rngs) for cell in cells]) if plain else spmd.nn.RNNStack(cells)
+
+        def __call__(self, x):
+            if not plain:
+                return self.stack(x)
+            for layer in self.stack:
+                x = layer(x)
+            return x
+
+    trainer = spmd.Trainer(
+        lambda: Net(nnx.Rngs(0)),
+        loss=lambda model, batch: (model(batch["x"]) ** 2).mean(axis=(1, 2)),
+        optimizer=optax.sgd(0.01),
+        mesh=mesh,
+        layout=layout(),
+    )
+    data = {"x": np.random.default_rng(0).normal(size=(ROWS, TIME, WIDTH)).astype("float32")}
+    train(trainer, data, gate, chunk)
+
+
+def train(trainer: Any, data: Any, gate: Gate, chunk: int) -> None:
+    """Steps on one placed batch for ever."""
+    state, batch, count = trainer.init(), trainer.place(data), 0
+    while True:
+        state, metrics = trainer.step(state, batch)
+        count += 1
+        if count % chunk == 0:
+            float(metrics["loss"])
+            gate()
+
+
+def piped(**pipeline: Any) -> Any:
+    """A layout with stages and nothing else."""
+    import spmd
+
+    return spmd.Layout(gradients=spmd.Gradients("all_reduce"), pipeline=spmd.Pipeline("stage", **pipeline))
+
+
+def named(name: str) -> Any:
+    """A shipped layout."""
+    return name
+
+
+def lstm_arm(why: str, devices: int = 1, cores: int | None = None, **more: Any) -> Arm:
+    more = {"layout": partial(named, "data_parallel"), "mesh": f"data={devices}"} | more
+    return Arm(partial(lstm_fit, **more), why, devices, cores)
+
+
+def wavefront(chunk: int) -> Arm:
+    return lstm_arm(f"a layer on each device, chunks of {chunk} steps", 2, layout=partial(piped, time_chunk=chunk), mesh="data=1,stage=2")
+
+
+RNN = Section(
+    f"2 LSTM layers of {WIDTH}, {ROWS} rows of {TIME} steps, SGD",
+    2,
+    {
+        "wavefront 1": wavefront(1),
+        "wavefront 4": wavefront(4),
+        "wavefront 16": wavefront(16),
+        "data_parallel": lstm_arm("half of the rows on each device, one reduction per step", 2),
+        "one device": lstm_arm("the same stack as a scan, every core"),
+        "one core": lstm_arm("the same held to one core", cores=1),
+        "nnx.RNN": lstm_arm("the same layers in plain flax, every core", plain=True),
+    },
+    (
+        ("wavefront 4", "one core", 1 / 1.45),
+        ("wavefront 4", "data_parallel", 1 / 1.5),
+        ("wavefront 4", "one device", 1.0),
+        ("one device", "nnx.RNN", 1.0),
+    ),
+    {"wavefront 1": (2, 64), "wavefront 4": (2, 16), "wavefront 16": (2, 4)},
+)
+
+
+# stages with convolutions -------------------------------------------------------------------------------------------------
+
+
+def conv_fit(gate: Gate, chunk: int, *, layout: Callable[[], Any], mesh: str) -> None:
+    """Four residual convolutions of 32 channels on [64, 28, 28, 32], in a `spmd.nn.LayerStack`."""
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    import spmd
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.conv = nnx.Conv(32, 32, (5, 5), rngs=rngs)
+
+        def __call__(self, x):
+            return x + jnp.tanh(self.conv(x))
+
+    trainer = spmd.Trainer(
+        lambda: spmd.nn.LayerStack([Layer(nnx.Rngs(seed)) for seed in range(4)]),
+        loss=lambda model, batch: (model(batch["x"]) ** 2).mean(axis=(1, 2, 3)),
+        optimizer=optax.sgd(0.01),
+        mesh=mesh,
+        layout=layout(),
+    )
+    train(trainer, {"x": np.random.default_rng(0).normal(size=(64, 28, 28, 32)).astype("float32")}, gate, chunk)
+
+
+def conv_arm(why: str, devices: int = 1, **more: Any) -> Arm:
+    more = {"layout": partial(named, "data_parallel"), "mesh": f"data={devices}"} | more
+    return Arm(partial(conv_fit, **more), why, devices)
+
+
+def conv_pipeline(count: int) -> Arm:
+    why = f"two layers on each device, {count} microbatches"
+    return conv_arm(why, 2, layout=partial(piped, microbatches=count), mesh="data=1,stage=2")
+
+
+STAGES = Section(
+    "4 residual convolutions 5x5 of 32 channels, 64 rows of [28, 28, 32], SGD",
+    2,
+    {
+        "pipeline 2": conv_pipeline(2),
+        "pipeline 8": conv_pipeline(8),
+        "data_parallel": conv_arm("half of the rows on each device", 2),
+        "one device": conv_arm("the same stack, every core"),
+    },
+    (("pipeline 8", "one device", 1 / 1.6),),
+    {"pipeline 2": (2, 2), "pipeline 8": (2, 8)},
+)
+
+SECTIONS = {"cnn": CNN, "rnn": RNN, "stages": STAGES}
+
+
+# how long a deep stack takes to compile -----------------------------------------------------------------------------------
+
+
+def compile_report() -> list[str]:
+    """Seconds to trace and to compile a training step of 6 and of 48 layers, each in a process of its own."""
+    found = {}
+    for depth in (6, 48):
+        for kind in ("LayerStack", "a list"):
+            command = [sys.executable, __file__, "--compile", str(depth), kind]
+            found[depth, kind] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+    lines = ["### compile: a training step of transformer blocks (width 64), traced and compiled", "", "| layers | LayerStack | a list |"]
+    lines += ["|---|---|---|", *(f"| {d} | {found[d, 'LayerStack']:.1f} s | {found[d, 'a list']:.1f} s |" for d in (6, 48)), ""]
+    grown = found[48, "LayerStack"] / found[6, "LayerStack"]
+    return [*lines, f"48 layers / 6 layers: {grown:.2f} (target 1.30, {'met' if grown <= 1.3 else 'MISSED'})", ""]
+
+
+def compile_main(depth: int, kind: str) -> None:
+    import jax
+    import optax
+    from flax import nnx
+
+    import spmd
+    from examples import gpt
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(128, 64, rngs=rngs)
+            blocks = [gpt.Block(64, 4, 0.0, rngs=rngs) for _ in range(depth)]
+            self.blocks = spmd.nn.LayerStack(blocks) if kind == "LayerStack" else nnx.List(blocks)
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            if kind == "LayerStack":
+                return self.embed.attend(self.blocks(x))
+            for block in self.blocks:
+                x = block(x)
+            return self.embed.attend(x)
+
+    spmd.simulate_devices(1)
+    trainer = spmd.Trainer(lambda: Net(nnx.Rngs(0)), loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), layout="data_parallel")
+    tokens = jax.numpy.zeros((8, 32), "int32")
+    state = trainer.init()
+    batch = trainer.place({"tokens": tokens, "targets": tokens})
+    start = time.perf_counter()
+    trainer.step(state, batch)[1].wait()
+    print(time.perf_counter() - start)
 
 
 # the parent --------------------------------------------------------------------------------------------------------
@@ -205,23 +399,37 @@ def section_report(name: str, rounds: int) -> list[str]:
         if top in times and bottom in times:
             found = ratio(times, top, bottom)
             lines.append(f"| {top} / {bottom} | {found:.3f} | {target:.2f} | {'met' if found <= target else 'MISSED'} |")
+    for key, (stages, parts) in section.tables.items():
+        lines += ["", f"Schedule of {key}: {bound(stages, parts)}."]
     missing = [f"{key} ({arm.needs} is not installed)" for key, arm in section.arms.items() if key not in arms]
     return [*lines, "", *([f"Left out: {', '.join(missing)}.", ""] if missing else [])]
+
+
+def bound(stages: int, microbatches: int) -> str:
+    """What the schedule alone allows: the time of one device, all of it on one core, by that of as many cores as stages."""
+    from spmd.nn import make_schedule
+
+    ticks = make_schedule("gpipe", stages=stages, microbatches=microbatches).forward.ticks
+    best = stages * microbatches / ticks
+    return f"{ticks} ticks forward for {microbatches} of work on each of {stages} stages, at best {best:.2f} times as fast"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arm", nargs=2, metavar=("SECTION", "ARM"), help=argparse.SUPPRESS)
-    parser.add_argument("--only", help="sections, by comma: " + ", ".join(SECTIONS))
+    parser.add_argument("--compile", nargs=2, metavar=("LAYERS", "KIND"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", help="sections, by comma: " + ", ".join([*SECTIONS, "compile"]))
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     if options.arm:
         return arm_main(*options.arm)
+    if options.compile:
+        return compile_main(int(options.compile[0]), options.compile[1])
     versions = " ".join(f"{name} {__import__(name).__version__}" for name in ("jax", "flax", "optax"))
     command = f"`python benchmarks/model_parallel.py --rounds {options.rounds}`"
     lines = ["# Model parallelism", "", f"{command}, {datetime.date.today()}, {hardware()}, {versions}.", ""]
-    for name in options.only.split(",") if options.only else SECTIONS:
-        part = section_report(name, options.rounds)
+    for name in options.only.split(",") if options.only else (*SECTIONS, "compile"):
+        part = compile_report() if name == "compile" else section_report(name, options.rounds)
         print("\n".join(part), flush=True)
         lines += part
     if not options.only:

@@ -24,7 +24,7 @@ from spmd.tree import Tree, describe
 class RNNStack(nnx.Module):
     """Recurrent layers on top of each other: `carry, y = cell(carry, x)` for every step of time, and what one returns the next one takes.
 
-    On one device it is a `lax.scan` over layers and, in it, over time. Under a layout with `[pipeline]` each device along its axis has
+    On one device it is a `lax.scan` over time for each layer. Under a layout with `[pipeline]` each device along its axis has
     `layers / stages` of them and works on one chunk of time while the device before works on the next: a wavefront of T / c + p - 1 ticks
     for T steps in chunks of c on p devices (GNMT, Wu et al., arXiv:1609.08144). What is computed is the same. A last chunk that is not
     full is filled up and masked.
@@ -146,7 +146,8 @@ class Cells:
 
         variables, carry = parts
         numbers = first + jnp.arange(jax.tree.leaves(carry)[0].shape[0])
-        return scan_layers(layer, along["x"], (variables, carry, numbers), unroll=unroll)
+        # unrolled: what a loop over time keeps for its way back would be copied once more, into what a loop over layers keeps
+        return scan_layers(layer, along["x"], (variables, carry, numbers), unroll=True)
 
     def over_time(self, variables: tuple, carry: Tree, x: jax.Array, beside: Any, steps: Any, lengths: Any, *, unroll: bool) -> tuple:
         """One layer on a chunk: what it returns, and its carry after it."""

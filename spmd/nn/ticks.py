@@ -1,9 +1,9 @@
 """A schedule's table as a program: what each stage does in each tick, and what it hands to the next stage.
 
-One `lax.scan` over ticks; its body is one tick of every stage, and ends with one `ppermute` between neighbours. A stage that is idle does
-nothing (`lax.cond`), so what it has not computed cannot be NaN. Where there may be no branches (`Cutting.branchless`) idle stages compute
-something that nobody uses. Where a stage holds a convolution, on a CPU, the ticks are unrolled as well: XLA:CPU runs a convolution inside
-a loop or a branch some 40 times slower.
+One `lax.scan` over ticks; its body is one tick of every stage, and ends with one `ppermute` between neighbours. A stage that is idle
+computes something that nobody uses, and whose gradients are zero. A branch that only some stages take would cost more: gradients of all
+its parameters are copied out of it in every tick, a GPU asks the host which way to go, and nothing may travel inside of it. Where a stage
+holds a convolution, on a CPU, ticks are unrolled: XLA:CPU runs a convolution inside a loop some 40 times slower.
 """
 
 import functools
@@ -39,7 +39,7 @@ def run_ticks(cutting: Cutting, schedule: Schedule, work: Stage, params: Tree, s
     table, axis = schedule.forward.table, str(cutting.pipeline.axis)
     column = np.array([[(-1, 0) if work is None else (work.microbatch, work.group) for work in tick] for tick in table], np.int32)
     stage, last = wire.worker_index((axis,)), schedule.stages - 1
-    run = masked(work) if cutting.branchless else branched(work)
+    run = masked(work)
 
     def tick(carry: tuple, here: jax.Array) -> tuple[tuple, Tree]:
         state, arrived = carry
@@ -54,15 +54,6 @@ def run_ticks(cutting: Cutting, schedule: Schedule, work: Stage, params: Tree, s
     done = {work: at for at, work in enumerate(tick[last] for tick in table)}
     order = np.array([done[Work(number, schedule.groups - 1)] for number in range(schedule.microbatches)])
     return state, jax.tree.map(lambda y: jnp.where(stage == last, y[order], jnp.zeros_like(y[order])), results)
-
-
-def branched(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
-    """`work`, done only where `live`; else the state and x as they are."""
-
-    def run(live: jax.Array, params: Tree, state: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        return lax.cond(live, lambda: work(params, state, number, group, x), lambda: (state, x))
-
-    return run
 
 
 def masked(work: Stage) -> Callable[..., tuple[Tree, Tree]]:

@@ -41,13 +41,13 @@ def test_a_circular_pipeline_is_the_stack(plain, kind):
     assert next(iter(how.schedules.values())).groups == 2
 
 
-@pytest.mark.parametrize("branches", [False, True], ids=["branches", "masks"])
-def test_what_idle_stages_compute_is_never_seen(branches):
+@pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
+def test_what_idle_stages_compute_is_never_seen(unroll):
     """Zeros, which an idle stage would work on, have an infinite slope here."""
     stack, x = layers("cnn", 4)
     loss, params = loss_of(stack, WHOLE)
     assert not np.isfinite(jax.grad(lambda x: loss(params, x)[0])(jnp.zeros_like(x))).all()
-    y, grads = run(stack, x, cutting((1, 4), unroll=branches, microbatches=2))
+    y, grads = run(stack, x, cutting((1, 4), unroll=unroll, microbatches=2))
     assert np.isfinite(y).all() and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
