@@ -93,12 +93,12 @@ def test_lengths_states_and_dropout(kind, how):
     assert apart(np.concatenate([front, back], 1), y) < 1e-6 and apart(end, carry) < 1e-6
 
 
-@pytest.mark.parametrize("branches", [False, True], ids=["branches", "masks"])
-def test_a_last_state_has_its_gradient(branches):
+@pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
+def test_a_last_state_has_its_gradient(unroll):
     """Stages that are done early keep it through their idle ticks."""
     stack, x = layers("gru", 4)
     y, grads = run(stack, x, WHOLE, return_carry=True)
-    cut = run(stack, x, cutting((2, 4), unroll=branches, time_chunk=4), return_carry=True)
+    cut = run(stack, x, cutting((2, 4), unroll=unroll, time_chunk=4), return_carry=True)
     assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
 
 
