@@ -172,7 +172,7 @@ def _timed(orders: Sequence[Sequence[Work]], groups: int) -> tuple[tuple[Work | 
     return tuple(table)
 
 
-def best_chunk(time: int, stages: int, message: float = 2.0) -> int:
+def best_chunk(time: int, stages: int, message: float = 0.5) -> int:
     """Steps of time that a recurrent stage should take at once: the least (T / c + p - 1)(c + a), about sqrt(a T / (p - 1)).
 
     Few steps fill the pipeline soon, many make few messages.
@@ -182,7 +182,7 @@ def best_chunk(time: int, stages: int, message: float = 2.0) -> int:
       message: what handing over costs, in steps of one stage, a.
 
     Example:
-      >>> best_chunk(64, stages=8, message=0.5), best_chunk(64, stages=1)
+      >>> best_chunk(64, stages=8), best_chunk(64, stages=1)
       (2, 64)
     """
     cost = lambda chunk: (-(-time // chunk) + stages - 1) * (chunk + message)

@@ -58,9 +58,19 @@ CASES = [
 ]
 SLOTS = {"zeros": STEPS} | {(path, value): STEPS + 1 + n for n, (path, value) in enumerate(itertools.product(SHAPES, ("nan", "inf")))}
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case).replace(" ", "_"))
-lossy_case = pytest.mark.parametrize("case", [c for c in CASES if c[0] != "exact"], ids=lambda case: "-".join(case).replace(" ", "_"))
-fed_case = pytest.mark.parametrize("case", [c for c in CASES if c[0] not in ("exact", "bfloat16 ring")], ids=lambda c: "-".join(c))
+FAST = {("all_reduce", "data=8"), ("reduce_scatter", "data=4,model=2")}  # of every codec; of some, nodes too
+
+
+def parametrized(*without):
+    """Every case but those of some choices; the fast suite has each codec under both reductions, and nodes with two codecs."""
+    nodes = {("int8", "reduce_scatter", "node=2,data=4"), ("bfloat16", "all_reduce", "node=2,data=4")}
+    cases = [case for case in CASES if case[0] not in without]
+    marks = {case: [] if case[1:] in FAST or case in nodes else [pytest.mark.slow] for case in cases}
+    named = lambda case: "-".join(case).replace(" ", "_")
+    return pytest.mark.parametrize("case", [pytest.param(case, marks=marks[case], id=named(case)) for case in cases])
+
+
+every_case, lossy_case, fed_case = parametrized(), parametrized("exact"), parametrized("exact", "bfloat16 ring")
 
 
 def build(gradients, shapes, mesh="data=8", rules=(), shard=None):
