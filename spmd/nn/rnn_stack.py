@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -14,6 +15,7 @@ from spmd.comm import wire
 from spmd.errors import ModelError, a_kind
 from spmd.nn.context import Cutting, current
 from spmd.nn.layer_stack import stage_layers
+from spmd.nn.order import stage_order
 from spmd.nn.schedule import best_chunk, make_schedule
 from spmd.nn.stacking import Layers, scan_layers, stack_modules, unstack_module
 from spmd.nn.ticks import from_last_stage, run_ticks
@@ -54,6 +56,8 @@ class RNNStack(nnx.Module):
     ):
         self.cells = stack_modules(cells, "RNNStack")
         self.residual_from, self.dropout, self.deterministic = residual_from, dropout, False
+        if residual_from is not None and (not isinstance(residual_from, int) or residual_from < 0):
+            raise ModelError(f"RNNStack: residual_from={residual_from!r}.\n    cure: a layer's number, from 0, or None.")
         if not 0.0 <= dropout < 1.0:
             raise ModelError(f"RNNStack: dropout={dropout}.\n    cure: a share from 0 to 1, without 1.")
         if dropout and rngs is None:
@@ -164,6 +168,8 @@ class Cells:
             return jax.tree.map(keep, after, carry), keep(y, jnp.zeros_like(y))
 
         carry, y = lax.scan(step, carry, (x, steps, beside), unroll=x.shape[0] if unroll else 1)
+        if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(y.dtype, jnp.floating):
+            y = y.astype(x.dtype)  # carries may be float32, as flax makes them; they must not make all that comes after float32
         return y, carry
 
     def _dropped(self, x: jax.Array, key: Any, steps: jax.Array) -> jax.Array:
@@ -211,6 +217,9 @@ def _wavefront(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, 
         carry, y = run_ticks(cutting, schedule, work, (variables, along), carry, x)
         return from_last_stage(y, axis, scatter=scatter).reshape(-1, *y.shape[2:]), carry
 
+    if cutting.ordered:  # a circular pipeline's state has groups of layers side by side, of which a wavefront has none
+        order = np.argsort(stage_order(cells.layers.count, stages, cutting.pipeline.groups))
+        variables = (jax.tree.map(lambda leaf: leaf[order], variables[0]), *variables[1:])
     layers, times = PartitionSpec(axis), PartitionSpec(None, free or None)
     of_rows = PartitionSpec(free or None) if getattr(lengths, "ndim", 0) else PartitionSpec()
     out = PartitionSpec(axis if scatter else None, free or None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from spmd.errors import ModelError, a_kind
@@ -14,10 +15,14 @@ from spmd.model.base import STACKED
 from spmd.tree import Tree, describe, flatten
 
 PLAIN = (bool, int, float, str, type(None))
+UNKNOWN = "..."
 
 
 def stack_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
     """`join_modules`, marked as a stack: a layout cuts its layers over the axis of `[pipeline]`, and rules speak of one layer."""
+    if not hasattr(layers, "__iter__"):
+        raise ModelError(f"{what}({a_kind(layers)}).\n    cure: a list of layers.")
+    layers = list(layers)
     stack = join_modules(layers, what)
     for _, variable in nnx.to_flat_state(nnx.state(stack, nnx.Param)):
         variable.set_metadata(STACKED, len(layers))
@@ -60,11 +65,20 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
 def unstack_module(module: nnx.Module, number: int) -> nnx.Module:
     """Layer `number` of a stacked module, with arrays of its own."""
     graphdef, state = nnx.split(module)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x[number], state))
+    count = jax.tree.leaves(state)[0].shape[0]
+    if not -count <= number < count:
+        raise ModelError(f"layer {number} of a stack of {count}.\n    cure: a number from 0 to {count - 1}.")
+    layer = nnx.merge(graphdef, jax.tree.map(lambda x: x[number], state))
+    for _, variable in nnx.to_flat_state(nnx.state(layer)):
+        metadata = variable.get_metadata()
+        names = metadata.get("out_sharding")
+        variable.set_metadata("out_sharding", tuple(names)[1:]) if names else None
+        variable.del_metadata(STACKED) if STACKED in metadata else None
+    return layer
 
 
 def _differences(one: nnx.Module, other: nnx.Module) -> list[str]:
-    """What keeps two modules from being layers of one stack, in words; functions inside them are not compared."""
+    """What keeps two modules from being layers of one stack, in words; functions inside them are compared by name."""
     ours, theirs = (dict(nnx.iter_modules(module)) for module in (one, other))
     name = lambda path: "/".join(map(str, path)) or "the layer itself"
     found = [f"{name(path)} is only in one of them." for path in ours.keys() ^ theirs.keys()]
@@ -75,8 +89,8 @@ def _differences(one: nnx.Module, other: nnx.Module) -> list[str]:
             continue
         settings = sorted(key for key in vars(a).keys() | vars(b).keys() if not key.startswith("_"))
         for key in settings:
-            x, y = vars(a).get(key), vars(b).get(key)
-            if isinstance(x, PLAIN) and isinstance(y, PLAIN) and x != y:
+            x, y = _setting(vars(a).get(key)), _setting(vars(b).get(key))
+            if UNKNOWN not in (x, y) and x != y:
                 found.append(f"{name(path)}: {key} is {x!r} and {y!r}.")
     arrays = [{path: variable for path, variable in nnx.to_flat_state(nnx.state(module))} for module in (one, other)]
     for path in arrays[0].keys() | arrays[1].keys():
@@ -84,6 +98,20 @@ def _differences(one: nnx.Module, other: nnx.Module) -> list[str]:
         if x != y:
             found.append(f"{name(path)}: {x or 'missing'} and {y or 'missing'}.")
     return sorted(found)
+
+
+def _setting(value: Any) -> Any:
+    """What a module's attribute says, if it can be compared with another's."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_setting, value))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.dtype):
+        return str(value)
+    name = getattr(value, "__qualname__", None)  # of a function or a type
+    return f"{value.__module__}.{name}" if isinstance(name, str) and not isinstance(value, nnx.Variable) else UNKNOWN
 
 
 class Layers:

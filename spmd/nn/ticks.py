@@ -63,9 +63,9 @@ def masked(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
     """`work`, done in any case; where not `live` the state stays as it is, and gradients are zero, whatever was computed (0 * NaN)."""
 
     def run(live: jax.Array, params: Tree, state: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        params, state, x = jax.tree.map(lambda leaf: gate(live, leaf) if _has_gradient(leaf) else leaf, (params, state, x))
-        after, y = work(params, state, jnp.maximum(number, 0), group, x)
-        return jax.tree.map(functools.partial(jnp.where, live), after, state), y
+        gated = functools.partial(jax.tree.map, lambda leaf: gate(live, leaf) if _has_gradient(leaf) else leaf)
+        after, y = work(gated(params), gated(state), jnp.maximum(number, 0), group, gated(x))
+        return jax.tree.map(functools.partial(jnp.where, live), after, state), y  # a state that stays is not gated: it has its gradient
 
     return run
 

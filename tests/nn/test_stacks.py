@@ -1,5 +1,7 @@
 """Stacks cut along a mesh axis compute what they compute as they stand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ from flax import nnx
 
 import spmd
 from spmd.errors import ModelError
+from spmd.model.base import STACKED
 from spmd.nn.context import WHOLE, current, under
+from spmd.nn.order import stage_order
 from tests.nn.pipes import WIDTH, apart, cutting, layers, loss_of, run
 
 SLOW = pytest.mark.slow
@@ -102,6 +106,15 @@ def test_lengths_states_and_dropout(kind, how):
     assert apart(np.concatenate([front, back], 1), y) < 1e-6 and apart(end, carry) < 1e-6
 
 
+@pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
+def test_a_last_state_has_its_gradient(unroll):
+    """Stages that are done early keep it through their idle ticks."""
+    stack, x = layers("gru", 4)
+    y, grads = run(stack, x, WHOLE, return_carry=True)
+    cut = run(stack, x, cutting((2, 4), unroll=unroll, time_chunk=4), return_carry=True)
+    assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["lstm", "gpt"])
 def test_dropout_draws_what_it_draws_on_one_device(kind):
     y, grads = run(*layers(kind, 4, dropout=0.3), WHOLE)
@@ -137,6 +150,37 @@ def test_both_ways_side_by_side():
     how = cutting((2, 4))
     cut = run(layer, x, how, lengths=lengths)
     assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
+
+
+def test_a_wavefront_in_the_order_of_a_circular_pipeline(plain):
+    """What a state keeps in the order of stages is found again."""
+    stack, x = layers("lstm")
+    order = stage_order(8, 4, 2)
+    nnx.update(stack.cells, jax.tree.map(lambda leaf: leaf[order], nnx.state(stack.cells)))
+    how = dataclasses.replace(cutting((2, 4), schedule="circular", groups=2, time_chunk=3), ordered=True)
+    y, grads = run(stack, x, how)
+    assert apart(y, plain["lstm"][0]) == 0
+    back = lambda tree: jax.tree.map(lambda leaf: leaf[np.argsort(order)], tree)
+    assert apart((back(grads[0]), grads[1]), plain["lstm"][1]) <= 1e-5
+
+
+def test_layers_keep_the_dtype_of_what_comes_in():
+    """Though flax's carries are float32."""
+    for stack in (layers("gru", 4)[0], spmd.nn.Bidirectional(*(nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(2)))):
+        x = layers("gru", 4)[1].astype(jnp.bfloat16)
+        for how in (WHOLE, cutting((2, 4), time_chunk=5)):
+            (y, _), (lengths, _) = run(stack, x, how), run(stack, x, how, lengths=jnp.full(16, 7))
+            assert y.dtype == lengths.dtype == jnp.bfloat16
+
+
+def test_a_layer_that_was_taken_out_is_no_stack():
+    named = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+    with nnx.use_eager_sharding(False):
+        stack = spmd.nn.LayerStack([nnx.Linear(4, 4, kernel_init=named, rngs=nnx.Rngs(0)) for _ in range(2)])
+        both = spmd.nn.Bidirectional(*(nnx.GRUCell(4, 4, kernel_init=named, rngs=nnx.Rngs(0)) for _ in range(2)))
+    told = lambda variable: (variable.get_metadata().get("out_sharding"), variable.get_metadata().get(STACKED))
+    assert told(stack.layers.kernel) == ((None, "embed", "mlp"), 2) and told(stack.layer(1).kernel) == (("embed", "mlp"), None)
+    assert told(both.cells.dense_i.kernel) == ((None, "embed", "mlp"), None)
 
 
 class Told(nnx.Module):
@@ -205,6 +249,13 @@ class Pair(nnx.Module):
         return jax.tree.map(lambda x: x * self.scale, x)
 
 
+class Dilated(nnx.Module):
+    """A layer whose arrays do not tell what it does."""
+
+    def __init__(self, dilation, act):
+        self.conv, self.act = nnx.Conv(4, 4, (3,), kernel_dilation=dilation, rngs=nnx.Rngs(0)), act
+
+
 ERRORS = {
     "none": (
         lambda: spmd.nn.LayerStack([]),
@@ -219,6 +270,28 @@ ERRORS = {
     the layer itself: out_features is 4 and 8.
     the layer itself: use_bias is True and False.
     cure: take the one that differs out of the stack, and call it before or after; an nnx.Linear first changes the width of inputs.""",
+    ),
+    "settings": (
+        lambda: spmd.nn.LayerStack([Dilated((1,), nnx.relu), Dilated((2,), nnx.gelu)]),
+        """LayerStack: layers 0 and 1 differ, and only equal ones can be stacked:
+    conv: kernel_dilation is (1,) and (2,).
+    the layer itself: act is 'jax._src.nn.functions.relu' and 'jax._src.nn.functions.gelu'.
+    cure: take the one that differs out of the stack, and call it before or after; an nnx.Linear first changes the width of inputs.""",
+    ),
+    "no list": (
+        lambda: spmd.nn.LayerStack(nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
+        """LayerStack(a Linear).
+    cure: a list of layers.""",
+    ),
+    "number": (
+        lambda: layers("gpt", 2)[0].layer(2),
+        """layer 2 of a stack of 2.
+    cure: a number from 0 to 1.""",
+    ),
+    "residual": (
+        lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], residual_from=-1),
+        """RNNStack: residual_from=-1.
+    cure: a layer's number, from 0, or None.""",
     ),
     "empty": (
         lambda: spmd.nn.LayerStack([nnx.Dropout(0.0), nnx.Dropout(0.0)]),
