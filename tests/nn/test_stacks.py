@@ -169,8 +169,9 @@ def test_layers_keep_the_dtype_of_what_comes_in():
     for stack in (layers("gru", 4)[0], spmd.nn.Bidirectional(*(nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(2)))):
         x = layers("gru", 4)[1].astype(jnp.bfloat16)
         for how in (WHOLE, cutting((2, 4), time_chunk=5)):
-            (y, _), (lengths, _) = run(stack, x, how), run(stack, x, how, lengths=jnp.full(16, 7))
-            assert y.dtype == lengths.dtype == jnp.bfloat16
+            for given in ({}, {"lengths": jnp.full(16, 7)}):
+                loss, params = loss_of(stack, how, **given)
+                assert jax.eval_shape(loss, params, x)[1].dtype == jnp.bfloat16
 
 
 def test_a_layer_that_was_taken_out_is_no_stack():

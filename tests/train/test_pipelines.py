@@ -141,8 +141,9 @@ def test_a_pipeline_trains_what_one_device_trains(plain, case):
     assert schedule.stages == trainer.mesh.shape["stage"] and schedule.bubble > 0
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=SLOW), pytest.param("circular", marks=SLOW)])
-@pytest.mark.parametrize("codec", ["bfloat16", pytest.param("int8", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "circular"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 def test_gradients_of_stages_travel_in_codecs(plain, schedule, codec):
     """What a codec does to a gradient that is cut over stages is what it does to each stage's part."""
     groups = 2 if schedule == "circular" else 1
@@ -207,6 +208,7 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
     assert int(result.state.step) == 3 and apart(jax.device_get(found), plain[Tied][0]) < 1e-5
 
 
+@SLOW
 def test_evaluation_and_prediction_of_any_number_of_rows():
     data = jax.tree.map(lambda x: x[:30], tokens())
     cut, state, _ = trained(lambda rngs: _still(Tied(rngs)), "data=2,stage=4", piped(schedule="1f1b"))
