@@ -159,7 +159,7 @@ class Trainer:
     @property
     def schedules(self) -> dict[str, Schedule]:
         """What the pipelines of this model do when, by stack; known from the first batch on. `spmd.viz.schedule` draws them."""
-        return self._placed.cutting.schedules
+        return {} if self._program is None else self._program.schedules
 
     def simulate(self, steps: int) -> Account:
         """What the parameter server's clock says of so many steps: time, waiting, staleness, what is dropped; printed, a table.

@@ -124,7 +124,7 @@ def back_at_once(
       Gradients as `params`, and the aux.
     """
     axis, free = str(cutting.pipeline.axis), parts.free
-    schedule = make_schedule("1f1b", stages=cutting.stages, microbatches=parts.count)
+    schedule = make_schedule("1f1b", stages=cutting.stages, microbatches=parts.count)  # as its stack has noted it in `cutting.schedules`
 
     def region(params: Tree, rows: Tree, held: Tree) -> tuple[Tree, Tree]:
         apart = Apart(cutting, loss, held, own)

@@ -27,7 +27,8 @@ class Cutting:
       ordered: a circular pipeline finds the layers of stacks in the order of its stages (`spmd.nn.order`).
       unroll: loops are to be unrolled (a convolution in a loop's body, on a CPU).
       tap: what stands in the place of a stack of layers (`spmd.nn.back_at_once`).
-      used: which of "pipeline", "sequence" and "experts" some module has made use of, for the step to know.
+      shares: into how many parts the step cuts the rows before a module sees them, where it now sees all: accumulation, workers.
+      used: what some module has made use of, for the step to know: "pipeline", its "microbatches" and "time_chunk", "sequence", "experts".
       schedules: what the stacks that were called do when, by a name for each.
     """
 
@@ -38,6 +39,7 @@ class Cutting:
     experts: Experts = Experts()  # noqa: RUF009
     ordered: bool = False
     unroll: bool = False
+    shares: int = 1
     tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
     schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict, compare=False)

@@ -59,7 +59,7 @@ class LayerStack(nnx.Module):
           whole: more that every layer gets as it is.
         """
         layers, cutting = Layers(self.layers), current()
-        cutting.used.add("pipeline")
+        cutting.used.update(("pipeline", "microbatches"))
         arrays = {name: leaf for name, leaf in whole.items() if jax.tree.leaves(leaf) and all(map(_is_array, jax.tree.leaves(leaf)))}
         fixed = {name: leaf for name, leaf in whole.items() if name not in arrays}
         call = lambda x, more, variables, change: layers.call(lambda layer: layer(x, *more[0], **more[1], **fixed), variables, change)
@@ -122,7 +122,7 @@ def cut_rows(cutting: Cutting, trees: Tree) -> Parts:
     rows //= math.prod(map(cutting.size, free))
     unit = stages if declared.groups > 1 else 1
     most = declared.microbatches or MICROBATCHES * stages
-    fitting = [count for count in range(unit, min(most, rows) + 1, unit) if rows % count == 0]
+    fitting = [count for count in range(unit, min(most, rows // cutting.shares) + 1, unit) if rows % (count * cutting.shares) == 0]
     if not fitting:
         why = f"{rows} rows on each worker cannot be cut into microbatches for {stages} stages of {declared.groups} groups"
         raise ModelError(

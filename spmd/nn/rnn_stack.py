@@ -78,7 +78,7 @@ class RNNStack(nnx.Module):
           [rows, time, features], or that and the carries, leaves [layers, rows, ...].
         """
         layers, cutting = Layers(self.cells), current()
-        cutting.used.add("pipeline")
+        cutting.used.update(("pipeline", "time_chunk"))
         if cutting.tap is not None:
             raise ModelError(
                 "a 1f1b pipeline is made of one spmd.nn.LayerStack, and the loss calls an RNNStack.\n"
@@ -124,7 +124,8 @@ class Cells:
           ModelError: another structure or other shapes than the cells'.
         """
         wanted = jax.eval_shape(self.opening, x)
-        shown = lambda tree: ", ".join(f"[{', '.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(tree)) or "nothing"
+        arrays = lambda tree: ", ".join(f"[{', '.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(tree)) or "nothing"
+        shown = lambda tree: f"{a_kind(tree)} of {arrays(tree)}" if isinstance(tree, list | tuple | dict) else arrays(tree)
         fits = jax.tree.structure(initial) == jax.tree.structure(wanted)
         if not fits or any(a.shape != b.shape for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(wanted), strict=True)):
             raise ModelError(f"RNNStack: initial is {shown(initial)}; the cells have {shown(wanted)}.\n    cure: [layers, rows, ...] each.")
@@ -237,7 +238,9 @@ def check_inputs(what: str, x: Any, lengths: Any, beside: Any) -> None:
     """
     if not hasattr(x, "ndim") or x.ndim < 3:
         raise ModelError(f"{what}: x is {describe(x) if hasattr(x, 'shape') else a_kind(x)}.\n    cure: [rows, time, features].")
-    if lengths is not None and (getattr(lengths, "ndim", 0) != 1 or lengths.shape[0] != x.shape[0]):
-        raise ModelError(f"{what}: lengths is {describe(lengths)} for {x.shape[0]} rows.\n    cure: int32[{x.shape[0]}].")
-    if beside is not None and beside.shape[:2] != x.shape[:2]:
-        raise ModelError(f"{what}: beside is {describe(beside)} and x {describe(x)}.\n    cure: the same rows and time.")
+    if lengths is not None and (getattr(lengths, "shape", ()) != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer)):
+        given = describe(lengths) if hasattr(lengths, "dtype") else a_kind(lengths)
+        raise ModelError(f"{what}: lengths is {given} for {x.shape[0]} rows.\n    cure: an array, int32[{x.shape[0]}].")
+    if beside is not None and getattr(beside, "shape", ())[:2] != x.shape[:2]:
+        given = describe(beside) if hasattr(beside, "dtype") else a_kind(beside)
+        raise ModelError(f"{what}: beside is {given} and x {describe(x)}.\n    cure: an array of the same rows and time.")

@@ -151,6 +151,9 @@ class Layers:
         _, _, _, after = nnx.split(layer, nnx.Param, nnx.RngKey, ...)
         after = nnx.to_pure_dict(after)
         before = flatten(kept)
+        made = sorted(flatten(after).keys() - before.keys())
+        if made:
+            raise ModelError(f"a layer of a stack makes {listed(made)} when called, and a stack cannot keep it.\n    cure: return it.")
         self._changed |= {path for path, leaf in flatten(after).items() if leaf is not before[path]}
         return result, after
 

@@ -22,6 +22,7 @@ from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import pspec
 from spmd.model.base import Call, Variables
 from spmd.nn.context import under
+from spmd.nn.schedule import Schedule
 from spmd.train.accumulate import has_convolution
 from spmd.train.activations import Activations, Seen
 from spmd.train.local import LocalStep
@@ -46,6 +47,7 @@ class Program:
         self._dtype = compute_dtype(placed.options.precision)
         stats = bool(jax.tree.leaves(placed.abstract_state.stats))
         seen = Seen(placed.resolved)
+        self.schedules: dict[str, Schedule] = {}  # of a step on a full batch, by stack
         (value, extra), jaxpr = self._trace(self._train, seen, training=True)
         self._check_update()
         placed.cutting.check_used(placed.resolved.layout.source)
@@ -61,18 +63,20 @@ class Program:
         # kernels of convolutions and of the layers behind them: there loops are unrolled, and the state is not donated
         self._unroll = has_convolution(jaxpr.jaxpr) and jax.default_backend() == "cpu"
         self._donated = () if self._unroll else (0,)
-        self._cutting = dataclasses.replace(placed.cutting, unroll=self._unroll)
+        self._cutting = dataclasses.replace(placed.cutting, unroll=self._unroll, schedules={})
         self._compiled: dict[tuple, Callable] = {}
 
     def _trace(self, objective: Objective, seen: Seen, *, training: bool) -> tuple[tuple, Any]:
         """What an objective returns on a full batch, as shapes, and its jaxpr."""
         placed = self.placed
+        shares = placed.options.accumulate * placed.exchange.simulated // placed.resolved.workers
+        cutting = dataclasses.replace(placed.cutting, shares=shares, schedules=self.schedules if training else {})
 
         def call(variables: Variables, batch: Tree) -> tuple:
             key = jax.random.key(0)
             variables = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
             remat = placed.resolved.layout.remat.modules if training else ()
-            with under(placed.cutting):
+            with under(cutting):
                 asked = Call(training, key if training else None, remat_modules=remat, dtype=self._dtype, returned=seen)
                 return objective(placed.model.bind(variables, asked), batch, key)
 
@@ -98,6 +102,10 @@ class Program:
                 f'{source}: [pipeline] cuts stacks of layers over "{cutting.pipeline.axis}", and the loss calls none.\n'
                 "    cure: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline]."
             )
+        for key in ("microbatches", "time_chunk"):
+            if getattr(cutting.pipeline, key) is not None and key not in cutting.used:
+                kind = {"microbatches": "LayerStack", "time_chunk": "RNNStack"}[key]
+                raise LayoutError(f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.\n    cure: leave it out.")
         if cutting.by_hand and stats:
             raise ModelError(
                 f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch '

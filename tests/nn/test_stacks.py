@@ -312,11 +312,11 @@ ERRORS = {
     "lengths": (
         lambda: layers("gru", 2)[0](jnp.ones((2, 5, WIDTH)), lengths=jnp.ones(3, jnp.int32)),
         """RNNStack: lengths is int32[3] for 2 rows.
-    cure: int32[2].""",
+    cure: an array, int32[2].""",
     ),
     "initial": (
         lambda: layers("lstm", 2)[0](jnp.ones((2, 5, WIDTH)), initial=(jnp.ones((2, 2, WIDTH)),)),
-        """RNNStack: initial is [2, 2, 8]; the cells have [2, 2, 8], [2, 2, 8].
+        """RNNStack: initial is a tuple of [2, 2, 8]; the cells have a tuple of [2, 2, 8], [2, 2, 8].
     cure: [layers, rows, ...] each.""",
     ),
     "dropout": (

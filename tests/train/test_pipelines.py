@@ -80,7 +80,7 @@ def plain():
 
 
 def piped(reduction="all_reduce", *, gradients=None, more=None, **pipeline):
-    pipeline = {"microbatches": 4} | pipeline
+    pipeline = pipeline if "time_chunk" in pipeline and "schedule" not in pipeline else {"microbatches": 4} | pipeline
     return Layout(gradients=Gradients(reduction, **(gradients or {})), pipeline=Pipeline("stage", **pipeline), **(more or {}))
 
 
@@ -209,6 +209,16 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
 
 
 @SLOW
+def test_schedules_are_those_of_a_step():
+    """Of what a worker has after accumulation, whatever is evaluated meanwhile."""
+    trainer, state, _ = trained(Tied, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b")), steps=0, accumulate=2)
+    trainer.prepare(tokens())
+    assert [schedule.microbatches for schedule in trainer.schedules.values()] == [8]
+    trainer.evaluate(state, jax.tree.map(lambda x: x[:8], tokens()), batch_size=8)
+    assert [schedule.microbatches for schedule in trainer.schedules.values()] == [8]
+
+
+@SLOW
 def test_evaluation_and_prediction_of_any_number_of_rows():
     data = jax.tree.map(lambda x: x[:30], tokens())
     cut, state, _ = trained(lambda rngs: _still(Tied(rngs)), "data=2,stage=4", piped(schedule="1f1b"))
@@ -290,8 +300,13 @@ ERRORS = {
         """this layout: [pipeline] cuts stacks of layers over "stage", and the loss calls none.
     cure: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline].""",
     ),
+    "chunks of nothing": (
+        lambda: refused(Tied, "data=2,stage=4", piped(time_chunk=2, microbatches=4), LayoutError),
+        """this layout: [pipeline] time_chunk is for spmd.nn.RNNStack, and the loss calls none.
+    cure: leave it out.""",
+    ),
     "recurrent layers back at once": (
-        lambda: trained(Deep, "data=2,stage=4", piped(schedule="1f1b")),
+        lambda: trained(Deep, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b"))),
         """a 1f1b pipeline is made of one spmd.nn.LayerStack, and the loss calls an RNNStack.
     cure: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.""",
     ),
