@@ -1,6 +1,7 @@
 """Every way a layout can fail to fit a model on a mesh, found at once, each with a cure that was tried."""
 
 import dataclasses
+import types
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -38,7 +39,7 @@ TOLD = Misfit(())  # its cause is a problem of the layout, told once there
 
 
 def fit_layout(
-    layout: Layout, params: Params, names: Mapping[str, Names], mesh: MeshSpec, stacks: Mapping[str, int] | None = None
+    layout: Layout, params: Params, names: Mapping[str, Names], mesh: MeshSpec, stacks: Mapping[str, int] = types.MappingProxyType({})
 ) -> Resolved:
     """Check a layout against a model's shapes on a mesh, and apply it.
 
@@ -48,7 +49,6 @@ def fit_layout(
     Raises:
       LayoutError: with every problem found, the arithmetic, and a cure that passes the same check.
     """
-    stacks = stacks or {}
     params = one_layer(params, stacks)
     claims = {path: tuple(owners(layout.params, path)) for path in params}
     problems = [*_layout_problems(layout, mesh), *_rule_problems(layout.params, params, mesh), *_codec_problems(layout, params, mesh)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 from collections.abc import Mapping
 
 import jax
@@ -96,7 +97,11 @@ def rule_name(rules: tuple[Rule, ...] | tuple[GradientRule, ...], index: int) ->
 
 
 def resolve(
-    layout: Layout, params: Mapping[str, jax.ShapeDtypeStruct], names: Mapping[str, Names], mesh: MeshSpec, stacks: Mapping[str, int]
+    layout: Layout,
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    names: Mapping[str, Names],
+    mesh: MeshSpec,
+    stacks: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Resolved:
     """The placement of every parameter, for a layout that `check` has found to fit.
 
