@@ -201,7 +201,7 @@ def filled(found):
 def saved(found, state, path, storage=None):
     """`state` in a checkpoint, as `fit` writes it."""
     store = Store(Checkpoint(path))
-    store.save(state, 3, {"storage": storage or found.storage, "layout": found.layout.to_toml()}, {})
+    store.save(state, 3, {"storage": storage or found.packing, "layout": found.layout.to_toml()}, {})
     store.close()
 
 
@@ -348,7 +348,7 @@ def test_another_model_is_told_by_its_own_paths_and_shapes(there, tmp_path):
     saved(here, filled(here), tmp_path)
     text = refusal(trainer(served(), like=like), tmp_path)
     how = 'packed for a parameter server (placement "{}", 8 servers, 8 positions)'
-    how = {"sliced": how.format("sliced"), "greedy_bytes": how.format("greedy_bytes")}.get((here.storage or {}).get("placement", ""))
+    how = {"sliced": how.format("sliced"), "greedy_bytes": how.format("greedy_bytes")}.get((here.packing or {}).get("placement", ""))
     assert text == (
         f"the checkpoint of step 3 in {tmp_path}, {how or 'not packed for a parameter server'}, does not fit this model and optimizer\n"
         "1 problem:\n"
@@ -395,7 +395,7 @@ def test_workers_with_no_optimizer_state_of_their_own_are_restored_anywhere(tmp_
 def test_a_checkpoint_that_does_not_say_its_parameters_shapes_is_read_all_the_same(tmp_path):
     here, there = trainer(served(), like=TWO), trainer(served(placement="round_robin"), like=TWO)
     state = filled(here)
-    found = {name: value for name, value in here.storage.items() if name != "parameters"}
+    found = {name: value for name, value in here.packing.items() if name != "parameters"}
     saved(here, state, tmp_path, found)
     assert same(whole(there, restored(there, tmp_path)[0].params), whole(here, state.params))
 
