@@ -120,6 +120,10 @@ def _pipeline_problems(layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec
     if axis in layout.data_axes():
         why = f'mesh axis "{axis}" cuts the batch; a stage sees all rows of its worker.'
         yield Problem("[pipeline] axis", [why], 'an axis of its own, such as "stage".')
+    for section, other in (("sequence", layout.sequence.axis), ("experts", layout.experts.axis)):
+        if axis == other:
+            why = f'mesh axis "{axis}" cuts the layers ([pipeline]); on one stage there is nothing along it to cut.'
+            yield Problem(f"[{section}] axis", [why], "an axis of its own.")
     if layout.pipeline.schedule == "1f1b" and layout.remat.saves != "everything" and not layout.remat.modules:
         why = "a 1f1b stage keeps its input, and computes everything else again in any case."
         yield Problem("[remat] save", [why], 'leave it out, or name the layers: modules = ["**/layers"].')

@@ -14,7 +14,9 @@ class Pipeline:
     Attributes:
       axis: the mesh axis; its devices are the stages. None: no pipeline, a stack is a scan over its layers.
       schedule: who works on what when: "gpipe"; "circular", with several groups of layers on each stage; "1f1b", which keeps the
-        activations of as many microbatches as there are stages, and no more. Stacks of recurrent layers are a wavefront under each.
+        activations of as many microbatches as there are stages, and no more. Stacks of recurrent layers are a wavefront under each
+        but the last. "circular" keeps layers in the order of stages, also for an optimizer that tells them apart along dim 0. Under "1f1b"
+        the loss is called on the rows of one microbatch: one that is no mean over rows has to return (sum, count).
       microbatches: parts into which a worker's rows are cut; None: the largest divisor of the rows that is at most 4 times the stages.
       groups: of layers on each stage; for "circular".
       overlap: results travel while the next tick is computed, and are used in the one after it: one tick more for every stage but the

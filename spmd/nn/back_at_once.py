@@ -165,18 +165,20 @@ def _run(schedule: Schedule, apart: Apart, params: Tree, parts: Tree, *, first: 
         def from_loss() -> tuple:
             end = lambda p, x: apart.leave(p, apart.through(p, x, *of(number)), *of(number))
             value, pull, more = jax.vjp(end, params, x, has_aux=True)
-            return (*pull(jnp.ones_like(value)), more)
+            found, dx = pull(jnp.ones_like(value))
+            return found, filled(dx, x), more
 
         def from_next() -> tuple:
             _, pull = jax.vjp(lambda p, x: apart.through(p, x, *of(number)), params, x)
-            return (*pull(arrived), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), aux))
+            found, dx = pull(jax.tree.map(as_cotangent, arrived))
+            return found, filled(dx, x), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), aux)
 
         found, dx, more = choose(stage == last, [from_next, from_loss])
         grads, aux = jax.tree.map(jnp.add, grads, found), jax.tree.map(jnp.add, aux, more)
 
         def into_input() -> Tree:
             _, pull = jax.vjp(lambda p: apart.enter(p, *of(number)), params)
-            return jax.tree.map(jnp.add, grads, pull(dx)[0])
+            return jax.tree.map(jnp.add, grads, pull(jax.tree.map(as_cotangent, dx))[0])
 
         return (choose(stage == 0, [lambda: grads, into_input]), aux, kept, arrived), (nothing, dx)
 
@@ -196,6 +198,16 @@ def _run(schedule: Schedule, apart: Apart, params: Tree, parts: Tree, *, first: 
         tick, (zeros(params), zeros(aux), kept, nothing), columns, unroll=len(columns) if cutting.unroll else 1
     )
     return grads, aux
+
+
+def filled(gradient: Tree, x: Tree) -> Tree:
+    """A gradient that can travel: whole numbers have none, for which zeros stand."""
+    return jax.tree.map(lambda g, x: jnp.zeros_like(x) if g.dtype == jax.dtypes.float0 else g, gradient, x)
+
+
+def as_cotangent(gradient: jax.Array) -> Any:
+    """The opposite, of one array."""
+    return gradient if jnp.issubdtype(gradient.dtype, jnp.inexact) else np.zeros(gradient.shape, jax.dtypes.float0)
 
 
 def one_of(which: jax.Array, work: list[Callable[[], Tree]], *, branchless: bool) -> Tree:

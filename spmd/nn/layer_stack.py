@@ -60,9 +60,10 @@ class LayerStack(nnx.Module):
         """
         layers, cutting = Layers(self.layers), current()
         cutting.used.update(("pipeline", "microbatches"))
-        arrays = {name: leaf for name, leaf in whole.items() if jax.tree.leaves(leaf) and all(map(_is_array, jax.tree.leaves(leaf)))}
-        fixed = {name: leaf for name, leaf in whole.items() if name not in arrays}
-        call = lambda x, more, variables, change: layers.call(lambda layer: layer(x, *more[0], **more[1], **fixed), variables, change)
+        leaves, structure = jax.tree.flatten(whole, is_leaf=lambda leaf: leaf is None)
+        arrays = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
+        named = lambda arrays: structure.unflatten([arrays.get(number, leaf) for number, leaf in enumerate(leaves)])
+        call = lambda x, more, variables, change: layers.call(lambda layer: layer(x, *more[0], **named(more[1])), variables, change)
         if cutting.tap is not None:
             return cutting.tap(cutting, layers, call, x, (rows, arrays))
         if cutting.stages == 1:
@@ -111,7 +112,7 @@ def cut_rows(cutting: Cutting, trees: Tree) -> Parts:
       ModelError: arrays that do not all have the same rows along dim 0.
     """
     leaves = jax.tree.leaves(trees)
-    if not leaves or any(leaf.ndim == 0 or leaf.shape[0] != leaves[0].shape[0] for leaf in leaves):
+    if not leaves or any(np.ndim(leaf) == 0 or leaf.shape[0] != leaves[0].shape[0] for leaf in leaves):
         given = ", ".join(map(describe, leaves)) or "no arrays"
         raise ModelError(
             f"a stack of layers was called with {given}; a pipeline cuts rows, which are dim 0 of all.\n"
@@ -121,7 +122,8 @@ def cut_rows(cutting: Cutting, trees: Tree) -> Parts:
     free = cutting.free_over(rows)
     rows //= math.prod(map(cutting.size, free))
     unit = stages if declared.groups > 1 else 1
-    most = declared.microbatches or MICROBATCHES * stages
+    # by itself never of one row: a draw for one row cannot be told from one that all rows share (`spmd.rng.worker_key`)
+    most = declared.microbatches or min(MICROBATCHES * stages, max(unit, rows // cutting.shares // 2))
     fitting = [count for count in range(unit, min(most, rows // cutting.shares) + 1, unit) if rows % (count * cutting.shares) == 0]
     if not fitting:
         why = f"{rows} rows on each worker cannot be cut into microbatches for {stages} stages of {declared.groups} groups"
@@ -182,7 +184,3 @@ def _pipelined(cutting: Cutting, layers: Layers, call: Callable[..., tuple], x: 
     run = cutting.over((axis, *parts.free), stage, in_specs=(at, over, over, PartitionSpec()), out_specs=(out, at))
     y, kept = run(variables, x, rows, whole)
     return y, ordered(kept, np.argsort(order))
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)

@@ -160,8 +160,8 @@ class Cells:
         def step(carry: Tree, inputs: tuple) -> tuple[Tree, jax.Array]:
             x, time, more = inputs
             given = x if more is None else jnp.concatenate([x, more], axis=-1)
-            (after, y), kept = self.layers.call(lambda cell: cell(carry, given), variables)
-            self.layers.unchanged(None, kept)
+            result, _ = self.layers.call(lambda cell: cell(carry, given), variables)
+            after, y = self.layers.without_change(result)
             if lengths is None:
                 return after, y
             here = time < lengths

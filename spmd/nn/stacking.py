@@ -87,7 +87,7 @@ def _differences(one: nnx.Module, other: nnx.Module) -> list[str]:
         if type(a) is not type(b):
             found.append(f"{name(path)}: {type(a).__name__} and {type(b).__name__}.")
             continue
-        settings = sorted(key for key in vars(a).keys() | vars(b).keys() if not key.startswith("_"))
+        settings = sorted(key for key in vars(a).keys() | vars(b).keys() if not key.startswith("_pytree"))
         for key in settings:
             x, y = _setting(vars(a).get(key)), _setting(vars(b).get(key))
             if UNKNOWN not in (x, y) and x != y:
@@ -156,6 +156,19 @@ class Layers:
             raise ModelError(f"a layer of a stack makes {listed(made)} when called, and a stack cannot keep it.\n    cure: return it.")
         self._changed |= {path for path, leaf in flatten(after).items() if leaf is not before[path]}
         return result, after
+
+    def without_change(self, result: Any) -> Any:
+        """What `call` has returned, where a cell is called once for every step of time and so can keep nothing.
+
+        Raises:
+          ModelError: it keeps something.
+        """
+        if self._changed:
+            raise ModelError(
+                f"a recurrent cell changes {listed(sorted(self._changed))} when it is called, once for every step of time.\n"
+                "    cure: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm."
+            )
+        return result
 
     def unchanged(self, result: Any, kept: Tree) -> tuple[Any, Tree]:
         """What `call` has returned, where a layer is called once for every microbatch and so can keep nothing but counts.

@@ -240,6 +240,17 @@ def test_compiling_does_not_grow_with_depth():
     assert lines(48) == lines(6)
 
 
+class Dropping(nnx.GRUCell):
+    """A cell that drops some of what it takes."""
+
+    def __init__(self, rngs):
+        super().__init__(4, 4, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, carry, x):
+        return super().__call__(carry, self.drop(x))
+
+
 class Pair(nnx.Module):
     """A layer of two arrays."""
 
@@ -328,6 +339,11 @@ ERRORS = {
         lambda: run(*layers("gpt", 6), cutting((2, 4))),
         """a stack of 6 layers over 4 stages (mesh axis "stage"): 6 / 4 leaves 2.
     cure: 4 or 8 layers.""",
+    ),
+    "cells that change": (
+        lambda: spmd.nn.RNNStack([Dropping(nnx.Rngs(0)) for _ in range(2)])(jnp.ones((2, 5, 4))),
+        """a recurrent cell changes drop/rngs/count when it is called, once for every step of time.
+    cure: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm.""",
     ),
     "rows": (
         lambda: run(spmd.nn.LayerStack([Pair() for _ in range(4)]), (jnp.ones((8, 4)), jnp.ones(4)), cutting((2, 4))),

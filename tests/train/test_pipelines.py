@@ -213,9 +213,40 @@ def test_schedules_are_those_of_a_step():
     """Of what a worker has after accumulation, whatever is evaluated meanwhile."""
     trainer, state, _ = trained(Tied, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b")), steps=0, accumulate=2)
     trainer.prepare(tokens())
-    assert [schedule.microbatches for schedule in trainer.schedules.values()] == [8]
+    assert [schedule.microbatches for schedule in trainer.schedules.values()] == [4], "8 rows, and none by itself"
     trainer.evaluate(state, jax.tree.map(lambda x: x[:8], tokens()), batch_size=8)
-    assert [schedule.microbatches for schedule in trainer.schedules.values()] == [8]
+    assert [schedule.microbatches for schedule in trainer.schedules.values()] == [4]
+
+
+class Masked(nnx.Module):
+    """A layer of a number and a mask of whole numbers, with something given by name."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, pair, *, how):
+        x, mask = pair
+        return x + how["scale"] * jnp.tanh(self.linear(x)) * mask if how["on"] else x, mask
+
+
+class Pairs(nnx.Module):
+    """A stack of such layers."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = spmd.nn.LayerStack([Masked(rngs) for _ in range(4)])
+
+    def __call__(self, tokens):
+        mask = (tokens[..., None] > 3).astype(jnp.int32)
+        return self.embed.attend(self.blocks((self.embed(tokens), mask), how={"on": True, "scale": self.embed.embedding[0]})[0])
+
+
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=SLOW), "1f1b"])
+def test_whole_numbers_go_through_a_pipeline(schedule):
+    """And arrays beside settings, in what is given by name."""
+    one = trained(Pairs, "data=1", "data_parallel")
+    trainer, state, losses = trained(Pairs, "data=2,stage=4", piped(schedule=schedule))
+    assert apart(weights(trainer, state), weights(*one[:2])) < 1e-5 and np.allclose(losses, one[2], rtol=1e-6)
 
 
 @SLOW
