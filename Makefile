@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+WORKERS ?= 2
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-all check bench clean help
@@ -23,10 +24,10 @@ demo: $(STAMP)
 	$(RUN) examples/demo.py
 
 test: $(STAMP)
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 test-all: $(STAMP)
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile
 
 check: $(STAMP)
 	$(RUN) -m ruff check .

@@ -1,14 +1,26 @@
 """Eight CPU devices for every test, and settings that turn carelessness into failures."""
 
 import os
+import shutil
+import tempfile
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
+COMPILED = "JAX_COMPILATION_CACHE_DIR"
+OURS = COMPILED not in os.environ
+if OURS:  # many tests compile the same program: it is kept for this run, for pytest's workers and for the processes that tests start
+    os.environ[COMPILED] = tempfile.mkdtemp(prefix="spmd-compiled-")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import pytest
 
 import spmd
 
 spmd.simulate_devices(8)
+
+
+def pytest_unconfigure(config):
+    if OURS and not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[COMPILED], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

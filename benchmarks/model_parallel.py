@@ -243,14 +243,16 @@ def lstm_arm(why: str, devices: int = 1, cores: int | None = None, **more: Any) 
     return Arm(partial(lstm_fit, **more), why, devices, cores)
 
 
-def wavefront(chunk: int) -> Arm:
-    return lstm_arm(f"a layer on each device, chunks of {chunk} steps", 2, layout=partial(piped, time_chunk=chunk), mesh="data=1,stage=2")
+def wavefront(chunk: int | None) -> Arm:
+    why = "a layer on each device, " + (f"chunks of {chunk} steps" if chunk else "chunks as spmd.nn.best_chunk has them")
+    return lstm_arm(why, 2, layout=partial(piped, time_chunk=chunk), mesh="data=1,stage=2")
 
 
 RNN = Section(
     f"2 LSTM layers of {WIDTH}, {ROWS} rows of {TIME} steps, SGD",
     2,
     {
+        "wavefront": wavefront(None),
         "wavefront 1": wavefront(1),
         "wavefront 4": wavefront(4),
         "wavefront 16": wavefront(16),
@@ -260,9 +262,9 @@ RNN = Section(
         "nnx.RNN": lstm_arm("the same layers in plain flax, every core", plain=True),
     },
     (
-        ("wavefront 4", "one core", 1 / 1.45),
-        ("wavefront 4", "data_parallel", 1 / 1.5),
-        ("wavefront 4", "one device", 1.0),
+        ("wavefront 1", "one core", 1 / 1.45),
+        ("wavefront 1", "data_parallel", 1 / 1.5),
+        ("wavefront 1", "one device", 1.0),
         ("one device", "nnx.RNN", 1.0),
     ),
     {"wavefront 1": (2, 64), "wavefront 4": (2, 16), "wavefront 16": (2, 4)},

@@ -230,6 +230,6 @@ def test_layers_of_a_stack_in_a_pipeline_or_not(stage):
     text = '[pipeline]\naxis = "stage"\n' * (stage > 1) + '[[activations]]\npath = "stack/layers"\nspec = ["-", "row", "-"]\n'
     options = {"model": lambda: Deep(nnx.Rngs(0)), "mesh": "data=2,stage=2,row=2" if stage > 1 else "data=4,row=2"}
     assert fits(text, **options).resolved.idle_axes() == ()
-    rows = 1 if stage > 1 else 16
+    rows = 2 if stage > 1 else 16
     error = told(text.replace('"row", "-"', '"-", "-", "row"'), **options)
     assert f"stack/layers   float32[{rows}, 10, 10]" in error and 'cure: spec ["-", "-", "row"].' in error
