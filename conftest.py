@@ -3,13 +3,14 @@
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
-COMPILED = "JAX_COMPILATION_CACHE_DIR"
-OURS = COMPILED not in os.environ
-if OURS:  # many tests compile the same program: it is kept for this run, for pytest's workers and for the processes that tests start
-    os.environ[COMPILED] = tempfile.mkdtemp(prefix="spmd-compiled-")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+# many tests compile the same program: it is kept for this run, for pytest's workers and for the processes that tests start
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.mkdtemp(
+    prefix=f"spmd-compiled-{os.getpid()}-"
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import pytest
 
@@ -19,8 +20,10 @@ spmd.simulate_devices(8)
 
 
 def pytest_unconfigure(config):
-    if OURS and not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ[COMPILED], ignore_errors=True)
+    """What this process has made it takes away."""
+    folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    if folder.name.startswith(f"spmd-compiled-{os.getpid()}-"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

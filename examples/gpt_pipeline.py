@@ -44,7 +44,7 @@ class GPT(nnx.Module):
     ):
         self.tokens = nnx.Embed(vocab, width, embedding_init=named("vocab", "embed"), rngs=rngs)
         self.places = nnx.Embed(length, width, embedding_init=named(None, "embed"), rngs=rngs)
-        self.blocks = spmd.nn.LayerStack([Block(width, heads, dropout, rngs=rngs) for _ in range(depth)])
+        self.blocks = spmd.nn.LayerStack(spmd.nn.repeat(depth, lambda rngs: Block(width, heads, dropout, rngs=rngs), rngs))
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         head = lambda: nnx.Linear(width, vocab, use_bias=False, kernel_init=named("embed", "vocab"), rngs=rngs)
         self.head = None if tied else head()

@@ -11,3 +11,4 @@ from spmd.nn.rnn_stack import RNNStack as RNNStack
 from spmd.nn.schedule import Schedule as Schedule
 from spmd.nn.schedule import best_chunk as best_chunk
 from spmd.nn.schedule import make_schedule as make_schedule
+from spmd.nn.stacking import repeat as repeat

@@ -15,7 +15,7 @@ from spmd.errors import ModelError
 from spmd.nn.context import Cutting, current, rows_over
 from spmd.nn.order import stage_order
 from spmd.nn.schedule import make_schedule
-from spmd.nn.stacking import Layers, scan_layers, stack_modules, unstack_module
+from spmd.nn.stacking import Layers, Repeated, scan_layers, stack_modules, unstack_module
 from spmd.nn.ticks import from_last_stage, run_ticks
 from spmd.rng import part_key
 from spmd.tree import Tree, describe
@@ -35,7 +35,8 @@ class LayerStack(nnx.Module):
     `stack/layers`.
 
     Args:
-      layers: modules equal in kind, settings and shapes; they are copied into the stack. What a layer returns is shaped like `x`.
+      layers: modules equal in kind, settings and shapes, which are copied into the stack, or `spmd.nn.repeat`. What a layer returns is
+        shaped like `x`.
 
     Raises:
       ModelError: layers that differ, with every difference.
@@ -47,7 +48,7 @@ class LayerStack(nnx.Module):
       ((2, 4), (6, 4, 4))
     """
 
-    def __init__(self, layers: Sequence[nnx.Module]):
+    def __init__(self, layers: Sequence[nnx.Module] | Repeated):
         self.layers = stack_modules(layers, "LayerStack")
 
     def __call__(self, x: Tree, *rows: Tree, **whole: Any) -> Tree:

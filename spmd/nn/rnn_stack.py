@@ -17,7 +17,7 @@ from spmd.nn.context import Cutting, current
 from spmd.nn.layer_stack import stage_layers
 from spmd.nn.order import stage_order
 from spmd.nn.schedule import best_chunk, make_schedule
-from spmd.nn.stacking import Layers, scan_layers, stack_modules, unstack_module
+from spmd.nn.stacking import Layers, Repeated, scan_layers, stack_modules, unstack_module
 from spmd.nn.ticks import from_last_stage, run_ticks
 from spmd.rng import part_key
 from spmd.tree import Tree, describe
@@ -35,7 +35,7 @@ class RNNStack(nnx.Module):
 
     Args:
       cells: flax nnx cells (LSTM, GRU, any `nnx.RNNCellBase`), equal in kind, settings and shapes: each takes as many features as it
-        returns, and those of `beside`.
+        returns, and those of `beside`; or `spmd.nn.repeat`.
       residual_from: the first layer that adds what it takes to what it returns; None: none does.
       dropout: the share of features set to zero between layers, anew in every step of time; none before the first layer and after the last.
       rngs: random streams for `dropout`.
@@ -52,16 +52,23 @@ class RNNStack(nnx.Module):
     """
 
     def __init__(
-        self, cells: Sequence[nnx.Module], *, residual_from: int | None = None, dropout: float = 0.0, rngs: nnx.Rngs | None = None
+        self,
+        cells: Sequence[nnx.Module] | Repeated,
+        *,
+        residual_from: int | None = None,
+        dropout: float = 0.0,
+        rngs: nnx.Rngs | None = None,
     ):
         self.cells = stack_modules(cells, "RNNStack")
+        if not callable(getattr(self.cells, "initialize_carry", None)):
+            raise ModelError(f"RNNStack: its layers are {type(self.cells).__name__}, no cells.\n    cure: nnx.LSTMCell, or LayerStack.")
         self.residual_from, self.dropout, self.deterministic = residual_from, dropout, False
-        if residual_from is not None and (not isinstance(residual_from, int) or residual_from < 0):
+        if residual_from is not None and (isinstance(residual_from, bool) or not isinstance(residual_from, int) or residual_from < 0):
             raise ModelError(f"RNNStack: residual_from={residual_from!r}.\n    cure: a layer's number, from 0, or None.")
-        if not 0.0 <= dropout < 1.0:
-            raise ModelError(f"RNNStack: dropout={dropout}.\n    cure: a share from 0 to 1, without 1.")
-        if dropout and rngs is None:
-            raise ModelError(f"RNNStack: dropout={dropout} draws random numbers.\n    cure: rngs=nnx.Rngs(0).")
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+            raise ModelError(f"RNNStack: dropout={dropout!r}.\n    cure: a share from 0 to 1, without 1.")
+        if dropout and not isinstance(rngs, nnx.Rngs):
+            raise ModelError(f"RNNStack: dropout={dropout} draws random numbers, and rngs is {a_kind(rngs)}.\n    cure: rngs=nnx.Rngs(0).")
         self.rngs = rngs.dropout.fork() if dropout and rngs is not None else None
 
     def __call__(self, x: jax.Array, *, initial: Tree = None, lengths: Any = None, beside: Any = None, return_carry: bool = False) -> Any:

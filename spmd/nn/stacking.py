@@ -1,5 +1,6 @@
 """Structurally equal nnx modules as one module whose arrays have the layers along dim 0, and back."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,15 +19,68 @@ PLAIN = (bool, int, float, str, type(None))
 UNKNOWN = "..."
 
 
-def stack_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+    """Layers made by `repeat`: their number, and one module with the arrays of all, [layers, ...] each."""
+
+    count: int
+    module: nnx.Module
+
+
+def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> Repeated:
+    """`count` layers from `make`, for `LayerStack` and `RNNStack`, all at once: a deep stack's initial values compile as one layer's do.
+
+    A list of layers compiles the draws of each. Every layer has keys of its own, split from `rngs`.
+
+    Args:
+      count: how many layers, from 1.
+      make: takes `nnx.Rngs`, returns a layer.
+
+    Raises:
+      ModelError: no number of layers, or something else than a module made.
+
+    Example:
+      >>> from spmd.nn import LayerStack
+      >>> stack = LayerStack(repeat(48, lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0)))
+      >>> stack.layers.kernel.shape
+      (48, 4, 4)
+    """
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+        raise ModelError(f"repeat: {count!r} layers.\n    cure: a whole number from 1.")
+    if not callable(make) or not isinstance(rngs, nnx.Rngs):
+        raise ModelError(f"repeat({count}, {a_kind(make)}, {a_kind(rngs)}).\n    cure: repeat({count}, lambda rngs: ..., nnx.Rngs(0)).")
+
+    @nnx.split_rngs(splits=int(count))
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+    def all_at_once(rngs: nnx.Rngs) -> nnx.Module:
+        layer = make(rngs)
+        if not isinstance(layer, nnx.Module):
+            raise ModelError(f"repeat: make returned {a_kind(layer)}.\n    cure: an nnx.Module.")
+        return layer
+
+    module = all_at_once(rngs)
+    _with_arrays(module, "repeat")
+    return Repeated(int(count), module)
+
+
+def _with_arrays(layer: nnx.Module, what: str) -> tuple[Any, Any]:
+    """`nnx.split` of a module in which there is something to stack."""
+    graphdef, state = nnx.split(layer)
+    if not jax.tree.leaves(state):
+        raise ModelError(f"{what}: its layers have no arrays, so there is nothing to stack.\n    cure: call them one after the other.")
+    return graphdef, state
+
+
+def stack_modules(layers: Sequence[nnx.Module] | Repeated, what: str) -> nnx.Module:
     """`join_modules`, marked as a stack: a layout cuts its layers over the axis of `[pipeline]`, and rules speak of one layer."""
-    if not hasattr(layers, "__iter__"):
-        raise ModelError(f"{what}({a_kind(layers)}).\n    cure: a list of layers.")
-    layers = list(layers)
-    stack = join_modules(layers, what)
-    for _, variable in nnx.to_flat_state(nnx.state(stack, nnx.Param)):
-        variable.set_metadata(STACKED, len(layers))
-    return stack
+    if not isinstance(layers, Repeated):
+        if not hasattr(layers, "__iter__"):
+            raise ModelError(f"{what}({a_kind(layers)}).\n    cure: a list of layers, or spmd.nn.repeat.")
+        layers = list(layers)
+        layers = Repeated(len(layers), join_modules(layers, what))
+    for _, variable in nnx.to_flat_state(nnx.state(layers.module, nnx.Param)):
+        variable.set_metadata(STACKED, layers.count)
+    return layers.module
 
 
 def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
@@ -49,9 +103,7 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
                 "    cure: take the one that differs out of the stack, and call it before or after; "
                 "an nnx.Linear first changes the width of inputs."
             )
-    graphdef, first = nnx.split(layers[0])
-    if not jax.tree.leaves(first):
-        raise ModelError(f"{what}: its layers have no arrays, so there is nothing to stack.\n    cure: call them one after the other.")
+    graphdef, first = _with_arrays(layers[0], what)
     rest = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers[1:]]
     flat = []
     for path, variable in nnx.to_flat_state(first):

@@ -37,6 +37,30 @@ def test_a_pipeline_is_the_stack(plain, kind, mesh):
     assert schedule.stages == mesh[1] and schedule.microbatches > 1
 
 
+def test_layers_that_are_repeated_draw_as_a_list_of_them_and_are_one_program_however_many():
+    """A layer's keys are split from those given; names, random streams and calls are those of a list."""
+
+    def make(rngs):
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        return nnx.Sequential(nnx.Linear(WIDTH, WIDTH, kernel_init=kernel, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+    with nnx.use_eager_sharding(False):
+        at_once = spmd.nn.LayerStack(spmd.nn.repeat(3, make, nnx.Rngs(0, dropout=1)))
+        keys = {name: jax.random.split(stream(), 3) for name, stream in nnx.Rngs(params=0, dropout=1).items()}
+        listed = spmd.nn.LayerStack([make(nnx.Rngs(**{name: key[number] for name, key in keys.items()})) for number in range(3)])
+        size = lambda count: len(jax.make_jaxpr(lambda: nnx.state(spmd.nn.repeat(count, make, nnx.Rngs(0)).module))().eqns)
+        assert size(6) == size(48)
+    ours, theirs = (dict(nnx.to_flat_state(nnx.state(stack, nnx.Param))) for stack in (at_once, listed))
+    assert ours.keys() == theirs.keys()
+    for path in ours:
+        np.testing.assert_array_equal(ours[path].get_value(), theirs[path].get_value())
+        assert ours[path].get_metadata()[STACKED] == 3
+        assert ours[path].get_metadata().get("out_sharding") == theirs[path].get_metadata().get("out_sharding")
+    x = jnp.ones((4, WIDTH))
+    y = at_once(x)
+    assert len(np.unique(np.asarray(y != 0), axis=0)) > 1 and apart(at_once.eval() or at_once(x), listed.eval() or listed(x)) == 0
+
+
 @pytest.mark.parametrize("kind", ["lstm", pytest.param("gpt", marks=SLOW)])
 def test_results_may_travel_while_the_next_tick_is_computed(plain, kind):
     how = cutting((2, 4), overlap=True, **KINDS[kind])
@@ -293,7 +317,7 @@ ERRORS = {
     "no list": (
         lambda: spmd.nn.LayerStack(nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
         """LayerStack(a Linear).
-    cure: a list of layers.""",
+    cure: a list of layers, or spmd.nn.repeat.""",
     ),
     "number": (
         lambda: layers("gpt", 2)[0].layer(2),
@@ -304,6 +328,41 @@ ERRORS = {
         lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], residual_from=-1),
         """RNNStack: residual_from=-1.
     cure: a layer's number, from 0, or None.""",
+    ),
+    "no cells": (
+        lambda: spmd.nn.RNNStack([nnx.Linear(4, 4, rngs=nnx.Rngs(0))]),
+        """RNNStack: its layers are Linear, no cells.
+    cure: nnx.LSTMCell, or LayerStack.""",
+    ),
+    "a share": (
+        lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], dropout="0.1"),
+        """RNNStack: dropout='0.1'.
+    cure: a share from 0 to 1, without 1.""",
+    ),
+    "dropout's rngs": (
+        lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], dropout=0.1, rngs=0),
+        """RNNStack: dropout=0.1 draws random numbers, and rngs is an int.
+    cure: rngs=nnx.Rngs(0).""",
+    ),
+    "repeat of none": (
+        lambda: spmd.nn.repeat(0, lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0)),
+        """repeat: 0 layers.
+    cure: a whole number from 1.""",
+    ),
+    "repeat of a layer": (
+        lambda: spmd.nn.repeat(2, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), 0),
+        """repeat(2, a Linear, an int).
+    cure: repeat(2, lambda rngs: ..., nnx.Rngs(0)).""",
+    ),
+    "repeat makes": (
+        lambda: spmd.nn.repeat(2, lambda rngs: 3, nnx.Rngs(0)),
+        """repeat: make returned an int.
+    cure: an nnx.Module.""",
+    ),
+    "repeat of nothing": (
+        lambda: spmd.nn.repeat(2, lambda rngs: nnx.Dropout(0.0), nnx.Rngs(0)),
+        """repeat: its layers have no arrays, so there is nothing to stack.
+    cure: call them one after the other.""",
     ),
     "empty": (
         lambda: spmd.nn.LayerStack([nnx.Dropout(0.0), nnx.Dropout(0.0)]),
@@ -332,7 +391,7 @@ ERRORS = {
     ),
     "dropout": (
         lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], dropout=0.1),
-        """RNNStack: dropout=0.1 draws random numbers.
+        """RNNStack: dropout=0.1 draws random numbers, and rngs is None.
     cure: rngs=nnx.Rngs(0).""",
     ),
     "stages": (
