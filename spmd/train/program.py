@@ -102,10 +102,14 @@ class Program:
                 f'{source}: [pipeline] cuts stacks of layers over "{cutting.pipeline.axis}", and the loss calls none.\n'
                 "    cure: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline]."
             )
-        for key in ("microbatches", "time_chunk"):
-            if getattr(cutting.pipeline, key) is not None and key not in cutting.used:
-                kind = {"microbatches": "LayerStack", "time_chunk": "RNNStack"}[key]
-                raise LayoutError(f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.\n    cure: leave it out.")
+        pipeline, leave = cutting.pipeline, "leave it out."
+        for key, given, part, kind, cure in (
+            ("microbatches", pipeline.microbatches, "microbatches", "LayerStack", leave),
+            ("groups", pipeline.groups > 1, "microbatches", "LayerStack", 'leave it out; schedule = "gpipe".'),
+            ("time_chunk", pipeline.time_chunk, "time_chunk", "RNNStack", leave),
+        ):
+            if given and part not in cutting.used:
+                raise LayoutError(f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.\n    cure: {cure}")
         if cutting.by_hand and stats:
             raise ModelError(
                 f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch '

@@ -143,7 +143,7 @@ class Mixed(nnx.Module):
 
     def __init__(self, rngs):
         self.tokens = spmd.nn.Embed(32, WIDTH, rngs=rngs)
-        self.moe = moe_of()
+        self.moe = moe_of.__wrapped__()
         self.head = nnx.Linear(WIDTH, 32, rngs=rngs)
 
     def __call__(self, tokens):
@@ -200,7 +200,7 @@ def test_trains_as_on_one_device(reduction):
 def test_experts_that_nobody_calls():
     class Dense(nnx.Module):
         def __init__(self):
-            self.tokens, self.moe = spmd.nn.Embed(32, 32, rngs=nnx.Rngs(0)), moe_of()
+            self.tokens, self.moe = spmd.nn.Embed(32, 32, rngs=nnx.Rngs(0)), moe_of.__wrapped__()
 
         def __call__(self, tokens):
             x = self.tokens(tokens)[:, :, None]

@@ -336,6 +336,11 @@ ERRORS = {
         """this layout: [pipeline] time_chunk is for spmd.nn.RNNStack, and the loss calls none.
     cure: leave it out.""",
     ),
+    "groups of nothing": (
+        lambda: refused(Deep, "data=4,stage=2", Layout(pipeline=Pipeline("stage", "circular", groups=2)), LayoutError),
+        """this layout: [pipeline] groups is for spmd.nn.LayerStack, and the loss calls none.
+    cure: leave it out; schedule = "gpipe".""",
+    ),
     "recurrent layers back at once": (
         lambda: trained(Deep, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b"))),
         """a 1f1b pipeline is made of one spmd.nn.LayerStack, and the loss calls an RNNStack.
