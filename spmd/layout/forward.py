@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
+
 SCHEDULES = ("gpipe", "circular", "1f1b")
 ORDERS = ("balanced", "contiguous")
 
@@ -35,6 +37,11 @@ class Pipeline:
     groups: int = 1
     time_chunk: int | None = None
     overlap: bool = False
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if isinstance(value, np.generic):  # np.int64(8) is 8
+                object.__setattr__(self, key, value.item())
 
     @property
     def hop(self) -> int:

@@ -48,9 +48,12 @@ class Call:
 
 
 class Model(abc.ABC):
-    """What the rest of the library needs of a model. `concrete` holds the arrays of one that was given whole."""
+    """What the rest of the library needs of a model."""
 
-    concrete: Variables | None = None
+    @property
+    def concrete(self) -> Variables | None:
+        """The arrays of one that was given whole; None of one that is yet to be made. Asked for outside of any trace."""
+        return None
 
     @abc.abstractmethod
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:

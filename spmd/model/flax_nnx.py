@@ -22,7 +22,11 @@ class NnxModel(Model):
         self._impls: dict[str, Any] = {}
         self._stat_paths: tuple = ()
         self._called: set[str] = set()  # remat patterns of which a module was called
-        self.concrete = None if concrete is None else self._split(concrete)
+        self._concrete = None if concrete is None else self._split(concrete)
+
+    @property
+    def concrete(self) -> Variables | None:
+        return self._concrete
 
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         del key, run

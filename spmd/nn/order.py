@@ -55,7 +55,11 @@ class OrderedModel(Model):
 
     def __init__(self, model: Model, order: Ordered):
         self._model, self._order = model, order
-        self.concrete = None if model.concrete is None else self._packed(model.concrete)
+
+    @property
+    def concrete(self) -> Variables | None:
+        """The arrays of one that was given whole, ordered."""
+        return None if self._model.concrete is None else self._packed(self._model.concrete)
 
     def _packed(self, variables: Variables) -> Variables:
         return dataclasses.replace(variables, params=self._order.pack(variables.params))

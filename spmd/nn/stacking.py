@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 
 from spmd.errors import ModelError, a_kind
 from spmd.layout.cure import listed
@@ -47,18 +48,26 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
     """
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
         raise ModelError(f"repeat: {count!r} layers.\n    cure: a whole number from 1.")
-    if not callable(make) or not isinstance(rngs, nnx.Rngs):
+    keys = {name: stream.key.get_value() for name, stream in rngs.items()} if isinstance(rngs, nnx.Rngs) else {}
+    if not callable(make) or not keys or any(key.ndim for key in keys.values()):
         raise ModelError(f"repeat({count}, {a_kind(make)}, {a_kind(rngs)}).\n    cure: repeat({count}, lambda rngs: ..., nnx.Rngs(0)).")
 
-    @nnx.split_rngs(splits=int(count))
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
-    def all_at_once(rngs: nnx.Rngs) -> nnx.Module:
-        layer = make(rngs)
+    def all_at_once(keys: dict[str, jax.Array]) -> nnx.Module:
+        layer = make(nnx.Rngs(**keys))
         if not isinstance(layer, nnx.Module):
             raise ModelError(f"repeat: make returned {a_kind(layer)}.\n    cure: an nnx.Module.")
         return layer
 
-    module = all_at_once(rngs)
+    try:
+        module = all_at_once({name: jax.random.split(stream(), int(count)) for name, stream in rngs.items()})
+    except (TraceContextError, ValueError) as error:
+        if "trace level" not in str(error):
+            raise
+        raise ModelError(
+            "repeat: make uses a module or random streams that were there before.\n"
+            "    cure: a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs)."
+        ) from error
     _with_arrays(module, "repeat")
     return Repeated(int(count), module)
 
@@ -78,9 +87,10 @@ def stack_modules(layers: Sequence[nnx.Module] | Repeated, what: str) -> nnx.Mod
             raise ModelError(f"{what}({a_kind(layers)}).\n    cure: a list of layers, or spmd.nn.repeat.")
         layers = list(layers)
         layers = Repeated(len(layers), join_modules(layers, what))
-    for _, variable in nnx.to_flat_state(nnx.state(layers.module, nnx.Param)):
+    module = nnx.clone(layers.module)
+    for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         variable.set_metadata(STACKED, layers.count)
-    return layers.module
+    return module
 
 
 def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
@@ -105,9 +115,14 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
             )
     graphdef, first = _with_arrays(layers[0], what)
     rest = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers[1:]]
+    ours, *others = (dict(nnx.iter_graph(layer)) for layer in layers)
     flat = []
     for path, variable in nnx.to_flat_state(first):
-        joined = variable.replace(jnp.stack([variable.get_value(), *(other[path].get_value() for other in rest)]))
+        values = [variable.get_value(), *(other[path].get_value() for other in rest)]
+        if isinstance(ours.get(path), nnx.RngKey) and any(other.get(path) is ours[path] for other in others):
+            # one stream that the layers share moves on from layer to layer; copies of it would all give the same numbers
+            values = [jax.random.fold_in(key, number) for number, key in enumerate(values)]
+        joined = variable.replace(jnp.stack(values))
         names = joined.get_metadata().get("out_sharding")
         joined.set_metadata("out_sharding", (None, *names)) if names else None
         flat.append((path, joined))

@@ -23,6 +23,7 @@ from spmd.nn.order import Ordered
 from spmd.tree import Tree, describe, flatten, map_paths
 
 PARAMS, OPT = "params", "opt"  # of a state, where parameters and what mirrors them are
+SAME_STAGES = "the [pipeline] stages and groups that it had"
 AS_IT_WAS = "the [parameter_server] placement, servers and mode that it had, on as many positions along the data axes"
 
 
@@ -190,6 +191,7 @@ class Repacking:
     def __init__(self, saved: Mapping[str, str], wanted: Mapping[str, Any], old: Packing, new: Packing, mesh: Mesh):
         self._saved, self._wanted, self._mesh = saved, wanted, mesh
         self._old, self._new = _groups(old, mesh), _groups(new, mesh)
+        self._as_it_was = SAME_STAGES if {type(old), type(new)} <= {Ordered, Plain} else AS_IT_WAS
         self._from_plain, self._into_plain = isinstance(old, Plain), isinstance(new, Plain)
         before = {path: found for path, text in saved.items() if (found := _named(path, shape_of(text), self._old))}
         after = {path: found for path, leaf in wanted.items() if (found := _named(path, leaf.shape, self._new))}
@@ -213,8 +215,11 @@ class Repacking:
             before = self._saved[path] if path in lost else "nothing"
             after = describe(self._wanted[path]) if path in lacking else "nothing"
             odd = path in self._odd
-            why = [f"saved {before}, wanted {after}", *(["it has not its parameter's shape: how it is packed is not known"] if odd else [])]
-            found += [Problem(path, why, AS_IT_WAS if odd else "")] if path in lost | lacking else []
+            why = [
+                f"saved {before}, wanted {after}",
+                *(["it has not its parameter's shape: which of its numbers are whose is not known"] if odd else []),
+            ]
+            found += [Problem(path, why, self._as_it_was if odd else "")] if path in lost | lacking else []
         return found
 
     def to_read(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -132,9 +132,10 @@ def whole_moments(abstract: State, resolved: Resolved) -> list[str]:
 
 def init_state(model: Model, opening: Opening, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory) -> State:
     """The state at step 0, each piece made on the device that keeps it; a given model's arrays are copied, never taken."""
-    if model.concrete is not None:
+    given = model.concrete
+    if given is not None:
         with_shardings = Variables(shardings.params, shardings.stats, shardings.rngs)
-        variables = jax.tree.map(place_copy, model.concrete, with_shardings)
+        variables = jax.tree.map(place_copy, given, with_shardings)
         return jax.jit(lambda v: _fresh(make_state(v, opening, seed, memory)), out_shardings=shardings, donate_argnums=0)(variables)
     with nnx.use_eager_sharding(False):
         return jax.jit(lambda: make_state(model.init(jax.random.key(seed), run), opening, seed, memory), out_shardings=shardings)()

@@ -61,6 +61,33 @@ def test_layers_that_are_repeated_draw_as_a_list_of_them_and_are_one_program_how
     assert len(np.unique(np.asarray(y != 0), axis=0)) > 1 and apart(at_once.eval() or at_once(x), listed.eval() or listed(x)) == 0
 
 
+class Noisy(nnx.Module):
+    """Keeps the random streams that it was given."""
+
+    def __init__(self, rngs):
+        self.rngs, self.scale = rngs, nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        return x + self.scale * jax.random.normal(self.rngs.default(), x.shape)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_layers_that_keep_their_streams_draw_apart(repeated):
+    rngs = nnx.Rngs(0)
+    layers = spmd.nn.repeat(4, Noisy, rngs) if repeated else [Noisy(rngs) for _ in range(4)]
+    stack = spmd.nn.LayerStack(layers)
+    alone = [stack.layer(number)(jnp.zeros(3)) for number in range(4)]
+    assert len({float(y[0]) for y in alone}) == 4
+    np.testing.assert_allclose(stack(jnp.zeros((1, 3)))[0].std(), sum(alone).std(), rtol=1e-5)
+
+
+def test_two_stacks_of_what_was_repeated_once_have_weights_of_their_own():
+    made = spmd.nn.repeat(2, lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0))
+    one, other = spmd.nn.LayerStack(made), spmd.nn.LayerStack(made)
+    assert one.layers.kernel is not other.layers.kernel
+    np.testing.assert_array_equal(one.layers.kernel[...], other.layers.kernel[...])
+
+
 @pytest.mark.parametrize("kind", ["lstm", pytest.param("gpt", marks=SLOW)])
 def test_results_may_travel_while_the_next_tick_is_computed(plain, kind):
     how = cutting((2, 4), overlap=True, **KINDS[kind])
@@ -353,6 +380,11 @@ ERRORS = {
         lambda: spmd.nn.repeat(2, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), 0),
         """repeat(2, a Linear, an int).
     cure: repeat(2, lambda rngs: ..., nnx.Rngs(0)).""",
+    ),
+    "repeat of what was there": (
+        lambda: (lambda outer: spmd.nn.repeat(2, lambda rngs: nnx.Linear(4, 4, rngs=outer), nnx.Rngs(1)))(nnx.Rngs(0)),
+        """repeat: make uses a module or random streams that were there before.
+    cure: a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs).""",
     ),
     "repeat makes": (
         lambda: spmd.nn.repeat(2, lambda rngs: 3, nnx.Rngs(0)),

@@ -1,5 +1,7 @@
 """Training with stacks cut over `stage`: the same as on one device, whatever gradients do besides, and in which order stages work."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from flax import nnx
 
 import spmd
 from spmd import Gradients, Layout, Pipeline
-from spmd.errors import DataError, LayoutError, ModelError
+from spmd.errors import CheckpointError, DataError, LayoutError, ModelError
 from spmd.layout.toml import loads
 from tests.nn.pipes import WIDTH, Block, apart
 
@@ -206,6 +208,41 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
     result = make(*then)(3, tmp_path)
     found = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
     assert int(result.state.step) == 3 and apart(jax.device_get(found), plain[Tied][0]) < 1e-5
+
+
+@pytest.mark.parametrize("layout", [piped(schedule="circular", groups=2), "parameter_server", "diloco", "pipeline"], ids=str)
+def test_a_model_that_is_given_whole_is_prepared_before_its_state_is_made(layout):
+    """Its arrays are packed when they are placed, and not while a step is traced."""
+    given, mesh = Tied(nnx.Rngs(0)), "data=4" if layout in ("parameter_server", "diloco") else "data=2,stage=2"
+    mesh = spmd.make_mesh(mesh, devices=jax.devices()[:4])
+    trainer = spmd.Trainer(given, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh)
+    trainer.prepare(tokens())
+    state = trainer.init()
+    assert apart(weights(trainer, state), nnx.to_pure_dict(nnx.state(given, nnx.Param))) == 0
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert Pipeline("stage", microbatches=np.int64(4)).microbatches.__class__ is int  # type: ignore[arg-type]
+
+
+@SLOW
+def test_moments_of_another_shape_stay_with_their_stages(tmp_path):
+    """Adafactor keeps sums over dims of a parameter: which layers they are of cannot be told from a checkpoint."""
+    make = partial(
+        spmd.fit,
+        lambda: Tied(nnx.Rngs(0)),
+        tokens(),
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.adafactor(0.01, min_dim_size_to_factor=4),
+        batch_size=ROWS,
+        checkpoint=tmp_path,
+        progress=False,
+    )
+    cut = {"mesh": "data=4,stage=2", "layout": piped(schedule="circular", groups=2)}
+    make(steps=1, **cut)
+    with pytest.raises(CheckpointError, match="cure: the \\[pipeline\\] stages and groups that it had"):
+        make(steps=2, resume=True, mesh="data=8", layout="data_parallel")
+    assert int(make(steps=2, resume=True, **cut).state.step) == 2
 
 
 @SLOW

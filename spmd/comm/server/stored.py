@@ -16,7 +16,11 @@ class StoredModel(Model):
 
     def __init__(self, model: Model, storage: Storage):
         self._model, self.storage = model, storage
-        self.concrete = None if model.concrete is None else self._packed(model.concrete)
+
+    @property
+    def concrete(self) -> Variables | None:
+        """The arrays of one that was given whole, packed."""
+        return None if self._model.concrete is None else self._packed(self._model.concrete)
 
     def _packed(self, variables: Variables) -> Variables:
         return dataclasses.replace(variables, params=self.storage.pack(variables.params))
