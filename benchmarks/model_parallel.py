@@ -78,19 +78,21 @@ def batches():
 
 
 def make_cnn(fast: bool):
-    """Conv 32 5x5, pool, conv 64 5x5, pool, dense 1024, dense 10; the dense kernels carry names for the layout."""
+    """Conv 32 5x5, pool, conv 64 5x5, pool, dense 1024, dense 10; what the dense layers have carries names for the layout."""
     from flax import nnx
 
     import spmd
 
-    named = lambda *names: nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+    named, zeros = lambda init, *names: nnx.with_partitioning(init, names), nnx.initializers.zeros_init()
+    kernel = nnx.initializers.lecun_normal()
     pool = spmd.nn.max_pool2 if fast else partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
 
     class CNN(nnx.Module):
         def __init__(self, rngs):
             self.conv1, self.conv2 = nnx.Conv(1, 32, (5, 5), rngs=rngs), nnx.Conv(32, 64, (5, 5), rngs=rngs)
-            self.dense = nnx.Linear(7 * 7 * 64, 1024, kernel_init=named("embed", "mlp"), rngs=rngs)
-            self.head = nnx.Linear(1024, 10, kernel_init=named("mlp", None), rngs=rngs)
+            cut = {"kernel_init": named(kernel, "embed", "mlp"), "bias_init": named(zeros, "mlp")}
+            self.dense = nnx.Linear(7 * 7 * 64, 1024, **cut, rngs=rngs)
+            self.head = nnx.Linear(1024, 10, kernel_init=named(kernel, "mlp", None), rngs=rngs)
 
         def __call__(self, x):
             for conv in (self.conv1, self.conv2):

@@ -26,20 +26,19 @@ def named(*names: str | None, init: Any = None) -> Any:
     return nnx.with_partitioning(init or nnx.initializers.lecun_normal(), names)
 
 
+def make_cell(inputs: int, hidden: int, rngs: nnx.Rngs) -> nnx.OptimizedLSTMCell:
+    """A cell whose kernels carry names; the gates of `hidden` units lie side by side in them."""
+    recurrent = named("embed", "hidden", init=nnx.initializers.orthogonal())
+    return nnx.OptimizedLSTMCell(inputs, hidden, kernel_init=named("embed", "hidden"), recurrent_kernel_init=recurrent, rngs=rngs)
+
+
 class CharLSTM(nnx.Module):
     """Embedding, one LSTM over time, and logits for the next character."""
 
     def __init__(self, *, vocab: int = VOCAB, width: int = 64, hidden: int = 128, rngs: nnx.Rngs):
         table = named("vocab", "embed", init=nnx.initializers.normal(1.0))
         self.embed = nnx.Embed(vocab, width, embedding_init=table, rngs=rngs)
-        cell = nnx.OptimizedLSTMCell(
-            width,
-            hidden,
-            kernel_init=named("embed", "hidden"),
-            recurrent_kernel_init=named("embed", "hidden", init=nnx.initializers.orthogonal()),
-            rngs=rngs,
-        )
-        self.lstm = nnx.RNN(cell, rngs=rngs)
+        self.lstm = nnx.RNN(make_cell(width, hidden, rngs), rngs=rngs)
         self.head = nnx.Linear(hidden, vocab, kernel_init=named("embed", "vocab"), rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:

@@ -24,13 +24,8 @@ from flax import nnx
 import spmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from examples.char_lstm import named
+from examples.char_lstm import make_cell, named
 from examples.number_words import BEGIN, TARGET, VOCAB, WORDS, as_number, load_data
-
-
-def make_cell(inputs: int, width: int, rngs: nnx.Rngs) -> nnx.OptimizedLSTMCell:
-    recurrent = named("embed", "hidden", init=nnx.initializers.orthogonal())
-    return nnx.OptimizedLSTMCell(inputs, width, kernel_init=named("embed", "hidden"), recurrent_kernel_init=recurrent, rngs=rngs)
 
 
 class GNMT(nnx.Module):

@@ -22,7 +22,7 @@ from flax import nnx
 import spmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from examples.char_lstm import VOCAB, load_data, named
+from examples.char_lstm import VOCAB, load_data, make_cell, named
 
 
 def _bits(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -38,14 +38,8 @@ class DeepLSTM(nnx.Module):
     def __init__(self, *, vocab: int = VOCAB, width: int = 128, layers: int = 8, dropout: float = 0.0, rngs: nnx.Rngs):
         table = named("vocab", "embed", init=nnx.initializers.normal(1.0))
         self.embed = nnx.Embed(vocab, width, embedding_init=table, rngs=rngs)
-        cell = lambda: nnx.OptimizedLSTMCell(
-            width,
-            width,
-            kernel_init=named("embed", "hidden"),
-            recurrent_kernel_init=named("embed", "hidden", init=nnx.initializers.orthogonal()),
-            rngs=rngs,
-        )
-        self.stack = spmd.nn.RNNStack([cell() for _ in range(layers)], residual_from=2, dropout=dropout, rngs=rngs)
+        cells = [make_cell(width, width, rngs) for _ in range(layers)]
+        self.stack = spmd.nn.RNNStack(cells, residual_from=2, dropout=dropout, rngs=rngs)
         self.head = nnx.Linear(width, vocab, kernel_init=named("embed", "vocab"), rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:

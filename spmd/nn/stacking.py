@@ -49,7 +49,9 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
         raise ModelError(f"repeat: {count!r} layers.\n    cure: a whole number from 1.")
     keys = {name: stream.key.get_value() for name, stream in rngs.items()} if isinstance(rngs, nnx.Rngs) else {}
-    if not callable(make) or not keys or any(key.ndim for key in keys.values()):
+    if any(key.ndim for key in keys.values()):
+        raise ModelError("repeat: the keys of rngs are split already, and repeat splits them.\n    cure: the rngs as they were before.")
+    if not callable(make) or not keys:
         raise ModelError(f"repeat({count}, {a_kind(make)}, {a_kind(rngs)}).\n    cure: repeat({count}, lambda rngs: ..., nnx.Rngs(0)).")
 
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})

@@ -1,10 +1,10 @@
 """A schedule's table as a program: what each stage does in each tick, and what it hands to the next stage.
 
 One `lax.scan` over ticks; its body is one tick of every stage, with one `ppermute` between neighbours: at its end, or, if a schedule gives
-results two ticks to travel, at its beginning, so that they do while it is computed. A stage that is idle
-computes something that nobody uses, and whose gradients are zero. A branch that only some stages take would cost more: gradients of all
-its parameters are copied out of it in every tick, a GPU asks the host which way to go, and nothing may travel inside of it. Where a stage
-holds a convolution, on a CPU, ticks are unrolled: XLA:CPU runs a convolution inside a loop some 40 times slower.
+results two ticks to travel, at its beginning, so that they do while it is computed. A stage that is idle computes something that nobody
+uses, and whose gradients are zero. A branch that only some stages take would cost more: gradients of all its parameters are copied out of
+it in every tick, a GPU asks the host which way to go, and nothing may travel inside of it. Where a stage holds a convolution, on a CPU,
+ticks are unrolled: XLA:CPU runs a convolution inside a loop some 40 times slower.
 """
 
 import functools

@@ -381,6 +381,11 @@ ERRORS = {
         """repeat(2, a Linear, an int).
     cure: repeat(2, lambda rngs: ..., nnx.Rngs(0)).""",
     ),
+    "repeat of split keys": (
+        lambda: spmd.nn.repeat(2, lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0).split(2)),
+        """repeat: the keys of rngs are split already, and repeat splits them.
+    cure: the rngs as they were before.""",
+    ),
     "repeat of what was there": (
         lambda: (lambda outer: spmd.nn.repeat(2, lambda rngs: nnx.Linear(4, 4, rngs=outer), nnx.Rngs(1)))(nnx.Rngs(0)),
         """repeat: make uses a module or random streams that were there before.
