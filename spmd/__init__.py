@@ -21,6 +21,7 @@ _HOMES = {
     "OptimizerState": "spmd.layout.declare",
     "Remat": "spmd.layout.declare",
     "Pipeline": "spmd.layout.forward",
+    "Plan": "spmd.preflight.planned",
     "Result": "spmd.api",
     "Rule": "spmd.layout.declare",
     "Sequence": "spmd.layout.forward",
@@ -36,6 +37,7 @@ _HOMES = {
     "make_mesh": "spmd.mesh",
     "metrics": "spmd.metrics:",
     "nn": "spmd.nn:",
+    "plan": "spmd.preflight.planned",
     "simulate": "spmd.comm.server.ask",
     "simulate_devices": "spmd.mesh",
     "viz": "spmd.viz:",
@@ -71,6 +73,8 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.mesh import make_mesh as make_mesh
     from spmd.mesh import simulate_devices as simulate_devices
     from spmd.model.functional import FunctionalModel as FunctionalModel
+    from spmd.preflight.planned import Plan as Plan
+    from spmd.preflight.planned import plan as plan
     from spmd.run.checkpoint import Checkpoint as Checkpoint
     from spmd.train.state import State as State
     from spmd.trainer import Trainer as Trainer

@@ -21,9 +21,9 @@ from spmd.mesh import MeshSpec
 from spmd.run.callbacks import Callback, as_callbacks
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.history import History
+from spmd.run.length import Length
 from spmd.run.loggers import JsonLines, Logger, check_loggers
 from spmd.run.loop import Loop
-from spmd.run.plan import Plan
 from spmd.run.progress import NoProgress, Progress, make_progress
 from spmd.train.state import State
 from spmd.trainer import Trainer
@@ -37,7 +37,7 @@ class Result:
     Attributes:
       state: the last state, on the mesh, laid out by the layout.
       history: metrics of every step and every evaluation of this call.
-      stop_reason: why the run ended before its plan, or None.
+      stop_reason: why the run ended before its end, or None.
       trainer: the `Trainer` that ran it.
 
     Example:
@@ -141,7 +141,7 @@ def fit(
       >>> round(float(result.state.params["w"][0, 0]), 3)
       3.0
     """
-    plan = _plan(epochs, steps, eval_every, log_every, prefetch)
+    length = _length(epochs, steps, eval_every, log_every, prefetch)
     trainer = Trainer(
         model,
         loss=loss,
@@ -178,7 +178,7 @@ def fit(
             program,
             reader,
             placer,
-            plan,
+            length,
             state,
             None if eval_data is None else functools.partial(trainer.evaluate, data=eval_data),
             hooks,
@@ -211,7 +211,7 @@ def _tell_unmet(server: ParameterServer, steps: int) -> None:
         logging.getLogger("spmd").warning(why, left, steps, since, cure)
 
 
-def _plan(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> Plan:
+def _length(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> Length:
     if epochs is not None and steps is not None:
         raise OptionError(f"epochs={epochs} and steps={steps} both say when to end.\n    cure: give one of them.")
     for name, value, least in (
@@ -223,7 +223,7 @@ def _plan(epochs: int | None, steps: int | None, eval_every: int | None, log_eve
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise OptionError(f"{name}={value!r}: a whole number from {least}.")
-    return Plan(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
+    return Length(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
 
 
 def _check_evaluation(eval_data: Any, eval_every: int | None, config: Checkpoint | None) -> None:

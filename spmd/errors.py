@@ -8,6 +8,7 @@
     ├── OptimizerError       the optimizer is not an optax transformation
     ├── DataError            the data cannot be cut into batches for this mesh
     ├── CheckpointError      a checkpoint does not fit, or would be overwritten
+    ├── CompileError         the compiler fails on a step that is planned, or takes too long
     ├── CodecError           gradients cannot travel in this format on this backend
     ├── DivergedError        a watched metric stopped being finite
     ├── OptionError          an argument of `fit`, `Trainer` or a callback that cannot be meant
@@ -64,6 +65,10 @@ class DataError(SpmdError):
 
 class CheckpointError(SpmdError):
     """A checkpoint does not fit the model, or starting would overwrite one."""
+
+
+class CompileError(SpmdError):
+    """The compiler fails on a step that is planned, or takes longer than it may."""
 
 
 class CodecError(SpmdError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spmd.errors import MeshError, a_kind, did_you_mean
 
@@ -26,16 +26,16 @@ class MeshSpec:
     axes: tuple[tuple[str, int], ...]
 
     @staticmethod
-    def parse(value: "str | Mapping[str, int] | Mesh | MeshSpec") -> "MeshSpec":
-        """Read `"data=4,model=2"`, `{"data": 4, "model": 2}`, a `jax.sharding.Mesh` or a `MeshSpec`.
+    def parse(value: "str | Mapping[str, int] | Mesh | AbstractMesh | MeshSpec") -> "MeshSpec":
+        """Read `"data=4,model=2"`, `{"data": 4, "model": 2}`, a mesh of jax, with devices or without, or a `MeshSpec`.
 
         Raises:
           MeshError: a word that is not NAME=SIZE, a repeated axis, a size below 1 that is not the one -1.
         """
         if isinstance(value, MeshSpec):
             return value
-        if isinstance(value, Mesh):
-            return MeshSpec(tuple(zip(value.axis_names, value.devices.shape, strict=True)))
+        if isinstance(value, Mesh | AbstractMesh):
+            return MeshSpec(tuple(zip(value.axis_names, value.axis_sizes, strict=True)))
         if isinstance(value, str):
             pairs = [_pair(word, value) for word in value.split(",")]
         elif isinstance(value, Mapping):
@@ -157,6 +157,11 @@ def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *
     else:
         grid = np.array(sorted(devices, key=lambda device: (device.process_index, device.id))).reshape(shape)
     return Mesh(grid, resolved.names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
+    """A mesh of these sizes with no devices: programs can be traced for it, and not run."""
+    return AbstractMesh(tuple(spec.sizes.values()), spec.names, axis_types=(AxisType.Auto,) * len(spec.axes))
 
 
 def simulate_devices(count: int) -> None:

@@ -30,8 +30,8 @@ from spmd.layout.toml import loads
 from spmd.mesh import make_mesh
 from spmd.nn.schedule import Schedule
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
+from spmd.run.length import allowing
 from spmd.run.loop import IN_FLIGHT
-from spmd.run.plan import allowing
 from spmd.run.remembered import check_meetings
 from spmd.run.repack import written
 from spmd.train.placed import Options, Placed

@@ -3,6 +3,8 @@
     spmd layouts
     spmd layouts show fsdp
     spmd layouts check my.toml --model models:gpt --mesh data=64,model=8
+    spmd plan train.py --target 8x8xh100 --layout fsdp
+    spmd targets
 
 `check` never asks JAX for a device: it knows the mesh by its sizes and the model by its shapes.
 """
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean
+from spmd.launch import plan_command
 from spmd.layout.toml import load, shipped
 
 _LEAF = re.compile(r"\s*([\w/]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
@@ -25,7 +28,10 @@ _LEAF = re.compile(r"\s*([\w/]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code: 0 when all is well, 2 for an error, which is told without a traceback."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    cut = given.index("--") if "--" in given else len(given)
+    options = _parser().parse_args(given[:cut])
+    options.rest = given[cut + 1 :]  # for a script that the command runs
     try:
         print(options.run(options))
     except SpmdError as error:
@@ -44,7 +50,8 @@ def _line_of(error: SpmdError) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="spmd", description="Train a Flax model over many devices, laid out by a file.")
-    layouts = parser.add_subparsers(required=True, metavar="COMMAND").add_parser("layouts", help="list, show and check layouts")
+    top = parser.add_subparsers(required=True, metavar="COMMAND")
+    layouts = top.add_parser("layouts", help="list, show and check layouts")
     layouts.set_defaults(run=_list)
     commands = layouts.add_subparsers(metavar="COMMAND")
     show = commands.add_parser("show", help="print a shipped layout", description="Print a shipped layout, to read or to start from.")
@@ -60,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--mesh", metavar="data=4,model=2", help="axis sizes; the layout's own when it gives them all")
     check.add_argument("--batch", metavar="x=float32[8,28,28,1]", help="arrays of one batch; a linen module shows no shapes without")
     check.set_defaults(run=_check)
+    plan_command.add_to(top)
     return parser
 
 

@@ -20,8 +20,8 @@ from spmd.run.callbacks import Callback, Info, TerminateOnNaN
 from spmd.run.checkpoint import Store
 from spmd.run.guard import INTERRUPTED, interruptible
 from spmd.run.history import History
+from spmd.run.length import Length, allowing
 from spmd.run.loggers import Logger
-from spmd.run.plan import Plan, allowing
 from spmd.run.progress import NoProgress, Progress
 from spmd.train.program import Program
 from spmd.train.state import State
@@ -36,7 +36,7 @@ class Loop:
     program: Program
     source: Source
     placer: Placer
-    plan: Plan
+    length: Length
     state: State
     evaluate: Callable[[State], dict[str, float]] | None
     callbacks: list[Callback]
@@ -67,7 +67,7 @@ class Loop:
         self.steps_per_call = min([self.steps_per_call, *self._marks(), *self._full_steps()])
 
     def run(self) -> None:
-        """Train until the plan, a callback or the user says stop. Whatever happens, the newest state is saved."""
+        """Train until its end, a callback or the user says stop. Whatever happens, the newest state is saved."""
         try:
             self.progress.start(self.step, self._total())
             with interruptible(self.stop), jax.transfer_guard("disallow"):
@@ -187,7 +187,7 @@ class Loop:
                         callback.on_step(info)
             self._window += sums
             self._seen = (step, epoch)
-            if step % self.plan.log_every == 0:
+            if step % self.length.log_every == 0:
                 self._record()
         self._newest = packed[-1]
         if self.progress.due():
@@ -217,10 +217,10 @@ class Loop:
 
     def _after_step(self) -> None:
         """Evaluate, then save: a checkpoint is judged by the evaluation of its own step."""
-        plan, store = self.plan, self.store
+        length, store = self.length, self.store
         if self._exact and any(self.step % every == 0 for every in self._exact):
             self._drain()
-        if plan.eval_every is not None and self.step % plan.eval_every == 0:
+        if length.eval_every is not None and self.step % length.eval_every == 0:
             self._measure()
         if store is not None and store.config.every is not None and self.step % store.config.every == 0:
             self._save()
@@ -228,7 +228,7 @@ class Loop:
     def _end_of_epoch(self) -> None:
         """The same, with what is due once per epoch; a run resumed from here goes on with the next one."""
         self.position = Position(self._number + 1)
-        if self.plan.eval_every is None:
+        if self.length.eval_every is None:
             self._measure()
         self._after_step()
         if self.store is not None and self.store.config.every is None:
@@ -313,7 +313,7 @@ class Loop:
 
     def stop_at(self, step: int) -> None:
         """Leave after this many updates, neither earlier nor later."""
-        self.plan = dataclasses.replace(self.plan, steps=step if self.plan.steps is None else min(step, self.plan.steps))
+        self.length = dataclasses.replace(self.length, steps=step if self.length.steps is None else min(step, self.length.steps))
 
     def last_checkpoint(self) -> str:
         """The newest checkpoint, in words."""
@@ -324,19 +324,19 @@ class Loop:
 
     def _total(self) -> int | None:
         per_epoch = self.source.steps_per_epoch
-        if self.plan.steps is not None:
-            return self.plan.steps
-        return None if per_epoch is None or self.plan.epochs is None else per_epoch * self.plan.epochs
+        if self.length.steps is not None:
+            return self.length.steps
+        return None if per_epoch is None or self.length.epochs is None else per_epoch * self.length.epochs
 
     def _steps_done(self) -> bool:
-        return self.plan.steps is not None and self.step >= self.plan.steps
+        return self.length.steps is not None and self.step >= self.length.steps
 
     def _done(self) -> bool:
-        return self._steps_done() or (self.plan.epochs is not None and self.position.epoch >= self.plan.epochs)
+        return self._steps_done() or (self.length.epochs is not None and self.position.epoch >= self.length.epochs)
 
     def _marks(self) -> list[int]:
         """Every how many steps something must look at the state."""
-        marks = [self.plan.eval_every, self.store.config.every if self.store else None, *self._exact]
+        marks = [self.length.eval_every, self.store.config.every if self.store else None, *self._exact]
         return [every for every in marks if every is not None]
 
     def _full_steps(self) -> list[int]:
@@ -347,7 +347,7 @@ class Loop:
     def _until_due(self) -> int:
         """Steps until something must look at the state, or the run ends."""
         left = [every - self.step % every for every in self._marks()]
-        return min([*left, self.plan.steps - self.step] if self.plan.steps is not None else left, default=self.steps_per_call)
+        return min([*left, self.length.steps - self.step] if self.length.steps is not None else left, default=self.steps_per_call)
 
     def _means(self, sums: np.ndarray) -> dict[str, float]:
         return dict(zip(self.program.names, (sums[0] / sums[1]).tolist(), strict=True))

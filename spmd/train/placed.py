@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from spmd.comm.exchange import Exchange
 from spmd.comm.reduction import Scene
@@ -52,12 +52,25 @@ class Options:
 
 
 class Placed:
-    """A model on a mesh: what it is made of and where each array lives."""
+    """A model on a mesh: what it is made of and where each array lives.
+
+    On a mesh without devices `platform` says what they would be ("cpu", "cuda"); then everything is there but `init`.
+    """
 
     def __init__(
-        self, model: Any, loss: Callable, metrics: Mapping[str, Callable], optimizer: Any, mesh: Mesh, layout: Layout, options: Options
+        self,
+        model: Any,
+        loss: Callable,
+        metrics: Mapping[str, Callable],
+        optimizer: Any,
+        mesh: Any,
+        layout: Layout,
+        options: Options,
+        platform: str | None = None,
     ):
-        self._given, self.mesh, self.options = wrap(model), mesh, options
+        self._given, self.options = wrap(model), options
+        self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
+        self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
         self.objective, self.optimizer = Objective(loss, dict(metrics)), check_optimizer(optimizer)
         self._layout = layout
         self._sample: Tree = None

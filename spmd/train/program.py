@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -34,6 +35,8 @@ from spmd.train.serve import ServedStep
 from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, many
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
+
+KERNELS = ("cu_threefry2x32", "cu_threefry2x32_ffi")  # of jax itself, which `jax.export` would not promise to know in years to come
 
 
 class Program:
@@ -61,7 +64,7 @@ class Program:
         self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
         # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step by copying the donated
         # kernels of convolutions and of the layers behind them: there loops are unrolled, and the state is not donated
-        self._unroll = has_convolution(jaxpr.jaxpr) and jax.default_backend() == "cpu"
+        self._unroll = has_convolution(jaxpr.jaxpr) and placed.platform == "cpu"
         self._donated = () if self._unroll else (0,)
         self._cutting = dataclasses.replace(placed.cutting, unroll=self._unroll, schedules={})
         self._compiled: dict[tuple, Callable] = {}
@@ -217,15 +220,29 @@ class Program:
         with under(self._cutting):
             return self._bound(params, stats, rngs)(inputs)
 
+    @property
+    def arguments(self) -> tuple[State, Tree, jax.ShapeDtypeStruct, Tree]:
+        """What a step on a full batch takes: state, batch, weights and events, as shapes with shardings."""
+        resolved = self.placed.resolved
+        place = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at(batch_spec(resolved, path)))
+        weights = jax.ShapeDtypeStruct((self.rows,), jnp.float32, sharding=self._at((resolved.data_axes,)))
+        return self.placed.abstract_state, map_paths(place, self.sample), weights, self.abstract_events
+
     @functools.cached_property
     def wire(self) -> WireLog:
         """Every collective of a step on a full batch; reads the traced step (`step` then compiles that trace)."""
-        placed = self.placed
-        place = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at(batch_spec(placed.resolved, path)))
-        weights = jax.ShapeDtypeStruct((self.rows,), jnp.float32, sharding=self._at((placed.resolved.data_axes,)))
-        step = self._function(("step", self.rows, True))
-        traced = step.trace(placed.abstract_state, map_paths(place, self.sample), weights, self.abstract_events)  # type: ignore[attr-defined]
-        return read(traced.jaxpr.jaxpr, placed.mesh.shape, placed.resolved.layout.gradients.start_step)
+        traced = self._function(("step", self.rows, True)).trace(*self.arguments)  # type: ignore[attr-defined]
+        return read(traced.jaxpr.jaxpr, self.placed.mesh.shape, self.placed.resolved.layout.gradients.start_step)
+
+    def exported(self, platform: str) -> tuple[jax.export.Exported, tuple[int, ...]]:
+        """A step on a full batch as StableHLO for a platform that need not be here, on flat arguments, and which of these it donates."""
+        leaves, tree = jax.tree.flatten(self.arguments)
+        state, update = jax.tree.leaves(self.arguments[0]), self._step(self.rows, True).update
+        places = jax.tree.leaves((self.placed.shardings, NamedSharding(self.placed.mesh, PartitionSpec())))
+        flat = jax.jit(lambda *leaves: jax.tree.leaves(update(*jax.tree.unflatten(tree, leaves))), out_shardings=places)
+        unchecked = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNELS]
+        export = jax.export.export(flat, platforms=(platform,), disabled_checks=unchecked)
+        return export(*leaves), tuple(range(len(state) if self._donated else 0))
 
     @property
     def constant_names(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import jax
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Length:
     """How long to run and how often to look: counts of steps; None means once per epoch for `eval_every`."""
 
     epochs: int | None

@@ -1,0 +1,183 @@
+"""A step compiled for hardware that need not be there, in a process of its own: bounded in time, and kept for the next time."""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+from spmd.errors import CompileError
+from spmd.mesh import MeshSpec
+from spmd.preflight.target import Cluster, Target
+from spmd.train.program import Program
+
+PLUGIN = "jax_cuda13_plugin"
+FILES = ("program.hlo", "memory.json", "buffers.txt")
+KEPT = 64  # compiled programs in the cache; the one that was not used for longest goes first
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a step.
+
+    Attributes:
+      compiler: which one, in words; `exact` says whether it is the target's own.
+      hlo: the scheduled program of one device, as text.
+      sizes: bytes on one device as XLA has them: argument, output, alias (outputs that take an argument's place), temp, generated_code.
+      buffers: XLA's report of what shares which memory; "" where it writes none.
+      seconds: how long compiling took, without tracing.
+    """
+
+    compiler: str
+    exact: bool
+    hlo: str
+    sizes: dict[str, int]
+    buffers: str
+    seconds: float
+
+
+def compiler_of(target: Target) -> tuple[str, str]:
+    """The platform whose compiler is taken for a target, and in words which that is and why."""
+    if target.platform == "cpu":
+        return "cpu", "XLA:CPU, on simulated devices"
+    if target.platform == "cuda" and importlib.util.find_spec(PLUGIN) is not None:
+        return "cuda", f"XLA:GPU, told of {target.title}; no GPU was needed"
+    cure = "pip install 'spmd[gpu-compiler]'" if target.platform == "cuda" else "none comes with spmd yet"
+    return "cpu", f"an ESTIMATE by XLA:CPU: the compiler for {target.title} is not installed ({cure})"
+
+
+def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> Compiled:
+    """A step on a full batch, compiled for a cluster; nothing is allocated at the model's size.
+
+    Args:
+      timeout: seconds after which the compiler is stopped.
+      say: is told once a second how long it has taken.
+
+    Raises:
+      CompileError: the compiler fails, or takes too long.
+    """
+    platform, words = compiler_of(cluster.target)
+    exported, donated = program.exported(platform)
+    fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
+    request = {
+        "exported": fields | {"_get_vjp": None},  # a function, which cannot be sent, and which nobody calls
+        "donated": donated,
+        "mesh": MeshSpec.parse(program.placed.mesh).axes,
+        "platform": platform,
+        "nodes": cluster.nodes,
+        "devices": cluster.devices,
+        "description": description(cluster.target) if platform == "cuda" else "",
+    }
+    blob = pickle.dumps(request)
+    folder = cache_folder() / hashlib.sha256(b"\0".join([blob, jax.__version__.encode(), jaxlib.__version__.encode()])).hexdigest()[:32]
+    if not (folder / "memory.json").is_file():
+        _compile(blob, folder, f"{cluster} with {words.split(',')[0]}", timeout, say)
+    os.utime(folder)
+    sizes = json.loads((folder / "memory.json").read_text(encoding="utf-8"))
+    read = lambda name: (folder / name).read_text(encoding="utf-8") if (folder / name).is_file() else ""
+    exact = platform == cluster.target.platform
+    return Compiled(words, exact, read("program.hlo"), sizes, read("buffers.txt"), sizes.pop("seconds"))
+
+
+def cache_folder() -> Path:
+    """Where compiled programs are kept: `$SPMD_CACHE`, or `spmd/plans` in the user's cache folder."""
+    given = os.environ.get("SPMD_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd" / "plans"
+
+
+def _compile(blob: bytes, folder: Path, what: str, timeout: float, say: Callable[[str], None]) -> None:
+    """Run the worker, and put what it leaves into the cache at once or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=folder.parent) as name:
+        work = Path(name)
+        (work / "request.pickle").write_bytes(blob)
+        with (work / "stderr").open("wb") as errors:
+            _run([sys.executable, "-m", "spmd.preflight.worker", name], errors, what, timeout, say)
+        if not (work / "memory.json").is_file():
+            raise CompileError(f"compiling for {what} failed:\n{_last(work / 'stderr')}")
+        done = work / "done"
+        done.mkdir()
+        for file in FILES:
+            with contextlib.suppress(FileNotFoundError):
+                (work / file).replace(done / file)
+        with contextlib.suppress(OSError):  # another process was first, with the same
+            done.replace(folder)
+    kept = sorted((path for path in folder.parent.iterdir() if (path / "memory.json").is_file()), key=lambda path: path.stat().st_mtime)
+    for old in kept[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _run(command: list[str], errors: Any, what: str, timeout: float, say: Callable[[str], None]) -> None:
+    """The process to its end, or to the end of its time."""
+    source = str(Path(__file__).resolve().parents[2])
+    paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    flags = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    environment = {name: value for name, value in (os.environ | flags | {"PYTHONPATH": paths}).items() if value}
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=errors, stderr=errors, stdin=subprocess.DEVNULL, env=environment) as process:
+        try:
+            while True:
+                try:
+                    process.wait(timeout=1.0)
+                    return
+                except subprocess.TimeoutExpired:
+                    spent = time.monotonic() - began
+                    if spent > timeout:
+                        raise CompileError(
+                            f"compiling for {what} took more than {timeout:.0f} s.\n"
+                            "    cure: a larger timeout, or spmd.nn.LayerStack for a list of layers: it compiles as one layer does."
+                        ) from None
+                    say(f"compiling for {what}: {spent:.0f} s of at most {timeout:.0f}")
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def _last(path: Path) -> str:
+    """The last error of a log, without the traceback before it."""
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    starts = [number for number, line in enumerate(lines) if line[:1].isalpha() and "Error" in line.split(":")[0]]
+    return "\n".join(f"    {line}" for line in (lines[starts[-1] :] if starts else lines[-5:])[:12])
+
+
+def description(target: Target) -> str:
+    """What the GPU compiler is told of a device, as a text proto; it takes an incomplete one without a word, so all is written."""
+    facts = target.compiler
+    major, minor = facts["compute_capability"]
+    same = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "threads_per_core_limit": 2048 if (major, minor) in ((8, 0), (9, 0), (10, 0)) else 1536,
+        "block_dim_limit_x": 2147483647,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "device_address_bits": 64,
+    }
+    own = {name: value for name, value in facts.items() if name not in ("compute_capability", "name")}
+    sizes = {"memory_bandwidth": int(target.memory_bandwidth), "device_memory_size": target.memory}
+    lines = [f"  {name}: {value}" for name, value in (same | own | sizes).items()]
+    texts = {"device_vendor": "NVIDIA Corporation", "name": facts["name"], "dnn_version": "9.10.0"}
+    texts |= dict.fromkeys(("driver_version", "runtime_version", "compile_time_toolkit_version"), "13.0.0")
+    lines += [f'  {name}: "{value}"' for name, value in texts.items()]
+    lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
+    rest = f'dnn_version_info {{ major: 9 minor: 10 patch: 0 }}\ndevice_description_str: "{facts["name"]}"\n'
+    return "\n".join(["gpu_device_info {", *lines, "}", 'platform_name: "CUDA"', rest])

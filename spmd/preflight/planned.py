@@ -1,0 +1,269 @@
+"""The plan of a training step: where everything lives, what it needs, what travels and how long it takes, before anything runs."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from spmd.comm.report import notes as exchange_notes
+from spmd.data.batches import check_batch, check_leaves
+from spmd.errors import MeshError, OptionError, did_you_mean
+from spmd.layout.declare import Layout, spec_axes, spec_text
+from spmd.layout.summary import notes as layout_notes
+from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.nn.schedule import Schedule
+from spmd.preflight.compile import Compiled, compile_step
+from spmd.preflight.hlo import parse
+from spmd.preflight.memory import Memory, memory_of, on_device
+from spmd.preflight.target import Cluster
+from spmd.preflight.timeline import Timeline, timeline_of
+from spmd.preflight.traffic import Traffic, traffic_of
+from spmd.train.placed import Options, Placed
+from spmd.train.program import Program
+from spmd.tree import Tree, abstract, describe, flatten, format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What will happen in a step, as `plan` finds it; printed, a report.
+
+    Attributes:
+      cluster, mesh: the hardware, and how its devices are named.
+      rows: of a full batch.
+      memory: bytes on each device; `memory.verdict` says whether it fits.
+      traffic: every collective of the compiled step.
+      timeline: predicted times of a step.
+      schedules: of pipelines, by stack.
+      compiled: the program and what the compiler says of it; `compiled.compiler` is which.
+      notes: what should be known beside.
+
+    Example:
+      >>> import jax, optax, spmd
+      >>> import jax.numpy as jnp
+      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
+      >>> batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
+      >>> found = spmd.plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu")
+      >>> print(found.explain("w"))
+      w  float32[64, 8], 2.0 KiB
+        spec whole, chosen by [default] replicate
+        on each device [64, 8], 2.0 KiB; copies of each part: 4
+        its gradient meets by all_reduce
+    """
+
+    cluster: Cluster
+    mesh: MeshSpec
+    rows: int
+    memory: Memory
+    traffic: Traffic
+    timeline: Timeline
+    schedules: Mapping[str, Schedule]
+    compiled: Compiled
+    notes: tuple[str, ...]
+    program: Program = dataclasses.field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the target's memory holds it."""
+        return self.memory.fits
+
+    @property
+    def layout(self) -> Layout:
+        """What was planned."""
+        return self.program.placed.resolved.layout
+
+    @property
+    def rows_per_second(self) -> float:
+        """Predicted rows of the batch per second, of all devices together."""
+        return self.rows / self.timeline.seconds if self.timeline.seconds else 0.0
+
+    def __str__(self) -> str:
+        from spmd.preflight.report import text  # the report knows the plan
+
+        return text(self)
+
+    def explain(self, path: str) -> str:
+        """Everything about one parameter: its spec, what chose it, which devices hold which part, and what gathers it.
+
+        Raises:
+          OptionError: there is no such parameter.
+        """
+        placements = self.program.placed.resolved.placements
+        if path not in placements:
+            raise OptionError(f'there is no parameter "{path}".\n    cure: {did_you_mean(path, placements)}')
+        place, state = placements[path], self.program.placed.abstract_state
+        leaf = flatten(state.params)[path]
+        spec, ways = place.spec, place.copies(self.mesh)
+        piece = leaf.sharding.shard_shape(leaf.shape)
+        moments = [(name, found) for name, found in flatten(state.opt).items() if name.endswith(path) and found.shape == leaf.shape]
+        lines = [
+            f"{path}  {describe(leaf)}, {format_bytes(place.nbytes)}",
+            f"  spec {spec_text(spec) if any(spec) else 'whole'}, chosen by {place.chosen_by}",
+            f"  on each device [{', '.join(map(str, piece))}], {format_bytes(on_device(leaf))}; copies of each part: {ways}",
+        ]
+        lines += [f"  {name}: {format_bytes(on_device(found))} on each device" for name, found in moments]
+        data = [axis for axis in spec_axes(spec) if axis in self.program.placed.resolved.data_axes]
+        if data:
+            when = "before the forward pass, and again before the backward pass"
+            lines.append(
+                f"  gathered over {', '.join(data)} {when}; {format_bytes(on_device(leaf) * _ways(data, self.mesh))} while it is used"
+            )
+        lines.append(f"  its gradient meets by {self.layout.gradients.reduction}")
+        return "\n".join(lines)
+
+    def placements(self) -> str:
+        """Every array of the state and the devices that hold each part of it, a line each, in the model's order."""
+        state, batch, weights, _ = self.program.arguments
+        lines = []
+        for kind, tree in (("params", state.params), ("optimizer", state.opt), ("exchange", state.exchange), ("batch", batch)):
+            lines += [f"{kind}/{path}  {describe(leaf)}  {_where(leaf)}" for path, leaf in flatten(tree).items()]
+        return "\n".join([*lines, f"weights  {describe(weights)}  {_where(weights)}"])
+
+    def to_json(self) -> str:
+        """All figures, for a script."""
+        times = {field.name: getattr(self.timeline, field.name) for field in dataclasses.fields(Timeline) if field.name != "spans"}
+        transfers = [
+            {
+                "purpose": one.purpose,
+                "kind": one.kind,
+                "axes": one.axes,
+                "group": one.group,
+                "arrays": [str(array) for array in one.arrays],
+                "times": one.times,
+                "sent": one.sent,
+                "asynchronous": one.asynchronous,
+                "where": one.where,
+            }
+            for one in self.traffic.transfers
+        ]
+        found = {
+            "target": str(self.cluster),
+            "compiler": self.compiled.compiler,
+            "exact": self.compiled.exact,
+            "mesh": self.mesh.sizes,
+            "layout": self.layout.source,
+            "rows": self.rows,
+            "fits": self.fits,
+            "memory": self.memory.per_device,
+            "traffic": transfers,
+            "timeline": times | {"mfu": self.timeline.mfu, "limit": self.timeline.limit},
+            "notes": list(self.notes),
+        }
+        return json.dumps(found, indent=1)
+
+
+def _ways(axes: list[str], mesh: MeshSpec) -> int:
+    total = 1
+    for axis in axes:
+        total *= mesh.sizes[axis]
+    return total
+
+
+def _where(leaf: Any) -> str:
+    """Which devices, numbered along the mesh, hold which part."""
+    mesh, spec = MeshSpec.parse(leaf.sharding.mesh), tuple(leaf.sharding.spec)
+    axes = [axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
+    if not axes:
+        return f"whole on all {mesh.size} devices"
+    parts = _ways(axes, mesh)
+    return f"spec {spec_text(spec)}: {parts} parts, each on {mesh.size // parts} of {mesh.size} devices"
+
+
+def plan(
+    model: Any,
+    batch: Tree,
+    *,
+    loss: Callable[..., Any],
+    optimizer: Any,
+    target: "str | Cluster" = "cpu",
+    mesh: Any = None,
+    layout: str | Path | Layout = "data_parallel",
+    metrics: Mapping[str, Callable[..., Any]] | None = None,
+    precision: str = "float32",
+    accumulate: int = 1,
+    seed: int = 0,
+    timeout: float = 600.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Plan:
+    """What a training step will need and how long it will take on hardware that need not be there.
+
+    The step that `fit` would run is compiled by the target's own compiler, in a process of its own; nothing is allocated at the model's
+    size.
+
+    Args:
+      model, loss, optimizer, mesh, layout, metrics, precision, accumulate, seed: as for `fit`.
+      batch: one full batch, arrays or their shapes [rows, ...].
+      target: "8xh100", or "4x8xh100" for 4 nodes of 8; `spmd plan --targets` lists them; a TOML file of your own in a name's place.
+      timeout: seconds that the compiler may take.
+      say: is told once a second how long the compiler has taken.
+
+    Returns:
+      A `Plan`; print it.
+
+    Raises:
+      SpmdError: what `fit` would raise, at once; an unknown target; a mesh of another number of devices than the target has.
+
+    Example:
+      >>> import jax, optax, spmd
+      >>> import jax.numpy as jnp
+      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
+      >>> batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
+      >>> found = plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), target="4xcpu")
+      >>> found.memory.parameters, found.memory.optimizer, found.traffic.bytes("gradients")
+      (2048, 4100, 3072)
+    """
+    cluster, declared = Cluster.parse(target), Layout.load(layout)
+    spec = _mesh(mesh if mesh is not None else dict(declared.mesh) or {"data": -1}, cluster)
+    sample = abstract(batch)
+    rows = check_leaves(sample, "the batch")
+    options = Options(precision, accumulate, seed)
+    placed = Placed(model, loss, metrics or {}, optimizer, abstract_mesh(spec), declared, options, platform=cluster.target.platform)
+    placed.learn(sample)
+    check_batch(sample, placed.resolved.layout, spec, accumulate)
+    program = Program(placed, sample)
+    compiled = compile_step(program, cluster, timeout=timeout, say=say)
+    module = parse(compiled.hlo)
+    data = placed.resolved.data_axes
+    traffic = traffic_of(module, spec, cluster, data)
+    memory = memory_of(program, compiled, module, cluster.target)
+    timeline = timeline_of(module, spec, cluster, data)
+    notes = (*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *_warnings(program, traffic, memory, cluster))
+    return Plan(cluster, spec, rows, memory, traffic, timeline, program.schedules, compiled, notes, program)
+
+
+def _mesh(given: Any, cluster: Cluster) -> MeshSpec:
+    """The mesh on the cluster's devices, all of them."""
+    spec = MeshSpec.parse(given)
+    try:
+        return spec.resolve(cluster.count)
+    except MeshError as error:
+        count, name = abs(spec.size), cluster.target.name
+        other = "" if -1 in spec.sizes.values() else f', or target="{count}x{name}"'
+        first = str(error).split("\n")[0].split(": ")[0]
+        cure = str(error).partition("cure: ")[2].split(";")[0].split(", or ")[0].rstrip(".")
+        raise MeshError(
+            f"{first} does not use the {cluster.count} devices of target {cluster} exactly.\n    cure: {cure}{other}."
+        ) from None
+
+
+def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Cluster) -> list[str]:
+    """What a user would not expect: precision and places that the layout does not say, and memory that JAX leaves alone."""
+    lines = []
+    placed = program.placed
+    asked = "float32" if placed.resolved.layout.gradients.codec == "exact" else None
+    low = {array.dtype for one in traffic.transfers if one.purpose == "gradients" for array in one.arrays} & {"bfloat16", "float16"}
+    if asked and low and any(leaf.dtype == "float32" for leaf in flatten(placed.abstract_state.params).values()):
+        cure = 'reduction = "all_reduce" or "reduce_scatter" reduces them in float32'
+        lines.append(f"note: XLA reduces gradients in {', '.join(sorted(low))}, which the layout does not ask for; {cure}.")
+    data = set(placed.resolved.data_axes)
+    moved = sum(one.sent * one.times for one in traffic.transfers if one.purpose == "activations" and set(one.axes) & data)
+    if moved > traffic.bytes("parameters") + traffic.bytes("gradients"):
+        lines.append(
+            f"note: {format_bytes(moved)} of activations travel over {', '.join(sorted(data))}, more than weights and gradients do: "
+            "the layout moves activations to where weights are, not weights to where the batch is."
+        )
+    from spmd.preflight.memory import PREALLOCATED
+
+    if cluster.target.platform == "cuda" and PREALLOCATED * memory.capacity < memory.peak <= memory.capacity:
+        lines.append(f"note: JAX takes {PREALLOCATED:.0%} of a GPU's memory at its start; this needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.")
+    return lines
