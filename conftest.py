@@ -11,6 +11,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("JAX_COMPILATION_CACHE_
     prefix=f"spmd-compiled-{os.getpid()}-"
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+os.environ["SPMD_CACHE"] = str(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "plans")
 
 import pytest
 

@@ -82,7 +82,8 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
         "description": description(cluster.target) if platform == "cuda" else "",
     }
     blob = pickle.dumps(request)
-    folder = cache_folder() / hashlib.sha256(b"\0".join([blob, jax.__version__.encode(), jaxlib.__version__.encode()])).hexdigest()[:32]
+    known_by = [blob, *(text.encode() for text in (jax.__version__, jaxlib.__version__, _flags()))]
+    folder = cache_folder() / hashlib.sha256(b"\0".join(known_by)).hexdigest()[:32]
     if not (folder / "memory.json").is_file():
         _compile(blob, folder, f"{cluster} with {words.split(',')[0]}", timeout, say)
     os.utime(folder)
@@ -124,8 +125,9 @@ def _run(command: list[str], errors: Any, what: str, timeout: float, say: Callab
     """The process to its end, or to the end of its time."""
     source = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    flags = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    environment = {name: value for name, value in (os.environ | flags | {"PYTHONPATH": paths}).items() if value}
+    own = {"XLA_FLAGS": _flags(), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": paths}
+    own |= dict.fromkeys(("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"), "")  # what comes out of that cache has no report of buffers
+    environment = {name: value for name, value in (os.environ | own).items() if value}
     began = time.monotonic()
     with subprocess.Popen(command, stdout=errors, stderr=errors, stdin=subprocess.DEVNULL, env=environment) as process:
         try:
@@ -144,6 +146,12 @@ def _run(command: list[str], errors: Any, what: str, timeout: float, say: Callab
         finally:
             if process.poll() is None:
                 process.kill()
+
+
+def _flags() -> str:
+    """What the user asks of XLA; they change the program, so they are asked of it here as well. The number of devices is ours."""
+    given = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(flag for flag in given if "host_platform_device_count" not in flag)
 
 
 def _last(path: Path) -> str:

@@ -170,13 +170,15 @@ def arrays_of(kind: str) -> tuple[Array, ...]:
     return tuple(found)
 
 
-def plain_scope(scope: str) -> str:
-    """The first of an instruction's scopes, without the functions that all of the program is in.
+def plain_scopes(scope: str) -> list[str]:
+    """An instruction's scope without the functions that all of the program is in; several, where XLA has put several together.
 
-    >>> plain_scope("jit(call)/call_exported/jit(<lambda>)/push/psum:jit(call)/call_exported/jit(<lambda>)/push/add")
-    'push/psum'
+    >>> plain_scopes("jit(call)/call_exported/jit(<lambda>)/push/psum"), plain_scopes("jit(f)/shard_map/(metrics/psum:push/psum)")
+    (['push/psum'], ['shard_map/metrics/psum', 'shard_map/push/psum'])
     """
-    return re.sub(r"^jit\([^)]*\)/(?:call_exported/jit\([^)]*\)/)?", "", scope.split(":")[0])
+    plain = re.sub(r"^jit\([^)]*\)/(?:call_exported/jit\([^)]*\)/)?", "", scope)
+    several = re.fullmatch(r"(.*?)\((.*:.*)\)", plain) if ":" in plain else None
+    return [several.group(1) + part for part in several.group(2).split(":")] if several else [plain]
 
 
 def collective_kind(op: str) -> str | None:

@@ -9,7 +9,7 @@ import jax
 
 from spmd.layout.declare import spec_axes
 from spmd.preflight.compile import Compiled
-from spmd.preflight.hlo import Module, arrays_of, plain_scope
+from spmd.preflight.hlo import Module, arrays_of, plain_scopes
 from spmd.preflight.target import Target
 from spmd.train.program import Program
 from spmd.tree import Tree, flatten, format_bytes
@@ -144,7 +144,7 @@ def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
             name, size, offset, kind = value.groups()
             key = (int(offset), int(size))
             if key not in found and (arrays := arrays_of(kind)):
-                found[key] = (int(size), str(arrays[0]), plain_scope(places.get(name, "")))
+                found[key] = (int(size), str(arrays[0]), plain_scopes(places.get(name, ""))[0])
     ordered = sorted(found.values(), key=lambda item: -item[0])
     counted: dict[tuple[int, str, str], int] = {}
     for item in ordered:

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.comm.log import SENT
 from spmd.mesh import MeshSpec
-from spmd.preflight.hlo import Array, Instruction, Module, collective_kind, groups, payload, plain_scope
+from spmd.preflight.hlo import Array, Instruction, Module, collective_kind, groups, payload, plain_scopes
 from spmd.preflight.target import Cluster
 from spmd.tree import format_bytes
 
@@ -150,7 +150,7 @@ def _walk(module: Module, name: str, times: int, mesh: MeshSpec, cluster: Cluste
 
 def transfer_of(module: Module, one: Instruction, times: int, mesh: MeshSpec, cluster: Cluster, data: tuple[str, ...]) -> Transfer:
     """A collective, or its start, as a `Transfer`."""
-    kind, members, where = collective_kind(one.op) or "", groups(one, module.partitions), plain_scope(module.scope(one))
+    kind, members, scopes = collective_kind(one.op) or "", groups(one, module.partitions), plain_scopes(module.scope(one))
     if kind == "collective_permute":
         axes = _along(members, mesh)
         size = math.prod(mesh.sizes[axis] for axis in axes) if axes else len(members)
@@ -161,7 +161,7 @@ def transfer_of(module: Module, one: Instruction, times: int, mesh: MeshSpec, cl
         per_node = max(sum(other // cluster.devices == who // cluster.devices for other in members[0]) for who in members[0])
         size = len(members[0])
         shape = {"group": size, "per_node": per_node if size % per_node == 0 else 1}
-    purpose = _purpose(where, kind, axes, data)
+    purpose, where = min(((_purpose(where, kind, axes, data), where) for where in scopes), key=lambda found: PURPOSES.index(found[0]))
     asynchronous = one.op.endswith("-start") and '"is_sync":true' not in one.rest
     more = {"arrays": payload(one), "times": times, "where": _short(where), "name": one.name, "asynchronous": asynchronous}
     return Transfer(kind, purpose, axes, **shape, **more)

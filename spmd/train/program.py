@@ -242,7 +242,12 @@ class Program:
         flat = jax.jit(lambda *leaves: jax.tree.leaves(update(*jax.tree.unflatten(tree, leaves))), out_shardings=places)
         unchecked = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNELS]
         export = jax.export.export(flat, platforms=(platform,), disabled_checks=unchecked)
-        return export(*leaves), tuple(range(len(state) if self._donated else 0))
+        frames = jax.config.jax_traceback_in_locations_limit  # type: ignore[attr-defined]
+        jax.config.update("jax_traceback_in_locations_limit", 1)  # the same step is the same text, whoever asks for it
+        try:
+            return export(*leaves), tuple(range(len(state) if self._donated else 0))
+        finally:
+            jax.config.update("jax_traceback_in_locations_limit", frames)
 
     @property
     def constant_names(self) -> tuple[str, ...]:

@@ -1,0 +1,307 @@
+"""Plans as a user sees them: the report, explanations, the command, and what is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+from spmd.errors import CompileError, SpmdError
+from spmd.launch.cli import main
+from spmd.preflight.compile import compiler_of, description
+from spmd.preflight.target import Cluster, load, shipped
+
+MODEL = spmd.FunctionalModel(
+    lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 8))}, lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]
+)
+BATCH = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
+LAYOUT = spmd.Layout(
+    params=(spmd.Rule("up", (None, "model")), spmd.Rule("down", ("model",))), gradients=spmd.Gradients("all_reduce"), name="tensor"
+)
+
+
+def made(**options):
+    options = {"target": "8xcpu", "mesh": "data=4,model=2", "layout": LAYOUT, "optimizer": optax.adam(0.1)} | options
+    return spmd.plan(MODEL, options.pop("batch", BATCH), loss=spmd.losses.mean_squared_error, **options)
+
+
+SMALL = """
+title = "a device with little of everything"
+platform = "cpu"
+memory = 60_000
+memory_bandwidth = 1e9
+[flops]
+float32 = 1e9
+vector = 1e8
+[inside]
+bandwidth = 1e8
+latency = 1e-6
+[between]
+bandwidth = 1e7
+latency = 1e-5
+[achieved]
+matmul = 1.0
+memory = 1.0
+link = 1.0
+launch = 1e-9
+"""
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A target of one's own, in a file."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    return "small.toml"
+
+
+def test_the_figures_of_a_small_case_by_hand():
+    """Two layers, cut over `model`; 8 rows on each worker."""
+    plan = made()
+    up, down = 64 * 256 * 4 // 2, 256 * 8 * 4 // 2
+    assert plan.memory.parameters == plan.memory.gradients == up + down
+    assert plan.memory.optimizer == 2 * (up + down) + 4
+    assert plan.memory.batch == 8 * (64 + 8 + 1) * 4
+    (sent,) = (one for one in plan.traffic.transfers if one.purpose == "gradients")
+    assert sent.axes == ("data",) and {str(array) for array in sent.arrays} > {"float32[64, 128]", "float32[128, 8]"}
+    assert sent.sent == 2 * 3 * (up + down + 8) // 4, "XLA sends the loss and the count along"
+    assert plan.timeline.flops == 2 * 8 * (2 * 64 * 128 + 3 * 128 * 8), "up needs no gradient of its input"
+    assert plan.fits and plan.rows_per_second == 32 / plan.timeline.seconds
+
+
+REPORT = """compiled by XLA:CPU, on simulated devices
+this layout on mesh data=4, model=2, 1 node of 8 x a simulated device on this machine's CPU; batch of 32
+fits: """
+
+
+def test_the_report():
+    text = str(made())
+    assert text.startswith(REPORT)
+    titles = [line for line in text.splitlines() if line.isupper() or line == "TIME OF A STEP (PREDICTED)"]
+    assert titles == ["MEMORY ON EACH DEVICE", "WHAT TRAVELS", "TIME OF A STEP (PREDICTED)"]
+    table = text.partition("WHAT TRAVELS\n")[2].partition("\n\n")[0].splitlines()
+    assert table[0].split() == ["what", "collective", "over", "payload", "times", "sent/device", "where"]
+    assert [line.split()[0] for line in table[2:]][:2] == ["gradients", "activations"]
+    assert "assumed: 100% of peak in products" in text
+
+
+def test_explain_and_placements():
+    plan = made()
+    assert plan.explain("up").splitlines() == [
+        "up  float32[64, 256], 64.0 KiB",
+        '  spec ["-", "model"], chosen by rule 1',
+        "  on each device [64, 128], 32.0 KiB; copies of each part: 4",
+        "  0/mu/up: 32.0 KiB on each device",
+        "  0/nu/up: 32.0 KiB on each device",
+        "  its gradient meets by all_reduce",
+    ]
+    lines = plan.placements().splitlines()
+    assert lines[0] == 'params/down  float32[256, 8]  spec ["model"]: 2 parts, each on 4 of 8 devices'
+    assert 'batch/x  float32[32, 64]  spec ["data"]: 4 parts, each on 2 of 8 devices' in lines
+
+
+def test_all_figures_as_json():
+    plan = made()
+    found = json.loads(plan.to_json())
+    assert found["memory"]["peak"] == plan.memory.peak and found["mesh"] == {"data": 4, "model": 2}
+    assert sum(one["sent"] * one["times"] for one in found["traffic"]) == plan.traffic.bytes()
+    assert found["timeline"]["seconds"] == plan.timeline.seconds
+
+
+def test_the_same_again_is_not_compiled_again(monkeypatch):
+    first = made()
+    monkeypatch.setattr("spmd.preflight.compile._compile", lambda *args: pytest.fail("compiled again"))
+    assert made().memory == first.memory
+
+
+def test_what_does_not_fit_says_so(small):
+    plan = made(target=f"8x{small}")
+    assert not plan.fits and plan.memory.headroom < 0
+    assert "DOES NOT FIT: " in str(plan) and f"of {60_000 / 1024:.1f} KiB" in plan.memory.verdict
+    assert plan.timeline.limit == "what travels", "of this one's figures"
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_target_is_whole(name):
+    """All it needs, a source for every table, and for a GPU what its compiler is told."""
+    target = load(name)
+    assert {"memory", "flops", "inside", "between", "achieved"} <= set(target.sources)
+    assert target.rate("bfloat16") >= target.rate("float32") or target.platform == "cpu"
+    assert target.inside.bandwidth > target.between.bandwidth
+    if target.platform == "cuda":
+        assert f"device_memory_size: {target.memory}" in description(target) and "core_count" in description(target)
+
+
+def test_a_compiler_that_is_not_there_is_told_first(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    text = str(made(target="2x4xh100"))
+    assert text.splitlines()[0] == (
+        "an ESTIMATE by XLA:CPU: the compiler for NVIDIA H100 SXM5 80 GB is not installed (pip install 'spmd[gpu-compiler]')"
+    )
+    assert compiler_of(load("tpu_v5e"))[0] == "cpu"
+
+
+def test_a_compiler_that_takes_too_long_is_stopped():
+    with pytest.raises(CompileError, match=r"compiling for 1x8xcpu with XLA:CPU took more than 0 s\."):
+        made(optimizer=optax.adam(0.25), timeout=0.1)
+
+
+def test_progress_is_told():
+    said = []
+    made(optimizer=optax.adam(0.125), say=said.append)
+    assert said and said[0].startswith("compiling for 1x8xcpu with XLA:CPU: 1 s of at most 600")
+
+
+def test_nothing_is_allocated_at_the_models_size():
+    """A terabyte of weights, cut over 1,024 devices that nobody has."""
+    wide = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((2**19, 2**19))}, lambda params, x: x @ params["w"])
+    batch = {"x": jax.ShapeDtypeStruct((1024, 2**19), "float32"), "y": jax.ShapeDtypeStruct((1024, 2**19), "float32")}
+    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "layout": "fsdp"}
+    plan = spmd.plan(wide, batch, target="128x8xcpu", **options)
+    assert plan.memory.parameters == 2**30 and not plan.fits
+    assert plan.traffic.between > 0
+
+
+ERRORS = {
+    "target": (
+        lambda: made(target="8xh1000"),
+        """there is no target "h1000".
+    cure: did you mean "h100"? A file of your own ends in .toml.""",
+    ),
+    "no devices": (
+        lambda: made(target="0xh100"),
+        """target "0xh100": 1 x 0 is no device.
+    cure: at least one, such as "h100".""",
+    ),
+    "no text": (
+        lambda: made(target=8),
+        """target=8 is an int.
+    cure: such as "8xh100", or "4x8xh100" for 4 nodes of 8.""",
+    ),
+    "mesh": (
+        lambda: made(target="2x8xh100"),
+        """mesh data=4, model=2 does not use the 16 devices of target 2x8xh100 exactly.
+    cure: mesh="data=8, model=2", or target="8xh100".""",
+    ),
+    "mesh that does not divide": (
+        lambda: made(target="6xcpu", mesh="data=-1,model=4"),
+        """mesh data=-1, model=4 does not use the 6 devices of target 1x6xcpu exactly.
+    cure: mesh="data=-1, model=3".""",
+    ),
+    "batch": (
+        lambda: made(batch={"x": np.zeros((30, 64), "f"), "y": np.zeros((30, 8), "f")}),
+        None,  # `fit`'s own
+    ),
+    "parameter": (
+        lambda: made().explain("upp"),
+        """there is no parameter "upp".
+    cure: did you mean "up"?""",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "wanted"), ERRORS.values(), ids=ERRORS)
+def test_errors_say_what_where_and_how(call, wanted):
+    with pytest.raises(SpmdError) as caught:
+        call()
+    assert wanted is None or str(caught.value) == wanted
+    assert "cure: " in str(caught.value)
+
+
+def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = SMALL.replace("memory = 60_000", 'memory = "much"').replace('"cpu"', '"cqu"').replace("[inside]", "[insde]")
+    (tmp_path / "mine.toml").write_text(wrong.replace("launch = 1e-9", "lunch = 1e-9"))
+    with pytest.raises(SpmdError) as caught:
+        Cluster.parse("8xmine.toml")
+    assert str(caught.value).splitlines() == [
+        "mine.toml is no target",
+        "6 problems:",
+        "",
+        "  inside",
+        "      it is missing.",
+        "",
+        "  insde",
+        "      nothing reads it.",
+        '      cure: did you mean "inside"?',
+        "",
+        "  platform",
+        "      'cqu' is none.",
+        '      cure: did you mean "cpu"?',
+        "",
+        "  memory",
+        "      'much' is no number above 0.",
+        "",
+        "  [achieved] launch",
+        "      it is missing.",
+        "",
+        "  [achieved] lunch",
+        "      nothing reads it.",
+        '      cure: did you mean "launch"?',
+    ]
+
+
+SCRIPT = """
+import argparse
+import jax.numpy as jnp
+import numpy as np
+import optax
+import spmd
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=256)
+width = parser.parse_args().width
+model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, width))}, lambda params, x: x @ params["w"])
+data = {"x": np.ones((128, 64), np.float32), "y": np.ones((128, width), np.float32)}
+try:
+    spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=32, mesh="data=8")
+except Exception:
+    print("no handler of the script's sees it")
+print("never here")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(capsys, *words):
+    code = main(words)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_plans_what_a_script_trains(script, capsys):
+    code, out, err = run(capsys, "plan", "train.py", "--target", "4xcpu", "--layout", "fsdp", "--json", "--", "--width", "512")
+    found = json.loads(out)
+    assert (code, err, found["rows"], found["mesh"]) == (0, "", 32, {"data": 4})
+    assert found["memory"]["parameters"] == 64 * 512 * 4 // 4
+    code, out, _ = run(capsys, "plan", "train.py", "--target", "8xcpu", "--explain", "w")
+    assert code == 0 and out.startswith("w  float32[64, 256], 64.0 KiB")
+    assert spmd.fit.__module__ == "spmd.api", "the real one is back"
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("plan", "train.py", "--target", "16xcpu"), "MeshError: mesh data=8 does not use the 16 devices of target 1x16xcpu exactly."),
+        (("plan", "gone.py", "--target", "cpu"), 'OptionError: there is no file "gone.py".'),
+        (("plan", "empty.py", "--target", "cpu"), "OptionError: empty.py never called spmd.fit, so there is nothing to plan."),
+        (("plan", "train.py", "--target", "cpu", "--", "--wide", "3"), "OptionError: train.py ended (2) before it called spmd.fit."),
+    ],
+)
+def test_a_command_that_cannot_be_meant(script, capsys, words, wanted):
+    with open("empty.py", "w") as file:
+        file.write("x = 1\n")
+    code, _, err = run(capsys, *words)
+    assert code == 2 and wanted in err
+
+
+def test_the_list_of_targets(capsys):
+    code, out, _ = run(capsys, "targets")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(shipped())
