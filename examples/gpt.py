@@ -20,6 +20,7 @@ from flax import nnx
 import spmd
 
 VOCAB = 128  # ASCII: fixed, so that sizes divide whatever the text holds
+SIZES = ("vocab", "width", "depth", "heads", "length")
 
 
 def named(*names: str | None) -> Any:
@@ -103,14 +104,20 @@ def main(argv: list[str] | None = None) -> spmd.Result:
     parser.add_argument("--devices", type=int, default=8, help="CPU devices to simulate; 0 uses the devices there are")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=int, help="of the model; by default a small one")
     args = parser.parse_args(argv)
     if args.devices:
         spmd.simulate_devices(args.devices)  # before anything asks JAX for a device
-    train, test = load_data()
+    sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    model = (lambda: GPT(**sizes, rngs=nnx.Rngs(0))) if sizes else make_model
+    train, test = load_data(length=args.length) if args.length else load_data()
     loss, optimizer = spmd.losses.cross_entropy, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
     options: dict[str, Any] = {"mesh": args.mesh, "layout": args.layout, "batch_size": args.batch_size, "steps": args.steps}
+    options["precision"] = args.precision
     metrics = {"accuracy": spmd.metrics.accuracy}
-    result = spmd.fit(make_model, train, loss=loss, optimizer=optimizer, metrics=metrics, progress=True, **options)
+    result = spmd.fit(model, train, loss=loss, optimizer=optimizer, metrics=metrics, progress=True, **options)
     print("  ".join(f"test {name} {value:.4f}" for name, value in result.evaluate(test).items()))
     return result
 

@@ -24,7 +24,7 @@ import spmd
 from spmd import viz
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from examples.gpt import VOCAB, Block, load_data, named
+from examples.gpt import SIZES, VOCAB, Block, load_data, named
 
 
 class GPT(nnx.Module):
@@ -73,6 +73,9 @@ def main(argv: list[str] | None = None) -> spmd.Result:
     parser.add_argument("--tied", action="store_true", help="the head is the embedding's table")
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=VOCAB)
+    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--length", type=int, default=64, help="characters that a row holds")
     parser.add_argument("--text", type=int, default=400_000, help="characters to learn from and to test with")
     parser.add_argument("--steps", type=int, default=200)
@@ -83,7 +86,7 @@ def main(argv: list[str] | None = None) -> spmd.Result:
         spmd.simulate_devices(args.devices)  # before anything asks JAX for a device
     train, test = load_data(length=args.length, limit=args.text)
     result = spmd.fit(
-        lambda: GPT(width=args.width, depth=args.depth, length=args.length, tied=args.tied, rngs=nnx.Rngs(0)),
+        lambda: GPT(**{name: getattr(args, name) for name in (*SIZES, "tied")}, rngs=nnx.Rngs(0)),
         train,
         loss=spmd.losses.cross_entropy,
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3)),
@@ -91,6 +94,7 @@ def main(argv: list[str] | None = None) -> spmd.Result:
         layout=cut(spmd.Layout.load(args.layout), microbatches=args.microbatches, groups=args.groups),
         batch_size=args.batch_size,
         steps=args.steps,
+        precision=args.precision,
         metrics={"accuracy": spmd.metrics.accuracy},
         progress=True,
     )
