@@ -29,6 +29,7 @@ _HOMES = {
     "State": "spmd.train.state",
     "Trainer": "spmd.trainer",
     "callbacks": "spmd.callbacks:",
+    "compare": "spmd.preflight.compared",
     "data": "spmd.data:",
     "errors": "spmd.errors:",
     "fit": "spmd.api",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.mesh import make_mesh as make_mesh
     from spmd.mesh import simulate_devices as simulate_devices
     from spmd.model.functional import FunctionalModel as FunctionalModel
+    from spmd.preflight.compared import compare as compare
     from spmd.preflight.planned import Plan as Plan
     from spmd.preflight.planned import plan as plan
     from spmd.run.checkpoint import Checkpoint as Checkpoint

@@ -5,6 +5,8 @@ import json
 import math
 import re
 
+import numpy as np
+
 from spmd.preflight.hlo import Array, Instruction, Module
 
 FREE = {
@@ -50,16 +52,17 @@ def _products(module: Module, computation: str, one: Instruction) -> tuple[float
     if one.op == "dot":
         return 2.0 * one.arrays[0].size * _contracted(inputs[0], re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)), dtype
     if one.op == "convolution":
-        return _convolution(one, one.arrays[0], inputs[1]), dtype
+        return _convolution(one, inputs[0], inputs[1], one.arrays[0]), dtype
     target = re.search(r'custom_call_target="([^"]*)"', one.rest)
     name = target.group(1) if target else ""
     if "gemm" in name or "matmul" in name:
         dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.rest)
         return 2.0 * one.arrays[0].size * _contracted(inputs[0], dims), dtype
     if "conv" in name.lower():
-        if "BackwardFilter" in name:
-            return _convolution(one, inputs[1], one.arrays[0]), dtype
-        return _convolution(one, inputs[0] if "BackwardInput" in name else one.arrays[0], inputs[1]), dtype
+        if "BackwardFilter" in name:  # from the input and the output's gradient
+            return _convolution(one, inputs[0], one.arrays[0], inputs[1]), dtype
+        ends = (one.arrays[0], inputs[0]) if "BackwardInput" in name else (inputs[0], one.arrays[0])
+        return _convolution(one, ends[0], inputs[1], ends[1]), dtype
     if "fmha" in name or "Attention" in name:
         return _attention(one, inputs, name), dtype
     return 0.0, ""
@@ -70,11 +73,33 @@ def _contracted(left: Array, dims: re.Match[str] | None) -> int:
     return math.prod(left.shape[int(number)] for number in numbers)
 
 
-def _convolution(one: Instruction, output: Array, kernel: Array) -> float:
-    """Every element of the output is a sum over a kernel's pixels and channels."""
-    labels = re.search(r"dim_labels=\w+_(\w+)->", one.rest)
-    features = kernel.shape[labels.group(1).index("o")] if labels and "o" in labels.group(1) else kernel.shape[-1]
-    return 2.0 * output.size * kernel.size / max(features, 1)
+def _convolution(one: Instruction, image: Array, kernel: Array, output: Array) -> float:
+    """Products of a kernel's pixels with an image's, those beyond its border and between its dilated pixels left out."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest)
+    if labels is None:
+        return 2.0 * output.size * kernel.size / max(kernel.shape[-1], 1)
+    of_image, of_kernel, of_output = labels.groups()
+    dims = sorted(label for label in of_kernel if label.isdigit())
+    window = {key: re.findall(r"-?\d+(?:_-?\d+)?", value) for key, value in re.findall(r"(\w+)=([\dx_-]+)", _window(one))}
+    total = 2.0 * output.shape[of_output.index("b")] * output.shape[of_output.index("f")] * kernel.shape[of_kernel.index("i")]
+    for number, label in enumerate(dims):
+        get = lambda key, default: int(window[key][number]) if key in window else default
+        low = int(window["pad"][number].split("_")[0]) if "pad" in window else 0
+        sides = [array.shape[text.index(label)] for array, text in ((image, of_image), (kernel, of_kernel), (output, of_output))]
+        total *= _pairs(tuple(sides), low, get("stride", 1), get("rhs_dilate", 1), get("lhs_dilate", 1))
+    return total
+
+
+def _window(one: Instruction) -> str:
+    found = re.search(r"window=\{([^}]*)\}", one.rest)
+    return found.group(1) if found else ""
+
+
+def _pairs(sides: tuple[int, ...], low: int, stride: int, spread: int, dilated: int) -> int:
+    """Along one dim, how many pairs of an output's and a kernel's pixel meet a pixel of the image."""
+    image, kernel, output = sides
+    at = np.arange(output)[:, None] * stride - low + np.arange(kernel)[None] * spread
+    return int(((at >= 0) & (at <= (image - 1) * dilated) & (at % dilated == 0)).sum())
 
 
 def _attention(one: Instruction, inputs: list[Array], name: str) -> float:

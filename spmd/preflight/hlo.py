@@ -105,11 +105,18 @@ class Module:
         table = self._tables[computation]
         return [table[name] for name in one.operands if name in table]
 
-    def scope(self, one: Instruction) -> str:
-        """Where an instruction comes from; of a collective that XLA has put together from several, what it reduces by knows one of them."""
-        if one.scope or not (reduces := self.computations.get(one.named("to_apply"))):
-            return one.scope
-        return next((part.scope for part in reduces if part.scope), "")
+    def scopes(self, computation: str, one: Instruction) -> list[str]:
+        """Where an instruction comes from. XLA leaves some that it has put together from several without a word: then it is where what they
+        reduce by comes from, and what they take."""
+        if one.scope:
+            return plain_scopes(one.scope)
+        found = [part.scope for part in self.computations.get(one.named("to_apply"), ())]
+        taken = [one]
+        for _ in range(4):
+            taken = [part for last in taken for part in self.operands(computation, last) if part.op != "parameter"]
+            found += [part.scope for part in taken]
+            taken = [part for part in taken if not part.scope]
+        return list(dict.fromkeys(plain for scope in found if scope for plain in plain_scopes(scope))) or [""]
 
     def inside(self, name: str) -> Iterator[tuple[str, Instruction]]:
         """All instructions that one of a computation's runs, fusions and calls within them too."""

@@ -115,7 +115,7 @@ class _Schedule:
         for one in self.module.computations.get(name, ()):
             began = clock.compute
             if collective_kind(one.op):
-                self._begin(clock, open_, one)
+                self._begin(clock, open_, name, one)
             elif one.op.endswith("-done"):
                 self._end(clock, open_, one)
             elif one.op in ("while", "conditional", "call", "async-start"):
@@ -137,8 +137,8 @@ class _Schedule:
         for dtype, count in cost.flops.items():
             clock.flops[dtype] = clock.flops.get(dtype, 0.0) + count
 
-    def _begin(self, clock: _Clock, open_: dict[str, float], one: Instruction) -> None:
-        transfer = transfer_of(self.module, one, 1, self.mesh, self.cluster, self.data)
+    def _begin(self, clock: _Clock, open_: dict[str, float], name: str, one: Instruction) -> None:
+        transfer = transfer_of(self.module, name, one, 1, self.mesh, self.cluster, self.data)
         if transfer.group <= 1:
             return
         begin = max(clock.compute, clock.link)

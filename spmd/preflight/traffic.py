@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.comm.log import SENT
 from spmd.mesh import MeshSpec
-from spmd.preflight.hlo import Array, Instruction, Module, collective_kind, groups, payload, plain_scopes
+from spmd.preflight.hlo import Array, Instruction, Module, collective_kind, groups, payload
 from spmd.preflight.target import Cluster
 from spmd.tree import format_bytes
 
@@ -135,7 +135,7 @@ def traffic_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tupl
 def _walk(module: Module, name: str, times: int, mesh: MeshSpec, cluster: Cluster, data: tuple[str, ...]) -> Iterator[Transfer]:
     for one in module.computations.get(name, ()):
         if collective_kind(one.op):
-            found = transfer_of(module, one, times, mesh, cluster, data)
+            found = transfer_of(module, name, one, times, mesh, cluster, data)
             if found.group > 1:
                 yield found
         elif one.op == "while":
@@ -148,9 +148,11 @@ def _walk(module: Module, name: str, times: int, mesh: MeshSpec, cluster: Cluste
                 yield from _walk(module, called, times, mesh, cluster, data)
 
 
-def transfer_of(module: Module, one: Instruction, times: int, mesh: MeshSpec, cluster: Cluster, data: tuple[str, ...]) -> Transfer:
+def transfer_of(
+    module: Module, computation: str, one: Instruction, times: int, mesh: MeshSpec, cluster: Cluster, data: tuple[str, ...]
+) -> Transfer:
     """A collective, or its start, as a `Transfer`."""
-    kind, members, scopes = collective_kind(one.op) or "", groups(one, module.partitions), plain_scopes(module.scope(one))
+    kind, members, scopes = collective_kind(one.op) or "", groups(one, module.partitions), module.scopes(computation, one)
     if kind == "collective_permute":
         axes = _along(members, mesh)
         size = math.prod(mesh.sizes[axis] for axis in axes) if axes else len(members)

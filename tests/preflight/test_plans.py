@@ -1,5 +1,6 @@
 """Plans as a user sees them: the report, explanations, the command, and what is refused."""
 
+import dataclasses
 import json
 
 import jax
@@ -305,3 +306,19 @@ def test_a_command_that_cannot_be_meant(script, capsys, words, wanted):
 def test_the_list_of_targets(capsys):
     code, out, _ = run(capsys, "targets")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(shipped())
+
+
+def test_plans_side_by_side():
+    one, other = made(), made(layout=dataclasses.replace(LAYOUT, gradients=spmd.Gradients("reduce_scatter")))
+    wide = made(mesh="data=8,model=1")
+    found = spmd.compare(one, wide)
+    assert found.names == ("mesh data=4, model=2", "mesh data=8, model=1")
+    assert found.figures["parameters"] == (one.memory.parameters, 2 * one.memory.parameters)
+    line = next(line for line in str(found).splitlines() if line.startswith("parameters"))
+    assert line.split() == ["parameters", "36.0", "KiB", "72.0", "KiB", "(2.00)"]
+    assert spmd.compare(one, other).names == ("all_reduce", "reduce_scatter")
+
+
+def test_compare_wants_plans():
+    with pytest.raises(SpmdError, match=r"compare\(a Plan\)\.\n    cure: two plans or more"):
+        spmd.compare(made())

@@ -1,0 +1,117 @@
+"""What is counted does not depend on the compiler: operations by hand, on XLA:CPU and, where it is installed, on XLA:GPU without a GPU."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from spmd.preflight.compile import PLUGIN
+from spmd.preflight.hlo import parse
+from spmd.preflight.timeline import asynchronous
+from tests.train.plain import MODELS, batches
+
+GPU = pytest.mark.skipif(
+    importlib.util.find_spec(PLUGIN) is None,
+    reason=f"package {PLUGIN} is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",
+)
+TARGETS = ["2xcpu", pytest.param("2xh100", marks=GPU)]
+ROWS = 8
+
+
+class Conv(nnx.Module):
+    """Two convolutions, the second with a stride."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Conv(4, 16, (3, 3), rngs=rngs)
+        self.second = nnx.Conv(16, 32, (5, 5), strides=2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
+class Deep(nnx.Module):
+    """Six equal layers, which one loop goes through."""
+
+    def __init__(self, rngs):
+        self.stack = spmd.nn.LayerStack(spmd.nn.repeat(6, lambda rngs: nnx.Linear(64, 64, rngs=rngs), rngs))
+
+    def __call__(self, x):
+        return self.stack(x)
+
+
+class Recurrent(nnx.Module):
+    """One cell over time."""
+
+    def __init__(self, rngs):
+        self.stack = spmd.nn.RNNStack([nnx.SimpleCell(32, 32, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.stack(x)
+
+
+def conv_flops(rows):
+    first = rows * (16 * 3 - 2) ** 2 * 16 * 4  # along a dim of 16 pixels 3 of the kernel meet one of the image, but for 2 at the border
+    second = rows * (8 * 5 - 1 - 2) ** 2 * 32 * 16
+    return 2 * (2 * first + 3 * second), "the first needs no gradient of what it takes"
+
+
+def deep_flops(rows):
+    one = rows * 64 * 64
+    return 2 * (18 * one), "a loop makes the gradient of what it takes in every turn"
+
+
+def recurrent_flops(rows):
+    one = rows * 12 * 2 * 32 * 32
+    return 2 * (3 * one - rows * 12 * 32 * 32), "twelve steps of two products; what comes in needs no gradient"
+
+
+CASES = {
+    "convolutions": (Conv, (16, 16, 4), conv_flops),
+    "layers": (Deep, (64,), deep_flops),
+    "time": (Recurrent, (12, 32), recurrent_flops),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CASES)
+def test_operations_by_hand(name, target):
+    """Exact, also of convolutions at borders and with strides, whose gradients XLA:CPU writes as dilated ones. cuDNN knows no uneven
+    borders: XLA:GPU adds zeros to the image, which are multiplied like others."""
+    make, shape, flops = CASES[name]
+    loss = lambda model, batch: (model(batch["x"]) ** 2).mean(axis=tuple(range(1, len(shape) + 1)))
+    batch = {"x": jax.ShapeDtypeStruct((ROWS, *shape), "float32")}
+    plan = spmd.plan(lambda: make(nnx.Rngs(0)), batch, loss=loss, optimizer=optax.sgd(0.1), target=target, layout="data_parallel")
+    wanted, why = flops(ROWS // 2)
+    padded = name == "convolutions" and "h100" in target
+    assert wanted <= plan.timeline.flops <= wanted * (1.1 if padded else 1.0), why
+
+
+@GPU
+def test_bfloat16_gradients_are_two_bytes_on_the_wire_of_gpus():
+    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), "target": "8xh100"}
+    half, whole = (spmd.plan(MODELS["gpt"], batches("gpt")[0], layout=name, **options) for name in ("data_parallel_bf16", "data_parallel"))
+    dtypes = lambda plan: {array.dtype for one in plan.traffic.transfers if one.purpose == "gradients" for array in one.arrays}
+    assert dtypes(half) == {"uint16"} and dtypes(whole) == {"float32"}
+    assert half.traffic.bytes("gradients") == pytest.approx(whole.traffic.bytes("gradients") / 2, rel=0.01)
+
+
+@GPU
+def test_what_xla_does_to_gradients_on_its_own_is_told():
+    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), gradients=spmd.Gradients("compiler"))
+    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), "target": "8xh100", "precision": "bfloat16"}
+    plan = spmd.plan(MODELS["gpt"], batches("gpt")[0], layout=layout, **options)
+    assert any(note.startswith("note: XLA reduces gradients in bfloat16") for note in plan.notes)
+
+
+@GPU
+def test_collectives_of_gpus_are_asynchronous_with_something_between():
+    deep = lambda: MODELS["gpt"]()
+    plan = spmd.plan(
+        deep, batches("gpt")[0], loss=spmd.losses.cross_entropy, optimizer=optax.adamw(1e-3), target="8xh100", layout="fsdp_bf16"
+    )
+    assert any(count for _, count in asynchronous(parse(plan.compiled.hlo)))
+    assert plan.timeline.hidden > 0 and plan.memory.capacity == 84_942_979_072
