@@ -72,14 +72,15 @@ def compare(*plans: Plan) -> Comparison:
 
 
 def _names(plans: tuple[Plan, ...]) -> tuple[str, ...]:
-    """The parts in which the plans differ: layout, reduction, codec, mesh, target, precision and microbatches."""
+    """As few of the parts in which the plans differ as tell them apart: layout, mesh, target, precision, microbatches, reduction, codec."""
     parts = []
     for plan in plans:
         options, gradients = plan.program.placed.options, plan.layout.gradients
-        of_layout = (plan.layout.name, gradients.reduction, gradients.codec)
-        parts.append((*of_layout, f"mesh {plan.mesh}", str(plan.cluster), options.precision, f"{options.accumulate} microbatches"))
+        how = (options.precision, f"{options.accumulate} microbatches", gradients.reduction, gradients.codec)
+        parts.append((plan.layout.name, f"mesh {plan.mesh}", str(plan.cluster), *how))
     differ = [at for at, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1] or [0]
-    return tuple(", ".join(part[at] for at in differ) for part in parts)
+    named = lambda count: tuple(", ".join(part[at] for at in differ[:count]) for part in parts)
+    return next((named(count) for count in range(1, len(differ)) if len(set(named(count))) == len(plans)), named(len(differ)))
 
 
 def _shown(name: str) -> Callable[[float], str]:
