@@ -18,13 +18,14 @@ from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, rai
 from spmd.layout.declare import Layout
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
+from spmd.preflight.room import check_room
 from spmd.run.callbacks import Callback, as_callbacks
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.history import History
 from spmd.run.length import Length
 from spmd.run.loggers import JsonLines, Logger, check_loggers
 from spmd.run.loop import Loop
-from spmd.run.progress import NoProgress, Progress, make_progress
+from spmd.run.progress import NoProgress, make_progress
 from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree
@@ -94,6 +95,7 @@ def fit(
     shuffle: bool | None = None,
     prefetch: int = 2,
     seed: int = 0,
+    check_memory: bool = True,
 ) -> Result:
     """Train a Flax model over a mesh of devices, laid out by a layout file, as one compiled step.
 
@@ -124,12 +126,15 @@ def fit(
       shuffle: whether arrays are shuffled anew in each epoch (True for arrays); decided by `seed`.
       prefetch: batches of an iterable that are read ahead.
       seed: decides the order of the data, the dropout masks and, for linen and functional models, the initial values.
+      check_memory: ask the compiler, before anything is allocated, whether a step fits the devices, and do not start what does not. CPUs do
+        not say what they have, and of resident data nothing is asked.
 
     Returns:
       A `Result`: the model, the history, the state, and `evaluate` and `predict`.
 
     Raises:
       SpmdError: one of its kinds, before anything is compiled; every problem at once, with a cure.
+      RoomError: a step needs more memory than a device has.
       DivergedError: the loss is not finite.
 
     Example:
@@ -164,6 +169,7 @@ def fit(
         trainer.check_evaluation(eval_data)
     evaluated = [f"eval_{name}" for name in program.eval_names] if eval_data is not None else []
     _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
+    room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     meta = {
         "data": {**reader.fingerprint(), "seed": seed},
         "layout": trainer.layout.to_toml(),
@@ -182,7 +188,7 @@ def fit(
             state,
             None if eval_data is None else functools.partial(trainer.evaluate, data=eval_data),
             hooks,
-            *_outputs(store, trainer, sinks, shown, state, changed),
+            *_outputs(store, trainer, sinks, shown, state, changed, room),
             store,
             meta,
             prefetch,
@@ -283,7 +289,7 @@ def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
 
 
 def _outputs(
-    store: Store | None, trainer: Trainer, sinks: list[Logger], shown: NoProgress | Progress, state: State, changed: list[str]
+    store: Store | None, trainer: Trainer, sinks: list[Logger], shown: Any, state: State, changed: list[str], room: str | None
 ) -> tuple[list, Any]:
     """Loggers and progress, on process 0 only; what should be known before the first step is said and written here."""
     if jax.process_index() != 0:
@@ -296,7 +302,7 @@ def _outputs(
         for sink in sinks:  # records after this step, if there are any before this line, are of a run that was cut off
             sink.write({"step": step, "event": "resumed", **({"changed": changed} if changed else {})})
         shown.say(f"resumed from step {step}{''.join(f'; {change}' for change in changed)}")
-    for line in trainer.notes():
+    for line in [*trainer.notes(), *([room] if room else [])]:
         shown.say(line)
         if isinstance(shown, NoProgress) and line.startswith("note:"):
             logging.getLogger("spmd").warning(line)  # waste is told even where nothing is shown

@@ -9,6 +9,7 @@
     ├── DataError            the data cannot be cut into batches for this mesh
     ├── CheckpointError      a checkpoint does not fit, or would be overwritten
     ├── CompileError         the compiler fails on a step that is planned, or takes too long
+    ├── RoomError            a step needs more memory than a device has
     ├── CodecError           gradients cannot travel in this format on this backend
     ├── DivergedError        a watched metric stopped being finite
     ├── OptionError          an argument of `fit`, `Trainer` or a callback that cannot be meant
@@ -69,6 +70,10 @@ class CheckpointError(SpmdError):
 
 class CompileError(SpmdError):
     """The compiler fails on a step that is planned, or takes longer than it may."""
+
+
+class RoomError(SpmdError):
+    """A step needs more memory than a device has, as the compiler says."""
 
 
 class CodecError(SpmdError):

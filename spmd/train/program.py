@@ -231,8 +231,15 @@ class Program:
     @functools.cached_property
     def wire(self) -> WireLog:
         """Every collective of a step on a full batch; reads the traced step (`step` then compiles that trace)."""
-        traced = self._function(("step", self.rows, True)).trace(*self.arguments)  # type: ignore[attr-defined]
-        return read(traced.jaxpr.jaxpr, self.placed.mesh.shape, self.placed.resolved.layout.gradients.start_step)
+        return read(self._traced.jaxpr.jaxpr, self.placed.mesh.shape, self.placed.resolved.layout.gradients.start_step)
+
+    @property
+    def _traced(self) -> Any:
+        return self._function(("step", self.rows, True)).trace(*self.arguments)  # type: ignore[attr-defined]
+
+    def compiled(self) -> Any:
+        """A step on a full batch, compiled; on several devices, or one that is no CPU, `step` then runs this program."""
+        return self._traced.lower().compile()
 
     def exported(self, platform: str) -> tuple[jax.export.Exported, tuple[int, ...]]:
         """A step on a full batch as StableHLO for a platform that need not be here, on flat arguments, and which of these it donates."""
