@@ -4,6 +4,7 @@ The script runs as it would, up to its call of `spmd.fit`; what that was given i
 """
 
 import argparse
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -75,10 +76,14 @@ def plan_of(script: str, arguments: list[str], options: dict[str, Any]) -> Any:
     Raises:
       OptionError: there is no such script, or it does not call `spmd.fit`.
     """
+    import jax
+
     from spmd.data.loader import source
     from spmd.data.resident import Resident
     from spmd.preflight.planned import plan
 
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")  # no accelerator is used, and the GPU compiler's plugin complains where there is none
     given = caught(script, arguments)
     data = given.pop("data")
     reader = source(
