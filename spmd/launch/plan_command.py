@@ -4,23 +4,22 @@ The script runs as it would, up to its call of `spmd.fit`; what that was given i
 """
 
 import argparse
+import contextlib
+import inspect
 import os
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError
+from spmd.errors import OptionError, SpmdError
+from spmd.layout.toml import load
+from spmd.preflight.target import Cluster, shipped
 from spmd.preflight.target import load as load_target
-from spmd.preflight.target import shipped
 
 
 class _Caught(BaseException):
-    """Carries what `fit` was given out of the script; not an Exception, so that no handler of the script's takes it."""
-
-    def __init__(self, given: dict[str, Any]):
-        super().__init__()
-        self.given = given
+    """Ends a script at its call of `fit`; not an Exception, so that a handler of errors does not take it."""
 
 
 def add_to(commands: Any) -> None:
@@ -74,63 +73,77 @@ def plan_of(script: str, arguments: list[str], options: dict[str, Any]) -> Any:
     """The plan of the step that a script trains.
 
     Raises:
-      OptionError: there is no such script, or it does not call `spmd.fit`.
+      SpmdError: an option that is not right, told before the script runs; there is no such script, or it does not call `spmd.fit`.
     """
     import jax
 
     from spmd.data.loader import source
     from spmd.data.resident import Resident
     from spmd.preflight.planned import plan
+    from spmd.train.placed import Options
 
+    cluster = Cluster.parse(options["target"])
+    chosen = {name: options[name] for name in ("layout", "mesh", "precision", "accumulate", "batch_size") if options[name] is not None}
+    Options(chosen.get("precision", "float32"), chosen.get("accumulate", 1))
+    if "layout" in chosen:
+        chosen["layout"] = load(chosen["layout"])
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # no accelerator is used, and the GPU compiler's plugin complains where there is none
     given = caught(script, arguments)
-    data = given.pop("data")
-    reader = source(
-        data.arrays if isinstance(data, Resident) else data,
-        batch_size=options["batch_size"] or given.get("batch_size"),
-        shuffle=given.get("shuffle"),
-        seed=given.get("seed", 0),
-    )
-    kept = {name: given[name] for name in ("metrics", "seed", "loss", "optimizer") if name in given}
-    named = ("layout", "mesh", "precision", "accumulate")
-    kept |= {
-        name: options[name] if options[name] is not None else given[name] for name in named if options[name] is not None or name in given
-    }
-    if options["layout"] is not None and options["mesh"] is None:
-        kept.pop("mesh", None)  # it went with the script's layout
+    if "layout" in chosen and "mesh" not in chosen:
+        given.pop("mesh", None)  # it went with the script's layout
+    given |= chosen
+    data = given["data"].arrays if isinstance(given["data"], Resident) else given["data"]
+    reader = source(data, batch_size=given.get("batch_size"), shuffle=given.get("shuffle"), seed=given.get("seed", 0))
+    names = ("metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
+    kept = {name: given[name] for name in names if name in given}
     show = _progress if sys.stderr.isatty() else (lambda line: None)
-    found = plan(given["model"], reader.sample(), **kept, target=options["target"], timeout=options["timeout"], say=show)
+    found = plan(given["model"], reader.sample(), **kept, target=cluster, timeout=options["timeout"], say=show)
     show("")
     return found
 
 
 def caught(script: str, arguments: list[str]) -> dict[str, Any]:
-    """What a script gives to `spmd.fit`, by name."""
+    """What a script gives to `spmd.fit` the first time, by name. What it prints goes to standard error.
+
+    Raises:
+      OptionError: there is no such script, it fails, or it ends without a call.
+    """
     from spmd import api
 
-    path, public = Path(script), sys.modules["spmd"]
+    path, public, given = Path(script), sys.modules["spmd"], {}
     if not path.is_file():
         raise OptionError(f'there is no file "{script}".\n    cure: a Python script that calls spmd.fit.')
+    argv, paths, folder, real = sys.argv, sys.path[:], Path.cwd(), api.fit
 
-    def fit(model: Any, data: Any, **options: Any) -> Any:
-        raise _Caught({"model": model, "data": data, **options})
+    def fit(*args: Any, **options: Any) -> Any:
+        try:
+            given.update(inspect.signature(real).bind(*args, **options).arguments)
+        except TypeError as error:
+            raise OptionError(f"{script} calls spmd.fit as it cannot be called: {error}.") from error
+        raise _Caught
 
-    argv, paths, real = sys.argv, sys.path[:], api.fit
     sys.argv, sys.path = [script, *arguments], [str(path.resolve().parent), *paths]
     api.fit = public.fit = fit  # type: ignore[attr-defined]
     try:
-        runpy.run_path(script, run_name="__main__")
-    except _Caught as found:
-        return found.given
-    except SystemExit as error:
-        raise OptionError(f"{script} ended ({error.code}) before it called spmd.fit.") from error
+        with contextlib.redirect_stdout(sys.stderr):
+            runpy.run_path(script, run_name="__main__")
+    except _Caught:
+        pass
+    except SpmdError:
+        raise
+    except (Exception, SystemExit) as error:
+        if not given:  # otherwise what comes after the call does not matter
+            why = f"ended ({error.code})" if isinstance(error, SystemExit) else f"fails, {type(error).__name__}: {error},"
+            raise OptionError(f"{script} {why} before it called spmd.fit.") from error
     finally:
         sys.argv, sys.path = argv, paths
+        os.chdir(folder)
         api.fit = public.fit = real  # type: ignore[attr-defined]
-    raise OptionError(
-        f"{script} never called spmd.fit, so there is nothing to plan.\n    cure: spmd.plan(...) from Python, for a loop of one's own."
-    )
+    if not given:
+        cure = "spmd.plan(...) from Python, for a loop of one's own."
+        raise OptionError(f"{script} never called spmd.fit, so there is nothing to plan.\n    cure: {cure}")
+    return given
 
 
 def _progress(line: str) -> None:

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -70,27 +72,57 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
       CompileError: the compiler fails, or takes too long.
     """
     platform, words = compiler_of(cluster.target)
-    exported, donated = program.exported(platform)
+    exported, donated = _exported(program, platform)
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
     request = {
         "exported": fields | {"_get_vjp": None},  # a function, which cannot be sent, and which nobody calls
         "donated": donated,
         "mesh": MeshSpec.parse(program.placed.mesh).axes,
         "platform": platform,
+        "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
         "nodes": cluster.nodes,
         "devices": cluster.devices,
         "description": description(cluster.target) if platform == "cuda" else "",
     }
     blob = pickle.dumps(request)
-    known_by = [blob, *(text.encode() for text in (jax.__version__, jaxlib.__version__, _flags()))]
+    known_by = [blob, *(text.encode() for text in (jax.__version__, jaxlib.__version__, _plugin(platform), _flags()))]
     folder = cache_folder() / hashlib.sha256(b"\0".join(known_by)).hexdigest()[:32]
-    if not (folder / "memory.json").is_file():
+    found = _kept(folder)
+    if found is None:
         _compile(blob, folder, f"{cluster} with {words.split(',')[0]}", timeout, say)
-    os.utime(folder)
-    sizes = json.loads((folder / "memory.json").read_text(encoding="utf-8"))
-    read = lambda name: (folder / name).read_text(encoding="utf-8") if (folder / name).is_file() else ""
-    exact = platform == cluster.target.platform
-    return Compiled(words, exact, read("program.hlo"), sizes, read("buffers.txt"), sizes.pop("seconds"))
+        found = _kept(folder)
+    if found is None:
+        raise CompileError(f"what was compiled is not in {folder} any more.\n    cure: once more; or another folder, in $SPMD_CACHE.")
+    hlo, memory, buffers = found
+    sizes = json.loads(memory)
+    return Compiled(words, platform == cluster.target.platform, hlo, sizes, buffers, sizes.pop("seconds"))
+
+
+def _exported(program: Program, platform: str) -> tuple[Any, tuple[int, ...]]:
+    """The step as it is sent to the compiler.
+
+    Raises:
+      CompileError: something in it runs in this process only.
+    """
+    try:
+        return program.exported(platform)
+    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CompileError(
+            f"the step cannot be sent to a compiler elsewhere: {type(error).__name__}: {first}\n"
+            "    cure: plan it without what runs on the host or asks for devices: jax.debug.print, jax.pure_callback, a mesh of one's own."
+        ) from error
+
+
+def _kept(folder: Path) -> tuple[str, ...] | None:
+    """What the cache has of a program, its files' texts; None where any is missing or cut off."""
+    try:
+        texts = tuple((folder / name).read_text(encoding="utf-8") for name in FILES)
+        json.loads(texts[1])
+        os.utime(folder)  # the ones that are used stay longest
+    except (OSError, ValueError):
+        return None
+    return texts if all(texts[:2]) else None
 
 
 def cache_folder() -> Path:
@@ -101,24 +133,48 @@ def cache_folder() -> Path:
 
 def _compile(blob: bytes, folder: Path, what: str, timeout: float, say: Callable[[str], None]) -> None:
     """Run the worker, and put what it leaves into the cache at once or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="plan-", dir=folder.parent) as name:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder.parent)
+        work_in = tempfile.TemporaryDirectory(prefix=f"plan-{os.getpid()}-", dir=folder.parent)
+    except OSError as error:
+        why = f"{folder.parent}, where compiled programs are kept: {error}"
+        raise CompileError(f"{why}.\n    cure: another folder, in $SPMD_CACHE.") from error
+    with work_in as name:
         work = Path(name)
         (work / "request.pickle").write_bytes(blob)
         with (work / "stderr").open("wb") as errors:
-            _run([sys.executable, "-m", "spmd.preflight.worker", name], errors, what, timeout, say)
+            _run([sys.executable, "-P", "-m", "spmd.preflight.worker", name], errors, what, timeout, say)
         if not (work / "memory.json").is_file():
             raise CompileError(f"compiling for {what} failed:\n{_last(work / 'stderr')}")
         done = work / "done"
         done.mkdir()
+        (work / "buffers.txt").touch()  # a compiler that reports none
         for file in FILES:
-            with contextlib.suppress(FileNotFoundError):
-                (work / file).replace(done / file)
+            (work / file).replace(done / file)
+        if _kept(folder) is None:
+            shutil.rmtree(folder, ignore_errors=True)  # damaged
         with contextlib.suppress(OSError):  # another process was first, with the same
             done.replace(folder)
-    kept = sorted((path for path in folder.parent.iterdir() if (path / "memory.json").is_file()), key=lambda path: path.stat().st_mtime)
-    for old in kept[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Take away the oldest programs of a full cache, and what processes left that were killed."""
+    kept = [path for path in folder.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name)]
+    old = sorted(kept, key=lambda path: path.stat().st_mtime)[: -KEPT + 1]
+    left = [path for path in folder.glob("plan-*") if (found := re.match(r"plan-(\d+)-", path.name)) and not _alive(int(found.group(1)))]
+    for path in [*old, *left]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # asks only
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _run(command: list[str], errors: Any, what: str, timeout: float, say: Callable[[str], None]) -> None:
@@ -129,7 +185,8 @@ def _run(command: list[str], errors: Any, what: str, timeout: float, say: Callab
     own |= dict.fromkeys(("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"), "")  # what comes out of that cache has no report of buffers
     environment = {name: value for name, value in (os.environ | own).items() if value}
     began = time.monotonic()
-    with subprocess.Popen(command, stdout=errors, stderr=errors, stdin=subprocess.DEVNULL, env=environment) as process:
+    # the worker ends when its standard input does, so it does not outlive this process, however that ends
+    with subprocess.Popen(command, stdout=errors, stderr=errors, stdin=subprocess.PIPE, env=environment) as process:
         try:
             while True:
                 try:
@@ -148,6 +205,10 @@ def _run(command: list[str], errors: Any, what: str, timeout: float, say: Callab
                 process.kill()
 
 
+def _plugin(platform: str) -> str:
+    return importlib.metadata.version("jax-cuda13-plugin") if platform == "cuda" else ""
+
+
 def _flags() -> str:
     """What the user asks of XLA; they change the program, so they are asked of it here as well. The number of devices is ours."""
     given = os.environ.get("XLA_FLAGS", "").split()
@@ -158,7 +219,9 @@ def _last(path: Path) -> str:
     """The last error of a log, without the traceback before it."""
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     starts = [number for number, line in enumerate(lines) if line[:1].isalpha() and "Error" in line.split(":")[0]]
-    return "\n".join(f"    {line}" for line in (lines[starts[-1] :] if starts else lines[-5:])[:12])
+    shown = lines[starts[-1] :] if starts else lines[-5:]
+    end = next((number for number, line in enumerate(shown) if line.startswith("-----")), len(shown))  # what follows is about jax's frames
+    return "\n".join(f"    {line}" for line in shown[:end][:12])
 
 
 def description(target: Target) -> str:

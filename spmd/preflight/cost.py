@@ -8,6 +8,7 @@ import re
 import numpy as np
 
 from spmd.preflight.hlo import Array, Instruction, Module
+from spmd.preflight.target import HIGHEST
 
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier",
@@ -49,6 +50,8 @@ def _products(module: Module, computation: str, one: Instruction) -> tuple[float
     if len(inputs) < 2:
         return 0.0, ""
     dtype = inputs[0].dtype
+    if dtype == "float32" and re.search(r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"", one.rest):
+        dtype = HIGHEST
     if one.op == "dot":
         return 2.0 * one.arrays[0].size * _contracted(inputs[0], re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)), dtype
     if one.op == "convolution":

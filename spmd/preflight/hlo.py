@@ -105,6 +105,11 @@ class Module:
         table = self._tables[computation]
         return [table[name] for name in one.operands if name in table]
 
+    @property
+    def endless(self) -> list[str]:
+        """Loops of which XLA does not know how often they run."""
+        return [one.name for _, one in self.inside(self.entry) if one.op == "while" and one.trips is None]
+
     def scopes(self, computation: str, one: Instruction) -> list[str]:
         """Where an instruction comes from. XLA leaves some that it has put together from several without a word: then it is where what they
         reduce by comes from, and what they take."""

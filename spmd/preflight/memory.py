@@ -29,6 +29,7 @@ class Memory:
       batch: the arrays of one batch and their weights.
       gradients: as the optimizer takes them, after they have met; a part of `temporaries`.
       temporaries: what the program itself needs beside arguments and results, as XLA has packed it: gradients, activations, copies.
+      constants: arrays that the model has in its code and not in its state, such as a table of numpy's.
       fresh: results that take no argument's place; the whole state where it is not donated.
       peak: all of it at once, as XLA plans it.
       capacity: what the device has.
@@ -43,6 +44,7 @@ class Memory:
     batch: int
     gradients: int
     temporaries: int
+    constants: int
     fresh: int
     peak: int
     capacity: int
@@ -77,8 +79,9 @@ class Memory:
         return f"fits: {share}."
 
     def __str__(self) -> str:
-        parts = ("parameters", "optimizer", "exchange", "statistics", "batch", "fresh", "temporaries")
-        words = {"exchange": "codecs and servers", "statistics": "statistics, keys, step", "fresh": "results beside the state"}
+        parts = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
+        words = {"exchange": "codecs and servers", "statistics": "statistics, keys, step", "constants": "constants in the program"}
+        words["fresh"] = "results beside the state"
         rows = [(words.get(name, name), getattr(self, name)) for name in parts]
         lines = [f"{name:<26}{format_bytes(size):>12}" for name, size in rows if size]
         lines.append(f"{'  of which gradients':<26}{format_bytes(self.gradients):>12}")
@@ -104,6 +107,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, target: Targ
     rest = (state.stats, state.rngs, state.key, state.step)
     unread = max(arguments - sizes["argument"], 0)
     fresh = sizes["output"] - sizes["alias"]
+    constants = sum(int(size) for size in re.findall(r"^allocation \d+: size (\d+), .*\bconstant\b", compiled.buffers, re.MULTILINE))
     return Memory(
         parameters=held(state.params),
         optimizer=held(state.opt),
@@ -112,8 +116,9 @@ def memory_of(program: Program, compiled: Compiled, module: Module, target: Targ
         batch=held((batch, weights, events)),
         gradients=_gradients(program, state.params),
         temporaries=sizes["temp"],
+        constants=constants,
         fresh=fresh,
-        peak=arguments + fresh + sizes["temp"] + sizes["generated_code"],
+        peak=arguments + constants + fresh + sizes["temp"] + sizes["generated_code"],
         capacity=target.memory,
         unread=unread,
         largest=_largest(compiled.buffers, module),

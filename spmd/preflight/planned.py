@@ -15,7 +15,7 @@ from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.nn.schedule import Schedule
 from spmd.preflight.compile import Compiled, compile_step
 from spmd.preflight.hlo import parse
-from spmd.preflight.memory import Memory, memory_of, on_device
+from spmd.preflight.memory import PREALLOCATED, Memory, memory_of, on_device
 from spmd.preflight.target import Cluster
 from spmd.preflight.timeline import Timeline, timeline_of
 from spmd.preflight.traffic import Traffic, traffic_of
@@ -102,13 +102,16 @@ class Plan:
             f"  on each device [{', '.join(map(str, piece))}], {format_bytes(on_device(leaf))}; copies of each part: {ways}",
         ]
         lines += [f"  {name}: {format_bytes(on_device(found))} on each device" for name, found in moments]
-        data = [axis for axis in spec_axes(spec) if axis in self.program.placed.resolved.data_axes]
-        if data:
-            when = "before the forward pass, and again before the backward pass"
-            lines.append(
-                f"  gathered over {', '.join(data)} {when}; {format_bytes(on_device(leaf) * _ways(data, self.mesh))} while it is used"
-            )
-        lines.append(f"  its gradient meets by {self.layout.gradients.reduction}")
+        placed, reduction = self.program.placed, self.layout.gradients.reduction
+        workers = placed.resolved.data_axes
+        data = [axis for axis in spec_axes(spec) if axis in workers]
+        if placed.storage is not None:
+            lines.append("  as the parameter server keeps it, rows over the workers")
+        elif data:
+            lines.append(f"  gathered over {', '.join(data)} where it is used: {format_bytes(on_device(leaf) * _ways(data, self.mesh))}")
+        if reduction == "reduce_scatter" and not set(spec_axes(placed.exchange.reduction.pushed(place))) & set(workers):
+            reduction = "all_reduce, for it is not cut over the workers"
+        lines.append(f"  its gradient meets by {reduction}")
         return "\n".join(lines)
 
     def placements(self) -> str:
@@ -193,7 +196,7 @@ def plan(
     Args:
       model, loss, optimizer, mesh, layout, metrics, precision, accumulate, seed: as for `fit`.
       batch: one full batch, arrays or their shapes [rows, ...].
-      target: "8xh100", or "4x8xh100" for 4 nodes of 8; `spmd plan --targets` lists them; a TOML file of your own in a name's place.
+      target: "8xh100", or "4x8xh100" for 4 nodes of 8; `spmd targets` lists them; a TOML file of your own in a name's place.
       timeout: seconds that the compiler may take.
       say: is told once a second how long the compiler has taken.
 
@@ -226,8 +229,16 @@ def plan(
     data = placed.resolved.data_axes
     traffic = traffic_of(module, spec, cluster, data)
     memory = memory_of(program, compiled, module, cluster.target)
-    timeline = timeline_of(module, spec, cluster, data)
-    notes = (*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *_warnings(program, traffic, memory, cluster))
+    widened = precision if precision != "float32" and not compiled.exact else ""
+    timeline = timeline_of(module, spec, cluster, data, widened)
+    told = _warnings(program, traffic, memory, cluster)
+    if widened:
+        told.append(
+            f"note: XLA:CPU computes in float32 what is {precision} on the target: an estimate needs more memory, and reads more of it."
+        )
+    if module.endless:
+        told.append(f"note: XLA does not know how often {', '.join(module.endless[:3])} run: counted as once each.")
+    notes = (*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *told)
     return Plan(cluster, spec, rows, memory, traffic, timeline, program.schedules, compiled, notes, program)
 
 
@@ -262,8 +273,11 @@ def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Clust
             f"note: {format_bytes(moved)} of activations travel over {', '.join(sorted(data))}, more than weights and gradients do: "
             "the layout moves activations to where weights are, not weights to where the batch is."
         )
-    from spmd.preflight.memory import PREALLOCATED
-
+    sometimes = sum(one.sent * one.times for one in traffic.transfers if one.conditional)
+    if sometimes:
+        lines.append(
+            f"note: {format_bytes(sometimes)} travel only in steps in which workers meet; traffic and time are those of such a step."
+        )
     if cluster.target.platform == "cuda" and PREALLOCATED * memory.capacity < memory.peak <= memory.capacity:
         lines.append(f"note: JAX takes {PREALLOCATED:.0%} of a GPU's memory at its start; this needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.")
     return lines

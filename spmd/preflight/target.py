@@ -11,6 +11,7 @@ from typing import Any
 from spmd.errors import OptionError, Problem, a_kind, did_you_mean, raise_problems
 
 PLATFORMS = ("cuda", "tpu", "cpu")
+HIGHEST = "float32 at highest precision"  # products that no matrix unit rounds
 _CLUSTER = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", re.DOTALL)
 _GPU = (
     "core_count", "fpus_per_core", "clock_rate_ghz", "l2_cache_size", "shared_memory_per_core", "shared_memory_per_block_optin",
@@ -72,7 +73,7 @@ class Target:
 
     def rate(self, dtype: str) -> float:
         """Floating-point operations per second of a matrix product of this dtype; one that the table lacks counts as float32."""
-        short = "float8" if dtype.startswith("float8") else dtype
+        short = {HIGHEST: "vector"}.get(dtype, "float8" if dtype.startswith("float8") else dtype)
         return self.flops.get(short, self.flops["float32"])
 
 
@@ -106,13 +107,21 @@ class Cluster:
         if isinstance(value, Cluster):
             return value
         found = _CLUSTER.fullmatch(value.strip()) if isinstance(value, str) else None
+        if value == "":
+            raise OptionError('the target is empty.\n    cure: such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         if found is None:
             raise OptionError(f'target={value!r} is {a_kind(value)}.\n    cure: such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         first, second, name = found.groups()
         nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
         if nodes < 1 or devices < 1:
             raise OptionError(f'target "{value}": {nodes} x {devices} is no device.\n    cure: at least one, such as "{name}".')
-        return Cluster(nodes, devices, load(name))
+        target = load(name)
+        most = target.devices_per_node
+        if not second and target.platform == "cuda" and devices > most:
+            near = f"{max(devices // most, 1)}x{most}x{name}"
+            why = f"a node has {most} of them, and what joins nodes is slower"
+            raise OptionError(f'target "{value}": {why}.\n    cure: nodes x devices, such as "{near}".')
+        return Cluster(nodes, devices, target)
 
 
 def shipped() -> dict[str, Path]:
@@ -167,6 +176,8 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
         found += [Problem(f"[{name}] {key}", ["nothing reads it."], did_you_mean(key, known)) for key in part if known and key not in known]
         figures = {key: value for key, value in part.items() if key not in ("name", "compute_capability")}
         found += [_no_number(f"[{name}] {key}", value) for key, value in figures.items() if not _is_number(value)]
+        shares = [key for key in ("matmul", "memory", "link") if name == "achieved" and _is_number(part.get(key)) and part[key] > 1]
+        found += [Problem(f"[{name}] {key}", [f"{part[key]} is a share above 1."], "such as 0.6.") for key in shares]
     capability = table.get("compiler", {}).get("compute_capability", [0, 0]) if isinstance(table.get("compiler", {}), dict) else [0, 0]
     if not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(part, int) for part in capability)):
         found.append(Problem("[compiler] compute_capability", [f"{capability!r} is not two whole numbers."], "such as [9, 0]."))

@@ -85,9 +85,9 @@ class _Clock:
     spans: list[Span] = dataclasses.field(default_factory=list)
 
 
-def timeline_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...]) -> Timeline:
-    """Go through a program's schedule."""
-    clock = _Schedule(module, mesh, cluster, data_axes).run(module.entry)
+def timeline_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...], half: str = "") -> Timeline:
+    """Go through a program's schedule. `half`: what products of float32 are in truth, where another compiler has widened them."""
+    clock = _Schedule(module, mesh, cluster, data_axes, half).run(module.entry)
     most = max(clock.flops, key=lambda dtype: clock.flops[dtype], default="float32")
     return Timeline(
         clock.compute,
@@ -108,6 +108,7 @@ class _Schedule:
     mesh: MeshSpec
     cluster: Cluster
     data: tuple[str, ...]
+    half: str = ""
 
     def run(self, name: str) -> _Clock:
         """The clocks after a computation."""
@@ -128,6 +129,8 @@ class _Schedule:
 
     def _compute(self, clock: _Clock, cost: Cost, *, launch: bool) -> None:
         target, reached = self.cluster.target, self.cluster.target.achieved
+        if self.half and "float32" in cost.flops:
+            cost = Cost({self.half: sum(cost.flops.values())}, cost.bytes)
         products = sum(count / (target.rate(dtype) * reached.matmul) for dtype, count in cost.flops.items())
         memory = cost.bytes / (target.memory_bandwidth * reached.memory)
         clock.products += products if products >= memory else 0.0

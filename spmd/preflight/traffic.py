@@ -32,6 +32,7 @@ class Transfer:
       times: how often it runs in a step, loops multiplied out.
       where: the scope in the program that it comes from; `name`, its own name there.
       asynchronous: whether something else may run between its start and its end.
+      conditional: whether it runs only in steps in which a condition holds, as when workers meet now and then.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Transfer:
     where: str
     name: str
     asynchronous: bool
+    conditional: bool = False
 
     @property
     def operand(self) -> int:
@@ -96,7 +98,7 @@ class Traffic:
         rows = [
             (
                 one.purpose,
-                one.kind + ("" if one.asynchronous else " (waits)"),
+                one.kind + ("" if one.asynchronous else " (waits)") + (" (in some steps)" if one.conditional else ""),
                 f"{', '.join(one.axes) or 'parts of axes'} ({one.group})",
                 _payload(one.arrays),
                 f"{one.times}{f' in {count}' if count > 1 else ''}",
@@ -142,7 +144,9 @@ def _walk(module: Module, name: str, times: int, mesh: MeshSpec, cluster: Cluste
             yield from _walk(module, one.named("body"), times * (one.trips or 1), mesh, cluster, data)
         elif one.op == "conditional":  # of the branches the one that sends most
             branches = [tuple(_walk(module, branch, times, mesh, cluster, data)) for branch in one.called]
-            yield from max(branches, key=lambda found: sum(part.sent * part.times for part in found), default=())
+            most = max(branches, key=lambda found: sum(part.sent * part.times for part in found), default=())
+            always = len({tuple(dataclasses.replace(part, name="") for part in found) for found in branches}) == 1
+            yield from (part if always else dataclasses.replace(part, conditional=True) for part in most)
         elif one.op in ("call", "async-start"):
             for called in one.called:
                 yield from _walk(module, called, times, mesh, cluster, data)

@@ -6,8 +6,10 @@ the plugin for GPUs cannot be loaded beside a JAX that looks for GPUs. The folde
 """
 
 import json
+import os
 import pickle
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,10 @@ import jax.export
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-DUMPED = ".*-buffer-assignment"
-
 
 def main(folder: Path) -> None:
     """Compile what the folder asks for."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     request = pickle.loads((folder / "request.pickle").read_bytes())  # written by the process that started this one
     exported = jax.export.Exported(**request["exported"])
     names, sizes = zip(*request["mesh"], strict=True)
@@ -41,10 +42,17 @@ def main(folder: Path) -> None:
     (folder / "memory.json").write_text(json.dumps(sizes | {"seconds": seconds}), encoding="utf-8")  # last: it says that all is there
 
 
+def _end_with_parent() -> None:
+    """Whoever started this process holds its standard input open as long as it lives."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 def _devices(request: dict[str, Any]) -> list[Any]:
     """Simulated ones, or those of a topology that the GPU compiler is told of."""
     count = request["nodes"] * request["devices"]
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_x64", request["x64"])
     if request["platform"] == "cpu":
         jax.config.update("jax_num_cpu_devices", count)
         return jax.devices()

@@ -115,3 +115,12 @@ def test_collectives_of_gpus_are_asynchronous_with_something_between():
     )
     assert any(count for _, count in asynchronous(parse(plan.compiled.hlo)))
     assert plan.timeline.hidden > 0 and plan.memory.capacity == 84_942_979_072
+
+
+@pytest.mark.parametrize("target", ["1xcpu", pytest.param("1xh100", marks=GPU)])
+def test_products_at_the_highest_precision_are_not_for_matrix_units(target):
+    make = lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0), precision="highest")
+    batch = {"x": jax.ShapeDtypeStruct((ROWS, 256), "float32")}
+    loss = lambda model, batch: (model(batch["x"]) ** 2).mean(axis=1)
+    plan = spmd.plan(make, batch, loss=loss, optimizer=optax.sgd(0.1), target=target, layout="data_parallel")
+    assert plan.timeline.peak == plan.cluster.target.flops["vector"]

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +181,11 @@ ERRORS = {
         """target "0xh100": 1 x 0 is no device.
     cure: at least one, such as "h100".""",
     ),
+    "more than a node has": (
+        lambda: made(target="64xh100"),
+        """target "64xh100": a node has 8 of them, and what joins nodes is slower.
+    cure: nodes x devices, such as "8x8xh100".""",
+    ),
     "no text": (
         lambda: made(target=8),
         """target=8 is an int.
@@ -322,3 +331,100 @@ def test_plans_side_by_side():
 def test_compare_wants_plans():
     with pytest.raises(SpmdError, match=r"compare\(a Plan\)\.\n    cure: two plans or more"):
         spmd.compare(made())
+
+
+def test_constants_of_the_program_count():
+    wide = np.random.default_rng(0).normal(size=(64, 1024)).astype("float32")
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((1024, 8))}, lambda params, x: jnp.tanh(x @ wide) @ params["w"])
+    plan = spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
+    assert wide.nbytes <= plan.memory.constants < 1.1 * wide.nbytes and plan.memory.peak > wide.nbytes
+
+
+def test_what_happens_in_some_steps_only_is_told():
+    plan = made(layout="diloco", mesh=None)
+    assert any(one.conditional for one in plan.traffic.transfers) and "(in some steps)" in str(plan.traffic)
+    assert any("travel only in steps in which workers meet" in note for note in plan.notes)
+    assert not any(one.conditional for one in made().traffic.transfers)
+
+
+def looping(params, x):
+    return jax.lax.while_loop(lambda c: c[0] < jnp.abs(x).sum(), lambda c: (c[0] + 1.0, jnp.tanh(c[1])), (0.0, x))[1] @ params["w"]
+
+
+def test_a_loop_of_unknown_length_is_told():
+    model = spmd.FunctionalModel(
+        lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: looping(jax.tree.map(jax.lax.stop_gradient, params), x) + x @ params["w"]
+    )
+    plan = spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
+    assert any(note.startswith("note: XLA does not know how often while") for note in plan.notes)
+
+
+def test_what_runs_on_the_host_cannot_be_planned():
+    def told(params, x):
+        jax.debug.print("{}", x.sum())
+        return x @ params["w"]
+
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, told)
+    with pytest.raises(CompileError, match=r"(?s)the step cannot be sent to a compiler elsewhere: .*cure: .*jax.debug.print"):
+        spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
+
+
+@pytest.mark.parametrize("damage", ["program.hlo", "memory.json", "folder"])
+def test_a_damaged_cache_is_made_anew(damage, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPMD_CACHE", str(tmp_path))
+    before = made().memory
+    (folder,) = tmp_path.iterdir()
+    if damage == "folder":
+        (folder / "memory.json").unlink()
+    else:
+        (folder / damage).write_text("")
+    assert made().memory == before and [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_worker_does_not_outlive_who_asked(tmp_path):
+    """It waits for a request that never comes; when its standard input is closed it goes."""
+    os.mkfifo(tmp_path / "request.pickle")
+    command = [sys.executable, "-P", "-m", "spmd.preflight.worker", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(spmd.__file__).parents[1])}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, stderr=subprocess.DEVNULL) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
+        process.stdin.close()
+        assert process.wait(timeout=30) == 1
+
+
+SCRIPTS = {
+    "typo": (
+        "spmd.fit(1, 2, loss=3, optimizer=4, presision='bfloat16')",
+        "as it cannot be called: got an unexpected keyword",
+    ),
+    "no loss": ("spmd.fit(1, 2, optimizer=4)", "as it cannot be called: missing a required"),
+    "crash": ("1 / 0", "fails, ZeroDivisionError: division by zero, before it called spmd.fit."),
+}
+
+
+@pytest.mark.parametrize(("body", "wanted"), SCRIPTS.values(), ids=SCRIPTS)
+def test_a_script_that_cannot_be_planned(body, wanted, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(f"import spmd\n{body}\n")
+    code, _, err = run(capsys, "plan", "bad.py", "--target", "cpu")
+    assert code == 2 and wanted in err
+
+
+def test_options_are_checked_before_the_script_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow.py").write_text("raise SystemExit('it ran')\n")
+    for words in (("--target", "h1000"), ("--target", "cpu", "--layout", "fdsp"), ("--target", "cpu", "--precision", "float61")):
+        code, _, err = run(capsys, "plan", "slow.py", *words)
+        assert code == 2 and "it ran" not in err
+
+
+def test_a_script_that_prints_moves_and_catches_everything(script, capsys):
+    text = SCRIPT.replace("except Exception:", "except:").replace("try:", "print('hello')\nimport os\nos.chdir('/')\ntry:")
+    with open("loud.py", "w") as file:
+        file.write(text.replace('print("never here")', ""))
+    here = os.getcwd()
+    code, out, err = run(capsys, "plan", "loud.py", "--target", "8xcpu", "--json")
+    assert (code, json.loads(out)["rows"], os.getcwd()) == (0, 32, here) and err.startswith("hello")
+    code, _, err = run(capsys, "plan", "loud.py", "--target", "8xcpu", "--batch-size", "0")
+    assert code == 2 and "batch_size" in err

@@ -79,7 +79,7 @@ def test_memory_and_traffic_are_those_of_the_program_that_runs(layout):
     assert memory.temporaries == found.temp_size_in_bytes
     assert planned.compiled.sizes["argument"] == found.argument_size_in_bytes
     assert memory.fresh == found.output_size_in_bytes - found.alias_size_in_bytes
-    assert memory.peak == found.argument_size_in_bytes + memory.unread + found.temp_size_in_bytes + memory.fresh
+    assert memory.peak == found.argument_size_in_bytes + memory.unread + found.temp_size_in_bytes + memory.fresh + memory.constants
     module = parse(step.as_text())
     real = traffic_of(module, planned.mesh, Cluster.parse("8xcpu"), planned.program.placed.resolved.data_axes)
     key = lambda one: (one.kind, one.axes, one.group, tuple(map(str, one.arrays)), one.times, one.purpose)
