@@ -44,6 +44,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--explain", metavar="PATH", help="print everything about this parameter instead")
     parser.add_argument("--placements", action="store_true", help="print every array and its devices instead")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON instead")
+    parser.add_argument("--save", metavar="FILE", help="write the report there as well: .html or .txt")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="what the compiler may take (600)")
     parser.set_defaults(run=_plan)
 
@@ -62,6 +63,8 @@ def _targets(options: argparse.Namespace) -> str:
 
 def _plan(options: argparse.Namespace) -> str:
     found = plan_of(options.script, options.rest, vars(options))
+    if options.save:
+        found.save(options.save)
     if options.explain:
         return found.explain(options.explain)
     if options.placements:

@@ -82,6 +82,26 @@ class Plan:
 
         return text(self)
 
+    def _repr_html_(self) -> str:
+        from spmd.preflight.page import fragment  # the page knows the plan
+
+        return fragment(self)
+
+    def save(self, path: str | Path) -> Path:
+        """The report as one file, .html or .txt; its folder is made if it is not there.
+
+        Raises:
+          OptionError: a suffix that says nothing.
+        """
+        from spmd.preflight.page import page  # the page knows the plan
+
+        path = Path(path)
+        if path.suffix.lower() not in (".html", ".txt"):
+            raise OptionError(f'"{path}": its suffix does not say what kind of report it is.\n    cure: .html or .txt.')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page(self) if path.suffix.lower() == ".html" else f"{self}\n", encoding="utf-8")
+        return path
+
     def explain(self, path: str) -> str:
         """Everything about one parameter: its spec, what chose it, which devices hold which part, and what gathers it.
 

@@ -94,25 +94,30 @@ class Traffic:
     def __str__(self) -> str:
         if not self.transfers:
             return "nothing travels."
-        header = ("what", "collective", "over", "payload", "times", "sent/device", "where")
-        rows = [
-            (
-                one.purpose,
-                one.kind + ("" if one.asynchronous else " (waits)") + (" (in some steps)" if one.conditional else ""),
-                f"{', '.join(one.axes) or 'parts of axes'} ({one.group})",
-                _payload(one.arrays),
-                f"{one.times}{f' in {count}' if count > 1 else ''}",
-                format_bytes(one.sent * one.times * count),
-                one.where,
-            )
-            for one, count in _alike(self.transfers)
-        ]
+        header, rows = traffic_rows(self)
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
         parts = [f"{format_bytes(self.bytes(purpose))} of {purpose}" for purpose in PURPOSES if self.bytes(purpose)]
         total = f"{self.bytes():,} bytes sent by each device per step: {', '.join(parts)}"
         total += f"; {format_bytes(self.between)} to other nodes" if self.between else ""
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", f"{total}."])
+
+
+def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The table of what travels, its header and its rows; what is alike is one row, and what sends most comes first."""
+    rows = [
+        (
+            one.purpose,
+            one.kind + ("" if one.asynchronous else " (waits)") + (" (in some steps)" if one.conditional else ""),
+            f"{', '.join(one.axes) or 'parts of axes'} ({one.group})",
+            _payload(one.arrays),
+            f"{one.times}{f' in {count}' if count > 1 else ''}",
+            format_bytes(one.sent * one.times * count),
+            one.where,
+        )
+        for one, count in _alike(traffic.transfers)
+    ]
+    return ("what", "collective", "over", "payload", "times", "sent/device", "where"), rows
 
 
 def _alike(transfers: Sequence[Transfer]) -> list[tuple[Transfer, int]]:

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import jax
@@ -428,3 +430,31 @@ def test_a_script_that_prints_moves_and_catches_everything(script, capsys):
     assert (code, json.loads(out)["rows"], os.getcwd()) == (0, 32, here) and err.startswith("hello")
     code, _, err = run(capsys, "plan", "loud.py", "--target", "8xcpu", "--batch-size", "0")
     assert code == 2 and "batch_size" in err
+
+
+def test_the_page_is_whole_and_safe(tmp_path):
+    odd = dataclasses.replace(LAYOUT, name="<b>odd</b> & more")
+    plan = made(layout=odd, target="2x4xcpu")
+    text = plan.save(tmp_path / "new" / "plan.html").read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>") and "<b>odd" not in text and "&lt;b&gt;odd&lt;/b&gt; &amp; more" in text
+    assert not re.findall(r"(?:src|href)=|url\(|@import", text), "nothing is fetched"
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(drawings) == 3
+    for drawing in drawings:
+        xml.etree.ElementTree.fromstring(drawing)
+    assert [f"node {number}" in drawings[1] for number in range(3)] == [True, True, False]
+    assert "device 7: data 3, model 1" in drawings[1]
+    assert plan._repr_html_() in text and str(plan) + "\n" == plan.save(tmp_path / "plan.txt").read_text(encoding="utf-8")
+    with pytest.raises(SpmdError, match=r"cure: \.html or \.txt"):
+        plan.save(tmp_path / "plan.pdf")
+
+
+def test_the_bar_of_memory_is_to_scale(small):
+    plan = made(target=f"8x{small}")
+    boxes = re.findall(r'width="([\d.]+)" height="26.0" fill="var\(--\w\)"><title>([^:]+):', plan._repr_html_())
+    drawn = {name: float(width) for width, name in boxes if name in ("parameters", "optimizer")}
+    assert drawn["optimizer"] == pytest.approx(2 * drawn["parameters"], rel=0.01)
+    assert drawn["parameters"] == pytest.approx(960 * plan.memory.parameters / plan.memory.peak, abs=0.01), (
+        "more than there is: the whole bar"
+    )
+    assert "verdict bad" in plan._repr_html_()
