@@ -23,6 +23,8 @@ def wrap(model: Any) -> Model:
         raise ModelError(
             f"model={model.__name__} is a class.\n    cure: pass a function that builds it: lambda: {model.__name__}(rngs=nnx.Rngs(0))."
         )
+    if isinstance(model, Model):
+        return model
     if isinstance(model, nnx.Module):
         return NnxModel(lambda: model, concrete=model)
     if isinstance(model, linen.Module):

@@ -75,6 +75,11 @@ class Placed:
         self._layout = layout
         self._sample: Tree = None
 
+    @property
+    def given(self) -> Model:
+        """The model as it was given, to be placed otherwise."""
+        return self._given
+
     def learn(self, sample: Tree) -> None:
         """Remember the shapes of a batch; a linen model cannot be initialised without."""
         self._sample = sample if self._sample is None else self._sample

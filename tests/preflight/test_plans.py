@@ -458,3 +458,26 @@ def test_the_bar_of_memory_is_to_scale(small):
         "more than there is: the whole bar"
     )
     assert "verdict bad" in plan._repr_html_()
+
+
+def test_when_adding_a_device_stops_helping():
+    """One device computes everything and sends nothing; without a network to speak of twice the devices are nearly twice as fast."""
+    wide = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((1024, 1024))}, lambda params, x: x @ params["w"])
+    batch = {name: jax.ShapeDtypeStruct((4096, 1024), "float32") for name in "xy"}
+    plan = spmd.plan(wide, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu")
+    found = spmd.saturation(plan)
+    assert found.devices == tuple(2**power for power in range(11)) and found.rows == 4096
+    assert found.shares["exact"] == 1.0 and found.shares["bfloat16"] == pytest.approx(0.5, rel=0.01) and 0.25 < found.shares["int8"] < 0.27
+    times = plan.timeline
+    assert found.rates["exact"][0] == pytest.approx(4096 / (times.launches + 4 * (times.products + times.memory)))
+    assert 1 < found.knee("exact") <= found.knee("bfloat16") <= found.knee("int8") < 1024, "who sends less goes on for longer"
+    assert found.rates["exact"][-1] < found.rates["bfloat16"][-1] < found.rates["int8"][-1]
+    assert all(a <= b <= c for a, b, c in zip(*(found.rates[name] for name in ("exact", "bfloat16", "int8")), strict=True))
+    text = str(found).splitlines()
+    assert text[0].split() == ["devices", "exact", "(1.00)", "bfloat16", "(0.50)", "int8", f"({found.shares['int8']:.2f})"]
+    assert sum(line.count("<") for line in text[1:12]) == 3
+
+
+def test_saturation_is_of_data_parallelism():
+    with pytest.raises(SpmdError, match=r"this layout cuts parameters, and every worker of data parallelism has them all\."):
+        spmd.saturation(made())
