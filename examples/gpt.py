@@ -2,8 +2,7 @@
 
     python examples/gpt.py --layout fsdp_tensor_parallel --mesh data=4,model=2
 
-Every kernel carries logical axis names (`named`), so that layouts can cut by name; attention and the embedding are those of
-`spmd.nn`, so that a layout can cut the sequence (`--layout context_parallel`). Nothing else in the model knows of devices.
+Kernels carry names (`named`) that layouts cut by; attention and embedding are of `spmd.nn`, for layouts that cut the sequence.
 """
 
 import argparse
@@ -61,9 +60,7 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Embeddings, blocks, and logits for the next character."""
 
-    def __init__(
-        self, *, vocab=VOCAB, width: int = 64, depth: int = 2, heads: int = 4, length: int = 64, dropout: float = 0.0, rngs: nnx.Rngs
-    ):
+    def __init__(self, *, vocab=VOCAB, width=64, depth=2, heads=4, length=64, dropout=0.0, rngs: nnx.Rngs):
         self.tokens = spmd.nn.Embed(vocab, width, embedding_init=named("vocab", "embed"), rngs=rngs)
         self.places = nnx.Embed(length, width, embedding_init=named(None, "embed"), rngs=rngs)
         self.blocks = nnx.List([Block(width, heads, dropout, rngs=rngs) for _ in range(depth)])
@@ -81,19 +78,17 @@ class GPT(nnx.Module):
 Model = GPT
 
 
-def make_model() -> GPT:
-    """The model at its usual size, always with the same initial values."""
-    return GPT(rngs=nnx.Rngs(0))
+def make_model(**sizes: int) -> GPT:
+    """The model, by default at its usual size, always with the same initial values."""
+    return GPT(**sizes, rngs=nnx.Rngs(0))
 
 
 def load_data(length: int = 64, limit: int = 400_000) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Windows of `length` characters and what follows each, from the standard library; the last tenth is for testing."""
     text = b"".join(path.read_bytes()[:limit] for path in sorted(Path(os.__file__).parent.glob("*.py")))[:limit]
-    codes = np.frombuffer(text, np.uint8).astype(np.int32)
-    codes = codes[codes < VOCAB]
-    count = (len(codes) - 1) // length
+    codes = np.array([code for code in text if code < VOCAB], np.int32)
+    cut = (count := (len(codes) - 1) // length) * 9 // 10
     tokens, targets = (codes[start : start + count * length].reshape(count, length) for start in (0, 1))
-    cut = count * 9 // 10
     return {"tokens": tokens[:cut], "targets": targets[:cut]}, {"tokens": tokens[cut:], "targets": targets[cut:]}
 
 
@@ -111,13 +106,11 @@ def main(argv: list[str] | None = None) -> spmd.Result:
     if args.devices:
         spmd.simulate_devices(args.devices)  # before anything asks JAX for a device
     sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
-    model = (lambda: GPT(**sizes, rngs=nnx.Rngs(0))) if sizes else make_model
     train, test = load_data(length=args.length) if args.length else load_data()
     loss, optimizer = spmd.losses.cross_entropy, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
-    options: dict[str, Any] = {"mesh": args.mesh, "layout": args.layout, "batch_size": args.batch_size, "steps": args.steps}
-    options["precision"] = args.precision
+    options: dict[str, Any] = {name: getattr(args, name) for name in ("mesh", "layout", "batch_size", "steps", "precision")}
     metrics = {"accuracy": spmd.metrics.accuracy}
-    result = spmd.fit(model, train, loss=loss, optimizer=optimizer, metrics=metrics, progress=True, **options)
+    result = spmd.fit(lambda: make_model(**sizes), train, loss=loss, optimizer=optimizer, metrics=metrics, progress=True, **options)
     print("  ".join(f"test {name} {value:.4f}" for name, value in result.evaluate(test).items()))
     return result
 

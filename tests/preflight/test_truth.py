@@ -53,7 +53,7 @@ def case(layout):
     return MODELS[name], batches(name)[0]
 
 
-FAST = ("fsdp_tensor_parallel", "data_parallel_bf16", "pipeline")
+FAST = ("fsdp_tensor_parallel",)
 
 
 @functools.cache
@@ -102,6 +102,7 @@ def test_no_collective_of_the_program_is_overlooked(layout):
     assert alone == len(words) >= len(planned.traffic.transfers) > 0
 
 
+@pytest.mark.slow
 def test_gradients_and_weights_are_the_wires_own():
     """Of what the step itself exchanges, the compiled program sends what the log of its trace says."""
     planned, _, _ = both("data_parallel_bf16")
@@ -109,6 +110,7 @@ def test_gradients_and_weights_are_the_wires_own():
     assert {array.dtype for one in planned.traffic.transfers if one.purpose == "gradients" for array in one.arrays} == {"uint16"}
 
 
+@pytest.mark.slow
 def test_another_mesh_is_another_program():
     """Arguments fall as devices share them."""
     model, batch = case("fsdp")
