@@ -40,6 +40,7 @@ _HOMES = {
     "nn": "spmd.nn:",
     "plan": "spmd.preflight.planned",
     "saturation": "spmd.preflight.saturate",
+    "search": "spmd.preflight.searched",
     "simulate": "spmd.comm.server.ask",
     "simulate_devices": "spmd.mesh",
     "viz": "spmd.viz:",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.preflight.planned import Plan as Plan
     from spmd.preflight.planned import plan as plan
     from spmd.preflight.saturate import saturation as saturation
+    from spmd.preflight.searched import search as search
     from spmd.run.checkpoint import Checkpoint as Checkpoint
     from spmd.train.state import State as State
     from spmd.trainer import Trainer as Trainer

@@ -121,6 +121,22 @@ def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Pro
         raise error(problems_text(headline, problems, note))
 
 
+def first_problem(error: SpmdError) -> str:
+    """The first thing that an error tells, in one line and without its cure.
+
+    >>> first_problem(LayoutError(problems_text("it does not fit", [Problem("w   float32[3]", ["3 / 2 leaves 1."], "4.")])))
+    'w: 3 / 2 leaves 1.'
+    >>> first_problem(LossError("the loss fails\\n    cure: another."))
+    'the loss fails'
+    """
+    lines = str(error).splitlines()
+    at = next((number for number, line in enumerate(lines) if line[:2] == "  " and line[2:3].strip()), None)
+    if at is None:
+        return lines[0]
+    why = [line.strip() for line in lines[at + 1 :] if line.strip() and not line.strip().startswith("and ")]
+    return f"{lines[at].split('   ')[0].strip() or lines[at].strip()}: {why[0] if why else lines[0]}"
+
+
 def a_kind(value: object) -> str:
     """The type of a value, with its article.
 

@@ -18,7 +18,7 @@ from spmd.comm.report import notes as exchange_notes
 from spmd.comm.report import server_notes
 from spmd.comm.server.account import Account
 from spmd.comm.server.events import Events
-from spmd.data.batches import Batch, HostBatch, Placer, check_batch, check_leaves, check_like
+from spmd.data.batches import Batch, HostBatch, Placer, check_leaves, check_like
 from spmd.data.deal import Position, epoch_of
 from spmd.data.loader import is_arrays, source
 from spmd.data.prefetch import prefetch
@@ -35,7 +35,7 @@ from spmd.run.loop import IN_FLIGHT
 from spmd.run.remembered import check_meetings
 from spmd.run.repack import written
 from spmd.train.placed import Options, Placed
-from spmd.train.program import Program
+from spmd.train.program import Program, prepared
 from spmd.train.state import State, whole_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract
@@ -233,12 +233,7 @@ class Trainer:
     def prepare(self, sample: Tree) -> tuple[Program, Placer]:
         """The compiled functions for full batches shaped like `sample`; checked now, compiled at the first call."""
         if self._program is None or self._placer is None:
-            sample = abstract(sample)
-            check_leaves(sample, "the batch")
-            self._placed.learn(sample)
-            resolved = self.resolved  # the layout's own problems come first: the batch is checked against its axes
-            check_batch(sample, resolved.layout, resolved.mesh, self._placed.options.accumulate)
-            self._program = Program(self._placed, sample)
+            self._program = prepared(self._placed, sample)
             workers = self._placed.exchange.simulated
             self._placer = self._make_placer(self._program, pad=self._program.pad_training, workers=workers)
         return self._program, self._placer

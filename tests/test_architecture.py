@@ -32,6 +32,7 @@ LEVELS = [
 SIDEWAYS = {
     ("layout", "mesh.py"),  # a layout is checked against axis sizes
     ("model", "layout"),  # only the path patterns: see below
+    ("train", "data"),  # a program is made for a batch, which is checked first
     ("api.py", "trainer.py"),  # `fit` is a face over the trainer
     ("sweep.py", "api.py"),
     ("sweep.py", "trainer.py"),

@@ -1,4 +1,4 @@
-"""`spmd plan SCRIPT`: the plan of what a script would train, for hardware that need not be there.
+"""`spmd plan SCRIPT` and `spmd search SCRIPT`: what a script would train, on hardware that need not be there.
 
 The script runs as it would, up to its call of `spmd.fit`; what that was given is planned, and nothing is trained.
 """
@@ -9,6 +9,7 @@ import inspect
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +27,47 @@ def add_to(commands: Any) -> None:
     """Declare `spmd plan` and `spmd targets`."""
     targets = commands.add_parser("targets", help="list the hardware that plans know", description="List the hardware that plans know.")
     targets.set_defaults(run=_targets)
-    parser = commands.add_parser(
+    parser = _script_parser(
+        commands,
         "plan",
-        help="say what a script's training will need, and how long a step will take",
-        description="Run SCRIPT up to its call of spmd.fit, and plan that step for a target. Nothing is trained; no accelerator is used.",
-        epilog="What comes after -- is given to the script:  spmd plan train.py --target 8xh100 -- --width 768",
-    )
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file that calls spmd.fit")
-    parser.add_argument(
-        "--target", required=True, metavar="8x8xh100", help="nodes x devices x kind (`spmd targets` lists kinds), or a TOML file"
+        "say what a script's training will need, and how long a step will take",
+        "Run SCRIPT up to its call of spmd.fit, and plan that step for a target. Nothing is trained; no accelerator is used.",
     )
     parser.add_argument("--layout", metavar="LAYOUT", help="in place of the script's: a shipped name or a TOML file")
     parser.add_argument("--mesh", metavar="data=8,model=8", help="in place of the script's")
-    parser.add_argument("--batch-size", type=int, metavar="ROWS", help="in place of the script's")
-    parser.add_argument("--precision", metavar="bfloat16", help="in place of the script's")
     parser.add_argument("--accumulate", type=int, metavar="N", help="in place of the script's")
     parser.add_argument("--explain", metavar="PATH", help="print everything about this parameter instead")
     parser.add_argument("--placements", action="store_true", help="print every array and its devices instead")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON instead")
+    parser.add_argument("--cures", action="store_true", help="where it does not fit, plan what would make it fit")
     parser.add_argument("--save", metavar="FILE", help="write the report there as well: .html or .txt")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="what the compiler may take (600)")
     parser.set_defaults(run=_plan)
+    parser = _script_parser(
+        commands,
+        "search",
+        "find the fastest layout that fits for what a script trains",
+        "Run SCRIPT up to its call of spmd.fit, and plan that step under many layouts and meshes. Nothing is trained.",
+    )
+    parser.add_argument(
+        "--candidates", default="exact", metavar="LAYOUTS", help='"exact", "all", or layouts with commas between them ("exact")'
+    )
+    parser.add_argument("--compiles", type=int, default=24, metavar="N", help="programs that are compiled at most (24)")
+    parser.add_argument("--save", metavar="FILE", help="write the best layout there: .toml")
+    parser.set_defaults(run=_search)
+
+
+def _script_parser(commands: Any, name: str, told: str, description: str) -> Any:
+    """A command that runs a script up to its call of `fit`, with what all of these take."""
+    epilog = f"What comes after -- is given to the script:  spmd {name} train.py --target 8xh100 -- --width 768"
+    parser = commands.add_parser(name, help=told, description=description, epilog=epilog)
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file that calls spmd.fit")
+    parser.add_argument(
+        "--target", required=True, metavar="8x8xh100", help="nodes x devices x kind (`spmd targets` lists kinds), or a TOML file"
+    )
+    parser.add_argument("--batch-size", type=int, metavar="ROWS", help="in place of the script's")
+    parser.add_argument("--precision", metavar="bfloat16", help="in place of the script's")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="what the compiler may take for a program (600)")
+    return parser
 
 
 def _targets(options: argparse.Namespace) -> str:
@@ -69,7 +90,31 @@ def _plan(options: argparse.Namespace) -> str:
         return found.explain(options.explain)
     if options.placements:
         return found.placements()
-    return found.to_json() if options.json else str(found)
+    if options.json:
+        return found.to_json()
+    lines = [str(found)]
+    if options.cures and not found.fits:
+        lines += ["", "CURES, each planned with those before it that help", *map(str, found.cures(timeout=options.timeout, say=_show()))]
+        _show()("")
+    return "\n".join(lines)
+
+
+def _search(options: argparse.Namespace) -> str:
+    from spmd.preflight.candidates import chosen_layouts
+    from spmd.preflight.searched import search
+
+    given = options.candidates if options.candidates in ("exact", "all") else options.candidates.split(",")
+    chosen_layouts(given)  # before the script runs
+    if options.save and not options.save.endswith(".toml"):
+        raise OptionError(f'"{options.save}" is no name for a layout.\n    cure: one that ends in .toml.')
+    model, sample, kept, cluster = _step_of(options.script, options.rest, vars(options))
+    kept = {name: value for name, value in kept.items() if name not in ("layout", "mesh", "accumulate")}  # these are searched
+    more = {"candidates": given, "compiles": options.compiles, "timeout": options.timeout, "say": _show()}
+    found = search(model, sample, **kept, target=cluster, **more)
+    _show()("")
+    if options.save:
+        found.save(options.save)
+    return str(found)
 
 
 def plan_of(script: str, arguments: list[str], options: dict[str, Any]) -> Any:
@@ -78,15 +123,25 @@ def plan_of(script: str, arguments: list[str], options: dict[str, Any]) -> Any:
     Raises:
       SpmdError: an option that is not right, told before the script runs; there is no such script, or it does not call `spmd.fit`.
     """
+    from spmd.preflight.planned import plan
+
+    model, sample, kept, cluster = _step_of(script, arguments, options)
+    found = plan(model, sample, **kept, target=cluster, timeout=options["timeout"], say=_show())
+    _show()("")
+    return found
+
+
+def _step_of(script: str, arguments: list[str], options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any], Cluster]:
+    """What a script trains: its model, the shapes of a batch, the options of `fit` that a plan takes, and the target."""
     import jax
 
     from spmd.data.loader import source
     from spmd.data.resident import Resident
-    from spmd.preflight.planned import plan
     from spmd.train.placed import Options
 
     cluster = Cluster.parse(options["target"])
-    chosen = {name: options[name] for name in ("layout", "mesh", "precision", "accumulate", "batch_size") if options[name] is not None}
+    names = ("layout", "mesh", "precision", "accumulate", "batch_size")
+    chosen = {name: options[name] for name in names if options.get(name) is not None}
     Options(chosen.get("precision", "float32"), chosen.get("accumulate", 1))
     if "layout" in chosen:
         chosen["layout"] = load(chosen["layout"])
@@ -98,12 +153,8 @@ def plan_of(script: str, arguments: list[str], options: dict[str, Any]) -> Any:
     given |= chosen
     data = given["data"].arrays if isinstance(given["data"], Resident) else given["data"]
     reader = source(data, batch_size=given.get("batch_size"), shuffle=given.get("shuffle"), seed=given.get("seed", 0))
-    names = ("metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
-    kept = {name: given[name] for name in names if name in given}
-    show = _progress if sys.stderr.isatty() else (lambda line: None)
-    found = plan(given["model"], reader.sample(), **kept, target=cluster, timeout=options["timeout"], say=show)
-    show("")
-    return found
+    taken = ("metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
+    return given["model"], reader.sample(), {name: given[name] for name in taken if name in given}, cluster
 
 
 def caught(script: str, arguments: list[str]) -> dict[str, Any]:
@@ -149,5 +200,8 @@ def caught(script: str, arguments: list[str]) -> dict[str, Any]:
     return given
 
 
-def _progress(line: str) -> None:
-    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+def _show() -> Callable[[str], None]:
+    """Says on a terminal what goes on, in one line."""
+    if not sys.stderr.isatty():
+        return lambda line: None
+    return lambda line: print(f"\r\x1b[K{line[:120]}", end="", file=sys.stderr, flush=True)

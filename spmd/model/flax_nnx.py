@@ -85,6 +85,8 @@ class NnxModel(Model):
             change = call.returned(path) if callable(sub) else None
             if change is not None:
                 sub.__class__ = _changed(type(sub), change)
+            if callable(sub) and path:
+                sub.__class__ = _scoped(type(sub), path.rpartition("/")[2])
         return module
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
@@ -135,6 +137,17 @@ def _changed(kind: type, change: Callable[[Any], Any]) -> type:
         return change(kind.__call__(self, *args, **kwargs))  # type: ignore[operator]
 
     return _subclass(kind, "Placed", __call__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scoped(kind: type, name: str) -> type:
+    """A subclass of an nnx module whose call is named in the program, as linen names its own."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(name):
+            return kind.__call__(self, *args, **kwargs)  # type: ignore[operator]
+
+    return _subclass(kind, "Named", __call__)
 
 
 def _subclass(kind: type, prefix: str, call: Callable[..., Any]) -> type:

@@ -14,6 +14,7 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier",
     "add-dependency", "domain",
 }  # fmt: skip
+UNCOUNTED = re.compile(r"lapack|solver|cholesky|triangular|fft", re.IGNORECASE)  # operations that no formula here knows
 SLICES = ("slice", "dynamic-slice", "gather")
 
 
@@ -40,6 +41,18 @@ def cost_of(module: Module, computation: str, one: Instruction) -> Cost:
         if count:
             flops[dtype] = flops.get(dtype, 0.0) + count
     return Cost(flops, _bytes(module, computation, one))
+
+
+def uncounted(module: Module) -> tuple[str, ...]:
+    """Solvers and transforms of a program, by name: their operations count as none."""
+    found = {}
+    for lines in module.computations.values():
+        for one in lines:
+            target = re.search(r'custom_call_target="([^"]*)"', one.rest) if one.op == "custom-call" else None
+            name = target.group(1) if target else one.op
+            if UNCOUNTED.search(name):
+                found[name] = None
+    return tuple(found)
 
 
 def _products(module: Module, computation: str, one: Instruction) -> tuple[float, str]:
@@ -134,6 +147,6 @@ def _bytes(module: Module, computation: str, one: Instruction) -> float:
             size = min(size, sum(array.bytes for part in users for array in part.arrays))
         elif users and all(part.op == "dynamic-update-slice" and part.operands[0] == name for part in users):
             updates = sum(array.bytes for part in users for array in table[part.operands[1]].arrays)
-            size, total = min(size, updates), total - min(result, size) + updates
+            size, total = 0.0, total - min(result, size) + updates  # what is updated is not read; the update comes from elsewhere
         total += size
     return max(total, 0.0)

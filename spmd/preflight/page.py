@@ -7,35 +7,13 @@ from typing import Any
 from spmd.layout.summary import rows as layout_rows
 from spmd.preflight.planned import Plan
 from spmd.preflight.report import headline, seconds, timeline_text
+from spmd.preflight.svg import WIDTH, box, framed, svg
 from spmd.preflight.timeline import Span
 from spmd.preflight.traffic import traffic_rows
 from spmd.tree import format_bytes
 
-WIDTH = 960  # of drawings, in pixels of their own; they scale with the page
 SHOWN = 64  # nodes, and devices of a node, that the mesh is drawn with
 MEMORY = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "gradients", "activations and copies")
-STYLE = """
-.spmd-plan {
-  color-scheme: light dark; --ink: #1d2433; --paper: #fff; --soft: #8883; --line: #8886; --good: #2e7d4f; --bad: #c0392b; --tight: #b7791f;
-  --a: #3566c0; --b: #6f9ae0; --c: #c4571f; --d: #8a6fc4; --e: #2f8f83; --f: #9aa3b2; --g: #d9a441; --h: #b3b9c6; --i: #4c9fb5;
-  font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); padding: 1.2rem;
-}
-@media (prefers-color-scheme: dark) {
-  .spmd-plan { --ink: #e4e8f0; --paper: #14181f; --a: #2f5fb3; --b: #5b86cf; --good: #5fc48c; --bad: #ef7b6e; --tight: #e0b050; }
-}
-.spmd-plan h1 { font-size: 1.4rem; margin: 0 }
-.spmd-plan h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; border-bottom: 1px solid var(--line) }
-.spmd-plan table { border-collapse: collapse; font-size: .88em }
-.spmd-plan :is(td, th) { padding: .15rem .9rem .15rem 0; text-align: left; border-bottom: 1px solid var(--soft); white-space: nowrap }
-.spmd-plan :is(td, pre) { font-family: ui-monospace, monospace }
-.spmd-plan pre { background: var(--soft); padding: .7rem; white-space: pre-wrap; font-size: .88em }
-.spmd-plan .wide { overflow-x: auto }
-.spmd-plan svg { display: block; width: 100%; max-width: 960px }
-.spmd-plan svg text { font: 12px system-ui, sans-serif; fill: var(--ink) }
-.spmd-plan .verdict { font-weight: 600; color: var(--good) }
-.spmd-plan .verdict.bad { color: var(--bad) }
-.spmd-plan .verdict.tight { color: var(--tight) }
-"""
 COLOURS = dict(zip(MEMORY, "acdfegh", strict=False)) | {"fresh": "h", "gradients": "i", "activations and copies": "b"}
 
 
@@ -67,7 +45,7 @@ def fragment(plan: Plan) -> str:
         f'<div class="wide">{_table(LAYOUT, layout_rows(plan.program.placed.resolved))}</div></details>',
         f"<details><summary>The layout as TOML</summary><pre>{html.escape(plan.layout.to_toml())}</pre></details>",
     ]
-    return f'<div class="spmd-plan"><style>{STYLE}</style>{"".join(lines)}</div>'
+    return framed("".join(lines))
 
 
 LAYOUT = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
@@ -83,7 +61,7 @@ def memory_bar(plan: Plan) -> str:
     for name, size in sizes.items():
         if size:
             width = size / whole * WIDTH
-            bars.append(_box(at, 8, width, 26, COLOURS[name], f"{name}: {format_bytes(size)}"))
+            bars.append(box(at, 8, width, 26, COLOURS[name], f"{name}: {format_bytes(size)}"))
             at += width
             legend.append((name, size))
     end = memory.capacity / whole * WIDTH
@@ -93,7 +71,7 @@ def memory_bar(plan: Plan) -> str:
         x, y = number % 3 * 320, 58 + number // 3 * 20
         keys.append(f'<rect x="{x}" y="{y - 10}" width="11" height="11" fill="var(--{COLOURS[name]})"/>')
         keys.append(f'<text x="{x + 17}" y="{y}">{html.escape(name)}: {format_bytes(size)}</text>')
-    return _svg(66 + (len(legend) - 1) // 3 * 20, [*bars, *keys], f"memory: {memory.verdict}")
+    return svg(66 + (len(legend) - 1) // 3 * 20, [*bars, *keys], f"memory: {memory.verdict}")
 
 
 def mesh_drawing(plan: Plan) -> str:
@@ -116,14 +94,14 @@ def mesh_drawing(plan: Plan) -> str:
                 place.insert(0, rest % size)
                 rest //= size
             where = ", ".join(f"{name} {number}" for (name, _), number in zip(axes, place, strict=True))
-            drawn.append(_box(left, top, side - 6, side - 6, "b", f"device {node * cluster.devices + device}: {where}"))
+            drawn.append(box(left, top, side - 6, side - 6, "b", f"device {node * cluster.devices + device}: {where}"))
             short = ",".join(map(str, place))
             drawn.append(f'<text x="{left + (side - 6) / 2}" y="{top + (side - 6) / 2 + 4}" text-anchor="middle">{short}</text>')
     left_out = [f"{cluster.nodes - nodes} more nodes"] * (nodes < cluster.nodes)
     left_out += [f"{cluster.devices - devices} more devices on each"] * (devices < cluster.devices)
     names = ", ".join(f"{name}={size}" for name, size in axes)
     text = f"<p>{html.escape(names)}{html.escape('; not drawn: ' + ', '.join(left_out) if left_out else '')}</p>"
-    return text + _svg(-(-nodes // columns) * (high + 8), drawn, f"mesh {names}")
+    return text + svg(-(-nodes // columns) * (high + 8), drawn, f"mesh {names}")
 
 
 def timeline_drawing(plan: Plan) -> str:
@@ -138,11 +116,11 @@ def timeline_drawing(plan: Plan) -> str:
         spans = _merged([span for span in plan.timeline.spans if span.travels is travels], total / (WIDTH - 70))
         for span in spans:
             x, width = 70 + span.begin / total * (WIDTH - 70), (span.end - span.begin) / total * (WIDTH - 70)
-            drawn.append(_box(x, top, max(width, 0.4), 26, colour, f"{span.name}: {seconds(span.end - span.begin)} {span.where}"))
+            drawn.append(box(x, top, max(width, 0.4), 26, colour, f"{span.name}: {seconds(span.end - span.begin)} {span.where}"))
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, anchor = 70 + share * (WIDTH - 70), "end" if share == 1 else "start" if share == 0 else "middle"
         drawn.append(f'<text x="{x}" y="104" text-anchor="{anchor}">{seconds(share * total) if share else "0"}</text>')
-    return _svg(110, drawn, f"a step of {seconds(total)}")
+    return svg(110, drawn, f"a step of {seconds(total)}")
 
 
 def _merged(spans: Sequence[Span], least: float) -> list[Span]:
@@ -156,16 +134,6 @@ def _merged(spans: Sequence[Span], least: float) -> list[Span]:
         else:
             found.append(span)
     return found
-
-
-def _box(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
-    shape = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"'
-    return f'<rect {shape} fill="var(--{colour})"><title>{html.escape(title)}</title></rect>'
-
-
-def _svg(height: float, parts: Iterable[str], label: str) -> str:
-    box = f'viewBox="0 0 {WIDTH} {height:.0f}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
 
 
 def _table(header: Sequence[str], body: Iterable[Sequence[Any]]) -> str:

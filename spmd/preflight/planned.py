@@ -4,24 +4,27 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd.comm.report import notes as exchange_notes
-from spmd.data.batches import check_batch, check_leaves
 from spmd.errors import MeshError, OptionError, did_you_mean
 from spmd.layout.declare import Layout, spec_axes, spec_text
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.nn.schedule import Schedule
 from spmd.preflight.compile import Compiled, compile_step
+from spmd.preflight.cost import uncounted
 from spmd.preflight.hlo import parse
 from spmd.preflight.memory import PREALLOCATED, Memory, memory_of, on_device
 from spmd.preflight.target import Cluster
 from spmd.preflight.timeline import Timeline, timeline_of
 from spmd.preflight.traffic import Traffic, traffic_of
 from spmd.train.placed import Options, Placed
-from spmd.train.program import Program
-from spmd.tree import Tree, abstract, describe, flatten, format_bytes
+from spmd.train.program import Program, prepared
+from spmd.tree import Tree, describe, flatten, format_bytes
+
+if TYPE_CHECKING:
+    from spmd.preflight.cured import Cure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +76,26 @@ class Plan:
         return self.program.placed.resolved.layout
 
     @property
+    def asked(self) -> int | None:
+        """Bytes that the step's own collectives send from each device, as `trainer.wire` lists them; None where XLA places all of them."""
+        placed = self.program.placed
+        return self.program.wire.bytes() if placed.exchange.reduction.manual or self.schedules else None
+
+    @property
     def rows_per_second(self) -> float:
         """Predicted rows of the batch per second, of all devices together."""
         return self.rows / self.timeline.seconds if self.timeline.seconds else 0.0
+
+    def at_least(self, accumulate: int) -> float:
+        """Bytes of a device, were more microbatches to divide all temporaries but gradients."""
+        divided = max(self.memory.temporaries - self.memory.gradients, 0)
+        return self.memory.peak - divided * (1 - self.program.placed.options.accumulate / accumulate)
+
+    def cures(self, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> "tuple[Cure, ...]":
+        """What would make it fit, each planned, in the order of `spmd.preflight.cured.cures_of`; () where it fits."""
+        from spmd.preflight.cured import cures_of  # cures are plans
+
+        return cures_of(self, timeout=timeout, say=say)
 
     def __str__(self) -> str:
         from spmd.preflight.report import text  # the report knows the plan
@@ -108,11 +128,8 @@ class Plan:
         Raises:
           OptionError: there is no such parameter.
         """
-        placements = self.program.placed.resolved.placements
-        if path not in placements:
-            raise OptionError(f'there is no parameter "{path}".\n    cure: {did_you_mean(path, placements)}')
-        place, state = placements[path], self.program.placed.abstract_state
-        leaf = flatten(state.params)[path]
+        leaf, state = self._parameter(path), self.program.placed.abstract_state
+        place = self.program.placed.resolved.placements[path]
         spec, ways = place.spec, place.copies(self.mesh)
         piece = leaf.sharding.shard_shape(leaf.shape)
         moments = [(name, found) for name, found in flatten(state.opt).items() if name.endswith(path) and found.shape == leaf.shape]
@@ -133,6 +150,22 @@ class Plan:
             reduction = "all_reduce, for it is not cut over the workers"
         lines.append(f"  its gradient meets by {reduction}")
         return "\n".join(lines)
+
+    def drawing(self, path: str) -> str:
+        """One parameter cut over the mesh, as HTML for a notebook's cell or a page: every piece with the devices that hold it.
+
+        Raises:
+          OptionError: there is no such parameter.
+        """
+        from spmd.preflight.drawn import array_drawing  # drawings know plans
+
+        return array_drawing(path, self._parameter(path))
+
+    def _parameter(self, path: str) -> Any:
+        leaves = flatten(self.program.placed.abstract_state.params)
+        if path not in leaves:
+            raise OptionError(f'there is no parameter "{path}".\n    cure: {did_you_mean(path, leaves)}')
+        return leaves[path]
 
     def placements(self) -> str:
         """Every array of the state and the devices that hold each part of it, a line each, in the model's order."""
@@ -237,16 +270,23 @@ def plan(
     """
     cluster, declared = Cluster.parse(target), Layout.load(layout)
     spec = _mesh(mesh if mesh is not None else dict(declared.mesh) or {"data": -1}, cluster)
-    sample = abstract(batch)
-    rows = check_leaves(sample, "the batch")
     options = Options(precision, accumulate, seed)
     placed = Placed(model, loss, metrics or {}, optimizer, abstract_mesh(spec), declared, options, platform=cluster.target.platform)
-    placed.learn(sample)
-    check_batch(sample, placed.resolved.layout, spec, accumulate)
-    program = Program(placed, sample)
+    return planned(placed, batch, cluster, timeout=timeout, say=say)
+
+
+def planned(
+    placed: Placed, batch: Tree, cluster: Cluster, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None
+) -> Plan:
+    """The plan of a placed model on its mesh, which is of as many devices as the cluster has.
+
+    Raises:
+      SpmdError: as `plan`.
+    """
+    program = prepared(placed, batch)
+    spec, data, precision = MeshSpec.parse(placed.mesh), placed.resolved.data_axes, placed.options.precision
     compiled = compile_step(program, cluster, timeout=timeout, say=say)
     module = parse(compiled.hlo)
-    data = placed.resolved.data_axes
     traffic = traffic_of(module, spec, cluster, data)
     memory = memory_of(program, compiled, module, cluster.target)
     widened = precision if precision != "float32" and not compiled.exact else ""
@@ -256,10 +296,12 @@ def plan(
         told.append(
             f"note: XLA:CPU computes in float32 what is {precision} on the target: an estimate needs more memory, and reads more of it."
         )
+    if unknown := uncounted(module):
+        told.append(f"note: operations of {', '.join(unknown[:3])} are not counted; of their time only memory is.")
     if module.endless:
         told.append(f"note: XLA does not know how often {', '.join(module.endless[:3])} run: counted as once each.")
     notes = (*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *told)
-    return Plan(cluster, spec, rows, memory, traffic, timeline, program.schedules, compiled, notes, program)
+    return Plan(cluster, spec, program.rows, memory, traffic, timeline, program.schedules, compiled, notes, program)
 
 
 def _mesh(given: Any, cluster: Cluster) -> MeshSpec:

@@ -3,17 +3,32 @@
 from spmd.preflight.planned import Plan
 from spmd.tree import format_bytes
 
+CURES = "what would make it fit: plan.cures(), or `spmd plan --cures`; another layout: spmd.search, or `spmd search`."
+
 
 def text(plan: Plan) -> str:
     """The whole report as plain text."""
     sections = (
-        ("memory on each device", str(plan.memory)),
-        ("what travels", str(plan.traffic)),
+        ("memory on each device", str(plan.memory) + ("" if plan.fits else f"\n{CURES}")),
+        ("what travels", "\n".join(filter(None, [str(plan.traffic), _asked(plan)]))),
         ("time of a step (predicted)", timeline_text(plan)),
         ("pipelines", "\n".join(f"{name}: {str(found).splitlines()[0]}." for name, found in plan.schedules.items())),
         ("notes", "\n".join(plan.notes)),
     )
     return "\n\n".join([headline(plan), *(f"{title.upper()}\n{body}" for title, body in sections if body)])
+
+
+def _asked(plan: Plan) -> str:
+    """The step's own log against the compiled program."""
+    asked, sent = plan.asked, plan.traffic.bytes()
+    if asked is None:
+        return ""
+    if asked == sent:
+        return "The step's own collectives (`trainer.wire`) send just this."
+    more = (
+        f"{format_bytes(sent - asked)} more are XLA's" if sent > asked else f"XLA leaves out or narrows {format_bytes(asked - sent)} of it"
+    )
+    return f"The step's own collectives (`trainer.wire`) ask for {asked:,} bytes; {more}."
 
 
 def headline(plan: Plan) -> str:
@@ -54,7 +69,7 @@ def timeline_text(plan: Plan) -> str:
     reached, inside, between = target.achieved, target.inside.bandwidth / 1e9, target.between.bandwidth / 1e9
     lines.append(
         f"assumed: {reached.matmul:.0%} of peak in products, {reached.memory:.0%} of {target.memory_bandwidth / 1e9:,.0f} GB/s of memory, "
-        f"{reached.link:.0%} of {inside:,.0f} GB/s inside and {between:,.4g} GB/s between nodes, "
+        f"{reached.link:.0%} of {inside:,.4g} GB/s inside and {between:,.4g} GB/s between nodes, "
         f"{reached.launch * 1e6:.0f} us to begin an operation; loading of data is not in it."
     )
     return "\n".join(lines)

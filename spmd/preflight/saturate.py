@@ -11,7 +11,6 @@ from spmd.preflight.hlo import Array
 from spmd.preflight.planned import Plan
 from spmd.preflight.timeline import travel_time
 from spmd.preflight.traffic import Transfer
-from spmd.train.placed import Placed
 from spmd.train.program import Program
 
 CODECS = ("exact", "bfloat16", "int8")
@@ -52,6 +51,11 @@ class Saturation:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from spmd.preflight.drawn import saturation_drawing  # the drawing knows what it draws
+
+        return saturation_drawing(self)
 
 
 def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) -> Saturation:
@@ -105,8 +109,6 @@ def _share(plan: Plan, codec: str) -> float:
     """Bytes that a codec sends of this model's gradients, by those of exact ones: read from a step that is traced for two workers."""
     placed = plan.program.placed
     layout = dataclasses.replace(plan.layout, gradients=Gradients("all_reduce", codec=codec), mesh=())
-    mesh = abstract_mesh(MeshSpec((("data", 2),)))
-    two = Placed(placed.given, placed.objective.loss, {}, placed.optimizer, mesh, layout, placed.options, placed.platform)
-    two.learn(plan.program.sample)
+    two = placed.moved(abstract_mesh(MeshSpec((("data", 2),))), layout)
     program = Program(two, plan.program.sample)
     return program.wire.bytes(where="push") / exact_bytes(two.exchange)

@@ -11,6 +11,8 @@ from typing import Any
 from spmd.errors import OptionError, Problem, a_kind, did_you_mean, raise_problems
 
 PLATFORMS = ("cuda", "tpu", "cpu")
+LARGEST = 1024  # devices of the clusters that are tried for what does not fit
+LESS = 0.95  # of the memory before: twice the devices that do not save as much will not make it fit
 HIGHEST = "float32 at highest precision"  # products that no matrix unit rounds
 _CLUSTER = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", re.DOTALL)
 _GPU = (
@@ -96,6 +98,16 @@ class Cluster:
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.devices}x{self.target.name}"
+
+    def doubled(self) -> "Cluster":
+        """Twice the devices: on the same nodes while these have room, else on twice the nodes.
+
+        >>> str(Cluster.parse("4xh100").doubled()), str(Cluster.parse("8xh100").doubled())
+        ('1x8xh100', '2x8xh100')
+        """
+        if 2 * self.devices <= self.target.devices_per_node:
+            return Cluster(self.nodes, 2 * self.devices, self.target)
+        return Cluster(2 * self.nodes, self.devices, self.target)
 
     @staticmethod
     def parse(value: "str | Cluster") -> "Cluster":

@@ -75,10 +75,13 @@ class Placed:
         self._layout = layout
         self._sample: Tree = None
 
-    @property
-    def given(self) -> Model:
-        """The model as it was given, to be placed otherwise."""
-        return self._given
+    def moved(self, mesh: AbstractMesh, layout: Layout, *, accumulate: int | None = None) -> "Placed":
+        """The same under another layout on another mesh without devices; the model is not traced again."""
+        options = self.options if accumulate is None else dataclasses.replace(self.options, accumulate=accumulate)
+        other = Placed(self._given, self.objective.loss, self.objective.metrics, self.optimizer, mesh, layout, options, self.platform)
+        other.learn(self._sample)
+        other._own, other._names = self._own, self._names  # type: ignore[misc]  # as traced here
+        return other
 
     def learn(self, sample: Tree) -> None:
         """Remember the shapes of a batch; a linen model cannot be initialised without."""
@@ -141,10 +144,13 @@ class Placed:
         return variables
 
     @functools.cached_property
+    def _names(self) -> dict[str, tuple]:
+        return self._given.names(jax.random.key(0), self._run)
+
+    @functools.cached_property
     def _fitted(self) -> Resolved:
         params = flatten(self._own.params)
-        names = self._given.names(jax.random.key(0), self._run)
-        return fit_layout(self._layout, params, names, MeshSpec.parse(self.mesh), self._given.stacks())
+        return fit_layout(self._layout, params, self._names, MeshSpec.parse(self.mesh), self._given.stacks())
 
     @functools.cached_property
     def resolved(self) -> Resolved:

@@ -18,6 +18,7 @@ from spmd.comm.log import WireLog, read
 from spmd.comm.reduction import constrain
 from spmd.comm.report import exact_bytes
 from spmd.comm.server.events import Events
+from spmd.data.batches import check_batch, check_leaves
 from spmd.errors import DataError, LayoutError, LossError, ModelError, OptimizerError, SpmdError
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import pspec
@@ -319,3 +320,17 @@ class Program:
     def compilations(self) -> int:
         """How many programs have been compiled so far."""
         return sum(function._cache_size() for function in self._compiled.values())  # type: ignore[attr-defined]
+
+
+def prepared(placed: Placed, sample: Tree) -> Program:
+    """The functions for full batches like `sample`, which is checked against the layout's axes.
+
+    Raises:
+      SpmdError: the layout does not fit the model, the batch does not fit the layout, or the loss fails on it.
+    """
+    sample = abstract(sample)
+    check_leaves(sample, "the batch")
+    placed.learn(sample)
+    resolved = placed.resolved  # the layout's own problems come first: the batch is checked against its axes
+    check_batch(sample, resolved.layout, resolved.mesh, placed.options.accumulate)
+    return Program(placed, sample)

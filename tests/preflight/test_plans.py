@@ -1,6 +1,8 @@
 """Plans as a user sees them: the report, explanations, the command, and what is refused."""
 
 import dataclasses
+import html
+import itertools
 import json
 import os
 import re
@@ -453,10 +455,9 @@ def test_the_bar_of_memory_is_to_scale(small):
     plan = made(target=f"8x{small}")
     boxes = re.findall(r'width="([\d.]+)" height="26.0" fill="var\(--\w\)"><title>([^:]+):', plan._repr_html_())
     drawn = {name: float(width) for width, name in boxes if name in ("parameters", "optimizer")}
-    assert drawn["optimizer"] == pytest.approx(2 * drawn["parameters"], rel=0.01)
-    assert drawn["parameters"] == pytest.approx(960 * plan.memory.parameters / plan.memory.peak, abs=0.01), (
-        "more than there is: the whole bar"
-    )
+    whole = plan.memory.peak  # more than there is: the whole bar
+    assert drawn == {name: round(960 * getattr(plan.memory, name) / whole, 2) for name in drawn} and len(drawn) == 2
+    assert plan.memory.optimizer == 2 * plan.memory.parameters + 4, "two moments, and Adam's count"
     assert "verdict bad" in plan._repr_html_()
 
 
@@ -467,7 +468,8 @@ def test_when_adding_a_device_stops_helping():
     plan = spmd.plan(wide, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu")
     found = spmd.saturation(plan)
     assert found.devices == tuple(2**power for power in range(11)) and found.rows == 4096
-    assert found.shares["exact"] == 1.0 and found.shares["bfloat16"] == pytest.approx(0.5, rel=0.01) and 0.25 < found.shares["int8"] < 0.27
+    assert found.shares["exact"] == 1.0 and found.shares["bfloat16"] == 0.5
+    assert found.shares["int8"] == (1 + 4 / 256) / 4, "a byte, and a float32 of scale for each block, where float32 takes four"
     times = plan.timeline
     assert found.rates["exact"][0] == pytest.approx(4096 / (times.launches + 4 * (times.products + times.memory)))
     assert 1 < found.knee("exact") <= found.knee("bfloat16") <= found.knee("int8") < 1024, "who sends less goes on for longer"
@@ -481,3 +483,57 @@ def test_when_adding_a_device_stops_helping():
 def test_saturation_is_of_data_parallelism():
     with pytest.raises(SpmdError, match=r"this layout cuts parameters, and every worker of data parallelism has them all\."):
         spmd.saturation(made())
+
+
+def test_a_curve_is_drawn():
+    """One line for each codec, a point for each number of devices, and a circle where its knee is; more rows per second lie higher."""
+    wide = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((512, 512))}, lambda params, x: x @ params["w"])
+    batch = {name: jax.ShapeDtypeStruct((1024, 512), "float32") for name in "xy"}
+    found = spmd.saturation(spmd.plan(wide, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu"))
+    text = found._repr_html_()
+    root = xml.etree.ElementTree.fromstring(re.search(r"<svg.*?</svg>", text, re.DOTALL).group())
+    name = lambda part: part.tag.partition("}")[2]
+    lines = [[tuple(map(float, point.split(","))) for point in part.get("points").split()] for part in root if name(part) == "polyline"]
+    knees = [(float(part.get("cx")), float(part.get("cy"))) for part in root if name(part) == "circle"]
+    for line, knee, (codec, rates) in zip(lines, knees, found.rates.items(), strict=True):
+        assert len(line) == len(rates) == 11 and knee == line[found.devices.index(found.knee(codec))]
+        ranks = lambda values: sorted(range(len(values)), key=lambda at: values[at])
+        heights = [-y for _, y in line]
+        assert all(a <= b + 0.2 for a, b in itertools.pairwise(heights[at] for at in ranks(rates)))
+    assert html.escape(str(found)) in text
+
+
+def test_an_array_is_drawn_over_its_mesh():
+    """A piece is a square with its range and its devices; four devices have one half of "up" each, and four the other."""
+    plan = made()
+    text = plan.drawing("up")
+    titles = re.findall(r"<title>(.*?)</title>", text)
+    assert titles == ["[:, 0:128] on devices 0, 2, 4, 6", "[:, 128:256] on devices 1, 3, 5, 7"]
+    assert "float32[64, 256]" in text
+    spread = made(layout="fsdp", mesh="data=8").drawing("up")
+    assert re.findall(r"<title>(.*?)</title>", spread) == [f"[:, {32 * at}:{32 * at + 32}] on device {at}" for at in range(8)]
+    with pytest.raises(SpmdError, match='did you mean "up"'):
+        plan.drawing("upp")
+
+
+def test_a_model_whose_shapes_depend_on_data_is_refused_with_a_cure():
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x[x[:, 0] > 0] @ params["w"])
+    with pytest.raises(SpmdError, match=r"the loss fails on a batch of .*NonConcreteBooleanIndexError"):
+        spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
+
+
+def test_the_steps_own_log_is_held_against_the_program():
+    """What the step asks for is sent, under a manual reduction; what XLA adds or merges is told."""
+    plan = made(layout="data_parallel", mesh="data=8")
+    assert plan.asked == plan.program.wire.bytes() > 0
+    line = str(plan).partition("The step's own collectives (`trainer.wire`) ")[2].split("\n")[0]
+    assert line == "send just this." if plan.asked == plan.traffic.bytes() else f"ask for {plan.asked:,} bytes" in line
+    alone = made(layout=dataclasses.replace(LAYOUT, gradients=spmd.Gradients("compiler")))
+    assert alone.asked is None and "own collectives" not in str(alone)
+
+
+def test_what_no_formula_knows_is_told():
+    solve = lambda params, x: x @ jnp.linalg.inv(params["w"] + jnp.eye(64))[:, :8]
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 64))}, solve)
+    plan = spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
+    assert re.search(r"note: operations of lapack\w+.* are not counted", str(plan))

@@ -1,0 +1,202 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: -all,jupytext,kernelspec
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Plan before you rent
+#
+# A GPT that trains on one device is to be trained on four GPUs that are not here. Does it fit? If not, what would make it fit, and
+# what is the fastest way? This notebook goes from «it does not fit» to a layout file that can be committed, and nothing in it needs a
+# GPU: the real training step is compiled for hardware that need not be there, and memory, traffic and time are read from the compiled
+# program.
+#
+# With `pip install 'spmd[gpu-compiler]'` the compiler is XLA:GPU itself; without it plans are estimates by XLA:CPU, and their first
+# line says so. All numbers are computed here. With `SPMD_SMALL=1` in the environment the model and the GPU are small ones.
+
+# %%
+import os
+import re
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # plans need no accelerator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from IPython.display import HTML, Markdown
+
+import spmd
+from spmd.preflight.target import shipped  # the files of known hardware
+
+spmd.simulate_devices(4)  # to train a few steps at the end, with the layout that was found
+SMALL = bool(os.environ.get("SPMD_SMALL"))
+folder = Path(tempfile.mkdtemp())
+
+# %% [markdown]
+# ## The model and the target
+#
+# A decoder of transformer blocks in an `spmd.nn.LayerStack`, which compiles as fast for 24 layers as for 4. It knows nothing of
+# devices. The target is one node of four L4; a target of your own is a TOML file, and the small run makes one.
+
+# %%
+VOCAB, WIDTH, DEPTH, HEADS, LENGTH, ROWS = (256, 64, 4, 4, 64, 32) if SMALL else (32_000, 1024, 24, 16, 1024, 32)
+
+
+class Block(nnx.Module):
+    def __init__(self, width, heads, rngs):
+        self.heads = heads
+        self.before, self.between = nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)
+        self.mix, self.out = nnx.Linear(width, 3 * width, rngs=rngs), nnx.Linear(width, width, rngs=rngs)
+        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x):
+        rows, length, width = x.shape
+        q, k, v = jnp.split(self.mix(self.before(x)).reshape(rows, length, 3 * self.heads, -1), 3, axis=2)
+        x = x + self.out(spmd.nn.attention(q, k, v, causal=True).reshape(rows, length, width))
+        return x + self.down(nnx.gelu(self.up(self.between(x))))
+
+
+class GPT(nnx.Module):
+    def __init__(self, vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, length=LENGTH, *, rngs):
+        self.tokens, self.places = nnx.Embed(vocab, width, rngs=rngs), nnx.Embed(length, width, rngs=rngs)
+        self.blocks = spmd.nn.LayerStack(spmd.nn.repeat(depth, lambda rngs: Block(width, heads, rngs), rngs))
+        self.norm, self.head = nnx.RMSNorm(width, rngs=rngs), nnx.Linear(width, vocab, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1])))))
+
+
+model = lambda: GPT(rngs=nnx.Rngs(0))
+tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32")  # shapes are enough: nothing is allocated
+batch = {"tokens": tokens, "targets": tokens}
+what = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(3e-4), "precision": "bfloat16"}
+
+target = "4xl4"
+if SMALL:  # the L4's file, with so little memory that the small model has the large one's troubles
+    text = shipped()["l4"].read_text()
+    (folder / "small.toml").write_text(re.sub(r"^memory = \S+", f"memory = {6 * 2**20}", text, count=1, flags=re.MULTILINE))
+    target = f"4x{folder}/small.toml"
+
+sizes = jax.tree.leaves(nnx.eval_shape(model))
+print(f"{sum(np.prod(leaf.shape) for leaf in sizes) / 1e6:.1f} million parameters")
+
+# %% [markdown]
+# ## It does not fit
+#
+# Data-parallel training keeps all weights and both of Adam's moments on every device. The plan is a page of its own in a notebook; in
+# a terminal it is text, and `plan.save("plan.html")` writes the page to a file.
+
+# %%
+first = spmd.plan(model, batch, target=target, layout="data_parallel", **what)
+print(first.memory)
+
+# %%
+HTML(first._repr_html_())  # or `first` alone, as a cell's last line
+
+# %% [markdown]
+# ## What would make it fit
+#
+# Cures are tried in an order, each on top of those before that help, and each is planned before it is shown: recompute more, more
+# microbatches, cut the optimizer's state over the workers, then the parameters, then more devices.
+
+# %%
+cures = first.cures()
+for cure in cures:
+    print(cure)
+
+# %% [markdown]
+# ## The fastest that fits
+#
+# A search goes through layouts, meshes, ways to reduce, microbatches and rematerialisation. Bounds in closed form and the plans that
+# are there rule most of them out; the promising ones are compiled. Every candidate that is rejected has its reason.
+
+# %%
+found = spmd.search(
+    model, batch, target=target, candidates=["data_parallel", "zero1", "fsdp", "pipeline"], compiles=8 if SMALL else 16, **what
+)
+print(found)
+
+# %%
+best = found.best
+spmd.compare(first, best)
+
+# %% [markdown]
+# Where a parameter of the winner lives, and what chose that:
+
+# %%
+print(best.explain("blocks/layers/up/kernel"))
+
+# %% [markdown]
+# ## When does adding a GPU stop helping?
+#
+# For the same batch over more and more devices of this kind, data-parallel, by what gradients travel as. The mark is where twice the
+# devices are less than 1.1 times as fast.
+
+# %%
+curve = spmd.saturation(first)
+HTML(curve._repr_html_())
+
+# %% [markdown]
+# ## A layout to commit
+#
+# What was found is a TOML file like those that come with the library, complete with its mesh.
+
+# %%
+path = found.save(folder / "my_gpt.toml")
+print(path.read_text())
+assert spmd.Layout.load(path) == found.layout
+
+# %% [markdown]
+# Training takes the file. Here, on four simulated CPU devices, a small model of the same kind makes a few steps with it; on the
+# rented machines it is the same call with the real model.
+
+# %%
+rng = np.random.default_rng(0)
+text = rng.integers(0, 256, (256, 65)) % 7  # seven letters
+data = {"tokens": text[:, :-1].astype(np.int32), "targets": text[:, 1:].astype(np.int32)}
+tiny = lambda: GPT(256, 64, 4, 4, 64, rngs=nnx.Rngs(0))
+options = found.best.program.placed.options
+result = spmd.fit(
+    tiny,
+    data,
+    layout=path,
+    loss=spmd.losses.cross_entropy,
+    optimizer=optax.adamw(3e-3),
+    precision=options.precision,
+    accumulate=options.accumulate,
+    batch_size=ROWS,
+    steps=24,
+    progress=False,
+)
+losses = result.history["loss"]
+print(f"loss from {losses[0]:.2f} to {losses[-1]:.2f}")
+
+# %% [markdown]
+# ## What was found
+
+# %%
+memory = lambda plan: f"{plan.memory.peak / 2**30:.3g} GiB of {plan.memory.capacity / 2**30:.3g}"
+lines = [
+    f"- Data-parallel training **does not fit**: {memory(first)} on each of {first.cluster.count} devices.",
+    f"- The first cure that does: {cures[-1].change} ({memory(cures[-1].plan)}, {1e3 * cures[-1].plan.timeline.seconds:.3g} ms per step).",
+    f"- The fastest that was found: {found.plans[0][0]} ({memory(best)}, {1e3 * best.timeline.seconds:.3g} ms per step).",
+    f"- Of {len(found.plans) + len(found.rejected)} candidates {len(found.plans)} were compiled and fit.",
+    f"- Data-parallel training of {first.rows} rows stops gaining at {curve.knee('exact')} devices with exact gradients.",
+]
+assert not first.fits and cures[-1].fits and best.timeline.seconds <= cures[-1].plan.timeline.seconds
+Markdown("\n".join(lines))
