@@ -89,7 +89,7 @@ what = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(3e-4), "prec
 target = "4xl4"
 if SMALL:  # the L4's file, with so little memory that the small model has the large one's troubles
     text = shipped()["l4"].read_text()
-    (folder / "small.toml").write_text(re.sub(r"^memory = \S+", f"memory = {6 * 2**20}", text, count=1, flags=re.MULTILINE))
+    (folder / "small.toml").write_text(re.sub(r"^memory = \S+", f"memory = {12 * 2**20}", text, count=1, flags=re.MULTILINE))
     target = f"4x{folder}/small.toml"
 
 sizes = jax.tree.leaves(nnx.eval_shape(model))
@@ -127,7 +127,7 @@ for cure in cures:
 
 # %%
 found = spmd.search(
-    model, batch, target=target, candidates=["data_parallel", "zero1", "fsdp", "pipeline"], compiles=8 if SMALL else 16, **what
+    model, batch, target=target, candidates=["data_parallel", "zero1", "fsdp", "pipeline"], compiles=12 if SMALL else 16, **what
 )
 print(found)
 

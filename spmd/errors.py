@@ -132,7 +132,7 @@ def first_problem(error: SpmdError) -> str:
     lines = str(error).splitlines()
     at = next((number for number, line in enumerate(lines) if line[:2] == "  " and line[2:3].strip()), None)
     if at is None:
-        return lines[0]
+        return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
     why = [line.strip() for line in lines[at + 1 :] if line.strip() and not line.strip().startswith("and ")]
     return f"{lines[at].split('   ')[0].strip() or lines[at].strip()}: {why[0] if why else lines[0]}"
 

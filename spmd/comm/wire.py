@@ -4,8 +4,10 @@ What each call costs is read from the traced step by `spmd.comm.log`, which stat
 """
 
 import math
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 Axes = tuple[str, ...]
@@ -13,12 +15,19 @@ Axes = tuple[str, ...]
 
 def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
     """Sum over all workers along `axes`; every worker gets the whole sum, same shape as `x`."""
-    return lax.psum(x, axes) if axes else x
+    return _sum(lambda x: lax.psum(x, axes), x) if axes else x
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Sum over all workers along `axes`, of which each keeps its own slice of `dim`, in the order of the axes."""
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+    return _sum(lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True), x) if axes else x
+
+
+def _sum(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """A sum over devices; of bfloat16 as float32 where other axes are left to the partitioner: XLA:CPU aborts the process on one there."""
+    mesh = jax.sharding.get_abstract_mesh()
+    wide = x.dtype == jnp.bfloat16 and set(mesh.axis_names) > set(mesh.manual_axes)
+    return collective(x.astype(jnp.float32)).astype(x.dtype) if wide else collective(x)
 
 
 def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:

@@ -101,7 +101,26 @@ class Cutting:
         Specs name these axes only. Gradients of inputs that are whole along an axis are summed over it.
         """
         mesh = None if manual_axes() else self.mesh  # inside a manual region jax knows the mesh
-        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
+
+        def wide(*given: Any) -> Any:
+            dtypes = jax.tree.map(lambda leaf: leaf.dtype, given)
+            narrowed = lambda *wide: function(*jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), wide, dtypes))
+            run = jax.shard_map(narrowed, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
+            specs = [in_specs] * len(given) if isinstance(in_specs, PartitionSpec) else in_specs
+            return run(*(tree if _names_all(spec, axes) else jax.tree.map(_widened, tree) for tree, spec in zip(given, specs, strict=True)))
+
+        return wide
+
+
+def _names_all(spec: Any, axes: tuple[str, ...]) -> bool:
+    if not isinstance(spec, PartitionSpec):
+        return False  # of several arrays
+    return {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)} >= set(axes)
+
+
+def _widened(leaf: jax.Array) -> jax.Array:
+    """As float32 what is bfloat16, for its gradient is summed over devices: see `wire.all_reduce`."""
+    return leaf.astype("float32") if leaf.dtype == "bfloat16" else leaf
 
 
 WHOLE = Cutting()

@@ -218,6 +218,9 @@ def _flags() -> str:
 def _last(path: Path) -> str:
     """The last error of a log, without the traceback before it."""
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    fatal = [line for line in lines if re.match(r"F\d{4} ", line)]  # the compiler gave up; what follows is its stack
+    if fatal:
+        return f"    {fatal[-1].partition('] ')[2] or fatal[-1]}"
     starts = [number for number, line in enumerate(lines) if line[:1].isalpha() and "Error" in line.split(":")[0]]
     shown = lines[starts[-1] :] if starts else lines[-5:]
     end = next((number for number, line in enumerate(shown) if line.startswith("-----")), len(shown))  # what follows is about jax's frames

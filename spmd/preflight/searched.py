@@ -36,6 +36,7 @@ class Search:
       plans: everything that was compiled and fits, fastest first.
       rejected: every other candidate and why it is none, in the order of candidates.
       left_out: layouts that were not searched, and why.
+      complete: whether each candidate was compiled or ruled out; if not, `compiles` ended it.
       would_hold: where nothing fits, the plan on the smallest mesh that was found to hold it.
     """
 
@@ -44,12 +45,17 @@ class Search:
     plans: tuple[tuple[Candidate, Plan], ...]
     rejected: Mapping[Candidate, str]
     left_out: Mapping[str, str]
+    complete: bool
     would_hold: Plan | None
 
     @property
     def best(self) -> Plan | None:
         """The fastest plan that fits; None where none does."""
         return self.plans[0][1] if self.plans else None
+
+    @property
+    def _nothing(self) -> str:
+        return f"nothing fits {self.cluster}" if self.complete else f"nothing that was compiled fits {self.cluster}"
 
     @property
     def layout(self) -> Layout:
@@ -59,7 +65,8 @@ class Search:
           OptionError: nothing fits.
         """
         if not self.plans:
-            raise OptionError(f"search: nothing fits {self.cluster}.\n    cure: {_hold(self) or 'a smaller model or batch'}.")
+            cure = _hold(self) or ("a smaller model or batch" if self.complete else "more compiles")
+            raise OptionError(f"search: {self._nothing}.\n    cure: {cure}.")
         return self.plans[0][0].layout
 
     def to_toml(self) -> str:
@@ -103,7 +110,7 @@ class Search:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         if not self.plans:
-            lines = [f"NOTHING FITS {self.cluster}" + (f"; {_hold(self)}" if self.would_hold else "")]
+            lines = [self._nothing[0].upper() + self._nothing[1:] + (f"; {_hold(self)}" if self.would_hold else "")]
         alone = f"on one device: {seconds(self.alone.timeline.seconds)}, {format_bytes(self.alone.memory.peak)}."
         head = f"{len(self.plans)} of {len(self.plans) + len(self.rejected)} candidates for {self.cluster} were compiled and fit; {alone}"
         return "\n".join([head, "", *lines, "", "rejected", *_reasons(self.rejected, self.left_out)])
@@ -149,8 +156,8 @@ def search(
       model, batch, loss, optimizer, target, metrics, precision, seed, timeout: as for `plan`.
       candidates: "exact": the shipped layouts whose updates are those of one device, but for rounding; "all": also those that round what
         travels, or let workers go on by themselves; or a list of layouts.
-      compiles: programs that are compiled at most, beside one for a single device; None: all that are not rejected otherwise. Where
-        nothing fits, a few more for each larger mesh.
+      compiles: programs that are compiled at most, beside one for a single device; None: all that are not rejected otherwise. As long as
+        nothing fits, twice as many, and a few for each larger mesh.
       say: is told of every program.
 
     Returns:
@@ -187,7 +194,7 @@ def search(
     fitting = {one: plan for one, plan in walk.plans.items() if plan.fits}
     ranked = sorted(fitting.items(), key=lambda item: (item[1].timeline.seconds, item[1].memory.peak))
     hold = None if ranked else _larger(walk)
-    return Search(cluster, alone, tuple(ranked), dict(walk.rejected()), left_out, hold)
+    return Search(cluster, alone, tuple(ranked), dict(walk.rejected()), left_out, not walk.waiting, hold)
 
 
 def _larger(walk: "Walk") -> Plan | None:
@@ -226,16 +233,21 @@ class Walk:
         self._refused: dict[int, list[str]] = {}  # by family, what was refused when it was traced
 
     @property
+    def waiting(self) -> list[Candidate]:
+        """What was not compiled and is not ruled out."""
+        return [one for one in self._waiting if self._hopeless(one) is None]
+
+    @property
     def best(self) -> Plan | None:
         """The fastest that fits so far."""
         return min((plan for plan in self.plans.values() if plan.fits), key=lambda plan: plan.timeline.seconds, default=None)
 
     def run(self, most: float) -> None:
-        """Compile candidates until none is left, or so many are compiled; the one that is promising most comes first."""
+        """Compile candidates until none is left or so many are compiled, twice as many while nothing fits."""
         for family in range(len(self.space.layouts)):
             self._open_family(family)
-        while self._waiting and len(self.plans) < most and not (self.lightest_first and self.best):
-            one = min(self._waiting, key=self._expected)  # the first of equals
+        while self._waiting and len(self.plans) < (most if self.best else 2 * most) and not (self.lightest_first and self.best):
+            one = min(self._waiting, key=self._order)  # the first of equals
             del self._waiting[one]
             why = self._hopeless(one)
             if why is None:
@@ -263,15 +275,23 @@ class Walk:
             elif self.lightest_first or not any(other.family == family for other in self._waiting):
                 self._waiting[group] = None
 
-    def _expected(self, one: Candidate) -> float:
-        """What speaks against compiling a candidate next: seconds of the plan that differs least from it, or its floor."""
+    def _order(self, one: Candidate) -> tuple[bool, float]:
+        """Which comes next: as long as nothing fits, what saves memory; then by seconds, as far as these can be told."""
+        saves = one.accumulate > 1 or one.kept > 0
         floor = self._floor(one)
         if isinstance(floor, str):
-            return 0.0
-        if self.lightest_first:
-            return floor.state if one == one.group else 0.0
-        near = [(one.differs(other), plan.timeline.seconds) for other, plan in self.plans.items() if other.family == one.family]
-        return min(near)[1] if near else floor.seconds
+            return False, 0.0
+        if self.lightest_first and not saves:
+            return True, float(floor.state)
+        return self.best is None and not saves, self._expected(one, floor)
+
+    def _expected(self, one: Candidate, floor: Floor) -> float:
+        """Seconds of the plan that differs least, each further microbatch beginning all operations anew; a floor where there is no plan."""
+        near = [(one.differs(other), number) for number, other in enumerate(self.plans) if other.family == one.family]
+        if not near:
+            return floor.seconds
+        other, plan = list(self.plans.items())[min(near)[1]]
+        return plan.timeline.seconds + max(one.accumulate / other.accumulate - 1, 0.0) * plan.timeline.launches
 
     def _floor(self, one: Candidate) -> Floor | str:
         """The floor of a candidate's group, or why there is none."""

@@ -24,17 +24,20 @@ nbformat.write(notebook, sys.argv[2] + "/done.ipynb")
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What a notebook has put out, all cells together: text, kinds of media, and what was set in Markdown."""
+    """What a notebook has put out, all cells together: text, kinds of media, and what was set in Markdown and HTML."""
 
     text: str
     kinds: list[str]
     markdown: str
+    html: str
 
     @classmethod
     def of(cls, outputs):
         kinds = [kind for out in outputs for kind in out.get("data", {})]
         part = lambda kind: "".join("".join(out.get("data", {}).get(kind, "")) for out in outputs)
-        return cls("".join("".join(out.get("text", "")) for out in outputs) + part("text/plain"), kinds, part("text/markdown"))
+        return cls(
+            "".join("".join(out.get("text", "")) for out in outputs) + part("text/plain"), kinds, part("text/markdown"), part("text/html")
+        )
 
 
 def cells(notebook):
@@ -87,10 +90,28 @@ def rows_of(text):
     return re.findall(r"^(\w[\w, ]*?) +(0\.\d{3}.*)$", main, re.MULTILINE)
 
 
-SHOWS = {"00_quickstart": quickstart, "parameter_server": parameter_server}
+def plan_before_you_rent(shown):
+    """From a plan that does not fit, by cures that are planned, to a layout file that trains."""
+    assert "ESTIMATE by XLA:CPU" in shown.html or "compiled by XLA:GPU" in shown.html
+    assert shown.html.count("<svg") == 4  # the plan's three drawings, and the curve
+    assert "DOES NOT FIT" in shown.text
+    cures = re.findall(r"^\[remat\] save = .*: (does not fit|fits), ", shown.text, re.MULTILINE)
+    assert len(cures) >= 1 and cures[-1] == "fits"
+    steps = [float(step) for step in re.findall(r"^\d+ +\w+ on .* ([\d.]+) ms +\d\.\d\d ", shown.text, re.MULTILINE)]
+    assert len(steps) > 1 and steps == sorted(steps)
+    assert "# Found by spmd.search for 1x4xsmall" in shown.text and "[mesh]" in shown.text
+    first, last = map(float, re.search(r"loss from ([\d.]+) to ([\d.]+)", shown.text).groups())
+    assert last < 0.5 * first
+    assert shown.markdown.count("\n- ") == 4 and "**does not fit**" in shown.markdown
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+SHOWS = {"00_quickstart": quickstart, "parameter_server": parameter_server, "plan_before_you_rent": plan_before_you_rent}
+
+
+SLOW = ("plan_before_you_rent",)  # compiles a score of programs, each in a process
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW), id=path.name) for path in NOTEBOOKS])
 def test_runs(path, tmp_path):
     environment = {**os.environ, "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"), "IPYTHONDIR": str(tmp_path / "ipython")}
     environment |= {"SPMD_SMALL": "1", "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"}  # compiles sooner

@@ -243,12 +243,13 @@ def test_nothing_fits_and_the_smallest_mesh_that_would_hold_it(device):
     target = f"2x{device(340 * KIB)}"
     found = spmd.search(MODEL, BATCH, target=target, candidates=["fsdp"], compiles=1, **TRAINS)
     assert found.best is None and not found.plans and found.would_hold.fits and found.would_hold.cluster.count == 4
-    assert f"NOTHING FITS 1x2xsmall{340 * KIB}; fsdp on mesh data={found.would_hold.cluster.count}" in str(found)
-    with pytest.raises(SpmdError, match="nothing fits") as caught:
+    assert f"Nothing that was compiled fits 1x2xsmall{340 * KIB}; fsdp on mesh data={found.would_hold.cluster.count}" in str(found)
+    with pytest.raises(SpmdError, match="nothing that was compiled fits") as caught:
         found.layout  # noqa: B018
     assert "would hold it" in str(caught.value)
     nowhere = spmd.search(MODEL, BATCH, target=f"4x{device(120 * KIB)}", candidates=["data_parallel"], compiles=1, **TRAINS)
-    assert nowhere.would_hold is None and "state alone is 300.0 KiB of 120.0 KiB" in str(nowhere)
+    assert nowhere.would_hold is None and nowhere.complete
+    assert "Nothing fits" in str(nowhere) and "state alone is 300.0 KiB of 120.0 KiB" in str(nowhere)
 
 
 @pytest.mark.slow
