@@ -21,12 +21,16 @@ from typing import Any
 import jax
 import jaxlib
 
-from spmd.errors import CompileError
+from spmd.errors import CompileError, OptionError
 from spmd.mesh import MeshSpec
 from spmd.preflight.target import Cluster, Target
 from spmd.train.program import Program
 
 PLUGIN = "jax_cuda13_plugin"
+COMPILERS = {  # by platform: the module that has it, its distribution, our extra, and what it is called
+    "cuda": (PLUGIN, "jax-cuda13-plugin", "gpu-compiler", "XLA:GPU", "GPU"),
+    "tpu": ("libtpu", "libtpu", "tpu-compiler", "XLA:TPU", "TPU"),
+}
 FILES = ("program.hlo", "memory.json", "buffers.txt")
 KEPT = 64  # compiled programs in the cache; the one that was not used for longest goes first
 
@@ -51,14 +55,16 @@ class Compiled:
     seconds: float
 
 
-def compiler_of(target: Target) -> tuple[str, str]:
+def compiler_of(target: Target, nodes: int = 1) -> tuple[str, str]:
     """The platform whose compiler is taken for a target, and in words which that is and why."""
     if target.platform == "cpu":
         return "cpu", "XLA:CPU, on simulated devices"
-    if target.platform == "cuda" and importlib.util.find_spec(PLUGIN) is not None:
-        return "cuda", f"XLA:GPU, told of {target.title}; no GPU was needed"
-    cure = "pip install 'spmd[gpu-compiler]'" if target.platform == "cuda" else "none comes with spmd yet"
-    return "cpu", f"an ESTIMATE by XLA:CPU: the compiler for {target.title} is not installed ({cure})"
+    module, _, extra, name, kind = COMPILERS[target.platform]
+    if target.platform == "tpu" and nodes > 1:
+        return "cpu", "an ESTIMATE by XLA:CPU: what XLA:TPU sends between slices is in no collective that could be read; of one slice it is"
+    if importlib.util.find_spec(module) is not None:
+        return target.platform, f"{name}, told of {target.title}; no {kind} was needed"
+    return "cpu", f"an ESTIMATE by XLA:CPU: the compiler for {target.title} is not installed (pip install 'spmd[{extra}]')"
 
 
 def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> Compiled:
@@ -71,7 +77,7 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     Raises:
       CompileError: the compiler fails, or takes too long.
     """
-    platform, words = compiler_of(cluster.target)
+    platform, words = compiler_of(cluster.target, cluster.nodes)
     exported, donated = _exported(program, platform)
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
     request = {
@@ -82,7 +88,7 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
         "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
         "nodes": cluster.nodes,
         "devices": cluster.devices,
-        "description": description(cluster.target) if platform == "cuda" else "",
+        "topology": topology(cluster) if platform != "cpu" else {},
     }
     blob = pickle.dumps(request)
     known_by = [blob, *(text.encode() for text in (jax.__version__, jaxlib.__version__, _plugin(platform), _flags()))]
@@ -183,6 +189,7 @@ def _run(command: list[str], errors: Any, what: str, timeout: float, say: Callab
     paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     own = {"XLA_FLAGS": _flags(), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": paths}
     own |= dict.fromkeys(("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"), "")  # what comes out of that cache has no report of buffers
+    own |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # it asks no cloud which machine this is, and locks nothing
     environment = {name: value for name, value in (os.environ | own).items() if value}
     began = time.monotonic()
     # the worker ends when its standard input does, so it does not outlive this process, however that ends
@@ -206,7 +213,7 @@ def _run(command: list[str], errors: Any, what: str, timeout: float, say: Callab
 
 
 def _plugin(platform: str) -> str:
-    return importlib.metadata.version("jax-cuda13-plugin") if platform == "cuda" else ""
+    return importlib.metadata.version(COMPILERS[platform][1]) if platform in COMPILERS else ""
 
 
 def _flags() -> str:
@@ -225,6 +232,30 @@ def _last(path: Path) -> str:
     shown = lines[starts[-1] :] if starts else lines[-5:]
     end = next((number for number, line in enumerate(shown) if line.startswith("-----")), len(shown))  # what follows is about jax's frames
     return "\n".join(f"    {line}" for line in shown[:end][:12])
+
+
+def topology(cluster: Cluster) -> dict[str, Any]:
+    """What `jax.experimental.topologies` is asked for: as many devices of that kind on as many nodes; slices, for TPUs.
+
+    Raises:
+      OptionError: a number of chips of which there is no slice.
+    """
+    target = cluster.target
+    if target.platform == "cuda":
+        shape = f"1x{cluster.nodes}x{cluster.devices}"
+        return {"platform": "cuda", "target_config": description(target), "topology": shape}
+    bounds, dims, left = [1] * target.compiler["dims"], target.compiler["dims"], cluster.devices
+    while left > 1 and left % 2 == 0:
+        at = min(range(dims), key=lambda dim: (bounds[dim], -dim if dims == 2 else dim))
+        bounds[at], left = 2 * bounds[at], left // 2
+    if left != 1:
+        near = 2 ** (cluster.devices.bit_length() - 1)
+        cure = f'"{near}x{target.name}" or "{2 * near}x{target.name}"'
+        raise OptionError(f'target "{cluster}": slices have 1, 2, 4, 8, 16 … chips.\n    cure: {cure}.')
+    host = [min(size, 2) for size in bounds[:2]] + [1]
+    name = f"{target.compiler['name']}:{'x'.join(map(str, bounds))}"
+    kind = "megacore" if dims == 3 else "default"  # both cores of a chip as one device
+    return {"platform": "tpu", "topology_name": name, "chips_per_host_bounds": tuple(host), "chip_config_name": kind}
 
 
 def description(target: Target) -> str:

@@ -81,12 +81,6 @@ class Instruction:
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
         return found.group(1) if found else ""
 
-    @property
-    def trips(self) -> int | None:
-        """How often a loop runs, if XLA knows it."""
-        found = re.search(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"', self.rest)
-        return int(found.group(1)) if found else None
-
 
 @dataclasses.dataclass(frozen=True)
 class Module:
@@ -108,7 +102,35 @@ class Module:
     @property
     def endless(self) -> list[str]:
         """Loops of which XLA does not know how often they run."""
-        return [one.name for _, one in self.inside(self.entry) if one.op == "while" and one.trips is None]
+        return [one.name for name, one in self.inside(self.entry) if one.op == "while" and self.trips(name, one) is None]
+
+    def trips(self, computation: str, one: Instruction) -> int | None:
+        """How often a loop runs, if XLA says it, or its counter does: one that grows by one from a constant up to a constant."""
+        found = re.search(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"', one.rest)
+        if found:
+            return int(found.group(1))
+        condition, body = one.named("condition"), one.named("body")
+        test, result = self.computations.get(condition, ())[-1:], self.computations.get(body, ())[-1:]
+        start = self._source(computation, one.operands[0]) if one.operands else None
+        if not test or not result or start is None or test[0].op != "compare" or "direction=LT" not in test[0].rest:
+            return None
+        counter, end = (self._source(condition, name) for name in test[0].operands)
+        index = re.search(r"index=(\d+)", counter.rest) if counter is not None and counter.op == "get-tuple-element" else None
+        if index is None or start.op != "tuple" or result[0].op != "tuple":
+            return None
+        at = int(index.group(1))
+        grown, begin = self._source(body, result[0].operands[at]), self._source(computation, start.operands[at])
+        steps = [self._source(body, name) for name in grown.operands] if grown is not None and grown.op == "add" else []
+        if not any(step is not None and _number(step) == 1 for step in steps) or _number(begin) is None or _number(end) is None:
+            return None
+        return max((_number(end) or 0) - (_number(begin) or 0), 0)
+
+    def _source(self, computation: str, name: str) -> Instruction | None:
+        """What an operand is, copies left out."""
+        found = self._tables[computation].get(name)
+        while found is not None and found.op in ("copy", "bitcast", "opt-barrier") and found.operands:
+            found = self._tables[computation].get(found.operands[0])
+        return found
 
     def scopes(self, computation: str, one: Instruction) -> list[str]:
         """Where an instruction comes from. XLA leaves some that it has put together from several without a word: then it is where what they
@@ -147,6 +169,11 @@ def parse(text: str) -> Module:
             current.append(_instruction(*found.groups()))
     count = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
     return Module({name: tuple(lines) for name, lines in computations.items()}, entry, int(count.group(1)) if count else 1)
+
+
+def _number(one: Instruction | None) -> int | None:
+    found = re.match(r"\((-?\d+)\)", one.rest) if one is not None and one.op == "constant" else None
+    return int(found.group(1)) if found else None
 
 
 def _instruction(name: str, text: str) -> Instruction:

@@ -56,7 +56,7 @@ class Target:
       flops: floating-point operations per second, dense, by the dtype that is multiplied; "vector" is float32 outside of matrix units.
       inside, between: links to devices of the same node, and to other nodes.
       achieved: which shares of all these programs reach.
-      compiler: facts that XLA:GPU wants of a GPU that is not there; empty for other platforms.
+      compiler: facts that XLA:GPU wants of a GPU that is not there; of a TPU what libtpu calls it and how many dimensions a slice has.
       sources: where each figure is from.
     """
 
@@ -168,7 +168,7 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
     needed = [
         name
         for name in fields
-        if name not in ("devices_per_node", "compiler", "sources") or (name, table.get("platform")) == ("compiler", "cuda")
+        if name not in ("devices_per_node", "compiler", "sources") or (name == "compiler" and table.get("platform") in ("cuda", "tpu"))
     ]
     found = [Problem(name, ["it is missing."]) for name in needed if name not in table]
     found += [Problem(name, ["nothing reads it."], did_you_mean(name, fields)) for name in table if name not in fields]
@@ -176,7 +176,8 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
         found.append(Problem("platform", [f"{table['platform']!r} is none."], did_you_mean(str(table["platform"]), PLATFORMS)))
     numbers = ("memory", "memory_bandwidth", "devices_per_node")
     found += [_no_number(name, table[name]) for name in numbers if name in table and not _is_number(table[name])]
-    for name, wanted in _TABLES.items():
+    slices = table.get("platform") == "tpu"
+    for name, wanted in (_TABLES | ({"compiler": ("name", "dims")} if slices else {})).items():
         part = table.get(name)
         if part is None:
             continue
@@ -191,7 +192,7 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
         shares = [key for key in ("matmul", "memory", "link") if name == "achieved" and _is_number(part.get(key)) and part[key] > 1]
         found += [Problem(f"[{name}] {key}", [f"{part[key]} is a share above 1."], "such as 0.6.") for key in shares]
     capability = table.get("compiler", {}).get("compute_capability", [0, 0]) if isinstance(table.get("compiler", {}), dict) else [0, 0]
-    if not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(part, int) for part in capability)):
+    if not slices and not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(part, int) for part in capability)):
         found.append(Problem("[compiler] compute_capability", [f"{capability!r} is not two whole numbers."], "such as [9, 0]."))
     return found
 

@@ -120,7 +120,7 @@ class _Schedule:
             elif one.op.endswith("-done"):
                 self._end(clock, open_, one)
             elif one.op in ("while", "conditional", "call", "async-start"):
-                self._nested(clock, one)
+                self._nested(clock, name, one)
             elif one.op not in FREE and not one.op.endswith(("-update",)):
                 self._compute(clock, cost_of(self.module, name, one), launch=one.op not in ("iota",))
             if clock.compute > began and not one.op.endswith("-done") and not collective_kind(one.op):
@@ -159,9 +159,9 @@ class _Schedule:
         clock.exposed += max(done - clock.compute, 0.0)
         clock.compute = max(clock.compute, done)
 
-    def _nested(self, clock: _Clock, one: Instruction) -> None:
+    def _nested(self, clock: _Clock, name: str, one: Instruction) -> None:
         if one.op == "while":
-            inner, times = self.run(one.named("body")), one.trips or 1
+            inner, times = self.run(one.named("body")), self.module.trips(name, one) or 1
         else:
             inner, times = max((self.run(called) for called in one.called), key=lambda found: found.compute, default=_Clock()), 1
         for field in ("compute", "products", "memory", "launches", "exposed", "travelled"):

@@ -146,7 +146,7 @@ def _walk(module: Module, name: str, times: int, mesh: MeshSpec, cluster: Cluste
             if found.group > 1:
                 yield found
         elif one.op == "while":
-            yield from _walk(module, one.named("body"), times * (one.trips or 1), mesh, cluster, data)
+            yield from _walk(module, one.named("body"), times * (module.trips(name, one) or 1), mesh, cluster, data)
         elif one.op == "conditional":  # of the branches the one that sends most
             branches = [tuple(_walk(module, branch, times, mesh, cluster, data)) for branch in one.called]
             most = max(branches, key=lambda found: sum(part.sent * part.times for part in found), default=())

@@ -49,7 +49,7 @@ def _end_with_parent() -> None:
 
 
 def _devices(request: dict[str, Any]) -> list[Any]:
-    """Simulated ones, or those of a topology that the GPU compiler is told of."""
+    """Simulated ones, or those of a topology that a compiler is told of."""
     count = request["nodes"] * request["devices"]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", request["x64"])
@@ -58,8 +58,7 @@ def _devices(request: dict[str, Any]) -> list[Any]:
         return jax.devices()
     from jax.experimental import topologies
 
-    shape = f"1x{request['nodes']}x{request['devices']}"
-    return list(topologies.get_topology_desc(platform="cuda", target_config=request["description"], topology=shape).devices)
+    return list(topologies.get_topology_desc(**request["topology"]).devices)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.preflight.compile import PLUGIN
+from examples import gpt_pipeline
+from spmd.errors import SpmdError
+from spmd.preflight.compile import PLUGIN, compiler_of, topology
 from spmd.preflight.hlo import parse
+from spmd.preflight.target import Cluster
 from spmd.preflight.timeline import asynchronous
 from tests.train.plain import MODELS, batches
 
@@ -18,7 +21,11 @@ GPU = pytest.mark.skipif(
     importlib.util.find_spec(PLUGIN) is None,
     reason=f"package {PLUGIN} is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",
 )
-TARGETS = ["2xcpu", pytest.param("2xh100", marks=GPU)]
+TPU = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="package libtpu is missing, XLA's compiler for TPUs (no TPU is needed): pip install '.[tpu-compiler]'",
+)
+TARGETS = ["2xcpu", pytest.param("2xh100", marks=GPU), pytest.param("2xtpu_v5e", marks=TPU), pytest.param("2xtpu_v4", marks=TPU)]
 ROWS = 8
 
 
@@ -80,14 +87,42 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_operations_by_hand(name, target):
     """Exact, also of convolutions at borders and with strides, whose gradients XLA:CPU writes as dilated ones. cuDNN knows no uneven
-    borders: XLA:GPU adds zeros to the image, which are multiplied like others."""
+    borders: XLA:GPU adds zeros to the image, which are multiplied like others; XLA:TPU does so along one dim of the first."""
     make, shape, flops = CASES[name]
     loss = lambda model, batch: (model(batch["x"]) ** 2).mean(axis=tuple(range(1, len(shape) + 1)))
     batch = {"x": jax.ShapeDtypeStruct((ROWS, *shape), "float32")}
     plan = spmd.plan(lambda: make(nnx.Rngs(0)), batch, loss=loss, optimizer=optax.sgd(0.1), target=target, layout="data_parallel")
     wanted, why = flops(ROWS // 2)
-    padded = name == "convolutions" and "h100" in target
+    padded = name == "convolutions" and "cpu" not in target
     assert wanted <= plan.timeline.flops <= wanted * (1.1 if padded else 1.0), why
+
+
+@TPU
+@pytest.mark.parametrize("target", ["8xtpu_v4", "8xtpu_v5p", "8xtpu_v5e", "8xtpu_v6e"])
+def test_a_pipelines_ticks_are_counted_in_the_program_of_tpus(target):
+    """XLA:TPU does not say how often a loop runs; its counter does. 11 ticks for 8 microbatches on 4 stages, there and back."""
+    make = lambda: gpt_pipeline.GPT(vocab=256, width=64, depth=4, heads=4, length=32, rngs=nnx.Rngs(0))
+    tokens = jax.ShapeDtypeStruct((32, 32), "int32")
+    layout = spmd.Layout.load("pipeline")
+    layout = dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, microbatches=8))
+    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.1), "target": target, "layout": layout}
+    plan = spmd.plan(make, {"tokens": tokens, "targets": tokens}, **options)
+    assert plan.compiled.exact and plan.compiled.compiler.startswith("XLA:TPU") and not any("how often" in note for note in plan.notes)
+    permutes = [one for one in plan.traffic.transfers if one.kind == "collective_permute"]
+    assert {(one.axes, one.group, one.times) for one in permutes} == {(("stage",), 4, 11)} and len(permutes) == 2
+    assert plan.memory.parameters + plan.memory.optimizer < plan.memory.peak <= plan.memory.capacity
+
+
+@TPU
+def test_slices_of_tpus():
+    """Their shapes are those that there are; more than one is an estimate, and says so."""
+    assert [topology(Cluster.parse(f"{count}xtpu_v5e"))["topology_name"] for count in (1, 2, 4, 8, 64)] == [
+        f"v5e:{shape}" for shape in ("1x1", "1x2", "2x2", "2x4", "8x8")
+    ]
+    assert [topology(Cluster.parse(f"{count}xtpu_v5p"))["topology_name"] for count in (4, 8, 32)] == ["v5p:2x2x1", "v5p:2x2x2", "v5p:4x4x2"]
+    with pytest.raises(SpmdError, match=r'cure: "4xtpu_v5e" or "8xtpu_v5e"'):
+        topology(Cluster.parse("6xtpu_v5e"))
+    assert compiler_of(Cluster.parse("2x4xtpu_v4").target, 2)[1].startswith("an ESTIMATE by XLA:CPU: what XLA:TPU sends between slices")
 
 
 @GPU
