@@ -102,7 +102,7 @@ def run(processes, devices, folder, layout, kind):
     [
         pytest.param("fsdp", "arrays", 2, 0.0, marks=pytest.mark.slow),  # as in fsdp_bf16, which also rounds
         pytest.param("fsdp", "arrays", 8, 1e-6, marks=pytest.mark.slow),
-        ("data_parallel", "iterable", 2, 0.0),
+        pytest.param("data_parallel", "iterable", 2, 0.0, marks=pytest.mark.slow),
         ("fsdp_bf16", "arrays", 2, 0.0),
         ("parameter_server_async", "arrays", 2, 0.0),
         pytest.param("parameter_server", "arrays", 2, 0.0, marks=pytest.mark.slow),

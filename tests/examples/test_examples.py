@@ -44,7 +44,9 @@ def runs():
     """One example goes through every layout in the fast suite, the others through one; the rest are in `make test-all`."""
     for name in SMALL:
         for layout in LAYOUTS:
-            slow = name != "char_lstm" and layout != {"digits_cnn": "data_parallel_bf16"}.get(name, "fsdp_tensor_parallel")
+            slow = (name != "char_lstm" or layout in ("fsdp", "tensor_parallel")) and layout != {"digits_cnn": "data_parallel_bf16"}.get(
+                name, "fsdp_tensor_parallel"
+            )
             yield pytest.param(name, layout, id=f"{name}-{layout}", marks=[pytest.mark.slow] * slow)
 
 

@@ -91,12 +91,12 @@ def test_what_travels():
     )
     assert found.pop(("all-reduce", data)) == gradients + collections.Counter([2]), "and the metrics"
     assert not found
-    ring = [op for op in trainer.wire.ops if op.where == "ring"]
+    ring = [op for op in trainer.wire.ops if op.where.endswith("/ring")]
     assert {(op.kind, op.axes, op.group) for op in ring} == {("collective_permute", ("context",), 4)}
     moves = 2 * (3 + 1)  # query, key and value in two parts each into the order of the ring, the result out of it; gradients likewise
     turns = 2 * 3  # keys and values, past the three others; backward once more, and their gradients the whole way round
     assert sum(op.count for op in ring) == 2 * moves + turns + turns + 2 * 4
-    assert [(op.kind, op.shape) for op in trainer.wire.ops if op.where == "embed"] == [("all_reduce", (128, 32))]
+    assert [(op.kind, op.shape) for op in trainer.wire.ops if op.where == "tokens/embed"] == [("all_reduce", (128, 32))]
 
 
 def test_a_layout_that_nothing_follows():

@@ -33,11 +33,11 @@ def cases():
                 if "tensor" not in layout and mesh in ("2x4",):
                     continue  # no parameter is cut over `model`: 4x2 shows all there is
                 for step in ("auto", "manual"):
-                    # the fast suite: one model by hand under every layout, the others under two; two layouts automatically, and on three
-                    # axes; `make test-all`: every case
-                    ends = layout in ("data_parallel", "fsdp_tensor_parallel")
-                    by_hand = (mesh, step) == ("4x2", "manual") and (model == "gpt" or ends)
-                    slow = not (by_hand or (model == "gpt" and ends and (mesh, step) in (("4x2", "auto"), ("2x2x2", "manual"))))
+                    # the fast suite: one model by hand under every layout, the others under one, which cuts most; that one automatically
+                    # and on three axes as well; `make test-all`: every case
+                    most = layout == "fsdp_tensor_parallel"
+                    by_hand = (mesh, step) == ("4x2", "manual") and (model == "gpt" or most)
+                    slow = not (by_hand or (model == "gpt" and most and (mesh, step) in (("4x2", "auto"), ("2x2x2", "manual"))))
                     yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=[pytest.mark.slow] * slow)
 
 

@@ -119,11 +119,9 @@ CASES |= {
     "wavefront-tensor": (Deep, "data=2,stage=2,model=2", piped(time_chunk=2, more=HIDDEN)),
 }
 FAST = (
-    "1f1b-tensor",
     "wavefront-tensor",
     "gpipe-compiler",
     "circular-all_reduce",
-    "circular-server",
     "1f1b-all_reduce",
     "wavefront-all_reduce",
 )
@@ -177,7 +175,7 @@ def test_accumulation_and_half_precision(plain, schedule):
     ("model", "mesh", "schedule"),
     [
         (Tied, "data=1,stage=4", "gpipe"),
-        (Deep, "data=1,stage=4", "gpipe"),
+        pytest.param(Deep, "data=1,stage=4", "gpipe", marks=SLOW),
         pytest.param(Tied, "data=1,stage=4", "1f1b", marks=SLOW),
         pytest.param(Tied, "data=2,stage=2,model=2", "gpipe", marks=SLOW),
     ],
