@@ -83,6 +83,9 @@ def _targets(options: argparse.Namespace) -> str:
 
 
 def _plan(options: argparse.Namespace) -> str:
+    others = [name for name in ("explain", "placements", "json") if getattr(options, name)]
+    if options.cures and others:
+        raise OptionError(f"--cures are printed behind the report, and --{others[0]} prints something else.\n    cure: one of the two.")
     found = plan_of(options.script, options.rest, vars(options))
     if options.save:
         found.save(options.save)
@@ -103,7 +106,8 @@ def _search(options: argparse.Namespace) -> str:
     from spmd.preflight.candidates import chosen_layouts
     from spmd.preflight.searched import search
 
-    given = options.candidates if options.candidates in ("exact", "all") else options.candidates.split(",")
+    names = [name.strip() for name in options.candidates.split(",")]
+    given = names[0] if names in (["exact"], ["all"]) else names
     chosen_layouts(given)  # before the script runs
     if options.save and not options.save.endswith(".toml"):
         raise OptionError(f'"{options.save}" is no name for a layout.\n    cure: one that ends in .toml.')
@@ -112,6 +116,8 @@ def _search(options: argparse.Namespace) -> str:
     more = {"candidates": given, "compiles": options.compiles, "timeout": options.timeout, "say": _show()}
     found = search(model, sample, **kept, target=cluster, **more)
     _show()("")
+    if options.save and not found.plans:
+        raise OptionError(f"{found}\n\nNothing was written to {options.save}.")
     if options.save:
         found.save(options.save)
     return str(found)

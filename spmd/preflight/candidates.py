@@ -90,6 +90,13 @@ class Space:
         far = lambda sizes: sum(abs(math.log2(size / wish)) for size, (_, wish) in zip(sizes, declared, strict=True) if wish > 0)
         return [MeshSpec(tuple(zip(names, sizes, strict=True))) for sizes in sorted(found, key=lambda sizes: (far(sizes), sizes))]
 
+    def impossible(self, family: int) -> str | None:
+        """Why a layout has no mesh of so many devices; None where it has."""
+        if self.meshes(family):
+            return None
+        axes = ", ".join(f"{name} of {'any size' if size < 2 else '2 or more'}" for name, size in _axes(self.layouts[family]))
+        return f"{self.devices} device{'s' * (self.devices > 1)} make{'s' * (self.devices == 1)} no mesh of its axes ({axes})"
+
     def groups(self, family: int) -> Iterator[Candidate]:
         """Every mesh, way to reduce and number of a pipeline's microbatches of a layout; as it is declared, first."""
         layout = self.layouts[family]
@@ -106,11 +113,9 @@ class Space:
             layout = dataclasses.replace(one.layout, remat=rungs[one.kept + 1])
             yield dataclasses.replace(one, layout=layout, kept=one.kept + 1)
         workers = math.prod(one.mesh.sizes[axis] for axis in one.layout.data_axes())
-        piped = one.layout.pipeline.microbatches or 1
-        count = 2 * one.accumulate
-        while count * workers * piped <= self.rows:
-            yield dataclasses.replace(one, accumulate=count)
-            count *= 2
+        for count in microbatches(self.rows, workers * (one.layout.pipeline.microbatches or 1)):
+            if count > one.accumulate:
+                yield dataclasses.replace(one, accumulate=count)
 
     def all(self) -> Iterator[Candidate]:
         """Every candidate."""
@@ -168,6 +173,20 @@ def _reductions(layout: Layout) -> tuple[str, ...]:
     return (own, "compiler") if own in ("all_reduce", "reduce_scatter") and not layout.gradients.compressed else (own,)
 
 
+def microbatches(rows: int, parts: int) -> list[int]:
+    """Numbers of microbatches, above one, that cut what each of so many parts has of the rows evenly; each at least twice the one before.
+
+    >>> microbatches(32, 2), microbatches(450, 2), microbatches(3, 2)
+    ([2, 4, 8, 16], [3, 9, 25, 75, 225], [])
+    """
+    found, last = [], 1
+    for count in range(2, rows // parts + 1) if rows % parts == 0 else ():
+        if rows // parts % count == 0 and count >= 2 * last:
+            found.append(count)
+            last = count
+    return found
+
+
 def remats(placed: Placed) -> tuple[Remat, ...]:
     """What of a model may be recomputed: each of its repeated submodules by itself, or the whole forward pass where nothing repeats."""
     paths = list(flatten(placed.abstract_state.params))
@@ -178,7 +197,7 @@ def remats(placed: Placed) -> tuple[Remat, ...]:
     return tuple(Remat(save, modules) for save in KEPT[1:])
 
 
-def chosen_layouts(candidates: "str | Sequence[str | Path | Layout]") -> tuple[tuple[Layout, ...], dict[str, str]]:
+def chosen_layouts(candidates: "str | Path | Layout | Sequence[str | Path | Layout]") -> tuple[tuple[Layout, ...], dict[str, str]]:
     """The layouts to search, and those that are left out by name, with the reason.
 
     Raises:
@@ -188,22 +207,25 @@ def chosen_layouts(candidates: "str | Sequence[str | Path | Layout]") -> tuple[t
         found = [Layout.load(name) for name in shipped()]
         out = {} if candidates == "all" else {layout.name: why for layout in found if (why := changes(layout))}
         return tuple(layout for layout in found if layout.name not in out), out
+    if isinstance(candidates, Layout | Path):
+        candidates = [candidates]
     if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
         raise OptionError(
-            f"candidates={candidates!r} is {a_kind(candidates)}.\n"
+            f"candidates={candidates!r} is {'empty' if candidates == [] else a_kind(candidates)}.\n"
             '    cure: "exact" (layouts that make the updates one device would make), "all", or a list of layouts: ["fsdp", "my.toml"].'
         )
-    return tuple(Layout.load(one) for one in candidates), {}
+    return tuple(dict.fromkeys(Layout.load(one) for one in candidates)), {}
 
 
 def changes(layout: Layout) -> str | None:
     """In what a layout's updates are not those that one device would make; None where they are, but for rounding."""
     gradients, server = layout.gradients, layout.parameter_server
+    found = []
     if gradients.compressed or gradients.weights != "exact":
         codecs = [codec for codec in (*gradients.codecs, gradients.weights) if codec != "exact"]
-        return f"what travels is rounded ({', '.join(dict.fromkeys(codecs))})"
-    if gradients.reduction != "parameter_server":
-        return None
-    if server.mode != "synchronous":
-        return f"workers do not wait for each other (mode {server.mode})"
-    return f"{server.spares} of the workers' gradients are dropped in every step" if server.spares else None
+        found.append(f"what travels is rounded ({', '.join(dict.fromkeys(codecs))})")
+    if gradients.reduction == "parameter_server" and server.mode != "synchronous":
+        found.append(f"workers do not wait for each other (mode {server.mode})")
+    if gradients.reduction == "parameter_server" and server.spares:
+        found.append(f"{server.spares} of the workers' gradients are dropped in every step")
+    return " and ".join(found) or None

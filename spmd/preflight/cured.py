@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from spmd.errors import SpmdError, first_problem
 from spmd.layout.declare import Default, Layout, OptimizerState
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.preflight.candidates import KEPT, remats
+from spmd.preflight.candidates import KEPT, microbatches, remats
 from spmd.preflight.planned import Plan, planned
 from spmd.preflight.report import seconds
 from spmd.preflight.target import LARGEST, LESS, Cluster
@@ -95,13 +95,11 @@ def _remat(at: _Trial, best: Plan) -> _Trials:
 
 def _microbatches(at: _Trial, best: Plan) -> _Trials:
     """The least numbers that could do."""
-    workers, count, tried = best.program.placed.exchange.simulated, 2 * at.accumulate, 0
-    while count * workers <= best.rows and tried < 3:
-        last = 2 * count * workers > best.rows
-        if best.at_least(count) <= best.memory.capacity or last:
-            tried += 1
-            yield f"accumulate={count}", dataclasses.replace(at, accumulate=count)
-        count *= 2
+    parts = best.program.placed.exchange.simulated * (at.layout.pipeline.microbatches or 1)
+    counts = [count for count in microbatches(best.rows, parts) if count > at.accumulate]
+    could = [count for count in counts if best.at_least(count) <= best.memory.capacity]
+    for count in (could or counts[-1:])[:3]:
+        yield f"accumulate={count}", dataclasses.replace(at, accumulate=count)
 
 
 def _whole(layout: Layout) -> bool:

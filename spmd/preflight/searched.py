@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from spmd.data.batches import check_batch, check_leaves
-from spmd.errors import OptionError, SpmdError, first_problem
+from spmd.errors import CompileError, LayoutError, ModelError, OptionError, SpmdError, first_problem
 from spmd.layout.declare import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.preflight.candidates import Candidate, Space, chosen_layouts, remats
-from spmd.preflight.floor import Floor, floor_of
+from spmd.preflight.floor import Floor, floor_of, trained
 from spmd.preflight.planned import Plan, planned
 from spmd.preflight.report import seconds
 from spmd.preflight.target import LARGEST, LESS, Cluster
 from spmd.train.placed import Options, Placed
 from spmd.tree import Tree, abstract, format_bytes
 
+UNSEEN, STATE = "not compiled", "state alone is"  # how reasons begin
 TRIED = 4  # programs for each larger mesh, where nothing fits
 
 
@@ -55,6 +56,10 @@ class Search:
 
     @property
     def _nothing(self) -> str:
+        large = [why for why in self.rejected.values() if why.startswith((STATE, "compiled"))]
+        if not large:
+            first = next(iter([*self.rejected.values(), *self.left_out.values()]), "there is none")
+            return f"no candidate could be planned for {self.cluster}: {first}"
         return f"nothing fits {self.cluster}" if self.complete else f"nothing that was compiled fits {self.cluster}"
 
     @property
@@ -95,8 +100,11 @@ class Search:
         if path.suffix != ".toml":
             raise OptionError(f'"{path}" is no name for a layout.\n    cure: one that ends in .toml.')
         text = self.to_toml()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f'"{path}" cannot be written: {error.strerror}.') from error
         return path
 
     def __str__(self) -> str:
@@ -132,7 +140,7 @@ def _reasons(rejected: Mapping[Candidate, str], left_out: Mapping[str, str]) -> 
         f"  {found[0] if len(found) == 1 else f'{name}, {len(found)} candidates such as {found[0]}'}: {why}"
         for (name, why), found in counted.items()
     ]
-    return [*lines, *(f'  {name}: {why}; candidates="all" searches it too' for name, why in left_out.items())]
+    return [*lines, *(f"  {name}: {why}" for name, why in left_out.items())]
 
 
 def search(
@@ -188,13 +196,17 @@ def search(
     )
     say(f"compiling for one device, of {cluster}")
     alone = planned(base, batch, one, timeout=timeout)
+    left_out = {name: f'{why}; candidates="all" searches it too' for name, why in left_out.items()}
     space = Space(layouts, remats(base), cluster.count, rows)
     walk = Walk(alone, cluster, space, timeout, say)
     walk.run(math.inf if compiles is None else compiles)
     fitting = {one: plan for one, plan in walk.plans.items() if plan.fits}
     ranked = sorted(fitting.items(), key=lambda item: (item[1].timeline.seconds, item[1].memory.peak))
-    hold = None if ranked else _larger(walk)
-    return Search(cluster, alone, tuple(ranked), dict(walk.rejected()), left_out, not walk.waiting, hold)
+    rejected = dict(walk.rejected())
+    left_out |= {layout.name: why for family, layout in enumerate(layouts) if (why := space.impossible(family))}
+    complete = not walk.failed and not any(why.startswith(UNSEEN) for why in rejected.values())
+    large = any(not plan.fits for plan in walk.plans.values()) or any(why.startswith(STATE) for why in rejected.values())
+    return Search(cluster, alone, tuple(ranked), rejected, left_out, complete, _larger(walk) if large and not ranked else None)
 
 
 def _larger(walk: "Walk") -> Plan | None:
@@ -212,7 +224,7 @@ def _larger(walk: "Walk") -> Plan | None:
         if held:
             return held[0]
         peak = min((plan.memory.peak for plan in larger.plans.values()), default=math.inf)
-        if peak > LESS * least:
+        if larger.failed or peak > LESS * least:
             return None
         least = peak
     return None
@@ -226,16 +238,13 @@ class Walk:
     ):
         self.alone, self.cluster, self.space, self.timeout, self.say = alone, cluster, space, timeout, say
         self.lightest_first = lightest_first
+        self._trained = trained(alone.program.placed)
         self.plans: dict[Candidate, Plan] = {}
         self.reasons: dict[Candidate, str] = {}
         self._waiting: dict[Candidate, None] = {}  # in the order in which they came
         self._floors: dict[Candidate, Floor | str] = {}  # by group
+        self.failed = 0  # programs that the compiler did not make
         self._refused: dict[int, list[str]] = {}  # by family, what was refused when it was traced
-
-    @property
-    def waiting(self) -> list[Candidate]:
-        """What was not compiled and is not ruled out."""
-        return [one for one in self._waiting if self._hopeless(one) is None]
 
     @property
     def best(self) -> Plan | None:
@@ -246,7 +255,9 @@ class Walk:
         """Compile candidates until none is left or so many are compiled, twice as many while nothing fits."""
         for family in range(len(self.space.layouts)):
             self._open_family(family)
-        while self._waiting and len(self.plans) < (most if self.best else 2 * most) and not (self.lightest_first and self.best):
+        while (
+            self._waiting and len(self.plans) + self.failed < (most if self.best else 2 * most) and not (self.lightest_first and self.best)
+        ):
             one = min(self._waiting, key=self._order)  # the first of equals
             del self._waiting[one]
             why = self._hopeless(one)
@@ -254,6 +265,8 @@ class Walk:
                 self._compile(one)
             else:
                 self.reasons[one] = why
+                if one.accumulate == 1 and one.kept == 0:  # on another mesh it may be better
+                    self._wait(self.space.groups(one.family))
 
     def rejected(self) -> Iterator[tuple[Candidate, str]]:
         """Every candidate that was not compiled, or does not fit, and why."""
@@ -261,7 +274,7 @@ class Walk:
             if one not in self.plans:
                 yield (
                     one,
-                    self.reasons.get(one) or self._hopeless(one) or f"not compiled, for {len(self.plans)} were, and others promised more",
+                    self.reasons.get(one) or self._hopeless(one) or f"{UNSEEN}, for {len(self.plans)} were, and others promised more",
                 )
             elif not self.plans[one].fits:
                 yield one, f"compiled, and does not fit: {format_bytes(self.plans[one].memory.peak)}"
@@ -301,7 +314,7 @@ class Walk:
                 placed = self._placed(group)
                 resolved = placed.resolved
                 check_batch(self.alone.program.sample, resolved.layout, resolved.mesh, 1)
-                self._floors[group] = floor_of(placed, self.cluster, self.alone.timeline)
+                self._floors[group] = floor_of(placed, self.cluster, self.alone.timeline, self._trained)
             except SpmdError as error:
                 self._floors[group] = first_problem(error)
         return self._floors[group]
@@ -315,7 +328,7 @@ class Walk:
         if isinstance(floor, str):
             return floor
         if floor.state > capacity:
-            return f"state alone is {format_bytes(floor.state)} of {format_bytes(capacity)}"
+            return f"{STATE} {format_bytes(floor.state)} of {format_bytes(capacity)}"
         if best is not None and floor.seconds >= best.timeline.seconds:
             return f"{seconds(floor.seconds)} at least ({floor.why}), where the best needs {seconds(best.timeline.seconds)}"
         for other, plan in self.plans.items():
@@ -333,22 +346,24 @@ class Walk:
         try:
             plan = planned(self._placed(one), self.alone.program.sample, self.cluster, timeout=self.timeout)
         except SpmdError as error:
-            self._refuse(one, first_problem(error))
+            self._refuse(one, error)
             return
         self.plans[one] = plan
         self._wait([*(self.space.lighter(one) if not plan.fits else ()), *self.space.groups(one.family)])
 
-    def _refuse(self, one: Candidate, why: str) -> None:
-        """Note what is refused, for all that differs in memory only; if the same was refused before, for the whole family."""
+    def _refuse(self, one: Candidate, error: SpmdError) -> None:
+        """Note what is refused: by layout or model for all that differs in memory only; for the same reason twice, for all meshes."""
+        self.reasons[one] = why = first_problem(error)
+        if isinstance(error, CompileError):
+            self.failed += 1
+        if one.accumulate > 1 or one.kept > 0 or not isinstance(error, LayoutError | ModelError):
+            return
         before = self._refused.setdefault(one.family, [])
-        if why in before:
-            compiled = {other.group for other in self.plans}
-            self._floors |= {group.group: why for group in self.space.groups(one.family) if group.group not in compiled}
-        elif one.accumulate == 1 and one.kept == 0:
-            self._floors[one.group] = why
-            self._wait(self.space.groups(one.family))
+        compiled = {other.group for other in self.plans}
+        groups = [group.group for group in self.space.groups(one.family)] if why in before else [one.group]
+        self._floors |= {group: why for group in groups if group not in compiled}
         before.append(why)
-        self.reasons[one] = why
+        self._wait(self.space.groups(one.family))
 
     def _wait(self, others: Iterable[Candidate]) -> None:
         for other in others:

@@ -18,7 +18,7 @@ from spmd.launch.cli import main
 from spmd.layout.declare import Remat
 from spmd.layout.toml import shipped
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.preflight.candidates import Space, changes, chosen_layouts, remats
+from spmd.preflight.candidates import Space, changes, chosen_layouts, microbatches, remats
 from spmd.preflight.floor import floor_of
 from spmd.preflight.planned import planned
 from spmd.preflight.searched import Walk
@@ -124,10 +124,10 @@ def test_layouts_that_change_the_updates_are_left_out_with_the_reason():
     assert out == {
         "backup_workers": "1 of the workers' gradients are dropped in every step",
         "data_parallel_bf16": "what travels is rounded (bfloat16)",
-        "diloco": "what travels is rounded (bfloat16)",
+        "diloco": "what travels is rounded (bfloat16) and workers do not wait for each other (mode local)",
         "fsdp_bf16": "what travels is rounded (bfloat16)",
         "hierarchical_int8": "what travels is rounded (int8)",
-        "parameter_server_async": "what travels is rounded (bfloat16)",
+        "parameter_server_async": "what travels is rounded (bfloat16) and workers do not wait for each other (mode asynchronous)",
         "power_sgd": "what travels is rounded (power_sgd)",
     }
     alone = spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(mode="asynchronous"))
@@ -147,10 +147,10 @@ def test_floors_by_hand(device, mesh, layout, state, sent):
     """Three copies of what a device has of the parameters; all gradients once over links of 1e8 bytes per second, two nodes of two."""
     cluster = Cluster.parse(f"1x4x{device(10**9)}")
     alone = Timeline(4.0, products=4.0, memory=0.0, launches=0.0, exposed=0.0, hidden=0.0, flops=4e9, peak=1e9, spans=())
-    floor = floor_of(placed(mesh, layout), cluster, alone)
+    floor = floor_of(placed(mesh, layout), cluster, alone, {"up", "middle", "down"})
     assert floor.state == state + 16, "and Adam's count, the step and the key"
     assert (floor.seconds, floor.why) == (1.0, "matrix products, shared evenly")
-    quick = floor_of(placed(mesh, layout), cluster, dataclasses.replace(alone, products=0.0))
+    quick = floor_of(placed(mesh, layout), cluster, dataclasses.replace(alone, products=0.0), {"up", "middle", "down"})
     latencies = {"data_parallel": 4, "zero1": 2, "fsdp": 2}.get(layout if isinstance(layout, str) else "", 0)
     links = sent / 1e8 + latencies * 1e-6 + 1e-9 if sent else 0.0
     assert quick.seconds == pytest.approx(max(links, 2 * (state + 4) / 1e9), rel=1e-12)
@@ -280,7 +280,7 @@ def test_cures_are_planned_in_their_order_and_end_with_one_that_fits(device):
     [
         ({"compiles": 0}, "compiles=0.\n    cure: a whole number from 1, or None for all."),
         ({"candidates": "best"}, "candidates='best' is a str."),
-        ({"candidates": []}, "candidates=[] is a list."),
+        ({"candidates": []}, "candidates=[] is empty."),
         ({"candidates": ["fsdpp"]}, 'did you mean "fsdp"?'),
         ({"target": "4xh10"}, 'did you mean "h100"?'),
         ({"precision": "bf16"}, "precision"),
@@ -292,6 +292,48 @@ def test_bad_input_is_told_before_anything_is_compiled(options, message):
     with pytest.raises(SpmdError) as caught:
         spmd.search(MODEL, options.pop("batch"), say=lambda line: pytest.fail(line), **TRAINS, **options)
     assert message in str(caught.value)
+
+
+def test_a_mesh_that_is_ruled_out_does_not_rule_out_the_others(device):
+    """On data=4, model=2 the state alone is too large; on data=1, model=8 it fits, and is found."""
+    more = {"target": f"8x{device(80_000)}", "compiles": 2}
+    model = spmd.FunctionalModel(
+        lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 8))}, lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]
+    )
+    batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
+    layout = spmd.Layout(mesh=(("data", -1), ("model", 2)), params=(spmd.Rule("up", (None, "model")), spmd.Rule("down", ("model",))))
+    found = spmd.search(model, batch, candidates=layout, **more, **TRAINS)
+    assert found.best.fits and str(found.best.mesh) == "data=1, model=8"
+    assert any("state alone" in why for one, why in found.rejected.items() if one.mesh == MeshSpec.parse("data=4,model=2"))
+
+
+def test_what_is_frozen_is_in_no_floor(device):
+    """An optimizer that leaves a large table alone: nothing of it travels or is written, so no layout is ruled out by it."""
+    model = spmd.FunctionalModel(
+        lambda key: {"table": jnp.zeros((20_000, 64)), "head": jnp.zeros((64, 8))}, lambda params, x: params["table"][x] @ params["head"]
+    )
+    batch = {"x": jax.ShapeDtypeStruct((32,), "int32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
+    frozen = optax.multi_transform({"train": optax.adam(0.1), "keep": optax.set_to_zero()}, {"table": "keep", "head": "train"})
+    options = {"loss": spmd.losses.mean_squared_error, "optimizer": frozen, "target": f"4x{device(10**9)}"}
+    found = spmd.search(model, batch, candidates=["data_parallel", "fsdp"], compiles=2, **options)
+    assert found.layout.name == "data_parallel"
+    assert found.best.timeline.seconds == spmd.plan(model, batch, layout="data_parallel", **options).timeline.seconds
+
+
+def test_numbers_of_microbatches_cut_the_rows_evenly():
+    counts = lambda rows: [one.accumulate for one in space("data_parallel", devices=2, rows=rows, kept=()).all()][
+        : len(microbatches(rows, 2)) + 1
+    ]
+    assert counts(450) == [1, 3, 9, 25, 75, 225] and counts(32) == [1, 2, 4, 8, 16]
+
+
+def test_what_could_not_be_tried_is_not_said_not_to_fit(device):
+    """No mesh for the layout, no even batch, no time: none of these is a matter of memory."""
+    none = spmd.search(MODEL, BATCH, target=f"1x{device(10**9)}", candidates=["tensor_parallel"], **TRAINS)
+    assert "No candidate could be planned" in str(none) and "1 device makes no mesh" in none.left_out["tensor_parallel"]
+    three = {name: jax.ShapeDtypeStruct((3, *leaf.shape[1:]), leaf.dtype) for name, leaf in BATCH.items()}
+    odd = spmd.search(MODEL, three, target=f"4x{device(10**9)}", candidates=["data_parallel"], **TRAINS)
+    assert "No candidate could be planned" in str(odd) and "3 / 4 leaves 3" in str(odd) and odd.would_hold is None
 
 
 SCRIPT = """
