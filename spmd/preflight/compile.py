@@ -10,10 +10,7 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ import jaxlib
 
 from spmd.errors import CompileError, OptionError
 from spmd.mesh import MeshSpec
+from spmd.preflight import helper
 from spmd.preflight.target import Cluster, Target
 from spmd.train.program import Program
 
@@ -95,7 +93,7 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     folder = cache_folder() / hashlib.sha256(b"\0".join(known_by)).hexdigest()[:32]
     found = _kept(folder)
     if found is None:
-        _compile(blob, folder, f"{cluster} with {words.split(',')[0]}", timeout, say)
+        _compile(blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with {words.split(',')[0]}", timeout, say)
         found = _kept(folder)
     if found is None:
         raise CompileError(f"what was compiled is not in {folder} any more.\n    cure: once more; or another folder, in $SPMD_CACHE.")
@@ -137,8 +135,8 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd" / "plans"
 
 
-def _compile(blob: bytes, folder: Path, what: str, timeout: float, say: Callable[[str], None]) -> None:
-    """Run the worker, and put what it leaves into the cache at once or not at all."""
+def _compile(blob: bytes, folder: Path, devices: int, what: str, timeout: float, say: Callable[[str], None]) -> None:
+    """Have it compiled, and put what it leaves into the cache at once or not at all."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent)
@@ -149,10 +147,9 @@ def _compile(blob: bytes, folder: Path, what: str, timeout: float, say: Callable
     with work_in as name:
         work = Path(name)
         (work / "request.pickle").write_bytes(blob)
-        with (work / "stderr").open("wb") as errors:
-            _run([sys.executable, "-P", "-m", "spmd.preflight.worker", name], errors, what, timeout, say)
+        helper.ask(work, _environment(), devices, what, timeout, say)
         if not (work / "memory.json").is_file():
-            raise CompileError(f"compiling for {what} failed:\n{_last(work / 'stderr')}")
+            raise CompileError(f"compiling for {what} failed:\n{_last(work / helper.LOG)}")
         done = work / "done"
         done.mkdir()
         (work / "buffers.txt").touch()  # a compiler that reports none
@@ -183,33 +180,13 @@ def _alive(process: int) -> bool:
     return True
 
 
-def _run(command: list[str], errors: Any, what: str, timeout: float, say: Callable[[str], None]) -> None:
-    """The process to its end, or to the end of its time."""
+def _environment() -> dict[str, str]:
+    """What the helper is told beside what this process was; "" for what it is not to know."""
     source = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     own = {"XLA_FLAGS": _flags(), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": paths}
     own |= dict.fromkeys(("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"), "")  # what comes out of that cache has no report of buffers
-    own |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # it asks no cloud which machine this is, and locks nothing
-    environment = {name: value for name, value in (os.environ | own).items() if value}
-    began = time.monotonic()
-    # the worker ends when its standard input does, so it does not outlive this process, however that ends
-    with subprocess.Popen(command, stdout=errors, stderr=errors, stdin=subprocess.PIPE, env=environment) as process:
-        try:
-            while True:
-                try:
-                    process.wait(timeout=1.0)
-                    return
-                except subprocess.TimeoutExpired:
-                    spent = time.monotonic() - began
-                    if spent > timeout:
-                        raise CompileError(
-                            f"compiling for {what} took more than {timeout:.0f} s.\n"
-                            "    cure: a larger timeout, or spmd.nn.LayerStack for a list of layers: it compiles as one layer does."
-                        ) from None
-                    say(f"compiling for {what}: {spent:.0f} s of at most {timeout:.0f}")
-        finally:
-            if process.poll() is None:
-                process.kill()
+    return own | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # it asks no cloud which machine this is, and locks nothing
 
 
 def _plugin(platform: str) -> str:
@@ -228,7 +205,7 @@ def _last(path: Path) -> str:
     fatal = [line for line in lines if re.match(r"F\d{4} ", line)]  # the compiler gave up; what follows is its stack
     if fatal:
         return f"    {fatal[-1].partition('] ')[2] or fatal[-1]}"
-    starts = [number for number, line in enumerate(lines) if line[:1].isalpha() and "Error" in line.split(":")[0]]
+    starts = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error\b", line)]
     shown = lines[starts[-1] :] if starts else lines[-5:]
     end = next((number for number, line in enumerate(shown) if line.startswith("-----")), len(shown))  # what follows is about jax's frames
     return "\n".join(f"    {line}" for line in shown[:end][:12])

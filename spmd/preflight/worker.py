@@ -1,8 +1,9 @@
-"""A process that compiles one exported step for devices that need not be there, and goes: `python -m spmd.preflight.worker FOLDER`.
+"""A process that compiles exported steps for devices that need not be there: `python -m spmd.preflight.worker DEVICES`.
 
 It is a process of its own because XLA fixes the number of simulated devices once, because a compiler may not come to an end, and because
-the plugin for GPUs cannot be loaded beside a JAX that looks for GPUs. The folder holds `request.pickle`; there come `program.hlo`,
-`memory.json` and XLA's own report of buffers.
+the plugin for GPUs cannot be loaded beside a JAX that looks for GPUs. Each line of its standard input is a folder that holds
+`request.pickle`; there come `program.hlo`, `memory.json` and XLA's own report of buffers, and what is printed meanwhile in `log`; then the
+line is answered. It ends when its input does, whatever it does then, and when it was not asked for a minute.
 """
 
 import json
@@ -11,7 +12,9 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import jax
@@ -19,11 +22,36 @@ import jax.export
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from spmd.preflight.helper import LOG
 
-def main(folder: Path) -> None:
-    """Compile what the folder asks for."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+IDLE = 60.0  # seconds
+
+
+def main(devices: int) -> None:
+    """Compile what is asked for, one folder after the other."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    replies, folders = os.fdopen(os.dup(1), "w"), SimpleQueue[str]()
+    threading.Thread(target=_listen, args=(folders,), daemon=True).start()
+    while True:
+        try:
+            folder = Path(folders.get(timeout=IDLE))
+        except Empty:
+            os._exit(0)
+        with (folder / LOG).open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        try:
+            _compile(folder)
+        except Exception:  # the log is for who asked
+            traceback.print_exc()
+        jax.clear_caches()
+        print(folder, file=replies, flush=True)
+
+
+def _compile(folder: Path) -> None:
     request = pickle.loads((folder / "request.pickle").read_bytes())  # written by the process that started this one
+    jax.config.update("jax_enable_x64", request["x64"])
     exported = jax.export.Exported(**request["exported"])
     names, sizes = zip(*request["mesh"], strict=True)
     devices = np.array(_devices(request)).reshape(sizes)
@@ -42,24 +70,21 @@ def main(folder: Path) -> None:
     (folder / "memory.json").write_text(json.dumps(sizes | {"seconds": seconds}), encoding="utf-8")  # last: it says that all is there
 
 
-def _end_with_parent() -> None:
+def _listen(folders: SimpleQueue[str]) -> None:
     """Whoever started this process holds its standard input open as long as it lives."""
-    sys.stdin.buffer.read()
+    for line in sys.stdin:
+        folders.put(line.rstrip("\n"))
     os._exit(1)
 
 
 def _devices(request: dict[str, Any]) -> list[Any]:
     """Simulated ones, or those of a topology that a compiler is told of."""
-    count = request["nodes"] * request["devices"]
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_x64", request["x64"])
     if request["platform"] == "cpu":
-        jax.config.update("jax_num_cpu_devices", count)
-        return jax.devices()
+        return jax.devices()[: request["nodes"] * request["devices"]]
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(**request["topology"]).devices)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(int(sys.argv[1]))

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -20,6 +21,7 @@ import pytest
 import spmd
 from spmd.errors import CompileError, SpmdError
 from spmd.launch.cli import main
+from spmd.preflight import compile, helper
 from spmd.preflight.compile import compiler_of, description
 from spmd.preflight.target import Cluster, load, shipped
 
@@ -154,12 +156,14 @@ def test_a_compiler_that_is_not_there_is_told_first(monkeypatch):
 
 
 def test_a_compiler_that_takes_too_long_is_stopped():
-    with pytest.raises(CompileError, match=r"compiling for 1x8xcpu with XLA:CPU took more than 0 s\."):
-        made(optimizer=optax.adam(0.25), timeout=0.1)
+    with pytest.raises(CompileError, match=r"compiling for 1x8xcpu with XLA:CPU took more than 0\.01 s\."):
+        made(optimizer=optax.adam(0.25), timeout=0.01)
+    assert helper._kept is None
 
 
 def test_progress_is_told():
     said = []
+    helper.stop()  # a fresh process takes more than a second
     made(optimizer=optax.adam(0.125), say=said.append)
     assert said and said[0].startswith("compiling for 1x8xcpu with XLA:CPU: 1 s of at most 600")
 
@@ -386,15 +390,64 @@ def test_a_damaged_cache_is_made_anew(damage, tmp_path, monkeypatch):
 
 
 def test_a_worker_does_not_outlive_who_asked(tmp_path):
-    """It waits for a request that never comes; when its standard input is closed it goes."""
+    """It reads a request that never comes; when its standard input is closed it goes."""
     os.mkfifo(tmp_path / "request.pickle")
-    command = [sys.executable, "-P", "-m", "spmd.preflight.worker", str(tmp_path)]
+    command = [sys.executable, "-P", "-m", "spmd.preflight.worker", "1"]
     environment = os.environ | {"PYTHONPATH": str(Path(spmd.__file__).parents[1])}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, stdout=subprocess.DEVNULL) as process:
+        process.stdin.write(f"{tmp_path}\n".encode())
+        process.stdin.flush()
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=5)
+        assert (tmp_path / "log").is_file()
         process.stdin.close()
         assert process.wait(timeout=30) == 1
+
+
+@pytest.fixture
+def new(tmp_path, monkeypatch):
+    """Plans that no cache has."""
+    monkeypatch.setenv("SPMD_CACHE", str(tmp_path))
+    return lambda target="2xcpu", **options: made(**{"target": target, "mesh": "data=-1,model=2"} | options)
+
+
+def test_plans_share_a_process_that_serves_them(new, monkeypatch):
+    """Another only for more devices than it simulates, for other flags, or when it is gone; figures are the same from any."""
+    helper.stop()  # it may simulate any number
+    new()
+    first = helper._kept.process
+    before = new("4xcpu")
+    assert helper._kept.process is first
+    new("16xcpu")
+    second = helper._kept.process
+    assert second is not first and first.returncode is not None, "reaped"
+    shutil.rmtree(compile.cache_folder())
+    again = new("4xcpu")
+    assert helper._kept.process is second and again.memory == before.memory and str(again.traffic) == str(before.traffic)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    new("4xcpu")
+    third = helper._kept.process
+    assert third is not second
+    third.kill()
+    third.wait()
+    new("8xcpu")
+    assert helper._kept.process is not third
+
+
+def test_a_process_that_dies_of_a_program_is_told_and_replaced(new, monkeypatch):
+    new()
+    served = helper._kept.process
+    with monkeypatch.context() as patched:
+        patched.setattr(helper.Helper, "serves", lambda *_: served.kill() or True)  # it ends when the request has been sent to it
+        new("4xcpu")
+    assert helper._kept.process is not served
+    with monkeypatch.context() as patched:
+        patched.setattr(compile.pickle, "dumps", lambda request: b"no pickle")
+        with pytest.raises(CompileError, match=r"compiling for 1x8xcpu with XLA:CPU failed:\n    _pickle\.UnpicklingError"):
+            new("8xcpu")
+    living = helper._kept.process
+    new("8xcpu")
+    assert helper._kept.process is living, "an error is no reason to end"
 
 
 SCRIPTS = {
