@@ -108,11 +108,9 @@ class Trainer:
         accumulate: int = 1,
         seed: int = 0,
     ):
-        if metrics is not None and not isinstance(metrics, Mapping):
-            raise OptionError(f"metrics={metrics!r} is not a dict.\n    cure: {{name: function(model, batch)}}.")
         self.layout = Layout.load(layout)
         self.mesh: Mesh = make_mesh(mesh if mesh is not None else dict(self.layout.mesh) or None)
-        self._placed = Placed(model, loss, metrics or {}, optimizer, self.mesh, self.layout, Options(precision, accumulate, seed))
+        self._placed = Placed(model, loss, metrics, optimizer, self.mesh, self.layout, Options(precision, accumulate, seed))
         self._program: Program | None = None
         self._placer: Placer | None = None
         self._evaluations: dict[int, tuple[Program, Placer]] = {}

@@ -102,6 +102,16 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     return Compiled(words, platform == cluster.target.platform, hlo, sizes, buffers, sizes.pop("seconds"))
 
 
+def check_timeout(timeout: float) -> None:
+    """Refuse what are no seconds.
+
+    Raises:
+      OptionError: told.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise OptionError(f"timeout={timeout!r}.\n    cure: seconds, more than none.")
+
+
 def _exported(program: Program, platform: str) -> tuple[Any, tuple[int, ...]]:
     """The step as it is sent to the compiler.
 

@@ -44,18 +44,16 @@ def pieces_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
 
 
 def array_drawing(path: str, leaf: Any) -> str:
-    """An array of any rank: a square for each piece with the devices that hold it; the first cut dim goes down, all others across."""
+    """An array of any rank: a square for each piece with the devices that hold it; the last dim goes across, all others down."""
     pieces = pieces_of(leaf)
     counts = [1 + max(index[dim] for index in pieces) for dim in range(len(leaf.shape))]
-    cut = [dim for dim, count in enumerate(counts) if count > 1]
-    across = math.prod(counts[dim] for dim in cut[1:]) if len(cut) > 1 else 1
+    across = counts[-1] if counts else 1
     wide, high = min(WIDTH / across, 220.0), 44.0
     drawn = []
     for number, (index, devices) in enumerate(sorted(pieces.items())[:PIECES]):
-        row = index[cut[0]] if cut else 0
-        column = 0
-        for dim in cut[1:]:
-            column = column * counts[dim] + index[dim]
+        row, column = 0, index[-1] if index else 0
+        for part, count in zip(index[:-1], counts[:-1], strict=True):
+            row = row * count + part
         ranges = [_range(index[dim], counts[dim], size) for dim, size in enumerate(leaf.shape)]
         title = f"[{', '.join(ranges)}] on device{'s' * (len(devices) > 1)} {_listed(devices)}"
         x, y = column * wide, row * high
@@ -63,7 +61,7 @@ def array_drawing(path: str, leaf: Any) -> str:
         text = _listed(devices)
         if 7 * len(text) < wide:
             drawn.append(f'<text x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="middle">{text}</text>')
-    rows = 1 + max((index[cut[0]] for index in sorted(pieces)[:PIECES]), default=0) if cut else 1
+    rows = row + 1
     more = f"; {len(pieces) - PIECES} more pieces are not drawn" if len(pieces) > PIECES else ""
     spec = tuple(leaf.sharding.spec)
     words = f"{path}  {describe(leaf)}, spec {spec_text(spec) if any(spec) else 'whole'}: the devices that hold each piece{more}"

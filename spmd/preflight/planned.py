@@ -12,7 +12,7 @@ from spmd.layout.declare import Layout, spec_axes, spec_text
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.nn.schedule import Schedule
-from spmd.preflight.compile import Compiled, compile_step
+from spmd.preflight.compile import Compiled, check_timeout, compile_step
 from spmd.preflight.cost import uncounted
 from spmd.preflight.hlo import parse
 from spmd.preflight.memory import PREALLOCATED, Memory, memory_of, on_device
@@ -268,10 +268,11 @@ def plan(
       >>> found.memory.parameters, found.memory.optimizer, found.traffic.bytes("gradients")  # XLA sends the loss along
       (2048, 4100, 3084)
     """
+    check_timeout(timeout)
     cluster, declared = Cluster.parse(target), Layout.load(layout)
     spec = _mesh(mesh if mesh is not None else dict(declared.mesh) or {"data": -1}, cluster)
     options = Options(precision, accumulate, seed)
-    placed = Placed(model, loss, metrics or {}, optimizer, abstract_mesh(spec), declared, options, platform=cluster.target.platform)
+    placed = Placed(model, loss, metrics, optimizer, abstract_mesh(spec), declared, options, platform=cluster.target.platform)
     return planned(placed, batch, cluster, timeout=timeout, say=say)
 
 

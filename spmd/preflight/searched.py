@@ -16,6 +16,7 @@ from spmd.errors import CompileError, LayoutError, ModelError, OptionError, Spmd
 from spmd.layout.declare import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.preflight.candidates import Candidate, Space, chosen_layouts, remats
+from spmd.preflight.compile import check_timeout
 from spmd.preflight.floor import Floor, floor_of, trained
 from spmd.preflight.planned import Plan, planned
 from spmd.preflight.report import seconds
@@ -186,13 +187,14 @@ def search(
     """
     if compiles is not None and (isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1):
         raise OptionError(f"compiles={compiles!r}.\n    cure: a whole number from 1, or None for all.")
+    check_timeout(timeout)
     cluster = Cluster.parse(target)
     layouts, left_out = chosen_layouts(candidates)
     rows = check_leaves(abstract(batch), "the batch")
     one = Cluster(1, 1, cluster.target)
     options = Options(precision, 1, seed)
     base = Placed(
-        model, loss, metrics or {}, optimizer, abstract_mesh(MeshSpec((("data", 1),))), Layout(), options, platform=cluster.target.platform
+        model, loss, metrics, optimizer, abstract_mesh(MeshSpec((("data", 1),))), Layout(), options, platform=cluster.target.platform
     )
     say(f"compiling for one device, of {cluster}")
     alone = planned(base, batch, one, timeout=timeout)

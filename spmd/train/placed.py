@@ -61,17 +61,19 @@ class Placed:
         self,
         model: Any,
         loss: Callable,
-        metrics: Mapping[str, Callable],
+        metrics: Mapping[str, Callable] | None,
         optimizer: Any,
         mesh: Any,
         layout: Layout,
         options: Options,
         platform: str | None = None,
     ):
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise OptionError(f"metrics={metrics!r} is not a dict.\n    cure: {{name: function(model, batch)}}.")
         self._given, self.options = wrap(model), options
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
         self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
-        self.objective, self.optimizer = Objective(loss, dict(metrics)), check_optimizer(optimizer)
+        self.objective, self.optimizer = Objective(loss, dict(metrics or {})), check_optimizer(optimizer)
         self._layout = layout
         self._sample: Tree = None
 

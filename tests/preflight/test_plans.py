@@ -563,6 +563,8 @@ def test_an_array_is_drawn_over_its_mesh():
     titles = re.findall(r"<title>(.*?)</title>", text)
     assert titles == ["[:, 0:128] on devices 0, 2, 4, 6", "[:, 128:256] on devices 1, 3, 5, 7"]
     assert "float32[64, 256]" in text
+    (left, top), (right, below) = re.findall(r'<rect x="([^"]+)" y="([^"]+)"', text)
+    assert left != right and top == below, "columns are cut, so side by side"
     spread = made(layout="fsdp", mesh="data=8").drawing("up")
     assert re.findall(r"<title>(.*?)</title>", spread) == [f"[:, {32 * at}:{32 * at + 32}] on device {at}" for at in range(8)]
     with pytest.raises(SpmdError, match='did you mean "up"'):
