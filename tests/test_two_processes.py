@@ -104,7 +104,7 @@ def run(processes, devices, folder, layout, kind):
         pytest.param("fsdp", "arrays", 8, 1e-6, marks=pytest.mark.slow),
         pytest.param("data_parallel", "iterable", 2, 0.0, marks=pytest.mark.slow),
         ("fsdp_bf16", "arrays", 2, 0.0),
-        ("parameter_server_async", "arrays", 2, 0.0),
+        pytest.param("parameter_server_async", "arrays", 2, 0.0, marks=pytest.mark.slow),
         pytest.param("parameter_server", "arrays", 2, 0.0, marks=pytest.mark.slow),
         pytest.param(LOCAL, "iterable", 8, 1e-6, marks=pytest.mark.slow),
     ],

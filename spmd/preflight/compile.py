@@ -6,10 +6,12 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import numbers
 import os
 import pickle
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,7 @@ COMPILERS = {  # by platform: the module that has it, its distribution, our extr
     "tpu": ("libtpu", "libtpu", "tpu-compiler", "XLA:TPU", "TPU"),
 }
 FILES = ("program.hlo", "memory.json", "buffers.txt")
+_HOST = re.sub(r"\W", "_", socket.gethostname())
 KEPT = 64  # compiled programs in the cache; the one that was not used for longest goes first
 
 
@@ -108,7 +111,7 @@ def check_timeout(timeout: float) -> None:
     Raises:
       OptionError: told.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not timeout > 0:
         raise OptionError(f"timeout={timeout!r}.\n    cure: seconds, more than none.")
 
 
@@ -150,32 +153,37 @@ def _compile(blob: bytes, folder: Path, devices: int, what: str, timeout: float,
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent)
-        work_in = tempfile.TemporaryDirectory(prefix=f"plan-{os.getpid()}-", dir=folder.parent)
+        with tempfile.TemporaryDirectory(prefix=f"plan-{os.getpid()}-{_HOST}-", dir=folder.parent, ignore_cleanup_errors=True) as name:
+            work = Path(name)
+            (work / "request.pickle").write_bytes(blob)
+            helper.ask(work, _environment(), devices, what, timeout, say)
+            if not (work / "memory.json").is_file():
+                raise CompileError(f"compiling for {what} failed:\n{_last(work / helper.LOG)}")
+            _keep(work, folder)
     except OSError as error:
         why = f"{folder.parent}, where compiled programs are kept: {error}"
         raise CompileError(f"{why}.\n    cure: another folder, in $SPMD_CACHE.") from error
-    with work_in as name:
-        work = Path(name)
-        (work / "request.pickle").write_bytes(blob)
-        helper.ask(work, _environment(), devices, what, timeout, say)
-        if not (work / "memory.json").is_file():
-            raise CompileError(f"compiling for {what} failed:\n{_last(work / helper.LOG)}")
-        done = work / "done"
-        done.mkdir()
-        (work / "buffers.txt").touch()  # a compiler that reports none
-        for file in FILES:
-            (work / file).replace(done / file)
-        if _kept(folder) is None:
-            shutil.rmtree(folder, ignore_errors=True)  # damaged
-        with contextlib.suppress(OSError):  # another process was first, with the same
-            done.replace(folder)
+
+
+def _keep(work: Path, folder: Path) -> None:
+    """Put what there is into the cache at once or not at all."""
+    done = work / "done"
+    done.mkdir()
+    (work / "buffers.txt").touch()  # a compiler that reports none
+    for file in FILES:
+        (work / file).replace(done / file)
+    if _kept(folder) is None:
+        shutil.rmtree(folder, ignore_errors=True)  # damaged
+    with contextlib.suppress(OSError):  # another process was first, with the same
+        done.replace(folder)
 
 
 def _sweep(folder: Path) -> None:
     """Take away the oldest programs of a full cache, and what processes left that were killed."""
     kept = [path for path in folder.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name)]
     old = sorted(kept, key=lambda path: path.stat().st_mtime)[: -KEPT + 1]
-    left = [path for path in folder.glob("plan-*") if (found := re.match(r"plan-(\d+)-", path.name)) and not _alive(int(found.group(1)))]
+    of_here = re.compile(rf"plan-(\d+)-{re.escape(_HOST)}-")  # a folder may be shared by hosts
+    left = [path for path in folder.glob("plan-*") if (found := of_here.match(path.name)) and not _alive(int(found.group(1)))]
     for path in [*old, *left]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -218,7 +226,7 @@ def _last(path: Path) -> str:
     starts = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error\b", line)]
     shown = lines[starts[-1] :] if starts else lines[-5:]
     end = next((number for number, line in enumerate(shown) if line.startswith("-----")), len(shown))  # what follows is about jax's frames
-    return "\n".join(f"    {line}" for line in shown[:end][:12])
+    return "\n".join(f"    {line}" for line in shown[:end][:12]) or "    it printed nothing; is there room for files?"
 
 
 def topology(cluster: Cluster) -> dict[str, Any]:

@@ -47,8 +47,9 @@ def array_drawing(path: str, leaf: Any) -> str:
     """An array of any rank: a square for each piece with the devices that hold it; the last dim goes across, all others down."""
     pieces = pieces_of(leaf)
     counts = [1 + max(index[dim] for index in pieces) for dim in range(len(leaf.shape))]
-    across = counts[-1] if counts else 1
+    across = min(counts[-1], PIECES) if counts else 1
     wide, high = min(WIDTH / across, 220.0), 44.0
+    gap = min(1.0, wide / 8)
     drawn = []
     for number, (index, devices) in enumerate(sorted(pieces.items())[:PIECES]):
         row, column = 0, index[-1] if index else 0
@@ -57,7 +58,7 @@ def array_drawing(path: str, leaf: Any) -> str:
         ranges = [_range(index[dim], counts[dim], size) for dim, size in enumerate(leaf.shape)]
         title = f"[{', '.join(ranges)}] on device{'s' * (len(devices) > 1)} {_listed(devices)}"
         x, y = column * wide, row * high
-        drawn.append(box(x + 1, y + 1, wide - 2, high - 2, COLOURS[number % len(COLOURS)], title))
+        drawn.append(box(x + gap, y + gap, wide - 2 * gap, high - 2 * gap, COLOURS[number % len(COLOURS)], title))
         text = _listed(devices)
         if 7 * len(text) < wide:
             drawn.append(f'<text x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="middle">{text}</text>')

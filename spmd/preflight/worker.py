@@ -1,11 +1,13 @@
-"""A process that compiles exported steps for devices that need not be there: `python -m spmd.preflight.worker DEVICES`.
+"""A process that compiles exported steps for devices that need not be there: `python -m spmd.preflight.worker DEVICES REPLIES`.
 
 It is a process of its own because XLA fixes the number of simulated devices once, because a compiler may not come to an end, and because
 the plugin for GPUs cannot be loaded beside a JAX that looks for GPUs. Each line of its standard input is a folder that holds
-`request.pickle`; there come `program.hlo`, `memory.json` and XLA's own report of buffers, and what is printed meanwhile in `log`; then the
-line is answered. It ends when its input does, whatever it does then, and when it was not asked for a minute.
+`request.pickle`; there come `program.hlo`, `memory.json` and XLA's own report of buffers, and what is printed meanwhile in `log`; then a
+byte is written to the pipe REPLIES. It ends when its input or its parent does, whatever it does then, and when it was not asked for a
+minute.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -27,26 +29,37 @@ from spmd.preflight.helper import LOG
 IDLE = 60.0  # seconds
 
 
-def main(devices: int) -> None:
+def main(devices: int, replies: int) -> None:
     """Compile what is asked for, one folder after the other."""
+    folders = SimpleQueue[Path]()
+    threading.Thread(target=_listen, args=(folders,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    replies, folders = os.fdopen(os.dup(1), "w"), SimpleQueue[str]()
-    threading.Thread(target=_listen, args=(folders,), daemon=True).start()
     while True:
         try:
-            folder = Path(folders.get(timeout=IDLE))
+            folder = folders.get(timeout=IDLE)
         except Empty:
             os._exit(0)
-        with (folder / LOG).open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
+        with contextlib.suppress(OSError):  # a disk that is full: there is no log then
+            _print_to(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             _compile(folder)
         except Exception:  # the log is for who asked
-            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
         jax.clear_caches()
-        print(folder, file=replies, flush=True)
+        _print_to(Path(os.devnull), os.O_WRONLY)  # the folder is taken away, so nothing in it may stay open
+        os.write(replies, b".")
+
+
+def _print_to(path: Path, flags: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(path, flags, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 def _compile(folder: Path) -> None:
@@ -70,10 +83,17 @@ def _compile(folder: Path) -> None:
     (folder / "memory.json").write_text(json.dumps(sizes | {"seconds": seconds}), encoding="utf-8")  # last: it says that all is there
 
 
-def _listen(folders: SimpleQueue[str]) -> None:
+def _listen(folders: SimpleQueue[Path]) -> None:
     """Whoever started this process holds its standard input open as long as it lives."""
-    for line in sys.stdin:
-        folders.put(line.rstrip("\n"))
+    for line in sys.stdin.buffer:
+        folders.put(Path(os.fsdecode(line.removesuffix(b"\n"))))
+    os._exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """A fork of who started this process may hold the input open too."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
     os._exit(1)
 
 
@@ -87,4 +107,4 @@ def _devices(request: dict[str, Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

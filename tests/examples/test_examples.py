@@ -44,9 +44,7 @@ def runs():
     """One example goes through every layout in the fast suite, the others through one; the rest are in `make test-all`."""
     for name in SMALL:
         for layout in LAYOUTS:
-            slow = (name != "char_lstm" or layout in ("fsdp", "tensor_parallel")) and layout != {"digits_cnn": "data_parallel_bf16"}.get(
-                name, "fsdp_tensor_parallel"
-            )
+            slow = layout != {"char_lstm": "zero1", "digits_cnn": "data_parallel_bf16"}.get(name, "fsdp_tensor_parallel")
             yield pytest.param(name, layout, id=f"{name}-{layout}", marks=[pytest.mark.slow] * slow)
 
 
@@ -64,6 +62,7 @@ def test_runs_under_every_layout(small, name, layout, capsys):
     assert (held(moments) < 0.75 * whole(moments)) == (not layout.startswith("data_parallel"))
 
 
+@pytest.mark.slow
 def test_images_cut_by_rows_and_columns(monkeypatch, capsys):
     module = example("spatial_cnn")
     monkeypatch.setattr(module, "make_model", lambda: module.Model(channels=4, rngs=nnx.Rngs(0)))
@@ -179,6 +178,7 @@ def test_the_parameter_server_learns(names, ways, capsys):
         assert seconds["2 spares"] < seconds["DiLoCo, every 8"] < seconds["synchronous"]
 
 
+@pytest.mark.slow
 @some("asynchronous, scaled")
 def test_the_parameter_server_trains_the_lstm(names, ways, small, capsys):
     small("char_lstm")

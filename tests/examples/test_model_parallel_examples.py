@@ -21,7 +21,7 @@ RUNS = [
     pytest.param("gpt_pipeline", "--layout fsdp_pipeline_tensor", marks=SLOW),
     pytest.param("gpt_pipeline", "--layout pipeline", marks=SLOW),
     pytest.param("gpt_pipeline", "--layout pipeline --groups 2 --mesh data=4,stage=2", marks=SLOW),
-    ("gnmt", "--layout pipeline --mesh data=4,stage=2"),
+    pytest.param("gnmt", "--layout pipeline --mesh data=4,stage=2", marks=SLOW),
     pytest.param("gnmt", "--layout fsdp_pipeline_tensor", marks=SLOW),
 ]
 

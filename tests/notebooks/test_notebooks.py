@@ -108,7 +108,7 @@ def plan_before_you_rent(shown):
 SHOWS = {"00_quickstart": quickstart, "parameter_server": parameter_server, "plan_before_you_rent": plan_before_you_rent}
 
 
-SLOW = ("plan_before_you_rent",)  # compiles a score of programs, each in a process
+SLOW = ("plan_before_you_rent", "parameter_server")  # they compile a score of programs
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW), id=path.name) for path in NOTEBOOKS])

@@ -6,10 +6,12 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -17,12 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from spmd.errors import CompileError, SpmdError
 from spmd.launch.cli import main
+from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.preflight import compile, helper
 from spmd.preflight.compile import compiler_of, description
+from spmd.preflight.drawn import array_drawing
 from spmd.preflight.target import Cluster, load, shipped
 
 MODEL = spmd.FunctionalModel(
@@ -392,7 +397,7 @@ def test_a_damaged_cache_is_made_anew(damage, tmp_path, monkeypatch):
 def test_a_worker_does_not_outlive_who_asked(tmp_path):
     """It reads a request that never comes; when its standard input is closed it goes."""
     os.mkfifo(tmp_path / "request.pickle")
-    command = [sys.executable, "-P", "-m", "spmd.preflight.worker", "1"]
+    command = [sys.executable, "-P", "-m", "spmd.preflight.worker", "1", "1"]
     environment = os.environ | {"PYTHONPATH": str(Path(spmd.__file__).parents[1])}
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, stdout=subprocess.DEVNULL) as process:
         process.stdin.write(f"{tmp_path}\n".encode())
@@ -434,7 +439,7 @@ def test_plans_share_a_process_that_serves_them(new, monkeypatch):
     assert helper._kept.process is not third
 
 
-def test_a_process_that_dies_of_a_program_is_told_and_replaced(new, monkeypatch):
+def test_a_process_that_dies_is_replaced_and_errors_are_no_reason_to_end(new, monkeypatch):
     new()
     served = helper._kept.process
     with monkeypatch.context() as patched:
@@ -447,7 +452,65 @@ def test_a_process_that_dies_of_a_program_is_told_and_replaced(new, monkeypatch)
             new("8xcpu")
     living = helper._kept.process
     new("8xcpu")
-    assert helper._kept.process is living, "an error is no reason to end"
+    assert helper._kept.process is living
+
+
+def test_a_process_that_is_killed_twice_is_told(new, monkeypatch):
+    start = helper._start
+
+    def killed(*given):
+        found = start(*given)
+        found.process.kill()
+        return found
+
+    monkeypatch.setattr(helper, "_start", killed)
+    helper.stop()
+    with pytest.raises(CompileError, match=r"ended with signal 9; 9 comes from the system when memory runs out"):
+        new()
+
+
+def test_what_is_printed_when_python_starts_is_no_answer(new, monkeypatch, tmp_path):
+    (tmp_path / "hello").mkdir()
+    (tmp_path / "hello" / "sitecustomize.py").write_text("print('hello', flush=True)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hello"))
+    first = new()
+    assert first.memory == new(optimizer=optax.adam(0.2)).memory
+    open_files = [os.readlink(path) for path in Path(f"/proc/{helper._kept.process.pid}/fd").iterdir()] if sys.platform == "linux" else []
+    assert not any("plan-" in path for path in open_files), "what is in a folder that is taken away is closed"
+    helper.stop()
+
+
+def test_plans_of_threads_wait_for_each_other_and_one_inside_another_is_refused(new):
+    optimizers = [optax.adam(0.3), optax.adam(0.4), optax.adam(0.6)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda optimizer: new(optimizer=optimizer), optimizers))
+    assert len({str(plan.memory) for plan in found}) == 1
+    inside = []
+
+    def say(line):
+        with pytest.raises(CompileError, match="while another is compiled in the same thread"):
+            new(optimizer=optax.adam(0.7))
+        inside.append(line)
+
+    helper.stop()  # a fresh process takes more than a second
+    new(optimizer=optax.adam(0.8), say=say)
+    assert inside
+
+
+def test_more_open_files_than_select_can_name(new):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("this machine allows fewer than 1200 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        helper.stop()
+        assert new().fits
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        helper.stop()
 
 
 SCRIPTS = {
@@ -569,6 +632,10 @@ def test_an_array_is_drawn_over_its_mesh():
     assert re.findall(r"<title>(.*?)</title>", spread) == [f"[:, {32 * at}:{32 * at + 32}] on device {at}" for at in range(8)]
     with pytest.raises(SpmdError, match='did you mean "up"'):
         plan.drawing("upp")
+    many = NamedSharding(abstract_mesh(MeshSpec.parse("data=1024")), PartitionSpec("data"))
+    drawn = array_drawing("w", jax.ShapeDtypeStruct((4096,), "float32", sharding=many))
+    wide = [float(width) for width in re.findall(r' width="([^"]+)"', drawn)]
+    assert len(wide) == 256 and min(wide) > 0 and "768 more pieces are not drawn" in drawn
 
 
 def test_a_model_whose_shapes_depend_on_data_is_refused_with_a_cure():

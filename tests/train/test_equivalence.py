@@ -33,11 +33,11 @@ def cases():
                 if "tensor" not in layout and mesh in ("2x4",):
                     continue  # no parameter is cut over `model`: 4x2 shows all there is
                 for step in ("auto", "manual"):
-                    # the fast suite: one model by hand under every layout, the others under one, which cuts most; that one automatically
-                    # and on three axes as well; `make test-all`: every case
-                    most = layout == "fsdp_tensor_parallel"
-                    by_hand = (mesh, step) == ("4x2", "manual") and (model == "gpt" or most)
-                    slow = not (by_hand or (model == "gpt" and most and (mesh, step) in (("4x2", "auto"), ("2x2x2", "manual"))))
+                    # the fast suite: one model by hand under every layout, another under the one that cuts most; on three axes and
+                    # by the compiler as well; `make test-all`: every case
+                    most, gpt = layout == "fsdp_tensor_parallel", model == "gpt"
+                    by_hand = (mesh, step) == ("4x2", "manual") and (gpt or (most and model == "cnn"))
+                    slow = not (by_hand or (gpt and most and (mesh, step) in (("4x2", "auto"), ("2x2x2", "manual"))))
                     yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=[pytest.mark.slow] * slow)
 
 
