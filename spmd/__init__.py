@@ -33,6 +33,7 @@ _HOMES = {
     "data": "spmd.data:",
     "errors": "spmd.errors:",
     "fit": "spmd.api",
+    "join": "spmd.hosts.arrival",
     "loggers": "spmd.loggers:",
     "losses": "spmd.losses:",
     "make_mesh": "spmd.mesh",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.api import fit as fit
     from spmd.comm.server.ask import simulate as simulate
     from spmd.errors import SpmdError as SpmdError
+    from spmd.hosts.arrival import join as join
     from spmd.layout.declare import Default as Default
     from spmd.layout.declare import Layout as Layout
     from spmd.layout.declare import OptimizerState as OptimizerState

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from spmd.data.deal import Position, check_source
 from spmd.data.loader import is_arrays, source
 from spmd.data.resident import Resident, on_devices
 from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
-from spmd.layout.declare import Layout
+from spmd.hosts.arrival import join, restarted
+from spmd.hosts.guard import TERMINATED
+from spmd.hosts.handshake import agree, program_facts
+from spmd.hosts.replicas import check_replicas
+from spmd.layout.declare import Layout, spec_text
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
 from spmd.preflight.room import check_room
@@ -26,9 +31,11 @@ from spmd.run.length import Length
 from spmd.run.loggers import JsonLines, Logger, check_loggers
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
+from spmd.run.signals import ENDED
+from spmd.train.program import Program
 from spmd.train.state import State
 from spmd.trainer import Trainer
-from spmd.tree import Tree
+from spmd.tree import Tree, describe, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +141,8 @@ def fit(
 
     Raises:
       SpmdError: one of its kinds, before anything is compiled; every problem at once, with a cure.
+      ClusterError: the processes of a run of several do not agree, or do not come.
+      SystemExit: with 143, after SIGTERM, when the state is saved.
       RoomError: a step needs more memory than a device has.
       DivergedError: the loss is not finite.
 
@@ -147,6 +156,7 @@ def fit(
       3.0
     """
     length = _length(epochs, steps, eval_every, log_every, prefetch)
+    join()
     trainer = Trainer(
         model,
         loss=loss,
@@ -169,7 +179,6 @@ def fit(
         trainer.check_evaluation(eval_data)
     evaluated = [f"eval_{name}" for name in program.eval_names] if eval_data is not None else []
     _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
-    room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     meta = {
         "data": {**reader.fingerprint(), "seed": seed},
         "layout": trainer.layout.to_toml(),
@@ -177,8 +186,10 @@ def fit(
         "options": {"precision": precision, "accumulate": accumulate},
         "storage": trainer.packing,
     }
+    _agree(program, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
+    room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
-        store = _open(config, opened, resume=resume)
+        store = _open(config, opened, resume=resume or restarted())
         state, position, saved, changed = _start(store, trainer, meta)
         loop = Loop(
             program,
@@ -200,13 +211,38 @@ def fit(
         )
         opened.pop_all()
     loop.run()
-    if program.clock is not None:
-        _tell_unmet(program.clock.declared, loop.step)
+    _tell_unmet(program.clock.declared if program.clock is not None else None, loop.step)
+    if loop.stop_reason == ENDED:
+        raise SystemExit(TERMINATED)
     return Result(loop.state, loop.history, loop.stop_reason, trainer)
 
 
-def _tell_unmet(server: ParameterServer, steps: int) -> None:
+def _agree(program: Program, options: Mapping[str, Any]) -> None:
+    """Hold against the other processes what all must have in common; the step's program too, so that nothing that is in it can differ."""
+    if jax.process_count() == 1:
+        return
+    facts = {"devices of each process": str(jax.local_device_count())}
+    for name, value in {**options, "layout": tomllib.loads(options["layout"])}.items():
+        facts |= {f"{name} {path}".strip(): str(leaf) for path, leaf in _named(value)}
+    arrays = flatten(program.placed.abstract_state)
+    facts |= {f"array {path}": f"{describe(leaf)} {spec_text(leaf.sharding.spec)}" for path, leaf in arrays.items()}
+    given, text = program.placed.init_facts()
+    agree(facts | given | program_facts(text, "the initial values") | program_facts(program.text(), "the step"))
+
+
+def _named(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of dicts in dicts."""
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from _named(inner, f"{path}.{name}" if path else str(name))
+
+
+def _tell_unmet(server: ParameterServer | None, steps: int) -> None:
     """What workers who train by themselves have learnt and nobody else knows."""
+    if server is None:
+        return
     left = unmet(server, steps) if server.local else 0
     since, cure = "their last meeting", "Choose a number of steps that `every` divides."
     if server.fragments > 1:
@@ -264,6 +300,14 @@ def _open(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bo
 
 
 def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str]]:
+    """As `_begin`; copies that several processes have of the state are equal."""
+    begun = _begin(store, trainer, meta)
+    if jax.process_count() > 1:
+        check_replicas(begun[0], "before the first step")
+    return begun
+
+
+def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str]]:
     """The state to begin with, the place in the data where it stood, what callbacks had saved, and which options changed.
 
     Raises:

@@ -11,6 +11,7 @@
     ├── CompileError         the compiler fails on a step that is planned, or takes too long
     ├── RoomError            a step needs more memory than a device has
     ├── CodecError           gradients cannot travel in this format on this backend
+    ├── ClusterError         the processes of a run cannot meet, or do not agree
     ├── DivergedError        a watched metric stopped being finite
     ├── OptionError          an argument of `fit`, `Trainer` or a callback that cannot be meant
     └── MissingExtraError    an optional package is not installed (also an ImportError)
@@ -80,6 +81,10 @@ class CodecError(SpmdError):
     """A codec does not do on this backend what it promises."""
 
 
+class ClusterError(SpmdError):
+    """The processes of a run cannot meet, or do not agree; names who, what and both values. To start again does not help."""
+
+
 class DivergedError(SpmdError):
     """A watched metric is not finite; names the step, the metric and the last good checkpoint."""
 
@@ -119,6 +124,16 @@ def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Pro
     """Raise `error` with all problems at once; do nothing when there are none."""
     if problems:
         raise error(problems_text(headline, problems, note))
+
+
+def escaped(text: str, most: int = 2000) -> str:
+    r"""What another process said, for a terminal: no control characters, and no more than so many letters.
+
+    >>> escaped("a\x1b[31mred\nline")
+    'a\\x1b[31mred\\nline'
+    """
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:most])
+    return shown + (f"… ({len(text) - most} more)" if len(text) > most else "")
 
 
 def first_problem(error: SpmdError) -> str:

@@ -180,8 +180,9 @@ def simulate_devices(count: int) -> None:
     if count < 1:
         raise MeshError(f"simulate_devices({count}): at least one device is needed.\n    cure: such as spmd.simulate_devices(8).")
     try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        if not jax.distributed.is_initialized():  # several processes were told by who started them; what counts is how many all have
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         pass  # JAX has started: what counts is what it started with
     found = jax.devices()

@@ -5,6 +5,7 @@
     spmd layouts check my.toml --model models:gpt --mesh data=64,model=8
     spmd plan train.py --target 8x8xh100 --layout fsdp
     spmd targets
+    spmd launch --processes 2 --simulate 4 train.py
 
 `check` never asks JAX for a device: it knows the mesh by its sizes and the model by its shapes.
 """
@@ -20,23 +21,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean
-from spmd.launch import plan_command
+from spmd.launch import launch_command, plan_command
 from spmd.layout.toml import load, shipped
 
 _LEAF = re.compile(r"\s*([\w/]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit code: 0 when all is well, 2 for an error, which is told without a traceback."""
+    """Run one command and give its exit code: 0 when all is well, 2 for an error, which is told without a traceback; `launch` its own."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)
     options = _parser().parse_args(given[:cut])
     options.rest = given[cut + 1 :]  # for a script that the command runs
     try:
-        print(options.run(options))
+        found = options.run(options)
     except SpmdError as error:
         print(f"{type(error).__name__}: {error}{_line_of(error)}", file=sys.stderr)
         return 2
+    if isinstance(found, int):
+        return found
+    print(found)
     return 0
 
 
@@ -68,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--batch", metavar="x=float32[8,28,28,1]", help="arrays of one batch; a linen module shows no shapes without")
     check.set_defaults(run=_check)
     plan_command.add_to(top)
+    launch_command.add_to(top)
     return parser
 
 

@@ -1,9 +1,12 @@
 """What a user may hang into the loop, and the few that come with it."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from spmd.errors import DivergedError, OptionError, a_kind, did_you_mean
 
@@ -37,8 +40,15 @@ class Info:
         return self._control.state
 
     def stop(self, reason: str) -> None:
-        """Stop the run in good order: the last checkpoint is written and `fit` returns."""
+        """Stop the run in good order: the last checkpoint is written and `fit` returns.
+
+        Of several processes all must call it at the same step, as they do where it follows from metrics; otherwise `ask`.
+        """
         self._control.stop(reason)
+
+    def ask(self, reason: str) -> None:
+        """The same for what only this process knows, such as the time: all processes stop after the same step, soon."""
+        self._control.ask(reason)
 
     def stop_at(self, step: int) -> None:
         """Stop in good order after exactly this many updates; `stop` is a step late where metrics are read late."""
@@ -211,7 +221,7 @@ class StopAt(Callback):
     def on_step(self, info: Info) -> None:
         """Stop when the time is over."""
         if self.seconds is not None and time.monotonic() - self._started >= self.seconds:
-            info.stop(f"{self.seconds:g} seconds are over")
+            info.ask(f"{self.seconds:g} seconds are over")
 
     def on_stop(self, info: Info) -> None:
         """Say why, when it was this."""
@@ -240,3 +250,27 @@ def as_callbacks(given: Any) -> list[Callback]:
     if not any(isinstance(one, TerminateOnNaN) for one in callbacks):
         callbacks.insert(0, TerminateOnNaN())
     return callbacks
+
+
+def lifted(callbacks: Sequence[Callback]) -> Any:
+    """What a user's callback moves is theirs to decide: the transfer guard is lifted for it, and only for it."""
+    moving = any(not callback.moves_nothing for callback in callbacks)
+    return jax.transfer_guard("allow") if moving else contextlib.nullcontext()
+
+
+def restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> None:
+    """Hand back what callbacks of a resumed run had saved, (class name, what it was): to the first of a class what its first had saved.
+
+    Raises:
+      OptionError: there are more or fewer of a class than there were.
+    """
+    for name in dict.fromkeys(name for name, entry in saved if entry):
+        entries = [entry for kind, entry in saved if kind == name]
+        mine = [callback for callback in callbacks if type(callback).__name__ == name]
+        if len(mine) != len(entries):
+            raise OptionError(
+                f"the run was saved with {len(entries)} {name} and is resumed with {len(mine)}.\n"
+                "    cure: the same callbacks, or another checkpoint folder."
+            )
+        for callback, entry in zip(mine, entries, strict=True):
+            callback.restore(entry)

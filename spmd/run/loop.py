@@ -16,13 +16,15 @@ from spmd.data.deal import Position, epoch_of
 from spmd.data.loader import Source
 from spmd.data.prefetch import prefetch
 from spmd.errors import DivergedError, OptionError, did_you_mean
-from spmd.run.callbacks import Callback, Info, TerminateOnNaN
+from spmd.hosts import guard
+from spmd.run.callbacks import Callback, Info, TerminateOnNaN, lifted, restore
 from spmd.run.checkpoint import Store
-from spmd.run.guard import INTERRUPTED, interruptible
 from spmd.run.history import History
 from spmd.run.length import Length, allowing
 from spmd.run.loggers import Logger
 from spmd.run.progress import NoProgress, Progress
+from spmd.run.signals import ENDED, INTERRUPTED, interruptible
+from spmd.train.metrics import fetch
 from spmd.train.program import Program
 from spmd.train.state import State
 
@@ -59,24 +61,26 @@ class Loop:
         self._samples, self._first_step = 0, self.step
         self._evaluated: dict[str, float] = {}
         self._number, self._newest = self.position.epoch, None
+        self._guard = guard.current()
         self._seen, self._stopped = (self.step, self.position.epoch), False
         self._measured_at, self._marked = -1, (-1, time.monotonic(), 0)
         self._callbacks = [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]
-        self._fetch = np.asarray if jax.default_backend() == "cpu" else _fetch  # on a CPU nothing moves
+        self._fetch = fetch()
         self._exact = [c.every for c in self._callbacks if (c.exact if c.exact is not None else c.every > 1)]
         self.steps_per_call = min([self.steps_per_call, *self._marks(), *self._full_steps()])
 
     def run(self) -> None:
         """Train until its end, a callback or the user says stop. Whatever happens, the newest state is saved."""
         try:
+            self._guard.begin(self.step)
             self.progress.start(self.step, self._total())
-            with interruptible(self.stop), jax.transfer_guard("disallow"):
+            with interruptible(self._guard.ask), jax.transfer_guard("disallow"):
                 self._tell("on_start")
-                self._restore_callbacks()
-                while self.stop_reason is None and not self._done():
+                restore(self.callbacks, self.saved_callbacks)
+                while not self._leaves() and not self._done():
                     self._epoch()
                 self._drain()
-                if self.stop_reason != INTERRUPTED:
+                if self.stop_reason not in (INTERRUPTED, ENDED):
                     self._measure()
                 self._record()
                 self._show()
@@ -86,7 +90,9 @@ class Loop:
             # a diverged state is not worth keeping: the last checkpoint before it stays the newest
             self._rescue(error, save=not isinstance(error, DivergedError))
             raise
+        self._guard.at("save", self.step)
         self._close()
+        self._guard.at("script", self.step)
 
     def _epoch(self) -> None:
         """One epoch, or the rest of one."""
@@ -104,7 +110,7 @@ class Loop:
                 # 3. whatever is due at this step
                 self._after_step()
                 # 4. leave between two steps, never inside one
-                if self.stop_reason is not None or self._steps_done():
+                if self._leaves() or self._steps_done():
                     return
         self._end_of_epoch()
 
@@ -171,6 +177,7 @@ class Loop:
         first, epoch, packed, rows = self._unread.popleft()
         packed = self._fetch(packed)
         packed = packed if packed.ndim == 3 else packed[None]
+        self._guard.at("step", first + len(packed) - 1)
         self.history.add_steps(first, packed)
         self._samples += sum(rows)
         if first == 1:
@@ -182,7 +189,7 @@ class Loop:
             if due:
                 metrics = {**self._means(sums), **self.program.constants(step - 1)}
                 info = self._info(step, epoch, metrics, rows[offset], exact=newest and step == self.step)
-                with _lifted(due):
+                with lifted(due):
                     for callback in due:
                         callback.on_step(info)
             self._window += sums
@@ -239,8 +246,10 @@ class Loop:
             return
         self._drain()
         self._measured_at = self.step
+        self._guard.at("eval", self.step)
         with jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
             self._evaluated = {f"eval_{name}": value for name, value in self.evaluate(self.state).items()}
+        self._guard.at("step", self.step)
         self.history.add_evaluation(self.step, self._evaluated)
         self._log({"step": self.step, "epoch": self._number, **self._evaluated})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in self._evaluated.items())
@@ -257,8 +266,10 @@ class Loop:
         best = self.store.config.best
         if best is not None and metrics and best not in metrics:
             raise OptionError(f'Checkpoint: there is no metric "{best}".\n    cure: {did_you_mean(best, metrics)}')
+        self._guard.at("save", self.step)
         with jax.transfer_guard_device_to_host("allow"):  # Orbax fetches the state
             saved = self.store.save(self.state, self.step, self._meta(), metrics)
+        self._guard.at("step", self.step)
         if saved:
             self._tell("on_checkpoint")
 
@@ -267,24 +278,15 @@ class Loop:
         kept = [[type(callback).__name__, callback.save()] for callback in self.callbacks]
         return {**self.meta, "position": dataclasses.asdict(self.position), "callbacks": kept}
 
-    def _restore_callbacks(self) -> None:
-        """Hand back what callbacks of the resumed run had saved: to the first of a class what the first had saved, and so on."""
-        for name in dict.fromkeys(name for name, saved in self.saved_callbacks if saved):
-            saved = [entry for kind, entry in self.saved_callbacks if kind == name]
-            mine = [callback for callback in self.callbacks if type(callback).__name__ == name]
-            if len(mine) != len(saved):
-                raise OptionError(
-                    f"the run was saved with {len(saved)} {name} and is resumed with {len(mine)}.\n"
-                    "    cure: the same callbacks, or another checkpoint folder."
-                )
-            for callback, entry in zip(mine, saved, strict=True):
-                callback.restore(entry)
-
     def _rescue(self, error: BaseException, *, save: bool) -> None:
-        """Save what there is and close; what fails meanwhile is told beside the error, not instead of it."""
+        """Save what there is and close; what fails meanwhile is told beside the error, not instead of it.
+
+        Of several processes one that fails alone cannot save, nor wait for what is being saved: the others are not there.
+        """
+        apart = jax.process_count() > 1 and not isinstance(error, DivergedError)
         try:
             self._unread.clear()
-            if save and self.store is not None and self.step > self._first_step:
+            if save and not apart and self.store is not None and self.step > self._first_step:
                 self.store.save(self.state, self.step, self._meta(), {})
                 self.store.wait()
                 error.add_note(f"spmd: the state after step {self.step} was saved in {self.store.folder}.")
@@ -295,21 +297,32 @@ class Loop:
         except Exception as second:
             error.add_note(f"spmd: and on_stop failed: {type(second).__name__}: {second}")
         with contextlib.suppress(Exception):
-            self._close()
+            self._close(apart=apart)
+        self._guard.at("script", self.step)
 
-    def _close(self) -> None:
+    def _close(self, *, apart: bool = False) -> None:
         with contextlib.ExitStack() as closing:  # each is closed, though another may fail
             for logger in self.loggers:
                 closing.callback(logger.close)
-            if self.store is not None:
+            if self.store is not None and not apart:
                 closing.callback(self.store.close)
             closing.callback(self.progress.close)
 
     # small questions -------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """Leave after the step in hand."""
+        """Leave after the step in hand. Of several processes all must say so at the same step; what only one knows is asked for."""
         self.stop_reason = self.stop_reason or reason
+
+    def ask(self, reason: str) -> None:
+        """Leave soon, all processes after the same step."""
+        self._guard.ask(reason)
+
+    def _leaves(self) -> bool:
+        """Whether this is where the run stops, between two steps."""
+        if self.stop_reason is None and self._guard.stops(self.step, self.steps_per_call):
+            self.stop_reason = self._guard.asked
+        return self.stop_reason is not None
 
     def stop_at(self, step: int) -> None:
         """Leave after this many updates, neither earlier nor later."""
@@ -368,7 +381,7 @@ class Loop:
 
     def _tell(self, event: str, metrics: dict[str, float] | None = None) -> None:
         info = self._info(self.step, self._number, metrics or {}, 0, exact=True)
-        with _lifted(self.callbacks):
+        with lifted(self.callbacks):
             for callback in self.callbacks:
                 getattr(callback, event)(info)
 
@@ -384,17 +397,3 @@ class Loop:
     def _log(self, record: dict[str, Any]) -> None:
         for logger in self.loggers:
             logger.write(record)
-
-
-def _fetch(packed: jax.Array) -> np.ndarray:
-    """Two numbers per metric: what the host has to know, and so may move."""
-    with jax.transfer_guard_device_to_host("allow"):
-        return np.asarray(packed)
-
-
-def _lifted(callbacks: list[Callback]) -> Any:
-    """What a user's callback moves is theirs to decide: the guard is lifted for it, and only for it."""
-    for callback in callbacks:
-        if not callback.moves_nothing:
-            return jax.transfer_guard("allow")
-    return contextlib.nullcontext()

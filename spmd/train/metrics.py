@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmd.errors import DataError, LossError, did_you_mean
 from spmd.tree import describe
@@ -134,3 +135,15 @@ def pack(sums: Sums, names: tuple[str, ...]) -> jax.Array:
 def add(left: Sums, right: Sums) -> Sums:
     """Pairs of two disjoint sets of rows, joined."""
     return jax.tree.map(jnp.add, left, right)
+
+
+def fetch() -> Callable[[jax.Array], np.ndarray]:
+    """What brings sums to the host: two numbers per metric, which it has to know, and so may move."""
+    if jax.default_backend() == "cpu":
+        return np.asarray  # nothing moves
+
+    def moved(packed: jax.Array) -> np.ndarray:
+        with jax.transfer_guard_device_to_host("allow"):
+            return np.asarray(packed)
+
+    return moved

@@ -31,7 +31,7 @@ from spmd.nn.order import Ordered, OrderedModel, order_of
 from spmd.train.objective import Objective
 from spmd.train.precision import compute_dtype
 from spmd.train.probe import check_packed
-from spmd.train.state import Opening, State, check_optimizer, each_its_own, init_state, make_state, state_shardings
+from spmd.train.state import Opening, State, check_optimizer, each_its_own, init_state, make_state, opening_facts, state_shardings
 from spmd.tree import Tree, flatten
 
 
@@ -206,4 +206,12 @@ class Placed:
 
     def init(self) -> State:
         """A new state, made in place on the mesh."""
-        return init_state(self.model, self.opening, self.options.seed, self._run, self.shardings, self.exchange.init)
+        return init_state(*self._beginning)
+
+    def init_facts(self) -> tuple[dict[str, str], str]:
+        """What decides it: facts by name, and a program's text; either may be empty."""
+        return opening_facts(*self._beginning)
+
+    @property
+    def _beginning(self) -> tuple:
+        return self.model, self.opening, self.options.seed, self._run, self.shardings, self.exchange.init

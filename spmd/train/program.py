@@ -242,6 +242,10 @@ class Program:
         """A step on a full batch, compiled; on several devices, or one that is no CPU, `step` then runs this program."""
         return self._traced.lower().compile()
 
+    def text(self) -> str:
+        """A step on a full batch as StableHLO; `step` then compiles this lowering."""
+        return self._traced.lower().as_text()
+
     def exported(self, platform: str) -> tuple[jax.export.Exported, tuple[int, ...]]:
         """A step on a full batch as StableHLO for a platform that need not be here, on flat arguments, and which of these it donates."""
         leaves, tree = jax.tree.flatten(self.arguments)

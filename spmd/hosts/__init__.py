@@ -1,0 +1,1 @@
+"""Many processes: who am I, do we agree, is everyone still there."""

@@ -1,0 +1,92 @@
+"""`join`: this process takes its place among the others, before JAX looks for devices."""
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable
+
+import jax
+
+from spmd.errors import ClusterError
+from spmd.hosts import coordination, guard
+from spmd.hosts.roll_call import Card, call_roll
+from spmd.hosts.world import World, detect
+
+HEARTBEAT, SHUTDOWN = 30.0, 300.0  # seconds: of a process that says nothing; and for all to reach their end
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "spmd")
+
+_joined: World | None = None
+
+
+def join(world: World | None = None, *, timeout: float = 300.0, limits: guard.Limits | None = None) -> World | None:
+    """Take this process's place among those that train together; alone, do nothing.
+
+    Processes meet (`hosts/roll_call.py`), JAX's coordination service begins in process 0, and a guard watches from then on
+    (`hosts/guard.py`). `fit` calls it; a script calls it first where it asks JAX for anything before `fit`, such as the number of
+    devices, or a model's arrays. To call it again does nothing.
+
+    Args:
+      world: who this is; None: as the environment has it: `spmd launch`, SLURM, Kubernetes, Open MPI, and others
+        (`spmd.hosts.world.detect`).
+      timeout: seconds until all others must be there.
+      limits: how long a phase may make no progress; None: $SPMD_STALL, or 60 s for a step and 1800 for all else.
+
+    Returns:
+      Who this process is; None when it is alone.
+
+    Raises:
+      ClusterError: the others did not come, or do not fit; or JAX has looked for devices already.
+
+    Example:
+      >>> import spmd
+      >>> spmd.join() is None  # in a notebook, or a script on one machine
+      True
+    """
+    global _joined
+    if _joined is not None:
+        return _joined
+    limits = guard.Limits.parse(os.environ.get("SPMD_STALL", "")) if limits is None else limits
+    if coordination.started():  # by the user's own jax.distributed.initialize
+        rank, size, address = coordination.place()
+        _joined = world or World(rank, size, address, "jax.distributed")
+        guard.watch(rank, size, limits, _say(rank))
+        return _joined
+    world = detect() if world is None else world
+    if world is None or world.size == 1:
+        return None
+    say = _say(world.rank)
+    if coordination.too_late():
+        raise ClusterError(
+            f"{world}: JAX has looked for devices already, so it will never see those of other processes.\n"
+            "    cure: spmd.join() at the top of the script, before the first array."
+        )
+    say(str(world))
+    address = call_roll(world, Card(world.rank, world.size, guard.host(), _facts()), timeout=timeout, say=say)
+    coordination.start(
+        address, world.rank, world.size, devices=world.local_devices, timeout=timeout, heartbeat=HEARTBEAT, shutdown=SHUTDOWN
+    )
+    guard.watch(world.rank, world.size, limits, say)
+    _joined = world
+    return world
+
+
+def restarted() -> bool:
+    """Whether `spmd launch` has started this process again, after a failure: a run goes on with what it has saved."""
+    return os.environ.get("SPMD_ATTEMPT", "0") != "0"
+
+
+def _say(rank: int) -> Callable[[str], None]:
+    return lambda text: print(f"spmd {rank}: {text}", file=sys.stderr, flush=True)
+
+
+def _facts() -> dict[str, str]:
+    """What must be the same everywhere for programs to be the same."""
+    found = {"Python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    found["jax_enable_x64"] = str(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+    return found

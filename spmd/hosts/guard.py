@@ -1,0 +1,313 @@
+"""The guard: no process waits for ever for one that has failed, and all leave at the same step.
+
+In each of several processes a thread looks four times a second at the coordination service. A process that fails writes there what went
+wrong, and leaves without JAX's barrier; all others print it and leave too. One that makes no progress for longer than its phase may take
+prints the stacks of its threads, and where everyone is. A process alone has the same face, and no thread.
+"""
+
+import dataclasses
+import faulthandler
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from spmd.errors import ClusterError, OptionError, did_you_mean, escaped
+from spmd.hosts import coordination
+
+FAILED, PEER, STALLED, DISAGREED, TERMINATED = 1, 42, 43, 78, 143  # exit codes; docs/clusters.md has them all
+LOOK = 0.25  # seconds between two looks, of up to 500 processes
+LINGER = 3.0  # seconds that who fails, and process 0, which has the service, stay at most so that others can read why
+GRACE = 30.0  # seconds for all to say at which step they could stop
+TIMES = 10.0  # a step stalls at so many times the mean, if that is more than the limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds without progress, by phase, after which a run of several processes ends: a stall. `math.inf`: never.
+
+    Args:
+      compile: until the first step is done.
+      step: between two steps; at least ten times as long as they take.
+      eval: an evaluation.
+      save: a checkpoint.
+
+    Example:
+      >>> Limits.parse("step=120,save=inf")
+      Limits(compile=1800.0, step=120.0, eval=1800.0, save=inf)
+    """
+
+    compile: float = 1800.0
+    step: float = 60.0
+    eval: float = 1800.0
+    save: float = 1800.0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise OptionError(f"stall limit {field.name}={value!r}.\n    cure: seconds, more than none; inf for never.")
+
+    @staticmethod
+    def parse(text: str) -> "Limits":
+        """Read "step=120,save=inf"; what is not named keeps its default."""
+        known, found = [field.name for field in dataclasses.fields(Limits)], {}
+        for word in filter(None, (word.strip() for word in text.split(","))):
+            name, _, value = (part.strip() for part in word.partition("="))
+            if name not in known:
+                raise OptionError(f'stall limit "{word}".\n    cure: {did_you_mean(name, known)}')
+            try:
+                found[name] = float(value)
+            except ValueError:
+                raise OptionError(f'stall limit "{word}": "{value}" is no number.\n    cure: {name}=120, in seconds.') from None
+        return Limits(**found)
+
+
+class Guard:
+    """Of a process that is alone: it knows the phase, and whether somebody asked to stop."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.phase, self.step, self.asked = "script", 0, ""
+        self.changed = time.monotonic()  # when there was progress last
+
+    def begin(self, step: int) -> None:
+        """A run begins, or goes on, at a step."""
+        self.asked = ""
+        if self.rank == 0:
+            report("began", {"step": step}, again=False)
+        self.at("compile", step)
+
+    def at(self, phase: str, step: int) -> None:
+        """Progress: this phase, after so many steps."""
+        self.phase, self.step, self.changed = phase, step, time.monotonic()
+
+    def ask(self, reason: str) -> None:
+        """Somebody wants to stop: a signal, or a callback that knows what others do not."""
+        self.asked = self.asked or reason
+
+    def stops(self, step: int, stride: int = 1) -> bool:
+        """Whether a run that somebody asked to stop does so after this step; asked between two calls of `stride` steps at most."""
+        del step, stride
+        return bool(self.asked)
+
+    def failed(self, error: BaseException, code: int = FAILED) -> None:
+        """An error that nobody has caught: whoever waits for this process is told."""
+        del code
+        report(f"{self.rank}", {"step": self.step, "error": _text(error)})
+
+
+class Together(Guard):
+    """Of one of several processes."""
+
+    def __init__(self, rank: int, size: int, limits: Limits, say: Callable[[str], None]):
+        super().__init__()
+        self.rank, self.size, self.limits, self._say = rank, size, limits, say
+        self._runs, self._answered, self._mean, self._leaving = 0, 0, 0.0, threading.Lock()
+        self._wish, self._begun, self._stride = "", 0, 1
+        self._mark: int | None = None  # how far this process goes without having heard of the others
+        self._last: int | None = None  # where all stop
+        self._look = LOOK * max(1.0, size / 500)
+        self._thread = threading.Thread(target=self._watch, name="spmd guard", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look; what ends this process from now on is told to the others."""
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            before(kind, error, trace)
+            self.failed(error, exit_code(error))
+
+        sys.excepthook = hook
+        self._thread.start()
+
+    def begin(self, step: int) -> None:
+        """A run begins; runs have the same number everywhere."""
+        self._mean, self._wish, self._begun, self._mark, self._last = 0.0, "", step, None, None
+        super().begin(step)
+        self._runs += 1  # last: from now on the thread looks at this run
+
+    def at(self, phase: str, step: int) -> None:
+        """Progress; steps are timed."""
+        if phase == "step" and self.phase == "step" and step > self.step:
+            took = (time.monotonic() - self.changed) / (step - self.step)
+            self._mean += (took - self._mean) / min(step, 50)
+        super().at(phase, step)
+
+    def ask(self, reason: str) -> None:
+        """Somebody wants to stop; the thread tells all, this process too."""
+        self._wish = self._wish or reason
+
+    def stops(self, step: int, stride: int = 1) -> bool:
+        """Whether all stop after this step.
+
+        Each process's thread, which never waits for a device, says how far its run goes without having heard of the others: one call
+        further than it was. The furthest of all is where all stop, so who has come to its own mark can wait for the others' threads.
+
+        Raises:
+          TimeoutError: some did not say in `GRACE` seconds.
+        """
+        self._begun, self._stride = step, stride
+        if not self.asked:
+            return False
+        while self._mark is None:
+            time.sleep(0.01)
+        if self._last is None and step >= self._mark:
+            self._last = max(int(coordination.get(f"stop/{self._runs}/{rank}", GRACE)) for rank in range(self.size))
+        return self._last is not None and step >= self._last
+
+    def _stop_all(self, told: Mapping[str, str]) -> None:
+        """Pass on a wish to stop; answer that of others, for this run and those before it."""
+        now = f"stop/{self._runs}"
+        if self._wish and self._runs and now not in told:
+            coordination.put(f"now/{now}", self._wish)
+            told = {**told, now: self._wish}
+        for run in range(self._answered + 1, self._runs + 1):
+            if f"stop/{run}" in told:
+                if run == self._runs:
+                    self.asked = told[now]  # first: once the run can see it, it does not pass the mark by itself
+                self._mark = self._begun + self._stride
+                coordination.put(f"stop/{run}/{self.rank}", str(self._mark))
+                self._answered = run
+
+    def failed(self, error: BaseException, code: int = FAILED) -> None:
+        """Tell the others, and leave; where a transfer broke off, give who broke it off the time to say why."""
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            time.sleep(3 * self._look)  # the thread leaves with what another has told
+        with self._leaving:
+            super().failed(error)
+            self._tell(_text(error))
+            self._leave(code)
+
+    def _tell(self, text: str) -> None:
+        record = {"host": socket.gethostname(), "phase": self.phase, "step": self.step, "error": text[:4000]}
+        try:
+            coordination.put(f"now/fail/{self.rank}", json.dumps(record))
+        except Exception as error:  # the service is gone, and so is who could have read it
+            self._say(f"the others could not be told: {type(error).__name__}")
+
+    def _leave(self, code: int, *, last: bool = True) -> NoReturn:
+        """Go; the last stays until all others have read why, or are gone: a connection that breaks off says something else.
+
+        Process 0, which has the service, says that it has read, and is always the last.
+        """
+        until, seen = time.monotonic() + LINGER, f"seen/{self.rank}"
+        missing = lambda: self.size - 1 - len(coordination.below("seen/").keys() - {str(self.rank)})
+        try:
+            if self.rank == 0:
+                coordination.put(seen, "")
+            while (last or self.rank == 0) and time.monotonic() < until and missing():
+                time.sleep(0.02)
+            coordination.put(seen, "")
+        except Exception as error:
+            self._say(f"nobody can be waited for: {type(error).__name__}")
+        if self.rank == 0:
+            time.sleep(0.1)  # for those who are about to go
+        coordination.leave(code)
+
+    def _watch(self) -> None:
+        lost = None
+        while True:
+            time.sleep(self._look)
+            try:
+                beat = {"phase": self.phase, "step": self.step, "since": round(time.monotonic() - self.changed, 2), "at": time.time()}
+                coordination.put(f"beat/{self.rank}", json.dumps(beat))
+                told = coordination.below("now/")
+                lost = None
+            except Exception as error:
+                lost = lost or time.monotonic()
+                if time.monotonic() - lost > LINGER:
+                    self._say(f"process 0, which has the coordination service, is gone: {escaped(str(error), 300)}")
+                    coordination.leave(PEER)
+                continue
+            self._hear(told)
+            if self.phase != "script" and time.monotonic() - self.changed > self._limit():
+                self._stall()
+
+    def _hear(self, told: Mapping[str, str]) -> None:
+        """A failure of another; or a wish to stop."""
+        failures = {int(key.removeprefix("fail/")): json.loads(text) for key, text in told.items() if key.startswith("fail/")}
+        others = {rank: record for rank, record in failures.items() if rank != self.rank}
+        if others:
+            with self._leaving:  # unless this one is about to leave for its own error
+                for rank, record in sorted(others.items()):
+                    where = f"process {rank} on {escaped(record['host'], 100)}"
+                    self._say(f"{where} failed at step {int(record['step'])} ({escaped(record['phase'], 20)}): {escaped(record['error'])}")
+                self._leave(PEER, last=False)
+        self._stop_all(told)
+
+    def _limit(self) -> float:
+        limit = float(getattr(self.limits, self.phase))
+        return max(limit, TIMES * self._mean) if self.phase == "step" and not math.isinf(limit) else limit
+
+    def _stall(self) -> None:
+        """Say where everyone is, and leave."""
+        with self._leaving:
+            beats = {int(rank): json.loads(text) for rank, text in coordination.below("beat/").items()}
+            now = time.time()
+            lines = [
+                f"    process {rank}: step {beat['step']}, {escaped(str(beat['phase']), 20)}, progress {beat['since']:.1f} s before "
+                f"its last sign of life, {max(now - beat['at'], 0.0):.1f} s ago"
+                for rank, beat in sorted(beats.items())
+            ]
+            text = f"stalled: no progress for {time.monotonic() - self.changed:.1f} s in {self.phase} (limit {self._limit():g})"
+            self._say("\n".join([text, *lines, "the threads of this process:"]))
+            report(f"{self.rank}", {"step": self.step, "error": text})
+            faulthandler.dump_traceback(all_threads=True)
+            self._tell(text)
+            self._leave(STALLED)
+
+
+_current = Guard()
+
+
+def current() -> Guard:
+    """This process's guard."""
+    return _current
+
+
+def watch(rank: int, size: int, limits: Limits, say: Callable[[str], None]) -> None:
+    """Guard this process, one of several, from now on."""
+    global _current
+    found = Together(rank, size, limits, say)
+    found.start()
+    _current = found
+
+
+def report(name: str, record: dict[str, Any], *, again: bool = True) -> None:
+    """Leave a record for who has started this process, in the folder $SPMD_REPORT, if there is one."""
+    folder = os.environ.get("SPMD_REPORT")
+    path = Path(folder) / f"{name}.json" if folder else None
+    if path is not None and path.parent.is_dir() and (again or not path.exists()):
+        path.write_text(json.dumps({"at": time.time(), **record}), encoding="utf-8")
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def exit_code(error: BaseException) -> int:
+    """What a process ends with for an error: its own for SystemExit, 78 where to start again would not help."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return DISAGREED if isinstance(error, ClusterError) else FAILED
+
+
+def show(error: BaseException) -> None:
+    """Print an error as Python would."""
+    traceback.print_exception(error, file=sys.stderr)
+
+
+def host() -> str:
+    """This process, for people."""
+    return f"{socket.gethostname()} (process id {os.getpid()})"

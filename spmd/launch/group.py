@@ -1,0 +1,103 @@
+"""Processes on this machine, started and ended together, their lines prefixed with their ranks."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO
+
+SETTLE = 4.0  # seconds that the others have to leave by themselves, once one has failed
+LOOK = 0.05
+
+
+@dataclasses.dataclass
+class Group:
+    """Processes and what their ranks are; each is a session of its own, so that all it starts can be ended with it.
+
+    Attributes:
+      processes: by rank.
+      asked: the signal that asked all of them to end, if one did.
+      first: exit codes of those that ended first, once all have.
+    """
+
+    processes: dict[int, subprocess.Popen]
+    asked: int | None = None
+    first: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all that were not reaped yet, and to what they have started: until then nobody else has their number."""
+        for process in self.processes.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS answers so for a group of zombies
+                    os.killpg(process.pid, number)
+
+    def ended(self) -> dict[int, int]:
+        """Exit codes of those that have ended, by rank; negative ones are signals. They are not reaped."""
+        found = {}
+        for rank, process in self.processes.items():
+            told = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if told is not None:
+                found[rank] = told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
+        return found
+
+    def wait(self, grace: float) -> dict[int, int]:
+        """Until all have ended: by themselves, or soon after one that failed, or that many seconds after they were asked to.
+
+        Returns:
+          Exit codes by rank; negative ones are signals.
+        """
+        until: float | None = None
+        first: dict[int, int] = {}
+        while len(codes := self.ended()) < len(self.processes):
+            if until is None and self.asked is not None:
+                until = time.monotonic() + grace
+            elif until is None and any(codes.values()):
+                until, first = time.monotonic() + SETTLE, codes
+            if until is not None and time.monotonic() > until:
+                self.signal(signal.SIGKILL)
+            time.sleep(LOOK)
+        self.first = first or codes
+        return codes
+
+
+@contextlib.contextmanager
+def started(commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], prefix: Callable[[int], str]) -> Iterator[Group]:
+    """Start a command with an environment for each rank; at the end of the block none of them is left, whatever happens."""
+    group, readers = Group({}), []
+    try:
+        for rank, (command, environment) in commands.items():
+            process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                errors="replace",
+                text=True,
+            )
+            group.processes[rank] = process
+            reader = threading.Thread(target=_copy, args=(process.stdout, prefix(rank)), daemon=True)
+            reader.start()
+            readers.append(reader)
+        yield group
+    finally:
+        group.signal(signal.SIGKILL)  # also what those that have ended have left behind
+        for process in group.processes.values():
+            process.wait()
+        for reader in readers:
+            reader.join(timeout=5.0)
+        for process in group.processes.values():
+            if process.stdout is not None and not any(reader.is_alive() for reader in readers):
+                process.stdout.close()
+
+
+def _copy(lines: IO[str] | None, prefix: str) -> None:
+    for line in lines or ():
+        sys.stdout.write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")
+        sys.stdout.flush()

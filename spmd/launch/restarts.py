@@ -1,0 +1,99 @@
+"""Whether a group that has failed is started again, and when: a policy over what each attempt came to."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from spmd.errors import escaped
+from spmd.hosts.guard import DISAGREED, TERMINATED
+
+USAGE = 2  # what a script ends with that was called in a wrong way
+NO_PROGRESS = 3  # restarts in a row that began at the same step
+LONGEST = 60.0  # seconds between two attempts
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What an attempt came to.
+
+    Attributes:
+      codes: exit codes by rank, negative ones are signals.
+      began: the step that its first run began at; None where none began.
+      failures: by rank, at which step what failed, as far as processes could tell, the first first.
+      first: exit codes of those that ended first.
+    """
+
+    codes: Mapping[int, int]
+    began: int | None = None
+    failures: Mapping[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    first: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def why(self) -> str:
+        """The failure in words: a signal that ended the first to end, then what a process has told first, or else exit codes."""
+        told = [f"process {rank} at step {step}: {' '.join(text.split())[:400]}" for rank, (step, text) in self.failures.items()]
+        killed = [f"process {rank} ended with signal {-code}" for rank, code in self.first.items() if code < 0]
+        ended = [f"process {rank} ended with code {code}" for rank, code in sorted(self.codes.items()) if code]
+        return escaped("; ".join([*killed[:1], *told[:1]] or ended[:1]))
+
+    @property
+    def signature(self) -> tuple[int, str] | None:
+        """What is the same where the same error comes at the same step; None where no process has told."""
+        return next(iter(self.failures.values()), None)
+
+
+def read(folder: Path, codes: Mapping[int, int]) -> Attempt:
+    """What processes left in the folder that they were given."""
+    failures, began = [], None
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if path.stem == "began":
+                began = int(found["step"])
+            else:
+                failures.append((float(found["at"]), int(path.stem), (int(found["step"]), str(found["error"]))))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # a process that was killed while it wrote
+    return Attempt(codes, began, {rank: told for _, rank, told in sorted(failures)})
+
+
+def stop_because(attempts: Sequence[Attempt], most: int) -> str | None:
+    """Why there is no other attempt; None: there is one.
+
+    Args:
+      attempts: all so far, none of which came to a good end.
+      most: restarts at most.
+    """
+    last = attempts[-1]
+    codes = set(last.codes.values())
+    if DISAGREED in codes:
+        return "processes that do not agree would not agree the next time either"
+    if USAGE in codes:
+        return "a script that was called in a wrong way would be so again"
+    if TERMINATED in codes:
+        return "it was asked to end, and has saved"
+    if len(attempts) > 1 and last.signature is not None and last.signature == attempts[-2].signature:
+        return "the same error came at the same step twice"
+    begun = [attempt.began for attempt in attempts[-NO_PROGRESS - 1 :]]
+    if len(begun) > NO_PROGRESS and len(set(begun)) == 1:
+        return f"there is no progress: {NO_PROGRESS + 1} attempts began at step {begun[0] or 0}"
+    if len(attempts) > most:
+        return f"{most} restarts are the most that were asked for (--max-restarts)"
+    return None
+
+
+def pause(restart: int) -> float:
+    """Seconds before a restart, the first being number 1: none, 1, 2, 4 … 60.
+
+    >>> [pause(restart) for restart in (1, 2, 3, 4, 10)]
+    [0.0, 1.0, 2.0, 4.0, 60.0]
+    """
+    return 0.0 if restart == 1 else min(2.0 ** (restart - 2), LONGEST)
+
+
+def exit_code(attempt: Attempt) -> int:
+    """Of a launcher whose last attempt this was: that of a process that failed by itself; 128 + the signal, as shells have it."""
+    own = [attempt.codes[rank] for rank in attempt.failures if attempt.codes.get(rank)]
+    code = next((code for code in (*own, *attempt.first.values(), *attempt.codes.values()) if code), 0)
+    return code if code >= 0 else 128 - code

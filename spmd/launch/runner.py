@@ -1,0 +1,51 @@
+"""One of the processes that `spmd launch` starts: it joins the others, then runs the script: `python -m spmd.launch.runner SCRIPT ...`."""
+
+import os
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from spmd.hosts import guard
+from spmd.hosts.arrival import join
+
+
+def main(words: Sequence[str]) -> None:
+    """Run a script, or a module after "-m", as Python would; whatever it fails with is told to the other processes."""
+    threading.Thread(target=_end_with, args=(int(os.environ.get("SPMD_LAUNCHER", "0")),), daemon=True).start()
+    try:
+        if simulated := os.environ.get("SPMD_SIMULATE"):
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", int(simulated))
+        join()
+        module = words[0] == "-m"
+        name, sys.argv = words[module], list(words[module:])
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(name).resolve().parent))
+            runpy.run_path(name, run_name="__main__")
+    except BaseException as error:
+        code = guard.exit_code(error)
+        if code == 0:
+            raise
+        if not isinstance(error, SystemExit) or isinstance(error.code, str):
+            guard.show(error)
+        guard.current().failed(error, code)
+        raise SystemExit(code) from None
+
+
+def _end_with(launcher: int) -> None:
+    """Leave when the launcher is gone, however it went: nobody would end this process."""
+    while launcher in (0, os.getppid()):
+        time.sleep(1.0)
+    os._exit(guard.PEER)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

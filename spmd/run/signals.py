@@ -1,0 +1,36 @@
+"""Ctrl-C and SIGTERM as requests: the step in hand is finished, what there is is saved; then `fit` returns, or the process ends."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+INTERRUPTED, ENDED = "interrupted", "asked to end"  # the stop reasons that Ctrl-C and SIGTERM give
+
+
+@contextlib.contextmanager
+def interruptible(request_stop: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block the first SIGINT calls `request_stop`, and a second one interrupts at once, as usual; so does SIGTERM, unless the
+    user's own handler is there.
+
+    Signals reach only the main thread; elsewhere this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, frame: object) -> None:
+        del frame
+        again = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, again)  # whatever handler was there before, maybe none that interrupts
+        request_stop(INTERRUPTED if number == signal.SIGINT else ENDED)
+
+    taken = [number for number, handler in before.items() if number == signal.SIGINT or handler == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])

@@ -1,0 +1,83 @@
+"""A small training script with faults: run by `spmd launch` in the tests, and by hand."""
+
+import argparse
+import hashlib
+import os
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import spmd
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden, self.out = nnx.Linear(6, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(x)))
+
+
+def options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder")
+    parser.add_argument("--fault", default="")
+    parser.add_argument("--rank", type=int, default=1, help="who has it")
+    parser.add_argument("--at", type=int, default=25, help="after how many steps")
+    parser.add_argument("--always", action="store_true", help="in every attempt, not only the first")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--layout", default="fsdp_bf16")
+    return parser.parse_args()
+
+
+def main():
+    given = options()
+    rank, attempt = int(os.environ.get("SPMD_PROCESS", "0")), os.environ.get("SPMD_ATTEMPT", "0")
+    mine = rank == given.rank and (given.always or attempt == "0")
+
+    def fault(info):
+        if info.step == given.at + 1:
+            print(f"STEP {info.step} at {time.time()}", flush=True)
+        if not mine or info.step != given.at:
+            return
+        print(f"FAULT at {time.time()}", flush=True)
+        if given.fault == "raise":
+            raise ValueError(f"boom on process {rank}")
+        if given.fault == "exit":
+            sys.exit(3)
+        if given.fault == "sleep":
+            time.sleep(1000)
+        if given.fault in ("KILL", "STOP", "TERM", "INT"):
+            os.kill(os.getpid(), getattr(signal, f"SIG{given.fault}"))
+
+    differs = lambda name: given.fault == name and mine
+    random = np.random.default_rng(0)
+    data = {"x": random.normal(size=(144, 6)).astype("float32"), "y": random.integers(0, 4, 144).astype("int32")}
+    if differs("nan"):
+        data["x"][3] = np.nan
+    result = spmd.fit(
+        lambda: MLP(nnx.Rngs(int(differs("weights")))),
+        data,
+        batch_size=32,
+        steps=given.steps,
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.sgd(0.5 if differs("learning rate") else 0.1, momentum=0.9),
+        layout="data_parallel" if differs("layout") else given.layout,
+        checkpoint=spmd.Checkpoint(given.folder, every=10) if given.folder else None,
+        resume=given.resume,
+        callbacks=[fault],
+        progress=False,
+    )
+    whole = jax.jit(lambda tree: tree, out_shardings=jax.NamedSharding(result.trainer.mesh, jax.P()))(result.state)
+    kept = [np.asarray(leaf) for leaf in jax.tree.leaves((whole.params, whole.opt, whole.step))]
+    print("HASH", hashlib.sha256(b"".join(leaf.tobytes() for leaf in kept)).hexdigest()[:16], int(whole.step), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Limits, a guard of a process that is alone, and what facts say of programs; several processes are in test_launch.py."""
+
+import json
+import math
+
+import pytest
+
+from spmd.errors import ClusterError, OptionError
+from spmd.hosts import coordination, guard
+from spmd.hosts.arrival import join
+from spmd.hosts.guard import Guard, Limits
+from spmd.hosts.handshake import agree, program_facts
+
+
+def test_limits_as_they_are_written():
+    assert Limits.parse("") == Limits() == Limits(1800.0, 60.0, 1800.0, 1800.0)
+    assert Limits.parse(" step = 5 , save=inf") == Limits(step=5.0, save=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stop=3", 'did you mean "step"'),
+        ("step", '"" is no number'),
+        ("step=0", "step=0.0"),
+        ("eval=-1", "eval=-1.0"),
+        ("save=nan", "save=nan"),
+    ],
+)
+def test_limits_that_are_none(text, message):
+    with pytest.raises(OptionError, match=message):
+        Limits.parse(text)
+
+
+def test_a_process_that_is_alone():
+    assert join() is None and not coordination.started() and type(guard.current()) is Guard
+    agree({"anything": "at all"})
+    alone = Guard()
+    alone.begin(3)
+    assert not alone.stops(3)
+    alone.ask("first")
+    alone.ask("second")
+    assert alone.stops(4) and alone.asked == "first"
+    alone.begin(4)
+    assert not alone.stops(4), "a new run was asked nothing"
+    with pytest.raises(ClusterError, match=r"this process is alone.\n    cure: spmd.join\(\) first"):
+        coordination.put("x", "y")
+
+
+def test_records_for_who_has_started_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPMD_REPORT", str(tmp_path))
+    alone = Guard()
+    alone.begin(20)
+    alone.at("step", 26)
+    alone.begin(30)  # a second run of the same attempt
+    alone.failed(ValueError("boom"))
+    assert json.loads((tmp_path / "began.json").read_text())["step"] == 20
+    told = json.loads((tmp_path / "0.json").read_text())
+    assert (told["step"], told["error"]) == (30, "ValueError: boom")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(SystemExit(), 0), (SystemExit(0), 0), (SystemExit(3), 3), (SystemExit("text"), 1), (ValueError(), 1), (ClusterError("x"), 78)],
+)
+def test_exit_codes(error, code):
+    assert guard.exit_code(error) == code
+
+
+def test_numbers_of_a_program():
+    text = (
+        "%cst = stablehlo.constant dense<-1.000000e-01> : tensor<f32>\n"
+        "%c = stablehlo.constant dense<[0, 1]> : tensor<2xui32>\n"
+        '%x = stablehlo.constant dense<"0x00FF"> : tensor<4xf32>\n'
+    )
+    found = program_facts(text, "the step")
+    assert found.pop("the program of the step") and found == {
+        "number 1 in the step": "-1.000000e-01 (f32)",
+        "number 2 in the step": "[0, 1] (2xui32)",
+    }

@@ -1,0 +1,175 @@
+"""`spmd launch` with real processes over loopback: they train, and whatever befalls one of them is told, and survived to the last bit."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = pytest.mark.slow
+
+
+@dataclasses.dataclass
+class Run:
+    """What a launcher printed, line by line with the time, and its exit code."""
+
+    lines: list[tuple[float, str]]
+    code: int | None = None
+
+    @property
+    def text(self):
+        return "\n".join(line for _, line in self.lines)
+
+    @property
+    def hashes(self):
+        return re.findall(r"HASH (\w+) (\d+)", self.text)
+
+    def when(self, pattern):
+        """When the first line that matches was printed."""
+        return next(at for at, line in self.lines if re.search(pattern, line))
+
+
+def launch(*words, seconds=150, meanwhile=lambda process, run: None, **environment):
+    """Run `spmd launch`; everything is reaped, whatever happens."""
+    command = [sys.executable, "-m", "spmd", "launch", *map(str, words)]
+    own = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own)
+    run = Run([])
+    reader = threading.Thread(target=lambda: [run.lines.append((time.time(), line.rstrip("\n"))) for line in process.stdout], daemon=True)
+    reader.start()
+    try:
+        meanwhile(process, run)
+        run.code = process.wait(timeout=seconds)
+    finally:
+        process.kill()  # what it has started ends when it is gone
+        process.wait()
+        reader.join(timeout=30)
+        process.stdout.close()
+    return run
+
+
+def job(*words, restarts=0, stall="", **more):
+    stalls = ["--stall", stall] if stall else []
+    return launch("--processes", 2, "--simulate", 2, "--max-restarts", restarts, *stalls, Path(__file__).parent / "faulty_job.py", *words, **more)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = job("--folder", tmp_path_factory.mktemp("undisturbed"))
+    assert run.code == 0, run.text
+    assert len(set(run.hashes)) == 1 and len(run.hashes) == 2 and run.hashes[0][1] == "40"
+    return run.hashes[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "told"),
+    [
+        ("raise", 1, r"\[0\] spmd 0: process 1 on \S+ failed at step 2\d \(\w+\): ValueError: boom on process 1"),
+        pytest.param("raise", 0, r"\[1\] spmd 1: process 0 on \S+ failed at step 2\d \(\w+\): ValueError: boom on process 0", marks=SLOW),
+        pytest.param("exit", 1, r"\[0\] spmd 0: process 1 on \S+ failed at step 2\d \(\w+\): SystemExit: 3", marks=SLOW),
+        pytest.param("KILL", 1, r"spmd launch: process 1 ended with signal 9", marks=SLOW),
+        pytest.param("KILL", 0, r"spmd launch: process 0 ended with signal 9", marks=SLOW),
+        pytest.param("sleep", 1, r"spmd 1: stalled: no progress for \S+ s in step \(limit 5\)", marks=SLOW),
+        pytest.param("STOP", 1, r"spmd 0: stalled: no progress for \S+ s in step \(limit 5\)", marks=SLOW),
+    ],
+)
+def test_a_fault_is_told_and_the_run_ends_in_the_same_bits(undisturbed, tmp_path, fault, rank, told):
+    run = job("--folder", tmp_path / "run", "--fault", fault, "--rank", rank, restarts=2, stall="step=5")
+    assert run.code == 0, run.text
+    assert set(run.hashes) == {undisturbed} and len(run.hashes) == 2
+    assert re.search(told, run.text), run.text
+    down = run.when("spmd launch: restart 1 of at most 2") - run.when("FAULT at")
+    # a stall is seen after 5 s; one that is stopped is waited for, to read why, for 3 s, and for 4 s to leave by itself
+    assert down < 5.0 + {"sleep": 5.0, "STOP": 5.0 + 3.0 + 1.0}.get(fault, 0.0), "all have ended"
+    assert "spmd launch: restart 2" not in run.text
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("learning rate", r"number \d+ in the step is -?1.0+e-01 \(f32\) in process 0, and -?5.0+e-01 \(f32\) in process 1"),
+        pytest.param("weights", r"number \d+ in the initial values is 0 \(i32\) in process 0, and 1 \(i32\) in process 1", marks=SLOW),
+        pytest.param("layout", r"layout gradients.codec is bfloat16 in process 0, and nothing in process 1", marks=SLOW),
+    ],
+)
+def test_processes_that_differ_are_named_before_they_train(tmp_path, fault, told):
+    run = job("--folder", tmp_path / "run", "--fault", fault, restarts=2)
+    assert run.code == 78 and "restart 1" not in run.text and "HASH" not in run.text
+    assert set(re.findall(rf"(?m)^\[([01])\] .*{told}", run.text)) == {"0", "1"}, run.text
+    assert "not started again: processes that do not agree would not agree the next time either" in run.text
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@SLOW
+def test_the_same_error_at_the_same_step_twice_is_not_tried_again(tmp_path):
+    run = job("--folder", tmp_path / "run", "--fault", "raise", "--always", restarts=5)
+    assert run.code == 1 and "restart 1 of at most 5" in run.text and "restart 2" not in run.text
+    assert "not started again: the same error came at the same step twice" in run.text
+
+
+@SLOW
+@pytest.mark.parametrize("whom", ["one process", "the launcher"])
+def test_sigterm_saves_at_the_same_step_and_the_rest_ends_in_the_same_bits(undisturbed, tmp_path, whom):
+    folder = tmp_path / "run"
+    if whom == "one process":
+        first = job("--folder", folder, "--fault", "TERM", restarts=2)
+        assert "not started again: it was asked to end, and has saved" in first.text
+    else:
+
+        def ask(process, run):
+            while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+
+        first = job("--folder", folder, "--fault", "none of these", "--steps", 100_000, meanwhile=ask)
+    assert first.code == 143, first.text
+    saved = max(int(path.name) for path in (folder / "checkpoints").iterdir())
+    assert 25 < saved < 1000, first.text
+    if whom == "one process":
+        rest = job("--folder", folder, "--resume")
+        assert rest.code == 0 and set(rest.hashes) == {undisturbed}, rest.text
+
+
+@SLOW
+def test_what_it_started_ends_with_the_launcher(tmp_path):
+    seen = []
+
+    def end(process, run):
+        while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
+            time.sleep(0.02)
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+        seen.extend(map(int, children.stdout.split()))
+        process.kill()
+
+    job("--fault", "none of these", "--steps", 1_000_000, meanwhile=end)
+    assert len(seen) == 2
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{number}").exists() for number in seen) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{number}").exists() for number in seen)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--processes", "2"], "there is no script to run"),
+        (["--processes", "2", "nothing.py"], 'there is no script "nothing.py"'),
+        (["--processes", "0", __file__], "processes=0"),
+        (["--processes", "2", "--stall", "stepp=3", __file__], 'did you mean "step"'),
+        (["--processes", "2", "--stall", "step=x", __file__], '"x" is no number'),
+        (["--devices", "a", __file__], '--devices "a"'),
+        (["--memory-fraction", "2", "--processes", "1", __file__], "memory_fraction=2.0"),
+    ],
+)
+def test_bad_options_are_told(words, message, capsys):
+    from spmd.launch.cli import main
+
+    assert main(["launch", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""Copies that differ are found, by array and place, and nothing else is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import spmd
+from spmd.errors import ClusterError
+from spmd.hosts.replicas import check_replicas
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return spmd.make_mesh("data=4,model=2")
+
+
+def put(mesh, value, *spec):
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def changed(array, place, change):
+    """The same, but for one device's own shard."""
+    shards = [np.array(shard.data) for shard in array.addressable_shards]
+    shards[place] = change(shards[place])
+    pieces = [jax.device_put(data, shard.device) for data, shard in zip(shards, array.addressable_shards, strict=True)]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, pieces)
+
+
+def state(mesh):
+    random = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
+    return {
+        "whole": put(mesh, random),
+        "cut": put(mesh, random, None, "model"),
+        "all": put(mesh, random, "data", "model"),
+        "half": put(mesh, random.astype(jnp.bfloat16)),
+        "tiny": put(mesh, np.arange(8, dtype="int8"), "model"),
+        "yes": put(mesh, np.array([True, False])),
+        "number": put(mesh, np.int32(7)),
+        "nan": put(mesh, np.array([np.nan, -0.0], "float32")),
+        "key": put(mesh, jax.random.key(0)),
+        "none": put(mesh, np.zeros((0, 3), "float32")),
+    }
+
+
+def test_copies_that_are_equal(mesh):
+    check_replicas(state(mesh), "now")
+    check_replicas({}, "now")
+
+
+def one_bit(shard):
+    bits = shard.reshape(-1).view(np.uint32).copy()
+    bits[0] ^= 1
+    return bits.view(shard.dtype).reshape(shard.shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "change", "told"),
+    [
+        ("whole", 5, one_bit, "whole: devices 5 of the mesh (process 0)"),
+        ("cut", 3, lambda shard: shard[::-1], "cut: devices 3 of the mesh"),
+        ("half", 0, lambda shard: shard + np.asarray(1, shard.dtype), "half: devices 0 of the mesh"),
+        ("tiny", 7, lambda shard: shard + np.int8(1), "tiny: devices 7 of the mesh"),
+        ("yes", 2, np.logical_not, "yes: devices 2 of the mesh"),
+        ("number", 6, lambda shard: shard + np.int32(2**31 - 1), "number: devices 6 of the mesh"),
+        ("nan", 1, lambda shard: np.abs(shard), "nan: devices 1 of the mesh"),
+    ],
+)
+def test_one_that_differs_is_named(mesh, name, place, change, told):
+    given = state(mesh)
+    given[name] = changed(given[name], place, change)
+    with pytest.raises(ClusterError) as caught:
+        check_replicas(given, "after step 7")
+    assert "after step 7, copies of 1 of 9 arrays differ from most others:\n    " + told in str(caught.value)
+
+
+def test_pieces_of_which_there_is_one_cannot_differ(mesh):
+    given = state(mesh)
+    check_replicas({"all": changed(given["all"], 3, one_bit)}, "now")

@@ -1,0 +1,65 @@
+"""The policy of starting again, over what attempts came to."""
+
+import json
+
+import pytest
+
+from spmd.launch.restarts import Attempt, exit_code, read, stop_because
+
+BOOM = {1: (26, "ValueError: boom")}
+
+
+def attempt(code=1, began=0, failures=BOOM):
+    return Attempt({0: 42, 1: code}, began, failures, first={1: code})
+
+
+@pytest.mark.parametrize(
+    ("attempts", "why"),
+    [
+        ([attempt()], None),
+        ([attempt(-9, failures={})] * 3, None),
+        ([attempt(78)], "processes that do not agree would not agree the next time either"),
+        ([attempt(2)], "a script that was called in a wrong way would be so again"),
+        ([attempt(143)], "it was asked to end, and has saved"),
+        ([attempt(), attempt(began=20)], "the same error came at the same step twice"),
+        ([attempt(), attempt(failures={1: (27, "ValueError: boom")})], None),
+        ([attempt(), attempt(failures={0: (26, "OSError: other")})], None),
+        ([attempt(-9, 20, {})] * 4, "there is no progress: 4 attempts began at step 20"),
+        ([attempt(-9, None, {})] * 4, "there is no progress: 4 attempts began at step 0"),
+        ([*[attempt(-9, 20, {})] * 3, attempt(-9, 30, {})], None),
+        ([attempt(-9, step, {}) for step in range(6)], "5 restarts are the most that were asked for (--max-restarts)"),
+    ],
+)
+def test_when_it_is_not_started_again(attempts, why):
+    assert stop_because(attempts, 5) == why
+
+
+def test_none_was_asked_for():
+    assert stop_because([attempt()], 0) == "0 restarts are the most that were asked for (--max-restarts)"
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "why"),
+    [
+        (attempt(3), 3, "process 1 at step 26: ValueError: boom"),
+        (attempt(-9, failures={}), 137, "process 1 ended with signal 9"),
+        (
+            attempt(-9, failures={0: (26, "Gloo:\n reset \x1b[1m")}),
+            42,
+            r"process 1 ended with signal 9; process 0 at step 26: Gloo: reset \x1b[1m",
+        ),
+        (Attempt({0: 42, 1: 7}), 42, "process 0 ended with code 42"),
+    ],
+)
+def test_what_is_told(given, code, why):
+    assert (exit_code(given), given.why) == (code, why)
+
+
+def test_what_processes_have_left(tmp_path):
+    (tmp_path / "1.json").write_text(json.dumps({"at": 2.0, "step": 26, "error": "second"}))
+    (tmp_path / "0.json").write_text(json.dumps({"at": 1.0, "step": 25, "error": "first"}))
+    (tmp_path / "2.json").write_text('{"at": 0.5, "st')  # killed while it wrote
+    (tmp_path / "began.json").write_text(json.dumps({"at": 0.0, "step": 20}))
+    found = read(tmp_path, {0: 1, 1: 1, 2: -9})
+    assert found.began == 20 and list(found.failures.items()) == [(0, (25, "first")), (1, (26, "second"))]
+    assert found.signature == (25, "first")
