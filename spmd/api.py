@@ -17,7 +17,7 @@ from spmd.data.loader import is_arrays, source
 from spmd.data.resident import Resident, on_devices
 from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
 from spmd.hosts.arrival import join, restarted
-from spmd.hosts.guard import TERMINATED
+from spmd.hosts.guard import TERMINATED, current
 from spmd.hosts.handshake import agree, program_facts
 from spmd.hosts.replicas import check_replicas
 from spmd.layout.declare import Layout, spec_text
@@ -189,7 +189,7 @@ def fit(
     _agree(program, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
-        store = _open(config, opened, resume=resume or restarted())
+        store = _open(config, opened, resume=resume or (config is not None and restarted()))
         state, position, saved, changed = _start(store, trainer, meta)
         loop = Loop(
             program,
@@ -290,6 +290,9 @@ def _open(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bo
         if resume:
             raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
         return None
+    watch = current()
+    watch.at("compile", 0)  # from here on all processes do the same, and none may be waited for without end
+    opened.callback(watch.at, "script", 0)
     store = Store(config)
     opened.callback(store.release)
     if store.latest() is not None and not resume:
@@ -313,7 +316,7 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
     Raises:
       CheckpointError: the data is cut or ordered in another way than the saved run's, so it could not be gone on with.
     """
-    step = store.latest() if store is not None else None
+    step = store.sound() if store is not None else None
     if store is None or step is None:
         return trainer.init(), Position(), [], []
     saved = store.meta(step)

@@ -12,6 +12,7 @@
     ├── RoomError            a step needs more memory than a device has
     ├── CodecError           gradients cannot travel in this format on this backend
     ├── ClusterError         the processes of a run cannot meet, or do not agree
+    │   └── AbsentError      some did not come in time; the next time they may
     ├── DivergedError        a watched metric stopped being finite
     ├── OptionError          an argument of `fit`, `Trainer` or a callback that cannot be meant
     └── MissingExtraError    an optional package is not installed (also an ImportError)
@@ -83,6 +84,10 @@ class CodecError(SpmdError):
 
 class ClusterError(SpmdError):
     """The processes of a run cannot meet, or do not agree; names who, what and both values. To start again does not help."""
+
+
+class AbsentError(ClusterError):
+    """Some processes did not come in time, or could not be reached; the next time they may."""
 
 
 class DivergedError(SpmdError):

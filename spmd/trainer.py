@@ -205,7 +205,11 @@ class Trainer:
             raise CheckpointError(f"checkpoint={checkpoint!r}: there is no such folder.")
         store = Store(config)
         try:
-            state, told = self.load(store, store.step(step))
+            chosen = store.step(step)
+            if (why := store.damage(chosen)) is not None:
+                others = ", ".join(str(other) for other in store.steps() if other != chosen) or "none"
+                raise CheckpointError(f"the checkpoint of step {chosen} in {store.folder} is damaged: {why}.\n    cure: another: {others}.")
+            state, told = self.load(store, chosen)
         finally:
             store.release()
         for line in told:

@@ -45,6 +45,8 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: guard.Li
     """
     global _joined
     if _joined is not None:
+        if limits is not None:
+            guard.limit(limits)
         return _joined
     limits = guard.Limits.parse(os.environ.get("SPMD_STALL", "")) if limits is None else limits
     if coordination.started():  # by the user's own jax.distributed.initialize

@@ -1,7 +1,7 @@
 """JAX's coordination service as we use it. All that is private to JAX and has to do with several processes is in this file.
 
 The service runs in process 0 and keeps short texts under paths; all processes see the same ones. Tested with each release of JAX that
-is supported (`tests/hosts/test_coordination.py`).
+is supported (`tests/hosts/test_launch.py`).
 """
 
 import os
@@ -83,9 +83,11 @@ def below(path: str) -> dict[str, str]:
 
 def leave(code: int) -> NoReturn:
     """End this process at once, without waiting for others at JAX's barrier."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def _client() -> Any:

@@ -5,6 +5,7 @@ wrong, and leaves without JAX's barrier; all others print it and leave too. One 
 prints the stacks of its threads, and where everyone is. A process alone has the same face, and no thread.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -21,10 +22,10 @@ from typing import Any, NoReturn
 
 import jax
 
-from spmd.errors import ClusterError, OptionError, did_you_mean, escaped
+from spmd.errors import AbsentError, ClusterError, OptionError, SpmdError, did_you_mean, escaped
 from spmd.hosts import coordination
 
-FAILED, PEER, STALLED, DISAGREED, TERMINATED = 1, 42, 43, 78, 143  # exit codes; docs/clusters.md has them all
+FAILED, USAGE, PEER, STALLED, DISAGREED, TERMINATED = 1, 2, 42, 43, 78, 143  # exit codes; docs/clusters.md has them all
 LOOK = 0.25  # seconds between two looks, of up to 500 processes
 LINGER = 3.0  # seconds that who fails, and process 0, which has the service, stay at most so that others can read why
 GRACE = 30.0  # seconds for all to say at which step they could stop
@@ -78,19 +79,34 @@ class Guard:
     rank = 0
 
     def __init__(self) -> None:
-        self.phase, self.step, self.asked = "script", 0, ""
-        self.changed = time.monotonic()  # when there was progress last
+        self.asked, self.began = "", False
+        self._now = ("script", 0, time.monotonic())  # phase, step, and when there was progress last: read and written together
 
     def begin(self, step: int) -> None:
         """A run begins, or goes on, at a step."""
-        self.asked = ""
+        self.asked, self.began = "", True
         if self.rank == 0:
             report("began", {"step": step}, again=False)
         self.at("compile", step)
 
     def at(self, phase: str, step: int) -> None:
         """Progress: this phase, after so many steps."""
-        self.phase, self.step, self.changed = phase, step, time.monotonic()
+        self._now = (phase, step, time.monotonic())
+
+    @property
+    def phase(self) -> str:
+        """What this process is doing."""
+        return self._now[0]
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self._now[1]
+
+    @property
+    def wanted(self) -> str:
+        """The reason to stop that somebody gave, whether or not it was followed."""
+        return self.asked
 
     def ask(self, reason: str) -> None:
         """Somebody wants to stop: a signal, or a callback that knows what others do not."""
@@ -113,7 +129,8 @@ class Together(Guard):
     def __init__(self, rank: int, size: int, limits: Limits, say: Callable[[str], None]):
         super().__init__()
         self.rank, self.size, self.limits, self._say = rank, size, limits, say
-        self._runs, self._answered, self._mean, self._leaving = 0, 0, 0.0, threading.Lock()
+        self._runs, self._answered, self._leaving = 0, 0, threading.Lock()
+        self._mean, self._calls = 0.0, 0  # seconds from one word of a step to the next, and how many there were
         self._wish, self._begun, self._stride = "", 0, 1
         self._mark: int | None = None  # how far this process goes without having heard of the others
         self._last: int | None = None  # where all stop
@@ -133,16 +150,22 @@ class Together(Guard):
 
     def begin(self, step: int) -> None:
         """A run begins; runs have the same number everywhere."""
-        self._mean, self._wish, self._begun, self._mark, self._last = 0.0, "", step, None, None
+        self._mean, self._calls, self._wish, self._begun, self._mark, self._last = 0.0, 0, "", step, None, None
         super().begin(step)
         self._runs += 1  # last: from now on the thread looks at this run
 
     def at(self, phase: str, step: int) -> None:
-        """Progress; steps are timed."""
-        if phase == "step" and self.phase == "step" and step > self.step:
-            took = (time.monotonic() - self.changed) / (step - self.step)
-            self._mean += (took - self._mean) / min(step, 50)
+        """Progress; the time from step to step, or from one call of many steps to the next, is measured."""
+        before, _, changed = self._now
+        if phase == before == "step":
+            self._calls += 1
+            self._mean += (time.monotonic() - changed - self._mean) / min(self._calls, 50)
         super().at(phase, step)
+
+    @property
+    def wanted(self) -> str:
+        """The reason to stop that somebody gave, whether or not it was followed."""
+        return self.asked or self._wish
 
     def ask(self, reason: str) -> None:
         """Somebody wants to stop; the thread tells all, this process too."""
@@ -186,6 +209,7 @@ class Together(Guard):
             time.sleep(3 * self._look)  # the thread leaves with what another has told
         with self._leaving:
             super().failed(error)
+            self._end_in(3 * LINGER, code)
             self._tell(_text(error))
             self._leave(code)
 
@@ -201,6 +225,7 @@ class Together(Guard):
 
         Process 0, which has the service, says that it has read, and is always the last.
         """
+        self._end_in(2 * LINGER, code)
         until, seen = time.monotonic() + LINGER, f"seen/{self.rank}"
         missing = lambda: self.size - 1 - len(coordination.below("seen/").keys() - {str(self.rank)})
         try:
@@ -219,20 +244,22 @@ class Together(Guard):
         lost = None
         while True:
             time.sleep(self._look)
+            if not coordination.started():
+                return  # the user has ended it
             try:
-                beat = {"phase": self.phase, "step": self.step, "since": round(time.monotonic() - self.changed, 2), "at": time.time()}
+                phase, step, changed = self._now
+                beat = {"phase": phase, "step": step, "since": round(time.monotonic() - changed, 2), "at": time.time()}
                 coordination.put(f"beat/{self.rank}", json.dumps(beat))
-                told = coordination.below("now/")
+                self._hear(coordination.below("now/"))
+                limit = self._limit(phase)
+                if phase != "script" and time.monotonic() - changed > limit:
+                    self._stall(phase, changed, limit)
                 lost = None
             except Exception as error:
                 lost = lost or time.monotonic()
                 if time.monotonic() - lost > LINGER:
                     self._say(f"process 0, which has the coordination service, is gone: {escaped(str(error), 300)}")
-                    coordination.leave(PEER)
-                continue
-            self._hear(told)
-            if self.phase != "script" and time.monotonic() - self.changed > self._limit():
-                self._stall()
+                    self._leave(PEER, last=False)
 
     def _hear(self, told: Mapping[str, str]) -> None:
         """A failure of another; or a wish to stop."""
@@ -246,26 +273,35 @@ class Together(Guard):
                 self._leave(PEER, last=False)
         self._stop_all(told)
 
-    def _limit(self) -> float:
-        limit = float(getattr(self.limits, self.phase))
-        return max(limit, TIMES * self._mean) if self.phase == "step" and not math.isinf(limit) else limit
+    def _limit(self, phase: str) -> float:
+        if phase == "script":
+            return math.inf
+        if phase != "step" or math.isinf(self.limits.step):
+            return float(getattr(self.limits, phase))
+        return max(self.limits.step, TIMES * self._mean if self._calls else self.limits.compile)
 
-    def _stall(self) -> None:
+    def _stall(self, phase: str, changed: float, limit: float) -> None:
         """Say where everyone is, and leave."""
         with self._leaving:
-            beats = {int(rank): json.loads(text) for rank, text in coordination.below("beat/").items()}
-            now = time.time()
-            lines = [
-                f"    process {rank}: step {beat['step']}, {escaped(str(beat['phase']), 20)}, progress {beat['since']:.1f} s before "
-                f"its last sign of life, {max(now - beat['at'], 0.0):.1f} s ago"
-                for rank, beat in sorted(beats.items())
-            ]
-            text = f"stalled: no progress for {time.monotonic() - self.changed:.1f} s in {self.phase} (limit {self._limit():g})"
-            self._say("\n".join([text, *lines, "the threads of this process:"]))
-            report(f"{self.rank}", {"step": self.step, "error": text})
+            spent = time.monotonic() - changed
+            self._say(f"stalled: no progress for {spent:.1f} s in {phase} (limit {limit:g}); the threads of this process:")
             faulthandler.dump_traceback(all_threads=True)
+            text = f"stalled in {phase} (limit {limit:g} s)"
+            report(f"{self.rank}", {"step": self.step, "error": text})
+            self._end_in(2 * LINGER, STALLED)
+            now = time.time()
+            for rank, beat in sorted((int(rank), json.loads(text)) for rank, text in coordination.below("beat/").items()):
+                where = f"process {rank}: step {beat['step']}, {escaped(str(beat['phase']), 20)}"
+                age = max(now - beat["at"], 0.0)
+                self._say(f"{where}, progress {beat['since']:.1f} s before its last sign of life, {age:.1f} s ago")
             self._tell(text)
             self._leave(STALLED)
+
+    def _end_in(self, seconds: float, code: int) -> None:
+        """Whatever hangs on the way out, and be it a stopped process 0."""
+        timer = threading.Timer(seconds, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
 
 
 _current = Guard()
@@ -289,18 +325,27 @@ def report(name: str, record: dict[str, Any], *, again: bool = True) -> None:
     folder = os.environ.get("SPMD_REPORT")
     path = Path(folder) / f"{name}.json" if folder else None
     if path is not None and path.parent.is_dir() and (again or not path.exists()):
-        path.write_text(json.dumps({"at": time.time(), **record}), encoding="utf-8")
+        with contextlib.suppress(OSError):  # who fails has more to tell than that
+            path.write_text(json.dumps({"at": time.time(), **record}), encoding="utf-8")
 
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def limit(limits: Limits) -> None:
+    """Other limits, from now on."""
+    if isinstance(_current, Together):
+        _current.limits = limits
+
+
 def exit_code(error: BaseException) -> int:
-    """What a process ends with for an error: its own for SystemExit, 78 where to start again would not help."""
+    """What a process ends with for an error: its own for SystemExit, another where to start again would not help."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return DISAGREED if isinstance(error, ClusterError) else FAILED
+    if isinstance(error, ClusterError):
+        return FAILED if isinstance(error, AbsentError) else DISAGREED
+    return USAGE if isinstance(error, SpmdError) and not _current.began else FAILED
 
 
 def show(error: BaseException) -> None:

@@ -48,6 +48,19 @@ def agree(facts: Mapping[str, str], timeout: float = 300.0) -> None:
         raise ClusterError(f"the processes do not agree: {verdict}\n    cure: the same script, files, options and environment everywhere.")
 
 
+def first_of_all(text: str, timeout: float = 1800.0) -> str:
+    """The first text that is not "", by rank; all processes call it, in the same order, and hear the same.
+
+    Raises:
+      TimeoutError: some did not call it.
+    """
+    if not coordination.started():
+        return text
+    place, (rank, size, _) = f"first/{next(_numbers)}", coordination.place()
+    coordination.put(f"{place}/{rank}", text)
+    return next((said for said in [coordination.get(f"{place}/{other}", timeout) for other in range(size)] if said), "")
+
+
 def _verdict(place: str, size: int, facts: Mapping[str, str], timeout: float) -> str:
     """What differs, by process 0; "" where nothing does."""
     hashes = {}

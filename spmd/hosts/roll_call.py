@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spmd.errors import ClusterError, escaped
+from spmd.errors import AbsentError, ClusterError, escaped
 from spmd.hosts.world import World, resolved
 
 LONGEST = 65536  # bytes of a line
@@ -56,7 +56,7 @@ class _Desk:
         self.cards: dict[int, Card] = {0: card}
         self.lines: dict[socket.socket, bytearray] = {}  # of those who have not said all
         self.waiting: dict[socket.socket, int] = {}  # by rank, those who have
-        self.problem = ""
+        self.problem, self.absent = "", False
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         self.door = socket.socket(family, socket.SOCK_STREAM)
         self.door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,7 +65,7 @@ class _Desk:
             self.door.listen(max(16, world.size))
         except OSError as error:
             self.door.close()
-            raise ClusterError(
+            raise AbsentError(
                 f"{world}: port {world.port} of {self.address} cannot be listened at: {error.strerror}.\n"
                 "    cure: another port; or end the process that has it, which may be an earlier run."
             ) from error
@@ -89,13 +89,15 @@ class _Desk:
             now = time.monotonic()
             missing = ", ".join(str(rank) for rank in range(self.world.size) if rank not in self.cards)
             if now - began >= timeout:
+                self.absent = True
                 self.problem = f"processes [{missing}] of {self.world.size} did not come in {timeout:g} s"
             elif now - told >= TOLD:
                 told = now
                 say(f"waiting for processes [{missing}] ({now - began:.0f} s of {timeout:g})")
         if self.problem:
             self._refuse()
-            raise ClusterError(f"{self.world}: {self.problem}.\n    cure: the same command, software and number of processes everywhere.")
+            kind = AbsentError if self.absent else ClusterError
+            raise kind(f"{self.world}: {self.problem}.\n    cure: the same command, software and number of processes everywhere.")
         with socket.socket(self.door.family, socket.SOCK_STREAM) as probe:
             probe.bind((self.address, 0))
             port = probe.getsockname()[1]
@@ -110,6 +112,7 @@ class _Desk:
         while True:
             for connection in list(self.waiting):
                 self.waiting.pop(connection)
+                self.selector.unregister(connection)
                 _send(connection, {"problem": self.problem})
                 connection.close()
             if time.monotonic() >= until or len(self.cards) >= self.world.size:
@@ -163,7 +166,7 @@ class _Desk:
             known = hmac.compare_digest(str(said.pop("token")).encode(), self.world.token.encode())
             facts = {escaped(str(name), 100): escaped(str(value), 300) for name, value in said["facts"].items()}
             card = Card(int(said["rank"]), int(said["size"]), escaped(str(said["name"]), 300), facts)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             known, card = False, None
         if card is None or not known:  # not one of ours: it is told nothing, and changes nothing
             self.lines[connection] = bytearray()
@@ -195,7 +198,7 @@ def _ask(world: World, card: Card, timeout: float, say: Callable[[str], None]) -
     while True:
         left = began + timeout - time.monotonic()
         if left <= 0:
-            raise ClusterError(
+            raise AbsentError(
                 f"{world}: no answer from process 0 at {world.address} in {timeout:g} s.\n"
                 "    cure: is it started, and is that its address; may this host reach it?"
             )
@@ -228,7 +231,7 @@ def _answer(connection: socket.socket, until: float) -> dict[str, Any] | None:
         heard += part
     try:
         found = json.loads(heard)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

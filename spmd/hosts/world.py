@@ -74,7 +74,9 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
       process 1 of 2 (spmd launch), process 0 at 127.0.0.1:4000
     """
     found = next((world for read in (_spmd, _jax, _slurm, _open_mpi, _torch) if (world := read(environ)) is not None), None)
-    return None if found is None or found.size == 1 else found
+    if found is None or found.size == 1:
+        return None
+    return dataclasses.replace(found, token=environ.get("SPMD_TOKEN", found.token))
 
 
 def _spmd(environ: Mapping[str, str]) -> World | None:
@@ -90,7 +92,6 @@ def _spmd(environ: Mapping[str, str]) -> World | None:
         source,
         local,
         here,
-        token=environ.get("SPMD_TOKEN", ""),
     )
 
 

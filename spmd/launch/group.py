@@ -54,9 +54,9 @@ class Group:
         until: float | None = None
         first: dict[int, int] = {}
         while len(codes := self.ended()) < len(self.processes):
-            if until is None and self.asked is not None:
+            if until is None and self.asked == signal.SIGTERM:
                 until = time.monotonic() + grace
-            elif until is None and any(codes.values()):
+            elif until is None and self.asked is None and any(codes.values()):
                 until, first = time.monotonic() + SETTLE, codes
             if until is not None and time.monotonic() > until:
                 self.signal(signal.SIGKILL)
@@ -99,5 +99,6 @@ def started(commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], pre
 
 def _copy(lines: IO[str] | None, prefix: str) -> None:
     for line in lines or ():
-        sys.stdout.write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")
-        sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more; processes that print must not wait for it
+            sys.stdout.write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")
+            sys.stdout.flush()

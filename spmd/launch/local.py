@@ -168,12 +168,15 @@ def _check_script(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _forwarded(group: Group) -> Iterator[None]:
-    """Inside the block SIGTERM and Ctrl-C go on to all processes, once; a second one ends them at once."""
+    """Inside the block SIGTERM and Ctrl-C go on to all processes, once; a second Ctrl-C ends them at once."""
 
     def ask(number: int, frame: object) -> None:
         del frame
-        group.signal(signal.SIGKILL if group.asked is not None else number)
-        group.asked = number
+        if group.asked is None:
+            group.signal(number)
+            group.asked = number
+        elif number == signal.SIGINT:
+            group.signal(signal.SIGKILL)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

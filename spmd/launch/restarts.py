@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmd.errors import escaped
-from spmd.hosts.guard import DISAGREED, TERMINATED
+from spmd.hosts.guard import DISAGREED, TERMINATED, USAGE
 
-USAGE = 2  # what a script ends with that was called in a wrong way
 NO_PROGRESS = 3  # restarts in a row that began at the same step
 LONGEST = 60.0  # seconds between two attempts
 
@@ -70,7 +69,7 @@ def stop_because(attempts: Sequence[Attempt], most: int) -> str | None:
     if DISAGREED in codes:
         return "processes that do not agree would not agree the next time either"
     if USAGE in codes:
-        return "a script that was called in a wrong way would be so again"
+        return "what was wrong before training began would be so again"
     if TERMINATED in codes:
         return "it was asked to end, and has saved"
     if len(attempts) > 1 and last.signature is not None and last.signature == attempts[-2].signature:

@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> None:
             runpy.run_path(name, run_name="__main__")
     except BaseException as error:
         code = guard.exit_code(error)
-        if code == 0:
+        if code in (0, guard.TERMINATED):  # all others come to the same end
             raise
         if not isinstance(error, SystemExit) or isinstance(error.code, str):
             guard.show(error)

@@ -5,7 +5,10 @@ does not fit is told so in a table before anything is read; the data position; a
 """
 
 import dataclasses
+import itertools
+import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,16 @@ import numpy as np
 
 from spmd.comm.server.storage import Storage
 from spmd.errors import CheckpointError, OptionError, a_kind, did_you_mean, raise_problems
+from spmd.hosts.handshake import first_of_all
+from spmd.run.manifest import NAME, damage, seal
 from spmd.run.remembered import REMEMBERED, STATE, item_of, memory_to_read, resplit
 from spmd.run.repack import OPT, PARAMS, Packing, Plain, Repacking, in_words, misfits, misfits_of_parameters, packing_of
 from spmd.train.state import State
-from spmd.tree import Tree, abstract, describe, flatten, map_paths
+from spmd.tree import Tree, abstract, describe, flatten, format_bytes, map_paths
 
-FORMAT = 2
+FORMAT = 3
+WITHOUT_MANIFEST = 2  # the format before; its checkpoints are read as they are
+ROOM = 1.2  # of a checkpoint's bytes that must be free before it is written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +91,10 @@ class Store:
             best_fn=judge,
             best_mode=config.mode,
             enable_async_checkpointing=True,
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
             cleanup_tmp_directories=True,
         )
+        self._writing = 0
         self._manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
         self._saved = self.latest()
 
@@ -96,6 +105,47 @@ class Store:
     def steps(self) -> list[int]:
         """All steps on disk, oldest first."""
         return sorted(self._manager.all_steps())
+
+    def sound(self) -> int | None:
+        """The newest step whose files are as they were written; newer ones that are not are put aside, with a warning each."""
+        while (step := self.latest()) is not None:
+            why = self.damage(step)
+            if why is None:
+                return step
+            place = self.folder / "damaged" / f"{step}"
+            if jax.process_index() == 0:
+                others = (place.with_name(f"{step}-{at}") for at in itertools.count(1))
+                place = next(path for path in itertools.chain([place], others) if not path.exists())
+                place.parent.mkdir(exist_ok=True)
+                self._path(step).rename(place)
+                logging.getLogger("spmd").warning("the checkpoint of step %d is damaged (%s): it is put aside in %s.", step, why, place)
+            first_of_all("")  # it is gone for all
+            self._manager.reload()
+            self._saved = self.latest()
+        return None
+
+    def damage(self, step: int) -> str | None:
+        """What is wrong with the files of a step; None where they are as they were written. Processes share the reading."""
+        why = damage(self._path(step), jax.process_index(), jax.process_count())
+        if why is not None and not (self._path(step) / NAME).exists() and self._format(step) == WITHOUT_MANIFEST:
+            why = None
+        return first_of_all(why or "") or None
+
+    def _path(self, step: int) -> Path:
+        return self.folder / "checkpoints" / str(step)
+
+    def _format(self, step: int) -> int | None:
+        try:
+            return int(json.loads((self._path(step) / "meta" / "metadata").read_text(encoding="utf-8"))["format"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _seal(self) -> None:
+        """Called by Orbax when all is written, before it is committed."""
+        if jax.process_index() != 0:
+            return
+        (folder,) = (self.folder / "checkpoints").glob(f"{self._writing}.orbax-checkpoint-tmp*")
+        seal(folder)
 
     def step(self, which: int | str) -> int:
         """The step that is meant by "latest", "best" or a number.
@@ -128,7 +178,10 @@ class Store:
         """Start writing a checkpoint; False when this step is written already."""
         if self._saved == step:
             return False
+        self.wait()  # for the one before, if it is still written: what has failed is told now, not with the last
         arrays = _by_path(state)
+        self._check_room(arrays)
+        self._writing = step
         shapes = {path: describe(leaf) for path, leaf in arrays.items()}
         best = None if self.config.best is None else [self.config.best, self.config.mode]
         meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
@@ -145,10 +198,17 @@ class Store:
         self._saved = step
         return True
 
+    def _check_room(self, arrays: dict[str, Any]) -> None:
+        size, free = sum(leaf.nbytes for leaf in arrays.values()), shutil.disk_usage(self.folder).free
+        if free < ROOM * size:
+            has = f"{format_bytes(free)} are free, and {ROOM} times its size is wanted"
+            cure = f"room; or a smaller Checkpoint(keep=...), which is {self.config.keep}"
+            raise CheckpointError(f"a checkpoint of {format_bytes(size)} does not fit {self.folder}: {has}.\n    cure: {cure}.")
+
     def meta(self, step: int) -> dict[str, Any]:
         """What stands beside the arrays of a checkpoint."""
         meta = dict(self._manager.restore(step, args=self._args.Composite(meta=self._args.JsonRestore()))["meta"])
-        if meta["format"] != FORMAT:
+        if meta["format"] not in (WITHOUT_MANIFEST, FORMAT):
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self.folder} is of format {meta['format']}; this version reads {FORMAT}.\n"
                 "    cure: the version of spmd that wrote it."

@@ -85,6 +85,7 @@ class Loop:
                 self._record()
                 self._show()
                 self._save()
+                self.stop_reason = self.stop_reason or self._guard.wanted or None  # asked for too late to stop anything
                 self._tell_stop()
         except BaseException as error:
             # a diverged state is not worth keeping: the last checkpoint before it stays the newest

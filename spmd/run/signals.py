@@ -10,8 +10,8 @@ INTERRUPTED, ENDED = "interrupted", "asked to end"  # the stop reasons that Ctrl
 
 @contextlib.contextmanager
 def interruptible(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block the first SIGINT calls `request_stop`, and a second one interrupts at once, as usual; so does SIGTERM, unless the
-    user's own handler is there.
+    """Inside the block SIGINT calls `request_stop`, and a second one interrupts at once, as usual; so does SIGTERM, unless the user's own
+    handler is there, and however often it comes: a launcher and a scheduler may both send it.
 
     Signals reach only the main thread; elsewhere this does nothing.
     """
@@ -22,8 +22,8 @@ def interruptible(request_stop: Callable[[str], None]) -> Iterator[None]:
 
     def handle(number: int, frame: object) -> None:
         del frame
-        again = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, again)  # whatever handler was there before, maybe none that interrupts
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)  # whatever handler was there before, maybe none that interrupts
         request_stop(INTERRUPTED if number == signal.SIGINT else ENDED)
 
     taken = [number for number, handler in before.items() if number == signal.SIGINT or handler == signal.SIG_DFL]

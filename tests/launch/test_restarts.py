@@ -19,7 +19,7 @@ def attempt(code=1, began=0, failures=BOOM):
         ([attempt()], None),
         ([attempt(-9, failures={})] * 3, None),
         ([attempt(78)], "processes that do not agree would not agree the next time either"),
-        ([attempt(2)], "a script that was called in a wrong way would be so again"),
+        ([attempt(2)], "what was wrong before training began would be so again"),
         ([attempt(143)], "it was asked to end, and has saved"),
         ([attempt(), attempt(began=20)], "the same error came at the same step twice"),
         ([attempt(), attempt(failures={1: (27, "ValueError: boom")})], None),
