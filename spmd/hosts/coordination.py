@@ -81,6 +81,11 @@ def below(path: str) -> dict[str, str]:
     return {key.removeprefix(root): text for key, text in _client().key_value_dir_get(root)}
 
 
+def shutdown() -> None:
+    """Wait at JAX's barrier for all to come to their end; the service is gone then."""
+    jax.distributed.shutdown()
+
+
 def leave(code: int) -> NoReturn:
     """End this process at once, without waiting for others at JAX's barrier."""
     try:

@@ -5,6 +5,7 @@ wrong, and leaves without JAX's barrier; all others print it and leave too. One 
 prints the stacks of its threads, and where everyone is. A process alone has the same face, and no thread.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -134,7 +135,7 @@ class Together(Guard):
         self._wish, self._begun, self._stride = "", 0, 1
         self._mark: int | None = None  # how far this process goes without having heard of the others
         self._last: int | None = None  # where all stop
-        self._look = LOOK * max(1.0, size / 500)
+        self._look, self._over = LOOK * max(1.0, size / 500), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="spmd guard", daemon=True)
 
     def start(self) -> None:
@@ -146,7 +147,19 @@ class Together(Guard):
             self.failed(error, exit_code(error))
 
         sys.excepthook = hook
+        atexit.register(self._finish)
         self._thread.start()
+
+    def _finish(self) -> None:
+        """At the end of the process: through JAX's barrier while the thread still looks, and then the thread ends.
+
+        A thread that is inside JAX when Python takes itself apart would end the process with signal 6.
+        """
+        try:
+            coordination.shutdown()
+        finally:
+            self._over.set()
+            self._thread.join(timeout=10.0)
 
     def begin(self, step: int) -> None:
         """A run begins; runs have the same number everywhere."""
@@ -242,8 +255,7 @@ class Together(Guard):
 
     def _watch(self) -> None:
         lost = None
-        while True:
-            time.sleep(self._look)
+        while not self._over.wait(self._look):
             if not coordination.started():
                 return  # the user has ended it
             try:
