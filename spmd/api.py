@@ -286,13 +286,13 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
 
 def _open(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool) -> Store | None:
     """The run's checkpoints; what is there already is gone on with, or is an error, never overwritten."""
+    watch = current()
+    watch.at("compile", 0)  # from here on all processes do the same, and none may be waited for without end
+    opened.callback(watch.at, "script", 0)
     if config is None:
         if resume:
             raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
         return None
-    watch = current()
-    watch.at("compile", 0)  # from here on all processes do the same, and none may be waited for without end
-    opened.callback(watch.at, "script", 0)
     store = Store(config)
     opened.callback(store.release)
     if store.latest() is not None and not resume:

@@ -899,9 +899,13 @@ def classes():
 
 
 def test_every_error_is_drawn_in_the_tree():
-    drawn = re.findall(r"[├└]── (\w+)", errors.__doc__)
-    assert sorted(drawn) == sorted(kind.__name__ for kind in classes() if kind is not errors.SpmdError)
-    assert all(issubclass(kind, errors.SpmdError) and kind.__doc__ for kind in classes() if kind is not errors.SpmdError)
+    drawn, above = {}, {-1: "SpmdError"}  # by depth, who was drawn last
+    for line in re.findall(r"(?m)^    ([│ ]*)[├└]── (\w+)", errors.__doc__):
+        depth = len(line[0]) // 4
+        drawn[line[1]], above[depth] = above[depth - 1], line[1]
+    assert drawn["AbsentError"] == "ClusterError"
+    assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in classes() if kind is not errors.SpmdError}
+    assert all(kind.__doc__ for kind in classes())
 
 
 def test_an_extra_that_is_missing_is_named():

@@ -36,7 +36,8 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: guard.Li
       Who this process is; None when it is alone.
 
     Raises:
-      ClusterError: the others did not come, or do not fit; or JAX has looked for devices already.
+      ClusterError: the others do not fit; or JAX has looked for devices already; or this process has joined as somebody else.
+      AbsentError: the others did not come.
 
     Example:
       >>> import spmd
@@ -45,6 +46,8 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: guard.Li
     """
     global _joined
     if _joined is not None:
+        if world is not None and world != _joined:
+            raise ClusterError(f"this is {_joined} already, and cannot become {world}.\n    cure: one spmd.join() in a process.")
         if limits is not None:
             guard.limit(limits)
         return _joined

@@ -8,10 +8,11 @@ import re
 import zlib
 from collections.abc import Mapping
 
-from spmd.errors import ClusterError, escaped
+from spmd.errors import AbsentError, ClusterError, escaped
 from spmd.hosts import coordination
 
 SHOWN = 8  # differences that are told
+LATER = 10.0  # seconds that all wait longer than process 0, which knows who is missing
 
 _numbers = itertools.count()
 
@@ -19,15 +20,16 @@ _numbers = itertools.count()
 def agree(facts: Mapping[str, str], timeout: float = 300.0) -> None:
     """Hold facts against those of all other processes; a process that is alone agrees with itself.
 
-    All processes call it, in the same order. Only a hash of each travels to process 0, which looks into those that differ; so it costs each
-    process two short messages.
+    All processes call it, in the same order. Each leaves its facts with the coordination service, and a hash of them; process 0 reads the
+    hashes, and the facts of the first process whose hash is another.
 
     Args:
       facts: what must be the same, by name.
       timeout: seconds until all must have called it.
 
     Raises:
-      ClusterError: in all processes, with the same text: which facts differ, in which process, and both values; or who did not come.
+      ClusterError: in all processes, with the same text: which facts differ, in which process, and both values.
+      AbsentError: some did not come.
     """
     if not coordination.started():
         return
@@ -37,13 +39,15 @@ def agree(facts: Mapping[str, str], timeout: float = 300.0) -> None:
     coordination.put(f"{place}/facts/{rank}", base64.b64encode(zlib.compress(text.encode())).decode())
     coordination.put(f"{place}/hash/{rank}", hashlib.sha256(text.encode()).hexdigest())
     if rank == 0:
-        verdict = _verdict(place, size, facts, timeout)
-        coordination.put(f"{place}/verdict", verdict)
+        absent, verdict = _verdict(place, size, facts, timeout)
+        coordination.put(f"{place}/verdict", json.dumps([absent, verdict]))
     else:
         try:
-            verdict = coordination.get(f"{place}/verdict", timeout + 10.0)
+            absent, verdict = json.loads(coordination.get(f"{place}/verdict", timeout + LATER))
         except TimeoutError:
-            verdict = f"process 0 did not come to the handshake in {timeout:g} s"
+            absent, verdict = True, f"process 0 did not come in {timeout:g} s"
+    if absent:
+        raise AbsentError(f"the handshake failed: {verdict}\n    cure: the log of that process; a longer timeout where it only was slow.")
     if verdict:
         raise ClusterError(f"the processes do not agree: {verdict}\n    cure: the same script, files, options and environment everywhere.")
 
@@ -52,26 +56,29 @@ def first_of_all(text: str, timeout: float = 1800.0) -> str:
     """The first text that is not "", by rank; all processes call it, in the same order, and hear the same.
 
     Raises:
-      TimeoutError: some did not call it.
+      AbsentError: some did not call it.
     """
     if not coordination.started():
         return text
     place, (rank, size, _) = f"first/{next(_numbers)}", coordination.place()
     coordination.put(f"{place}/{rank}", text)
-    return next((said for said in [coordination.get(f"{place}/{other}", timeout) for other in range(size)] if said), "")
+    try:
+        return next((said for said in [coordination.get(f"{place}/{other}", timeout) for other in range(size)] if said), "")
+    except TimeoutError as error:
+        raise AbsentError(f"a process did not come in {timeout:g} s: {error}.\n    cure: the log of that process.") from None
 
 
-def _verdict(place: str, size: int, facts: Mapping[str, str], timeout: float) -> str:
-    """What differs, by process 0; "" where nothing does."""
+def _verdict(place: str, size: int, facts: Mapping[str, str], timeout: float) -> tuple[bool, str]:
+    """By process 0: whether somebody did not come; and who, or what differs, "" where nothing does."""
     hashes = {}
     for rank in range(size):
         try:
             hashes[rank] = coordination.get(f"{place}/hash/{rank}", timeout)
         except TimeoutError:
-            return f"process {rank} did not come to the handshake in {timeout:g} s"
+            return True, f"process {rank} did not come in {timeout:g} s"
     others = [rank for rank in range(size) if hashes[rank] != hashes[0]]
     if not others:
-        return ""
+        return False, ""
     packed = coordination.get(f"{place}/facts/{others[0]}", timeout)
     theirs = json.loads(zlib.decompress(base64.b64decode(packed)))
     shown = lambda given, name: escaped(given.get(name, "nothing"), 300)
@@ -82,7 +89,7 @@ def _verdict(place: str, size: int, facts: Mapping[str, str], timeout: float) ->
     ]
     also = f"\n    {len(others) - 1} more processes differ from process 0" if len(others) > 1 else ""
     more = f"\n    and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    return "".join(lines[:SHOWN]) + more + also
+    return False, "".join(lines[:SHOWN]) + more + also
 
 
 def program_facts(text: str, what: str) -> dict[str, str]:

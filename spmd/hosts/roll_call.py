@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.errors import AbsentError, ClusterError, escaped
-from spmd.hosts.world import World, resolved
+from spmd.hosts.world import World, free_port, resolved
 
 LONGEST = 65536  # bytes of a line
 TOLD = 10.0  # seconds between two lines about who is missing
@@ -98,9 +98,7 @@ class _Desk:
             self._refuse()
             kind = AbsentError if self.absent else ClusterError
             raise kind(f"{self.world}: {self.problem}.\n    cure: the same command, software and number of processes everywhere.")
-        with socket.socket(self.door.family, socket.SOCK_STREAM) as probe:
-            probe.bind((self.address, 0))
-            port = probe.getsockname()[1]
+        port = free_port(self.address)
         place = f"[{self.address}]:{port}" if ":" in self.address else f"{self.address}:{port}"
         for connection in self.waiting:
             _send(connection, {"go": place})

@@ -4,7 +4,9 @@ import dataclasses
 import ipaddress
 import os
 import re
+import shutil
 import socket
+import subprocess
 from collections.abc import Mapping
 
 from spmd.errors import ClusterError
@@ -147,14 +149,35 @@ def _torch(environ: Mapping[str, str]) -> World | None:
 
 def _share(environ: Mapping[str, str], local: int, here: int) -> tuple[int, ...] | None:
     """Which of the GPUs that all processes of a host see are this one's: equal shares; None where each sees its own, or all see none."""
-    given = environ.get("CUDA_VISIBLE_DEVICES", environ.get("SLURM_GPUS_ON_NODE"))
-    if given is None or here == 1:
+    seen = 0 if here == 1 else len(visible_gpus(environ))
+    if seen < here:
         return None
-    seen = int(given) if given.isdigit() and "CUDA_VISIBLE_DEVICES" not in environ else len([name for name in given.split(",") if name])
-    if seen < here or seen % here:
-        return None
+    if seen % here:
+        raise ClusterError(
+            f"{seen} GPUs cannot be shared by {here} processes of a host.\n"
+            "    cure: as many processes as GPUs; or CUDA_VISIBLE_DEVICES with as many as can be shared."
+        )
     share = seen // here
     return tuple(range(local * share, (local + 1) * share))
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs that a process of this host sees, as CUDA_VISIBLE_DEVICES names them."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return [name for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    if environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
+        return [str(number) for number in range(int(environ["SLURM_GPUS_ON_NODE"]))]
+    if shutil.which("nvidia-smi", path=environ.get("PATH", "")) is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False).stdout.splitlines()
+    return [str(number) for number, _ in enumerate(line for line in listed if line.startswith("GPU "))]
+
+
+def free_port(address: str) -> int:
+    """A port of this host that nothing listens at."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 def _number(environ: Mapping[str, str], name: str, source: str) -> int:

@@ -6,8 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from spmd.errors import OptionError
+from spmd.hosts.world import free_port, visible_gpus
 from spmd.launch.group import Group, started
 from spmd.launch.restarts import Attempt, exit_code, pause, read, stop_because
 
@@ -54,6 +53,15 @@ class Local:
             raise OptionError(f"memory_fraction={self.memory_fraction}.\n    cure: more than 0, at most 1.")
         if not self.grace > 0:
             raise OptionError(f"grace={self.grace}.\n    cure: seconds, more than none.")
+        if self.devices is not None and (not self.devices or min(self.devices) < 0 or len(set(self.devices)) < len(self.devices)):
+            raise OptionError(f"devices={list(self.devices)}.\n    cure: numbers of GPUs from 0, each once.")
+        for name, given in (
+            ("devices", self.devices is not None),
+            ("memory_fraction", self.memory_fraction is not None),
+            ("preallocate", not self.preallocate),
+        ):
+            if given and self.simulate is not None:
+                raise OptionError(f"{name} is for GPUs, and simulate={self.simulate} for where there is none.\n    cure: give one of them.")
 
 
 def launch(words: Sequence[str], how: Local, say: Callable[[str], None]) -> int:
@@ -72,6 +80,10 @@ def launch(words: Sequence[str], how: Local, say: Callable[[str], None]) -> int:
     count = how.processes if how.processes is not None else len(gpus)
     if not count:
         raise OptionError("there is no GPU here.\n    cure: --processes N, with --simulate K for K CPU devices in each.")
+    if how.stall and count == 1:
+        raise OptionError(
+            "a process that is alone waits for nobody, so --stall would do nothing.\n    cure: leave it out, or --processes 2."
+        )
     attempts: list[Attempt] = []
     while True:
         attempt, asked = _attempt(words, how, count, gpus, len(attempts))
@@ -106,13 +118,10 @@ def _attempt(words: Sequence[str], how: Local, count: int, gpus: Sequence[str], 
 
 def _shared(how: Local, count: int, number: int, folder: Path) -> dict[str, str]:
     """The environment that all processes have."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     found = {
         "SPMD_PROCESSES": str(count),
         "SPMD_LOCAL_PROCESSES": str(count),
-        "SPMD_COORDINATOR": f"127.0.0.1:{port}",
+        "SPMD_COORDINATOR": f"127.0.0.1:{free_port('127.0.0.1')}",
         "SPMD_TOKEN": secrets.token_hex(16),
         "SPMD_REPORT": str(folder),
         "SPMD_ATTEMPT": str(number),
@@ -143,15 +152,7 @@ def _gpus(how: Local) -> list[str]:
     """
     if how.simulate:
         return []
-    if how.devices is not None:
-        found = [str(number) for number in how.devices]
-    elif os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-        found = [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
-    elif shutil.which("nvidia-smi") is None:
-        found = []
-    else:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-        found = [str(number) for number, line in enumerate(line for line in listed.stdout.splitlines() if line.startswith("GPU "))]
+    found = visible_gpus() if how.devices is None else [str(number) for number in how.devices]
     if found and how.processes is not None and len(found) % how.processes:
         raise OptionError(
             f"{len(found)} GPUs cannot be shared by {how.processes} processes.\n    cure: --devices 0,1 and so on, or another number."

@@ -123,7 +123,7 @@ def _exported(program: Program, platform: str) -> tuple[Any, tuple[int, ...]]:
     """
     try:
         return program.exported(platform)
-    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
+    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:  # jax.export's words for what cannot leave this process
         first = (str(error).strip().splitlines() or [""])[0]
         raise CompileError(
             f"the step cannot be sent to a compiler elsewhere: {type(error).__name__}: {first}\n"

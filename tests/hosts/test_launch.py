@@ -165,6 +165,11 @@ def test_what_it_started_ends_with_the_launcher(tmp_path):
         (["--processes", "2", "--stall", "stepp=3", __file__], 'did you mean "step"'),
         (["--processes", "2", "--stall", "step=x", __file__], '"x" is no number'),
         (["--devices", "a", __file__], '--devices "a"'),
+        (["--devices", "0,0", __file__], "devices=[0, 0]"),
+        (["--devices", "-1", __file__], "devices=[-1]"),
+        (["--devices", "0", "--simulate", "2", __file__], "devices is for GPUs, and simulate=2 for where there is none"),
+        (["--no-preallocate", "--simulate", "2", __file__], "preallocate is for GPUs"),
+        (["--processes", "1", "--simulate", "2", "--stall", "step=3", __file__], "a process that is alone waits for nobody"),
         (["--memory-fraction", "2", "--processes", "1", __file__], "memory_fraction=2.0"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from spmd.errors import ClusterError
-from spmd.hosts.world import World, detect, resolved
+from spmd.hosts.world import World, detect, resolved, visible_gpus
 
 SLURM = {
     "SLURM_JOB_ID": "4242",
@@ -75,6 +75,10 @@ def test_detected(environment, wanted):
         ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "0"}, "SPMD_COORDINATOR is not set."),
         ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "0", "SPMD_COORDINATOR": "host"}, '"host" is no address.\n    cure: HOST:PORT'),
         (MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "does not know where process 0 is.\n    cure: mpirun -x SPMD_COORDINATOR=HOST:PORT"),
+        (
+            TORCH | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
+            "3 GPUs cannot be shared by 2 processes of a host.\n    cure: as many processes as GPUs",
+        ),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4x2"}, "SLURM_STEP_TASKS_PER_NODE='4x2' cannot be read."),
     ],
 )
@@ -82,6 +86,15 @@ def test_what_does_not_fit_is_told(environment, message):
     with pytest.raises(ClusterError) as caught:
         detect(environment)
     assert message in str(caught.value)
+
+
+def test_gpus_that_no_variable_names_are_counted(tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-a)'\necho '  MIG 1g'\necho 'GPU 1: NVIDIA H100 (UUID: GPU-b)'\n")
+    tool.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
+    assert visible_gpus(environment) == ["0", "1"] and visible_gpus({}) == []
+    assert detect(TORCH | environment).local_devices == (1,)
 
 
 @pytest.mark.parametrize(

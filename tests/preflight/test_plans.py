@@ -500,7 +500,7 @@ def test_plans_of_threads_wait_for_each_other_and_one_inside_another_is_refused(
 def test_more_open_files_than_select_can_name(new):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 1200:
-        pytest.skip("this machine allows fewer than 1200 open files")
+        pytest.skip("this machine allows fewer than 1200 open files, so no file has a number that select could not take")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
