@@ -27,7 +27,7 @@ test: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 test-all: $(STAMP)
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile
+	SPMD_TEST_OPTIMIZED=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile
 
 check: $(STAMP)
 	$(RUN) -m ruff check .

@@ -5,10 +5,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
-flags = ["--xla_cpu_collective_call_terminate_timeout_seconds=60"]
-if not os.environ.get("SPMD_TEST_OPTIMIZED"):  # compiling is most of what tests do, and takes a third of the time so; `make test-all` sets it
-    flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true", "--xla_cpu_use_fusion_emitters=false"]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+# compiling is most of what tests do, and takes a third of the time so; `make test-all` compiles as users do
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_collective_call_terminate_timeout_seconds=60",
+        "" if os.environ.get("SPMD_TEST_OPTIMIZED") else "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "" if os.environ.get("SPMD_TEST_OPTIMIZED") else "--xla_cpu_use_fusion_emitters=false",
+    ]
+)
 # many tests compile the same program: it is kept for this run, for pytest's workers and for the processes that tests start
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.mkdtemp(
     prefix=f"spmd-compiled-{os.getpid()}-"

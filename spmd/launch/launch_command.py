@@ -31,22 +31,18 @@ def add_to(commands: Any) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from spmd.hosts.guard import Limits
-    from spmd.launch.local import Local, launch
+    from spmd.launch.machine import Machine, launch
+    from spmd.launch.settings import Settings
 
-    Limits.parse(options.stall)
-    how = Local(
-        options.processes,
-        options.simulate,
-        options.max_restarts,
-        options.grace,
-        options.stall,
-        options.memory_fraction,
-        not options.no_preallocate,
-        _numbers(options.devices),
+    settings = Settings(
+        options.simulate, options.max_restarts, options.grace, options.stall, options.memory_fraction, not options.no_preallocate
     )
     words = [*options.words, *(["--", *options.rest] if options.rest else [])]
-    return launch(words, how, lambda text: print(f"spmd launch: {text}", file=sys.stderr, flush=True))
+    return launch(words, Machine(options.processes, _numbers(options.devices), settings), _say)
+
+
+def _say(text: str) -> None:
+    print(f"spmd launch: {text}", file=sys.stderr, flush=True)
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

@@ -1,9 +1,12 @@
 """Whether a group that has failed is started again, and when: a policy over what each attempt came to."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from spmd.errors import escaped
 from spmd.hosts.guard import DISAGREED, TERMINATED, USAGE
@@ -21,12 +24,14 @@ class Attempt:
       began: the step that its first run began at; None where none began.
       failures: by rank, at which step what failed, as far as processes could tell, the first first.
       first: exit codes of those that ended first.
+      asked: the signal by which somebody asked the whole group to end; None: nobody did.
     """
 
     codes: Mapping[int, int]
     began: int | None = None
     failures: Mapping[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
     first: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    asked: int | None = None
 
     @property
     def why(self) -> str:
@@ -42,19 +47,55 @@ class Attempt:
         return next(iter(self.failures.values()), None)
 
 
-def read(folder: Path, codes: Mapping[int, int]) -> Attempt:
-    """What processes left in the folder that they were given."""
-    failures, began = [], None
+def records(folder: Path) -> list[dict[str, Any]]:
+    """What processes left in the folder that they were given (`spmd.hosts.guard.report`), as it is; each has a "name"."""
+    found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if path.stem == "began":
-                began = int(found["step"])
-            else:
-                failures.append((float(found["at"]), int(path.stem), (int(found["step"]), str(found["error"]))))
-        except (OSError, ValueError, KeyError, TypeError):
+            found.append({**json.loads(path.read_text(encoding="utf-8")), "name": path.stem})
+        except (OSError, ValueError, TypeError):
             continue  # a process that was killed while it wrote
-    return Attempt(codes, began, {rank: told for _, rank, told in sorted(failures)})
+    return found
+
+
+def attempted(told: Iterable[Mapping[str, Any]], codes: Mapping[int, int], first: Mapping[int, int], asked: int | None = None) -> Attempt:
+    """An attempt, from what its processes left (`records`) and ended with."""
+    failures, began = [], None
+    for record in told:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if record["name"] == "began":
+                began = int(record["step"])
+            else:
+                failures.append((float(record["at"]), int(record["name"]), (int(record["step"]), str(record["error"]))))
+    return Attempt(codes, began, {rank: what for _, rank, what in sorted(failures)}, first, asked)
+
+
+def repeated(attempt: Callable[[int], Attempt], most: int, say: Callable[[str], None]) -> int:
+    """Start a group, again and again where that may help, until it comes to an end.
+
+    Args:
+      attempt: all processes, once; it is given how many attempts there were before.
+      most: restarts at most.
+      say: is told of failures and restarts.
+
+    Returns:
+      0, or what the process ended with that failed first.
+    """
+    attempts: list[Attempt] = []
+    while True:
+        last = attempt(len(attempts))
+        if not any(last.codes.values()):
+            return 0
+        attempts.append(last)
+        say(last.why)
+        why = f"it was asked to end by signal {last.asked}" if last.asked is not None else stop_because(attempts, most)
+        if why is not None:
+            if most:
+                say(f"not started again: {why}.")
+            return exit_code(last)
+        seconds = pause(len(attempts))
+        say(f"restart {len(attempts)} of at most {most}" + (f", in {seconds:.0f} s" if seconds else ""))
+        time.sleep(seconds)
 
 
 def stop_because(attempts: Sequence[Attempt], most: int) -> str | None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spmd.launch.restarts import Attempt, exit_code, read, stop_because
+from spmd.launch.restarts import Attempt, attempted, exit_code, records, stop_because
 
 BOOM = {1: (26, "ValueError: boom")}
 
@@ -60,6 +60,6 @@ def test_what_processes_have_left(tmp_path):
     (tmp_path / "0.json").write_text(json.dumps({"at": 1.0, "step": 25, "error": "first"}))
     (tmp_path / "2.json").write_text('{"at": 0.5, "st')  # killed while it wrote
     (tmp_path / "began.json").write_text(json.dumps({"at": 0.0, "step": 20}))
-    found = read(tmp_path, {0: 1, 1: 1, 2: -9})
+    found = attempted(records(tmp_path), {0: 1, 1: 1, 2: -9}, {2: -9})
     assert found.began == 20 and list(found.failures.items()) == [(0, (25, "first")), (1, (26, "second"))]
     assert found.signature == (25, "first")

@@ -1,0 +1,162 @@
+"""Several processes on this machine, restarted together when one fails."""
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from spmd.errors import OptionError
+from spmd.hosts.world import free_port, visible_gpus
+from spmd.launch.group import Group, started
+from spmd.launch.restarts import Attempt, attempted, records, repeated
+from spmd.launch.settings import Settings, whole_number
+
+MOST = 256  # processes on one machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Which processes there are here.
+
+    Args:
+      processes: how many; None: one for each GPU.
+      devices: which GPUs, by number; None: all.
+      settings: how they are started.
+    """
+
+    processes: int | None = None
+    devices: tuple[int, ...] | None = None
+    settings: Settings = dataclasses.field(default_factory=Settings)
+
+    def __post_init__(self):
+        whole_number("processes", self.processes, MOST)
+        if self.devices is not None:
+            if not self.devices or min(self.devices) < 0 or len(set(self.devices)) < len(self.devices):
+                raise OptionError(f"devices={list(self.devices)}.\n    cure: numbers of GPUs from 0, each once.")
+            self.settings.no_simulation("devices")
+        if self.settings.stall and self.count == 1:
+            raise OptionError(
+                "a process that is alone waits for nobody, so stall would do nothing.\n    cure: leave it out, or 2 processes."
+            )
+
+    @property
+    def gpus(self) -> list[str]:
+        """The GPUs to share out, as CUDA_VISIBLE_DEVICES names them; none where CPU devices are simulated."""
+        if self.settings.simulate:
+            return []
+        return visible_gpus() if self.devices is None else [str(number) for number in self.devices]
+
+    @property
+    def count(self) -> int:
+        """How many processes.
+
+        Raises:
+          OptionError: there is no GPU, and no number; or the GPUs cannot be shared evenly.
+        """
+        gpus = self.gpus
+        count = self.processes if self.processes is not None else len(gpus)
+        if not count:
+            raise OptionError("there is no GPU here.\n    cure: --processes N, with --simulate K for K CPU devices in each.")
+        if len(gpus) % count:
+            raise OptionError(
+                f"{len(gpus)} GPUs cannot be shared by {count} processes.\n    cure: --devices 0,1 and so on, or another number."
+            )
+        return count
+
+
+def launch(words: Sequence[str], how: Machine, say: Callable[[str], None]) -> int:
+    """Run a script in several processes until it comes to an end, well or not.
+
+    Args:
+      words: the script and its arguments; or "-m", a module and its arguments.
+      how: how many, and so on.
+      say: is told of failures and restarts.
+
+    Returns:
+      0, or what the process ended with that failed first.
+    """
+    check_script(words)
+    return repeated(lambda number: _attempt(words, how, number), how.settings.max_restarts, say)
+
+
+def _attempt(words: Sequence[str], how: Machine, number: int) -> Attempt:
+    """All processes, once."""
+    count, gpus = how.count, how.gpus
+    with report_folder() as folder:
+        shared = {**os.environ, **how.settings.environment(), **meeting(count, number, folder), "SPMD_LOCAL_PROCESSES": str(count)}
+        commands = {rank: (runner(words), shared | _own(rank, count, gpus)) for rank in range(count)}
+        width = len(str(count - 1))
+        with started(commands, lambda rank: f"[{rank:{width}d}] ") as group, forwarded(group):
+            codes = group.wait(how.settings.grace)
+        return attempted(records(folder), codes, group.first, group.asked)
+
+
+def runner(words: Sequence[str]) -> list[str]:
+    """The command of one process."""
+    return [sys.executable, "-m", "spmd.launch.runner", *words]
+
+
+def meeting(count: int, number: int, folder: Path) -> dict[str, str]:
+    """Variables by which processes of this machine find each other, by a fresh port and token; and where they leave reports."""
+    return {
+        "SPMD_PROCESSES": str(count),
+        "SPMD_COORDINATOR": f"127.0.0.1:{free_port('127.0.0.1')}",
+        "SPMD_TOKEN": secrets.token_hex(16),
+        "SPMD_REPORT": str(folder),
+        "SPMD_ATTEMPT": str(number),
+        "SPMD_LAUNCHER": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@contextlib.contextmanager
+def report_folder() -> Iterator[Path]:
+    """A folder for `Settings`' $SPMD_REPORT that only this user may look into; gone at the end of the block."""
+    folder = Path(tempfile.mkdtemp(prefix="spmd-launch-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own(rank: int, count: int, gpus: Sequence[str]) -> dict[str, str]:
+    """What only this process has: its number, and its share of the GPUs."""
+    own = {"SPMD_PROCESS": str(rank), "SPMD_LOCAL_PROCESS": str(rank)}
+    if gpus:
+        share = len(gpus) // count
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * share : (rank + 1) * share])
+    return own
+
+
+def check_script(words: Sequence[str]) -> None:
+    """Raise OptionError where there is nothing to run."""
+    if not words or words == ["-m"]:
+        raise OptionError("there is no script to run.\n    cure: spmd launch --processes 2 train.py")
+    if words[0] != "-m" and not Path(words[0]).is_file():
+        raise OptionError(f'there is no script "{words[0]}".\n    cure: the path of a Python file, or -m and a module.')
+
+
+@contextlib.contextmanager
+def forwarded(group: Group) -> Iterator[None]:
+    """Inside the block SIGTERM and Ctrl-C go on to all processes, once; a second Ctrl-C ends them at once."""
+
+    def ask(number: int, frame: object) -> None:
+        del frame
+        if group.asked is None:
+            group.signal(number)
+            group.asked = number
+        elif number == signal.SIGINT:
+            group.signal(signal.SIGKILL)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
