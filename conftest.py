@@ -5,15 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-# compiling is most of what tests do, and takes a third of the time so; `make test-all` compiles as users do
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_cpu_collective_call_terminate_timeout_seconds=60",
-        "" if os.environ.get("SPMD_TEST_OPTIMIZED") else "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-        "" if os.environ.get("SPMD_TEST_OPTIMIZED") else "--xla_cpu_use_fusion_emitters=false",
-    ]
-)
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
 # many tests compile the same program: it is kept for this run, for pytest's workers and for the processes that tests start
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.mkdtemp(
     prefix=f"spmd-compiled-{os.getpid()}-"
@@ -21,11 +13,36 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("JAX_COMPILATION_CACHE_
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["SPMD_CACHE"] = str(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "plans")
 
+import jax
+import jax._src.compiler
 import pytest
 
 import spmd
 
 spmd.simulate_devices(8)
+
+# Compiling is most of what tests do, and takes a third of the time with these. `make test-all` compiles all as users do. Tests that say
+# "optimized" always do: those that compare two programs to the last bit, or where a rounding decides what comes next.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, "xla_cpu_use_fusion_emitters": False}
+_overrides: dict[str, object] = {}
+_as_users_do = jax._src.compiler.get_compile_options
+
+
+def _get_compile_options(*args, env_options_overrides=None, **named):
+    return _as_users_do(*args, env_options_overrides={**_overrides, **(env_options_overrides or {})}, **named)
+
+
+jax._src.compiler.get_compile_options = _get_compile_options
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Compile quickly, or as users do; no program made in one way serves a test of the other."""
+    quick = not (os.environ.get("SPMD_TEST_OPTIMIZED") or item.get_closest_marker("optimized"))
+    if quick != bool(_overrides):
+        jax.clear_caches()
+        _overrides.clear()
+        _overrides.update(QUICK if quick else {})
 
 
 def pytest_unconfigure(config):

@@ -81,6 +81,12 @@ def restarted() -> bool:
     return os.environ.get("SPMD_ATTEMPT", "0") != "0"
 
 
+def fewer() -> tuple[int, int]:
+    """How many processes there were when `spmd launch` began, and how many there are: fewer where a host did not come back."""
+    now = jax.process_count()
+    return int(os.environ.get("SPMD_FULL", str(now))), now
+
+
 def _say(rank: int) -> Callable[[str], None]:
     return lambda text: print(f"spmd {rank}: {text}", file=sys.stderr, flush=True)
 

@@ -18,6 +18,8 @@ from spmd.layout.server import PLACEMENTS
 from spmd.mesh import MeshSpec
 from spmd.tree import flatten
 
+pytestmark = pytest.mark.optimized
+
 WHOLE = tuple(STRATEGIES)
 
 # shapes and dtypes by path

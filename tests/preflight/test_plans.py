@@ -30,6 +30,8 @@ from spmd.preflight.compile import compiler_of, description
 from spmd.preflight.drawn import array_drawing
 from spmd.preflight.target import Cluster, load, shipped
 
+pytestmark = pytest.mark.optimized
+
 MODEL = spmd.FunctionalModel(
     lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 8))}, lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]
 )

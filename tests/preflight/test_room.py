@@ -10,6 +10,8 @@ import spmd
 from spmd.errors import RoomError
 from spmd.preflight.room import limit_of
 
+pytestmark = pytest.mark.optimized
+
 MODEL = spmd.FunctionalModel(
     lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 8))}, lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]
 )

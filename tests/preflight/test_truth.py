@@ -18,6 +18,8 @@ from spmd.preflight.target import Cluster
 from spmd.preflight.traffic import traffic_of
 from tests.train.plain import MODELS, batches
 
+pytestmark = pytest.mark.optimized
+
 ADAM = optax.adamw(1e-3)
 
 

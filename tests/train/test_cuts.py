@@ -69,7 +69,12 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "layout", "mesh", "reduction"),
-    [pytest.param(*case[:4], id="-".join(case[1:4]), marks=[pytest.mark.slow] * (not case[4])) for case in CASES],
+    [
+        pytest.param(
+            *case[:4], id="-".join(case[1:4]), marks=[pytest.mark.slow] * (not case[4]) + [pytest.mark.optimized] * (case[0] == "cnn")
+        )
+        for case in CASES
+    ],
 )
 def test_equals_one_device(name, layout, mesh, reduction):
     state, losses, ops, trainer = trained(name, layout, mesh, spmd.Gradients(reduction))

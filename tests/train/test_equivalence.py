@@ -38,7 +38,8 @@ def cases():
                     most, gpt = layout == "fsdp_tensor_parallel", model == "gpt"
                     by_hand = (mesh, step) == ("4x2", "manual") and (gpt or (most and model == "cnn"))
                     slow = not (by_hand or (gpt and most and (mesh, step) in (("4x2", "auto"), ("2x2x2", "manual"))))
-                    yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=[pytest.mark.slow] * slow)
+                    marks = [pytest.mark.slow] * slow + [pytest.mark.optimized] * (model == "cnn")  # ties in its pools and gates
+                    yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "layout", "mesh", "step"), list(cases()))

@@ -32,6 +32,8 @@ from tests.train.served import (
     trainer_of,
 )
 
+pytestmark = pytest.mark.optimized
+
 # synchronous ---------------------------------------------------------------------------------------------------------
 
 
