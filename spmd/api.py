@@ -16,7 +16,7 @@ from spmd.data.deal import Position, check_source
 from spmd.data.loader import is_arrays, source
 from spmd.data.resident import Resident, on_devices
 from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
-from spmd.hosts.arrival import join, restarted
+from spmd.hosts.arrival import join, restarted, shrunk
 from spmd.hosts.guard import TERMINATED, current
 from spmd.hosts.handshake import agree, program_facts
 from spmd.hosts.replicas import check_replicas
@@ -157,6 +157,7 @@ def fit(
     """
     length = _length(epochs, steps, eval_every, log_every, prefetch)
     join()
+    accumulate = accumulate if shrunk() == 1 else accumulate * shrunk()  # a device holds as many rows at once as before
     trainer = Trainer(
         model,
         loss=loss,
@@ -174,9 +175,7 @@ def fit(
     hooks, sinks, shown = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     config = as_checkpoint(checkpoint)
-    _check_evaluation(eval_data, eval_every, config)
-    if is_arrays(eval_data):
-        trainer.check_evaluation(eval_data)
+    _check_evaluation(eval_data, eval_every, config, trainer)
     evaluated = [f"eval_{name}" for name in program.eval_names] if eval_data is not None else []
     _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
     meta = {
@@ -268,8 +267,10 @@ def _length(epochs: int | None, steps: int | None, eval_every: int | None, log_e
     return Length(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
 
 
-def _check_evaluation(eval_data: Any, eval_every: int | None, config: Checkpoint | None) -> None:
-    """Options that only an evaluation could follow need one."""
+def _check_evaluation(eval_data: Any, eval_every: int | None, config: Checkpoint | None, trainer: Trainer) -> None:
+    """Options that only an evaluation could follow need one, and it must fit."""
+    if is_arrays(eval_data):
+        trainer.check_evaluation(eval_data)
     for name, value in (("eval_every", eval_every), ("Checkpoint(best=...)", config.best if config is not None else None)):
         if eval_data is None and value is not None:
             raise OptionError(f"{name} is {value!r}, but there is nothing to evaluate.\n    cure: eval_data=..., or leave it out.")

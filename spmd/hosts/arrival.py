@@ -81,10 +81,9 @@ def restarted() -> bool:
     return os.environ.get("SPMD_ATTEMPT", "0") != "0"
 
 
-def fewer() -> tuple[int, int]:
-    """How many processes there were when `spmd launch` began, and how many there are: fewer where a host did not come back."""
-    now = jax.process_count()
-    return int(os.environ.get("SPMD_FULL", str(now))), now
+def shrunk() -> int:
+    """How many times as many processes there were when `spmd launch` began, rounded up: 1 unless a host did not come back."""
+    return -(-int(os.environ.get("SPMD_FULL", "1")) // jax.process_count())
 
 
 def _say(rank: int) -> Callable[[str], None]:

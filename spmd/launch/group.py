@@ -5,14 +5,27 @@ import dataclasses
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO
+from typing import IO, Protocol
 
 SETTLE = 4.0  # seconds that the others have to leave by themselves, once one has failed
 LOOK = 0.05
+
+
+class Signalled(Protocol):
+    """What signals go to.
+
+    Attributes:
+      asked: the signal that asked all to end, if one did.
+    """
+
+    asked: int | None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all processes."""
+        ...
 
 
 @dataclasses.dataclass
@@ -66,8 +79,18 @@ class Group:
 
 
 @contextlib.contextmanager
-def started(commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], prefix: Callable[[int], str]) -> Iterator[Group]:
-    """Start a command with an environment for each rank; at the end of the block none of them is left, whatever happens."""
+def started(
+    commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]],
+    prefix: Callable[[int], str],
+    write: Callable[[str], None] = lambda line: print(line, end="", flush=True),
+) -> Iterator[Group]:
+    """Start a command with an environment for each rank; at the end of the block none of them is left, whatever happens.
+
+    Args:
+      commands: what to run, and its whole environment, by rank.
+      prefix: of each line that a rank prints.
+      write: takes such lines, each with its end.
+    """
     group, readers = Group({}), []
     try:
         for rank, (command, environment) in commands.items():
@@ -82,7 +105,7 @@ def started(commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], pre
                 text=True,
             )
             group.processes[rank] = process
-            reader = threading.Thread(target=_copy, args=(process.stdout, prefix(rank)), daemon=True)
+            reader = threading.Thread(target=_copy, args=(process.stdout, prefix(rank), write), daemon=True)
             reader.start()
             readers.append(reader)
         yield group
@@ -97,8 +120,7 @@ def started(commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], pre
                 process.stdout.close()
 
 
-def _copy(lines: IO[str] | None, prefix: str) -> None:
+def _copy(lines: IO[str] | None, prefix: str, write: Callable[[str], None]) -> None:
     for line in lines or ():
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more; processes that print must not wait for it
-            sys.stdout.write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")
-            sys.stdout.flush()
+            write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")

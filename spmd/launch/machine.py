@@ -13,7 +13,7 @@ from pathlib import Path
 
 from spmd.errors import OptionError
 from spmd.hosts.world import free_port, visible_gpus
-from spmd.launch.group import Group, started
+from spmd.launch.group import Signalled, started
 from spmd.launch.restarts import Attempt, attempted, records, repeated
 from spmd.launch.settings import Settings, whole_number
 
@@ -143,7 +143,7 @@ def check_script(words: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def forwarded(group: Group) -> Iterator[None]:
+def forwarded(group: Signalled) -> Iterator[None]:
     """Inside the block SIGTERM and Ctrl-C go on to all processes, once; a second Ctrl-C ends them at once."""
 
     def ask(number: int, frame: object) -> None:

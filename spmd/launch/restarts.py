@@ -12,6 +12,7 @@ from spmd.errors import escaped
 from spmd.hosts.guard import DISAGREED, TERMINATED, USAGE
 
 NO_PROGRESS = 3  # restarts in a row that began at the same step
+LOST = 255  # code of processes whose host is gone, or could not be reached; as ssh has it
 LONGEST = 60.0  # seconds between two attempts
 
 
@@ -115,7 +116,8 @@ def stop_because(attempts: Sequence[Attempt], most: int) -> str | None:
         return "it was asked to end, and has saved"
     if len(attempts) > 1 and last.signature is not None and last.signature == attempts[-2].signature:
         return "the same error came at the same step twice"
-    begun = [attempt.began for attempt in attempts[-NO_PROGRESS - 1 :]]
+    tried = [attempt for attempt in attempts if set(attempt.codes.values()) != {LOST}]
+    begun = [attempt.began for attempt in tried[-NO_PROGRESS - 1 :]]
     if len(begun) > NO_PROGRESS and len(set(begun)) == 1:
         return f"there is no progress: {NO_PROGRESS + 1} attempts began at step {begun[0] or 0}"
     if len(attempts) > most:

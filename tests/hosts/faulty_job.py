@@ -53,6 +53,8 @@ def main():
             sys.exit(3)
         if given.fault == "sleep":
             time.sleep(1000)
+        if given.fault == "wait":  # for what the test does meanwhile
+            time.sleep(1)
         if given.fault in ("KILL", "STOP", "TERM", "INT"):
             os.kill(os.getpid(), getattr(signal, f"SIG{given.fault}"))
 

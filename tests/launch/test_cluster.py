@@ -1,0 +1,104 @@
+"""Files of hosts: lines, or jobs and their tasks."""
+
+import pytest
+
+from spmd.errors import OptionError
+from spmd.launch.cluster import Host, read_hosts
+from spmd.launch.remote import Remote
+from spmd.launch.settings import Settings
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text, name="hosts.txt"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_line_is_a_host(written):
+    text = "# the two new ones\nada@gpu01 processes=8 address=10.0.0.1  # rack 4\n\ngpu02\n[fd00::2] processes=1\n"
+    assert read_hosts(written(text)) == (
+        Host("ada@gpu01", 8, "10.0.0.1"),
+        Host("gpu02"),
+        Host("[fd00::2]", 1),
+    )
+    assert [host.reached for host in read_hosts(written("ada@gpu01\ngpu02 address=10.0.0.2"))] == ["gpu01", "10.0.0.2"]
+
+
+def test_jobs_and_their_tasks(written):
+    text = '[jobs]\nchief = ["gpu01"]\nworker = ["gpu02", "gpu01", "gpu02"]\n[addresses]\ngpu01 = "10.0.0.1"\n'
+    assert read_hosts(written(text, "cluster.toml")) == (
+        Host("gpu01", 2, "10.0.0.1", ("chief:0", "worker:1")),
+        Host("gpu02", 2, "", ("worker:0", "worker:2")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("hosts.txt", "# nobody\n", "has 0 hosts.\n    cure: from 1 to 4096."),
+        ("hosts.txt", "gpu01\ngpu01\n", "line 2: gpu01 is there twice.\n    cure: one line, with processes=2."),
+        ("hosts.txt", "-oProxyCommand=x\n", "line 1: '-oProxyCommand=x' is no name of a host."),
+        ("hosts.txt", "gpu01;reboot\n", "'gpu01;reboot' is no name of a host."),
+        ("hosts.txt", "gpu01:2222\n", "'gpu01:2222' has a port.\n    cure: gpu01; a free port is found for each attempt."),
+        ("hosts.txt", "gpu01 slots=8\n", 'line 1: "slots=8".\n    cure: known: processes, address. Such as processes=8.'),
+        ("hosts.txt", "gpu01 proceses=8\n", 'did you mean "processes"'),
+        ("hosts.txt", "gpu01 processes\n", 'line 1: "processes".'),
+        ("hosts.txt", "gpu01 processes=0\n", "line 1: processes=0.\n    cure: from 1 to 256."),
+        ("hosts.txt", "gpu01 processes=x\n", "line 1: processes=x.\n    cure: a whole number from 1."),
+        ("hosts.txt", "gpu01 processes=1 processes=2\n", "line 1: processes is there twice."),
+        ("hosts.txt", "gpu01 address=$(id)\n", "'$(id)' is no name of a host."),
+        ("cluster.toml", "[jobs\n", "is no TOML"),
+        ("cluster.toml", "[job]\nworker = []\n", '[job].\n    cure: did you mean "jobs"?'),
+        ("cluster.toml", "[jobs]\n", "has 0 hosts."),
+        (
+            "cluster.toml",
+            '[jobs]\nworker = "gpu01"\n',
+            '[jobs] is not as it should be.\n    cure: lines such as worker = ["gpu01", "gpu02"].',
+        ),
+        ("cluster.toml", "[jobs]\nworker = [1]\n", "task 0 of worker is 1.\n    cure: the name of its host."),
+        ("cluster.toml", '[jobs]\nworker = ["gpu01:2222"]\n', "task 0 of worker: 'gpu01:2222' has a port."),
+        ("cluster.toml", '[jobs]\nps = ["a"]\nworker = ["b"]\n', 'the job "ps".\n    cure: leave it out; the devices of the workers keep'),
+        ("cluster.toml", '[jobs]\nworker = ["gpu01"]\n[addresses]\ngpu02 = "10.0.0.1"\n', "an address of gpu02, which has no task."),
+    ],
+)
+def test_what_is_no_cluster(written, name, text, message):
+    with pytest.raises(OptionError) as caught:
+        read_hosts(written(text, name))
+    assert message in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(OptionError, match="cannot be read"):
+        read_hosts(tmp_path / "hosts.txt")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"least": 1}, "min_hosts is for restarts, and there are none.\n    cure: --max-restarts 10."),
+        ({"least": 3, "settings": Settings(max_restarts=1)}, "min_hosts=3.\n    cure: from 1 to 2."),
+        ({"ssh": " "}, "ssh is nothing."),
+        (
+            {"settings": Settings(simulate=2)},
+            "how many processes b is to have is not said, and GPUs are not counted.\n    cure: b processes=1",
+        ),
+        ({"variables": ("A B",)}, "variable 'A B'.\n    cure: NAME, or NAME=VALUE."),
+        ({"variables": ("SPMD_NO_SUCH",)}, "variable SPMD_NO_SUCH is not set here.\n    cure: SPMD_NO_SUCH=VALUE."),
+    ],
+)
+def test_what_cannot_be_meant(options, message):
+    with pytest.raises(OptionError) as caught:
+        Remote((Host("a", 1), Host("b")), **options)
+    assert str(caught.value).startswith(message)
+
+
+def test_what_travels(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("MY_SECRET", "x")
+    found = Remote((Host("a", 1),), variables=("ONE=1=2",), settings=Settings(stall="step=5")).environment()
+    assert (found["NCCL_DEBUG"], found["ONE"], found["SPMD_STALL"]) == ("INFO", "1=2", "step=5") and "MY_SECRET" not in found
+    assert Remote((Host("a", 1),), variables=("MY_SECRET",)).environment()["MY_SECRET"] == "x"
