@@ -185,7 +185,7 @@ def fit(
         "options": {"precision": precision, "accumulate": accumulate},
         "storage": trainer.packing,
     }
-    _agree(program, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
+    _agree(program, reader.contents, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
         store = _open(config, opened, resume=resume or (config is not None and restarted()))
@@ -216,7 +216,7 @@ def fit(
     return Result(loop.state, loop.history, loop.stop_reason, trainer)
 
 
-def _agree(program: Program, options: Mapping[str, Any]) -> None:
+def _agree(program: Program, contents: Callable[[], Mapping[str, str]], options: Mapping[str, Any]) -> None:
     """Hold against the other processes what all must have in common; the step's program too, so that nothing that is in it can differ."""
     if jax.process_count() == 1:
         return
@@ -226,7 +226,7 @@ def _agree(program: Program, options: Mapping[str, Any]) -> None:
     arrays = flatten(program.placed.abstract_state)
     facts |= {f"array {path}": f"{describe(leaf)} {spec_text(leaf.sharding.spec)}" for path, leaf in arrays.items()}
     given, text = program.placed.init_facts()
-    agree(facts | given | program_facts(text, "the initial values") | program_facts(program.text(), "the step"))
+    agree(facts | dict(contents()) | given | program_facts(text, "the initial values") | program_facts(program.text(), "the step"))
 
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

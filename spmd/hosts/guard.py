@@ -136,7 +136,7 @@ class Together(Guard):
         self._mark: int | None = None  # how far this process goes without having heard of the others
         self._last: int | None = None  # where all stop
         self._look, self._over = LOOK * max(1.0, size / 500), threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="spmd guard", daemon=True)
+        self._threads = [threading.Thread(target=target, name="spmd guard", daemon=True) for target in (self._watch, self._time)]
 
     def start(self) -> None:
         """Begin to look; what ends this process from now on is told to the others."""
@@ -148,7 +148,8 @@ class Together(Guard):
 
         sys.excepthook = hook
         atexit.register(self._finish)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def _finish(self) -> None:
         """At the end of the process: through JAX's barrier while the thread still looks, and then the thread ends.
@@ -159,7 +160,8 @@ class Together(Guard):
             coordination.shutdown()
         finally:
             self._over.set()
-            self._thread.join(timeout=10.0)
+            for thread in self._threads:
+                thread.join(timeout=10.0)
 
     def begin(self, step: int) -> None:
         """A run begins; runs have the same number everywhere."""
@@ -263,15 +265,19 @@ class Together(Guard):
                 beat = {"phase": phase, "step": step, "since": round(time.monotonic() - changed, 2), "at": time.time()}
                 coordination.put(f"beat/{self.rank}", json.dumps(beat))
                 self._hear(coordination.below("now/"))
-                limit = self._limit(phase)
-                if phase != "script" and time.monotonic() - changed > limit:
-                    self._stall(phase, changed, limit)
                 lost = None
             except Exception as error:
                 lost = lost or time.monotonic()
                 if time.monotonic() - lost > LINGER:
                     self._say(f"process 0, which has the coordination service, is gone: {escaped(str(error), 300)}")
                     self._leave(PEER, last=False)
+
+    def _time(self) -> None:
+        """Look for a stall, in a thread that asks nobody: a process 0 that is frozen does not answer, nor break off."""
+        while not self._over.wait(self._look):
+            phase, _, changed = self._now
+            if time.monotonic() - changed > self._limit(phase):
+                self._stall(phase, changed, self._limit(phase))
 
     def _hear(self, told: Mapping[str, str]) -> None:
         """A failure of another; or a wish to stop."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from spmd.comm.server.storage import Storage
 from spmd.errors import CheckpointError, OptionError, a_kind, did_you_mean, raise_problems
+from spmd.hosts import guard
 from spmd.hosts.handshake import first_of_all
 from spmd.run.manifest import NAME, damage, seal
 from spmd.run.remembered import REMEMBERED, STATE, item_of, memory_to_read, resplit
@@ -70,6 +71,21 @@ def as_checkpoint(given: Any) -> Checkpoint | None:
     raise OptionError(f"checkpoint={given!r} is {a_kind(given)}; a folder, or a spmd.Checkpoint.")
 
 
+class _Failures(logging.Handler):
+    """Ends a process of several whose save fails: Orbax writes that into its log, and then waits for the others, who wait for it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell the others, and leave."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and record.threadName == "async_save" and jax.process_count() > 1:
+            told = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
+            guard.show(told)
+            guard.current().failed(told)
+
+
+_failures = _Failures()
+
+
 class Store:
     """A run's checkpoints on disk. Saving is asynchronous; `close` waits and raises what went wrong."""
 
@@ -80,6 +96,7 @@ class Store:
         self.config, self._args = config, ocp.args
         self.folder = Path(config.path).absolute()
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every save at INFO and WARNING
+        logging.getLogger("absl").addHandler(_failures)  # once, however many stores there are
         keep: list[Any] = [policies.LatestN(config.keep)]
         judge: Any = None  # Orbax writes metrics to disk, where a resumed run finds them, only for a run that has one
         if config.best is not None:

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 import spmd
+from spmd.run import checkpoint
 
 
 class MLP(nnx.Module):
@@ -34,6 +35,36 @@ def options():
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--layout", default="fsdp_bf16")
     return parser.parse_args()
+
+
+def die_while_saving(moment, step):
+    """SIGKILL at a moment of writing the first checkpoint after that step, which a thread of Orbax does while steps go on."""
+    seal, begin = checkpoint.Store._seal, checkpoint.Store.save
+
+    def die():
+        print(f"FAULT at {time.time()}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def sealed(store):
+        if store._writing > step and moment == "save written":
+            die()
+        if store._writing > step and moment == "save half sealed":
+            (folder,) = (store.folder / "checkpoints").glob(f"{store._writing}.orbax-checkpoint-tmp*")
+            (folder / "manifest.json").write_text('{"algorithm": "sha256", "files": {"st')
+            die()
+        seal(store)
+        if store._writing > step and moment == "save sealed":
+            die()
+
+    def save(store, state, at, *rest):
+        if moment == "save committed" and store.latest() is not None and store.latest() > step:
+            die()
+        found = begin(store, state, at, *rest)
+        if at > step and moment == "save begun":
+            die()
+        return found
+
+    checkpoint.Store._seal, checkpoint.Store.save = sealed, save
 
 
 def main():
@@ -58,11 +89,15 @@ def main():
         if given.fault in ("KILL", "STOP", "TERM", "INT"):
             os.kill(os.getpid(), getattr(signal, f"SIG{given.fault}"))
 
+    if mine and given.fault.startswith("save "):
+        die_while_saving(given.fault, given.at)
     differs = lambda name: given.fault == name and mine
     random = np.random.default_rng(0)
     data = {"x": random.normal(size=(144, 6)).astype("float32"), "y": random.integers(0, 4, 144).astype("int32")}
-    if differs("nan"):
+    if given.fault == "nan":
         data["x"][3] = np.nan
+    if differs("data"):
+        data["x"][-1] += 1
     result = spmd.fit(
         lambda: MLP(nnx.Rngs(int(differs("weights")))),
         data,

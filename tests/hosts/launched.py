@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -33,9 +34,16 @@ class Run:
         return next(at for at, line in self.lines if re.search(pattern, line))
 
 
-def launch(*words, seconds=150, meanwhile=lambda process, run: None, **environment):
-    """Run `spmd launch`; everything is reaped, whatever happens."""
+def launch(*words, seconds=150, meanwhile=lambda process, run: None, small=None, **environment):
+    """Run `spmd launch`; everything is reaped, whatever happens.
+
+    A folder that is `small` holds 320 KiB while it runs, in a mount namespace of its own; what is in it is copied to `kept` beside it.
+    """
     command = [sys.executable, "-m", "spmd", "launch", *map(str, words)]
+    if small is not None:
+        small.mkdir()
+        mount = f"mount -t tmpfs -o size=320k none {small}; {shlex.join(command)}; code=$?; cp -r {small} {small.parent}/kept; exit $code"
+        command = ["unshare", "-m", "/bin/sh", "-c", mount]
     own = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own)
     run = Run([])
