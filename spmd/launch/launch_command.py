@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from spmd.errors import OptionError
+from spmd.launch import cluster_command
 
 
 def add_to(commands: Any) -> None:
@@ -12,7 +13,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "launch",
         help="run a script in several processes",
-        description="Run a script in several processes on this machine that train together; restart them together when one fails.",
+        description="Run a script in several processes that train together, on this machine or on a cluster; restart them together when "
+        "one fails.",
     )
     parser.add_argument("--processes", type=int, metavar="N", help="how many; one for each GPU when not given")
     parser.add_argument("--simulate", type=int, metavar="K", help="CPU devices in each process, where there is no GPU")
@@ -24,20 +26,24 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--memory-fraction", type=float, metavar="F", help="of a GPU's memory for each process")
     parser.add_argument("--no-preallocate", action="store_true", help="take a GPU's memory as it is needed")
-    parser.add_argument(
-        "words", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python file, or -m and a module; and its arguments"
-    )
+    cluster_command.add_to(parser)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module and its arguments")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python file and its arguments")
     parser.set_defaults(run=_launch)
 
 
-def _launch(options: argparse.Namespace) -> int:
+def _launch(options: argparse.Namespace) -> int | str:
     from spmd.launch.machine import Machine, launch
     from spmd.launch.settings import Settings
 
+    found = cluster_command.way(options)
     settings = Settings(
         options.simulate, options.max_restarts, options.grace, options.stall, options.memory_fraction, not options.no_preallocate
     )
-    words = [*options.words, *(["--", *options.rest] if options.rest else [])]
+    words = [*options.words] if options.module is None else ["-m", *options.module]
+    words = [*words, *(["--", *options.rest] if options.rest else [])]
+    if found != cluster_command.HERE:
+        return cluster_command.run(words, options, settings, _say)
     return launch(words, Machine(options.processes, _numbers(options.devices), settings), _say)
 
 

@@ -1,0 +1,133 @@
+"""`spmd launch` under a scheduler: its options, which of them belong together, and what is done with them."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spmd.errors import OptionError
+from spmd.launch.settings import Settings
+
+HERE, SLURM, SRUN, KUBERNETES = "without a scheduler", "--slurm", "--srun", "--kubernetes"
+BOTH = (SLURM, KUBERNETES)
+MEANS = {  # what an option says something to; what is not here says something to all
+    "processes": (HERE,),
+    "devices": (HERE,),
+    "dry_run": (SLURM,),
+    "nodes": BOTH,
+    "processes_per_node": (SLURM,),
+    "gpus_per_node": BOTH,
+    "cpus": BOTH,
+    "memory": BOTH,
+    "name": BOTH,
+    "env": BOTH,
+    "python": BOTH,
+    "time": (SLURM,),
+    "partition": (SLURM,),
+    "account": (SLURM,),
+    "output": (SLURM,),
+    "requeue": (SLURM,),
+    "sbatch": (SLURM,),
+    "image": (KUBERNETES,),
+    "namespace": (KUBERNETES,),
+    "claim": (KUBERNETES,),
+    "shm": (KUBERNETES,),
+}
+INSTEAD = {  # what to say where an option means nothing
+    ("processes", SLURM): "--nodes, and --processes-per-node where there is not one for each GPU",
+    ("processes", SRUN): "salloc --ntasks N: the allocation says how many",
+    ("processes", KUBERNETES): "--nodes: a pod is one process",
+    ("processes_per_node", KUBERNETES): "--nodes: a pod is one process, which has all of its GPUs",
+    ("devices", SLURM): "--gpus-per-node",
+    ("devices", KUBERNETES): "--gpus-per-node",
+    ("dry_run", KUBERNETES): "leave it out: the manifest is printed in any case, and nothing else is done",
+    ("partition", KUBERNETES): "--namespace, which is not the same, or leave it out",
+}
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add the options of schedulers to the parser of `spmd launch`."""
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--slurm", action="store_true", help="submit a job to SLURM by an sbatch script")
+    ways.add_argument("--srun", action="store_true", help="inside an allocation of SLURM: run in all of its tasks")
+    ways.add_argument("--kubernetes", action="store_true", help="print the manifest of a Job for Kubernetes")
+    both = parser.add_argument_group("with --slurm or --kubernetes")
+    both.add_argument("--nodes", type=int, metavar="N", help="how many nodes, or pods (1)")
+    both.add_argument("--gpus-per-node", type=int, metavar="G", help="of each node or pod")
+    both.add_argument("--cpus", type=int, metavar="C", help="of each process")
+    both.add_argument("--memory", metavar="M", help="of each node, such as 64G (SLURM) or 64Gi (Kubernetes)")
+    both.add_argument("--name", help="of the job; the script's when not given")
+    both.add_argument("--env", action="append", metavar="NAME=VALUE", help="a variable of all processes; may be repeated")
+    both.add_argument("--python", metavar="PATH", help="the interpreter: this one (SLURM), python (Kubernetes)")
+    slurm = parser.add_argument_group("with --slurm")
+    slurm.add_argument("--dry-run", action="store_true", help="print the script, and do no more")
+    slurm.add_argument("--processes-per-node", type=int, metavar="P", help="one for each GPU when not given, or 1")
+    slurm.add_argument("--time", metavar="T", help="the limit, such as 30 or 12:00:00 or 1-12:00:00")
+    slurm.add_argument("--partition", metavar="NAME", help="where the job runs")
+    slurm.add_argument("--account", metavar="NAME", help="who pays")
+    slurm.add_argument("--output", metavar="PATH", help="the file for what it prints, such as runs/%%j.log")
+    slurm.add_argument("--requeue", action="store_true", help="a job that was asked to end, and has saved, goes back into the queue")
+    slurm.add_argument("--sbatch", action="append", metavar="OPTION", help="another of sbatch's, such as constraint=a100; may be repeated")
+    pods = parser.add_argument_group("with --kubernetes")
+    pods.add_argument("--image", help="the container's: Python, spmd, and the script")
+    pods.add_argument("--namespace", help="where the job runs")
+    pods.add_argument("--claim", metavar="NAME:/PATH", help="a volume claim for checkpoints, and where it is mounted")
+    pods.add_argument("--shm", metavar="SIZE", help="of /dev/shm, such as 8Gi")
+
+
+def way(options: argparse.Namespace) -> str:
+    """Which scheduler, if any. Options that would do nothing there are refused, with what takes their place."""
+    found = SLURM if options.slurm else SRUN if options.srun else KUBERNETES if options.kubernetes else HERE
+    for name, ways in MEANS.items():
+        if getattr(options, name) not in (None, False) and found not in ways:
+            instead = INSTEAD.get((name, found), f"leave it out, or {' or '.join(word for word in ways if word != HERE)}".rstrip(" or,"))
+            raise OptionError(f"--{name.replace('_', '-')} means nothing {_with(found)}.\n    cure: {instead}.")
+    return found
+
+
+def _with(found: str) -> str:
+    return found if found == HERE else f"with {found}"
+
+
+def run(words: Sequence[str], options: argparse.Namespace, settings: Settings, say: Callable[[str], None]) -> int | str:
+    """Do what a scheduler's way of launching does.
+
+    Returns:
+      An exit code, or a text to print.
+    """
+    if options.srun:
+        from spmd.launch import srun
+
+        return srun.launch(words, settings, say)
+    return _slurm(words, options, settings) if options.slurm else _kubernetes(words, options, settings)
+
+
+def _shared(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """What both schedulers are told."""
+    taken = ("gpus_per_node", "cpus", "memory", "name", "nodes", "python")
+    given = {name: getattr(options, name) for name in taken if getattr(options, name) is not None}
+    return {**given, "env": tuple(map(_pair, options.env or ())), "settings": settings}
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise OptionError(f"--env {text!r} has no value.\n    cure: --env NAME=VALUE.")
+    return name, value
+
+
+def _slurm(words: Sequence[str], options: argparse.Namespace, settings: Settings) -> int | str:
+    from spmd.launch.slurm import Slurm, script, submit
+
+    own = {name: getattr(options, name) for name in ("processes_per_node", "time", "partition", "account", "output", "requeue")}
+    extra = tuple(option if option.startswith("-") else f"--{option}" for option in options.sbatch or ())
+    how = Slurm(**own, **_shared(options, settings), extra=extra)
+    return script(words, how) if options.dry_run else submit(words, how)
+
+
+def _kubernetes(words: Sequence[str], options: argparse.Namespace, settings: Settings) -> str:
+    from spmd.launch.kubernetes import Kubernetes, manifest
+
+    if options.image is None:
+        raise OptionError("--kubernetes runs an image, and none is given.\n    cure: --image registry.example/train:1.")
+    own = {name: getattr(options, name) for name in ("image", "namespace", "claim", "shm")}
+    return manifest(words, Kubernetes(**own, **_shared(options, settings)))
