@@ -177,9 +177,10 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
         return [name for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
     if environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
         return [str(number) for number in range(int(environ["SLURM_GPUS_ON_NODE"]))]
-    if shutil.which("nvidia-smi", path=environ.get("PATH", "")) is None:
+    tool = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
+    if tool is None:
         return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False).stdout.splitlines()
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout.splitlines()
     return [str(number) for number, _ in enumerate(line for line in listed if line.startswith("GPU "))]
 
 

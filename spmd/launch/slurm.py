@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from spmd.errors import OptionError
 from spmd.hosts.guard import TERMINATED
@@ -181,10 +182,13 @@ def submit(words: Sequence[str], how: Slurm) -> int:
     """Give the job to SLURM, which prints its number, and return what `sbatch` ends with.
 
     Raises:
-      OptionError: there is no such script, or no `sbatch` here.
+      OptionError: there is no such script, no folder for what it prints, or no `sbatch` here.
     """
     check_script(words)
     text = script(words, how)
+    folder = Path(how.output or "").parent
+    if "%" not in str(folder) and not folder.is_dir():
+        raise OptionError(f"output={how.output!r}: there is no folder {folder}, and SLURM makes none.\n    cure: mkdir -p {folder}")
     try:
         return subprocess.run(["sbatch"], input=text + "\n", text=True, check=False).returncode
     except FileNotFoundError:

@@ -42,6 +42,27 @@ def called(port, ranks, *, timeout=20.0, size=None, sizes=(), facts=(), token="s
         return list(pool.map(one, range(len(ranks))))
 
 
+def test_a_name_may_get_its_address_late(port, monkeypatch):
+    from spmd.errors import AbsentError
+    from spmd.hosts.world import resolved
+
+    asked, world = [], World(0, 2, f"127.0.0.1:{port}", "test", 0, 2)
+
+    def late(world):
+        asked.append(world)
+        if len(asked) < 3:
+            raise AbsentError("no address yet")
+        return resolved(world)
+
+    monkeypatch.setattr(roll_call, "resolved", late)
+    found = called(port, [0, 1])
+    assert len(asked) == 3 and len(set(found)) == 1 and found[0].startswith("127.0.0.1:")
+    asked.clear()
+    monkeypatch.setattr(roll_call, "resolved", lambda world: late(world) if len(asked) < 2 else late(asked.clear() or world))
+    with pytest.raises(AbsentError, match="no address yet"):
+        roll_call.call_roll(world, Card(0, 2, "host", FACTS), timeout=0.6, say=lambda text: None)
+
+
 def test_all_hear_of_the_same_fresh_port(port):
     found = called(port, [0, 1, 2, 3])
     assert len(set(found)) == 1 and found[0].startswith("127.0.0.1:") and int(found[0].split(":")[1]) != port

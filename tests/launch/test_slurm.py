@@ -311,6 +311,10 @@ def test_what_a_job_cannot_be(given, message):
             ["--slurm", __file__],
             "there is no sbatch here.\n    cure: a machine of the cluster that has it; or --dry-run, which prints the script.",
         ),
+        (
+            ["--slurm", "--output", "logs/%j", __file__],
+            "output='logs/%j': there is no folder logs, and SLURM makes none.\n    cure: mkdir -p logs",
+        ),
         (["--slurm", "--processes", "2", __file__], "--processes means nothing with --slurm.\n    cure: --nodes, and --processes-per-node"),
         (["--slurm", "--image", "x", __file__], "--image means nothing with --slurm.\n    cure: leave it out, or --kubernetes."),
         (["--slurm", "--env", "X", __file__], "--env 'X' has no value.\n    cure: --env NAME=VALUE."),
@@ -323,6 +327,7 @@ def test_what_a_job_cannot_be(given, message):
 def test_bad_options_are_told(words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
     assert main(["launch", *words]) == 2
     assert message in capsys.readouterr().err
 
