@@ -78,8 +78,9 @@ def way(options: argparse.Namespace) -> str:
     """Which scheduler, if any. Options that would do nothing there are refused, with what takes their place."""
     found = SLURM if options.slurm else SRUN if options.srun else KUBERNETES if options.kubernetes else HERE
     for name, ways in MEANS.items():
-        if getattr(options, name) not in (None, False) and found not in ways:
-            instead = INSTEAD.get((name, found), f"leave it out, or {' or '.join(word for word in ways if word != HERE)}".rstrip(" or,"))
+        value = getattr(options, name)
+        if value is not None and value is not False and found not in ways:
+            instead = INSTEAD.get((name, found), " or ".join(["leave it out", *(word for word in ways if word != HERE)]))
             raise OptionError(f"--{name.replace('_', '-')} means nothing {_with(found)}.\n    cure: {instead}.")
     return found
 

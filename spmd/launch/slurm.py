@@ -174,7 +174,8 @@ def _options(settings: Settings) -> list[str]:
         "--stall": settings.stall or None,
         "--memory-fraction": settings.memory_fraction,
     }
-    found = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    shown = lambda value: f"{value:g}" if isinstance(value, float) else str(value)
+    found = [word for name, value in given.items() if value is not None for word in (name, shown(value))]
     return found if settings.preallocate else [*found, "--no-preallocate"]
 
 

@@ -62,7 +62,7 @@ def _attempt(
             own = {name: value for name, value in environ.items() if name != "SPMD_LAUNCHER"}  # a task's parent is SLURM's daemon
             own |= {**settings.environment(), **_meeting(number, folder)}
             with started({ALL: (command(words, environ), own)}, lambda _: "") as group:
-                with forwarded(group, lambda number: _signal(group, number, folder, say)):
+                with forwarded(group, lambda number: _signal(group, number, _step(folder, job), say)):
                     codes = group.wait(settings.grace)
             told = {rank: _plain(code) for rank, code in codes.items()}
             return attempted(records(folder), told, told, group.asked)
@@ -93,9 +93,14 @@ def _plain(code: int) -> int:
     return -(code - 128) if 128 < code < 128 + signal.NSIG and code != TERMINATED else code
 
 
-def _signal(group: Group, number: int, folder: Path, say: Callable[[str], None]) -> None:
+def _step(folder: Path, job: str) -> str | None:
+    """The step's name, as one of its processes has told it; None: none has begun."""
+    told = (str(record.get("id")) for record in records(folder) if record["name"] == "srun")
+    return next((step for step in told if re.fullmatch(rf"{job}\.\d+", step)), None)
+
+
+def _signal(group: Group, number: int, step: str | None, say: Callable[[str], None]) -> None:
     """Send a signal to the step's processes. `srun` itself would end them at once for SIGTERM; it is asked where none runs yet."""
-    step = next((str(record.get("id")) for record in records(folder) if record["name"] == "srun"), None)
     if step is None:
         group.signal(signal.SIGTERM if number != signal.SIGKILL else number)
         return

@@ -1,7 +1,11 @@
 """Kubernetes: the manifest against its schema, who its pods are, what is refused; and the files in examples/cluster/."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import kubernetes_validate
@@ -10,12 +14,13 @@ import yaml
 
 from spmd.errors import OptionError
 from spmd.hosts.guard import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
-from spmd.hosts.world import World, detect
+from spmd.hosts.world import World, detect, free_port
 from spmd.launch.cli import main
 from spmd.launch.kubernetes import Kubernetes, manifest
 from spmd.launch.settings import Settings
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cluster"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES, JOB = ROOT / "examples" / "cluster", ROOT / "tests" / "hosts" / "faulty_job.py"
 FULL = Kubernetes(
     "registry.example/team/train@sha256:0123",
     nodes=4,
@@ -102,6 +107,46 @@ def test_who_a_pod_is():
     }
 
 
+def pods(folder, *words):
+    """The manifest's two pods as processes here: what each ended with, and printed. Only the name of pod 0 is another."""
+    how = Kubernetes("train:1", nodes=2, python=sys.executable, settings=Settings(simulate=2))
+    found = parts([str(JOB), "--folder", str(folder), *words], how)
+    main = container(found["Job"])
+    told = {pair["name"]: pair.get("value", found["Secret"]["stringData"]["token"]) for pair in main["env"]}
+    told["SPMD_COORDINATOR"] = f"127.0.0.1:{free_port('127.0.0.1')}"
+    own = {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            main["command"],
+            env={**os.environ, **told, **own, "JOB_COMPLETION_INDEX": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            texts = list(pool.map(lambda process: process.communicate(timeout=150)[0], processes))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [process.returncode for process in processes], texts
+
+
+@pytest.mark.slow
+def test_pods_train_and_those_made_anew_go_on(tmp_path):
+    codes, texts = pods(tmp_path / "undisturbed")
+    assert codes == [0, 0], texts
+    undisturbed = [re.findall(r"HASH (\w+ \d+)", text) for text in texts]
+    assert undisturbed[0] == undisturbed[1] and len(undisturbed[0]) == 1
+    codes, texts = pods(tmp_path / "run", "--fault", "TERM", "--always", "--rank", "0")
+    assert codes == [TERMINATED, TERMINATED], texts
+    codes, texts = pods(tmp_path / "run")
+    assert codes == [0, 0] and [re.findall(r"HASH (\w+ \d+)", text) for text in texts] == undisturbed, texts
+
+
 def test_what_is_started_again():
     rules = parts(["train.py"], FULL)["Job"]["spec"]["podFailurePolicy"]["rules"]
     on = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", ())}
@@ -175,7 +220,7 @@ def test_the_longest_name():
         ),
         (["--image", "x", "--dry-run", "train.py"], "the manifest is printed in any case"),
         (["--image", "x", "--partition", "gpu", "train.py"], "--partition means nothing with --kubernetes."),
-        (["--image", "x", "--requeue", "train.py"], "--requeue means nothing with --kubernetes.\n    cure: leave it out, or --slurm."),
+        (["--image", "x", "--requeue", "train.py"], "--requeue means nothing with --kubernetes.\n    cure: leave it out or --slurm."),
     ],
 )
 def test_bad_options_are_told(words, message, capsys):

@@ -1,5 +1,6 @@
 """SLURM: the script's text, what is refused, and the script run by stubs of SLURM's commands that start real processes."""
 
+import json
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from spmd.launch.cli import main
 from spmd.launch.restarts import ALL, attempted, exit_code, stop_because
 from spmd.launch.settings import Settings
 from spmd.launch.slurm import Slurm, script
-from spmd.launch.srun import _plain, command
+from spmd.launch.srun import _plain, _signal, _step, command
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "tests" / "hosts" / "faulty_job.py"
@@ -285,7 +286,7 @@ def test_the_script():
         ({"extra": ("-N9",)}, 'sbatch option "-N9"'),
         ({"extra": ("--mem 9",)}, 'sbatch option "--mem 9": --mem has an option of its own'),
         ({"extra": ("nodes",)}, 'sbatch option "nodes".\n    cure: as sbatch has it, such as --constraint=a100.'),
-        ({"extra": ("--a\n--b",)}, r"sbatch='--a\n--b'.\n    cure: text in one line".replace(r".\n ", ".\n ")),
+        ({"extra": ("--a\n--b",)}, r"sbatch='--a\n--b'."),
         ({"env": (("A B", "x"),)}, "env='A B'.\n    cure: NAME=VALUE"),
         ({"env": (("A", "x\ny"),)}, r"env A='x\ny'."),
         ({"env": (("A", "x"), ("A", "y"))}, "env A is given twice: 'x' and 'y'."),
@@ -316,12 +317,13 @@ def test_what_a_job_cannot_be(given, message):
             "output='logs/%j': there is no folder logs, and SLURM makes none.\n    cure: mkdir -p logs",
         ),
         (["--slurm", "--processes", "2", __file__], "--processes means nothing with --slurm.\n    cure: --nodes, and --processes-per-node"),
-        (["--slurm", "--image", "x", __file__], "--image means nothing with --slurm.\n    cure: leave it out, or --kubernetes."),
+        (["--slurm", "--processes", "0", __file__], "--processes means nothing with --slurm."),
+        (["--slurm", "--image", "x", __file__], "--image means nothing with --slurm.\n    cure: leave it out or --kubernetes."),
         (["--slurm", "--env", "X", __file__], "--env 'X' has no value.\n    cure: --env NAME=VALUE."),
         (["--srun", __file__], "there is no allocation of SLURM here: SLURM_JOB_ID is not set.\n    cure: spmd launch --slurm"),
-        (["--srun", "--nodes", "2", __file__], "--nodes means nothing with --srun.\n    cure: leave it out, or --slurm or --kubernetes."),
-        (["--nodes", "2", __file__], "--nodes means nothing without a scheduler.\n    cure: leave it out, or --slurm or --kubernetes."),
-        (["--dry-run", __file__], "--dry-run means nothing without a scheduler.\n    cure: leave it out, or --slurm."),
+        (["--srun", "--nodes", "2", __file__], "--nodes means nothing with --srun.\n    cure: leave it out or --slurm or --kubernetes."),
+        (["--nodes", "2", __file__], "--nodes means nothing without a scheduler.\n    cure: leave it out or --slurm or --kubernetes."),
+        (["--dry-run", __file__], "--dry-run means nothing without a scheduler.\n    cure: leave it out or --slurm."),
     ],
 )
 def test_bad_options_are_told(words, message, capsys, monkeypatch, tmp_path):
@@ -337,6 +339,37 @@ def test_options_of_sbatch_with_and_without_dashes(capsys):
     text = capsys.readouterr().out
     assert "#SBATCH --constraint=a100\n#SBATCH --exclusive\n" in text and "#SBATCH --job-name=train\n" in text
     assert text.endswith("-m spmd launch --srun -m my.train --slurm\n"), "what follows the script is the script's"
+
+
+def test_a_script_with_options_of_the_same_names(capsys):
+    assert main(["launch", "--slurm", "--dry-run", "train.py", "-m", "x", "--nodes", "9", "--", "--srun"]) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --nodes=1\n" in text and text.endswith("--srun train.py -m x --nodes 9 -- --srun\n")
+
+
+class Asked:
+    def __init__(self):
+        self.numbers = []
+
+    def signal(self, number):
+        self.numbers.append(number)
+
+
+def test_signals_where_scancel_fails(cluster):
+    asked, said = Asked(), []
+    (cluster / "bin" / "scancel").write_text("#!/bin/sh\nexit 1\n")
+    _signal(asked, signal.SIGTERM, "77.0", said.append)
+    assert asked.numbers == [signal.SIGTERM] and "scancel --signal=TERM 77.0: it ended with code 1; srun is asked instead" in said[0]
+    _signal(asked, signal.SIGINT, None, said.append)
+    _signal(asked, signal.SIGKILL, None, said.append)
+    assert asked.numbers[1:] == [signal.SIGTERM, signal.SIGKILL] and len(said) == 1
+
+
+def test_which_step_is_told(tmp_path):
+    assert _step(tmp_path, "77") is None
+    for told, step in (("77.3", "77.3"), ("78.3", None), ("--user=root", None)):
+        (tmp_path / "srun.json").write_text(json.dumps({"id": told}))
+        assert _step(tmp_path, "77") == step
 
 
 def test_the_step():
