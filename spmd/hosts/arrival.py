@@ -77,8 +77,9 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: guard.Li
 
 
 def restarted() -> bool:
-    """Whether `spmd launch` has started this process again, after a failure: a run goes on with what it has saved."""
-    return os.environ.get("SPMD_ATTEMPT", "0") != "0"
+    """Whether this process was started again, by `spmd launch` after a failure, or by SLURM, which has put its job back into the queue:
+    a run goes on with what it has saved."""
+    return any(os.environ.get(name, "0") != "0" for name in ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT"))
 
 
 def shrunk() -> int:

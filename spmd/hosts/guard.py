@@ -120,8 +120,7 @@ class Guard:
 
     def failed(self, error: BaseException, code: int = FAILED) -> None:
         """An error that nobody has caught: whoever waits for this process is told."""
-        del code
-        report(f"{self.rank}", {"step": self.step, "error": _text(error)})
+        report(f"{self.rank}", {"step": self.step, "error": _text(error), "code": code})
 
 
 class Together(Guard):
@@ -223,7 +222,7 @@ class Together(Guard):
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(3 * self._look)  # the thread leaves with what another has told
         with self._leaving:
-            super().failed(error)
+            super().failed(error, code)
             self._end_in(3 * LINGER, code)
             self._tell(_text(error))
             self._leave(code)
@@ -305,7 +304,7 @@ class Together(Guard):
             self._say(f"stalled: no progress for {spent:.1f} s in {phase} (limit {limit:g}); the threads of this process:")
             faulthandler.dump_traceback(all_threads=True)
             text = f"stalled in {phase} (limit {limit:g} s)"
-            report(f"{self.rank}", {"step": self.step, "error": text})
+            report(f"{self.rank}", {"step": self.step, "error": text, "code": STALLED})
             self._end_in(2 * LINGER, STALLED)
             now = time.time()
             for rank, beat in sorted((int(rank), json.loads(text)) for rank, text in coordination.below("beat/").items()):

@@ -43,16 +43,34 @@ def call_roll(world: World, card: Card, *, timeout: float, say: Callable[[str], 
       ClusterError: some did not come in time; two of the same rank; different numbers of processes, or facts.
     """
     if world.rank == 0:
-        with _Desk(world, card) as desk:
-            return desk.meet(timeout, say)
+        began = time.monotonic()
+        address = _named(world, timeout, say)
+        with _Desk(world, card, address) as desk:
+            return desk.meet(timeout - int(time.monotonic() - began), say)
     return _ask(world, card, timeout, say)
+
+
+def _named(world: World, timeout: float, say: Callable[[str], None]) -> str:
+    """Process 0's own address, as soon as its name has one: Kubernetes makes the names of pods known while they start."""
+    began = told = time.monotonic()
+    while True:
+        try:
+            return resolved(world)
+        except AbsentError:
+            now = time.monotonic()
+            if now - began >= timeout:
+                raise
+            if now - told >= TOLD:
+                told = now
+                say(f"waiting for an address of {world.host} ({now - began:.0f} s of {timeout:g})")
+        time.sleep(min(0.5, timeout))
 
 
 class _Desk:
     """Process 0 while it calls the roll."""
 
-    def __init__(self, world: World, card: Card):
-        self.world, self.address = world, resolved(world)
+    def __init__(self, world: World, card: Card, address: str):
+        self.world, self.address = world, address
         self.cards: dict[int, Card] = {0: card}
         self.lines: dict[socket.socket, bytearray] = {}  # of those who have not said all
         self.waiting: dict[socket.socket, int] = {}  # by rank, those who have

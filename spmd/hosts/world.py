@@ -9,7 +9,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 
-from spmd.errors import ClusterError
+from spmd.errors import AbsentError, ClusterError
 
 FIRST_PORT, PORTS = 61440, 4096  # where none is given: one of these, by the job's number
 
@@ -109,15 +109,25 @@ def _slurm(environ: Mapping[str, str]) -> World | None:
     if not all(name in environ for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")):
         return None
     source = f"SLURM job {environ['SLURM_JOB_ID']}"
+    if environ.get("SLURM_HET_SIZE", "1") != "1":
+        raise ClusterError(
+            f"{source} has {environ['SLURM_HET_SIZE']} components; where its processes meet cannot be read from what SLURM tells them.\n"
+            "    cure: a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each task."
+        )
     job, step = _number(environ, "SLURM_JOB_ID", source), _number(environ, "SLURM_STEP_ID", source)
     rank, size = _number(environ, "SLURM_PROCID", source), _number(environ, "SLURM_STEP_NUM_TASKS", source)
     local, node = _number(environ, "SLURM_LOCALID", source), _number(environ, "SLURM_NODEID", source)
     per_node = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
     here = per_node[node] if node < len(per_node) else per_node[-1]
     host = "127.0.0.1" if here == size else environ.get("SPMD_BIND") or _first(environ["SLURM_STEP_NODELIST"])
-    bound = any(name in environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND"))
-    own = None if bound else _share(environ, local, here)
+    own = None if _bound(environ) else _share(environ, local, here)
     return World(rank, size, f"{host}:{FIRST_PORT + (job + step) % PORTS}", source, local, here, own, f"{job}.{step}")
+
+
+def _bound(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM has given each task GPUs of its own; what a task may have of other things says nothing of them."""
+    per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+    return per_task or environ.get("SLURM_GPU_BIND", "none").rpartition(",")[2] != "none"
 
 
 def _open_mpi(environ: Mapping[str, str]) -> World | None:
@@ -232,12 +242,13 @@ def resolved(world: World) -> str:
     """The address that process 0 listens on, and others connect to.
 
     Raises:
-      ClusterError: it has none, or one that other hosts cannot reach, or that means all interfaces.
+      AbsentError: it has none; a cluster may know its name a little later.
+      ClusterError: one that other hosts cannot reach, or that means all interfaces.
     """
     try:
         found = socket.getaddrinfo(world.host, world.port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise ClusterError(f"{world}: the host {world.host!r} has no address: {error}.\n    cure: its IP address.") from error
+        raise AbsentError(f"{world}: the host {world.host!r} has no address: {error}.\n    cure: its IP address.") from error
     address = ipaddress.ip_address(str(found).partition("%")[0])
     if address.is_unspecified:
         raise ClusterError(f"{world}: {address} means every interface.\n    cure: the address of one.")

@@ -116,9 +116,9 @@ def meeting(count: int, number: int, folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def report_folder() -> Iterator[Path]:
+def report_folder(inside: Path | None = None, name: str = "spmd-launch") -> Iterator[Path]:
     """A folder for `Settings`' $SPMD_REPORT that only this user may look into; gone at the end of the block."""
-    folder = Path(tempfile.mkdtemp(prefix="spmd-launch-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=inside))
     try:
         yield folder
     finally:
@@ -143,16 +143,22 @@ def check_script(words: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def forwarded(group: Signalled) -> Iterator[None]:
-    """Inside the block SIGTERM and Ctrl-C go on to all processes, once; a second Ctrl-C ends them at once."""
+def forwarded(group: Signalled, send: Callable[[int], None] | None = None) -> Iterator[None]:
+    """Inside the block SIGTERM and Ctrl-C go on to all processes, once; a second Ctrl-C ends them at once.
+
+    Args:
+      group: who is asked.
+      send: sends them a signal; None: as the group does.
+    """
+    send = group.signal if send is None else send
 
     def ask(number: int, frame: object) -> None:
         del frame
         if group.asked is None:
-            group.signal(number)
             group.asked = number
+            send(number)
         elif number == signal.SIGINT:
-            group.signal(signal.SIGKILL)
+            send(signal.SIGKILL)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

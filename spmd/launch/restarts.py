@@ -11,6 +11,7 @@ from typing import Any
 from spmd.errors import escaped
 from spmd.hosts.guard import DISAGREED, TERMINATED, USAGE
 
+ALL = -1  # in the place of a rank: all processes together, where only the command that has started them ends with a code (srun)
 NO_PROGRESS = 3  # restarts in a row that began at the same step
 LOST = 255  # code of processes whose host is gone, or could not be reached; as ssh has it
 LONGEST = 60.0  # seconds between two attempts
@@ -21,7 +22,7 @@ class Attempt:
     """What an attempt came to.
 
     Attributes:
-      codes: exit codes by rank, negative ones are signals.
+      codes: exit codes by rank, or of `ALL`; negative ones are signals.
       began: the step that its first run began at; None where none began.
       failures: by rank, at which step what failed, as far as processes could tell, the first first.
       first: exit codes of those that ended first.
@@ -38,14 +39,18 @@ class Attempt:
     def why(self) -> str:
         """The failure in words: a signal that ended the first to end, then what a process has told first, or else exit codes."""
         told = [f"process {rank} at step {step}: {' '.join(text.split())[:400]}" for rank, (step, text) in self.failures.items()]
-        killed = [f"process {rank} ended with signal {-code}" for rank, code in self.first.items() if code < 0]
-        ended = [f"process {rank} ended with code {code}" for rank, code in sorted(self.codes.items()) if code]
+        killed = [f"{_who(rank)} ended with signal {-code}" for rank, code in self.first.items() if code < 0]
+        ended = [f"{_who(rank)} ended with code {code}" for rank, code in sorted(self.codes.items()) if code]
         return escaped("; ".join([*killed[:1], *told[:1]] or ended[:1]))
 
     @property
     def signature(self) -> tuple[int, str] | None:
         """What is the same where the same error comes at the same step; None where no process has told."""
         return next(iter(self.failures.values()), None)
+
+
+def _who(rank: int) -> str:
+    return "the step of srun" if rank == ALL else f"process {rank}"
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -60,15 +65,16 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def attempted(told: Iterable[Mapping[str, Any]], codes: Mapping[int, int], first: Mapping[int, int], asked: int | None = None) -> Attempt:
-    """An attempt, from what its processes left (`records`) and ended with."""
-    failures, began = [], None
+    """An attempt, from what its processes left (`records`) and ended with; what a process said that it would end with counts more."""
+    failures, began, said = [], None, {}
     for record in told:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if record["name"] == "began":
                 began = int(record["step"])
             else:
                 failures.append((float(record["at"]), int(record["name"]), (int(record["step"]), str(record["error"]))))
-    return Attempt(codes, began, {rank: what for _, rank, what in sorted(failures)}, first, asked)
+                said[int(record["name"])] = int(record["code"])
+    return Attempt({**codes, **said}, began, {rank: what for _, rank, what in sorted(failures)}, first, asked)
 
 
 def repeated(attempt: Callable[[int], Attempt], most: int, say: Callable[[str], None]) -> int:

@@ -21,6 +21,8 @@ def main(words: Sequence[str]) -> None:
         if simulated := os.environ.get("SPMD_SIMULATE"):
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", int(simulated))
+        if os.environ.get("SLURM_PROCID") == "0" and "SPMD_PROCESSES" not in os.environ:  # by it the signals of `launch/srun.py` come here
+            guard.report("srun", {"id": f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"})
         join()
         module = words[0] == "-m"
         name, sys.argv = words[module], list(words[module:])

@@ -69,7 +69,7 @@ def die_while_saving(moment, step):
 
 def main():
     given = options()
-    rank, attempt = int(os.environ.get("SPMD_PROCESS", "0")), os.environ.get("SPMD_ATTEMPT", "0")
+    rank, attempt = int(os.environ.get("SPMD_PROCESS") or os.environ.get("SLURM_PROCID", "0")), os.environ.get("SPMD_ATTEMPT", "0")
     mine = rank == given.rank and (given.always or attempt == "0")
 
     def fault(info):

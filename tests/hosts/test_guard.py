@@ -56,7 +56,7 @@ def test_records_for_who_has_started_it(tmp_path, monkeypatch):
     alone.failed(ValueError("boom"))
     assert json.loads((tmp_path / "began.json").read_text())["step"] == 20
     told = json.loads((tmp_path / "0.json").read_text())
-    assert (told["step"], told["error"]) == (30, "ValueError: boom")
+    assert (told["step"], told["error"], told["code"]) == (30, "ValueError: boom", 1)
 
 
 @pytest.mark.parametrize(

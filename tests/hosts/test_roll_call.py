@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from spmd.errors import ClusterError
+from spmd.errors import AbsentError, ClusterError
 from spmd.hosts import roll_call
 from spmd.hosts.roll_call import Card
-from spmd.hosts.world import World
+from spmd.hosts.world import World, resolved
 
 FACTS = {"jax": "0.10.2", "Python": "3.11"}
 
@@ -40,6 +40,26 @@ def called(port, ranks, *, timeout=20.0, size=None, sizes=(), facts=(), token="s
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(one, range(len(ranks))))
+
+
+def test_a_name_may_get_its_address_late(port, monkeypatch):
+    asked = []
+
+    def late(world):
+        asked.append(world)
+        if len(asked) < 3:
+            raise AbsentError("no address yet")
+        return resolved(world)
+
+    monkeypatch.setattr(roll_call, "resolved", late)
+    found = called(port, [0, 1])
+    assert len(asked) == 3 and len(set(found)) == 1 and found[0].startswith("127.0.0.1:")
+
+
+def test_a_name_without_an_address_is_not_waited_for_for_ever():
+    world = World(0, 2, "no.such.host.invalid:4000", "test", 0, 2)
+    with pytest.raises(AbsentError, match="has no address"):
+        roll_call.call_roll(world, Card(0, 2, "host", FACTS), timeout=0.6, say=lambda text: None)
 
 
 def test_all_hear_of_the_same_fresh_port(port):

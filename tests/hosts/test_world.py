@@ -58,6 +58,32 @@ PORT = 61440 + 4242 % 4096
             World(7, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 2, (1,), "4242.0"),
         ),
         ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, None),  # in a job, but not in a step of srun
+        (  # what a task may have of CPUs says nothing of GPUs
+            SLURM | {"SLURM_TRES_PER_TASK": "cpu=12", "SLURM_CPUS_PER_TASK": "12", "SLURM_GPU_BIND": "none"},
+            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, (2, 3), "4242.0"),
+        ),
+        (SLURM | {"SLURM_TRES_PER_TASK": "cpu=12,gres/gpu=2"}, World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, None, "4242.0")),
+        (SLURM | {"SLURM_GPU_BIND": "verbose,closest"}, World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, None, "4242.0")),
+        (  # a second srun inside salloc: another port; and a node without GPUs
+            {name: value for name, value in SLURM.items() if name != "SLURM_GPUS_ON_NODE"} | {"SLURM_STEP_ID": "3", "PATH": ""},
+            World(5, 8, f"gpu07:{PORT + 3}", "SLURM job 4242", 1, 4, None, "4242.3"),
+        ),
+        (  # the shell that salloc gives on the first node: a step of its own, of one task
+            SLURM
+            | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "gpu07", "SLURM_STEP_NUM_TASKS": "1"}
+            | {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+            None,
+        ),
+        (  # `spmd launch` inside a step
+            SLURM | {"SPMD_PROCESSES": "2", "SPMD_PROCESS": "1", "SPMD_COORDINATOR": "127.0.0.1:4000"},
+            World(1, 2, "127.0.0.1:4000", "spmd launch"),
+        ),
+        (  # nodes of three sizes, the last of which has one GPU
+            SLURM
+            | {"SLURM_STEP_NODELIST": "a[1-2],b7,c1", "SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2,1"}
+            | {"SLURM_PROCID": "10", "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURM_GPUS_ON_NODE": "1"},
+            World(10, 11, f"a1:{PORT}", "SLURM job 4242", 0, 1, None, "4242.0"),
+        ),
         (MPI, World(1, 2, f"127.0.0.1:{61440 + sum(b'prterun-vm-77@1') % 4096}", "Open MPI", 1, 2, None, "prterun-vm-77@1")),
         (TORCH, World(3, 4, "10.0.0.1:29500", "WORLD_SIZE and RANK", 1, 2)),
         (TORCH | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, World(3, 4, "10.0.0.1:29500", "WORLD_SIZE and RANK", 1, 2, (2, 3))),
@@ -78,6 +104,11 @@ def test_detected(environment, wanted):
         (
             TORCH | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
             "3 GPUs cannot be shared by 2 processes of a host.\n    cure: as many processes as GPUs",
+        ),
+        (
+            SLURM | {"SLURM_HET_SIZE": "2"},
+            "SLURM job 4242 has 2 components; where its processes meet cannot be read from what SLURM tells them.\n"
+            "    cure: a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each task.",
         ),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4x2"}, "SLURM_STEP_TASKS_PER_NODE='4x2' cannot be read."),
     ],
