@@ -28,9 +28,15 @@ class Group:
     processes: dict[int, subprocess.Popen]
     asked: int | None = None
     first: dict[int, int] = dataclasses.field(default_factory=dict)
+    owner: int = dataclasses.field(default_factory=os.getpid, repr=False)
 
     def signal(self, number: int) -> None:
-        """Send a signal to all that were not reaped yet, and to what they have started: until then nobody else has their number."""
+        """Send a signal to all that were not reaped yet, and to what they have started: until then nobody else has their number.
+
+        A fork of who started them sends none.
+        """
+        if os.getpid() != self.owner:
+            return
         for process in self.processes.values():
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS answers so for a group of zombies
@@ -65,9 +71,28 @@ class Group:
         return codes
 
 
+def to_stdout(line: str) -> None:
+    """Write a line where this program prints."""
+    sys.stdout.write(line)
+    sys.stdout.flush()
+
+
 @contextlib.contextmanager
-def started(commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], prefix: Callable[[int], str]) -> Iterator[Group]:
-    """Start a command with an environment for each rank; at the end of the block none of them is left, whatever happens."""
+def started(
+    commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]],
+    prefix: Callable[[int], str],
+    *,
+    write: Callable[[str], None] = to_stdout,
+    inherited: Mapping[int, Sequence[int]] | None = None,
+) -> Iterator[Group]:
+    """Start a command with an environment for each rank; at the end of the block none of them is left, whatever happens.
+
+    Args:
+      commands: by rank.
+      prefix: what stands before each line of a rank.
+      write: takes what they print, line by line, in threads.
+      inherited: file descriptors by rank that a process has besides.
+    """
     group, readers = Group({}), []
     try:
         for rank, (command, environment) in commands.items():
@@ -78,11 +103,12 @@ def started(commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], pre
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=(inherited or {}).get(rank, ()),
                 errors="replace",
                 text=True,
             )
             group.processes[rank] = process
-            reader = threading.Thread(target=_copy, args=(process.stdout, prefix(rank)), daemon=True)
+            reader = threading.Thread(target=_copy, args=(process.stdout, prefix(rank), write), daemon=True)
             reader.start()
             readers.append(reader)
         yield group
@@ -97,8 +123,7 @@ def started(commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], pre
                 process.stdout.close()
 
 
-def _copy(lines: IO[str] | None, prefix: str) -> None:
+def _copy(lines: IO[str] | None, prefix: str, write: Callable[[str], None]) -> None:
     for line in lines or ():
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more; processes that print must not wait for it
-            sys.stdout.write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")
-            sys.stdout.flush()
+            write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")
