@@ -44,9 +44,8 @@ def _answer(ends: pipes.Ends, request: dict[str, Any]) -> bytes:
     except BaseException as error:
         _printed(request["mark"])
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
-        broken = isinstance(error, jax.errors.JaxRuntimeError)  # maybe because another process is gone
         with contextlib.suppress(OSError):
-            pipes.send(ends, FAILED + pickle.dumps((broken, _headline(error), text)))
+            pipes.send(ends, FAILED + pickle.dumps((_headline(error), text)))
         code = guard.exit_code(error) or guard.FAILED
         guard.current().failed(error, code)
         raise SystemExit(code) from None

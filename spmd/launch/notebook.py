@@ -222,8 +222,7 @@ class Processes:
     def _failed(self, answers: Mapping[int, bytes], what: str = "") -> ProcessError:
         """What went wrong. All have ended then."""
         self._running.end(SETTLE)
-        failures = {rank: pickle.loads(text[len(FAILED) :]) for rank, text in answers.items() if text.startswith(FAILED)}
-        process, why, trace = self._running.why(failures)
+        process, why, trace = self._running.why(answers)
         self._down = why.splitlines()[0]
         return ProcessError(what + why + (f"\n\n{trace.rstrip()}" if trace else ""), process)
 

@@ -3,11 +3,12 @@
 import collections
 import contextlib
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 from spmd.hosts.guard import PEER, STALLED
@@ -16,6 +17,7 @@ from spmd.launch.group import LOOK, SETTLE, Group, started, to_stdout
 from spmd.launch.machine import Machine, environments, prefixes, report_folder, runner
 from spmd.launch.restarts import attempted, records
 
+STALL = "stalled in "  # how the guard's word of a stall begins
 KEPT = 10_000  # lines at most that wait to be shown
 MARKED = 2.0  # seconds until all that a call has printed is here
 
@@ -44,7 +46,7 @@ class Lines:
         self._lines.append(line)
 
     @contextlib.contextmanager
-    def read(self):
+    def read(self) -> Iterator[None]:
         """In the block somebody shows them again and again; at its end what there is is shown."""
         self._read = True
         try:
@@ -82,8 +84,7 @@ class Running:
         self.lines = Lines()
         self._owner, self._open, self._ending = os.getpid(), contextlib.ExitStack(), threading.Lock()
         self._group, self._ends, self._late = Group({}), {}, False
-        self._first: dict[int, int] = {}  # exit codes of those that ended first, and of those that ended by themselves
-        self._codes: dict[int, int] = {}
+        self._first: dict[int, int] = {}  # exit codes of those that ended first
         self._told: Mapping[int, tuple[int, str]] = {}  # what failed at which step, as processes have left it
         self._folder: Path | None = None
 
@@ -152,34 +153,45 @@ class Running:
                     self._first = self._first or self.ended()
                     self.lines.show()
                     time.sleep(LOOK)
-                self._codes = self.ended()
                 self._told = attempted(records(self._folder), {}, {}).failures if self._folder else {}
         finally:
             with contextlib.suppress(Exception):  # standard output may be gone at the end of a program
                 self.lines.show()
 
-    def why(self, failures: Mapping[int, tuple[bool, str, str]]) -> tuple[int | None, str, str]:
-        """Who failed first, how, and its traceback, once all have ended.
+    def _gone(self) -> str:
+        return "some were not there in time" if self._late else "they have hung up"
 
-        Args:
-          failures: of those that have said it: whether a transfer broke off, what went wrong, and the traceback.
-        """
-        for rank, code in self._first.items():
-            if code < 0:
-                return rank, in_words(rank, code), ""
-        codes = {**self._first, **self._codes}
-        silent = [rank for rank, code in codes.items() if rank not in failures and code != PEER]
-        broken_last = sorted(failures, key=lambda rank: (failures[rank][0], rank))
-        for rank in broken_last:
-            broken, headline, text = failures[rank]
-            if not broken or not silent:
-                return rank, f"process {rank} failed: {headline}", text
-        for rank in silent:
-            step, text = self._told.get(rank, (0, ""))
-            return rank, (f"process {rank} failed at step {step}: {text}" if text else in_words(rank, codes[rank])), ""
-        if self._late:
-            return None, "some were not there in time", ""
-        return next(iter(codes), None), "; ".join(in_words(rank, code) for rank, code in codes.items()) or "they have hung up", ""
+    def why(self, answers: Mapping[int, bytes]) -> tuple[int | None, str, str]:
+        """Who failed first, how, and its traceback, once all have ended and given these answers."""
+        failures = {rank: pickle.loads(text[1:]) for rank, text in answers.items() if text.startswith(pipes.FAILED)}
+        return reason(failures, self._first, self._told, set(answers)) or (None, self._gone(), "")
+
+
+def reason(
+    failures: Mapping[int, tuple[str, str]], first: Mapping[int, int], told: Mapping[int, tuple[int, str]], answered: Container[int]
+) -> tuple[int | None, str, str] | None:
+    """Of processes that have ended: who failed first, how, and its traceback; None where nothing is known.
+
+    Whoever ended without a word is the cause of what the others say, which may be that a transfer broke off.
+
+    Args:
+      failures: by rank, what a call has failed with, and the traceback.
+      first: exit codes of those that ended first.
+      told: at which step what failed, in the order of time.
+      answered: ranks that have answered.
+    """
+    for rank, code in first.items():
+        if code < 0 or not (code == PEER or rank in told or rank in answered):
+            return rank, in_words(rank, code), ""
+    for rank, (step, text) in told.items():
+        if rank not in failures or text.startswith(STALL):  # who stalls does not know it where it hangs
+            return rank, f"process {rank} failed at step {step}: {text}", ""
+        return rank, f"process {rank} failed: {failures[rank][0]}", failures[rank][1]
+    for rank, (headline, trace) in failures.items():
+        return rank, f"process {rank} failed: {headline}", trace
+    for rank, code in first.items():
+        return rank, in_words(rank, code), ""
+    return None
 
 
 def in_words(rank: int, code: int) -> str:
