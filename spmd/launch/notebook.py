@@ -66,6 +66,7 @@ def local(
     Example:
       >>> with local(processes=2, simulate=2) as both:
       ...     both.run(lambda: jax.device_count())
+      [...
       4
     """
     settings = Settings(simulate, 0, grace, stall, memory_fraction, preallocate)
@@ -221,7 +222,7 @@ class Processes:
 
     def _failed(self, answers: Mapping[int, bytes], what: str = "") -> ProcessError:
         """What went wrong. All have ended then."""
-        self._running.end(SETTLE)
+        self._running.end(self._running.patience())
         process, why, trace = self._running.why(answers)
         self._down = why.splitlines()[0]
         return ProcessError(what + why + (f"\n\n{trace.rstrip()}" if trace else ""), process)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import math
 import os
 import pickle
 import signal
@@ -87,6 +88,7 @@ class Running:
         self._first: dict[int, int] = {}  # exit codes of those that ended first
         self._told: Mapping[int, tuple[int, str]] = {}  # what failed at which step, as processes have left it
         self._folder: Path | None = None
+        self._settled = math.inf  # when those that have not failed are waited for no more
 
     def start(self, how: Machine) -> None:
         """Start them; `asked` waits for them."""
@@ -127,11 +129,16 @@ class Running:
             self._first = self._first or self.ended()
             if not failing and (self._first or any(answer.startswith(pipes.FAILED) for answer in answers.values())):
                 failing, until = True, time.monotonic() + SETTLE
+                self._settled = until
             self._late = not failing and until is not None and time.monotonic() > until
             return until is None or time.monotonic() < until
 
         with self.lines.read():
             return pipes.exchanged(self._ends, message, go_on)
+
+    def patience(self) -> float:
+        """Seconds that are left to leave, after one has failed."""
+        return min(SETTLE, max(0.5, self._settled - time.monotonic()))
 
     def end(self, grace: float, interrupt: bool = False) -> None:
         """Hang up, and give them so many seconds to leave; none of them is there after it. To call it again does nothing.

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -357,7 +358,7 @@ def script(code, meanwhile=lambda process: None, seconds=100):
     return "".join(lines), process.returncode
 
 
-def test_functions_and_classes_of_main(tmp_path):
+def test_functions_and_classes_of_main():
     """In one call, from a script: closures, lambdas, classes, a recursive function; and what is not closed ends with the script."""
     text, code = script("""
 found = spmd.launch.local(processes=2, simulate=1)
@@ -368,6 +369,15 @@ print("BACK", back[0], type(back[1]) is Pair, back[1].b, back[2]())
     assert code == 0 and "BACK 6 True 5 15" in text, text
     numbers = [int(word) for word in re.search(r"PIDS (\d+) (\d+)", text).groups()]
     assert len(set(numbers)) == 2 and gone(numbers, 0), "an abandoned group ends with its script"
+
+
+def test_the_example_of_the_documentation_runs():
+    page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    code = textwrap.dedent(page.partition("## In a notebook\n")[2].partition("\n`spmd.launch.run(")[0])
+    text, status = script(f"{code}\nprint('LOSS', loss, params['w'].shape, type(params['w']))\n")
+    assert status == 0 and text.count("[0] 2 of 4 devices\n") == text.count("[1] 2 of 4 devices\n") == 2, text
+    loss = float(re.search(r"LOSS (\S+) \(4, 1\) <class 'numpy.ndarray'>", text).group(1))
+    assert loss < 0.01, "zeros lose about 4"
 
 
 @SLOW
