@@ -1,5 +1,6 @@
 """Functions called in several processes of this machine, from a notebook or a script: `run` for one call, `local` for many."""
 
+import contextlib
 import inspect
 import linecache
 import os
@@ -7,7 +8,7 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -160,8 +161,9 @@ class Processes:
 
     def close(self) -> None:
         """End the processes: they have a few seconds to leave by themselves. To call it again does nothing."""
-        self._running.end(SETTLE)
-        self._down = self._down or "closed"
+        with self._alone():
+            self._down = self._down or "closed"
+            self._running.end(SETTLE)
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function in every process, with the same arguments; what it prints is shown with the process's rank.
@@ -184,19 +186,26 @@ class Processes:
         """
         if not callable(function):
             raise OptionError(f"run({function!r}) is given {a_kind(function)}.\n    cure: run(function, argument, ...).")
-        self._check()
         call = parcel.packed_call(function, args, options)
+        with self._alone():
+            self._check()
+            try:
+                return self._called(call)
+            except ProcessError:
+                raise
+            except BaseException as error:  # what is on its way in the pipes is not known any more
+                stopped = isinstance(error, KeyboardInterrupt)
+                self._down = self._down or ("interrupted" if stopped else type(error).__name__)
+                self._running.end(self._grace if stopped else 0.0, interrupt=stopped)
+                raise
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One thread at a time: two would read each other's answers, or close a pipe that is read."""
         if not self._lock.acquire(blocking=False):
             raise OptionError("a call is under way in these processes.\n    cure: one after the other, or another spmd.launch.local(...).")
         try:
-            return self._called(call)
-        except ProcessError:
-            raise
-        except BaseException as error:  # what is on its way in the pipes is not known any more
-            stopped = isinstance(error, KeyboardInterrupt)
-            self._down = self._down or ("interrupted" if stopped else type(error).__name__)
-            self._running.end(self._grace if stopped else 0.0, interrupt=stopped)
-            raise
+            yield
         finally:
             self._lock.release()
 
@@ -214,6 +223,10 @@ class Processes:
 
     def _check(self) -> None:
         """Raise ProcessError where the processes are gone, or some of them."""
+        if os.getpid() != self._running.owner:
+            raise ProcessError(
+                "these processes belong to the process that this is a fork of.\n    cure: others, by spmd.launch.local(...)."
+            )
         if not self._down and (ended := self._running.ended()):
             self._down = in_words(*next(iter(ended.items())))
             self._running.end(SETTLE)

@@ -79,11 +79,12 @@ class Running:
 
     Attributes:
       lines: what they print.
+      owner: id of the process that has started them.
     """
 
     def __init__(self) -> None:
         self.lines = Lines()
-        self._owner, self._open, self._ending = os.getpid(), contextlib.ExitStack(), threading.Lock()
+        self.owner, self._open, self._ending = os.getpid(), contextlib.ExitStack(), threading.Lock()
         self._group, self._ends, self._late = Group({}), {}, False
         self._first: dict[int, int] = {}  # exit codes of those that ended first
         self._told: Mapping[int, tuple[int, str]] = {}  # what failed at which step, as processes have left it
@@ -147,7 +148,7 @@ class Running:
           grace: seconds.
           interrupt: whether they are interrupted first, as by Ctrl-C.
         """
-        if os.getpid() != self._owner or not self._ending.acquire(blocking=False):
+        if os.getpid() != self.owner or not self._ending.acquire(blocking=False):
             return  # a fork has nothing to end
         try:
             with self._open, self.lines.read():
@@ -160,6 +161,7 @@ class Running:
                     self._first = self._first or self.ended()
                     self.lines.show()
                     time.sleep(LOOK)
+                self._first = self._first or self.ended()
                 self._told = attempted(records(self._folder), {}, {}).failures if self._folder else {}
         finally:
             with contextlib.suppress(Exception):  # standard output may be gone at the end of a program

@@ -220,6 +220,8 @@ def test_one_call_at_a_time(both):
     time.sleep(0.3)
     with pytest.raises(errors.OptionError, match="a call is under way"):
         both.run(os.getpid)
+    with pytest.raises(errors.OptionError, match="a call is under way"):
+        both.close()
     thread.join(timeout=20)
     assert not thread.is_alive()
 
@@ -398,7 +400,9 @@ def test_nothing_is_left_behind(how):
 
     last = {
         "collect": "del found\nimport gc; gc.collect(); print('NOW'); time.sleep(1); print('OVER')",
-        "fork": "print('NOW')\nif os.fork() == 0: sys.exit(0)\nos.wait(); print('STILL', found.run(double, 2)); print('OVER')",
+        "fork": "print('NOW')\nif os.fork() == 0:\n"
+        "    try: found.run(double, 2)\n    except spmd.SpmdError as error: print(error)\n    sys.exit(0)\n"
+        "os.wait(); print('STILL', found.run(double, 2)); print('OVER')",
     }.get(
         how,
         "began = time.monotonic()\ndef sleep():\n    print('NOW'); time.sleep(1000)\n"
@@ -415,7 +419,7 @@ def test_nothing_is_left_behind(how):
     if how == "interrupt":
         assert "these processes have ended: interrupted" in text
     if how == "fork":
-        assert "STILL 6" in text
+        assert "STILL 6" in text and "belong to the process that this is a fork of" in text
 
 
 @SLOW
