@@ -34,6 +34,7 @@ _HOMES = {
     "errors": "spmd.errors:",
     "fit": "spmd.api",
     "join": "spmd.hosts.arrival",
+    "launch": "spmd.launch:",
     "loggers": "spmd.loggers:",
     "losses": "spmd.losses:",
     "make_mesh": "spmd.mesh",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd import callbacks as callbacks
     from spmd import data as data
     from spmd import errors as errors
+    from spmd import launch as launch
     from spmd import loggers as loggers
     from spmd import losses as losses
     from spmd import metrics as metrics

@@ -13,11 +13,13 @@
     ├── CodecError           gradients cannot travel in this format on this backend
     ├── ClusterError         the processes of a run cannot meet, or do not agree
     │   └── AbsentError      some did not come in time; the next time they may
+    ├── ProcessError         a process that a notebook has called fails, or is gone
     ├── DivergedError        a watched metric stopped being finite
     ├── OptionError          an argument of `fit`, `Trainer` or a callback that cannot be meant
     └── MissingExtraError    an optional package is not installed (also an ImportError)
 
-All of them are raised before anything is compiled, except `DivergedError`, which needs a step to have run.
+All of them are raised before anything is compiled, except `DivergedError`, which needs a step to have run, and `ProcessError`, which tells
+what became of a function.
 """
 
 import dataclasses
@@ -88,6 +90,18 @@ class ClusterError(SpmdError):
 
 class AbsentError(ClusterError):
     """Some processes did not come in time, or could not be reached; the next time they may."""
+
+
+class ProcessError(SpmdError):
+    """A process that `spmd.launch.run` has called fails, ends, or has a result that cannot be sent; names it, and has its traceback.
+
+    Attributes:
+      process: its rank; None where it is not one alone.
+    """
+
+    def __init__(self, text: str, process: int | None = None):
+        super().__init__(text)
+        self.process = process
 
 
 class DivergedError(SpmdError):

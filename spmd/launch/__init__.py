@@ -1,1 +1,22 @@
-"""The command line."""
+"""Processes: the command line, and, from Python, functions that run in several processes of this machine.
+
+`spmd.launch.run(function, processes=2)` starts processes for one call; `spmd.launch.local(processes=2)` keeps them for many.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spmd.launch.notebook import Processes as Processes
+    from spmd.launch.notebook import local as local
+    from spmd.launch.notebook import run as run
+
+__all__ = ["Processes", "local", "run"]
+
+
+def __getattr__(name: str):
+    if name not in __all__:  # the command line does without jax, which takes a second to import
+        raise AttributeError(f"module 'spmd.launch' has no attribute {name!r}")
+    value = getattr(importlib.import_module("spmd.launch.notebook"), name)
+    globals()[name] = value
+    return value

@@ -39,7 +39,7 @@ def main(address: str) -> None:
         command = runner(group_of["words"])
         commands = {int(rank): (command, shared | own) for rank, own in group_of["own"].items()}
         prefixes = {int(rank): text for rank, text in group_of["prefixes"].items()}
-        with started(commands, prefixes.__getitem__, lambda line: _say("line", line)) as group:
+        with started(commands, prefixes.__getitem__, write=lambda line: _say("line", line)) as group:
             threading.Thread(target=_obey, args=(group, heard, folder), daemon=True).start()
             codes = group.wait(group_of["grace"])
         _say("ended", {"codes": codes, "first": group.first, "records": records(folder)})

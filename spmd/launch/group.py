@@ -41,9 +41,15 @@ class Group:
     processes: dict[int, subprocess.Popen]
     asked: int | None = None
     first: dict[int, int] = dataclasses.field(default_factory=dict)
+    owner: int = dataclasses.field(default_factory=os.getpid, repr=False)
 
     def signal(self, number: int) -> None:
-        """Send a signal to all that were not reaped yet, and to what they have started: until then nobody else has their number."""
+        """Send a signal to all that were not reaped yet, and to what they have started: until then nobody else has their number.
+
+        A fork of who started them sends none.
+        """
+        if os.getpid() != self.owner:
+            return
         for process in self.processes.values():
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS answers so for a group of zombies
@@ -78,18 +84,27 @@ class Group:
         return codes
 
 
+def to_stdout(line: str) -> None:
+    """Write a line where this program prints."""
+    sys.stdout.write(line)
+    sys.stdout.flush()
+
+
 @contextlib.contextmanager
 def started(
     commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]],
     prefix: Callable[[int], str],
-    write: Callable[[str], None] = lambda line: print(line, end="", flush=True),
+    *,
+    write: Callable[[str], None] = to_stdout,
+    inherited: Mapping[int, Sequence[int]] | None = None,
 ) -> Iterator[Group]:
     """Start a command with an environment for each rank; at the end of the block none of them is left, whatever happens.
 
     Args:
-      commands: what to run, and its whole environment, by rank.
-      prefix: of each line that a rank prints.
-      write: takes such lines, each with its end.
+      commands: by rank.
+      prefix: what stands before each line of a rank.
+      write: takes what they print, line by line, in threads.
+      inherited: file descriptors by rank that a process has besides.
     """
     group, readers = Group({}), []
     try:
@@ -101,6 +116,7 @@ def started(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=(inherited or {}).get(rank, ()),
                 errors="replace",
                 text=True,
             )

@@ -62,11 +62,11 @@ class Machine:
         gpus = self.gpus
         count = self.processes if self.processes is not None else len(gpus)
         if not count:
-            raise OptionError("there is no GPU here.\n    cure: --processes N, with --simulate K for K CPU devices in each.")
+            cure = "processes=2 and simulate=4, for 4 CPU devices in each (--processes 2 --simulate 4)."
+            raise OptionError(f"there is no GPU here.\n    cure: {cure}")
         if len(gpus) % count:
-            raise OptionError(
-                f"{len(gpus)} GPUs cannot be shared by {count} processes.\n    cure: --devices 0,1 and so on, or another number."
-            )
+            cure = "devices 0,1 and so on (--devices 0,1), or another number."
+            raise OptionError(f"{len(gpus)} GPUs cannot be shared by {count} processes.\n    cure: {cure}")
         return count
 
 
@@ -87,14 +87,34 @@ def launch(words: Sequence[str], how: Machine, say: Callable[[str], None]) -> in
 
 def _attempt(words: Sequence[str], how: Machine, number: int) -> Attempt:
     """All processes, once."""
-    count, gpus = how.count, how.gpus
     with report_folder() as folder:
-        shared = {**os.environ, **how.settings.environment(), **meeting(count, number, folder), "SPMD_LOCAL_PROCESSES": str(count)}
-        commands = {rank: (runner(words), shared | _own(rank, count, gpus)) for rank in range(count)}
-        width = len(str(count - 1))
-        with started(commands, lambda rank: f"[{rank:{width}d}] ") as group, forwarded(group):
+        commands = {rank: (runner(words), environment) for rank, environment in environments(how, number, folder).items()}
+        with started(commands, prefixes(how.count)) as group, forwarded(group):
             codes = group.wait(how.settings.grace)
         return attempted(records(folder), codes, group.first, group.asked)
+
+
+def environments(how: Machine, number: int, folder: Path) -> dict[int, dict[str, str]]:
+    """What each process is told, by rank.
+
+    Args:
+      how: how many, and so on.
+      number: of attempts before this one.
+      folder: where they leave reports.
+    """
+    count, gpus = how.count, how.gpus
+    shared = {**os.environ, **how.settings.environment(), **meeting(count, number, folder), "SPMD_LOCAL_PROCESSES": str(count)}
+    return {rank: shared | _own(rank, count, gpus) for rank in range(count)}
+
+
+def prefixes(count: int) -> Callable[[int], str]:
+    """What stands before the lines of a rank.
+
+    >>> prefixes(11)(3)
+    '[ 3] '
+    """
+    width = len(str(count - 1))
+    return lambda rank: f"[{rank:{width}d}] "
 
 
 def runner(words: Sequence[str]) -> list[str]:

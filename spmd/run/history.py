@@ -37,6 +37,11 @@ class History:
         seen = dict.fromkeys(name for row in self.evaluations for name in row if name != "step")
         return (*self._names, *self._known(), *seen)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """To be sent to another process: what is known without measuring becomes a table, which needs no devices."""
+        before = [first - 1 + offset for first, packed in self._steps for offset in range(len(packed))] or [0]
+        return {**vars(self), "_constants": {step: self._constants(step) for step in before}.__getitem__}
+
     def _known(self) -> dict[str, float]:
         """What is known of the newest step without measuring: of an old one it may have to be worked out again."""
         return self._constants(self._steps[-1][0] - 1 if self._steps else 0)
