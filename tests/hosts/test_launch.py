@@ -1,58 +1,15 @@
 """`spmd launch` with real processes over loopback: they train, and whatever befalls one of them is told, and survived to the last bit."""
 
-import dataclasses
-import os
 import re
 import signal
 import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
+from launched import launch
 
-ROOT = Path(__file__).resolve().parents[2]
 SLOW = pytest.mark.slow
-
-
-@dataclasses.dataclass
-class Run:
-    """What a launcher printed, line by line with the time, and its exit code."""
-
-    lines: list[tuple[float, str]]
-    code: int | None = None
-
-    @property
-    def text(self):
-        return "\n".join(line for _, line in self.lines)
-
-    @property
-    def hashes(self):
-        return re.findall(r"HASH (\w+) (\d+)", self.text)
-
-    def when(self, pattern):
-        """When the first line that matches was printed."""
-        return next(at for at, line in self.lines if re.search(pattern, line))
-
-
-def launch(*words, seconds=150, meanwhile=lambda process, run: None, **environment):
-    """Run `spmd launch`; everything is reaped, whatever happens."""
-    command = [sys.executable, "-m", "spmd", "launch", *map(str, words)]
-    own = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own)
-    run = Run([])
-    reader = threading.Thread(target=lambda: [run.lines.append((time.time(), line.rstrip("\n"))) for line in process.stdout], daemon=True)
-    reader.start()
-    try:
-        meanwhile(process, run)
-        run.code = process.wait(timeout=seconds)
-    finally:
-        process.kill()  # what it has started ends when it is gone
-        process.wait()
-        reader.join(timeout=30)
-        process.stdout.close()
-    return run
 
 
 def job(*words, restarts=0, stall="", **more):
