@@ -23,6 +23,7 @@ from spmd.data.deal import Position, epoch_of
 from spmd.data.loader import is_arrays, source
 from spmd.data.prefetch import prefetch
 from spmd.errors import CheckpointError, DataError, OptionError
+from spmd.hosts import even
 from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved
 from spmd.layout.summary import notes, summary
@@ -310,7 +311,7 @@ class Trainer:
         for epoch in range(epochs):
             rounds = epoch_of(reader, program.clock, Position(epoch), count, pad=program.pad_training)
             with prefetch(rounds, placer, 2 if reader.threaded else 0) as batches:
-                for batch in batches:
+                for batch in even.batches(batches, f"epoch {epoch + 1}") if reader.threaded else batches:
                     state, metrics = self.step(state, batch)
                     count += 1
                     yield StepInfo(count, metrics, state)  # type: ignore[arg-type]
@@ -324,7 +325,8 @@ class Trainer:
         program, placer = self._evaluation(reader.sample())
         total = np.zeros((2, len(program.eval_names)))
         pending: collections.deque[jax.Array] = collections.deque()
-        for batch in map(placer, allowing(reader.epoch(0))):
+        placed = map(placer, allowing(reader.epoch(0)))
+        for batch in even.batches(placed, "the evaluation's data") if reader.threaded else placed:
             with placer.carrying():
                 pending.append(program.evaluate(state, batch.leaves, batch.weights))
             if len(pending) >= IN_FLIGHT:

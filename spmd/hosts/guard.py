@@ -81,6 +81,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.asked, self.began = "", False
+        self.taken: dict[int, int] = {}  # of data that each process reads for itself (`hosts/even.py`): batches so far, by its number
         self._now = ("script", 0, time.monotonic())  # phase, step, and when there was progress last: read and written together
 
     def begin(self, step: int) -> None:
@@ -262,6 +263,7 @@ class Together(Guard):
             try:
                 phase, step, changed = self._now
                 beat = {"phase": phase, "step": step, "since": round(time.monotonic() - changed, 2), "at": time.time()}
+                beat["taken"] = dict(self.taken)
                 coordination.put(f"beat/{self.rank}", json.dumps(beat))
                 self._hear(coordination.below("now/"))
                 lost = None

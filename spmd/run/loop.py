@@ -16,7 +16,7 @@ from spmd.data.deal import Position, epoch_of
 from spmd.data.loader import Source
 from spmd.data.prefetch import prefetch
 from spmd.errors import DivergedError, OptionError, did_you_mean
-from spmd.hosts import guard
+from spmd.hosts import even, guard
 from spmd.run.callbacks import Callback, Info, TerminateOnNaN, lifted, restore
 from spmd.run.checkpoint import Store
 from spmd.run.history import History
@@ -121,11 +121,11 @@ class Loop:
         if self.data is not None:
             yield self._resident_calls(list(batches))
             return
-        threaded = self.source.threaded and self.prefetch > 0
-        if self.source.threaded and not threaded:
-            batches = allowing(batches)
-        with prefetch(batches, self.placer, self.prefetch if threaded else 0) as placed:
-            yield (functools.partial(self._dispatch, batch) for batch in placed)
+        own = self.source.threaded  # the user's reader: a thread runs it, and of several processes each has one of its own
+        batches = allowing(batches) if own and not self.prefetch else batches
+        with prefetch(batches, self.placer, self.prefetch if own else 0) as placed:
+            ready = even.batches(placed, f"epoch {self._number + 1}") if own else placed
+            yield (functools.partial(self._dispatch, batch) for batch in ready)
 
     def _dispatch(self, batch: Batch) -> None:
         """One step and its bookkeeping."""

@@ -1,0 +1,408 @@
+"""What several processes cost: two of one device against one of two devices and PyTorch's DDP, what the guard takes, and what a save does.
+
+    python benchmarks/processes.py                      # all sections; writes benchmarks/results/processes.md
+    python benchmarks/processes.py --only steps --rounds 3
+
+An arm is a group of processes that stay alive. In each round every group in turn runs one chunk of steps while all others wait for a
+word on a pipe, their guards at rest too; ratios are medians over rounds of the ratio within a round, with quartiles. Two cores are used:
+one for each process of two, both for a process that is alone. The guard is measured in the same processes, a chunk with its thread and a
+chunk without. `spmd.fit` runs with metrics and progress on; the loop of PyTorch has neither. Where torch is not installed, that arm is left
+out: `pip install --no-deps --target FOLDER torch filelock typing-extensions sympy mpmath networkx jinja2 MarkupSafe fsspec`, the CPU
+build of it, and FOLDER on PYTHONPATH.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model_parallel import BATCH, RATE, images, make_cnn
+from step_overhead import hardware
+
+RESULTS = Path(__file__).parent / "results" / "processes.md"
+CHUNK, RUN = 16, 1000  # steps of a turn; steps of the run over which is spread what is done once
+EVERY = 20  # steps from one save to the next
+
+
+class Turn:
+    """One process's place in the rounds: tells the parent what the last turn came to, and waits for the word that begins the next."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # whatever a library prints goes elsewhere
+
+    def wait(self, **told: Any) -> str:
+        print(json.dumps(told), file=self._out, flush=True)
+        word = sys.stdin.readline().strip()
+        if not word:
+            os._exit(0)
+        return word
+
+
+# the arms ----------------------------------------------------------------------------------------------------------------
+
+
+def train(layout: str, *, width: int = 1024, checkpoint: Any = None, callbacks: tuple[Any, ...] = ()) -> None:
+    import optax
+
+    import spmd
+
+    model, data = (lambda: make_cnn(fast=True)), images()
+    if width != 1024:
+        model, data = (lambda: make_mlp(width)), {**data, "x": data["x"].reshape(len(data["x"]), -1)}
+    spmd.fit(
+        model,
+        data,
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.adam(RATE),
+        mesh="data=2",
+        layout=layout,
+        batch_size=BATCH,
+        steps=10**7,
+        metrics={"accuracy": spmd.metrics.accuracy},
+        checkpoint=checkpoint,
+        callbacks=callbacks,
+        progress=True,
+    )
+
+
+def make_mlp(width: int) -> Any:
+    from flax import nnx
+
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(
+        nnx.Linear(784, width, rngs=rngs), nnx.relu, nnx.Linear(width, width, rngs=rngs), nnx.relu, nnx.Linear(width, 10, rngs=rngs)
+    )
+
+
+def steps_of_fit(turn: Turn) -> None:
+    """Turns of steps, the guard's thread as the word says; between them it rests."""
+    import spmd
+    from spmd import api
+
+    once = {name: timed(api, name) for name in ("_agree", "check_replicas")}
+    watched = Watched()
+    began = [time.perf_counter()]
+
+    def rest(info: Any) -> None:
+        took = time.perf_counter() - began[0]
+        cpu = watched.off()
+        word = turn.wait(seconds=took, guard=cpu, once={name: sum(times) for name, times in once.items()})
+        if word == "guarded":
+            watched.on()
+        began[0] = time.perf_counter()
+
+    train("data_parallel", callbacks=(spmd.callbacks.Each(rest, every=CHUNK),))
+
+
+class Watched:
+    """The guard's thread, ended and begun again; alone there is none. Its switches are no business of users, so they are not public."""
+
+    def __init__(self) -> None:
+        from spmd.hosts import guard
+
+        self._guard: Any = guard.current()
+        self._there = isinstance(self._guard, guard.Together)
+
+    def off(self) -> float:
+        """End it; seconds of CPU that it took."""
+        if not self._there or not self._guard._thread.is_alive():
+            return 0.0
+        spent = time.clock_gettime(time.pthread_getcpuclockid(self._guard._thread.ident))
+        self._guard._over.set()
+        self._guard._thread.join()
+        return spent
+
+    def on(self) -> None:
+        if self._there:
+            self._guard._over.clear()
+            self._guard._thread = threading.Thread(target=self._guard._watch, name="spmd guard", daemon=True)
+            self._guard._thread.start()
+
+
+def timed(owner: Any, name: str) -> list[float]:
+    """Seconds of every call of a function, from now on, without those until the arrays that it is given are there."""
+    import jax
+
+    function, times = getattr(owner, name), []
+
+    def measured(*args: Any, **options: Any) -> Any:
+        jax.block_until_ready(args)
+        since = time.perf_counter()
+        try:
+            return function(*args, **options)
+        finally:
+            times.append(time.perf_counter() - since)
+
+    setattr(owner, name, measured)
+    return times
+
+
+def steps_of_ddp(turn: Turn) -> None:
+    """PyTorch's DistributedDataParallel over Gloo: the same network, each process half of each batch, one thread on its core."""
+    import numpy as np
+    import torch
+    from torch import distributed, nn
+
+    torch.set_num_threads(1)
+    rank, data, random = int(os.environ["RANK"]), images(), np.random.default_rng(1)
+    distributed.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(
+            nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(7 * 7 * 64, 1024), nn.ReLU(), nn.Linear(1024, 10),
+        )
+    )  # fmt: skip
+    optimizer, loss, count = torch.optim.Adam(model.parameters(), RATE), nn.CrossEntropyLoss(), 0
+    since = time.perf_counter()
+    while True:
+        order = random.permutation(len(data["y"]))
+        for first in range(0, len(order), BATCH):
+            index = order[first : first + BATCH][rank * BATCH // 2 : (rank + 1) * BATCH // 2]
+            x, y = torch.from_numpy(data["x"][index]), torch.from_numpy(data["y"][index])
+            optimizer.zero_grad()
+            loss(model(x.permute(0, 3, 1, 2)), y.long()).backward()
+            optimizer.step()
+            count += 1
+            if count % CHUNK == 0:
+                turn.wait(seconds=time.perf_counter() - since)
+                since = time.perf_counter()
+
+
+def saves(turn: Turn, width: int) -> None:
+    """A save every `EVERY` steps; half way between two, when it is on disk, the same bytes are written and synced by hand."""
+    import jax
+    import numpy as np
+
+    import spmd
+    from spmd.run.checkpoint import Store
+
+    blocked, stores = timed(Store, "save"), []
+    opened = Store.__init__
+
+    def open_store(self: Any, config: Any) -> None:
+        opened(self, config)
+        stores.append(self)
+
+    Store.__init__ = open_store
+    folder = Path(os.environ["BENCH_FOLDER"])
+
+    def between(info: Any) -> None:
+        if info.step % EVERY == 0:
+            return
+        stores[-1].wait()
+        mine = sum(shard.data.nbytes for leaf in jax.tree.leaves(info.state) for shard in leaf.addressable_shards if shard.replica_id == 0)
+        values = np.random.default_rng(0).bytes(mine)
+        since = time.perf_counter()
+        with open(folder / f"plain{jax.process_index()}", "wb") as file:
+            file.write(values)
+            file.flush()
+            os.fsync(file.fileno())
+        took = time.perf_counter() - since
+        turn.wait(blocked=blocked[-1] if blocked else None, write=took, bytes=mine)
+
+    every = spmd.callbacks.Each(between, every=EVERY // 2)
+    train("fsdp", width=width, checkpoint=spmd.Checkpoint(folder / "run", every=EVERY, keep=1), callbacks=(every,))
+
+
+# the parent ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """`processes` of `devices` CPU devices each run `main(turn)` for ever; an arm whose module `needs` is not installed is left out."""
+
+    main: Callable[[Turn], None]
+    processes: int
+    devices: int
+    why: str
+    needs: str = "jax"
+
+
+STEPS = {
+    "two processes": Arm(steps_of_fit, 2, 1, "spmd.fit, data_parallel, Gloo between them"),
+    "one process": Arm(steps_of_fit, 1, 2, "the same script, two devices"),
+    "torch DDP": Arm(steps_of_ddp, 2, 1, "PyTorch, eager, Gloo between them", "torch"),
+}
+SAVES = {
+    "save, CNN": Arm(lambda turn: saves(turn, 1024), 2, 1, "spmd.fit, fsdp: each process writes its half"),
+    "save, MLP of 4096": Arm(lambda turn: saves(turn, 4096), 2, 1, "the same, a larger state"),
+}
+ARMS = {**STEPS, **SAVES}
+
+
+class Group:
+    """The processes of an arm, each held to its share of two cores; ended by their own ids at the end of the block."""
+
+    def __init__(self, name: str, folder: str):
+        from spmd.hosts.world import free_port
+
+        arm = ARMS[name]
+        port = free_port("127.0.0.1")
+        shared = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "BENCH_FOLDER": folder}
+        shared |= {"SPMD_PROCESSES": f"{arm.processes}", "SPMD_COORDINATOR": f"127.0.0.1:{port}", "SPMD_TOKEN": secrets.token_hex(16)}
+        shared |= {"SPMD_STALL": "compile=inf,step=inf,save=inf"}  # who waits for its turn makes no progress
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{arm.processes}"}
+        own = lambda rank: {**shared, "SPMD_PROCESS": f"{rank}", "RANK": f"{rank}"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        command = [sys.executable, __file__, "--arm", name]
+        self.name, self.jobs = name, [subprocess.Popen([*command, str(rank)], env=own(rank), **pipes) for rank in range(arm.processes)]
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job in self.jobs:
+            job.kill()
+            job.wait()
+
+    def read(self) -> list[dict[str, Any]]:
+        """What each process came to."""
+        lines = [job.stdout.readline() for job in self.jobs]  # type: ignore[union-attr]
+        if not all(lines):
+            raise SystemExit(f"a process of {self.name} ended early")
+        return [json.loads(line) for line in lines]
+
+    def turn(self, word: str = "go") -> list[dict[str, Any]]:
+        for job in self.jobs:
+            job.stdin.write(f"{word}\n")  # type: ignore[union-attr]
+            job.stdin.flush()  # type: ignore[union-attr]
+        return self.read()
+
+
+def arm_main(name: str, rank: int) -> None:
+    arm, cores = ARMS[name], sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, cores[rank::2] if arm.processes == 2 else cores)
+    turn = Turn()
+    if arm.needs == "jax":
+        import jax
+
+        import spmd
+
+        jax.config.update("jax_num_cpu_devices", arm.devices)
+        spmd.join()
+    arm.main(turn)
+
+
+def spread(values: list[float]) -> str:
+    """The median, and between which values half of them are."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def steps_report(rounds: int) -> list[str]:
+    arms = {name: arm for name, arm in STEPS.items() if importlib.util.find_spec(arm.needs)}
+    turns = [(name, word) for name in arms for word in (("guarded", "bare") if name == "two processes" else ("go",))]
+    found: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
+    groups, cpu, once = {}, [], {}
+    try:
+        for name in arms:  # one after the other: each has both cores while it compiles
+            groups[name] = Group(name, "")
+            told = groups[name].read()
+            once[name] = {key: max(each["once"][key] for each in told) for key in told[0].get("once", {})}
+        for number in range(rounds + 1):
+            for name, word in turns if number % 2 else reversed(turns):
+                told = groups[name].turn(word)
+                if number:  # the first round warms up
+                    found[name, word].append(max(each["seconds"] for each in told) / CHUNK)
+                    cpu += [each["guard"] / each["seconds"] for each in told if word == "guarded"]
+    finally:
+        for group in groups.values():
+            group.__exit__()
+    return steps_lines(rounds, arms, found, cpu, once["two processes"])
+
+
+def steps_lines(
+    rounds: int, arms: dict[str, Arm], found: dict[tuple[str, str], list[float]], cpu: list[float], once: dict[str, float]
+) -> list[str]:
+    lines = [f"### steps: MNIST-sized CNN of `model_parallel.py`, batch {BATCH}, Adam, host data every step", ""]
+    lines += [f"{rounds} rounds of {CHUNK} steps per arm.", "", "| arm | | median ms/step | best | steps/s |", "|---|---|---|---|---|"]
+    for (name, word), times in found.items():
+        middle, what = statistics.median(times), arms[name].why + (", without the guard's thread" if word == "bare" else "")
+        lines.append(f"| {name} | {what} | {middle * 1e3:.1f} | {min(times) * 1e3:.1f} | {1 / middle:.2f} |")
+    ours, bare = ("two processes", "guarded"), ("two processes", "bare")
+    against = lambda top, bottom: [a / b for a, b in zip(found[top], found[bottom], strict=True)]
+    lines += ["", "| time per step | median (quartiles) |", "|---|---|"]
+    for other in found:
+        if other not in (ours, bare):
+            lines.append(f"| {ours[0]} / {other[0]} | {spread(against(ours, other))} |")
+    lines += [f"| with the guard's thread / without | {spread(against(ours, bare))} |", ""]
+    step = statistics.median(found[bare])
+    share = [statistics.median(cpu), *(seconds / (RUN * step) for seconds in once.values())]
+    agree, replicas = once.values()
+    verdict = "met" if sum(share) < 0.01 else "MISSED"
+    told = f"handshake {agree:.2f} s and replica check {replicas:.2f} s, once, compiling included: {share[1]:.3%} and {share[2]:.3%} of"
+    missing = [f"{name} ({arm.needs} is not installed)" for name, arm in STEPS.items() if name not in arms]
+    return [
+        *lines,
+        f"The guard's thread takes {share[0]:.3%} of a core's time in each process; {told} a run of {RUN} steps.",
+        f"Together {sum(share):.2%}; target 1 %: {verdict}.",
+        "",
+        *([f"Left out: {', '.join(missing)}.", ""] if missing else []),
+    ]
+
+
+def saves_report(rounds: int) -> list[str]:
+    lines = ["### saves: how long `fit` stands still for one, by how long its bytes take to write", ""]
+    lines += [
+        f"{rounds} saves each, every {EVERY} steps; between two, as many bytes in a file per process, with fsync, on the same disk.",
+        "",
+    ]
+    lines += [
+        "| arm | | MB per process | stands still, ms | plain write, ms | ratio, median (quartiles) | target 0.10 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, arm in SAVES.items():
+        with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder, Group(name, folder) as group:
+            group.read()  # before the first save
+            group.turn()  # the first save opens and compiles what the others find
+            told = [group.turn() for _ in range(rounds)]
+        worst = lambda key: [max(each[key] for each in both) for both in told]
+        ratios = [a / b for a, b in zip(worst("blocked"), worst("write"), strict=True)]
+        size, (blocked, write) = worst("bytes")[0] / 2**20, (statistics.median(worst(key)) * 1e3 for key in ("blocked", "write"))
+        verdict = "met" if statistics.median(ratios) < 0.10 else "MISSED"
+        lines.append(f"| {name} | {arm.why} | {size:.1f} | {blocked:.1f} | {write:.1f} | {spread(ratios)} | {verdict} |")
+    return [*lines, ""]
+
+
+SECTIONS = {"steps": steps_report, "saves": saves_report}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arm", nargs=2, metavar=("ARM", "RANK"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", help="sections, by comma: " + ", ".join(SECTIONS))
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    if options.arm:
+        return arm_main(options.arm[0], int(options.arm[1]))
+    names = ("jax", "flax", "optax", *(["torch"] if importlib.util.find_spec("torch") else []))
+    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    command = f"`python benchmarks/processes.py --rounds {options.rounds}`"
+    lines = ["# Several processes", "", f"{command}, {datetime.date.today()}, {hardware()}, {versions}.", ""]
+    for name in options.only.split(",") if options.only else SECTIONS:
+        part = SECTIONS[name](options.rounds)
+        print("\n".join(part), flush=True)
+        lines += part
+    if not options.only:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text("\n".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
