@@ -5,11 +5,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from launched import JOB, launch
+
+from spmd.hosts.world import free_port
 
 SLOW = pytest.mark.slow
 
@@ -181,3 +184,38 @@ def test_bad_options_are_told(words, message, capsys):
 
     assert main(["launch", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+OWN = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+rank, address = int(sys.argv[1]), sys.argv[2]
+jax.distributed.initialize(address, 2, rank, coordinator_bind_address=address)
+import spmd
+print("JOINED", spmd.join(), len(jax.devices()))
+model = spmd.FunctionalModel(lambda key: {"w": jax.numpy.zeros((1, 1))}, lambda params, x: x @ params["w"])
+import numpy as np, optax
+x = np.linspace(-1, 1, 64, dtype="float32")[:, None]
+options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.5), "batch_size": 16, "epochs": 20}
+result = spmd.fit(model, (x, 3 * x), **options, progress=False)
+print("WEIGHT", round(float(result.state.params["w"][0, 0]), 3))
+"""
+
+
+def test_who_has_called_jax_distributed_is_joined(tmp_path):
+    """As a script may that knows nothing of `spmd launch`."""
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    command = [sys.executable, "-c", OWN]
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    both = [subprocess.Popen([*command, str(rank), address], stdout=subprocess.PIPE, text=True, env=environment) for rank in (0, 1)]
+    try:
+        told = [process.communicate(timeout=100)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    for rank, (process, text) in enumerate(zip(both, told, strict=True)):
+        assert process.returncode == 0
+        assert f"JOINED process {rank} of 2 (jax.distributed), process 0 at {address} 4" in text and "WEIGHT 3.0" in text
