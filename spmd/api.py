@@ -30,6 +30,7 @@ from spmd.run.history import History
 from spmd.run.length import Length
 from spmd.run.loggers import JsonLines, Logger, check_loggers
 from spmd.run.loop import Loop
+from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.signals import ENDED
 from spmd.train.program import Program
@@ -189,7 +190,7 @@ def fit(
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
         store = _open(config, opened, resume=resume or (config is not None and restarted()))
-        state, position, saved, changed = _start(store, trainer, meta)
+        state, position, saved, changed, pace = _start(store, trainer, meta)
         loop = Loop(
             program,
             reader,
@@ -206,6 +207,7 @@ def fit(
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
             step=int(state.step),
             position=position,
+            pace=pace,
             saved_callbacks=saved,
         )
         opened.pop_all()
@@ -303,7 +305,7 @@ def _open(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bo
     return store
 
 
-def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str]]:
+def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str], Pace]:
     """As `_begin`; copies that several processes have of the state are equal."""
     begun = _begin(store, trainer, meta)
     if jax.process_count() > 1:
@@ -311,15 +313,15 @@ def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
     return begun
 
 
-def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str]]:
-    """The state to begin with, the place in the data where it stood, what callbacks had saved, and which options changed.
+def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str], Pace]:
+    """The state to begin with, the place in the data where it stood, what callbacks had saved, which options changed, and the time spent.
 
     Raises:
       CheckpointError: the data is cut or ordered in another way than the saved run's, so it could not be gone on with.
     """
     step = store.sound() if store is not None else None
     if store is None or step is None:
-        return trainer.init(), Position(), [], []
+        return trainer.init(), Position(), [], [], Pace()
     saved = store.meta(step)
     problems = [
         Problem(name, [f"saved {saved['data'].get(name)!r}, now {meta['data'].get(name)!r}"])
@@ -333,7 +335,8 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
     ]
     changed += ["the layout was another"] if saved["layout"] != meta["layout"] else []
     state, told = trainer.load(store, step)
-    return state, Position(**saved["position"]), saved["callbacks"], [*changed, *told]
+    pace = Pace(saved.get("pace") if restarted() else None)  # a run that somebody has resumed may have rested for days
+    return state, Position(**saved["position"]), saved["callbacks"], [*changed, *told], pace
 
 
 def _outputs(

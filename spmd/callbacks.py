@@ -1,5 +1,5 @@
 """What may be hung into the loop."""
 
-from spmd.run.callbacks import Callback, Each, EarlyStopping, Info, StopAt, TerminateOnNaN
+from spmd.run.callbacks import Callback, CheckReplicas, Each, EarlyStopping, Info, StopAt, TerminateOnNaN
 
-__all__ = ["Callback", "Each", "EarlyStopping", "Info", "StopAt", "TerminateOnNaN"]
+__all__ = ["Callback", "CheckReplicas", "Each", "EarlyStopping", "Info", "StopAt", "TerminateOnNaN"]

@@ -10,6 +10,7 @@ import jax
 
 from spmd.errors import ClusterError
 from spmd.hosts import coordination, guard
+from spmd.hosts.limits import Limits
 from spmd.hosts.roll_call import Card, call_roll
 from spmd.hosts.world import World, detect
 
@@ -19,7 +20,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "spmd")
 _joined: World | None = None
 
 
-def join(world: World | None = None, *, timeout: float = 300.0, limits: guard.Limits | None = None) -> World | None:
+def join(world: World | None = None, *, timeout: float = 300.0, limits: Limits | None = None) -> World | None:
     """Take this process's place among those that train together; alone, do nothing.
 
     Processes meet (`hosts/roll_call.py`), JAX's coordination service begins in process 0, and a guard watches from then on
@@ -51,7 +52,7 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: guard.Li
         if limits is not None:
             guard.limit(limits)
         return _joined
-    limits = guard.Limits.parse(os.environ.get("SPMD_STALL", "")) if limits is None else limits
+    limits = Limits.parse(os.environ.get("SPMD_STALL", "")) if limits is None else limits
     if coordination.started():  # by the user's own jax.distributed.initialize
         rank, size, address = coordination.place()
         _joined = world or World(rank, size, address, "jax.distributed")

@@ -7,12 +7,12 @@ prints the stacks of its threads, and where everyone is. A process alone has the
 
 import atexit
 import contextlib
-import dataclasses
 import faulthandler
 import json
 import math
 import os
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -23,55 +23,16 @@ from typing import Any, NoReturn
 
 import jax
 
-from spmd.errors import AbsentError, ClusterError, OptionError, SpmdError, did_you_mean, escaped
+from spmd.errors import AbsentError, ClusterError, SpmdError, escaped
 from spmd.hosts import coordination
+from spmd.hosts.limits import Limits
 
 FAILED, USAGE, PEER, STALLED, DISAGREED, TERMINATED = 1, 2, 42, 43, 78, 143  # exit codes; docs/clusters.md has them all
 LOOK = 0.25  # seconds between two looks, of up to 500 processes
 LINGER = 3.0  # seconds that who fails, and process 0, which has the service, stay at most so that others can read why
 GRACE = 30.0  # seconds for all to say at which step they could stop
+COMPARED, SLOW = 30.0, 0.2  # seconds between two looks at who waits for data; the share of time from which it is told
 TIMES = 10.0  # a step stalls at so many times the mean, if that is more than the limit
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Seconds without progress, by phase, after which a run of several processes ends: a stall. `math.inf`: never.
-
-    Args:
-      compile: until the first step is done.
-      step: between two steps; at least ten times as long as they take.
-      eval: an evaluation.
-      save: a checkpoint.
-
-    Example:
-      >>> Limits.parse("step=120,save=inf")
-      Limits(compile=1800.0, step=120.0, eval=1800.0, save=inf)
-    """
-
-    compile: float = 1800.0
-    step: float = 60.0
-    eval: float = 1800.0
-    save: float = 1800.0
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise OptionError(f"stall limit {field.name}={value!r}.\n    cure: seconds, more than none; inf for never.")
-
-    @staticmethod
-    def parse(text: str) -> "Limits":
-        """Read "step=120,save=inf"; what is not named keeps its default."""
-        known, found = [field.name for field in dataclasses.fields(Limits)], {}
-        for word in filter(None, (word.strip() for word in text.split(","))):
-            name, _, value = (part.strip() for part in word.partition("="))
-            if name not in known:
-                raise OptionError(f'stall limit "{word}".\n    cure: {did_you_mean(name, known)}')
-            try:
-                found[name] = float(value)
-            except ValueError:
-                raise OptionError(f'stall limit "{word}": "{value}" is no number.\n    cure: {name}=120, in seconds.') from None
-        return Limits(**found)
 
 
 class Guard:
@@ -82,6 +43,7 @@ class Guard:
     def __init__(self) -> None:
         self.asked, self.began = "", False
         self.taken: dict[int, int] = {}  # of data that each process reads for itself (`hosts/even.py`): batches so far, by its number
+        self.waited = 0.0  # seconds that the run has waited for data
         self._now = ("script", 0, time.monotonic())  # phase, step, and when there was progress last: read and written together
 
     def begin(self, step: int) -> None:
@@ -135,6 +97,7 @@ class Together(Guard):
         self._wish, self._begun, self._stride = "", 0, 1
         self._mark: int | None = None  # how far this process goes without having heard of the others
         self._last: int | None = None  # where all stop
+        self._compared, self._waits = time.monotonic(), dict[int, float]()  # when processes were compared last; how long each had waited
         self._look, self._over = LOOK * max(1.0, size / 500), threading.Event()
         self._threads = [threading.Thread(target=target, name="spmd guard", daemon=True) for target in (self._watch, self._time)]
 
@@ -263,15 +226,25 @@ class Together(Guard):
             try:
                 phase, step, changed = self._now
                 beat = {"phase": phase, "step": step, "since": round(time.monotonic() - changed, 2), "at": time.time()}
-                beat["taken"] = dict(self.taken)
-                coordination.put(f"beat/{self.rank}", json.dumps(beat))
+                coordination.put(f"beat/{self.rank}", json.dumps({**beat, "taken": dict(self.taken), "waited": self.waited}))
                 self._hear(coordination.below("now/"))
+                if self.rank == 0 and phase == "step" and time.monotonic() - self._compared >= COMPARED:
+                    self._compare()
                 lost = None
             except Exception as error:
                 lost = lost or time.monotonic()
                 if time.monotonic() - lost > LINGER:
                     self._say(f"process 0, which has the coordination service, is gone: {escaped(str(error), 300)}")
                     self._leave(PEER, last=False)
+
+    def _compare(self) -> None:
+        """Name processes that wait for data while the others do not: all are as fast as they are."""
+        now, before = time.monotonic(), self._waits
+        self._waits = {int(rank): float(json.loads(text)["waited"]) for rank, text in coordination.below("beat/").items()}
+        seconds, self._compared = now - self._compared, now
+        shares = {rank: (waited - before[rank]) / seconds for rank, waited in self._waits.items() if rank in before}
+        for rank, share in stragglers(shares).items():
+            self._say(f"process {rank} waits for data {share:.0%} of the time, others do not: all are as slow as it is")
 
     def _time(self) -> None:
         """Look for a stall, in a thread that asks nobody: a process 0 that is frozen does not answer, nor break off."""
@@ -321,6 +294,16 @@ class Together(Guard):
         timer = threading.Timer(seconds, os._exit, (code,))
         timer.daemon = True
         timer.start()
+
+
+def stragglers(shares: Mapping[int, float]) -> dict[int, float]:
+    """Of the shares of time that processes wait for data, by rank, those that are large where most are not.
+
+    >>> stragglers({0: 0.02, 1: 0.64, 2: 0.03}), stragglers({0: 0.6, 1: 0.64})
+    ({1: 0.64}, {})
+    """
+    usual = statistics.median(shares.values()) if len(shares) > 2 else min(shares.values(), default=0.0)
+    return {rank: share for rank, share in sorted(shares.items()) if share > max(SLOW, 2 * usual)}
 
 
 _current = Guard()

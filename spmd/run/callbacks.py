@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from spmd.errors import DivergedError, OptionError, a_kind, did_you_mean
+from spmd.hosts.replicas import check_replicas
 
 
 class Info:
@@ -96,6 +97,30 @@ class Callback:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take back what `save` gave; called after `on_start`, in a resumed run only."""
+
+
+class CheckReplicas(Callback):
+    """Holds copies of the state's arrays against each other every so many steps (`spmd.hosts.replicas`); `fit` does so before the first.
+
+    Each device reads its part of the state once, and the loop waits for it. A device or host that computes wrongly is found so: the
+    error names arrays, devices and processes.
+
+    Args:
+      every: steps from one check to the next.
+
+    Example:
+      >>> CheckReplicas(every=1000).every
+      1000
+    """
+
+    def __init__(self, every: int = 1000):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise OptionError(f"CheckReplicas: every={every!r}; a whole number from 1.")
+        self.every, self.exact = every, True
+
+    def on_step(self, info: Info) -> None:
+        """Raise `ClusterError` where copies differ."""
+        check_replicas(info.state, f"after step {info.step}")
 
 
 class Each(Callback):

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from spmd.run.checkpoint import Store
 from spmd.run.history import History
 from spmd.run.length import Length, allowing
 from spmd.run.loggers import Logger
+from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.signals import ENDED, INTERRUPTED, interruptible
 from spmd.train.metrics import fetch
@@ -52,6 +52,7 @@ class Loop:
     step: int = 0
     position: Position = dataclasses.field(default_factory=Position)
     stop_reason: str | None = None
+    pace: Pace = dataclasses.field(default_factory=Pace)
     saved_callbacks: list[list[Any]] = dataclasses.field(default_factory=list)  # (class name, what it saved), from a checkpoint
 
     def __post_init__(self):
@@ -63,7 +64,7 @@ class Loop:
         self._number, self._newest = self.position.epoch, None
         self._guard = guard.current()
         self._seen, self._stopped = (self.step, self.position.epoch), False
-        self._measured_at, self._marked = -1, (-1, time.monotonic(), 0)
+        self._measured_at = -1
         self._callbacks = [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]
         self._fetch = fetch()
         self._exact = [c.every for c in self._callbacks if (c.exact if c.exact is not None else c.every > 1)]
@@ -125,7 +126,7 @@ class Loop:
         batches = allowing(batches) if own and not self.prefetch else batches
         with prefetch(batches, self.placer, self.prefetch if own else 0) as placed:
             ready = even.batches(placed, f"epoch {self._number + 1}") if own else placed
-            yield (functools.partial(self._dispatch, batch) for batch in ready)
+            yield (functools.partial(self._dispatch, batch) for batch in self.pace.waited_for(ready))
 
     def _dispatch(self, batch: Batch) -> None:
         """One step and its bookkeeping."""
@@ -179,6 +180,7 @@ class Loop:
         packed = self._fetch(packed)
         packed = packed if packed.ndim == 3 else packed[None]
         self._guard.at("step", first + len(packed) - 1)
+        self.pace.step()
         self.history.add_steps(first, packed)
         self._samples += sum(rows)
         if first == 1:
@@ -210,7 +212,15 @@ class Loop:
         """Log the means since the last record; at the end of a run these may be fewer steps."""
         step, epoch = self._seen
         if self._window[1].any():
-            self._log({"step": step, "epoch": epoch, **self._means(self._window), **self.program.constants(step - 1), **self._speed(step)})
+            self._log(
+                {
+                    "step": step,
+                    "epoch": epoch,
+                    **self._means(self._window),
+                    **self.program.constants(step - 1),
+                    **self.pace.record(step, self._samples),
+                }
+            )
             self._window = np.zeros_like(self._window)
 
     def _check_first(self, sums: np.ndarray) -> None:
@@ -248,7 +258,7 @@ class Loop:
         self._drain()
         self._measured_at = self.step
         self._guard.at("eval", self.step)
-        with jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
+        with self.pace.apart(), jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
             self._evaluated = {f"eval_{name}": value for name, value in self.evaluate(self.state).items()}
         self._guard.at("step", self.step)
         self.history.add_evaluation(self.step, self._evaluated)
@@ -268,7 +278,7 @@ class Loop:
         if best is not None and metrics and best not in metrics:
             raise OptionError(f'Checkpoint: there is no metric "{best}".\n    cure: {did_you_mean(best, metrics)}')
         self._guard.at("save", self.step)
-        with jax.transfer_guard_device_to_host("allow"):  # Orbax fetches the state
+        with self.pace.apart(), jax.transfer_guard_device_to_host("allow"):  # Orbax fetches the state
             saved = self.store.save(self.state, self.step, self._meta(), metrics)
         self._guard.at("step", self.step)
         if saved:
@@ -277,7 +287,7 @@ class Loop:
     def _meta(self) -> dict[str, Any]:
         """Everything beside the arrays that a resumed run needs."""
         kept = [[type(callback).__name__, callback.save()] for callback in self.callbacks]
-        return {**self.meta, "position": dataclasses.asdict(self.position), "callbacks": kept}
+        return {**self.meta, "position": dataclasses.asdict(self.position), "callbacks": kept, "pace": self.pace.saved()}
 
     def _rescue(self, error: BaseException, *, save: bool) -> None:
         """Save what there is and close; what fails meanwhile is told beside the error, not instead of it.
@@ -365,17 +375,6 @@ class Loop:
 
     def _means(self, sums: np.ndarray) -> dict[str, float]:
         return dict(zip(self.program.names, (sums[0] / sums[1]).tolist(), strict=True))
-
-    def _speed(self, step: int) -> dict[str, float]:
-        """Steps and samples per second since the last look."""
-        (before, then, samples), now = self._marked, time.monotonic()
-        self._marked = (step, now, self._samples)
-        if before < 0 or now <= then:
-            return {}
-        return {
-            "steps_per_second": round((step - before) / (now - then), 3),
-            "samples_per_second": round((self._samples - samples) / (now - then), 1),
-        }
 
     def _info(self, step: int, epoch: int, metrics: dict[str, float], rows: int, *, exact: bool) -> Info:
         return Info(self, step, epoch, metrics, rows, exact=exact)

@@ -32,6 +32,8 @@ def options():
     parser.add_argument("--at", type=int, default=25, help="after how many steps")
     parser.add_argument("--always", action="store_true", help="in every attempt, not only the first")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--layout", default="fsdp_bf16")
     return parser.parse_args()
@@ -73,6 +75,9 @@ def main():
     mine = rank == given.rank and (given.always or attempt == "0")
 
     def fault(info):
+        time.sleep(given.pause)
+        if given.pause and info.step % 10 == 0:
+            print(f"STEP {info.step}", flush=True)
         if info.step == given.at + 1:
             print(f"STEP {info.step} at {time.time()}", flush=True)
         if not mine or info.step != given.at:
@@ -106,7 +111,7 @@ def main():
         loss=spmd.losses.cross_entropy,
         optimizer=optax.sgd(0.5 if differs("learning rate") else 0.1, momentum=0.9),
         layout="data_parallel" if differs("layout") else given.layout,
-        checkpoint=spmd.Checkpoint(given.folder, every=10) if given.folder else None,
+        checkpoint=spmd.Checkpoint(given.folder, every=given.every) if given.folder else None,
         resume=given.resume,
         callbacks=[fault],
         progress=False,

@@ -8,8 +8,9 @@ import pytest
 from spmd.errors import ClusterError, OptionError
 from spmd.hosts import coordination, guard
 from spmd.hosts.arrival import join
-from spmd.hosts.guard import Guard, Limits
+from spmd.hosts.guard import Guard
 from spmd.hosts.handshake import agree, program_facts
+from spmd.hosts.limits import Limits
 
 
 def test_limits_as_they_are_written():

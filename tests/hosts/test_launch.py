@@ -219,3 +219,32 @@ def test_who_has_called_jax_distributed_is_joined(tmp_path):
     for rank, (process, text) in enumerate(zip(both, told, strict=True)):
         assert process.returncode == 0
         assert f"JOINED process {rank} of 2 (jax.distributed), process 0 at {address} 4" in text and "WEIGHT 3.0" in text
+
+
+def listening(pid):
+    """Addresses, as the system has them, that a process listens at."""
+    own = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    found = []
+    for kind in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+                found.append(words[1].partition(":")[0])
+    return found
+
+
+@SLOW
+def test_nothing_listens_beyond_the_chosen_address(tmp_path):
+    """Process 0 has the coordination service, and all have Gloo's sockets: on loopback, where all is on one host."""
+    found = []
+
+    def look(process, run):
+        while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
+            time.sleep(0.02)
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+        found.extend((pid, address) for pid in [*children, process.pid] for address in listening(pid))
+
+    run = job("--folder", tmp_path / "run", "--fault", "wait", meanwhile=look)
+    assert run.code == 0, run.text
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert len({pid for pid, _ in found}) >= 1 and {address for _, address in found} <= loopback, found

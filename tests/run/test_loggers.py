@@ -44,7 +44,7 @@ def scalars(folder):
     return found
 
 
-SPEED = {"steps_per_second", "samples_per_second"}
+SPEED = {"steps_per_second", "samples_per_second", "data_wait", "goodput"}
 WRITTEN = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25, "eval_accuracy": 1}]
 KINDS = {
     "JsonLines": (lambda at: JsonLines(at / "log.jsonl"), lambda at, log: json_records(at / "log.jsonl")),

@@ -1,0 +1,100 @@
+"""Where the time of a run goes, by a clock that the test sets."""
+
+import time
+
+import numpy as np
+import pytest
+from small import fit_net, labelled
+
+import spmd
+from spmd.run import pace
+from spmd.run.pace import Pace
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Both clocks, which stand until the test moves them."""
+
+    class Clock:
+        now = 1000.0
+
+        def monotonic(self):
+            return self.now
+
+        def time(self):
+            return self.now + 1e9
+
+    found = Clock()
+    monkeypatch.setattr(pace, "time", found)
+    return found
+
+
+def test_goodput_is_what_neither_compiling_nor_saving_took(clock):
+    own = Pace()
+    clock.now += 30.0  # compiling
+    own.step()
+    own.record(1, 32)
+    for _ in own.waited_for(range(2)):
+        clock.now += 20.0
+    with own.apart():
+        clock.now += 10.0
+    found = own.record(201, 32 * 201)
+    assert found == {"steps_per_second": 4.0, "samples_per_second": 128.0, "data_wait": 0.0, "goodput": round(40 / 80, 3)}
+    assert own.saved() == [40.0, 1000.0 + 1e9]
+
+
+def test_waiting_for_data_is_counted(clock):
+    def slow():
+        for item in range(4):
+            clock.now += 5.0
+            yield item
+
+    own = Pace()
+    own.step()
+    own.record(0, 0)
+    assert [item for item in own.waited_for(slow()) if not setattr(clock, "now", clock.now + 15.0)] == [0, 1, 2, 3]
+    assert own.record(8, 8)["data_wait"] == 0.25 and own.waited == 20.0
+
+
+def test_a_restart_carries_what_is_in_the_checkpoint_and_the_time_since_the_first_start(clock):
+    first = Pace()
+    first.step()
+    clock.now += 60.0
+    carried = first.saved()
+    clock.now += 30.0  # made again
+    second = Pace(carried)
+    clock.now += 10.0
+    second.step()
+    second.record(0, 0)
+    clock.now += 20.0
+    assert second.record(10, 10)["goodput"] == round((60 + 20) / 120, 3)
+
+
+def test_records_of_a_run_have_them(tmp_path):
+    class Memory:
+        def __init__(self):
+            self.records = []
+
+        def write(self, record):
+            self.records.append(record)
+
+        def close(self):
+            pass
+
+    log = Memory()
+    fit_net(labelled(80), epochs=3, log_every=1, loggers=[log])
+    last = log.records[-1]
+    assert 0.0 < last["goodput"] <= 1.0 and 0.0 <= last["data_wait"] <= 1.0
+
+
+def test_replicas_are_checked_every_so_many_steps(monkeypatch):
+    seen = []
+    monkeypatch.setattr("spmd.run.callbacks.check_replicas", lambda state, when: seen.append((int(np.asarray(state.step)), when)))
+    fit_net(labelled(80), epochs=2, callbacks=[spmd.callbacks.CheckReplicas(every=3)])
+    assert seen and [step for step, _ in seen] == list(range(3, 3 * len(seen) + 1, 3)) and seen[0][1] == "after step 3"
+    with pytest.raises(spmd.SpmdError, match="CheckReplicas: every=0"):
+        spmd.callbacks.CheckReplicas(every=0)
+
+
+def test_the_clocks_of_this_file_are_the_real_ones_again():
+    assert pace.time is time
