@@ -32,6 +32,7 @@ LOOK = 0.25  # seconds between two looks, of up to 500 processes
 LINGER = 3.0  # seconds that who fails, and process 0, which has the service, stay at most so that others can read why
 GRACE = 30.0  # seconds for all to say at which step they could stop
 COMPARED, SLOW = 30.0, 0.2  # seconds between two looks at who waits for data; the share of time from which it is told
+LONGEST = 4000  # letters of an error that are told
 TIMES = 10.0  # a step stalls at so many times the mean, if that is more than the limit
 
 
@@ -83,7 +84,7 @@ class Guard:
 
     def failed(self, error: BaseException, code: int = FAILED) -> None:
         """An error that nobody has caught: whoever waits for this process is told."""
-        report(f"{self.rank}", {"step": self.step, "error": _text(error), "code": code})
+        report(f"{self.rank}", {"step": self.step, "error": _text(error)[:LONGEST], "code": code})
 
 
 class Together(Guard):
@@ -186,13 +187,13 @@ class Together(Guard):
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(3 * self._look)  # the thread leaves with what another has told
         with self._leaving:
+            self._end_in(3 * LINGER, code)  # first: what comes may hang, as a file system does
             super().failed(error, code)
-            self._end_in(3 * LINGER, code)
             self._tell(_text(error))
             self._leave(code)
 
     def _tell(self, text: str) -> None:
-        record = {"host": socket.gethostname(), "phase": self.phase, "step": self.step, "error": text[:4000]}
+        record = {"host": socket.gethostname(), "phase": self.phase, "step": self.step, "error": text[:LONGEST]}
         try:
             coordination.put(f"now/fail/{self.rank}", json.dumps(record))
         except Exception as error:  # the service is gone, and so is who could have read it
@@ -259,6 +260,7 @@ class Together(Guard):
         others = {rank: record for rank, record in failures.items() if rank != self.rank}
         if others:
             with self._leaving:  # unless this one is about to leave for its own error
+                self._end_in(2 * LINGER, PEER)
                 for rank, record in sorted(others.items()):
                     where = f"process {rank} on {escaped(record['host'], 100)}"
                     self._say(f"{where} failed at step {int(record['step'])} ({escaped(record['phase'], 20)}): {escaped(record['error'])}")
@@ -275,12 +277,12 @@ class Together(Guard):
     def _stall(self, phase: str, changed: float, limit: float) -> None:
         """Say where everyone is, and leave."""
         with self._leaving:
+            self._end_in(2 * LINGER, STALLED)
             spent = time.monotonic() - changed
             self._say(f"stalled: no progress for {spent:.1f} s in {phase} (limit {limit:g}); the threads of this process:")
             faulthandler.dump_traceback(all_threads=True)
             text = f"stalled in {phase} (limit {limit:g} s)"
             report(f"{self.rank}", {"step": self.step, "error": text, "code": STALLED})
-            self._end_in(2 * LINGER, STALLED)
             now = time.time()
             for rank, beat in sorted((int(rank), json.loads(text)) for rank, text in coordination.below("beat/").items()):
                 where = f"process {rank}: step {beat['step']}, {escaped(str(beat['phase']), 20)}"

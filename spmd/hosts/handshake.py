@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import re
+import time
 import zlib
 from collections.abc import Mapping
 
@@ -70,10 +71,10 @@ def first_of_all(text: str, timeout: float = 1800.0) -> str:
 
 def _verdict(place: str, size: int, facts: Mapping[str, str], timeout: float) -> tuple[bool, str]:
     """By process 0: whether somebody did not come; and who, or what differs, "" where nothing does."""
-    hashes = {}
+    hashes, until = {}, time.monotonic() + timeout
     for rank in range(size):
         try:
-            hashes[rank] = coordination.get(f"{place}/hash/{rank}", timeout)
+            hashes[rank] = coordination.get(f"{place}/hash/{rank}", max(0.0, until - time.monotonic()))
         except TimeoutError:
             return True, f"process {rank} did not come in {timeout:g} s"
     others = [rank for rank in range(size) if hashes[rank] != hashes[0]]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import ipaddress
+import itertools
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 
-from spmd.errors import AbsentError, ClusterError
+from spmd.errors import AbsentError, ClusterError, escaped
 
 FIRST_PORT, PORTS = 61440, 4096  # where none is given: one of these, by the job's number
 
@@ -172,15 +173,26 @@ def _share(environ: Mapping[str, str], local: int, here: int) -> tuple[int, ...]
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs that a process of this host sees, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that a process of this host sees, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+      ClusterError: there is a driver, but it does not work.
+    """
     if "CUDA_VISIBLE_DEVICES" in environ:
-        return [name for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+        given = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+        return list(itertools.takewhile(lambda name: not name.startswith("-"), given))  # -1 is none, and ends the list
     if environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
         return [str(number) for number in range(int(environ["SLURM_GPUS_ON_NODE"]))]
     tool = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
     if tool is None:
         return []
-    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout.splitlines()
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
+        raise ClusterError(
+            f"nvidia-smi -L does not work: {escaped(str(told).strip(), 300)}\n    cure: CUDA_VISIBLE_DEVICES says which GPUs."
+        ) from None
     return [str(number) for number, _ in enumerate(line for line in listed if line.startswith("GPU "))]
 
 

@@ -15,12 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from spmd.errors import ClusterError
 from spmd.hosts.world import free_port, visible_gpus
 from spmd.launch.group import Group, started
 from spmd.launch.machine import report_folder, runner
 from spmd.launch.restarts import records
 
-SILENCE = 30.0  # seconds without a word from the launcher, which says one every few
+SILENCE = 12.0  # seconds without a word from the launcher, which says one every few
+PIECE = 65536  # letters of a line, each of which may take six
 _writing = threading.Lock()
 
 
@@ -28,7 +30,7 @@ def main(address: str) -> None:
     """Say what there is here, start what is asked for, and say what it came to."""
     heard: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threading.Thread(target=_read, args=(heard,), daemon=True).start()
-    _say("hello", {"host": socket.gethostname(), "gpus": visible_gpus(), **_port(address)})
+    _say("hello", {"host": socket.gethostname(), **_here(address)})
     while (asked := _next(heard)) is not None and "start" not in asked:
         pass  # it only says that it is there
     if asked is None:
@@ -39,19 +41,21 @@ def main(address: str) -> None:
         command = runner(group_of["words"])
         commands = {int(rank): (command, shared | own) for rank, own in group_of["own"].items()}
         prefixes = {int(rank): text for rank, text in group_of["prefixes"].items()}
-        with started(commands, prefixes.__getitem__, write=lambda line: _say("line", line)) as group:
+        with started(commands, prefixes.__getitem__, write=_print) as group:
             threading.Thread(target=_obey, args=(group, heard, folder), daemon=True).start()
             codes = group.wait(group_of["grace"])
         _say("ended", {"codes": codes, "first": group.first, "records": records(folder)})
 
 
-def _port(address: str) -> dict[str, Any]:
-    """A free port of an address of this host; or what is wrong with it."""
+def _here(address: str) -> dict[str, Any]:
+    """This host's GPUs, and a free port of its address; or what is wrong."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
-        return {"address": found, "port": free_port(str(found))}
+        return {"gpus": visible_gpus(), "address": found, "port": free_port(str(found))}
     except OSError as error:
         return {"problem": f"{address} is no address of this host: {error}"}
+    except ClusterError as error:
+        return {"problem": str(error)}
 
 
 def _read(heard: queue.Queue) -> None:
@@ -72,8 +76,8 @@ def _obey(group: Group, heard: queue.Queue, folder: Path) -> None:
     """Pass signals on; when the launcher is gone, end all."""
     while (said := _next(heard)) is not None:
         if "signal" in said:
+            group.asked = group.asked or said["signal"]  # first: who ends by it was asked to
             group.signal(said["signal"])
-            group.asked = group.asked or said["signal"]
     group.asked = group.asked or signal.SIGKILL
     until = time.monotonic() + 5.0
     while time.monotonic() < until:  # one that is just being started too
@@ -81,6 +85,12 @@ def _obey(group: Group, heard: queue.Queue, folder: Path) -> None:
         time.sleep(0.2)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)  # the launcher reads nothing any more, and writing could wait for it for ever
+
+
+def _print(line: str) -> None:
+    """A line that a process has printed, in pieces that the launcher reads."""
+    for start in range(0, len(line), PIECE):
+        _say("line", line[start : start + PIECE])
 
 
 def _say(kind: str, what: Any) -> None:

@@ -80,7 +80,7 @@ def _printed(mark: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     with contextlib.suppress(OSError):
-        os.write(1, f"{pipes.MARK}{mark}{pipes.MARK}\n".encode())
+        os.write(1, f"{mark}\n".encode())
 
 
 if __name__ == "__main__":

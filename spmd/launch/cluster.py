@@ -79,7 +79,7 @@ def _lines(path: Path, text: str) -> tuple[Host, ...]:
             if key in found:
                 raise OptionError(f"{where}: {key} is there twice.\n    cure: once.")
             found[key] = _count(value, where) if key == "processes" else _name(value, where)
-        if name in hosts:
+        if any(Host(name).reached == host.name.rpartition("@")[2] for host in hosts.values()):
             raise OptionError(f"{where}: {name} is there twice.\n    cure: one line, with processes=2.")
         hosts[name] = Host(name, **found)
     return tuple(hosts.values())
@@ -101,6 +101,8 @@ def _jobs(path: Path, text: str) -> tuple[Host, ...]:
                 f'{path}: the job "ps".\n    cure: leave it out; the devices of the workers keep the parameters, '
                 "as [parameter_server] of the layout says."
             )
+        if not re.fullmatch(r"[\w-]+", job):
+            raise OptionError(f"{path}: the job {job!r}.\n    cure: letters, digits, _ and -.")
         for index, name in enumerate(names):
             if not isinstance(name, str):
                 raise OptionError(f"{path}: task {index} of {job} is {name!r}.\n    cure: the name of its host.")
@@ -122,7 +124,7 @@ def _table(path: Path, given: dict[str, Any], key: str, kind: type) -> dict[str,
 
 def _name(text: str, where: str) -> str:
     """A name that ssh takes for one, and no shell for anything else."""
-    if not re.fullmatch(r"(?:[A-Za-z0-9_][\w.-]{0,63}@)?\[?[A-Za-z0-9_:][A-Za-z0-9_.:-]{0,253}\]?", text, re.ASCII):
+    if not re.fullmatch(r"(?:[A-Za-z0-9_][\w.-]{0,63}@)?[A-Za-z0-9_:][A-Za-z0-9_.:-]{0,253}", text, re.ASCII):
         raise OptionError(
             f"{where}: {text!r} is no name of a host.\n    cure: such as gpu01, user@gpu01 or 10.0.0.1; ports are found by themselves."
         )

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.errors import escaped
 from spmd.launch.cluster import Host
+from spmd.launch.group import to_stdout
 
 ALIVE = 5.0  # seconds between two words to each host, so that it knows that it was not cut off
 LONGEST = 1 << 20  # characters of a line from a host
@@ -23,7 +24,7 @@ LONGEST = 1 << 20  # characters of a line from a host
 class Line:
     """The connection to the agent of one host."""
 
-    def __init__(self, host: Host, ssh: str, python: str, folder: str):
+    def __init__(self, host: Host, ssh: Sequence[str], python: str, folder: str):
         own = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} " if "PYTHONPATH" in os.environ else ""
         command = f"cd {shlex.quote(folder)} && exec {own}{shlex.quote(python)} -m spmd.launch.agent {shlex.quote(host.reached)}"
         self.host = host
@@ -34,7 +35,7 @@ class Line:
         self.hello: dict[str, Any] = {}
         self.writing = threading.Lock()
         self.process = subprocess.Popen(
-            [*shlex.split(ssh), host.name, command],
+            [*ssh, host.name, command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -64,25 +65,34 @@ class Line:
         with self.writing, contextlib.suppress(OSError, ValueError):
             self.process.stdin.close()  # type: ignore[union-attr]
 
-    def close(self) -> None:
-        """End the connection, however the agent takes it."""
+    def close(self, until: float) -> None:
+        """End the connection, however the agent takes it; by then, on the monotonic clock, at the latest."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=2.0)
+            self.process.wait(timeout=max(0.1, until - time.monotonic()))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for thread in self.threads[:2]:
-            thread.join(timeout=5.0)
+            thread.join(timeout=max(0.1, until - time.monotonic()))
+        for stream, thread in zip((self.process.stdout, self.process.stderr), self.threads, strict=False):
+            if stream is not None and not thread.is_alive():  # what ssh has left behind may keep them open
+                stream.close()
 
     def _read(self) -> None:
-        with contextlib.suppress(ValueError, OSError):  # what is not ours ends the connection, as its end does
+        """Print lines, and keep what is for the launcher; what is not of an agent ends the connection, as its end does."""
+        why = ""
+        try:
             while line := self.process.stdout.readline(LONGEST):  # type: ignore[union-attr]
                 said = json.loads(line)
                 if "line" in said:
-                    print(said["line"], end="", flush=True)
-                else:
+                    with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or not in these letters
+                        to_stdout(said["line"])
+                elif isinstance(said, dict):
                     self.heard.put(said)
-        self.heard.put({"gone": True})
+        except (ValueError, TypeError, RecursionError):
+            why = f"what it says is not from spmd: {escaped(line.strip(), 200)}"
+        finally:
+            self.heard.put({"gone": why})
 
     def _complaints(self) -> None:
         for line in self.process.stderr or ():

@@ -65,21 +65,26 @@ class Group:
                 found[rank] = told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
         return found
 
-    def wait(self, grace: float) -> dict[int, int]:
+    def wait(self, grace: float, send: Callable[[int], None] | None = None) -> dict[int, int]:
         """Until all have ended: by themselves, or soon after one that failed, or that many seconds after they were asked to.
+
+        Args:
+          grace: seconds.
+          send: sends a signal to all, once; None: as `signal` does.
 
         Returns:
           Exit codes by rank; negative ones are signals.
         """
         until: float | None = None
-        first: dict[int, int] = {}
+        first, killed = dict[int, int](), False
         while len(codes := self.ended()) < len(self.processes):
             if until is None and self.asked == signal.SIGTERM:
                 until = time.monotonic() + grace
             elif until is None and self.asked is None and any(codes.values()):
                 until, first = time.monotonic() + SETTLE, codes
             if until is not None and time.monotonic() > until:
-                self.signal(signal.SIGKILL)
+                (self.signal if send is None or killed else send)(signal.SIGKILL)
+                killed = True
             time.sleep(LOOK)
         self.first = first or codes
         return codes
@@ -98,6 +103,7 @@ def started(
     *,
     write: Callable[[str], None] = to_stdout,
     inherited: Mapping[int, Sequence[int]] | None = None,
+    group: Group | None = None,
 ) -> Iterator[Group]:
     """Start a command with an environment for each rank; at the end of the block none of them is left, whatever happens.
 
@@ -106,8 +112,9 @@ def started(
       prefix: what stands before each line of a rank.
       write: takes what they print, line by line, in threads.
       inherited: file descriptors by rank that a process has besides.
+      group: an empty one that signals go to already; what it was asked meanwhile its processes are.
     """
-    group, readers = Group({}), []
+    group, readers = group or Group({}), []
     try:
         for rank, (command, environment) in commands.items():
             process = subprocess.Popen(
@@ -125,13 +132,16 @@ def started(
             reader = threading.Thread(target=_copy, args=(process.stdout, prefix(rank), write), daemon=True)
             reader.start()
             readers.append(reader)
+        if group.asked is not None:
+            group.signal(group.asked)
         yield group
     finally:
         group.signal(signal.SIGKILL)  # also what those that have ended have left behind
         for process in group.processes.values():
             process.wait()
+        until = time.monotonic() + 5.0  # what they have left behind may keep their output open
         for reader in readers:
-            reader.join(timeout=5.0)
+            reader.join(timeout=max(0.1, until - time.monotonic()))
         for process in group.processes.values():
             if process.stdout is not None and not any(reader.is_alive() for reader in readers):
                 process.stdout.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from spmd.errors import OptionError
 from spmd.hosts.world import free_port, visible_gpus
-from spmd.launch.group import Signalled, started
+from spmd.launch.group import Group, Signalled, started
 from spmd.launch.restarts import Attempt, attempted, records, repeated
 from spmd.launch.settings import Settings, whole_number
 
@@ -89,7 +89,7 @@ def _attempt(words: Sequence[str], how: Machine, number: int) -> Attempt:
     """All processes, once."""
     with report_folder() as folder:
         commands = {rank: (runner(words), environment) for rank, environment in environments(how, number, folder).items()}
-        with started(commands, prefixes(how.count)) as group, forwarded(group):
+        with forwarded(group := Group({})), started(commands, prefixes(how.count), group=group):
             codes = group.wait(how.settings.grace)
         return attempted(records(folder), codes, group.first, group.asked)
 

@@ -134,7 +134,7 @@ class Processes:
         if coordination.started():
             raise OptionError("this is one of several processes already.\n    cure: call the function; or start processes from a notebook.")
         self.count, self._grace = how.count, how.settings.grace
-        self._calls, self._lock, self._down = 0, threading.Lock(), ""
+        self._lock, self._down = threading.Lock(), ""
         self._running = Running()
         self._abandoned = weakref.finalize(self, self._running.end, 0.0)  # also at the end of this process
         try:
@@ -210,12 +210,10 @@ class Processes:
             self._lock.release()
 
     def _called(self, call: bytes) -> Any:
-        self._calls += 1
-        mark = f"call {self._calls}"
-        answers = self._running.asked(pickle.dumps({**_here(), "call": call, "mark": mark}))
+        answers = self._running.asked(pickle.dumps({**_here(), "call": call, "mark": self._running.lines.next_mark()}))
         if len(answers) < self.count or any(answer.startswith(FAILED) for answer in answers.values()):
             raise self._failed(answers)
-        self._running.lines.until(mark, self.count)
+        self._running.lines.until(self.count)
         if answers[0].startswith(UNSENT):
             raise ProcessError(pickle.loads(answers[0][len(UNSENT) :]), 0)
         parts = {rank: pickle.loads(answer[len(DONE) :]) for rank, answer in answers.items() if answer.startswith(DONE)}

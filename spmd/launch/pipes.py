@@ -3,14 +3,19 @@
 import contextlib
 import dataclasses
 import os
+import secrets
 import selectors
 from collections.abc import Callable, Mapping
 
 LENGTH = 8  # bytes in front of each message
 LOOK = 0.05  # seconds between two looks at whether to go on
 PIECE = 1 << 20
-MARK = "\x1e"  # around what a process prints when a call is over
 READY, DONE, UNSENT, FAILED = b"R", b"D", b"U", b"F"  # how answers begin
+
+
+def mark() -> str:
+    """What a process prints when a call is over, and nothing else does."""
+    return f"\x1e{secrets.token_hex(8)}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,17 +1,23 @@
 """Processes on several hosts, reached by ssh, and restarted together when one fails: on fewer hosts if that is allowed."""
 
+import collections
 import contextlib
 import dataclasses
 import ipaddress
 import os
 import secrets
+import shlex
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, escaped
+from spmd.hosts.guard import PEER
+from spmd.launch.checked import variables
 from spmd.launch.cluster import Host
 from spmd.launch.connection import Line
 from spmd.launch.group import SETTLE, Signalled
@@ -21,7 +27,8 @@ from spmd.launch.settings import Settings, whole_number
 
 HELLO = 60.0  # seconds for a host to answer
 PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL")  # how variables begin that go to all hosts
-SSH = "ssh -T -x -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+KEPT = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+OPTIONS = ("-T", "-x", *(word for option in KEPT for word in ("-o", option)))  # the user's own come first, and count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Remote:
 
     hosts: tuple[Host, ...]
     least: int | None = None
-    ssh: str = SSH
+    ssh: str = "ssh"
     python: str = sys.executable
     folder: str = dataclasses.field(default_factory=os.getcwd)
     variables: tuple[str, ...] = ()
@@ -50,24 +57,43 @@ class Remote:
         whole_number("min_hosts", self.least, len(self.hosts))
         if self.least is not None and not self.settings.max_restarts:
             raise OptionError("min_hosts is for restarts, and there are none.\n    cure: --max-restarts 10.")
-        if not self.ssh.split():
-            raise OptionError("ssh is nothing.\n    cure: a command, such as ssh -p 2222.")
         if self.settings.simulate and any(host.processes is None for host in self.hosts):
             name = next(host.name for host in self.hosts if host.processes is None)
             raise OptionError(f"how many processes {name} is to have is not said, and GPUs are not counted.\n    cure: {name} processes=1")
+        try:
+            words = shlex.split(self.ssh)
+        except ValueError as error:
+            raise OptionError(f"ssh {self.ssh!r} cannot be read: {error}.\n    cure: a command, such as ssh -p 2222.") from None
+        if not words or shutil.which(words[0]) is None:
+            raise OptionError(f"ssh {self.ssh!r} is no command here.\n    cure: a command, such as ssh -p 2222.")
+        self._own()
+
+    def _own(self) -> dict[str, str]:
+        """Variables that were asked for.
+
+        Raises:
+          OptionError: one that is not set, is given twice, or that something else says.
+        """
         for word in self.variables:
-            if not word.partition("=")[0].isidentifier():
-                raise OptionError(f"variable {word!r}.\n    cure: NAME, or NAME=VALUE.")
             if "=" not in word and word not in os.environ:
-                raise OptionError(f"variable {word} is not set here.\n    cure: {word}=VALUE.")
+                raise OptionError(f"variable {word!r} is not set here.\n    cure: {word}=VALUE.")
+            if word.partition("=")[0] == "CUDA_VISIBLE_DEVICES":
+                raise OptionError(
+                    f"variable {word!r}: GPUs are shared out by the launcher.\n    cure: set it on the host, for ssh's commands."
+                )
+        pairs = [(name, value if equals else os.environ[name]) for name, equals, value in (word.partition("=") for word in self.variables)]
+        return variables(pairs, self.settings.environment())
+
+    @property
+    def command(self) -> list[str]:
+        """ssh, to which a host and what to run there are added; it asks nothing, and notices when a host is gone."""
+        words = shlex.split(self.ssh)
+        return [*words, *(OPTIONS if Path(words[0]).name == "ssh" else ())]
 
     def environment(self) -> dict[str, str]:
         """What all processes are told, of the variables that are set here."""
         found = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
-        for word in self.variables:
-            name, equals, value = word.partition("=")
-            found[name] = value if equals else os.environ[name]
-        return {**found, **self.settings.environment(), "PYTHONUNBUFFERED": "1"}
+        return {**found, **self._own(), **self.settings.environment(), "PYTHONUNBUFFERED": "1"}
 
 
 def launch_on(words: Sequence[str], how: Remote, say: Callable[[str], None]) -> int:
@@ -81,31 +107,33 @@ def launch_on(words: Sequence[str], how: Remote, say: Callable[[str], None]) -> 
     Returns:
       0, or what the process ended with that failed first; 255 where hosts could not be reached.
     """
-    check_script(words)
+    if not words or Path(how.folder) == Path.cwd():  # elsewhere only the hosts know
+        check_script(words)
     full: list[int] = []  # processes of the first attempt
     return repeated(lambda number: _attempt(words, how, number, full, say), how.settings.max_restarts, say)
 
 
 def _attempt(words: Sequence[str], how: Remote, number: int, full: list[int], say: Callable[[str], None]) -> Attempt:
     """All processes, once, on the hosts that answer."""
-    with _connected(how) as lines, forwarded(group := Far(lines, say)):
-        group.lines = _answering(lines, group, say)
+    with _connected(how) as lines, forwarded(group := Far(lines, say), group.wish):
+        there = _answering(lines, group, how, say, first=not full)
         wanted = len(how.hosts) if how.least is None or not full else how.least  # at first a name may be wrong
-        if group.asked is not None or len(group.lines) < wanted:
-            say(f"{len(group.lines)} of {len(lines)} hosts are there")
-            return Attempt({0: LOST}, asked=group.asked)
-        own = _processes(group.lines)
+        if group.asked is not None or len(there) < wanted:
+            say(f"{len(there)} of {len(lines)} hosts are there")
+            return Attempt({0: LOST if group.asked is None else -group.asked}, asked=group.asked)
+        own = _processes(there, how)
         full[:] = full or [len(own)]
-        if len(group.lines) < len(lines):
-            say(f"going on with {len(own)} of {full[0]} processes, on {', '.join(line.host.name for line in group.lines)}")
+        if len(there) < len(lines):
+            say(f"going on with {len(own)} of {full[0]} processes, on {', '.join(line.host.name for line in there)}")
         shared = how.environment() | {"SPMD_ATTEMPT": str(number), "SPMD_FULL": str(full[0]), "SPMD_TOKEN": secrets.token_hex(16)}
-        shared |= {"SPMD_PROCESSES": str(len(own)), "SPMD_COORDINATOR": _meeting(group.lines)}
-        for line in group.lines:
+        shared |= {"SPMD_PROCESSES": str(len(own)), "SPMD_COORDINATOR": _meeting(there[0])}
+        for line in there:
             mine = {rank: own[rank] for rank in line.ranks}
             prefixes = {rank: f"[{own[rank].get('SPMD_JOB', line.host.name)}:{own[rank].get('SPMD_TASK', rank)}] " for rank in line.ranks}
             line.say({"start": {"words": words, "own": mine, "environment": shared, "prefixes": prefixes, "grace": how.settings.grace}})
+        group.lines = there
         codes = group.wait(how.settings.grace)
-        return attempted(group.records, codes, group.first, group.asked)
+        return dataclasses.replace(attempted(group.records, codes, group.first, group.asked), fewer=len(there) < len(lines))
 
 
 @contextlib.contextmanager
@@ -114,60 +142,93 @@ def _connected(how: Remote) -> Iterator[list[Line]]:
     lines: list[Line] = []
     try:
         for host in how.hosts:
-            lines.append(Line(host, how.ssh, how.python, how.folder))
+            lines.append(Line(host, how.command, how.python, how.folder))
         yield lines
     finally:
         for line in lines:
             line.leave()
+        until = time.monotonic() + 5.0
         for line in lines:
-            line.close()
+            line.close(until)
 
 
-def _answering(lines: Sequence[Line], group: Signalled, say: Callable[[str], None]) -> list[Line]:
-    """The hosts that say hello in time, and can do what is wanted; of the others it is told why not."""
-    until, found = time.monotonic() + HELLO, []
-    for line in lines:
-        while line.said is None and group.asked is None and time.monotonic() < until:
-            line.hear(0.1)
+def _answering(lines: Sequence[Line], group: Signalled, how: Remote, say: Callable[[str], None], *, first: bool) -> list[Line]:
+    """The hosts that say hello in time, and can do what is wanted; of the others it is told why not.
+
+    Raises:
+      OptionError: at the first attempt, a host that has no place in this; later it is done without.
+    """
+    until, waited = time.monotonic() + HELLO, list(lines)
+    while waited and group.asked is None and time.monotonic() < until:
+        waited = [line for line in waited if line.hear(0.1 / len(waited)) is None]
+    found = []
+    for line in lines if group.asked is None else ():
         told = line.said or {}
-        why = told.get("hello", {}).get("problem") or ("" if "hello" in told else line.last or f"no answer in {HELLO:g} s")
-        if why:
-            say(f"{line.host.name}: {escaped(str(why), 300)}")
-        else:
+        why = "" if "hello" in told else str(told.get("gone") or line.last or f"no answer in {HELLO:g} s")
+        if not why:
             line.hello, line.said = told["hello"], None
+            try:
+                _check(line, how)
+            except OptionError as error:
+                if first:
+                    raise
+                why = str(error)
+        if why:
+            say(f"{line.host.name}: {escaped(why, 300)}")
+        else:
             found.append(line)
     return found
 
 
-def _processes(lines: Sequence[Line]) -> dict[int, dict[str, str]]:
-    """What only one process has, by rank: its number, its share of the GPUs, its name; each host's ranks follow each other."""
+def _check(line: Line, how: Remote) -> None:
+    """Whether a host can have its processes; and process 0, which any may get that is first at a restart."""
+    hello, host = line.hello, line.host
+    if "problem" in hello:
+        raise OptionError(f"{host.name}: {escaped(str(hello['problem']), 300)}.\n    cure: {host.name} address=ADDRESS, its own.")
+    gpus = _gpus(line, how)
+    count = host.processes if host.processes is not None else len(gpus)
+    if not count or len(gpus) % count:
+        raise OptionError(
+            f"{host.name} has {len(gpus)} GPUs for {count} processes.\n    cure: {host.name} processes=N, with N that divides it."
+        )
+    meets = host is how.hosts[0] or how.least is not None
+    if meets and len(how.hosts) > 1 and ipaddress.ip_address(hello["address"]).is_loopback and host.reached != hello["address"]:
+        raise OptionError(
+            f"{host.reached} is {hello['address']} on that host, which others cannot reach.\n"
+            f"    cure: {host.name} address=ADDRESS, its own on the cluster's network."
+        )
+
+
+def _gpus(line: Line, how: Remote) -> list[str]:
+    return [] if how.settings.simulate else line.hello["gpus"]
+
+
+def _processes(lines: Sequence[Line], how: Remote) -> dict[int, dict[str, str]]:
+    """What only one process has, by rank: its number, its share of the GPUs, its name; each host's ranks follow each other.
+
+    Raises:
+      OptionError: there is only one, and a limit for its waiting.
+    """
     found: dict[int, dict[str, str]] = {}
     for line in lines:
-        gpus, host = line.hello["gpus"], line.host
+        gpus, host = _gpus(line, how), line.host
         count = host.processes if host.processes is not None else len(gpus)
-        if not count or len(gpus) % count:
-            raise OptionError(
-                f"{host.name} has {len(gpus)} GPUs for {count} processes.\n    cure: {host.name} processes=N, with N that divides it."
-            )
         line.ranks = list(range(len(found), len(found) + count))
         share = len(gpus) // count
         for local, rank in enumerate(line.ranks):
             own = {"SPMD_PROCESS": str(rank), "SPMD_LOCAL_PROCESS": str(local), "SPMD_LOCAL_PROCESSES": str(count)}
             own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus[local * share : (local + 1) * share])} if gpus else {}
             if host.tasks:
-                own["SPMD_JOB"], _, own["SPMD_TASK"] = host.tasks[local].partition(":")
+                own["SPMD_JOB"], _, own["SPMD_TASK"] = host.tasks[local].rpartition(":")
             found[rank] = own
+    if how.settings.stall and len(found) == 1 and len(lines) == len(how.hosts):
+        raise OptionError("a process that is alone waits for nobody, so stall would do nothing.\n    cure: leave it out, or 2 processes.")
     return found
 
 
-def _meeting(lines: Sequence[Line]) -> str:
+def _meeting(first: Line) -> str:
     """Where process 0 calls the roll."""
-    address, port, host = lines[0].hello["address"], lines[0].hello["port"], lines[0].host
-    if ipaddress.ip_address(address).is_loopback and len(lines) > 1 and host.reached != address:
-        raise OptionError(
-            f"{host.reached} is {address} on that host, which others cannot reach.\n"
-            f"    cure: {host.name} address=ADDRESS, its own on the cluster's network."
-        )
+    address, port = first.hello["address"], first.hello["port"]
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -186,6 +247,11 @@ class Far:
         self.asked: int | None = None
         self.first: dict[int, int] = {}
         self.records: list[dict[str, Any]] = []
+        self._wishes: collections.deque[int] = collections.deque()
+
+    def wish(self, number: int) -> None:
+        """A signal for all, from a handler, which may have interrupted anything: it is sent by who waits."""
+        self._wishes.append(number)
 
     def signal(self, number: int) -> None:
         """Send a signal to all processes."""
@@ -200,33 +266,37 @@ class Far:
         """
         codes: dict[int, int] = {}
         until: float | None = None
-        pending = list(self.lines)
+        killed, pending = False, list(self.lines)
         while pending:
-            for line in list(pending):
-                if line.hear(0.02) is None:
-                    continue
+            while self._wishes:
+                self.signal(self._wishes.popleft())
+            ended = [line for line in pending if line.hear(0.05 / len(pending)) is not None]
+            for line in ended:
                 pending.remove(line)
-                ended = self._ended(line)
-                codes |= ended
-                self.first = self.first or {rank: code for rank, code in ended.items() if code}
+                codes |= self._ended(line)
             if until is None and self.asked == signal.SIGTERM:
                 until = time.monotonic() + grace + SETTLE
             elif until is None and self.asked is None and any(codes.values()):
                 until = time.monotonic() + 2 * SETTLE
-            if until is not None and time.monotonic() > until:
+            if until is not None and time.monotonic() > until and not killed:
                 self.signal(signal.SIGKILL)
+                killed = True
             if until is not None and time.monotonic() > until + SETTLE:
                 for line in pending:
-                    line.said = {"gone": "it could not be asked to end"}
+                    line.said = {"gone": "it does not answer"}
+        # who left for another's sake did not fail first, whichever host was heard first
+        self.first = dict(sorted(self.first.items(), key=lambda item: item[1] == PEER))
         return codes
 
     def _ended(self, line: Line) -> dict[int, int]:
         """What the processes of a host ended with."""
         told = line.said or {}
         if "ended" not in told:
-            self._say(f"{line.host.name}: the connection is gone{f': {line.last}' if line.last else ''}")
-            return dict.fromkeys(line.ranks, LOST)
+            why = told["gone"] or line.last
+            self._say(f"{line.host.name}: the connection is gone{f': {why}' if why else ''}")
+            lost = dict.fromkeys(line.ranks, LOST)
+            self.first |= lost
+            return lost
         self.records += told["ended"]["records"]
-        first = {int(rank): code for rank, code in told["ended"]["first"].items() if code}
-        self.first = self.first or first
+        self.first |= {int(rank): code for rank, code in told["ended"]["first"].items() if code}
         return {int(rank): code for rank, code in told["ended"]["codes"].items()}

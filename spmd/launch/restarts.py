@@ -26,6 +26,7 @@ class Attempt:
       began: the step that its first run began at; None where none began.
       failures: by rank, at which step what failed, as far as processes could tell, the first first.
       first: exit codes of those that ended first.
+      fewer: whether it had fewer hosts than there are; what does not fit those may fit all.
       asked: the signal by which somebody asked the whole group to end; None: nobody did.
     """
 
@@ -34,6 +35,7 @@ class Attempt:
     failures: Mapping[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
     first: Mapping[int, int] = dataclasses.field(default_factory=dict)
     asked: int | None = None
+    fewer: bool = False
 
     @property
     def why(self) -> str:
@@ -116,7 +118,7 @@ def stop_because(attempts: Sequence[Attempt], most: int) -> str | None:
     codes = set(last.codes.values())
     if DISAGREED in codes:
         return "processes that do not agree would not agree the next time either"
-    if USAGE in codes:
+    if USAGE in codes and not last.fewer:
         return "what was wrong before training began would be so again"
     if TERMINATED in codes:
         return "it was asked to end, and has saved"

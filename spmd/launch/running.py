@@ -28,14 +28,19 @@ class Lines:
 
     def __init__(self) -> None:
         self._lines: collections.deque[str] = collections.deque()
-        self._marks: collections.Counter[str] = collections.Counter()
+        self._mark, self._marked = pipes.mark(), 0  # what each process prints when a call is over; and how many have
         self._read, self._lost = False, 0
+
+    def next_mark(self) -> str:
+        """A mark for the next call, which nothing else prints."""
+        self._mark, self._marked = pipes.mark(), 0
+        return self._mark
 
     def add(self, line: str) -> None:
         """Keep a line; threads that read from processes call it. While nobody waits for a call, those above `KEPT` are counted only."""
-        text, cut, rest = line.partition(pipes.MARK)
+        text, cut, _ = line.partition(self._mark)
         if cut:  # the end of a call, maybe after a line that was not ended
-            self._marks[rest.partition(pipes.MARK)[0]] += 1
+            self._marked += 1
             if text.partition("] ")[2]:
                 self.add(text + "\n")
             return
@@ -64,14 +69,13 @@ class Lines:
             lost, self._lost = self._lost, 0
             to_stdout(f"spmd launch: {lost} lines, printed while no call was waited for, are not shown\n")
 
-    def until(self, mark: str, count: int) -> None:
-        """Print all that came before so many marks; one may be missing where a function has closed its standard output."""
+    def until(self, count: int) -> None:
+        """Print all that came before so many marks of this call; one may be missing where a function has closed its standard output."""
         until = time.monotonic() + MARKED
         with self.read():
-            while self._marks[mark] < count and time.monotonic() < until:
+            while self._marked < count and time.monotonic() < until:
                 self.show()
                 time.sleep(LOOK / 10)
-        self._marks.clear()
 
 
 class Running:

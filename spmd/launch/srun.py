@@ -61,9 +61,14 @@ def _attempt(
         with report_folder(reports, f"{job}.{number}") as folder:
             own = {name: value for name, value in environ.items() if name != "SPMD_LAUNCHER"}  # a task's parent is SLURM's daemon
             own |= {**settings.environment(), **_meeting(number, folder)}
-            with started({ALL: (command(words, environ), own)}, lambda _: "") as group:
-                with forwarded(group, lambda number: _signal(group, number, _step(folder, job), say)):
-                    codes = group.wait(settings.grace)
+            group = Group({})
+            send = lambda number: _signal(group, number, _step(folder, job), say)
+            with forwarded(group, send), started({ALL: (command(words, environ), own)}, lambda _: "", group=group):
+                try:
+                    codes = group.wait(settings.grace, send)
+                finally:
+                    if not group.ended():  # whatever ends this, tasks do not go on: their parent is not this process
+                        send(signal.SIGKILL)
             told = {rank: _plain(code) for rank, code in codes.items()}
             return attempted(records(folder), told, told, group.asked)
     finally:

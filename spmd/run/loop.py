@@ -106,7 +106,7 @@ class Loop:
                 # 1. one step (or one call of many); the batch was placed before, so the device does not wait for it
                 call()
                 # 2. the next batch, while the device works; without one this was the last step of the epoch
-                call = next(calls, None)
+                call = call if self._own_is_enough() else next(calls, None)
                 if call is None:
                     break
                 # 3. whatever is due at this step
@@ -212,15 +212,8 @@ class Loop:
         """Log the means since the last record; at the end of a run these may be fewer steps."""
         step, epoch = self._seen
         if self._window[1].any():
-            self._log(
-                {
-                    "step": step,
-                    "epoch": epoch,
-                    **self._means(self._window),
-                    **self.program.constants(step - 1),
-                    **self.pace.record(step, self._samples),
-                }
-            )
+            speed = self.pace.record(step, self._samples)
+            self._log({"step": step, "epoch": epoch, **self._means(self._window), **self.program.constants(step - 1), **speed})
             self._window = np.zeros_like(self._window)
 
     def _check_first(self, sums: np.ndarray) -> None:
@@ -354,6 +347,10 @@ class Loop:
 
     def _steps_done(self) -> bool:
         return self.length.steps is not None and self.step >= self.length.steps
+
+    def _own_is_enough(self) -> bool:
+        """Of several processes that read for themselves none asks for more than all need: some may have nothing left."""
+        return self.source.threaded and jax.process_count() > 1 and self._steps_done()
 
     def _done(self) -> bool:
         return self._steps_done() or (self.length.epochs is not None and self.position.epoch >= self.length.epochs)

@@ -174,3 +174,11 @@ def test_data_that_ends_earlier_in_one_process_ends_the_run_at_once(tmp_path, wh
     assert run.code == 1 and "DONE" not in run.text, run.text
     assert "stalled" not in run.text, "nobody had to wait for the limits of a stall"
     assert set(re.findall(rf"(?m)^\[([01])\] .*{told}", run.text)) == {"0", "1"}, run.text
+
+
+@SLOW
+def test_who_has_enough_asks_for_no_more(tmp_path):
+    """With `steps` that all have, it does not matter that one has more."""
+    run = launch("--processes", 2, "--simulate", 1, Path(__file__).parent / "uneven_job.py", "enough", tmp_path, seconds=60)
+    assert run.code == 0 and run.text.count("DONE") == 2, run.text
+    assert (tmp_path / "checkpoints" / "3").is_dir()

@@ -1,5 +1,6 @@
 """`spmd launch --hosts` over a stand-in for ssh: first on loopback, then between network namespaces with addresses of their own."""
 
+import io
 import json
 import os
 import re
@@ -7,14 +8,20 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 from launched import JOB, ROOT, launch
 
+from spmd.launch import remote
+from spmd.launch.cluster import Host
+from spmd.launch.settings import Settings
+
 SLOW = pytest.mark.slow
 STAND_IN = """#!/bin/sh
-# What ssh does, on this machine: HOST COMMAND. A host is down while there is a file of its name.
+# What ssh does, on this machine: [-T] [-x] [-o OPTION] HOST COMMAND. A host is down while there is a file of its name.
+while [ "${{1#-}}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done
 host=$1; shift
 if [ -e "{folder}/$host.down" ]; then echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; fi
 exec /bin/sh -c "$*"
@@ -34,6 +41,12 @@ def hosts(tmp_path):
         return launch("--hosts", file, "--ssh", ssh, "--folder", ROOT, "--simulate", 2, *options, JOB, *words, **more)
 
     return start
+
+
+def left(folder):
+    """Processes that have something to do with a folder."""
+    found = subprocess.run(["pgrep", "-f", f"runner .*{folder}"], capture_output=True, text=True, check=False)
+    return found.stdout.split()
 
 
 def agents(name):
@@ -90,7 +103,7 @@ def test_hosts_that_do_not_answer(hosts, tmp_path):
     assert run.code == 255 and not run.hashes, "a first attempt needs all: a name may be wrong"
     assert run.text.count("spmd launch: 1 of 2 hosts are there") == 2
     run = hosts(names=["127.0.0.1 processes=1", "192.0.2.1 processes=1"])
-    assert run.code == 255 and "192.0.2.1 is no address of this host" in run.text
+    assert run.code == 2 and "192.0.2.1 is no address of this host" in run.text and "cure: 192.0.2.1 address=ADDRESS" in run.text
 
 
 @SLOW
@@ -107,8 +120,51 @@ def test_what_ends_the_launcher_ends_all(hosts, tmp_path, whom):
     while agents("127.0.0.1") + agents("127.0.0.2") and time.monotonic() < until:
         time.sleep(0.1)
     assert not agents("127.0.0.1") and not agents("127.0.0.2")
+    assert not left(tmp_path / "run")
     if whom == "SIGTERM":
         assert max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) > 25
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        ("exec sleep 100", "127.0.0.2: no answer in 12 s"),
+        ("echo Welcome to gpu02", "127.0.0.2: what it says is not from spmd: Welcome to gpu02"),
+        ("echo 5", "127.0.0.2: what it says is not from spmd: 5"),
+        ("echo no such user >&2; exit 1", "127.0.0.2: no such user"),
+    ],
+)
+def test_a_host_with_another_answer_does_not_stand_for_others(tmp_path, monkeypatch, does, told):
+    """The second of three hosts; the third has answered in time."""
+    ssh = tmp_path / "stand_in"
+    ssh.write_text(f'#!/bin/sh\nif [ "$1" = 127.0.0.2 ]; then {does}; exit 0; fi\nshift\nexec /bin/sh -c "$*"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setattr(remote, "HELLO", 12.0)
+    said = []
+    how = remote.Remote(tuple(Host(f"127.0.0.{number}", 1) for number in (1, 2, 3)), ssh=str(ssh), settings=Settings(simulate=1))
+    assert remote.launch_on([str(JOB)], how, said.append) == 255
+    assert said[0].startswith(told) and said[1] == "2 of 3 hosts are there", said
+
+
+PRINTS = """
+import sys
+print("x" * 300_000 + chr(0x1e) * 100_000 + "\u2588" * 1000)
+print("half", end="")
+sys.exit(3)
+"""
+
+
+def test_long_lines_and_letters_that_nobody_can_show(tmp_path, monkeypatch):
+    ssh = tmp_path / "stand_in"
+    ssh.write_text('#!/bin/sh\nshift\nexec /bin/sh -c "$*"\n')
+    ssh.chmod(0o755)
+    (tmp_path / "prints.py").write_text(PRINTS)
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    how = remote.Remote((Host("127.0.0.1", 1),), ssh=str(ssh), settings=Settings(simulate=1))
+    assert remote.launch_on([str(tmp_path / "prints.py")], how, lambda text: None) == 3
+    text = shown.buffer.getvalue().decode("latin-1")
+    assert text.count("x") >= 300_000 and "half" in text
 
 
 def ip(*words):
@@ -124,7 +180,8 @@ def network(tmp_path):
     names = [f"spmd-{tag}-a", f"spmd-{tag}-b"]
     ssh = tmp_path / "ssh"
     enter = f"exec ip netns exec spmd-{tag}-$host unshare -u /bin/sh -c"
-    ssh.write_text(f'#!/bin/sh\nhost=$1; shift\n{enter} "hostname $host; $*"\n')
+    options = 'while [ "${1#-}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done'
+    ssh.write_text(f'#!/bin/sh\n{options}\nhost=$1; shift\n{enter} "hostname $host; $*"\n')
     ssh.chmod(0o755)
     made = []
     try:

@@ -106,7 +106,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(undisturbed, tmp
         pytest.skip("a small file system needs privileges, and unshare")
     run = job("--folder", tmp_path / "small" / "run", restarts=3, small=tmp_path / "small")
     assert run.code == 1 and "HASH" not in run.text, run.text
-    assert re.search(r"CheckpointError: a checkpoint (could not be written:|of .* does not fit)", run.text), run.text
+    assert "CheckpointError: a checkpoint could not be written: " in run.text, run.text
     kept = tmp_path / "kept"
     assert [path.name for path in (kept / "run" / "checkpoints").iterdir() if path.name.isdigit()], "what was whole is still there"
     rest = job("--folder", kept / "run", "--resume")

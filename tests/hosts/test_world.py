@@ -126,6 +126,10 @@ def test_gpus_that_no_variable_names_are_counted(tmp_path):
     environment = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
     assert visible_gpus(environment) == ["0", "1"] and visible_gpus({}) == []
     assert detect(TORCH | environment).local_devices == (1,)
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == [] and visible_gpus({"CUDA_VISIBLE_DEVICES": "1, 0"}) == ["1", "0"]
+    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
+    with pytest.raises(ClusterError, match="nvidia-smi -L does not work: Failed to initialize NVML"):
+        visible_gpus(environment)
 
 
 @pytest.mark.parametrize(

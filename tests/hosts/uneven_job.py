@@ -1,4 +1,4 @@
-"""Two processes whose data is not alike: `uneven_job.py epoch|save|evaluation|rows FOLDER`; the second has less."""
+"""Two processes whose data is not alike: `uneven_job.py epoch|enough|save|evaluation|rows FOLDER`; the second has less."""
 
 import sys
 
@@ -22,6 +22,7 @@ def main():
     fewer = batches(3 if second else 4)
     options = {
         "epoch": {"data": fewer, "epochs": 3},
+        "enough": {"data": fewer, "steps": 3, "checkpoint": folder},
         "save": {"data": fewer, "checkpoint": folder},
         "evaluation": {"data": batches(4), "eval_data": fewer},
         "rows": {"data": batches(4, last=8 if second else 16)},

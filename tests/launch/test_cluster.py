@@ -19,11 +19,11 @@ def written(tmp_path):
 
 
 def test_a_line_is_a_host(written):
-    text = "# the two new ones\nada@gpu01 processes=8 address=10.0.0.1  # rack 4\n\ngpu02\n[fd00::2] processes=1\n"
+    text = "# the two new ones\nada@gpu01 processes=8 address=10.0.0.1  # rack 4\n\ngpu02\nfd00::2 processes=1\n"
     assert read_hosts(written(text)) == (
         Host("ada@gpu01", 8, "10.0.0.1"),
         Host("gpu02"),
-        Host("[fd00::2]", 1),
+        Host("fd00::2", 1),
     )
     assert [host.reached for host in read_hosts(written("ada@gpu01\ngpu02 address=10.0.0.2"))] == ["gpu01", "10.0.0.2"]
 
@@ -41,6 +41,8 @@ def test_jobs_and_their_tasks(written):
     [
         ("hosts.txt", "# nobody\n", "has 0 hosts.\n    cure: from 1 to 4096."),
         ("hosts.txt", "gpu01\ngpu01\n", "line 2: gpu01 is there twice.\n    cure: one line, with processes=2."),
+        ("hosts.txt", "gpu01\nada@gpu01\n", "line 2: ada@gpu01 is there twice."),
+        ("hosts.txt", "[fd00::2]\n", "'[fd00::2]' is no name of a host."),
         ("hosts.txt", "-oProxyCommand=x\n", "line 1: '-oProxyCommand=x' is no name of a host."),
         ("hosts.txt", "gpu01;reboot\n", "'gpu01;reboot' is no name of a host."),
         ("hosts.txt", "gpu01:2222\n", "'gpu01:2222' has a port.\n    cure: gpu01; a free port is found for each attempt."),
@@ -81,13 +83,18 @@ def test_a_file_that_is_not_there(tmp_path):
     [
         ({"least": 1}, "min_hosts is for restarts, and there are none.\n    cure: --max-restarts 10."),
         ({"least": 3, "settings": Settings(max_restarts=1)}, "min_hosts=3.\n    cure: from 1 to 2."),
-        ({"ssh": " "}, "ssh is nothing."),
+        ({"ssh": " "}, "ssh ' ' is no command here."),
+        ({"ssh": "no-such-ssh -p 1"}, "ssh 'no-such-ssh -p 1' is no command here."),
+        ({"ssh": "ssh 'x"}, 'ssh "ssh \'x" cannot be read: No closing quotation.'),
+        ({"variables": ("SPMD_TOKEN=1",)}, "env SPMD_TOKEN is set by the launcher"),
+        ({"variables": ("A=1", "A=2")}, "env A is given twice: '1' and '2'."),
+        ({"variables": ("CUDA_VISIBLE_DEVICES=0",)}, "variable 'CUDA_VISIBLE_DEVICES=0': GPUs are shared out by the launcher."),
         (
             {"settings": Settings(simulate=2)},
             "how many processes b is to have is not said, and GPUs are not counted.\n    cure: b processes=1",
         ),
-        ({"variables": ("A B",)}, "variable 'A B'.\n    cure: NAME, or NAME=VALUE."),
-        ({"variables": ("SPMD_NO_SUCH",)}, "variable SPMD_NO_SUCH is not set here.\n    cure: SPMD_NO_SUCH=VALUE."),
+        ({"variables": ("A B=",)}, "env='A B'.\n    cure: NAME=VALUE"),
+        ({"variables": ("SPMD_NO_SUCH",)}, "variable 'SPMD_NO_SUCH' is not set here.\n    cure: SPMD_NO_SUCH=VALUE."),
     ],
 )
 def test_what_cannot_be_meant(options, message):

@@ -19,7 +19,7 @@ from flax import nnx
 
 import spmd
 from spmd import errors
-from spmd.launch import parcel, pipes
+from spmd.launch import parcel
 from spmd.launch.running import KEPT, Lines, reason
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,7 +144,7 @@ def test_a_mesh_of_both(both, capsys):
     printed = capsys.readouterr().out
     for rank in range(2):
         assert printed.count(f"[{rank}] hello from {rank}\n") == 2 and f"[{rank}] no line endto stderr\n" in printed
-    assert "call 1" not in printed and pipes.MARK not in printed
+    assert "\x1e" not in printed
 
 
 def test_fit_equals_fit_in_one_process(both):
@@ -259,9 +259,10 @@ def test_lines_that_nobody_waits_for_are_counted(capsys):
     lines.show()
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == KEPT + 1 and "7 lines" in printed[-1]
-    lines.add(f"[1] half{pipes.MARK}call 1{pipes.MARK}\n")
-    lines.until("call 1", 1)
-    assert capsys.readouterr().out == "[1] half\n"
+    lines.add("[1] a line with \x1e in it\n")
+    lines.add(f"[1] half{lines.next_mark()}\n")
+    lines.until(1)
+    assert capsys.readouterr().out == "[1] a line with \x1e in it\n[1] half\n"
 
 
 def test_pieces_of_one_process_alone_are_put_together():

@@ -12,6 +12,8 @@ from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
 
 from spmd.run.checkpoint import Store
 
+pytestmark = pytest.mark.optimized  # processes of their own compile as users do
+
 
 def resumed(path, **options):
     return fit(epochs=3, checkpoint=path, resume=True, **options)
