@@ -24,6 +24,10 @@ spmd.simulate_devices(8)
 # Compiling is most of what tests do, and takes a third of the time with these. `make test-all` compiles all as users do. Tests that say
 # "optimized" always do: those that compare two programs to the last bit, or where a rounding decides what comes next.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, "xla_cpu_use_fusion_emitters": False}
+# the same for processes that tests start and that want it: an XLA_FLAGS
+os.environ["SPMD_TEST_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
+if os.environ.get("SPMD_TEST_OPTIMIZED"):
+    os.environ["SPMD_TEST_FLAGS"] = ""
 _overrides: dict[str, object] = {}
 _as_users_do = jax._src.compiler.get_compile_options
 

@@ -19,6 +19,7 @@ from spmd.errors import AbsentError, ClusterError, escaped
 from spmd.hosts.world import World, free_port, resolved
 
 LONGEST = 65536  # bytes of a line
+SILENT = 64  # connections, besides one for each process, that may be open and say nothing
 TOLD = 10.0  # seconds between two lines about who is missing
 LINGER = 5.0  # seconds that process 0 goes on telling those who come late what is wrong
 
@@ -150,6 +151,8 @@ class _Desk:
         except OSError:
             return
         connection.setblocking(False)
+        if len(self.lines) >= self.world.size + SILENT:
+            self._forget(next(iter(self.lines)))  # who has said nothing for longest; one of ours asks again
         self.lines[connection] = bytearray()
         self.selector.register(connection, selectors.EVENT_READ)
 

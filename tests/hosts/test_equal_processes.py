@@ -76,7 +76,7 @@ def trained(folder, processes, cases):
         path.write_text(OWN[name])
     (place := folder / f"{processes}").mkdir(exist_ok=True)
     told = {name: {**case, "layout": str(own.get(case["layout"], case["layout"]))} for name, case in cases.items()}
-    flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}  # both arms compile as the suite does
+    flags = {"XLA_FLAGS": os.environ["SPMD_TEST_FLAGS"]}  # both arms compile as the suite does
     run = launch("--processes", processes, "--simulate", 8 // processes, JOB, place, json.dumps(told), seconds=500, **flags)
     assert run.code == 0, run.text
     return {name: dict(np.load(place / f"{name}.npz")) for name in cases}

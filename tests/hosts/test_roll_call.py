@@ -164,3 +164,28 @@ def test_one_that_goes_and_comes_again_is_not_there_twice(port):
         time.sleep(0.5)
         rest = pool.submit(called, port, [1, 2], size=3)
         assert isinstance(first.result(timeout=30)[0], str) and rest.result(timeout=30) == first.result() * 2
+
+
+def test_very_many_that_say_nothing_keep_nobody_out(port):
+    silent = []
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(called, port, [0], size=2)
+        until = time.monotonic() + 20
+        while len(silent) < 3 * roll_call.SILENT and time.monotonic() < until:
+            try:
+                silent.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+            except OSError:
+                time.sleep(0.02)
+        assert len(silent) == 3 * roll_call.SILENT
+        time.sleep(0.5)
+        closed = 0
+        for connection in silent:
+            connection.setblocking(False)
+            try:
+                closed += connection.recv(1) == b""
+            except BlockingIOError:
+                pass
+        assert closed >= roll_call.SILENT, "the oldest were sent away"
+        assert pool.submit(called, port, [1], size=2).result(timeout=30) == first.result(timeout=30)
+    for connection in silent:
+        connection.close()
