@@ -22,22 +22,22 @@ from pathlib import Path
 import jax
 from launched import JOB, ROOT, launch
 
-PAUSE = 0.1  # seconds between two steps of the disturbed run, so that it lasts
-EVERY = 40  # steps between two checkpoints
+PAUSE = 0.05  # seconds between two steps of the disturbed run, so that it lasts
+EVERY = 20  # steps between two checkpoints
 FAULTS = ("SIGKILL", "SIGKILL", "SIGSTOP", "SIGTERM", "a bit flipped", "a file cut off", "a file deleted")
 
 
 class Harm:
-    """Does harm to a run, again and again, until it ends."""
+    """Does harm to a run, again and again, until its time is over."""
 
-    def __init__(self, folder, seed):
-        self.random, self.folder = random.Random(seed), folder
+    def __init__(self, folder, seed, until):
+        self.random, self.folder, self.until = random.Random(seed), folder, until
         self.done, self.told = collections.Counter(), []
 
     def __call__(self, launcher, run):
         """From the launcher's start to its end: a fault some seconds after training has gone on."""
         seen = 0
-        while launcher.poll() is None:
+        while launcher.poll() is None and time.monotonic() < self.until:
             if len(steps := [at for at, line in run.lines if "STEP" in line]) == seen:
                 time.sleep(0.05)
                 continue
@@ -99,14 +99,14 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    began, steps = time.monotonic(), max(200, round(0.45 * given.minutes * 60 / PAUSE))  # the rest are restarts
+    began, steps = time.monotonic(), max(200, round(0.25 * given.minutes * 60 / PAUSE))  # the rest are restarts, and steps made again
     with tempfile.TemporaryDirectory() as place:
         whole = trained(Path(place) / "whole", steps, seconds=1800)
         wanted = set(whole.hashes)
         if whole.code or len(wanted) != 1:
             sys.exit(f"the undisturbed run ended with {whole.code}:\n{whole.text[-3000:]}")
         folder, runs = Path(place) / "run", []
-        harm = Harm(folder, given.seed)
+        harm = Harm(folder, given.seed, time.monotonic() + given.minutes * 60)
         limit = began + given.minutes * 60 * 3
         while not runs or not runs[-1].hashes:
             if time.monotonic() > limit:
@@ -123,7 +123,8 @@ def main():
         ("restarts by the launcher", text.count("spmd launch: restart ")),
         ("launchers, one more for each SIGTERM that saved", len(runs)),
         ("damaged checkpoints put aside", aside),
-        ("minutes, with the undisturbed run", f"{(time.monotonic() - began) / 60:.1f}"),
+        ("minutes of harm", f"{given.minutes:g}"),
+        ("minutes in all, with the undisturbed run", f"{(time.monotonic() - began) / 60:.1f}"),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     command = f"python tests/hosts/soak.py --minutes {given.minutes:g} --seed {given.seed}"
