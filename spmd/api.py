@@ -13,7 +13,7 @@ import jax
 
 from spmd.comm.server.meetings import unmet
 from spmd.data.deal import Position, check_source
-from spmd.data.loader import is_arrays, source
+from spmd.data.loader import Source, is_arrays, source
 from spmd.data.resident import Resident, on_devices
 from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
 from spmd.hosts.arrival import join, restarted, shrunk
@@ -158,7 +158,7 @@ def fit(
     """
     length = _length(epochs, steps, eval_every, log_every, prefetch)
     join()
-    accumulate = accumulate if shrunk() == 1 else accumulate * shrunk()  # a device holds as many rows at once as before
+    accumulate = _folded(accumulate)
     trainer = Trainer(
         model,
         loss=loss,
@@ -186,7 +186,7 @@ def fit(
         "options": {"precision": precision, "accumulate": accumulate},
         "storage": trainer.packing,
     }
-    _agree(program, reader.contents, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
+    _agree(program, reader, hooks, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
         store = _open(config, opened, resume=resume or (config is not None and restarted()))
@@ -218,17 +218,26 @@ def fit(
     return Result(loop.state, loop.history, loop.stop_reason, trainer)
 
 
-def _agree(program: Program, contents: Callable[[], Mapping[str, str]], options: Mapping[str, Any]) -> None:
+def _folded(accumulate: int) -> int:
+    """Microbatches: as many more as keep a device's rows at once where there are fewer processes than the run began with."""
+    with current().during("compile"):  # the first look at devices waits for all processes
+        times = shrunk()
+    return accumulate if times == 1 else accumulate * times
+
+
+def _agree(program: Program, reader: Source, hooks: list[Callback], options: Mapping[str, Any]) -> None:
     """Hold against the other processes what all must have in common; the step's program too, so that nothing that is in it can differ."""
     if jax.process_count() == 1:
         return
     facts = {"devices of each process": str(jax.local_device_count())}
-    for name, value in {**options, "layout": tomllib.loads(options["layout"])}.items():
+    together = {type(hook).__name__: hook.every for hook in hooks if hook.together}
+    for name, value in {**options, "callbacks": together, "layout": tomllib.loads(options["layout"])}.items():
         facts |= {f"{name} {path}".strip(): str(leaf) for path, leaf in _named(value)}
     arrays = flatten(program.placed.abstract_state)
     facts |= {f"array {path}": f"{describe(leaf)} {spec_text(leaf.sharding.spec)}" for path, leaf in arrays.items()}
     given, text = program.placed.init_facts()
-    agree(facts | dict(contents()) | given | program_facts(text, "the initial values") | program_facts(program.text(), "the step"))
+    with current().during("compile"):
+        agree(facts | reader.contents() | given | program_facts(text, "the initial values") | program_facts(program.text(), "the step"))
 
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,7 @@ from spmd.data.deal import Position, epoch_of
 from spmd.data.loader import is_arrays, source
 from spmd.data.prefetch import prefetch
 from spmd.errors import CheckpointError, DataError, OptionError
-from spmd.hosts import even
+from spmd.hosts import even, guard
 from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved
 from spmd.layout.summary import notes, summary
@@ -326,13 +326,14 @@ class Trainer:
         total = np.zeros((2, len(program.eval_names)))
         pending: collections.deque[jax.Array] = collections.deque()
         placed = map(placer, allowing(reader.epoch(0)))
-        for batch in even.batches(placed, "the evaluation's data") if reader.threaded else placed:
-            with placer.carrying():
-                pending.append(program.evaluate(state, batch.leaves, batch.weights))
-            if len(pending) >= IN_FLIGHT:
-                total += jax.device_get(pending.popleft())
-        for packed in pending:
-            total += jax.device_get(packed)
+        with guard.current().during("eval"):
+            for batch in even.batches(placed, "the evaluation's data") if reader.threaded else placed:
+                with placer.carrying():
+                    pending.append(program.evaluate(state, batch.leaves, batch.weights))
+                if len(pending) >= IN_FLIGHT:
+                    total += jax.device_get(pending.popleft())
+            for packed in pending:
+                total += jax.device_get(packed)
         return dict(zip(program.eval_names, (total[0] / total[1]).tolist(), strict=True))
 
     def check_evaluation(self, data: Any) -> None:

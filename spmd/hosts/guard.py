@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +31,7 @@ FAILED, USAGE, PEER, STALLED, DISAGREED, TERMINATED = 1, 2, 42, 43, 78, 143  # e
 LOOK = 0.25  # seconds between two looks, of up to 500 processes
 LINGER = 3.0  # seconds that who fails, and process 0, which has the service, stay at most so that others can read why
 GRACE = 30.0  # seconds for all to say at which step they could stop
+ALONE = 10.0  # seconds without progress, while another has come to the end of its script: it will not come
 COMPARED, SLOW = 30.0, 0.2  # seconds between two looks at who waits for data; the share of time from which it is told
 LONGEST = 4000  # letters of an error that are told
 TIMES = 10.0  # a step stalls at so many times the mean, if that is more than the limit
@@ -57,6 +58,16 @@ class Guard:
     def at(self, phase: str, step: int) -> None:
         """Progress: this phase, after so many steps."""
         self._now = (phase, step, time.monotonic())
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """In the block this phase and its limit, then again what was before."""
+        before = self.phase
+        self.at(phase, self.step)
+        try:
+            yield
+        finally:
+            self.at(before, self.step)
 
     @property
     def phase(self) -> str:
@@ -98,6 +109,8 @@ class Together(Guard):
         self._wish, self._begun, self._stride = "", 0, 1
         self._mark: int | None = None  # how far this process goes without having heard of the others
         self._last: int | None = None  # where all stop
+        self._done: float | None = None  # when the first of the others was heard to have ended
+        self._told_done = False
         self._compared, self._waits = time.monotonic(), dict[int, float]()  # when processes were compared last; how long each had waited
         self._look, self._over = LOOK * max(1.0, size / 500), threading.Event()
         self._threads = [threading.Thread(target=target, name="spmd guard", daemon=True) for target in (self._watch, self._time)]
@@ -121,6 +134,7 @@ class Together(Guard):
         A thread that is inside JAX when Python takes itself apart would end the process with signal 6.
         """
         try:
+            coordination.put(f"now/done/{self.rank}", "")
             coordination.shutdown()
         finally:
             self._over.set()
@@ -265,7 +279,30 @@ class Together(Guard):
                     where = f"process {rank} on {escaped(record['host'], 100)}"
                     self._say(f"{where} failed at step {int(record['step'])} ({escaped(record['phase'], 20)}): {escaped(record['error'])}")
                 self._leave(PEER, last=False)
+        ended = sorted(int(key.removeprefix("done/")) for key in told if key.startswith("done/"))
+        if ended and self.rank not in ended:
+            self._alone(f"process {', '.join(map(str, ended))} has come to the end of its script")
         self._stop_all(told)
+
+    def _alone(self, text: str) -> None:
+        """Others have come to their end, and will not come where this one waits for them: in a run; elsewhere it may have more to do."""
+        (phase, _, changed), now = self._now, time.monotonic()
+        self._done = self._done or now
+        if now - max(self._done, changed) < ALONE or phase == "save":
+            return
+        if phase == "script":
+            if not self._told_done:
+                self._say(f"{text}, and this has not")
+            self._told_done = True
+            return
+        text = f"{text}, and is waited for in {phase}"
+        with self._leaving:
+            self._end_in(2 * LINGER, FAILED)
+            self._say(f"{text}; the threads of this process:")
+            faulthandler.dump_traceback(all_threads=True)
+            super().failed(AbsentError(text), FAILED)
+            self._tell(text)
+            self._leave(FAILED)
 
     def _limit(self, phase: str) -> float:
         if phase == "script":

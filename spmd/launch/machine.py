@@ -164,7 +164,7 @@ def check_script(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def forwarded(group: Signalled, send: Callable[[int], None] | None = None) -> Iterator[None]:
-    """Inside the block SIGTERM and Ctrl-C go on to all processes, once; a second Ctrl-C ends them at once.
+    """Inside the block SIGTERM, SIGHUP as if it were that, and Ctrl-C go on to all processes, once; a second Ctrl-C ends them at once.
 
     Args:
       group: who is asked.
@@ -174,13 +174,15 @@ def forwarded(group: Signalled, send: Callable[[int], None] | None = None) -> It
 
     def ask(number: int, frame: object) -> None:
         del frame
+        number = signal.SIGTERM if number == signal.SIGHUP else number  # a terminal that is closed is no reason to lose a run
         if group.asked is None:
             group.asked = number
             send(number)
         elif number == signal.SIGINT:
             send(signal.SIGKILL)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    signals = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+    before = {number: signal.signal(number, ask) for number in signals}
     try:
         yield
     finally:

@@ -22,10 +22,10 @@ from spmd.launch.cluster import Host
 from spmd.launch.connection import Line
 from spmd.launch.group import SETTLE, Signalled
 from spmd.launch.machine import check_script, forwarded
-from spmd.launch.restarts import LOST, Attempt, attempted, repeated
+from spmd.launch.restarts import ALL, LOST, Attempt, attempted, repeated
 from spmd.launch.settings import Settings, whole_number
 
-HELLO = 60.0  # seconds for a host to answer
+HELLO, TOLD = 60.0, 10.0  # seconds for a host to answer, and between two lines about who has not
 PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL")  # how variables begin that go to all hosts
 KEPT = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 OPTIONS = ("-T", "-x", *(word for option in KEPT for word in ("-o", option)))  # the user's own come first, and count
@@ -119,8 +119,8 @@ def _attempt(words: Sequence[str], how: Remote, number: int, full: list[int], sa
         there = _answering(lines, group, how, say, first=not full)
         wanted = len(how.hosts) if how.least is None or not full else how.least  # at first a name may be wrong
         if group.asked is not None or len(there) < wanted:
-            say(f"{len(there)} of {len(lines)} hosts are there")
-            return Attempt({0: LOST if group.asked is None else -group.asked}, asked=group.asked)
+            say(f"{len(there)} of {len(lines)} hosts are there{', and at first all are needed' if how.least and not full else ''}")
+            return Attempt({ALL: LOST if group.asked is None else -group.asked}, asked=group.asked)
         own = _processes(there, how)
         full[:] = full or [len(own)]
         if len(there) < len(lines):
@@ -158,15 +158,18 @@ def _answering(lines: Sequence[Line], group: Signalled, how: Remote, say: Callab
     Raises:
       OptionError: at the first attempt, a host that has no place in this; later it is done without.
     """
-    until, waited = time.monotonic() + HELLO, list(lines)
+    until, waited, told = time.monotonic() + HELLO, list(lines), time.monotonic()
     while waited and group.asked is None and time.monotonic() < until:
         waited = [line for line in waited if line.hear(0.1 / len(waited)) is None]
+        if waited and time.monotonic() - told >= TOLD:
+            told = time.monotonic()
+            say(f"waiting for {', '.join(line.host.name for line in waited[:8])} ({HELLO - (until - told):.0f} s of {HELLO:g})")
     found = []
     for line in lines if group.asked is None else ():
-        told = line.said or {}
-        why = "" if "hello" in told else str(told.get("gone") or line.last or f"no answer in {HELLO:g} s")
+        answer = line.said or {}
+        why = "" if "hello" in answer else str(answer.get("gone") or line.last or f"no answer in {HELLO:g} s")
         if not why:
-            line.hello, line.said = told["hello"], None
+            line.hello, line.said = answer["hello"], None
             try:
                 _check(line, how)
             except OptionError as error:
@@ -273,7 +276,7 @@ class Far:
             ended = [line for line in pending if line.hear(0.05 / len(pending)) is not None]
             for line in ended:
                 pending.remove(line)
-                codes |= self._ended(line)
+                codes |= self._ended(line, by_us=killed)
             if until is None and self.asked == signal.SIGTERM:
                 until = time.monotonic() + grace + SETTLE
             elif until is None and self.asked is None and any(codes.values()):
@@ -288,15 +291,15 @@ class Far:
         self.first = dict(sorted(self.first.items(), key=lambda item: item[1] == PEER))
         return codes
 
-    def _ended(self, line: Line) -> dict[int, int]:
+    def _ended(self, line: Line, *, by_us: bool) -> dict[int, int]:
         """What the processes of a host ended with."""
         told = line.said or {}
         if "ended" not in told:
             why = told["gone"] or line.last
             self._say(f"{line.host.name}: the connection is gone{f': {why}' if why else ''}")
             lost = dict.fromkeys(line.ranks, LOST)
-            self.first |= lost
+            self.first |= {} if by_us else lost
             return lost
         self.records += told["ended"]["records"]
-        self.first |= {int(rank): code for rank, code in told["ended"]["first"].items() if code}
+        self.first |= {} if by_us else {int(rank): code for rank, code in told["ended"]["first"].items() if code}
         return {int(rank): code for rank, code in told["ended"]["codes"].items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import escaped
-from spmd.hosts.guard import DISAGREED, TERMINATED, USAGE
+from spmd.hosts.guard import DISAGREED, PEER, TERMINATED, USAGE
 
 ALL = -1  # in the place of a rank: all processes together, where only the command that has started them ends with a code (srun)
 NO_PROGRESS = 3  # restarts in a row that began at the same step
@@ -39,11 +39,12 @@ class Attempt:
 
     @property
     def why(self) -> str:
-        """The failure in words: a signal that ended the first to end, then what a process has told first, or else exit codes."""
+        """The failure in words: how the first ended that ended by itself, where it could not tell; what a process has told first."""
         told = [f"process {rank} at step {step}: {' '.join(text.split())[:400]}" for rank, (step, text) in self.failures.items()]
-        killed = [f"{_who(rank)} ended with signal {-code}" for rank, code in self.first.items() if code < 0]
-        ended = [f"{_who(rank)} ended with code {code}" for rank, code in sorted(self.codes.items()) if code]
-        return escaped("; ".join([*killed[:1], *told[:1]] or ended[:1]))
+        ended = [(rank, code) for rank, code in (*self.first.items(), *sorted(self.codes.items())) if code]
+        own = [(rank, code) for rank, code in ended if code != PEER] or ended
+        untold = [_ended(rank, code) for rank, code in own[:1] if code < 0 or code == LOST or not told]
+        return escaped("; ".join([*untold, *told[:1]]))
 
     @property
     def signature(self) -> tuple[int, str] | None:
@@ -51,8 +52,18 @@ class Attempt:
         return next(iter(self.failures.values()), None)
 
 
-def _who(rank: int) -> str:
-    return "the step of srun" if rank == ALL else f"process {rank}"
+def _ended(rank: int, code: int) -> str:
+    """In words.
+
+    >>> _ended(1, -9), _ended(0, 143)
+    ('process 1 ended with signal 9', 'process 0 ended with code 143: it was asked to end by SIGTERM, and has saved')
+    """
+    if code == LOST:
+        return "hosts are missing" if rank == ALL else f"the host of process {rank} is gone"
+    who = "the step of srun" if rank == ALL else f"process {rank}"
+    if code < 0:
+        return f"{who} ended with signal {-code}"
+    return f"{who} ended with code {code}" + (": it was asked to end by SIGTERM, and has saved" if code == TERMINATED else "")
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

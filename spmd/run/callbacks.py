@@ -22,6 +22,8 @@ class Info:
       rows: examples in the step's batch, over all workers.
     """
 
+    __slots__ = ("_control", "_exact", "epoch", "metrics", "rows", "step")  # info.stop = True would do nothing: it is an error
+
     def __init__(self, control: Any, step: int, epoch: int, metrics: dict[str, float], rows: int, *, exact: bool):
         self._control, self.step, self.epoch, self.metrics, self.rows = control, step, epoch, metrics, rows
         self._exact = exact
@@ -70,6 +72,7 @@ class Callback:
 
     every: int = 1
     exact: bool | None = None
+    together: bool = False  # True: of several processes all must have it, since it makes devices of all of them do something
     moves_nothing: bool = False  # True: touches only numbers, so the loop keeps its guard against hidden transfers
 
     def on_start(self, info: Info) -> None:
@@ -116,7 +119,7 @@ class CheckReplicas(Callback):
     def __init__(self, every: int = 1000):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise OptionError(f"CheckReplicas: every={every!r}; a whole number from 1.")
-        self.every, self.exact = every, True
+        self.every, self.exact, self.together = every, True, True
 
     def on_step(self, info: Info) -> None:
         """Raise `ClusterError` where copies differ."""
@@ -270,6 +273,10 @@ def as_callbacks(given: Any) -> list[Callback]:
             callbacks.append(Each(one))
         else:
             raise OptionError(f"callback {one!r} is neither a spmd.callbacks.Callback nor a function of info.")
+        hooks = [name for name in dir(Callback) if name.startswith("on_")]
+        for name in dir(one) if isinstance(one, Callback) else ():
+            if name.startswith("on_") and name not in hooks:
+                raise OptionError(f"callback {type(one).__name__}: nothing calls {name}.\n    cure: {did_you_mean(name, hooks)}")
         if not isinstance(callbacks[-1].every, int) or callbacks[-1].every < 1:
             raise OptionError(f"callback {one!r}: every={callbacks[-1].every!r}; a number of steps, from 1.")
     if not any(isinstance(one, TerminateOnNaN) for one in callbacks):

@@ -68,6 +68,7 @@ def test_a_fault_is_told_and_the_run_ends_in_the_same_bits(undisturbed, tmp_path
         ("learning rate", r"number \d+ in the step is -?1.0+e-01 \(f32\) in process 0, and -?5.0+e-01 \(f32\) in process 1"),
         pytest.param("weights", r"number \d+ in the initial values is 0 \(i32\) in process 0, and 1 \(i32\) in process 1", marks=SLOW),
         pytest.param("data", r"rows of the data, 64 of all, x is \w+ in process 0, and \w+ in process 1", marks=SLOW),
+        pytest.param("callbacks", r"callbacks CheckReplicas is nothing in process 0, and 10 in process 1", marks=SLOW),
         pytest.param("layout", r"layout gradients.codec is bfloat16 in process 0, and nothing in process 1", marks=SLOW),
     ],
 )
@@ -113,6 +114,14 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(undisturbed, tmp
     assert [path.name for path in (kept / "run" / "checkpoints").iterdir() if path.name.isdigit()], "what was whole is still there"
     rest = job("--folder", kept / "run", "--resume")
     assert rest.code == 0 and set(rest.hashes) == {undisturbed}, rest.text
+
+
+@SLOW
+def test_one_that_has_ended_is_not_waited_for(tmp_path):
+    """Its script leaves, with code 0, before `fit`, where the other waits for it."""
+    run = job("--folder", tmp_path / "run", "--fault", "leaves", seconds=60)
+    assert run.code == 1 and "HASH" not in run.text, run.text
+    assert "[0] spmd 0: process 1 has come to the end of its script, and is waited for in compile" in run.text
 
 
 @SLOW

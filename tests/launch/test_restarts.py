@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spmd.launch.restarts import Attempt, attempted, exit_code, records, stop_because
+from spmd.launch.restarts import ALL, Attempt, attempted, exit_code, records, stop_because
 
 BOOM = {1: (26, "ValueError: boom")}
 
@@ -48,7 +48,11 @@ def test_none_was_asked_for():
             42,
             r"process 1 ended with signal 9; process 0 at step 26: Gloo: reset \x1b[1m",
         ),
-        (Attempt({0: 42, 1: 7}), 42, "process 0 ended with code 42"),
+        (Attempt({0: 42, 1: 7}), 42, "process 1 ended with code 7"),
+        (Attempt({0: -9, 1: 5}, first={1: 5}), 5, "process 1 ended with code 5"),
+        (Attempt({0: -9, 1: 255}, first={1: 255}), 255, "the host of process 1 is gone"),
+        (Attempt({ALL: 255}), 255, "hosts are missing"),
+        (Attempt({0: 143, 1: 143}), 143, "process 0 ended with code 143: it was asked to end by SIGTERM, and has saved"),
     ],
 )
 def test_what_is_told(given, code, why):

@@ -17,6 +17,7 @@ BUILT_IN = {
     "Each": lambda: callbacks.Each(lambda info: None, every=2),
     "TerminateOnNaN": lambda: callbacks.TerminateOnNaN(("loss",)),
     "EarlyStopping": lambda: callbacks.EarlyStopping("eval_loss", patience=100),
+    "CheckReplicas": lambda: callbacks.CheckReplicas(every=2),
     "StopAt": lambda: callbacks.StopAt(step=1000, seconds=1000),
 }
 
@@ -340,3 +341,18 @@ def test_any_metric_can_be_watched():
 def test_watching_can_be_turned_off_after_the_first_step():
     result = fit(spoilt(3), shuffle=False, callbacks=[callbacks.TerminateOnNaN(metrics=())])
     assert len(result.history) == 10 and math.isnan(result.history["loss"][2])
+
+
+def test_what_would_do_nothing_is_refused():
+    class Keras(spmd.callbacks.Callback):
+        def on_step_end(self, info):
+            pass
+
+    with pytest.raises(spmd.SpmdError, match=r"callback Keras: nothing calls on_step_end.\n    cure: did you mean \"on_step\""):
+        fit_net(labelled(32), epochs=1, callbacks=[Keras()])
+
+    def stops(info):
+        info.stop = True
+
+    with pytest.raises(AttributeError, match="stop"):
+        fit_net(labelled(32), epochs=1, callbacks=[stops])
