@@ -5,7 +5,7 @@
 
 An arm is a group of processes that stay alive. In each round every group in turn runs one chunk of steps while all others wait for a
 word on a pipe, their guards at rest too; ratios are medians over rounds of the ratio within a round, with quartiles. Two cores are used:
-one for each process of two, both for a process that is alone. The guard is measured in the same processes, a chunk with its thread and a
+one for each process of two, both for a process that is alone. The guard is measured in the same processes, a chunk with its threads and a
 chunk without. `spmd.fit` runs with metrics and progress on; the loop of PyTorch has neither. Where torch is not installed, that arm is left
 out: `pip install --no-deps --target FOLDER torch filelock typing-extensions sympy mpmath networkx jinja2 MarkupSafe fsspec`, the CPU
 build of it, and FOLDER on PYTHONPATH.
@@ -91,7 +91,7 @@ def make_mlp(width: int) -> Any:
 
 
 def steps_of_fit(turn: Turn) -> None:
-    """Turns of steps, the guard's thread as the word says; between them it rests."""
+    """Turns of steps, the guard's threads as the word says; between them it rests."""
     import spmd
     from spmd import api
 
@@ -111,7 +111,7 @@ def steps_of_fit(turn: Turn) -> None:
 
 
 class Watched:
-    """The guard's thread, ended and begun again; alone there is none. Its switches are no business of users, so they are not public."""
+    """The guard's threads, ended and begun again; alone there is none. Its switches are no business of users, so they are not public."""
 
     def __init__(self) -> None:
         from spmd.hosts import guard
@@ -120,19 +120,22 @@ class Watched:
         self._there = isinstance(self._guard, guard.Together)
 
     def off(self) -> float:
-        """End it; seconds of CPU that it took."""
-        if not self._there or not self._guard._thread.is_alive():
+        """End them; seconds of CPU that they took."""
+        if not self._there or not all(thread.is_alive() for thread in self._guard._threads):
             return 0.0
-        spent = time.clock_gettime(time.pthread_getcpuclockid(self._guard._thread.ident))
+        spent = sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in self._guard._threads)
         self._guard._over.set()
-        self._guard._thread.join()
+        for thread in self._guard._threads:
+            thread.join()
         return spent
 
     def on(self) -> None:
         if self._there:
             self._guard._over.clear()
-            self._guard._thread = threading.Thread(target=self._guard._watch, name="spmd guard", daemon=True)
-            self._guard._thread.start()
+            targets = (self._guard._watch, self._guard._time)
+            self._guard._threads = [threading.Thread(target=target, name="spmd guard", daemon=True) for target in targets]
+            for thread in self._guard._threads:
+                thread.start()
 
 
 def timed(owner: Any, name: str) -> list[float]:
@@ -333,7 +336,7 @@ def steps_lines(
     lines = [f"### steps: MNIST-sized CNN of `model_parallel.py`, batch {BATCH}, Adam, host data every step", ""]
     lines += [f"{rounds} rounds of {CHUNK} steps per arm.", "", "| arm | | median ms/step | best | steps/s |", "|---|---|---|---|---|"]
     for (name, word), times in found.items():
-        middle, what = statistics.median(times), arms[name].why + (", without the guard's thread" if word == "bare" else "")
+        middle, what = statistics.median(times), arms[name].why + (", without the guard's threads" if word == "bare" else "")
         lines.append(f"| {name} | {what} | {middle * 1e3:.1f} | {min(times) * 1e3:.1f} | {1 / middle:.2f} |")
     ours, bare = ("two processes", "guarded"), ("two processes", "bare")
     against = lambda top, bottom: [a / b for a, b in zip(found[top], found[bottom], strict=True)]
@@ -341,7 +344,7 @@ def steps_lines(
     for other in found:
         if other not in (ours, bare):
             lines.append(f"| {ours[0]} / {other[0]} | {spread(against(ours, other))} |")
-    lines += [f"| with the guard's thread / without | {spread(against(ours, bare))} |", ""]
+    lines += [f"| with the guard's threads / without | {spread(against(ours, bare))} |", ""]
     step = statistics.median(found[bare])
     share = [statistics.median(cpu), *(seconds / (RUN * step) for seconds in once.values())]
     agree, replicas = once.values()
@@ -350,7 +353,7 @@ def steps_lines(
     missing = [f"{name} ({arm.needs} is not installed)" for name, arm in STEPS.items() if name not in arms]
     return [
         *lines,
-        f"The guard's thread takes {share[0]:.3%} of a core's time in each process; {told} a run of {RUN} steps.",
+        f"The guard's threads take {share[0]:.3%} of a core's time in each process; {told} a run of {RUN} steps.",
         f"Together {sum(share):.2%}; target 1 %: {verdict}.",
         "",
         *([f"Left out: {', '.join(missing)}.", ""] if missing else []),

@@ -288,21 +288,14 @@ class Together(Guard):
         """Others have come to their end, and will not come where this one waits for them: in a run; elsewhere it may have more to do."""
         (phase, _, changed), now = self._now, time.monotonic()
         self._done = self._done or now
-        if now - max(self._done, changed) < ALONE or phase == "save":
+        if now - max(self._done, changed) < ALONE or phase in ("step", "save"):  # at its end a run may have work for one process only
             return
         if phase == "script":
             if not self._told_done:
                 self._say(f"{text}, and this has not")
             self._told_done = True
             return
-        text = f"{text}, and is waited for in {phase}"
-        with self._leaving:
-            self._end_in(2 * LINGER, FAILED)
-            self._say(f"{text}; the threads of this process:")
-            faulthandler.dump_traceback(all_threads=True)
-            super().failed(AbsentError(text), FAILED)
-            self._tell(text)
-            self._leave(FAILED)
+        self._give_up(f"{text}, and is waited for in {phase}", FAILED)
 
     def _limit(self, phase: str) -> float:
         if phase == "script":
@@ -312,21 +305,24 @@ class Together(Guard):
         return max(self.limits.step, TIMES * self._mean if self._calls else self.limits.compile)
 
     def _stall(self, phase: str, changed: float, limit: float) -> None:
-        """Say where everyone is, and leave."""
+        spent = time.monotonic() - changed
+        said = f"stalled: no progress for {spent:.1f} s in {phase} (limit {limit:g})"
+        self._give_up(f"stalled in {phase} (limit {limit:g} s)", STALLED, said)
+
+    def _give_up(self, text: str, code: int, said: str = "") -> None:
+        """Say why, with the stacks of all threads, and where everyone is; tell the others, and leave."""
         with self._leaving:
-            self._end_in(2 * LINGER, STALLED)
-            spent = time.monotonic() - changed
-            self._say(f"stalled: no progress for {spent:.1f} s in {phase} (limit {limit:g}); the threads of this process:")
+            self._end_in(2 * LINGER, code)
+            self._say(f"{said or text}; the threads of this process:")
             faulthandler.dump_traceback(all_threads=True)
-            text = f"stalled in {phase} (limit {limit:g} s)"
-            report(f"{self.rank}", {"step": self.step, "error": text, "code": STALLED})
+            report(f"{self.rank}", {"step": self.step, "error": text, "code": code})
             now = time.time()
-            for rank, beat in sorted((int(rank), json.loads(text)) for rank, text in coordination.below("beat/").items()):
+            for rank, beat in sorted((int(rank), json.loads(told)) for rank, told in coordination.below("beat/").items()):
                 where = f"process {rank}: step {beat['step']}, {escaped(str(beat['phase']), 20)}"
                 age = max(now - beat["at"], 0.0)
                 self._say(f"{where}, progress {beat['since']:.1f} s before its last sign of life, {age:.1f} s ago")
             self._tell(text)
-            self._leave(STALLED)
+            self._leave(code)
 
     def _end_in(self, seconds: float, code: int) -> None:
         """Whatever hangs on the way out, and be it a stopped process 0."""

@@ -4,16 +4,20 @@ One folder per step. `state` holds every array under its path; `meta` holds the 
 does not fit is told so in a table before anything is read; the data position; and the layout as TOML.
 """
 
+import collections
 import dataclasses
 import itertools
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spmd.comm.server.storage import Storage
@@ -28,12 +32,15 @@ from spmd.tree import Tree, abstract, describe, flatten, format_bytes, map_paths
 
 FORMAT = 3
 WITHOUT_MANIFEST = 2  # the format before; its checkpoints are read as they are
-ROOM = 1.2  # of a checkpoint's bytes that must be free before it is written
+ROOM = 1.2  # of a checkpoint's bytes that must be free before it is written, on the disk and, for its copy, on the devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """Where, how often and how many. `fit(checkpoint="runs/digits")` is `Checkpoint("runs/digits")`.
+
+    Training goes on while a checkpoint is written. Where each device has room for a second state beside all that it has ever held,
+    the state is copied there and a thread does the rest; where it has not, the steps wait until the state is in the host's memory.
 
     Args:
       path: a folder; checkpoints are in its `checkpoints/`, metrics in `metrics.jsonl`.
@@ -77,10 +84,15 @@ class _Failures(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Tell the others, and leave."""
         error = record.exc_info[1] if record.exc_info else None
-        if error is not None and record.threadName == "async_save" and jax.process_count() > 1:
-            told = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
-            guard.show(told)
-            guard.current().failed(told)
+        if error is not None and record.threadName == "async_save":
+            _tell(error)
+
+
+def _tell(error: BaseException) -> None:
+    if jax.process_count() > 1:
+        told = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
+        guard.show(told)
+        guard.current().failed(told)
 
 
 _failures = _Failures()
@@ -110,17 +122,25 @@ class Store:
             enable_async_checkpointing=True,
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
             cleanup_tmp_directories=True,
+            create=False,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=_all_processes()),
         )
-        self._writing = 0
+        (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self._writing, self._handed = 0, futures.Future[None]()
+        self._handed.set_result(None)
+        self._copies: Any = None
+        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
         self._manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
         self._saved = self.latest()
 
     def latest(self) -> int | None:
-        """The newest step that is whole on disk."""
+        """The newest step, which is on disk or is being written there."""
+        futures.wait([self._handed])
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """All steps on disk, oldest first."""
+        """All of these steps, oldest first."""
+        futures.wait([self._handed])
         return sorted(self._manager.all_steps())
 
     def sound(self) -> int | None:
@@ -202,18 +222,27 @@ class Store:
         shapes = {path: describe(leaf) for path, leaf in arrays.items()}
         best = None if self.config.best is None else [self.config.best, self.config.mode]
         meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
-        items = {item: {path: leaf for path, leaf in arrays.items() if item_of(path) == item} for item in (STATE, *REMEMBERED)}
-        items = {item: self._args.StandardSave(leaves) for item, leaves in items.items() if leaves}
-        saved = self._manager.save(
-            step,
-            args=self._args.Composite(**items, meta=self._args.JsonSave(meta)),
-            metrics=metrics or None,
-            force=True,
-        )
-        if not saved:
-            raise CheckpointError(f"the checkpoint of step {step} was not written to {self.folder}.")
+        if _has_room_for(arrays):
+            self._copies = self._copies or _copies(arrays)
+            self._handed = self._thread.submit(self._hand_over, self._copies(arrays)[0], step, meta, metrics)
+        else:
+            self._write(arrays, step, meta, metrics)
         self._saved = step
         return True
+
+    def _hand_over(self, arrays: dict[str, Any], *more: Any) -> None:
+        try:
+            self._write(jax.block_until_ready(arrays), *more)
+        except BaseException as error:
+            _tell(error)
+            raise
+
+    def _write(self, arrays: dict[str, Any], step: int, meta: dict[str, Any], metrics: dict[str, float]) -> None:
+        items = {item: {path: leaf for path, leaf in arrays.items() if item_of(path) == item} for item in (STATE, *REMEMBERED)}
+        items = {item: self._args.StandardSave(leaves) for item, leaves in items.items() if leaves}
+        args = self._args.Composite(**items, meta=self._args.JsonSave(meta))
+        if not self._manager.save(step, args=args, metrics=metrics or None, force=True):
+            raise CheckpointError(f"the checkpoint of step {step} was not written to {self.folder}.")
 
     def _check_room(self, arrays: dict[str, Any]) -> None:
         size, free = sum(leaf.nbytes for leaf in arrays.values()), shutil.disk_usage(self.folder).free
@@ -292,16 +321,17 @@ class Store:
           CheckpointError: a checkpoint could not be written.
         """
         try:
+            self._handed.result()
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         except Exception as error:
             raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {type(error).__name__}: {error}") from error
-        self._manager.reload()
-        if self._saved is not None and self._saved not in self._manager.all_steps():
+        if self._saved is not None and not self._path(self._saved).exists():
             raise CheckpointError(f"the checkpoint of step {self._saved} is not on disk in {self.folder}; there are {self.steps()}.")
 
     def release(self) -> None:
         """Let go of the folder without a word about what is in it."""
+        self._thread.shutdown()
         self._manager.close()
 
     def close(self) -> None:
@@ -309,9 +339,34 @@ class Store:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            self.release()
 
 
 def _by_path(state: State) -> dict[str, Any]:
     """All arrays by path. Orbax cannot write an array without elements; there is nothing to write."""
     return {path: leaf for path, leaf in flatten(state).items() if leaf.size}
+
+
+def _all_processes() -> set[int] | None:
+    """Named, Orbax lets them meet at JAX's coordination service and not in programs of the devices, which a thread must not start."""
+    return set(range(jax.process_count())) if jax.process_count() > 1 else None
+
+
+def _has_room_for(arrays: dict[str, Any]) -> bool:
+    """Whether each device of this process has room for a copy, whatever a step needs; told nothing, as of host memory, it has."""
+    wanted: collections.Counter[Any] = collections.Counter()
+    for leaf in arrays.values():
+        for shard in leaf.addressable_shards:
+            wanted[shard.device] += shard.data.nbytes
+    told = {device: device.memory_stats() or {} for device in wanted}
+    return all(ROOM * size <= told[at].get("bytes_limit", math.inf) - told[at].get("peak_bytes_in_use", 0) for at, size in wanted.items())
+
+
+def _copies(arrays: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[dict[str, Any], Any]]:
+    """Copies in their places, which a step's donation does not reach, made on the devices while the host goes on; compiled once."""
+
+    def copy(arrays: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        busy = jnp.arange(2048) * arrays["step"]  # XLA:CPU runs what has less than 1000 operations in the thread that calls
+        return {path: jnp.copy(leaf) for path, leaf in arrays.items()}, busy
+
+    return jax.jit(copy, out_shardings=({path: leaf.sharding for path, leaf in arrays.items()}, None))

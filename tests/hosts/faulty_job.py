@@ -60,6 +60,7 @@ def die_while_saving(moment, step):
 
     def save(store, state, at, *rest):
         if moment == "save committed" and store.latest() is not None and store.latest() > step:
+            store.wait()
             die()
         found = begin(store, state, at, *rest)
         if at > step and moment == "save begun":

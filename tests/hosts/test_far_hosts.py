@@ -1,5 +1,6 @@
 """`spmd launch --hosts` over a stand-in for ssh: first on loopback, then between network namespaces with addresses of their own."""
 
+import contextlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from launched import JOB, ROOT, launch
@@ -38,7 +40,9 @@ def hosts(tmp_path):
     def start(*words, names=("127.0.0.1 processes=1", "127.0.0.2 processes=1"), options=(), suffix=".txt", **more):
         file = tmp_path / f"hosts{suffix}"
         file.write_text("\n".join(names))
-        return launch("--hosts", file, "--ssh", ssh, "--folder", ROOT, "--simulate", 2, *options, JOB, *words, **more)
+        return launch(
+            "--hosts", file, "--ssh", ssh, "--folder", ROOT, "--simulate", 2, *options, JOB, *words, SPMD_TEST_TAG=str(tmp_path), **more
+        )
 
     return start
 
@@ -49,9 +53,14 @@ def left(folder):
     return found.stdout.split()
 
 
-def agents(name):
-    found = subprocess.run(["pgrep", "-f", f"spmd.launch.agent {name}$"], capture_output=True, text=True, check=False)
-    return [int(word) for word in found.stdout.split()]
+def agents(name, tag):
+    """Agents of a host, of this test: of their environment."""
+    found = subprocess.run(["pgrep", "-f", f"spmd.launch.agent {name}$"], capture_output=True, text=True, check=False).stdout.split()
+    own = []
+    for number in map(int, found):
+        with contextlib.suppress(OSError):
+            own += [number] * (f"SPMD_TEST_TAG={tag}\0".encode() in Path(f"/proc/{number}/environ").read_bytes())
+    return own
 
 
 def test_a_fault_on_a_host_is_told_and_the_run_ends_well(hosts, tmp_path):
@@ -63,7 +72,7 @@ def test_a_fault_on_a_host_is_told_and_the_run_ends_well(hosts, tmp_path):
     assert re.search(r"(?m)^\[chief:0\] spmd 0: process 1 on \S+ failed at step 2\d \(\w+\): ValueError: boom on process 1", run.text)
     assert re.search(r"(?m)^spmd launch: process 1 at step 2\d: ValueError: boom on process 1", run.text)
     assert "[worker:0] spmd 1: process 1 of 2 (spmd launch), process 0 at 127.0.0.1:" in run.text
-    assert not agents("127.0.0.1") and not agents("127.0.0.2")
+    assert not agents("127.0.0.1", tmp_path) and not agents("127.0.0.2", tmp_path)
 
 
 @SLOW
@@ -74,7 +83,7 @@ def test_a_host_that_does_not_come_back_is_done_without(hosts, tmp_path):
         while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
             time.sleep(0.02)
         (tmp_path / "127.0.0.2.down").touch()
-        for number in agents("127.0.0.2"):
+        for number in agents("127.0.0.2", tmp_path):
             for child in subprocess.run(["pgrep", "-P", str(number)], capture_output=True, text=True, check=False).stdout.split():
                 os.kill(int(child), signal.SIGKILL)
             os.kill(number, signal.SIGKILL)
@@ -117,9 +126,9 @@ def test_what_ends_the_launcher_ends_all(hosts, tmp_path, whom):
     run = hosts("--folder", tmp_path / "run", "--fault", "none", "--steps", 1_000_000, meanwhile=end)
     assert run.code == (143 if whom == "SIGTERM" else -9), run.text
     until = time.monotonic() + 20
-    while agents("127.0.0.1") + agents("127.0.0.2") and time.monotonic() < until:
+    while agents("127.0.0.1", tmp_path) + agents("127.0.0.2", tmp_path) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not agents("127.0.0.1") and not agents("127.0.0.2")
+    assert not agents("127.0.0.1", tmp_path) and not agents("127.0.0.2", tmp_path)
     assert not left(tmp_path / "run")
     if whom == "SIGTERM":
         assert max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) > 25

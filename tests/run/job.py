@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import spmd
@@ -17,12 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 class Report(spmd.callbacks.Callback):
     """Prints each event as a line; kills its own process at one of them, as a power cut would."""
 
-    def __init__(self, kill=None):
-        self.kill = kill
+    def __init__(self, kill=None, folder=None):
+        self.kill, self.folder = kill, folder and Path(folder)
 
     def _event(self, name, info):
         print(name, info.step, flush=True)
         if self.kill == f"{name} {info.step}":
+            until = time.monotonic() + 10
+            while name == "checkpoint" and not list(self.folder.glob(f"checkpoints/{info.step}*")) and time.monotonic() < until:
+                time.sleep(0.001)  # a thread begins to write it
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step(self, info):
@@ -49,10 +53,10 @@ def train(*, checkpoint=None, every=None, resume=False, kill=None, epochs=4, wid
             optimizer=optax.adam(1e-2),
             batch_size=32,
             epochs=epochs,
-            callbacks=[Report(kill), *callbacks],
+            callbacks=[Report(kill, checkpoint), *callbacks],
             **options,
         )
-    return fit_net(labelled(80), epochs=epochs, callbacks=[Report(kill), *callbacks], **options)
+    return fit_net(labelled(80), epochs=epochs, callbacks=[Report(kill, checkpoint), *callbacks], **options)
 
 
 def small_steps(count):

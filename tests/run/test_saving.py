@@ -1,0 +1,84 @@
+"""Saving: a thread writes a copy of the state while steps go on; where devices have no room for it, the steps wait."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from small import fit, same
+
+import spmd
+from spmd.errors import CheckpointError
+from spmd.run import checkpoint
+from spmd.run.checkpoint import Store
+
+COPIED, WAITED_FOR = True, False
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """The names of the threads that hand a state to Orbax."""
+    found, write = [], Store._write
+
+    def noted(self, *given):
+        found.append(threading.current_thread().name)
+        return write(self, *given)
+
+    monkeypatch.setattr(Store, "_write", noted)
+    return found
+
+
+@pytest.mark.parametrize("room", [COPIED, WAITED_FOR], ids=["copied", "waited for"])
+def test_what_is_saved_is_the_state_of_that_step(room, tmp_path, threads, monkeypatch):
+    """Steps donate the state that is being saved; each checkpoint is that of its own step whoever hands it over."""
+    if not room:
+        monkeypatch.setattr(checkpoint, "_has_room_for", lambda arrays: False)
+    seen = {}
+    whole = fit(
+        epochs=3,
+        checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100),
+        callbacks=[spmd.callbacks.Each(lambda info: seen.update({info.step: jax.device_get(info.state.params)}), every=1)],
+    )
+    store = Store(spmd.Checkpoint(tmp_path, keep=100))
+    assert store.steps() == list(range(1, int(whole.state.step) + 1))
+    for step in store.steps():
+        state, _ = store.restore(step, whole.trainer.abstract_state)
+        assert same(state.params, seen[step])
+    store.close()
+    assert not same(seen[1], seen[2])
+    assert len(threads) == int(whole.state.step)
+    assert {name.startswith("spmd save") for name in threads} == {room}
+
+
+def test_a_thread_that_fails_is_told_with_the_next_save(tmp_path, monkeypatch):
+    """And again at the end; training does not go on as if there were a checkpoint."""
+    monkeypatch.setattr(Store, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(CheckpointError, match="could not be written to .*: OSError: no space left"):
+        fit(steps=5, checkpoint=spmd.Checkpoint(tmp_path, every=2))
+    assert not [entry for entry in (tmp_path / "checkpoints").iterdir()]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("spmd save")]
+
+
+class Device:
+    def __init__(self, **told):
+        self._told = told
+
+    def memory_stats(self):
+        return self._told or None
+
+
+class Array:
+    """One that lies on some devices, `size` bytes on each."""
+
+    def __init__(self, devices, size):
+        shard = lambda device: type("Shard", (), {"device": device, "data": np.zeros(size, np.uint8)})
+        self.addressable_shards = [shard(device) for device in devices]
+
+
+def test_a_copy_is_made_where_each_device_has_room_for_it_beside_all_that_it_ever_held():
+    wide, narrow = Device(bytes_limit=1000, peak_bytes_in_use=100), Device(bytes_limit=1000, peak_bytes_in_use=700)
+    room = lambda *arrays: checkpoint._has_room_for(dict(enumerate(arrays)))
+    assert room(Array([wide, narrow], 200), Array([wide], 500))
+    assert not room(Array([wide, narrow], 200), Array([wide], 600))  # 1.2 * 800 of 900
+    assert not room(Array([wide, narrow], 260))  # 1.2 * 260 of 300
+    assert room(Array([Device()], 10**6))  # a host's memory, which says nothing
