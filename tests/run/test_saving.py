@@ -53,7 +53,7 @@ def test_what_is_saved_is_the_state_of_that_step(room, tmp_path, threads, monkey
 def test_a_thread_that_fails_is_told_with_the_next_save(tmp_path, monkeypatch):
     """And again at the end; training does not go on as if there were a checkpoint."""
     monkeypatch.setattr(Store, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(CheckpointError, match="could not be written to .*: OSError: no space left"):
+    with pytest.raises(CheckpointError, match=r"could not be written to .*: OSError: no space left"):
         fit(steps=5, checkpoint=spmd.Checkpoint(tmp_path, every=2))
     assert not [entry for entry in (tmp_path / "checkpoints").iterdir()]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("spmd save")]
