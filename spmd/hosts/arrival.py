@@ -52,7 +52,7 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: Limits |
         if limits is not None:
             guard.limit(limits)
         return _joined
-    limits = Limits.parse(os.environ.get("SPMD_STALL", "")) if limits is None else limits
+    limits = Limits.parse(os.environ.get("SPMD_STALL", ""), "$SPMD_STALL: ") if limits is None else limits
     if coordination.started():  # by the user's own jax.distributed.initialize
         rank, size, address = coordination.place()
         _joined = world or World(rank, size, address, "jax.distributed")

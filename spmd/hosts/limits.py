@@ -32,15 +32,15 @@ class Limits:
                 raise OptionError(f"stall limit {field.name}={value!r}.\n    cure: seconds, more than none; inf for never.")
 
     @staticmethod
-    def parse(text: str) -> "Limits":
-        """Read "step=120,save=inf"; what is not named keeps its default."""
+    def parse(text: str, where: str = "") -> "Limits":
+        """Read "step=120,save=inf"; what is not named keeps its default. Errors begin with where it was found."""
         known, found = [field.name for field in dataclasses.fields(Limits)], {}
         for word in filter(None, (word.strip() for word in text.split(","))):
             name, _, value = (part.strip() for part in word.partition("="))
             if name not in known:
-                raise OptionError(f'stall limit "{word}".\n    cure: {did_you_mean(name, known)}')
+                raise OptionError(f'{where}stall limit "{word}".\n    cure: {did_you_mean(name, known)}')
             try:
                 found[name] = float(value)
             except ValueError:
-                raise OptionError(f'stall limit "{word}": "{value}" is no number.\n    cure: {name}=120, in seconds.') from None
+                raise OptionError(f'{where}stall limit "{word}": "{value}" is no number.\n    cure: {name}=120, in seconds.') from None
         return Limits(**found)

@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if isinstance(found, int):
         return found
-    print(found)
+    try:
+        print(found, flush=True)
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

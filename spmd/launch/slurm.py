@@ -86,6 +86,10 @@ class Slurm:
             )
         matching("memory", self.memory, r"\d{1,9}[KMGT]?", "of each node, such as 64G; 0 for all of it")
         matching("time", self.time, TIME, "minutes, or such as 12:00:00 or 1-12:00:00")
+        if self.time is not None and 0 < (limit := _seconds(self.time)) <= self.grace:  # 0: no limit
+            raise OptionError(
+                f"grace={self.grace} seconds to save and leave, of a job that has {limit} (time={self.time}).\n    cure: a longer time."
+            )
         matching("output", self.output, PATH, "a path of letters, digits and ./%+@=,:-")
         for name in ("partition", "account", "name"):
             matching(name, getattr(self, name), NAME + r"(,[\w.+-]+)*" if name == "partition" else NAME, "letters, digits and _.+-")
@@ -102,6 +106,8 @@ class Slurm:
         for option in self.extra:
             printable("sbatch", option)
             name = re.split(r"[=\s]", option)[0]
+            if name == "--array" or name[:2] == "-a":
+                raise OptionError(f'sbatch option "{option}" makes jobs that do not meet.\n    cure: --nodes, or a job for each.')
             if name in taken or name[:2] in short:
                 raise OptionError(f'sbatch option "{option}": {name} has an option of its own, or is set already.\n    cure: leave it out.')
             if not re.fullmatch(r"--[a-z][a-z-]*|-[A-Za-z]", name):
@@ -132,6 +138,18 @@ class Slurm:
             ("--signal", f"TERM@{self.grace}"),
         ]
         return [(option, value) for option, value in found if value is not None]
+
+
+def _seconds(time: str) -> int:
+    """How long a limit of time is.
+
+    >>> _seconds("30"), _seconds("1:30"), _seconds("2:00:00"), _seconds("1-12"), _seconds("1-0:30:05")
+    (1800, 90, 7200, 129600, 88205)
+    """
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(part) for part in rest.split(":")]
+    first = 3600 if dash or len(numbers) == 3 else 60  # after days the first is hours; else minutes, or hours where there are three
+    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, (first, first // 60, 1), strict=False))
 
 
 def script(words: Sequence[str], how: Slurm) -> str:

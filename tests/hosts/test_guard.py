@@ -16,6 +16,8 @@ from spmd.hosts.limits import Limits
 def test_limits_as_they_are_written():
     assert Limits.parse("") == Limits() == Limits(1800.0, 60.0, 1800.0, 1800.0)
     assert Limits.parse(" step = 5 , save=inf") == Limits(step=5.0, save=math.inf)
+    with pytest.raises(OptionError, match=r'^\$SPMD_STALL: stall limit "stop=5"'):
+        Limits.parse("stop=5", "$SPMD_STALL: ")
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,15 @@ def test_check_asks_for_no_device_and_allocates_nothing(tmp_path):
     assert "1 parameter, 4.0 TiB; 4.0 GiB on each of 1024 devices" in done.stdout
 
 
+def test_who_reads_may_have_seen_enough():
+    """As `spmd layouts | head -1` does: no traceback."""
+    command = [sys.executable, "-m", "spmd", "layouts"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(60) == 0
+    process.stderr.close()
+
+
 def test_check_of_a_file_of_ones_own(spmd_command, tmp_path):
     (tmp_path / "mine.toml").write_text('[mesh]\ndata = 4\nmodel = 2\n[[params]]\npath = "w"\nspec = ["-", "model"]\n')
     code, out, _ = spmd_command("layouts check mine.toml --model models:plain")
