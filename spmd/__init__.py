@@ -15,6 +15,7 @@ _HOMES = {
     "FunctionalModel": "spmd.model.functional",
     "GradientRule": "spmd.layout.gradients",
     "Gradients": "spmd.layout.gradients",
+    "Halving": "spmd.trials.rungs",
     "Layout": "spmd.layout.declare",
     "ParameterServer": "spmd.layout.server",
     "MeshSpec": "spmd.mesh",
@@ -35,6 +36,7 @@ _HOMES = {
     "fit": "spmd.api",
     "join": "spmd.hosts.arrival",
     "launch": "spmd.launch:",
+    "log_uniform": "spmd.trials.space",
     "loggers": "spmd.loggers:",
     "losses": "spmd.losses:",
     "make_mesh": "spmd.mesh",
@@ -45,6 +47,8 @@ _HOMES = {
     "search": "spmd.preflight.searched",
     "simulate": "spmd.comm.server.ask",
     "simulate_devices": "spmd.mesh",
+    "sweep": "spmd.trials.sweeping",
+    "uniform": "spmd.trials.space",
     "viz": "spmd.viz:",
 }
 
@@ -88,6 +92,10 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.run.checkpoint import Checkpoint as Checkpoint
     from spmd.train.state import State as State
     from spmd.trainer import Trainer as Trainer
+    from spmd.trials.rungs import Halving as Halving
+    from spmd.trials.space import log_uniform as log_uniform
+    from spmd.trials.space import uniform as uniform
+    from spmd.trials.sweeping import sweep as sweep
 
 
 def __getattr__(name: str):

@@ -33,6 +33,7 @@ from spmd.run.loop import Loop
 from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.signals import ENDED
+from spmd.train.placed import Options
 from spmd.train.program import Program
 from spmd.train.state import State
 from spmd.trainer import Trainer
@@ -179,13 +180,7 @@ def fit(
     _check_evaluation(eval_data, eval_every, config, trainer)
     evaluated = [f"eval_{name}" for name in program.eval_names] if eval_data is not None else []
     _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
-    meta = {
-        "data": {**reader.fingerprint(), "seed": seed},
-        "layout": trainer.layout.to_toml(),
-        "mesh": str(MeshSpec.parse(trainer.mesh)),
-        "options": {"precision": precision, "accumulate": accumulate},
-        "storage": trainer.packing,
-    }
+    meta = about_run(trainer, reader, Options(precision, accumulate, seed))
     _agree(program, reader, hooks, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
@@ -216,6 +211,17 @@ def fit(
     if loop.stop_reason == ENDED:
         raise SystemExit(TERMINATED)
     return Result(loop.state, loop.history, loop.stop_reason, trainer)
+
+
+def about_run(trainer: Trainer, reader: Source, options: Options) -> dict[str, Any]:
+    """What a checkpoint says of its run, beside the arrays and how far it has come."""
+    return {
+        "data": {**reader.fingerprint(), "seed": options.seed},
+        "layout": trainer.layout.to_toml(),
+        "mesh": str(MeshSpec.parse(trainer.mesh)),
+        "options": {"precision": options.precision, "accumulate": options.accumulate},
+        "storage": trainer.packing,
+    }
 
 
 def _folded(accumulate: int) -> int:

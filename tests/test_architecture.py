@@ -24,7 +24,7 @@ LEVELS = [
     {"train", "data", "hosts"},
     {"preflight", "run"},
     # callbacks, loggers, losses and metrics only give rooms below a public name
-    {"api.py", "trainer.py", "sweep.py", "ensemble.py", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
+    {"api.py", "trainer.py", "trials", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
     {"launch", "viz"},
     {"__init__.py", "__main__.py"},
 ]
@@ -34,10 +34,8 @@ SIDEWAYS = {
     ("model", "layout"),  # only the path patterns: see below
     ("train", "data"),  # a program is made for a batch, which is checked first
     ("api.py", "trainer.py"),  # `fit` is a face over the trainer
-    ("sweep.py", "api.py"),
-    ("sweep.py", "trainer.py"),
-    ("ensemble.py", "api.py"),
-    ("ensemble.py", "trainer.py"),
+    ("trials", "api.py"),  # what comes of a trial is what `fit` would have given
+    ("trials", "trainer.py"),
     ("__main__.py", "__init__.py"),
 }
 NARROW = {("model", "layout"): "spmd.layout.match"}

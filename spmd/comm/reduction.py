@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -55,5 +56,8 @@ REDUCTIONS = {
 
 
 def constrain(scene: Scene, spec: Spec, x: Any) -> Any:
-    """Tell the compiler where `x` is to be."""
+    """Tell the compiler where `x` is to be; where all axes are manual it is told by what is written, and there is nothing to add."""
+    around = jax.sharding.get_abstract_mesh()
+    if around.axis_names and set(around.axis_names) == set(around.manual_axes):
+        return x
     return lax.with_sharding_constraint(x, NamedSharding(scene.mesh, pspec(spec)))

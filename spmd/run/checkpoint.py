@@ -366,7 +366,9 @@ def _copies(arrays: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[dict[str
     """Copies in their places, which a step's donation does not reach, made on the devices while the host goes on; compiled once."""
 
     def copy(arrays: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        busy = jnp.arange(2048) * arrays["step"]  # XLA:CPU runs what has less than 1000 operations in the thread that calls
+        busy = jnp.arange(2048)[:, None] * arrays["step"].reshape(
+            -1
+        )  # XLA:CPU runs what has less than 1000 operations in the thread that calls
         return {path: jnp.copy(leaf) for path, leaf in arrays.items()}, busy
 
     return jax.jit(copy, out_shardings=({path: leaf.sharding for path, leaf in arrays.items()}, None))

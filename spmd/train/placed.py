@@ -208,6 +208,10 @@ class Placed:
         """A new state, made in place on the mesh."""
         return init_state(*self._beginning)
 
+    def opened(self, build: Callable[[], Any], optimizer: Any, seed: Any) -> State:
+        """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that may be traced."""
+        return make_state(wrap(build).init(jax.random.key(seed), self._run), optimizer.init, seed, self.exchange.init)
+
     def init_facts(self) -> tuple[dict[str, str], str]:
         """What decides it: facts by name, and a program's text; either may be empty."""
         return opening_facts(*self._beginning)

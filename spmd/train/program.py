@@ -65,7 +65,8 @@ class Program:
         self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
         # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step by copying the donated
         # kernels of convolutions and of the layers behind them: there loops are unrolled, and the state is not donated
-        self._unroll = has_convolution(jaxpr.jaxpr) and placed.platform == "cpu"
+        self.convolutions = has_convolution(jaxpr.jaxpr)
+        self._unroll = self.convolutions and placed.platform == "cpu"
         self._donated = () if self._unroll else (0,)
         self._cutting = dataclasses.replace(placed.cutting, unroll=self._unroll, schedules={})
         self._compiled: dict[tuple, Callable] = {}
@@ -156,6 +157,32 @@ class Program:
         more["cutting"] = self._cutting
         kind = ServedStep if exchange.asynchronous else LocalStep if exchange.local else Step
         return kind(model, self._train, optimizer, resolved, exchange, self._packed, parts, **more)
+
+    def several(self, each: Callable, *trees: Tree) -> Tree:
+        """`each` over dim 0 of trees, for members of one program: side by side; convolutions, which that would turn into grouped ones,
+        one after the other."""
+        if not self.convolutions:
+            return jax.vmap(each)(*trees)
+        if not self._unroll:
+            return jax.lax.map(lambda inputs: each(*inputs), trees)
+        count = jax.tree.leaves(trees)[0].shape[0]
+        found = [each(*jax.tree.map(lambda x, at=at: x[at], trees)) for at in range(count)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+
+    def steps_here(self, optimizer: Any, state: State, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
+        """`rows.shape[0]` updates with an optimizer of its own inside a manual region over all axes (`Step.update_here`): `data` whole,
+        `rows` and `weights` those of this worker, [steps, rows]."""
+        step = dataclasses.replace(self._step(rows.shape[1] * self.placed.resolved.workers, True), optimizer=optimizer)
+        return many(step.update_here, state, data, rows, weights, {}, unroll=self._unroll)
+
+    def measures(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
+        """What `evaluate` gives, under a trace."""
+        return self._measure(state.params, state.stats, state.rngs, batch, weights)
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Which arguments of a step are donated: the state, but for convolutions on a CPU."""
+        return self._donated
 
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
         """One update; `state` is donated (but for convolutions on a CPU). Metrics are float32[2, names], sums over counts."""

@@ -69,7 +69,17 @@ class Step:
           weights: float32[rows], 1 for a row of data and 0 for padding, cut likewise.
           events: what the parameter server's clock says of this step; empty without one.
         """
-        grads, memory, measured, stats, sums = self._gradients(state, batch, weights, events)
+        return self._applied(state, events, *self._gradients(state, batch, weights, events))
+
+    def update_here(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
+        """`update` by each worker inside a manual region over all axes of the mesh: `batch` and `weights` are its own rows, and
+        every parameter and moment is whole."""
+        return self._applied(state, events, *self._together(state, batch, weights, events))
+
+    def _applied(
+        self, state: State, events: Tree, grads: Tree, memory: Tree, measured: jax.Array, stats: Tree, sums: jax.Array
+    ) -> tuple[State, jax.Array]:
+        """The optimizer's step with the gradients that have met."""
         loss = sums[0, self.names.index(LOSS)] / sums[1, self.names.index(LOSS)]
         updates, opt = self.optimizer.update(grads, state.opt, state.params, value=loss)
         memory = jax.tree.map(functools.partial(jnp.where, skipped(opt)), state.exchange, memory)
@@ -80,8 +90,7 @@ class Step:
         """Mean gradients over the batch, the exchange's next memory and measurements, new stats, packed metrics."""
         exchange = self.exchange
         if not exchange.reduction.manual:
-            grads, stats, sums = self._worker(state, batch, weights, events, axes=())
-            return *exchange.push(grads, state.exchange, state.step), stats, pack(sums, self.names)
+            return self._together(state, batch, weights, events)
         data = self.scene.data_axes
         cut = lambda spec: pspec(keep_axes(spec, data))  # the manual region's specs name the data axes only
         whole = PartitionSpec()
@@ -91,23 +100,25 @@ class Step:
         rows = map_paths(lambda path, x: cut(batch_spec(self.resolved, path)) if self.split else whole, batch)
         specs = dataclasses.replace(jax.tree.map(lambda _: whole, state), params=params, opt=None, exchange=memory)
 
-        def worker(state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
-            grads, stats, sums = self._worker(state, batch, weights, events, axes=data)
-            packed = pack(sums, self.names)
-            with jax.named_scope("metrics"):
-                packed = wire.all_reduce(packed, data) if self.split else packed
-            with jax.named_scope("stats"):
-                stats = agree(stats, data, self._present(events).any() if "present" in events else None, state.stats)
-            return *exchange.push(grads, state.exchange, state.step), stats, packed
-
         return jax.shard_map(
-            worker,
+            self._together,
             mesh=self.scene.mesh,
             in_specs=(specs, rows, PartitionSpec(data) if self.split else whole, whole),
             out_specs=(pushed, memory, whole, whole, whole),
             axis_names=set(data),
             check_vma=False,
         )(dataclasses.replace(state, opt=None), batch, weights, events)
+
+    def _together(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
+        """What `_gradients` returns, of one worker among the others."""
+        data = self.scene.data_axes if self.exchange.reduction.manual else ()
+        grads, stats, sums = self._worker(state, batch, weights, events, axes=data)
+        packed = pack(sums, self.names)
+        with jax.named_scope("metrics"):
+            packed = wire.all_reduce(packed, data) if self.split else packed
+        with jax.named_scope("stats"):
+            stats = agree(stats, data, self._present(events).any() if "present" in events else None, state.stats) if data else stats
+        return *self.exchange.push(grads, state.exchange, state.step), stats, packed
 
     def _worker(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, axes: tuple[str, ...]) -> tuple[Tree, Tree, Sums]:
         """Gradients of the mean loss over these rows (whole, not yet averaged over workers), new stats, metric sums."""

@@ -1,0 +1,160 @@
+"""Trials of one shape as one compiled program: their states side by side, cut over the mesh's `net` axis."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from spmd.data.resident import on_devices
+from spmd.errors import LayoutError, OptimizerError, SpmdError
+from spmd.layout.declare import spec_axes
+from spmd.train.placed import Placed
+from spmd.train.program import prepared
+from spmd.train.state import State
+from spmd.tree import Tree
+from spmd.trials.space import SEED
+from spmd.trials.study import Study, Trial
+
+NET, DATA = "net", "data"
+
+
+class Packed:
+    """The compiled functions for trials that differ only in what is traced.
+
+    `values` are the traced hyper-parameters, float32[slots] each; `states` have leaves [slots, ...]. Slots are cut over `net`; each
+    device's own run side by side, each trial on the devices along `data`.
+    """
+
+    def __init__(self, study: Study, first: Trial, mesh: Mesh, data: Tree):
+        self.study, self.first, self.mesh, self._data = study, first, mesh, data
+        inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
+        optimizer = study.optimizer_of(first.given)
+        self.placed = Placed(study.model(first.given), study.loss, study.metrics, optimizer, inner, study.layout, study.options)
+        self.program = prepared(self.placed, study.data.sample())
+        self._check()
+        self._compiled: dict[tuple, Any] = {}
+
+    def _check(self) -> None:
+        placed, layout = self.placed, self.placed.resolved.layout
+        cut = [path for path, place in placed.resolved.placements.items() if spec_axes(place.spec) or spec_axes(place.state_spec)]
+        if placed.storage is not None or cut:
+            what = "keeps parameters on servers" if placed.storage is not None else f"cuts {cut[0]}"
+            raise LayoutError(
+                f"{layout.source} {what}, and each trial of a sweep has its parameters whole on its devices.\n"
+                '    cure: a layout that replicates them, such as "data_parallel".'
+            )
+        if placed.resolved.workers > 1 and not placed.exchange.reduction.manual:
+            raise LayoutError(
+                f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not.\n'
+                '    cure: [gradients] reduction = "all_reduce".'
+            )
+        try:
+            jax.eval_shape(lambda values: self._optimizer(values).init(placed.abstract_state.params), self._one())
+        except SpmdError:
+            raise
+        except Exception as error:
+            raise OptimizerError(f"the optimizer's init fails on traced values: {type(error).__name__}: {error}") from error
+
+    def _one(self) -> dict[str, Any]:
+        return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.study.traced(self.first)}
+
+    def _optimizer(self, values: Tree) -> Any:
+        return self.study.optimizer_of({**self.first.given, **values})
+
+    # states ------------------------------------------------------------------------------------------------------------
+
+    def init(self, trial: Trial) -> State:
+        """The state of a trial at step 0, on the host."""
+        values = {name: jnp.float32(value) for name, value in self.study.traced(trial).items()}
+        with nnx.use_eager_sharding(False):
+            if self.study.builds_from_seed:  # in Python: flax takes no seed that is traced
+                return jax.device_get(self._open(trial.seed, trial.seed, values))
+            return jax.device_get(self._compiled_open(jnp.uint32(trial.seed), values))
+
+    def _open(self, seed: Any, built_from: int, values: Tree) -> State:
+        build = self.study.model({**self.first.given, SEED: built_from})
+        return self.placed.opened(build, self._optimizer(values), seed)
+
+    @functools.cached_property
+    def _compiled_open(self) -> Any:
+        return jax.jit(lambda seed, values: self._open(seed, self.first.seed, values))
+
+    def stack(self, states: Sequence[Any]) -> Any:
+        """Trees of the host, one for each slot, as one on the mesh."""
+        return jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves), self._cut), *states)
+
+    def abstract(self, slots: int) -> State:
+        """Shapes and shardings of the states of so many slots."""
+        one = self.placed.abstract_state
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((slots, *leaf.shape), leaf.dtype, sharding=self._cut), one)
+
+    def values(self, trials: Sequence[Trial]) -> dict[str, jax.Array]:
+        """The traced hyper-parameters of the trials in the slots."""
+        each = [self.study.traced(trial) for trial in trials]
+        return {name: jax.device_put(np.array([one[name] for one in each], np.float32), self._cut) for name in each[0]}
+
+    @property
+    def _cut(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(NET))
+
+    # programs ------------------------------------------------------------------------------------------------------------
+
+    def steps(self, states: State, values: Tree, rows: np.ndarray, weights: np.ndarray) -> tuple[State, jax.Array]:
+        """`weights.shape[0]` updates of every slot; `states` are donated.
+
+        Args:
+          rows: int32[slots, steps, rows], which rows of the data make each batch; or [1, steps, rows], where all slots have the same.
+          weights: float32[steps, rows], 0 for padding.
+
+        Returns:
+          The states, and metrics float32[slots, steps, 2, names], sums and counts.
+        """
+        shared = rows.shape[0] == 1
+        rows_spec, batch = PartitionSpec(None if shared else NET, None, DATA), PartitionSpec(None, DATA)
+        if DATA not in self.mesh.shape:
+            rows_spec, batch = PartitionSpec(None if shared else NET), PartitionSpec()
+
+        def local(states: State, values: Tree, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
+            one = lambda state, values, own: self.program.steps_here(self._optimizer(values), state, data, own, weights)
+            if shared:
+                return self.program.several(lambda state, values: one(state, values, rows[0]), states, values)
+            return self.program.several(one, states, values, rows)
+
+        function = self._function(
+            ("steps", *rows.shape, shared),
+            local,
+            (PartitionSpec(NET), PartitionSpec(NET), PartitionSpec(), rows_spec, batch),
+            2,
+            self.program.donated,
+        )
+        placed = jax.device_put((rows.astype(np.int32), weights), (NamedSharding(self.mesh, rows_spec), NamedSharding(self.mesh, batch)))
+        return function(states, values, self._data, *placed)
+
+    def evaluate(self, states: State, batch: Tree, weights: np.ndarray) -> np.ndarray:
+        """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every device of a trial computes it."""
+
+        def local(states: State, batch: Tree, weights: jax.Array) -> jax.Array:
+            return self.program.several(lambda state: self.program.measures(state, batch, weights), states)
+
+        whole = PartitionSpec()
+        function = self._function(("evaluate", *weights.shape), local, (PartitionSpec(NET), whole, whole), 1)
+        placed = on_devices((batch, weights), self.mesh)
+        return np.asarray(jax.device_get(function(states, *placed)), np.float64)
+
+    def _function(self, key: tuple, local: Any, specs: tuple, outputs: int, donated: tuple[int, ...] = ()) -> Any:
+        if key not in self._compiled:
+            out = PartitionSpec(NET)
+            mapped = jax.shard_map(
+                local, mesh=self.mesh, in_specs=specs, out_specs=(out,) * outputs if outputs > 1 else out, check_vma=False
+            )
+            self._compiled[key] = jax.jit(mapped, donate_argnums=donated)
+        return self._compiled[key]
+
+    def compilations(self) -> int:
+        """How many programs of steps have been compiled."""
+        return sum(function._cache_size() for key, function in self._compiled.items() if key[0] == "steps")

@@ -1,0 +1,66 @@
+"""Successive halving: all trials train a little, the better ones go on."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from spmd.errors import OptionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Halving:
+    """Successive halving, for `spmd.sweep(search=Halving(...))` (Jamieson and Talwalkar 2016, algorithm 1).
+
+    All trials train for the first part of the steps; the best of them, one in `factor`, train `factor` times as long, and so on, until the
+    last rung has had all steps. A trial's score at a rung is that of `spmd.sweep`.
+
+    Args:
+      factor: one in how many goes on.
+      rungs: how many there are; None: as many as leave one trial in the last.
+
+    Example:
+      >>> Halving(factor=4).plan(trials=16, steps=800)
+      [(16, 50), (4, 200), (1, 800)]
+    """
+
+    factor: int = 3
+    rungs: int | None = None
+
+    def __post_init__(self):
+        for name, value, least in (("factor", self.factor, 2), ("rungs", self.rungs, 2)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise OptionError(f"Halving: {name}={value!r}.\n    cure: a whole number from {least}.")
+
+    def plan(self, trials: int, steps: int) -> list[tuple[int, int]]:
+        """How many trials each rung has, and at which step it ends.
+
+        Raises:
+          OptionError: more rungs than the trials or the steps allow.
+        """
+        most = 1 + int(math.log(trials) / math.log(self.factor) + 1e-9)
+        count = most if self.rungs is None else self.rungs
+        if count > most or self.factor ** (count - 1) > steps:
+            raise OptionError(
+                f"Halving: {count} rungs of factor {self.factor} want {self.factor ** (count - 1)} trials and steps; "
+                f"there are {trials} and {steps}.\n    cure: fewer rungs, more trials, or more steps."
+            )
+        return [(max(1, trials // self.factor**rung), steps // self.factor ** (count - 1 - rung)) for rung in range(count)]
+
+
+def best(scores: Mapping[int, float], count: int, mode: str) -> list[int]:
+    """The trials with the best scores, in the order of their scores; of equals the first. What is not finite is worse than all."""
+    sign = 1.0 if mode == "min" else -1.0
+    key = lambda number: (not math.isfinite(scores[number]), sign * scores[number] if math.isfinite(scores[number]) else 0.0, number)
+    return sorted(scores, key=key)[:count]
+
+
+def check_search(search: Any) -> Halving | str:
+    """The way of searching.
+
+    Raises:
+      OptionError: none of them.
+    """
+    if isinstance(search, Halving) or search in ("random", "grid"):
+        return search
+    raise OptionError(f'search={search!r}.\n    cure: "random", "grid" or spmd.Halving().')

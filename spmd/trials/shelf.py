@@ -1,0 +1,131 @@
+"""What a sweep keeps on disk, so that one that was killed goes on: what it is, and each chunk of trials at its newest step."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import CheckpointError, Problem, raise_problems
+from spmd.run.checkpoint import Checkpoint, Store
+from spmd.trials.course import Chunk
+
+ABOUT, DONE = "sweep.json", "done.json"
+
+
+class Shelf:
+    """A sweep's folder. Without one (None) nothing is kept, and nothing is found."""
+
+    def __init__(self, folder: Path | None, about: Mapping[str, str], *, resume: bool):
+        self._folder = folder
+        if folder is None:
+            return
+        file = folder / ABOUT
+        if not file.exists():
+            if folder.exists() and any(folder.iterdir()):
+                raise CheckpointError(f"{folder} is not empty, and holds no sweep.\n    cure: another folder.")
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(file, dict(about))
+            return
+        if not resume:
+            raise CheckpointError(f"{folder} already holds a sweep.\n    cure: resume=True to go on with it, or another folder.")
+        before = json.loads(file.read_text(encoding="utf-8"))
+        names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
+        problems = [Problem(name, [f"was {before.get(name)}, is {about.get(name)}"]) for name in names]
+        raise_problems(CheckpointError, f"the sweep in {folder} cannot be gone on with: it was another", problems)
+
+    def place(self, rung: int, chunk: int) -> Path | None:
+        """Where a chunk of a rung is kept."""
+        return None if self._folder is None else self._folder / "chunks" / f"{rung}-{chunk}"
+
+    def finished(self, rung: int, chunk: int) -> tuple[np.ndarray, list[dict[str, float]]] | None:
+        """The measurements and evaluations of a chunk that was brought to its end."""
+        place = self.place(rung, chunk)
+        if place is None or not (place / DONE).exists():
+            return None
+        return _history(place / "end.npy"), json.loads((place / DONE).read_text(encoding="utf-8"))
+
+    def finish(self, rung: int, chunk: int, history: np.ndarray, evaluations: list[dict[str, float]]) -> None:
+        """A chunk is at its end."""
+        place = self.place(rung, chunk)
+        if place is not None:
+            _save(place / "end.npy", history)
+            _write(place / DONE, evaluations)
+
+    def resumed(self, rung: int, chunk: int, run: Chunk) -> bool:
+        """Bring a chunk to where it was saved last, if it was."""
+        place = self.place(rung, chunk)
+        if place is None or not (place / "checkpoints").is_dir():
+            return False
+        with self.opened(rung, chunk) as store:
+            step = None if store is None else store.sound()
+            if store is None or step is None:
+                return False
+            run.states, _ = store.restore(step, run.packed.abstract(len(run.slots)))
+            run.measured, run.step = [_history(place / f"history-{step}.npy")], step
+        return True
+
+    @contextlib.contextmanager
+    def opened(self, rung: int, chunk: int):
+        """The checkpoints of a chunk; None where nothing is kept. What was begun is whole when it is closed."""
+        place = self.place(rung, chunk)
+        if place is None:
+            yield None
+            return
+        place.mkdir(parents=True, exist_ok=True)
+        store = Store(Checkpoint(place, keep=1))
+        try:
+            yield store
+        except BaseException:
+            store.release()
+            raise
+        store.close()
+
+    def save(self, store: Store | None, rung: int, chunk: int, run: Chunk) -> None:
+        """Keep a chunk as it is now, in place of what was kept of it."""
+        place = self.place(rung, chunk)
+        if store is None or place is None:
+            return
+        newest, held = place / f"history-{run.step}.npy", store.latest()
+        _save(newest, run.history)
+        store.save(run.states, run.step, {}, {})
+        for old in place.glob("history-*.npy"):
+            if old != newest and old.name != f"history-{held}.npy":  # the newest whole checkpoint may still be that one
+                old.unlink()
+
+    def clear(self) -> None:
+        """Only the end is wanted of chunks: their states go."""
+        if self._folder is not None:
+            for place in (self._folder / "chunks").glob("*/checkpoints"):
+                shutil.rmtree(place)
+
+
+def _history(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}.\n    cure: without the folder it is in, that part is done again."
+        ) from error
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as file:
+        np.save(file, array, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _write(path: Path, what: Any) -> None:
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(what, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,122 @@
+"""What hyper-parameters may be, and which values each trial has."""
+
+import dataclasses
+import itertools
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import OptionError, a_kind
+
+SEED = "seed"  # a hyper-parameter that every trial has
+
+
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """A number between two others, evenly or in its logarithm."""
+
+    low: float
+    high: float
+    log: bool
+
+    def at(self, place: float) -> float:
+        """The value at a place from 0 to 1, as float32 has it, so that it is the same wherever it goes."""
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        found = low + place * (high - low)
+        return float(np.float32(math.exp(found) if self.log else found))
+
+    def __str__(self) -> str:
+        return f"{'log_uniform' if self.log else 'uniform'}({self.low:g}, {self.high:g})"
+
+
+Space = Mapping[str, Sequence | Between]
+
+
+def uniform(low: float, high: float) -> Between:
+    """A hyper-parameter that is drawn evenly from low to high.
+
+    Raises:
+      OptionError: not two finite numbers, the smaller one first.
+
+    Example:
+      >>> print(uniform(0.0, 0.5))
+      uniform(0, 0.5)
+    """
+    return _between("uniform", low, high, log=False)
+
+
+def log_uniform(low: float, high: float) -> Between:
+    """A hyper-parameter whose logarithm is drawn evenly, as a learning rate's is.
+
+    Raises:
+      OptionError: not two finite numbers above 0, the smaller one first.
+
+    Example:
+      >>> log_uniform(1e-4, 1e-2).at(0.5)
+      0.0010000000474974513
+    """
+    return _between("log_uniform", low, high, log=True)
+
+
+def _between(name: str, low: float, high: float, *, log: bool) -> Between:
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in (low, high))
+    if not numbers or not low < high or (log and not low > 0):
+        wanted = "two finite numbers above 0" if log else "two finite numbers"
+        raise OptionError(f"{name}({low!r}, {high!r}).\n    cure: {wanted}, the smaller one first.")
+    return Between(float(low), float(high), log)
+
+
+def check_space(space: Any) -> dict[str, Any]:
+    """The space as values to choose from and distributions, by name.
+
+    Raises:
+      OptionError: no space, or something in it that has no values.
+    """
+    if not isinstance(space, Mapping) or not space:
+        raise OptionError(
+            f"space={space!r}: wanted names and what each may be.\n"
+            '    cure: such as {"learning_rate": spmd.log_uniform(1e-4, 1e-1), "width": [64, 128]}.'
+        )
+    found: dict[str, Any] = {}
+    for name, given in space.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise OptionError(f"space: {name!r} is no name of an argument.")
+        if isinstance(given, Between):
+            found[name] = given
+            continue
+        if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str) or not len(given):
+            raise OptionError(
+                f"space: {name}={given!r} is {a_kind(given)}.\n    cure: a list of values, spmd.uniform(...) or spmd.log_uniform(...)."
+            )
+        values = [value.item() if isinstance(value, np.generic) else value for value in given]
+        found[name] = [float(np.float32(value)) if isinstance(value, float) else value for value in values]
+    for value in found.get(SEED, []) if isinstance(found.get(SEED), list) else [None] * (SEED in found):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+            raise OptionError(f"space: seed={found[SEED]}.\n    cure: whole numbers from 0 to 2**32 - 1, such as range(64).")
+    return found
+
+
+def grid(space: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every combination, the last name's values changing fastest.
+
+    Raises:
+      OptionError: a name has a distribution and no values.
+    """
+    for name, given in space.items():
+        if isinstance(given, Between):
+            raise OptionError(f'search="grid" wants values, and {name} is {given}.\n    cure: a list of them, or search="random".')
+    return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
+
+
+def draw(space: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
+    """`count` trials at random. What trial i has depends on the seed, on i and on each name, and on nothing else in the space."""
+
+    def value(name: str, given: Any, trial: int) -> Any:
+        key = np.array([seed, (trial << 32) | zlib.crc32(name.encode())], np.uint64)
+        place = np.random.Generator(np.random.Philox(key=key)).random()
+        return given.at(place) if isinstance(given, Between) else given[int(place * len(given))]
+
+    return [{name: value(name, given, trial) for name, given in space.items()} for trial in range(count)]

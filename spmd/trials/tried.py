@@ -1,0 +1,141 @@
+"""What came of a sweep: each trial's values, score and curve, as a table, and the best of them as results of their own."""
+
+import csv
+import dataclasses
+import html
+import io
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd.api import Result
+from spmd.errors import OptionError
+from spmd.run.history import History
+from spmd.trials.study import Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What came of one trial.
+
+    Attributes:
+      trial: its number, values and seed.
+      score: what trials are compared by; not finite where it diverged.
+      metrics: of its newest evaluation; empty without data to evaluate.
+      history: metrics of every step, and the evaluations.
+      ended: "done", or "dropped" (others were better) or "diverged" (the loss was not finite), with the step.
+    """
+
+    trial: Trial
+    score: float
+    metrics: dict[str, float]
+    history: History
+    ended: str
+    _build: Callable[[], Result] | None
+
+    @property
+    def number(self) -> int:
+        """Its number in the sweep."""
+        return self.trial.number
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its hyper-parameters by name."""
+        return dict(self.trial.values)
+
+    def result(self) -> Result:
+        """As `spmd.fit` would have returned it: the model, and `evaluate` and `predict`.
+
+        Raises:
+          OptionError: its arrays were not kept.
+        """
+        if self._build is None:
+            raise OptionError(f"the arrays of trial {self.number} were not kept: it is not among the best.\n    cure: sweep(keep=...).")
+        return self._build()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """All trials of a sweep, in the order of their numbers, and the best ones first in `best`.
+
+    Attributes:
+      trials: what came of each.
+      best: those whose arrays were kept, the best first.
+      measure: what `score` is, and whether the smallest or the largest is the best.
+      programs: how many programs of steps were compiled.
+    """
+
+    trials: Sequence[Tried]
+    best: Sequence[Tried]
+    measure: tuple[str, str]
+    programs: int
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table, a dict for each trial, the best first; those that were dropped after those that were not."""
+        sign = -1.0 if self.measure[1] == "max" else 1.0
+        worst = lambda tried: (tried.ended != "done", -len(tried.history), not math.isfinite(tried.score))
+        order = sorted(
+            self.trials, key=lambda tried: (*worst(tried), sign * tried.score if math.isfinite(tried.score) else 0.0, tried.number)
+        )
+        return [
+            {
+                "trial": tried.number,
+                **tried.values,
+                self.measure[0]: tried.score,
+                **tried.metrics,
+                "steps": len(tried.history),
+                "ended": tried.ended,
+            }
+            for tried in order
+        ]
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The table as CSV, with a header; written to `path` too if it is given."""
+        rows, out = self.rows(), io.StringIO()
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        if path is not None:
+            Path(path).write_text(out.getvalue(), encoding="utf-8")
+        return out.getvalue()
+
+    def __str__(self) -> str:
+        cells = self._cells()
+        wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, wide, strict=True)) for row in cells]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._cells()
+        row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        return "<table>" + row(head, "th") + "".join(row(cells, "td") for cells in rows) + "</table>"
+
+    def _cells(self) -> list[list[str]]:
+        curves = {tried.number: spark(tried.history["loss"]) for tried in self.trials}
+        shown = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
+        rows = self.rows()
+        return [[*rows[0], "loss"], *([*map(shown, row.values()), curves[row["trial"]]] for row in rows)]
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def spark(values: Sequence[float], width: int = 16) -> str:
+    """A curve as a word: means of equal parts, the lowest bar for the smallest.
+
+    >>> spark([4, 3, 2, 1], width=4)
+    '█▆▃▁'
+    """
+    parts = (
+        [values[len(values) * at // width : len(values) * (at + 1) // width] for at in range(min(width, len(values)))]
+        if len(values) >= width
+        else [[value] for value in values]
+    )
+    means = [sum(part) / len(part) for part in parts]
+    known = [mean for mean in means if math.isfinite(mean)]
+    low, high = (min(known), max(known)) if known else (0.0, 0.0)
+    level = lambda mean: round((len(BARS) - 1) * (mean - low) / (high - low)) if high > low else 0
+    return "".join(BARS[level(mean)] if math.isfinite(mean) else "!" for mean in means)

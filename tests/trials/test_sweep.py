@@ -1,0 +1,282 @@
+"""Sweeps: a trial is what `fit` would have trained alone, whatever runs beside it."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from spmd.errors import CheckpointError, DataError, LayoutError, MeshError, OptimizerError, OptionError
+from spmd.trials.contest import Contest
+
+FEATURES, CLASSES = 8, 3
+
+
+class Net(nnx.Module):
+    """Parameters, and if asked for batch statistics and dropout's random stream."""
+
+    def __init__(self, width, seed, *, all_kinds=False):
+        rngs = nnx.Rngs(seed)
+        self.up = nnx.Linear(
+            FEATURES, width, use_bias=not all_kinds, rngs=rngs
+        )  # before a norm its gradient is rounding, which Adam makes large
+        self.norm = nnx.BatchNorm(width, rngs=rngs) if all_kinds else lambda x: x
+        self.drop = nnx.Dropout(0.5, rngs=rngs) if all_kinds else lambda x: x
+        self.out = nnx.Linear(width, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.drop(nnx.relu(self.norm(self.up(x)))))
+
+
+class Conv(nnx.Module):
+    def __init__(self, seed):
+        rngs = nnx.Rngs(seed)
+        self.conv = nnx.Conv(1, 2, (3,), rngs=rngs)
+        self.out = nnx.Linear(2 * FEATURES, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.conv(x[..., None])).reshape(x.shape[0], -1))
+
+
+MODELS = {
+    "plain": lambda width=16, seed=0: Net(width, seed),
+    "statistics and dropout": lambda width=16, seed=0: Net(width, seed, all_kinds=True),
+    "convolution": lambda seed=0: Conv(seed),
+}
+ADAM = lambda learning_rate: optax.adam(learning_rate)
+RATES = {"learning_rate": spmd.log_uniform(1e-3, 1e-1)}
+
+
+def labelled(count=80, seed=0):
+    """A short last batch, for 32 at a time."""
+    x = np.random.default_rng(seed).normal(size=(count, FEATURES)).astype(np.float32)
+    return {"x": x, "y": x[:, :CLASSES].argmax(1).astype(np.int32)}
+
+
+def options(**more):
+    shared = {"loss": spmd.losses.cross_entropy, "metrics": {"accuracy": spmd.metrics.accuracy}, "batch_size": 32}
+    return {**shared, "eval_data": labelled(50, 1), "epochs": 2, **more}
+
+
+def sweep(kind="plain", **more):
+    more = {"space": RATES, "trials": 6, "optimizer": ADAM, **more}
+    return spmd.sweep(MODELS[kind], labelled(), **options(**more))
+
+
+def alone(kind, tried):
+    """The same trial by `fit`, on one device."""
+    values = dict(tried.values)
+    rate, seed = values.pop("learning_rate"), values.pop("seed", tried.trial.seed)
+    return spmd.fit(
+        lambda: MODELS[kind](seed=seed, **values),
+        labelled(),
+        optimizer=ADAM(rate),
+        mesh=spmd.make_mesh("data=1", devices=jax.devices()[:1]),
+        seed=seed,
+        **{name: value for name, value in options().items() if name != "eval_data"},
+    )
+
+
+def close(left, right, tolerance=1e-6):
+    pairs = zip(jax.tree.leaves(jax.device_get(left)), jax.tree.leaves(jax.device_get(right)), strict=True)
+    return all(np.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_trial_is_what_fit_trains_alone(kind):
+    found = sweep(kind, space={**RATES, "seed": range(6)}, keep=6, mesh="net=8")
+    assert found.programs == 2 if kind == "statistics and dropout" else found.programs >= 1  # a short batch cannot be padded there
+    assert len({tried.values["learning_rate"] for tried in found.trials}) == 6
+    for tried in found.trials[::3]:
+        single = alone(kind, tried)
+        assert close(tried.result().state.params, single.state.params)
+        assert np.allclose(tried.history["loss"], single.history["loss"], rtol=1e-6)
+        assert single.evaluate(labelled(50, 1)) == pytest.approx(
+            {name.removeprefix("eval_"): value for name, value in tried.metrics.items()}, rel=1e-5
+        )
+    assert not close(found.trials[0].result().state.params, found.trials[1].result().state.params)
+
+
+def test_what_runs_beside_a_trial_does_not_matter():
+    whole = sweep(keep=6, mesh="net=8")
+    for other in (
+        sweep(keep=6, mesh="net=8", at_once=2),
+        sweep(keep=6, mesh="net=4,data=2"),
+        sweep(keep=6, mesh="net=8", steps_per_call=1),
+    ):
+        assert [tried.values for tried in other.trials] == [tried.values for tried in whole.trials]
+        for mine, its in zip(whole.trials, other.trials, strict=True):
+            assert close(mine.result().state.params, its.result().state.params)
+            assert mine.score == pytest.approx(its.score, rel=1e-6)
+
+
+def test_shapes_make_groups_and_floats_do_not():
+    found = sweep(space={**RATES, "width": [4, 8]}, trials=8, epochs=1)
+    assert {tried.values["width"] for tried in found.trials} == {4, 8} and found.programs == 2
+    best = found.best[0].result()
+    assert best.state.params["up"]["kernel"].shape == (FEATURES, found.best[0].values["width"])
+    assert best.predict(labelled()["x"]).shape == (80, CLASSES)
+
+
+def test_a_trial_that_diverges_is_told_and_changes_no_other():
+    rates = [1e-3, 1e38, 1e-2]
+    found = sweep(
+        space={"learning_rate": rates}, search="grid", trials=None, keep=3, optimizer=lambda learning_rate: optax.sgd(learning_rate)
+    )
+    fine = sweep(
+        space={"learning_rate": [1e-3, 1e-2, 1e-2]},
+        search="grid",
+        trials=None,
+        keep=3,
+        optimizer=lambda learning_rate: optax.sgd(learning_rate),
+    )
+    assert [tried.ended for tried in fine.trials] == ["done"] * 3
+    assert found.trials[1].ended.startswith("diverged at step ") and np.isnan(found.trials[1].score)
+    for number in (0, 2):
+        mine, its = found.trials[number], fine.trials[number]
+        assert mine.ended == "done" and close(mine.result().state.params, its.result().state.params, 0)
+    assert {tried.number for tried in found.best} == {0, 2}
+    with pytest.raises(OptionError, match="the arrays of trial 1 were not kept"):
+        found.trials[1].result()
+    assert [row["trial"] for row in found.rows()][-1] == 1
+
+
+def test_halving_drops_the_worse_and_leaves_the_others_as_they_were():
+    halved = sweep(trials=9, search=spmd.Halving(factor=3), epochs=3, keep=2)
+    whole = sweep(trials=9, epochs=3, keep=9)
+    assert spmd.Halving(factor=3).plan(9, 9) == [(9, 1), (3, 3), (1, 9)]
+    assert sorted(len(tried.history) for tried in halved.trials) == [1] * 6 + [3] * 2 + [9]
+    (winner,) = halved.best
+    assert winner.ended == "done" and close(winner.result().state.params, whole.trials[winner.number].result().state.params)
+    for tried in halved.trials:
+        losses = whole.trials[tried.number].history["loss"]
+        assert np.allclose(tried.history["loss"], losses[: len(tried.history)], rtol=1e-6)
+    first = {tried.number: tried.history.evaluations[0]["eval_loss"] for tried in halved.trials}
+    kept = sorted(first, key=first.get)[:3]
+    assert {tried.number for tried in halved.trials if len(tried.history) > 1} == set(kept)
+
+
+# stopped and gone on with ---------------------------------------------------------------------------------------------------
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("search", ["random", spmd.Halving(factor=2, rungs=2)], ids=["random", "halving"])
+def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatch):
+    more = {"search": search, "trials": 4, "at_once": 2, "keep": 1}
+    whole = sweep(**more)
+    tell, calls = Contest._tell, []
+
+    def stop(self, *given):
+        calls.append(None)
+        if len(calls) % 6 == 0:
+            raise StoppedError
+        return tell(self, *given)
+
+    monkeypatch.setattr(Contest, "_tell", stop)
+    found = None
+    for _ in range(8):
+        try:
+            found = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=bool(calls), steps_per_call=1)
+            break
+        except StoppedError:
+            pass
+    assert found is not None and len(calls) > 12
+    assert found.to_csv() == whole.to_csv()
+    for mine, its in zip(found.best, whole.best, strict=True):
+        assert mine.number == its.number and close(mine.result().state.params, its.result().state.params)
+    monkeypatch.undo()
+    again = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=True)
+    assert again.to_csv() == whole.to_csv() and close(again.best[0].result().state.params, whole.best[0].result().state.params)
+
+
+def test_the_best_are_runs_that_can_be_gone_on_with(tmp_path):
+    found = sweep(keep=2, checkpoint=tmp_path)
+    tried = found.best[0]
+    folder = tmp_path / "best" / f"trial-{tried.number:04d}"
+    assert {path.name for path in (tmp_path / "best").iterdir()} == {f"trial-{one.number:04d}" for one in found.best}
+    assert close(tried.result().trainer.restore(folder).params, tried.result().state.params, 0)
+    rate = tried.values["learning_rate"]
+    shared = {name: value for name, value in options(epochs=3).items() if name != "eval_data"}
+    on = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=ADAM(rate), mesh="data=8", checkpoint=folder, resume=True, **shared)
+    whole = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=ADAM(rate), mesh="data=8", **shared)
+    assert int(on.state.step) == 9 and len(on.history) == 3 and close(on.state.params, whole.state.params)
+    with pytest.raises(CheckpointError, match="already holds a sweep"):
+        sweep(keep=2, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match=r"it was another(.|\n)*trials"):
+        sweep(keep=2, trials=7, checkpoint=tmp_path, resume=True)
+
+
+# the table ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_trial_the_best_first():
+    found = sweep(space={**RATES, "width": [4, 8]}, epochs=1)
+    rows = found.rows()
+    assert [row["eval_loss"] for row in rows] == sorted(row["eval_loss"] for row in rows) and len(rows) == 6
+    head, *lines = found.to_csv().splitlines()
+    assert head == "trial,learning_rate,width,eval_loss,eval_accuracy,steps,ended" and len(lines) == 6
+    assert len(str(found).splitlines()) == 7
+    assert found._repr_html_().count("<tr>") == 7
+    assert found.best[0].number == rows[0]["trial"]
+
+
+def test_the_largest_may_be_the_best():
+    found = sweep(score="eval_accuracy", mode="max", epochs=1)
+    assert (
+        found.best[0].score == max(tried.score for tried in found.trials) == max(tried.metrics["eval_accuracy"] for tried in found.trials)
+    )
+
+
+# what cannot be -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"space": {}}, OptionError, "space={}"),
+        ({"space": {"learning_rate": 0.1}}, OptionError, "learning_rate=0.1 is a"),
+        ({"space": {"learning_rate": []}}, OptionError, "learning_rate=[]"),
+        ({"space": {**RATES, "depth": [1]}}, OptionError, 'nothing takes "depth"'),
+        ({"space": {"width": [4]}}, OptionError, 'optimizer takes "learning_rate", which is not in the space'),
+        ({"space": {**RATES, "width": spmd.uniform(4, 8)}}, OptionError, "each trial would be a program of its own"),
+        ({"space": {**RATES, "seed": [-1]}}, OptionError, "seed="),
+        ({"search": "grid"}, OptionError, 'search="grid" wants values, and learning_rate is log_uniform(0.001, 0.1)'),
+        ({"search": "grid", "space": {"learning_rate": [0.1]}}, OptionError, "trials=6, and the grid has 1"),
+        ({"search": "best"}, OptionError, "search='best'"),
+        ({"search": spmd.Halving(rungs=5)}, OptionError, "5 rungs of factor 3 want 81 trials and steps; there are 6 and 6"),
+        ({"trials": 0}, OptionError, "trials=0"),
+        ({"keep": -1}, OptionError, "keep=-1"),
+        ({"at_once": 0}, OptionError, "at_once=0"),
+        ({"score": "eval_los"}, OptionError, 'score="eval_los"'),
+        ({"mode": "least"}, OptionError, 'mode="least"'),
+        ({"mesh": "data=8"}, MeshError, 'trials along "net"'),
+        ({"mesh": "net=2,data=4", "batch_size": 30}, DataError, "batch_size=30 cannot be cut over data=4"),
+        ({"layout": "fsdp", "mesh": "net=4,data=2"}, LayoutError, "each trial of a sweep has its parameters whole"),
+        ({"layout": "parameter_server", "mesh": "net=4,data=2"}, LayoutError, "keeps parameters on servers"),
+        ({"optimizer": optax.adam(1e-3)}, OptionError, "is no function of hyper-parameters"),
+        ({"optimizer": lambda learning_rate: 3}, OptimizerError, "optimizer=3"),
+        (
+            {"optimizer": lambda learning_rate: optax.adam(learning_rate) if learning_rate > 0 else None},
+            OptimizerError,
+            "Floats are traced",
+        ),
+        ({"eval_data": [1]}, DataError, "eval_data: a sweep keeps its data on the devices"),
+        ({"epochs": 1, "steps": 3}, OptionError, "both say when to end"),
+        ({"resume": True}, OptionError, "resume=True without a checkpoint folder"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_compiled(more, error, message):
+    with pytest.raises(error) as caught:
+        sweep(**more)
+    assert message in str(caught.value)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not empty, and holds no sweep"):
+        sweep(checkpoint=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
