@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import html
 import logging
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,6 +70,14 @@ class Result:
     def model(self) -> Any:
         """The user's kind of model, holding the trained arrays: an nnx module, a bound linen module, or a callable."""
         return self.trainer.rebuild(self.state)
+
+    def __repr__(self) -> str:
+        ended = "" if self.stop_reason is None else f", stopped: {self.stop_reason}"
+        return f"Result after step {int(self.state.step)}{ended}; {self.history!r}"
+
+    def _repr_html_(self) -> str:
+        """Where it ended and its curves, for a notebook."""
+        return f"<p>{html.escape(repr(self).partition(';')[0])}</p>{self.history._repr_html_()}"
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """Exact means of loss and metrics over `data`, in evaluation mode."""

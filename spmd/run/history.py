@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd.run.sketch import panel, spark
+
 
 class History:
     """Metrics of every step of this call, and of every evaluation.
@@ -63,6 +65,18 @@ class History:
         if not found:
             raise KeyError(f'no metric "{name}"; there are {", ".join(self.names)}')
         return found
+
+    def _repr_html_(self) -> str:
+        """A small panel for each metric, for a notebook."""
+        rows, names = list(self.rows()), dict.fromkeys(name.removeprefix("eval_") for name in (*self._names, *self.names))
+        trained = lambda name: {row["step"]: row[name] for row in rows if name in row}
+        evaluated = lambda name: {row["step"]: row[f"eval_{name}"] for row in self.evaluations if f"eval_{name}" in row}
+        drawn = (panel(name, trained(name), evaluated(name)) for name in names if name not in self._known())
+        return f"<div>{''.join(drawn)}</div>"
+
+    def __repr__(self) -> str:
+        shown = "  ".join(f"{name} {spark(self[name])} {self[name][-1]:.4g}" for name in self._names if len(self))
+        return f"History of {len(self)} steps and {len(self.evaluations)} evaluations  {shown}".rstrip()
 
     def __contains__(self, name: str) -> bool:
         return name in self.names

@@ -3,9 +3,14 @@
 import io
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from spmd.errors import OptionError
+from spmd.run.sketch import MOST, panel, spark
+from spmd.tree import format_bytes
 
 REFRESH = 0.2  # seconds between two redraws: a step costs one look at the clock
 SELDOM = 5.0  # seconds between two lines of a log
@@ -48,11 +53,11 @@ class Bar:
         self._task = self._progress.add_task("", total=total, completed=step, text="compiling")
         self._paint.start(self._progress)
 
-    def draw(self, step: int, text: str) -> None:
+    def draw(self, step: int, text: str, losses: Mapping[int, float]) -> None:
         """Move the bar."""
         if self._task is not None:
             self._progress.update(self._task, completed=step, text=text)
-            self._paint.refresh(self._progress)
+            self._paint.refresh(self._progress, losses)
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -70,7 +75,7 @@ class Terminal:
         """Begin."""
         progress.start()
 
-    def refresh(self, progress: Any) -> None:
+    def refresh(self, progress: Any, losses: Mapping[int, float]) -> None:
         """Redraw."""
         progress.refresh()
 
@@ -91,12 +96,13 @@ class Notebook:
         from IPython.display import display
 
         self._handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
-        self.refresh(progress)
+        self.refresh(progress, {})
 
-    def refresh(self, progress: Any) -> None:
-        """Replace what the output shows."""
+    def refresh(self, progress: Any, losses: Mapping[int, float]) -> None:
+        """Replace what the output shows: the bar, and the curve of the loss below it."""
         progress.console.print(progress.get_renderable())
         html = progress.console.export_html(inline_styles=True, clear=False, code_format="<pre>{code}</pre>")
+        html += panel("loss", losses, {}) if len(losses) > 1 else ""
         self._handle.update({"text/plain": progress.console.export_text().strip(), "text/html": html}, raw=True)
 
     def say(self, progress: Any, text: str) -> None:
@@ -117,7 +123,7 @@ class Lines:
         """Remember where it ends."""
         self._total = total
 
-    def draw(self, step: int, text: str) -> None:
+    def draw(self, step: int, text: str, losses: Mapping[int, float]) -> None:
         """One more line."""
         self.say(f"step {step}{f'/{self._total}' if self._total else ''}  {text}")
 
@@ -135,6 +141,7 @@ class Progress:
     def __init__(self, surface: Bar | Lines, period: float):
         self._surface, self._period = surface, period
         self._next, self._seen, self._since, self._rate = 0.0, 0, 0.0, 0.0
+        self._losses: dict[int, float] = {}  # at each redraw; of many every other one is kept
 
     def start(self, step: int, total: int | None) -> None:
         """Begin at `step` of `total` (None: not known)."""
@@ -154,7 +161,11 @@ class Progress:
             self._rate = rate if self._seen == 0 else 0.7 * self._rate + 0.3 * rate
         self._seen, self._since = samples, now
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self._surface.draw(step, f"epoch {epoch + 1}  {numbers}  {self._rate:,.0f} samples/s")
+        self._losses |= {step: metrics["loss"]} if "loss" in metrics else {}
+        if len(self._losses) > MOST:
+            self._losses = dict(list(self._losses.items())[::2])
+        curve = f"  {spark(list(self._losses.values()))}" if len(self._losses) > 1 else ""
+        self._surface.draw(step, f"epoch {epoch + 1}  {numbers}  {self._rate:,.0f} samples/s{_memory()}{curve}", self._losses)
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -163,6 +174,13 @@ class Progress:
     def close(self) -> None:
         """Leave the screen as it was."""
         self._surface.close()
+
+
+def _memory() -> str:
+    """The most that a device of this process has held, of those that say so."""
+    told = [device.memory_stats() or {} for device in jax.local_devices()]
+    held = max((one.get("peak_bytes_in_use", 0) for one in told), default=0)
+    return f"  {format_bytes(held)} per device" if held else ""
 
 
 def make_progress(wanted: bool | str) -> NoProgress | Progress:

@@ -125,6 +125,8 @@ def takes(function: Callable[..., Any], names: Any) -> list[str]:
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
+        if isinstance(function, type):  # nnx hides a class's own arguments behind its metaclass
+            return list(inspect.signature(function.__init__).parameters.values())[1:]
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []

@@ -87,7 +87,7 @@ def sweep(
       >>> import optax, spmd
       >>> import jax.numpy as jnp
       >>> model = lambda: spmd.FunctionalModel(lambda key: {"w": jnp.zeros((1, 1))}, lambda params, x: x @ params["w"])
-      >>> x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
+      >>> x = jnp.linspace(-1, 1, 64)[:, None]
       >>> found = sweep(model, {"x": x, "y": 3 * x}, loss=spmd.losses.mean_squared_error, space={"rate": [0.01, 0.5]}, search="grid",
       ...               optimizer=lambda rate: optax.sgd(rate), batch_size=16, epochs=5)
       >>> found.best[0].values, found.programs

@@ -12,6 +12,7 @@ from typing import Any
 from spmd.api import Result
 from spmd.errors import OptionError
 from spmd.run.history import History
+from spmd.run.sketch import spark
 from spmd.trials.study import Trial
 
 
@@ -118,24 +119,3 @@ class Sweep:
         shown = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
         rows = self.rows()
         return [[*rows[0], "loss"], *([*map(shown, row.values()), curves[row["trial"]]] for row in rows)]
-
-
-BARS = "▁▂▃▄▅▆▇█"
-
-
-def spark(values: Sequence[float], width: int = 16) -> str:
-    """A curve as a word: means of equal parts, the lowest bar for the smallest.
-
-    >>> spark([4, 3, 2, 1], width=4)
-    '█▆▃▁'
-    """
-    parts = (
-        [values[len(values) * at // width : len(values) * (at + 1) // width] for at in range(min(width, len(values)))]
-        if len(values) >= width
-        else [[value] for value in values]
-    )
-    means = [sum(part) / len(part) for part in parts]
-    known = [mean for mean in means if math.isfinite(mean)]
-    low, high = (min(known), max(known)) if known else (0.0, 0.0)
-    level = lambda mean: round((len(BARS) - 1) * (mean - low) / (high - low)) if high > low else 0
-    return "".join(BARS[level(mean)] if math.isfinite(mean) else "!" for mean in means)

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SLOW = pytest.mark.slow
 SCRIPT = """
 import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may ignore it
 import jax
 import spmd
 

@@ -1,0 +1,179 @@
+"""64 MLPs on digits in one compiled program over 8 simulated devices, against the same 64 one after the other.
+
+    python benchmarks/sweep.py                      # writes benchmarks/results/sweep.md
+    python benchmarks/sweep.py --trials 16 --rounds 1
+
+Both arms are whole: building, compiling, training, evaluating. One after the other is `spmd.fit` on one device with resident data, 50 steps
+a call, which is the fastest way of this library to train one small network; every call traces and compiles its program anew, as 64
+calls do, and so a third arm leaves that out: one `Trainer` for each trial is made before the clock runs, and its programs are compiled.
+In each round the arms take turns. Each trial of the sweep is held against its lone run.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from step_overhead import hardware
+
+import spmd
+
+RESULTS = Path(__file__).parent / "results" / "sweep.md"
+WIDTH, BATCH, EPOCHS = 64, 64, 20
+TARGET = 0.45
+
+
+class MLP(nnx.Module):
+    def __init__(self, width: int, seed: int):
+        rngs = nnx.Rngs(seed)
+        self.up, self.out = nnx.Linear(64, width, rngs=rngs), nnx.Linear(width, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.up(x)))
+
+
+def digits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    data = {"x": (x / 16).astype(np.float32), "y": y.astype(np.int32)}
+    return ({name: leaf[:1536] for name, leaf in data.items()}, {name: leaf[1536:] for name, leaf in data.items()})
+
+
+def in_one(trials: int) -> tuple[float, Any]:
+    train, test = digits()
+    began = time.perf_counter()
+    found = spmd.sweep(
+        lambda seed: MLP(WIDTH, seed),
+        train,
+        space={"rate": spmd.log_uniform(1e-4, 1e-2), "seed": range(1000)},
+        optimizer=lambda rate: optax.adam(rate),
+        loss=spmd.losses.cross_entropy,
+        metrics={"accuracy": spmd.metrics.accuracy},
+        trials=trials,
+        mesh="net=8",
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        eval_data=test,
+        keep=trials,
+    )
+    return time.perf_counter() - began, found
+
+
+def one_by_one(found: Any) -> tuple[float, list[Any]]:
+    train, test = digits()
+    began, results = time.perf_counter(), []
+    for tried in found.trials:
+        values = tried.values
+        result = spmd.fit(
+            lambda seed=values["seed"]: MLP(WIDTH, seed),
+            spmd.data.resident(train),
+            optimizer=optax.adam(values["rate"]),
+            loss=spmd.losses.cross_entropy,
+            metrics={"accuracy": spmd.metrics.accuracy},
+            mesh=spmd.make_mesh("data=1", devices=jax.devices()[:1]),
+            batch_size=BATCH,
+            epochs=EPOCHS,
+            seed=values["seed"],
+            progress=False,
+        )
+        result.evaluate(test)
+        results.append(result)
+    return time.perf_counter() - began, results
+
+
+def steps_alone(found: Any) -> float:
+    """Only the steps of one after the other: programs are compiled, states are made, rows are chosen before the clock runs."""
+    from spmd.data.resident import on_devices
+    from spmd.trials.course import Piece, Rows
+
+    train, _ = digits()
+    mesh = spmd.make_mesh("data=1", devices=jax.devices()[:1])
+    spent = 0.0
+    program = None
+    for tried in found.trials:
+        values = tried.values
+        model = lambda seed=values["seed"]: MLP(WIDTH, seed)
+        trainer = spmd.Trainer(model, optimizer=optax.inject_hyperparams(optax.adam)(1.0), loss=spmd.losses.cross_entropy, mesh=mesh)
+        reader = spmd.data.loader.source(train, batch_size=BATCH, shuffle=True, seed=values["seed"])
+        own, _ = trainer.prepare(reader.sample())
+        program, state = program or own, trainer.init()
+        state.opt.hyperparams["learning_rate"] = jax.device_put(np.float32(values["rate"]), state.step.sharding)
+        resident, rows = on_devices(train, mesh), Rows(reader)
+        total, calls = EPOCHS * reader.steps_per_epoch, []
+        for first in range(0, total, 48):
+            piece = Piece(first, min(48, total - first), BATCH)
+            calls.append(jax.device_put((rows.index(values["seed"], piece), rows.weights(piece)), state.step.sharding))
+        if program is own:  # compiled before the clock runs
+            copy = jax.tree.map(lambda x: x.copy(), state)
+            jax.block_until_ready(program.many(copy, resident, *calls[0], {}))
+        began = time.perf_counter()
+        for call in calls:
+            state, _ = program.many(state, resident, *call, {})
+        jax.block_until_ready(state)
+        spent += time.perf_counter() - began
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    spmd.simulate_devices(8)
+    together, apart, alone = [], [], []
+    worst: dict[str, float] = {"parameters": 0.0, "losses": 0.0}
+    for _ in range(options.rounds):
+        took, found = in_one(options.trials)
+        together.append(took)
+        took, results = one_by_one(found)
+        apart.append(took)
+        alone.append(steps_alone(found))
+        for tried, result in zip(found.trials, results, strict=True):
+            pairs = zip(jax.tree.leaves(tried.result().state.params), jax.tree.leaves(result.state.params), strict=True)
+            worst["parameters"] = max(worst["parameters"], *(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs))
+            losses = np.abs(np.array(tried.history["loss"]) - np.array(result.history["loss"]))
+            worst["losses"] = max(worst["losses"], float(losses.max()))
+    ratio, inner = (statistics.median(a / b for a, b in zip(together, other, strict=True)) for other in (apart, alone))
+    names = ("jax", "flax", "optax")
+    arms = {
+        f"one program on 8 simulated devices ({found.programs} compiled), all of it": together,
+        "`spmd.fit` one after the other on one device, all of it": apart,
+        "the steps alone of one after the other, compiled before": alone,
+    }
+    verdict = "met" if ratio <= TARGET else "MISSED"
+    lines = [
+        "# Sweeps",
+        "",
+        f"`python benchmarks/sweep.py --trials {options.trials} --rounds {options.rounds}`, {datetime.date.today()}, {hardware()}, "
+        f"{' '.join(f'{name} {importlib.metadata.version(name)}' for name in names)}.",
+        "",
+        f"{options.trials} MLPs 64-{WIDTH}-10 on 1536 digits, batch {BATCH}, {EPOCHS} epochs, Adam, learning rates and seeds of their own.",
+        "",
+        "| arm | seconds, median | best |",
+        "|---|---|---|",
+        *(f"| {name} | {statistics.median(times):.2f} | {min(times):.2f} |" for name, times in arms.items()),
+        "",
+        f"In one / one after the other: **{ratio:.3f}**; target {TARGET}: {verdict}. "
+        f"In one, all of it / the steps alone of the others: {inner:.3f}.",
+        "",
+        f"Largest difference to the lone runs: parameters {worst['parameters']:.1e}, losses of all steps {worst['losses']:.1e}.",
+        "",
+    ]
+    print("\n".join(lines))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
