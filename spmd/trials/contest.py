@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from spmd.api import Result, about_run
 from spmd.data.deal import Position
+from spmd.mesh import make_mesh
 from spmd.run.checkpoint import Checkpoint, Store
 from spmd.run.history import History
 from spmd.run.pace import Pace
@@ -53,13 +54,15 @@ class Contest:
     keep: int
     steps_per_call: int
     every: int
+    progress: Any
+    _steps: int = dataclasses.field(default=0, init=False)  # of all trials, so far
+    _lowest: float = dataclasses.field(default=math.nan, init=False)  # loss of the newest steps
 
-    def run(self, trials: Sequence[Trial], progress: Any, folder: Path | None) -> Sweep:
+    def run(self, trials: Sequence[Trial], folder: Path | None) -> Sweep:
         """All rungs; `folder` is where the best are kept, each a run."""
         records = {trial.number: _Record([], []) for trial in trials}
-        self._progress, self._samples, self._seen = progress, 0, math.nan
-        rungs = self._rungs(len(trials))
-        progress.start(0, sum(count * steps for count, steps in rungs))
+        starts = [0, *(stop for _, stop in self.plan[:-1])]
+        self.progress.start(0, sum(count * (stop - start) for (count, stop), start in zip(self.plan, starts, strict=True)))
         try:
             alive, states = list(trials), dict[int, Any]()
             for rung, (count, stop) in enumerate(self.plan):
@@ -71,16 +74,11 @@ class Contest:
                             records[trial.number].ended = f"dropped at step {self.plan[rung - 1][1]}"
                     alive = [trial for trial in alive if trial.number in chosen and records[trial.number].ended == "done"]
                 states = self._rung(rung, alive, records, states, stop, last=last)
-            kept = [number for number in best({number: records[number].score for number in states}, self.keep, self.measure[1])]
+            kept = best({number: records[number].score for number in states}, self.keep, self.measure[1])
             kept = [number for number in kept if math.isfinite(records[number].score)]
             return self._found(trials, records, {number: states[number] for number in kept}, folder)
         finally:
-            progress.close()
-
-    def _rungs(self, trials: int) -> list[tuple[int, int]]:
-        """How many trials train for how many steps in each rung."""
-        before = [0, *(stop for _, stop in self.plan[:-1])]
-        return [(count, stop - start) for (count, stop), start in zip(self.plan, before, strict=True)]
+            self.progress.close()
 
     def _rung(
         self, rung: int, alive: Sequence[Trial], records: dict[int, _Record], states: Mapping[int, Any], stop: int, *, last: bool
@@ -97,7 +95,7 @@ class Contest:
             found = {key: found[key] for key in wanted}
         return found
 
-    def _chunks(self, alive: Sequence[Trial]):
+    def _chunks(self, alive: Sequence[Trial]) -> Iterator[tuple[Packed, Sequence[Trial]]]:
         """Trials that share a program, as many as are to be in it at once."""
         for key, packed in self.packs.items():
             own = [trial for trial in alive if self.study.written(trial) == key]
@@ -109,7 +107,7 @@ class Contest:
     ) -> tuple[np.ndarray, list[dict[str, float]], Any]:
         """Measurements, evaluations, and the states of the trials of a chunk."""
         slots = filled(trials, packed)
-        opening = lambda: packed.stack([states[trial.number] if rung else self._first(packed, trial) for trial in slots])
+        opening = lambda: packed.stack([states[trial.number] if rung else packed.init(trial) for trial in slots])
         done = self.shelf.finished(rung, number)
         if done is not None:
             self._tell(packed, len(trials) * (stop - start))
@@ -128,18 +126,15 @@ class Contest:
         self.shelf.finish(rung, number, run.history, evaluations)
         return run.history, evaluations, run.host_states()
 
-    def _first(self, packed: Packed, trial: Trial) -> State:
-        return packed.init(trial)
-
     def _tell(self, packed: Packed, steps: int, measured: np.ndarray | None = None) -> None:
         """So many steps of trials are done."""
-        self._samples += steps
+        self._steps += steps
         if measured is not None:
             with np.errstate(all="ignore"):
                 newest = measured[:, -1, 0, 0] / measured[:, -1, 1, 0]
-            self._seen = float(np.nanmin(newest)) if np.isfinite(newest).any() else math.nan
-        if self._progress.due():
-            self._progress.update(self._samples, 0, {"lowest loss": self._seen}, self._samples * packed.program.rows)
+            self._lowest = float(np.nanmin(newest)) if np.isfinite(newest).any() else math.nan
+        if self.progress.due():
+            self.progress.update(self._steps, 0, {"lowest loss": self._lowest}, self._steps * packed.program.rows)
 
     def _note(self, record: _Record, packed: Packed, history: np.ndarray, evaluation: dict[str, float], stop: int) -> None:
         """Take down a rung of a trial."""
@@ -179,7 +174,8 @@ class Contest:
     def _trainer(self, trial: Trial) -> Trainer:
         study, given = self.study, trial.given
         options = dataclasses.asdict(dataclasses.replace(study.options, seed=trial.seed))
-        mesh = {"data": jax.device_count()} if study.data.batch_size % jax.device_count() == 0 else None
+        workers = math.gcd(study.data.batch_size, jax.device_count())
+        mesh = make_mesh({"data": workers}, devices=jax.devices()[:workers])
         shared = {"loss": study.loss, "metrics": study.metrics, "layout": study.layout, **options}
         trainer = Trainer(study.model(given), optimizer=study.optimizer_of(given), mesh=mesh, **shared)
         trainer.prepare(study.data.sample())

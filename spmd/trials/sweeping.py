@@ -104,7 +104,7 @@ def sweep(
     for name, value in (("keep", keep), ("at_once", at_once), ("steps_per_call", steps_per_call)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (name != "keep")):
             raise OptionError(f"{name}={value!r}.\n    cure: a whole number from {int(name != 'keep')}.")
-    devices = _mesh(mesh, batch_size)
+    devices, shown = _mesh(mesh, batch_size), make_progress(progress)
     config = as_checkpoint(checkpoint)
     if config is None and resume:
         raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
@@ -123,8 +123,8 @@ def sweep(
         "precision": precision,
     }
     every = own.steps_per_epoch if config is None or config.every is None else config.every
-    contest = Contest(study, packs, Shelf(folder, about, resume=resume), plan, measure, at_once, keep, steps_per_call, every)
-    return contest.run(wanted, make_progress(progress), None if folder is None else folder / "best")
+    contest = Contest(study, packs, Shelf(folder, about, resume=resume), plan, measure, at_once, keep, steps_per_call, every, shown)
+    return contest.run(wanted, None if folder is None else folder / "best")
 
 
 def _arrays(data: Any, what: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
