@@ -65,8 +65,9 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
     """What launchers left in the environment; None: this process is alone.
 
     Tried in this order: `spmd launch` (SPMD_PROCESSES, SPMD_PROCESS, SPMD_COORDINATOR), which an Indexed Job of Kubernetes may use too
-    (JOB_COMPLETION_INDEX in SPMD_PROCESS's place); JAX's own (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID); SLURM, in a
-    step of `srun`; Open MPI; PyTorch's (MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK).
+    (JOB_COMPLETION_INDEX in SPMD_PROCESS's place); JAX's own (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID); torchrun and
+    Open MPI, which inside of a SLURM job start processes in steps that are not theirs; SLURM, in a step of `srun`; PyTorch's variables
+    set by hand (MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK).
 
     Raises:
       ClusterError: variables that are missing, no numbers, or do not fit each other.
@@ -76,7 +77,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
       >>> print(found)
       process 1 of 2 (spmd launch), process 0 at 127.0.0.1:4000
     """
-    found = next((world for read in (_spmd, _jax, _slurm, _open_mpi, _torch) if (world := read(environ)) is not None), None)
+    found = next((world for read in (_spmd, _jax, _torchrun, _open_mpi, _slurm, _torch) if (world := read(environ)) is not None), None)
     if found is None or found.size == 1:
         return None
     return dataclasses.replace(found, token=environ.get("SPMD_TOKEN", found.token))
@@ -146,6 +147,10 @@ def _open_mpi(environ: Mapping[str, str]) -> World | None:
         )
     port = FIRST_PORT + sum(name.encode()) % PORTS
     return World(rank, size, given or f"127.0.0.1:{port}", source, local, here, _share(environ, local, here), name)
+
+
+def _torchrun(environ: Mapping[str, str]) -> World | None:
+    return _torch(environ) if "TORCHELASTIC_RUN_ID" in environ else None
 
 
 def _torch(environ: Mapping[str, str]) -> World | None:
