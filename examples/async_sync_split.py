@@ -2,9 +2,10 @@
 
     python examples/async_sync_split.py --epochs 8
 
-All three see the same rows in the same order, with the same model and initial values. A step is an update of 64 rows (synchronous; split, whose layers
-lie on different devices) or a round of as many gradients as come in, each of 8 rows and an update by itself (asynchronous). The simulated devices share
-this machine's cores, so real steps per second compare programs, not hardware; simulated seconds are those of the server's clock.
+All three see each row as often, with the same model and initial values. A step is an update of 64 rows (synchronous, and split, whose
+layers lie on different devices) or a round of as many gradients as come in, each of 8 rows and an update by itself (asynchronous).
+Simulated devices share this machine's cores, so real steps per second compare programs, not hardware; simulated seconds are
+those of the server's clock.
 """
 
 import argparse
@@ -84,7 +85,7 @@ class Run(NamedTuple):
 def main(argv: list[str] | None = None) -> dict[str, Run]:
     """Every way in turn; returns what came of each, by name."""
     parser = argparse.ArgumentParser(description="Synchronous, asynchronous and split training of one model, side by side.")
-    parser.add_argument("--devices", type=int, default=8, help="CPU devices to simulate, and stages of the split model; 0 uses those there are")
+    parser.add_argument("--devices", type=int, default=8, help="CPU devices to simulate, and stages; 0 uses those there are")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--rows", type=int, default=1536, help="rows to learn from, of 1536")
     parser.add_argument("--width", type=int, default=64)
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> dict[str, Run]:
         result = spmd.fit(
             lambda: Net(count, args.width, nnx.Rngs(0)), train, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(args.rate),
             mesh=mesh, layout=layout, batch_size=BATCH, epochs=args.epochs, eval_data=test,
-            metrics={"accuracy": spmd.metrics.accuracy}, callbacks=[lambda info, ended=ended: ended.append(time.perf_counter())], progress=False,
+            metrics={"accuracy": spmd.metrics.accuracy}, callbacks=[lambda info: ended.append(time.perf_counter())], progress=False,
         )  # fmt: skip
         gaps = [after - before for before, after in itertools.pairwise(ended)]
         runs[name] = Run(result, 1 / statistics.median(gaps))

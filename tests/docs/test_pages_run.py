@@ -1,4 +1,4 @@
-"""What the pages show runs: Python page by page, layouts and hosts as files, commands as far as that is cheap, and all of their options exist."""
+"""What the pages show runs: Python page by page, layouts and hosts as files, commands where that is cheap; and all options exist."""
 
 import argparse
 import itertools
