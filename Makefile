@@ -36,7 +36,7 @@ check: $(STAMP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright
 	$(RUN) -m pytest tests/test_architecture.py
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 docs: $(STAMP)
 	$(RUN) -m mkdocs build --strict
