@@ -5,13 +5,14 @@ RUN := $(VENV)/bin/python
 WORKERS ?= 2
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check soak bench clean help
+.PHONY: demo test test-all check docs soak bench clean help
 
 help:
 	@echo "make demo      train a digits CNN over 8 simulated devices; results in runs/demo/"
 	@echo "make test      the tests (minutes, 2 cores)"
 	@echo "make test-all  the tests and the slow ones"
-	@echo "make check     formatting, lint, types, architecture"
+	@echo "make check     formatting, lint, types, architecture, documentation"
+	@echo "make docs      the documentation site, in site/"
 	@echo "make soak      20 minutes of faults at random; the run must end in the same bits"
 	@echo "make bench     benchmarks; results in benchmarks/results/"
 
@@ -35,6 +36,10 @@ check: $(STAMP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright
 	$(RUN) -m pytest tests/test_architecture.py
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+docs: $(STAMP)
+	$(RUN) -m mkdocs build --strict
 
 soak: $(STAMP)
 	$(RUN) tests/hosts/soak.py --minutes 20 --seed 0
@@ -43,4 +48,4 @@ bench: $(STAMP)
 	$(RUN) benchmarks/step_overhead.py
 
 clean:
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) runs build dist site

@@ -1,0 +1,110 @@
+"""What makes a site of the pages: fences that say more than a language, files outside of docs/, and a check that nothing is fetched.
+
+`mkdocs.yml` names this file; `mkdocs build --strict` fails where a check does.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, InclusionLevel
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml", "": "text"}  # shown as a page each
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+_FENCE = re.compile(r"^```python (tensorflow|no-run: [^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_PAIR = re.compile(r"(^```python tensorflow\n.*?^```\n)\n((?:^```\w+\n.*?^```\n\n?)+)", re.DOTALL | re.MULTILINE)
+_HIDDEN = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
+_OUTSIDE = re.compile(r"""(?:\b(?:src|href|srcset|data)\s*=\s*["']?|url\(\s*["']?|@import\s+["'])(?:https?:)?//[^"'\s)>]*""", re.IGNORECASE)
+_PLAIN_LINK = re.compile(r"<a\b[^>]*>", re.IGNORECASE)
+
+
+def outside(page: str, target: str) -> str | None:
+    """Where in the repository a link of a page goes to, when that is not in docs/.
+
+    >>> outside("plan.md", "../benchmarks/results/soak.md"), outside("plan.md", "codecs.md"), outside("plan.md", "https://a.org")
+    ('benchmarks/results/soak.md', None, None)
+    """
+    if re.match(r"[a-z]+:", target):
+        return None
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
+    return None if path.startswith("docs/") or path == "docs" else path
+
+
+def shown_as(path: str) -> str:
+    """What a file outside of docs/ is called on the site: pages keep their names, programs become pages, notebooks stay files."""
+    file = ROOT / path
+    return f"{path}.md" if file.suffix in SOURCES and file.is_file() else f"{path.rstrip('/')}/index.md" if file.is_dir() else path
+
+
+def on_files(files, config):
+    """Add what pages link to outside of docs/."""
+    todo = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
+    known = set()
+    while todo:
+        page, text = todo.pop()
+        for _, _, target, _ in _LINK.findall(text):
+            path = outside(page, target)
+            if path is None or path in known:
+                continue
+            known.add(path)
+            source, name = ROOT / path, shown_as(path)
+            if not source.exists():
+                raise PluginError(f"{page}: there is no {target}")
+            if not name.endswith(".md"):
+                files.append(File.generated(config, name, abs_src_path=str(source)))
+                continue
+            content = _listing(path) if source.is_dir() else source.read_text(encoding="utf-8")
+            if source.is_file() and source.suffix in SOURCES:
+                content = f"# {path}\n\n````{SOURCES[source.suffix]}\n{content}````\n"
+            files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+            todo.append((f"../{path}" if source.is_file() else f"../{path}/index.md", content))
+    return files
+
+
+def _listing(path: str) -> str:
+    names = sorted(file.name for file in (ROOT / path).iterdir() if file.is_file() and file.suffix in (".py", ".md", ".ipynb"))
+    return f"# {path}\n\n" + "\n".join(f"- [{name}]({name})" for name in names) + "\n"
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links into the repository, pairs of programs side by side, and fences as the site's highlighter wants them."""
+    uri = page.file.src_uri
+    generated = page.file.generated_by is not None
+    here = f"../{uri.removesuffix('.md') if uri.endswith(('.py.md', '.toml.md')) else uri}" if generated else uri
+
+    def link(found):
+        mark, text, target, anchor = found.groups()
+        path = outside(here, target)
+        if path is None:
+            if generated and not re.match(r"[a-z]+:", target):  # a link back into docs/
+                inside = posixpath.normpath(posixpath.join("docs", posixpath.dirname(here), target)).removeprefix("docs/")
+                target = posixpath.relpath(inside, posixpath.dirname(uri) or ".")
+            return f"{mark}[{text}]({target}{anchor or ''})"
+        return f"{mark}[{text}]({posixpath.relpath(shown_as(path), posixpath.dirname(uri) or '.')}{anchor or ''})"
+
+    if not generated:
+        markdown = _HIDDEN.sub("", markdown)
+    markdown = _LINK.sub(link, markdown)
+    markdown = _PAIR.sub(_beside, markdown)
+    return _FENCE.sub(lambda found: f"```python\n{found[2]}```", markdown)
+
+
+def _beside(found) -> str:
+    left, right = found[1].replace("```python tensorflow", "```python"), found[2].rstrip() + "\n"
+    column = lambda title, text: f'<div markdown="1">\n<p class="title">{title}</p>\n\n{text}\n</div>'
+    return f'<div class="pair" markdown="1">\n{column("TensorFlow 1.x", left)}\n{column("spmd", right)}\n</div>\n'
+
+
+def on_post_build(config):
+    """Refuse a site that makes a browser ask another server for something; what a reader may click on is no such thing."""
+    found = []
+    for path in sorted(Path(config["site_dir"]).rglob("*")):
+        if path.suffix not in (".html", ".css"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        text = _PLAIN_LINK.sub("", text) if path.suffix == ".html" else text
+        found += [f"{path.name}: {hit}" for hit in _OUTSIDE.findall(text)]
+    if found:
+        raise PluginError("the site asks other servers:\n" + "\n".join(found[:20]))

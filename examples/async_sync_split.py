@@ -1,0 +1,115 @@
+"""Digits in three ways on eight devices: a synchronous parameter server, an asynchronous one, and one model split over all of them.
+
+    python examples/async_sync_split.py --epochs 8
+
+All three see each row as often, with the same model and initial values. A step is an update of 64 rows (synchronous, and split, whose
+layers lie on different devices) or a round of as many gradients as come in, each of 8 rows and an update by itself (asynchronous).
+Simulated devices share this machine's cores, so real steps per second compare programs, not hardware; simulated seconds are
+those of the server's clock.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import spmd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from examples import digits_cnn
+
+BATCH = 64
+
+
+class Block(nnx.Module):
+    """A dense layer beside which its input goes on."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(width, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[rows, width] to the same."""
+        return x + 0.5 * nnx.relu(self.dense(x))
+
+
+class Net(nnx.Module):
+    """64 pixels, a stack of blocks, ten digits."""
+
+    def __init__(self, depth: int, width: int, rngs: nnx.Rngs):
+        self.first = nnx.Linear(64, width, rngs=rngs)
+        self.blocks = spmd.nn.LayerStack(spmd.nn.repeat(depth, lambda rngs: Block(width, rngs), rngs))
+        self.head = nnx.Linear(width, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits [rows, 10]."""
+        return self.head(self.blocks(self.first(x)))
+
+
+def ways(devices: int, times: str) -> dict[str, tuple[str, spmd.Layout]]:
+    """The three, a mesh and a layout each, over so many devices."""
+    served = lambda **options: spmd.Layout(
+        gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(compute_time=times, **options)
+    )
+    split = spmd.Layout(pipeline=spmd.Pipeline("stage", microbatches=8), gradients=spmd.Gradients("all_reduce"))
+    return {
+        "synchronous": (f"data={devices}", served()),
+        "asynchronous": (f"data={devices}", served(mode="asynchronous", staleness_scale="inverse")),
+        "split": (f"data=1,stage={devices}", split),
+    }
+
+
+class Run(NamedTuple):
+    """What came of one way."""
+
+    result: spmd.Result
+    steps_per_second: float
+
+    def row(self, name: str, rows: int) -> str:
+        """A line of the table."""
+        history = self.result.history
+        seconds = f"{history['simulated_seconds'][-1]:.1f}" if "simulated_seconds" in history.names else "-"
+        updates = int(sum(history["updates"])) if "updates" in history.names else len(history["loss"])
+        staleness = f"{np.average(history['staleness'], weights=history['gradients_applied']):.1f}" if "staleness" in history.names else "0"
+        loss, accuracy = history["eval_loss"][-1], history["eval_accuracy"][-1]
+        return f"{name:13} {rows:8,} {updates:8,} {staleness:>9} {self.steps_per_second:8.1f} {seconds:>12} {loss:7.3f} {accuracy:9.3f}"
+
+
+def main(argv: list[str] | None = None) -> dict[str, Run]:
+    """Every way in turn; returns what came of each, by name."""
+    parser = argparse.ArgumentParser(description="Synchronous, asynchronous and split training of one model, side by side.")
+    parser.add_argument("--devices", type=int, default=8, help="CPU devices to simulate, and stages; 0 uses those there are")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=1536, help="rows to learn from, of 1536")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=0.2)
+    parser.add_argument("--times", default="lognormal(1.0, 0.5)", help="seconds of a gradient on the server's clock")
+    args = parser.parse_args(argv)
+    if args.devices:
+        spmd.simulate_devices(args.devices)
+    flat = lambda part, rows: {"image": part["image"][:rows].reshape(-1, 64), "label": part["label"][:rows]}
+    train, test = (flat(part, args.rows) for part in digits_cnn.load_data())
+    count, runs = jax.device_count(), {}
+    print(f"{'':13} {'examples':>8} {'updates':>8} {'staleness':>9} {'steps/s':>8} {'simulated s':>12} {'loss':>7} {'accuracy':>9}")
+    for name, (mesh, layout) in ways(count, args.times).items():
+        ended: list[float] = []
+        result = spmd.fit(
+            lambda: Net(count, args.width, nnx.Rngs(0)), train, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(args.rate),
+            mesh=mesh, layout=layout, batch_size=BATCH, epochs=args.epochs, eval_data=test,
+            metrics={"accuracy": spmd.metrics.accuracy}, callbacks=[lambda info: ended.append(time.perf_counter())], progress=False,
+        )  # fmt: skip
+        gaps = [after - before for before, after in itertools.pairwise(ended)]
+        runs[name] = Run(result, 1 / statistics.median(gaps))
+        print(runs[name].row(name, args.epochs * len(train["label"])), flush=True)
+    return runs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The pages of the documentation, and the blocks of code in them."""
+
+import dataclasses
+import re
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
+_FENCE = re.compile(r"([ ]*)(`{3,}|~{3,})\s*([\w+-]*)[ \t]*(.*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Code of a page: `line` is where its first line stands, from 1; `note` what the fence says beside the language."""
+
+    page: str
+    line: int
+    language: str
+    note: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: str) -> list[Block]:
+    """All code of a page in order: in fences, indented, or in a comment that readers do not see (`<!-- python`)."""
+    return blocks_of(PAGES[page].read_text(encoding="utf-8"), page)
+
+
+def blocks_of(text: str, page: str = "a page") -> list[Block]:
+    """The same of a text."""
+    lines, found, at = text.splitlines(), [], 0
+    while at < len(lines):
+        fence, begin = _FENCE.fullmatch(lines[at]), at + 1
+        if fence:
+            closes = lambda line, mark=fence[2]: line.strip().startswith(mark) and not line.strip().strip(mark[0])
+            language, note, more = fence[3], fence[4].strip(), lambda line: not closes(line)
+        elif lines[at] == "<!-- python":
+            language, note, more = "python", "hidden", lambda line: line != "-->"
+        elif lines[at].startswith("    ") and (at == 0 or not lines[at - 1].strip()):
+            begin, language, note, more = at, "", "indented", lambda line: line.startswith("    ") or not line.strip()
+        else:
+            at += 1
+            continue
+        end = begin
+        while end < len(lines) and more(lines[end]):
+            end += 1
+        if end == len(lines) and note != "indented":
+            raise ValueError(f"{page}:{at + 1}: a block that does not end")
+        found.append(Block(page, begin + 1, language, note, textwrap.dedent("\n".join(lines[begin:end])).rstrip()))
+        at = end + (note != "indented")
+    return found
+
+
+def prose(page: str) -> str:
+    """A page without its blocks and comments, line by line."""
+    text = re.sub(r"^([ ]*)(`{3,})[^\n]*\n.*?^\1\2[ ]*$", "", PAGES[page].read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)

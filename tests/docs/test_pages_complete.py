@@ -1,0 +1,137 @@
+"""What the pages promise to list they list whole: errors, keys of layouts, public names, benchmarks; and what they link to is there."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+
+import pytest
+from docpages import PAGES, ROOT, prose
+
+import spmd
+from spmd import errors
+from spmd.layout.declare import Layout
+from spmd.layout.gradients import OPTIONS, Gradients
+
+
+def text(name):
+    return PAGES[f"docs/{name}.md"].read_text(encoding="utf-8")
+
+
+def sections(name):
+    """What stands below each heading of the second level."""
+    parts = re.split(r"^## (.+)$", text(name), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def anchors(page):
+    """What may follow a "#" in a link to a page: its headings, in lower case, with "-" for spaces and without marks."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose(page))):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        found = (PAGES[page].parent / path).resolve() if path else PAGES[page]
+        name = found.relative_to(ROOT).as_posix() if found.is_relative_to(ROOT) else str(found)
+        if not found.exists() or (anchor and anchor not in anchors(name)):
+            wrong.append(target)
+    assert not wrong
+
+
+def test_anchors_are_found():
+    assert {"known-limits", "the-house", "architecture"} <= anchors("docs/architecture.md")
+    assert "gradients" in anchors("docs/layouts.md") and "a-codec" in anchors("docs/extending.md")
+
+
+CLASSES = {name: value for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, errors.SpmdError)}
+
+
+def test_every_error_has_its_place():
+    told = sections("errors")
+    assert list(told) == list(CLASSES), "docs/errors.md: a heading for each class, in the order of spmd/errors.py"
+    for name, below in told.items():
+        assert re.search(r"^- \*\*When\*\*: \S.{20,}$", below, re.MULTILINE), name
+        assert re.search(r"^- \*\*Cure\*\*: \S.{20,}$", below, re.MULTILINE), name
+
+
+def test_the_tree_of_errors_is_that_of_the_sources():
+    tree = re.search(r"SpmdError\n(?:[ ]*[├│└].*\n)+", inspect.cleandoc(errors.__doc__ or "").replace("\n    ", "\n"))
+    assert tree and tree[0] in text("errors")
+
+
+def keys():
+    """Section of a layout file -> its keys."""
+    own = {"name", "source"}
+    for field in dataclasses.fields(Layout):
+        if field.name in own:
+            continue
+        if dataclasses.is_dataclass(field.default):
+            yield f"[{field.name}]", [key.name for key in dataclasses.fields(field.default) if key.name != "options"]
+        elif field.name in ("params", "activations"):
+            yield f"[[{field.name}]]", ["path", "spec", "except"]
+        elif field.name in ("mesh", "axes"):
+            yield f"[{field.name}]", []
+
+
+@pytest.mark.parametrize("section, names", [pytest.param(*pair, id=pair[0]) for pair in keys()])
+def test_every_key_of_a_layout_is_listed(section, names):
+    below = sections("layouts")[section]
+    assert not [name for name in names if f"`{name}`" not in below]
+    listed = set(re.findall(r"^\| `(\w+)` \|", below, re.MULTILINE))
+    assert not listed - set(names), "keys that there are not"
+
+
+def test_options_of_codecs_and_the_top_are_listed():
+    below = sections("layouts")["[gradients]"]
+    assert not [option for options in OPTIONS.values() for option in options if f"`{option}`" not in below]
+    assert not [codec for codec in OPTIONS if f'`"{codec}"`' not in below]
+    assert "`description`" in sections("layouts")["At the top"] and len(list(keys())) == 13 and Gradients().codec == "exact"
+
+
+def reference():
+    """Every name that the reference shows."""
+    pages = [path.read_text(encoding="utf-8") for page, path in PAGES.items() if page.startswith("docs/reference/")]
+    return [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+
+
+def test_the_reference_has_every_public_name():
+    wanted = set()
+    for name in spmd.__all__:
+        value = getattr(spmd, name)
+        if not inspect.ismodule(value):
+            wanted.add(f"spmd.{name}")
+            continue
+        inner = getattr(value, "__all__", [n for n, v in vars(value).items() if not n.startswith("_") and inspect.isclass(v) | callable(v)])
+        wanted |= {f"spmd.{name}.{one}" for one in inner if name != "errors" or one in CLASSES}
+    wanted = {name for name in wanted if name != "spmd.SpmdError"}  # it is spmd.errors.SpmdError
+    shown = reference()
+    assert len(shown) == len(set(shown))
+    assert wanted == set(shown), f"missing {sorted(wanted - set(shown))}, too many {sorted(set(shown) - wanted)}"
+
+
+def test_what_the_reference_names_is_documented():
+    for name in reference():
+        module, _, attribute = name.rpartition(".")
+        value = getattr(importlib.import_module(module), attribute)
+        assert inspect.getdoc(value), name
+
+
+def test_benchmarks_are_listed_with_their_commands():
+    below = text("benchmarks")
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+        assert f"(../benchmarks/results/{path.name})" in below, path.name
+        command = re.search(r"`(?:JAX_PLATFORMS=cpu )?(python [^`]+)`", path.read_text(encoding="utf-8"))
+        assert command and f"`{command[1]}`" in below, f"{path.name}: {command and command[1]}"
+
+
+def test_every_shipped_layout_is_listed():
+    from spmd.layout.toml import load, shipped
+
+    listed = [f"| `{name}` | {load(name).description} |" for name in shipped()]
+    assert "\n".join(listed) in text("layouts"), "docs/layouts.md: the lines that  spmd layouts  prints, as a table"

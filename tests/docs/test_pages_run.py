@@ -1,0 +1,146 @@
+"""What the pages show runs: Python page by page, layouts and hosts as files, commands where that is cheap; and all options exist."""
+
+import argparse
+import itertools
+import os
+import re
+import shlex
+import sys
+import types
+
+import cloudpickle
+import jax
+import pytest
+from docpages import PAGES, ROOT, blocks, blocks_of, prose
+
+from spmd.comm.codec import CODECS
+from spmd.comm.reduction import REDUCTIONS
+from spmd.launch import cli
+from spmd.launch.cluster import read_hosts
+from spmd.layout import toml
+from spmd.layout.gradients import OPTIONS
+
+ALL = [block for page in PAGES for block in blocks(page)]
+PYTHON = [block for block in ALL if block.language == "python" and not block.note.startswith(("tensorflow", "no-run"))]
+RUN = ("layouts", "targets")  # commands that are quick, whatever follows; and those that only print: --dry-run, --kubernetes
+MARKS = ("", "hidden", "tensorflow")
+
+
+@pytest.fixture
+def registries():
+    """Pages that add a codec or a reduction of their own leave none behind."""
+    kept = [(table, dict(table)) for table in (CODECS, OPTIONS, REDUCTIONS, toml.CHOICES)]
+    yield
+    for table, before in kept:
+        table.clear()
+        table.update(before)
+
+
+@pytest.mark.parametrize("page", list(dict.fromkeys(block.page for block in PYTHON)))
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, registries):
+    monkeypatch.chdir(tmp_path)
+    name = "page_" + re.sub(r"\W", "_", page)
+    module = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    cloudpickle.register_pickle_by_value(module)  # as what stands in a notebook
+    for block in PYTHON:
+        if block.page == page:
+            exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), vars(module))
+    assert jax.device_count() == 8
+
+
+def test_a_block_that_is_not_run_says_why():
+    noted = [block for block in ALL if block.language == "python"]
+    wrong = [str(block) for block in noted if block.note not in MARKS and not re.fullmatch(r"no-run: \w.{8,}", block.note)]
+    assert not wrong, f"python blocks whose fence says neither nothing nor `no-run: REASON`: {wrong}"
+    assert len(PYTHON) > 40 and any(block.note == "tensorflow" for block in noted)
+
+
+def test_python_is_in_fences():
+    """What is indented is not run, so it is not Python; and a fence names its language."""
+    code = re.compile(r"^(import |from \w+ import |def |class |@)|^\w+ = |^for .*:$", re.MULTILINE)
+    found = [str(block) for block in ALL if block.language == "" and block.note != "indented"]
+    found += [str(block) for block in ALL if block.note == "indented" and code.search(block.text)]
+    assert not found
+
+
+def test_blocks_are_found():
+    text = "a\n```python no-run: needs a cluster\nx = 1\n\n```\n\n    spmd layouts\n\n<!-- python\ny = 2\n-->\n~~~toml\n[mesh]\n~~~\n"
+    found = [(block.line, block.language, block.note, block.text) for block in blocks_of(text)]
+    assert found == [
+        (3, "python", "no-run: needs a cluster", "x = 1"),
+        (7, "", "indented", "spmd layouts"),
+        (10, "python", "hidden", "y = 2"),
+        (13, "toml", "", "[mesh]"),
+    ]
+
+
+def test_right_follows_left():
+    """Each idiom of TensorFlow's is answered by something that runs, before the next."""
+    page = blocks("docs/from_distributed_tensorflow.md")
+    kinds = ["left" if block.note == "tensorflow" else "right" for block in page if block.note != "hidden"]
+    assert kinds.count("left") >= 28
+    assert not [pair for pair in itertools.pairwise([*kinds, "left"]) if pair == ("left", "left")]
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.language == "toml"], ids=str)
+def test_toml_can_be_read(block, tmp_path):
+    path = tmp_path / "shown.toml"
+    path.write_text(block.text)
+    if "[jobs]" in block.text:
+        assert read_hosts(path)
+    else:
+        assert toml.load(path) != toml.loads(""), "a layout that says something"
+
+
+def commands():
+    """Every line of a block that begins with `spmd`, without its comment."""
+    for block in ALL:
+        if block.language in ("", "sh"):
+            for number, line in enumerate(block.text.replace("\\\n", "").splitlines()):
+                if line.strip().startswith("spmd "):
+                    yield pytest.param(shlex.split(line, comments=True)[1:], id=f"{block.page}:{block.line + number}")
+
+
+@pytest.mark.parametrize("words", list(commands()))
+def test_commands_are_right(words, tmp_path, monkeypatch, capsys):
+    """All are parsed; those that only print are run."""
+    words = words[: words.index(">")] if ">" in words else words
+    own = words[: words.index("--")] if "--" in words else words
+    cli._parser().parse_args(own)
+    if any(word in own for word in ("--dry-run", "--kubernetes")) or (own[0] in RUN and "--model" not in own):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "train.py").touch()
+        assert cli.main(words) == 0 and capsys.readouterr().out
+
+
+def parsers(parser):
+    """A parser and all below it."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from parsers(inner)
+
+
+def test_options_in_the_text_exist():
+    known = {option for parser in parsers(cli._parser()) for option in parser._option_string_actions}
+    scripts = [path for folder in ("examples", "benchmarks", "tests/hosts") for path in (ROOT / folder).glob("*.py")]
+    texts = "".join(path.read_text(encoding="utf-8") for path in scripts)
+    unknown = []
+    for page in PAGES:
+        for code in re.findall(r"`([^`\n]+)`", prose(page)):
+            for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", code):
+                foreign = code.startswith(("salloc", "scancel", "--signal="))
+                if option not in known and f'"{option}"' not in texts and not foreign:
+                    unknown.append(f"{page}: {option} in `{code}`")
+    assert not unknown
+    assert {"--stall", "--max-restarts"} <= known and "--no-such-option" not in known
+
+
+def test_the_command_line_says_what_it_can(capsys):
+    for words in (["plan", "--help"], ["launch", "--help"], ["search", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 0 and f"spmd {words[0]}" in capsys.readouterr().out
+    assert os.environ["SPMD_CACHE"]
