@@ -119,6 +119,11 @@ class Trainer:
         self._last: tuple[Callable[[], State | None], int] = (lambda: None, 0)  # the newest state, if it is still there, and its step
 
     @property
+    def placed(self) -> Placed:
+        """The model on the mesh: what it is made of, and the loss."""
+        return self._placed
+
+    @property
     def resolved(self) -> Resolved:
         """Where every parameter lives, and which rule decided it."""
         return self._placed.resolved
@@ -318,9 +323,8 @@ class Trainer:
 
     def evaluate(self, state: State, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short."""
-        reader = source(
-            data, batch_size=self._eval_rows(data, batch_size), shuffle=False if is_arrays(data) else None, seed=0, short_ok=True
-        )
+        rows, shuffle = self._eval_rows(data, batch_size), False if is_arrays(data) else None
+        reader = source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
         _check_alive(state)
         program, placer = self._evaluation(reader.sample())
         total = np.zeros((2, len(program.eval_names)))
@@ -351,9 +355,7 @@ class Trainer:
         return self._evaluations[rows]
 
     def _eval_rows(self, data: Any, batch_size: int | None) -> int | None:
-        if batch_size is None and self._program is not None and is_arrays(data):
-            return self._program.rows
-        return batch_size
+        return self._program.rows if batch_size is None and self._program is not None and is_arrays(data) else batch_size
 
     def predict(self, state: State, inputs: Tree) -> Tree:
         """The model's outputs for every row of `inputs`, in evaluation mode, as numpy arrays [rows, ...] on the host.

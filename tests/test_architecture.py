@@ -24,7 +24,7 @@ LEVELS = [
     {"train", "data", "hosts"},
     {"preflight", "run"},
     # callbacks, loggers, losses and metrics only give rooms below a public name
-    {"api.py", "trainer.py", "sweep.py", "ensemble.py", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
+    {"api.py", "trainer.py", "sweep.py", "serve", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
     {"launch", "viz"},
     {"__init__.py", "__main__.py"},
 ]
@@ -36,8 +36,8 @@ SIDEWAYS = {
     ("api.py", "trainer.py"),  # `fit` is a face over the trainer
     ("sweep.py", "api.py"),
     ("sweep.py", "trainer.py"),
-    ("ensemble.py", "api.py"),
-    ("ensemble.py", "trainer.py"),
+    ("serve", "trainer.py"),
+    ("api.py", "serve"),  # a result can be exported
     ("__main__.py", "__init__.py"),
 }
 NARROW = {("model", "layout"): "spmd.layout.match"}

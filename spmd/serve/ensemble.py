@@ -1,0 +1,5 @@
+"""Ensembles."""
+
+
+class Ensemble:
+    """Stub."""
