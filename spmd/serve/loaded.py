@@ -29,7 +29,7 @@ class ExportedModel:
       about: what stands in its `model.json`: inputs, outputs, versions, how each array is stored, the layout it was trained under.
       inputs: shapes of what it takes; dim 0 is rows, and of any size.
       arrays: its weights, on the device: arrays, or pairs of int8 and scales.
-      function: `function(arrays, inputs) -> outputs`, the program as it was exported.
+      program: as it was exported: `program.call(arrays, inputs)` gives outputs.
 
     Example:
       >>> import optax, spmd, tempfile
@@ -45,7 +45,7 @@ class ExportedModel:
     about: dict[str, Any]
     inputs: Tree
     arrays: list[Any] = dataclasses.field(repr=False)
-    function: Callable[[list, Tree], Tree] = dataclasses.field(repr=False)
+    program: jax.export.Exported = dataclasses.field(repr=False)
 
     @property
     def batch(self) -> int | None:
@@ -54,7 +54,7 @@ class ExportedModel:
 
     @functools.cached_property
     def _call(self) -> Callable[[list, Tree], Tree]:
-        return jax.jit(self.function)
+        return jax.jit(self.program.call)
 
     def __call__(self, inputs: Tree) -> Tree:
         """The model's outputs [rows, ...] as arrays on the device, of arrays [rows, ...] of numpy or jax.
@@ -113,7 +113,7 @@ def load_exported(folder: str | Path, *, device: jax.Device | None = None) -> Ex
         raise ExportError(f"the exported model in {folder} is damaged: {why}.\n    cure: export it again, or another copy.")
     platform = jax.export.default_export_platform() if device is None else {"gpu": "cuda"}.get(device.platform, device.platform)
     if platform not in about["platforms"]:
-        cure = f'export(..., platforms=({", ".join(repr(name) for name in [*about["platforms"], platform])}))'
+        cure = f"export(..., platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
         raise ExportError(f"{folder} was exported for {', '.join(about['platforms'])}; this is {platform}.\n    cure: {cure}.")
     try:
         program = jax.export.deserialize(bytearray((place / PROGRAM).read_bytes()))
@@ -125,7 +125,7 @@ def load_exported(folder: str | Path, *, device: jax.Device | None = None) -> Ex
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((about["batch"] or 1, *x.shape[1:]), x.dtype), shapes)
     stored = [Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in about["arrays"]]
     arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
-    return ExportedModel(place, about, inputs, arrays, lambda arrays, given: program.call(arrays, given))
+    return ExportedModel(place, about, inputs, arrays, program)
 
 
 def _placed(values: np.ndarray, device: jax.Device | None) -> jax.Array:

@@ -58,7 +58,9 @@ def rows_of(nets: Sequence[Net]) -> int | None:
     shapes = [{path: (leaf.dtype, leaf.shape[1:]) for path, leaf in flatten(net.inputs).items()} for net in nets]
     differs = any(found != shapes[0] for found in shapes) or len({jax.tree.structure(net.inputs) for net in nets}) > 1
     if differs or len(fixed) > 1:
-        told = [Problem(net.name, [f"takes {', '.join(f'{p} {describe(x)}'.strip() for p, x in flatten(net.inputs).items())}"]) for net in nets]
+        told = [
+            Problem(net.name, [f"takes {', '.join(f'{p} {describe(x)}'.strip() for p, x in flatten(net.inputs).items())}"]) for net in nets
+        ]
         raise_problems(EnsembleError, "the members of the ensemble take different inputs", told)
     return next(iter(fixed), None)
 

@@ -17,7 +17,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def log_combined(logits: np.ndarray, combine: str) -> np.ndarray:
-    """Logarithms of what the members say together: of the mean of their probabilities, of softmax of their mean logits, or of votes' shares.
+    """Logarithms of what the members say together: the mean of their probabilities, softmax of their mean logits, or shares of votes.
 
     Example:
       >>> votes = np.array([[[2.0, 0.0]], [[0.0, 1.0]], [[5.0, 0.0]]])

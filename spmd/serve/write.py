@@ -75,8 +75,8 @@ def export(
     """Write a trained model's forward pass, in evaluation mode, with its weights: a folder that `load_exported` reads without its code.
 
     In the folder are `program.bin` (StableHLO, by `jax.export`; weights are its arguments), `weights.npz`, `model.json` (inputs, outputs,
-    versions, the layout it was trained under), and a manifest of all. Arrays that are cut over the mesh are written whole, brought to the host
-    one at a time. The folder appears when all is in it. Of several processes all call this, and process 0 writes.
+    versions, the layout it was trained under), and a manifest of all. Arrays that are cut over the mesh are written whole, brought to the
+    host one at a time. The folder appears when all is in it. Of several processes all call this, and process 0 writes.
 
     Args:
       state: what is exported; `fit(...).export(folder)` is this with its last state.
@@ -106,7 +106,9 @@ def export(
     if weights not in KINDS:
         raise OptionError(f"weights={weights!r}.\n    cure: {did_you_mean(str(weights), KINDS)}")
     if check is not None and weights == "exact":
-        raise OptionError('check=... with weights="exact": nothing is lost that could be measured.\n    cure: leave it out, or weights="int8".')
+        raise OptionError(
+            'check=... with weights="exact": nothing is lost that could be measured.\n    cure: leave it out, or weights="int8".'
+        )
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise OptionError(f"batch={batch!r}: a whole number of rows, from 1; or None, for any number.")
     chosen = _platforms(platforms)
@@ -279,5 +281,3 @@ def _rounded(trainer: Trainer, state: State, forward: Forward, low: list[bool]) 
     packed = own if placed.packing is None else placed.packing.pack(own)
     params = jax.tree.map(lambda new, old: place_copy(np.asarray(new), old.sharding), packed, state.params)
     return dataclasses.replace(state, params=params)
-
-
