@@ -145,7 +145,7 @@ def _platforms(given: Sequence[str] | None) -> tuple[str, ...]:
     chosen = (jax.export.default_export_platform(),) if given is None else (given,) if isinstance(given, str) else tuple(given)
     for name in chosen:
         if name not in PLATFORMS:
-            raise OptionError(f"platforms: {name!r}.\n    cure: {did_you_mean(str(name), PLATFORMS)}")
+            raise OptionError(f"platforms: {name!r}.\n    cure: of {', '.join(PLATFORMS)}.")
     if not chosen or len(set(chosen)) < len(chosen):
         raise OptionError(f"platforms={given!r}: each one once, and at least one.")
     return chosen

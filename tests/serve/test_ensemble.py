@@ -1,5 +1,6 @@
 """Ensembles: in one compiled program, and as workers of which some come too late."""
 
+import dataclasses
 import logging
 import re
 import threading
@@ -7,9 +8,10 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
-from trained import KINDS, Convolved, train
+from trained import Convolved, train
 
 import spmd
 from spmd.errors import DataError, EnsembleError, OptionError
@@ -30,7 +32,7 @@ def mlp(width=32):
 @pytest.fixture(scope="module")
 def three(digits):
     """Three small networks of different seeds."""
-    return [train(mlp(), digits[0], seed=seed, steps=40) for seed in range(3)]
+    return [train(mlp(), digits[0], seed=seed, steps=240) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,14 @@ def mixed(digits, three, tmp_path_factory):
         "wider": train(mlp(48), digits[0], steps=10),
         "convolved": train(lambda: Convolved(nnx.Rngs(1)), digits[0], steps=10),
         "exported": folder,
+        "linen": train("linen", digits[0], steps=10),
     }
+
+
+def untrained(model, data, loss=spmd.losses.cross_entropy):
+    """A member as a trainer and its first state."""
+    trainer = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.1))
+    return trainer, trainer.init(jax.tree.map(lambda x: x[:128], data))
 
 
 def softmax(logits):
@@ -79,17 +88,17 @@ def test_duplicates_say_what_the_member_says(three, digits, combine, count):
     np.testing.assert_allclose(found, each[0], atol=1e-7)
     np.testing.assert_allclose(ensemble.uncertainty(images)["disagreement"], 0, atol=1e-12)
     values = jnp.asarray(np.stack([three[0].predict(images)] * count))
-    assert np.array_equal(combined(values, combine), jax.nn.softmax(values[0])), "to the bit, where the sum is exact"
+    assert np.array_equal(combined(values, combine), jax.nn.softmax(values)[0]), "to the bit, where the sum is exact"
 
 
 def test_equal_members_lie_over_the_devices_and_others_follow(mixed, digits):
     ensemble = spmd.Ensemble(mixed)
     assert ensemble.names == tuple(mixed)
-    assert repr(ensemble) == "Ensemble of 5: mean; 2 members stacked over net=2; 3 by themselves"
+    assert repr(ensemble) == "Ensemble of 6: mean; 2 members stacked over net=2, 4 by themselves"
     images, each = digits[1]["image"], ensemble.members(digits[1]["image"], batch_size=128)
     exported = spmd.load_exported(mixed["exported"])
     wanted = [mixed["one"].predict(images), mixed["two"][0].predict(mixed["two"][1], images), mixed["wider"].predict(images)]
-    wanted += [mixed["convolved"].predict(images), exported.predict(images)]
+    wanted += [mixed["convolved"].predict(images), exported.predict(images), mixed["linen"].predict(images)]
     np.testing.assert_allclose(each, softmax(np.stack(wanted)), atol=2e-6)
     assert np.abs(each[0] - each[2]).max() > 0.01
 
@@ -105,15 +114,19 @@ def test_any_number_of_members_on_any_number_of_devices(three, digits, members, 
     np.testing.assert_allclose(ensemble.members(images), wanted, atol=1e-6)
 
 
-def test_convolutions_are_not_vectorised_and_dense_layers_are(three, digits):
+def test_convolutions_are_not_vectorised_and_dense_layers_are(three, mixed, digits):
     """Vectorised over members, a convolution would be a grouped one."""
-    convolved = [train(lambda seed=seed: Convolved(nnx.Rngs(seed)), digits[0], steps=1) for seed in range(4)]
+    trainer, state = mixed["convolved"].trainer, mixed["convolved"].state
+    states = [dataclasses.replace(state, params=jax.tree.map(lambda x: x * size, state.params)) for size in (1.0, 0.9, 0.8, 0.7)]
+    convolved = [(trainer, each) for each in states]
     shape = jax.ShapeDtypeStruct((8, 8, 8, 1), jnp.float32)
     text = spmd.Ensemble(convolved, mesh="net=2")._stacked.text(shape)
     assert "feature_group_count" not in text and len(re.findall(r" convolution\(|custom_call_target=.*[Cc]onv", text)) in (0, 2)
     ensemble = spmd.Ensemble(convolved, mesh="net=2")
     images = digits[1]["image"][:8]
-    np.testing.assert_allclose(ensemble.members(images), softmax(np.stack([each.predict(images) for each in convolved])), atol=2e-6)
+    wanted = softmax(np.stack([trainer.predict(each, images) for each in states]))
+    np.testing.assert_allclose(ensemble.members(images), wanted, atol=2e-6)
+    assert np.abs(wanted[0] - wanted[3]).max() > 0.01
     dense = spmd.Ensemble([*three, three[0]], mesh="net=2")
     assert [group.vectorised for group in dense._groups] == [True] and [group.vectorised for group in ensemble._groups] == [False]
     assert "all-gather" in dense._stacked.text(shape), "what the members say meets"
@@ -122,11 +135,8 @@ def test_convolutions_are_not_vectorised_and_dense_layers_are(three, digits):
 def test_members_with_other_constants_are_not_stacked(digits):
     def member(value):
         shift = np.full((100, 10), value, np.float32)
-        return train(
-            spmd.FunctionalModel(lambda key: {"w": jnp.ones((64, 10))}, lambda p, x: x.reshape(len(x), -1) @ p["w"] + shift[7]),
-            digits[0],
-            steps=1,
-        )
+        apply = lambda params, x: x.reshape(len(x), -1) @ params["w"] + shift[7]
+        return untrained(spmd.FunctionalModel(lambda key: {"w": jnp.ones((64, 10))}, apply), digits[0])
 
     assert repr(spmd.Ensemble([member(1.0), member(2.0)])).endswith("2 by themselves")
     assert repr(spmd.Ensemble([member(1.0), member(1.0)])).endswith("2 members stacked over net=2")
@@ -197,24 +207,15 @@ def test_uncertainty_of_known_numbers():
     ids=["none", "int", "combine", "mesh", "inputs", "classes", "no classes"],
 )
 def test_members_that_do_not_fit(three, digits, members, options, error, words):
-    def other(columns, inputs=64, data=digits[0], loss=spmd.losses.cross_entropy):
-        model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((inputs, columns))}, lambda p, x: x.reshape(len(x), -1) @ p["w"])
-        return model, data, loss
-
     def made(name):
-        if name == "one":
-            return three[0]
-        if name == "eleven":
-            return train(other(11)[0], digits[0], steps=1)
-        if name == "narrow":
-            data = {"x": np.ones((128, 5), np.float32), "y": np.zeros(128, np.int32)}
-            return train(other(10, 5)[0], data, steps=1)
-        flat = spmd.FunctionalModel(lambda key: {"w": jnp.ones(64)}, lambda p, x: x.reshape(x.shape[0], -1) @ p["w"])
-        trainer = spmd.Trainer(flat, loss=lambda model, batch: model(batch["image"]), optimizer=__import__("optax").sgd(0.1))
-        return trainer, trainer.init(jax.tree.map(lambda x: x[:128], digits[0]))
+        columns, inputs, dims = {"eleven": (11, 64, 2), "narrow": (10, 5, 2), "flat": (1, 64, 1)}[name]
+        model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((inputs, columns)[:dims])}, lambda p, x: x.reshape(len(x), -1) @ p["w"])
+        data = digits[0] if name != "narrow" else {"x": np.ones((128, 5), np.float32), "y": np.zeros(128, np.int32)}
+        return untrained(model, data, loss=spmd.losses.cross_entropy if dims == 2 else lambda model, batch: model(batch["image"]))
 
+    members = [three[0] if member == "one" else made(member) if isinstance(member, str) else member for member in members]
     with pytest.raises(error, match=words):
-        spmd.Ensemble([made(member) if isinstance(member, str) else member for member in members], **options)
+        spmd.Ensemble(members, **options)
 
 
 def test_labels_and_inputs_that_do_not_fit(three, digits):
@@ -330,10 +331,3 @@ def test_models_are_asked_on_devices_of_their_own(mixed, digits):
     assert answer.members == (*mixed, "far")
     each = spmd.Ensemble(mixed).members(images)
     np.testing.assert_allclose(answer.probabilities, np.concatenate([each, each[:1]]).mean(0), atol=2e-6)
-
-
-def test_kinds_of_models_by_themselves(digits):
-    for kind in KINDS:
-        result = train(kind, digits[0], steps=2)
-        found = spmd.Ensemble([result]).predict(digits[1]["image"][:8])
-        np.testing.assert_allclose(found, softmax(result.predict(digits[1]["image"][:8])), atol=2e-6)

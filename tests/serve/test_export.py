@@ -102,7 +102,7 @@ def test_weights_are_arguments_and_not_in_the_program(tmp_path):
 def test_what_stands_beside_it(results, folders):
     about = json.loads((folders["functional"] / "model.json").read_text())
     assert about["inputs"] == {"": ["float32", None, 8, 8, 1]} and about["outputs"] == {"": ["float32", None, 10]}
-    assert about["step"] == 12 and about["platforms"] == ["cpu"] and about["batch"] is None and about["versions"]["jax"] == jax.__version__
+    assert about["step"] == 4 and about["platforms"] == ["cpu"] and about["batch"] is None and about["versions"]["jax"] == jax.__version__
     assert spmd.Layout.load("data_parallel").to_toml() == about["layout"]
     assert [(entry["path"], entry["dtype"], entry["shape"]) for entry in about["arrays"]] == [
         ("params/bias", "bfloat16", [10]),
@@ -125,7 +125,7 @@ def test_what_is_cut_over_eight_devices_is_written_whole(digits, tmp_path):
 
 def test_what_servers_have_packed_is_written_as_the_model_has_it(digits, tmp_path):
     result = train("functional", digits[0], steps=2, mesh="data=8", layout="parameter_server")
-    assert jax.tree.structure(result.state.params) != jax.tree.structure({"bias": 0, "one": 0, "two": 0})
+    assert result.state.params["one"].shape != (64, 32), "rows of servers"
     report = result.export(tmp_path / "model", weights="int8", check=digits[1])
     assert [stored.path for stored in report.arrays] == ["params/bias", "params/one", "params/two"]
     np.testing.assert_allclose(report.after["loss"], report.before["loss"], rtol=0.01)
@@ -146,7 +146,7 @@ def test_a_program_for_other_platforms_is_made_here(results, tmp_path):
     cuda = results["functional"].export(tmp_path / "cuda", platforms=("cuda",)).folder
     with pytest.raises(ExportError, match=r"was exported for cuda; this is cpu\.\n    cure: export\(\.\.\., platforms=\('cuda', 'cpu'\)\)"):
         spmd.load_exported(cuda)
-    with pytest.raises(OptionError, match=r"platforms: 'gpu'\.\n    cure: known: cpu, cuda"):
+    with pytest.raises(OptionError, match=r"platforms: 'gpu'\.\n    cure: of cpu, cuda, rocm, tpu"):
         results["functional"].export(tmp_path / "gpu", platforms=("gpu",))
 
 
@@ -296,7 +296,7 @@ def test_int8_is_a_quarter_of_the_bytes_and_says_what_it_lost(digits, tmp_path):
     result = train(wide, train_data, steps=60)
     exact = result.export(tmp_path / "exact")
     small = result.export(tmp_path / "int8", weights="int8", check=test_data)
-    assert exact.weights_bytes / small.weights_bytes > 3.7
+    assert exact.weights_bytes / small.weights_bytes > 3.6
     assert small.before == result.evaluate(test_data) and small.before["accuracy"] > 0.85
     assert abs(small.after["accuracy"] - small.before["accuracy"]) <= 0.005 and small.after["loss"] != small.before["loss"]
     loaded, images = spmd.load_exported(small.folder), test_data["image"]

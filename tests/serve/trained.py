@@ -47,7 +47,7 @@ class Linen(linen.Module):
 KINDS = {"functional": lambda: spmd.FunctionalModel(init, apply), "nnx": lambda: lambda: Convolved(nnx.Rngs(0)), "linen": Linen}
 
 
-def train(kind, data, *, seed=0, steps=12, **options):
+def train(kind, data, *, seed=0, steps=4, **options):
     """A few steps of Adam; the model is of a kind in `KINDS`, or is one."""
     options = {"mesh": spmd.make_mesh("data=1", devices=jax.devices()[:1]), **options}
     return spmd.fit(
