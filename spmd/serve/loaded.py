@@ -85,11 +85,11 @@ class ExportedModel:
         return joined(jax.device_get(chunk) for chunk in chunks)
 
 
-def load_exported(folder: str | Path, *, device: jax.Device | None = None) -> ExportedModel:
+def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     """Read what `export` has written; none of the model's code is needed, and nothing that is read is executed as Python.
 
     Args:
-      device: where the weights are put, and the program runs; None: jax's default.
+      device: a jax device, where the weights are put, and the program runs; None: jax's default.
 
     Raises:
       ExportError: there is no such folder, it is damaged, of a later format, or not for this platform.
@@ -128,7 +128,7 @@ def load_exported(folder: str | Path, *, device: jax.Device | None = None) -> Ex
     return ExportedModel(place, about, inputs, arrays, program)
 
 
-def _placed(values: np.ndarray, device: jax.Device | None) -> jax.Array:
+def _placed(values: np.ndarray, device: Any) -> jax.Array:
     return jax.device_put(values.copy(), device)  # a CPU's array may be the buffer it was made of
 
 

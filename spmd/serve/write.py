@@ -164,7 +164,7 @@ def _exported(forward: Forward, low: list[bool], platforms: tuple[str, ...], bat
 
     def function(arrays: list, inputs: Tree) -> Tree:
         given = zip(arrays, low, dtypes, strict=True)
-        return forward.function([dequantised(*array, dtype) if small else array for array, small, dtype in given], inputs)
+        return forward.function([dequantised(array[0], array[1], dtype) if small else array for array, small, dtype in given], inputs)
 
     rows = batch or jax.tree.leaves(forward.inputs)[0].shape[0]
     fixed = traced(forward.function, forward.arrays, with_rows(forward.inputs, rows))

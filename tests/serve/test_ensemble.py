@@ -32,7 +32,7 @@ def mlp(width=32):
 @pytest.fixture(scope="module")
 def three(digits):
     """Three small networks of different seeds."""
-    return [train(mlp(), digits[0], seed=seed, steps=240) for seed in range(3)]
+    return [train(mlp(16), digits[0], seed=seed, steps=240, rate=2e-2) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,11 @@ def test_duplicates_say_what_the_member_says(three, digits, combine, count):
     ensemble = spmd.Ensemble([three[0]] * count, combine=combine)
     found, each = ensemble.predict(images), ensemble.members(images)
     assert np.array_equal(each[0], each[1])
-    np.testing.assert_allclose(found, each[0], atol=1e-7)
+    np.testing.assert_allclose(found, each[0], atol=5e-7)  # float32 on the devices, float64 on the host
     np.testing.assert_allclose(ensemble.uncertainty(images)["disagreement"], 0, atol=1e-12)
     values = jnp.asarray(np.stack([three[0].predict(images)] * count))
-    assert np.array_equal(combined(values, combine), jax.nn.softmax(values)[0]), "to the bit, where the sum is exact"
+    wanted = jax.nn.softmax(values)[0] if combine == "mean" else jax.nn.softmax(values[0])
+    assert np.array_equal(combined(values, combine), wanted), "to the bit, where the sum is exact"
 
 
 def test_equal_members_lie_over_the_devices_and_others_follow(mixed, digits):

@@ -47,14 +47,14 @@ class Linen(linen.Module):
 KINDS = {"functional": lambda: spmd.FunctionalModel(init, apply), "nnx": lambda: lambda: Convolved(nnx.Rngs(0)), "linen": Linen}
 
 
-def train(kind, data, *, seed=0, steps=4, **options):
+def train(kind, data, *, seed=0, steps=4, rate=3e-3, **options):
     """A few steps of Adam; the model is of a kind in `KINDS`, or is one."""
     options = {"mesh": spmd.make_mesh("data=1", devices=jax.devices()[:1]), **options}
     return spmd.fit(
         KINDS[kind]() if isinstance(kind, str) else kind,
         data,
         loss=spmd.losses.cross_entropy,
-        optimizer=optax.adam(3e-3),
+        optimizer=optax.adam(rate),
         metrics={"accuracy": spmd.metrics.accuracy},
         batch_size=128,
         steps=steps,
