@@ -37,15 +37,25 @@ class ExportedModel:
       >>> data = {"x": np.ones((32, 4), np.float32), "y": np.full((32, 1), 4.0, np.float32)}
       >>> result = spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, steps=3)
       >>> exported = spmd.load_exported(result.export(tempfile.mkdtemp() + "/model").folder)
+      >>> exported
+      ExportedModel(float32[rows, 4] -> float32[rows, 1]; weights exact, for cpu)
       >>> exported(data["x"][:2]).tolist()
       [[4.0], [4.0]]
     """
 
     folder: Path
-    about: dict[str, Any]
+    about: dict[str, Any] = dataclasses.field(repr=False)
     inputs: Tree
     arrays: list[Any] = dataclasses.field(repr=False)
     program: jax.export.Exported = dataclasses.field(repr=False)
+
+    def __repr__(self) -> str:
+        shown = lambda shapes: ", ".join(
+            f"{path} {dtype}[{', '.join(['rows', *map(str, dims)])}]".strip() for path, (dtype, _, *dims) in shapes.items()
+        )
+        what = f"{shown(self.about['inputs'])} -> {shown(self.about['outputs'])}"
+        rows = "" if self.batch is None else f", rows in chunks of {self.batch}"
+        return f"ExportedModel({what}{rows}; weights {self.about['weights']}, for {', '.join(self.about['platforms'])})"
 
     @property
     def batch(self) -> int | None:

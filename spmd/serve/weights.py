@@ -67,16 +67,17 @@ def is_quantised(path: str, leaf: Any, *, stacked: bool = False) -> bool:
 
 
 class Writer:
-    """A file of weights, written one array at a time."""
+    """A file of weights, written one array at a time; None: nothing is written, by a process that only wants to know what is lost."""
 
-    def __init__(self, path: Path):
-        self._file = zipfile.ZipFile(path, "w")
+    def __init__(self, path: Path | None):
+        self._file = None if path is None else zipfile.ZipFile(path, "w")
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def add(self, path: str, values: np.ndarray, *, int8: bool, stacked: bool = False) -> Stored:
         """Write an array.
@@ -102,6 +103,8 @@ class Writer:
 
     def _put(self, name: str, values: np.ndarray) -> None:
         """As numpy's own .npz; dtypes that numpy does not know (bfloat16) as whole numbers of their size."""
+        if self._file is None:
+            return
         plain = values if values.dtype.kind in "biufc" else values.view(f"u{values.dtype.itemsize}")
         with self._file.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:  # of no date: the same weights, the same file
             np.lib.format.write_array(file, np.ascontiguousarray(plain).reshape(plain.shape), allow_pickle=False)

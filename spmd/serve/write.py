@@ -232,27 +232,28 @@ def _write(
     failed: list[Exception] = []
 
     def begin(opened: contextlib.ExitStack) -> Writer:
-        working.mkdir(parents=True)
-        return opened.enter_context(Writer(working / WEIGHTS))
+        if writes:
+            working.mkdir(parents=True)
+        return opened.enter_context(Writer(working / WEIGHTS if writes else None))
 
     try:
         with contextlib.ExitStack() as opened:
-            writer = _together(lambda: begin(opened) if writes else None)
+            writer = _together(lambda: begin(opened))
             for (path, leaf), small in zip(_named(forward), low, strict=True):
                 values = whole(leaf)  # by all processes, also after one has failed: none may wait for another
                 try:
-                    if writer is not None and not failed:
+                    if not failed:
                         arrays.append(writer.add(path, values, int8=small, stacked=path in forward.stacked))
                 except (OSError, SpmdError) as error:
                     failed.append(error)
-        size = _together(lambda: _finish(target, working, exported, {**about, "arrays": arrays}, failed) if writes else 0)
+        size = _together(lambda: _finish(target, working, exported, {**about, "arrays": arrays}, failed) if writes else "")
     finally:
         if writes:
             shutil.rmtree(working, ignore_errors=True)
-    return arrays, size
+    return arrays, int(first_of_all(size))
 
 
-def _finish(target: Path, working: Path, exported: jax.export.Exported, about: dict[str, Any], failed: list[Exception]) -> int:
+def _finish(target: Path, working: Path, exported: jax.export.Exported, about: dict[str, Any], failed: list[Exception]) -> str:
     """The rest of the folder, and its name; the bytes of the weights."""
     for error in failed:
         raise error
@@ -262,7 +263,7 @@ def _finish(target: Path, working: Path, exported: jax.export.Exported, about: d
     seal(working)
     _check_free(target)
     working.rename(target)  # an empty folder of that name gives way
-    return (target / WEIGHTS).stat().st_size
+    return str((target / WEIGHTS).stat().st_size)
 
 
 def _rounded(trainer: Trainer, state: State, forward: Forward, low: list[bool]) -> State:

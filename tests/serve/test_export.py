@@ -313,6 +313,38 @@ def test_int8_is_a_quarter_of_the_bytes_and_says_what_it_lost(digits, tmp_path):
     assert re.search(r"3 arrays, 2 of them as int8, .*\n  furthest off: params/\w+, by 0\.\d+% of its norm\n  loss .* -> ", str(small))
 
 
+PROCESSES = """
+import sys
+import jax, numpy as np, optax, spmd
+from spmd.errors import ExportError
+spmd.join()
+model = spmd.FunctionalModel(lambda key: {"w": jax.random.normal(key, (64, 8))}, lambda params, x: x @ params["w"])
+data = np.ones((32, 64), np.float32), np.ones((32, 8), np.float32)
+kind = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.01), "progress": False}
+result = spmd.fit(model, data, batch_size=16, steps=2, layout="fsdp", mesh="data=-1", **kind)
+assert not result.state.params["w"].is_fully_addressable
+print("REPORT", str(result.export(sys.argv[1] + "/model", weights="int8", check=data)).replace(chr(10), "|"), flush=True)
+try:
+    result.export(sys.argv[1] + "/model")
+except ExportError as error:
+    print("ERROR", str(error).splitlines()[0], flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_several_processes_write_one_folder(tmp_path):
+    (tmp_path / "job.py").write_text(PROCESSES)
+    command = [sys.executable, "-m", "spmd", "launch", "--processes", "2", str(tmp_path / "job.py"), str(tmp_path)]
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout
+    reports, errors = (re.findall(rf"{word} (.*)", done.stdout) for word in ("REPORT", "ERROR"))
+    assert len(reports) == 2 and reports[0] == reports[1] and re.search(r"1 arrays, 1 of them as int8, 1\.\d KiB of 2\.0 KiB\|", reports[0])
+    assert len(errors) == 2 and all(line.endswith("model holds files already.") for line in errors)
+    assert spmd.load_exported(tmp_path / "model").predict(np.ones((3, 64), np.float32)).shape == (3, 8)
+    assert {path.name for path in tmp_path.iterdir()} == {"job.py", "model"}
+
+
 def test_numbers_that_are_not_finite_have_no_scale(results, tmp_path):
     result = results["functional"]
     params = {**result.state.params, "two": result.state.params["two"].at[0, 0].set(jnp.nan)}
