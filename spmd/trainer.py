@@ -235,7 +235,7 @@ class Trainer:
 
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""
-        _check_alive(state)
+        check_alive(state)
         return self._placed.model.rebuild(state.variables)
 
     def prepare(self, sample: Tree) -> tuple[Program, Placer]:
@@ -273,7 +273,7 @@ class Trainer:
           The next state, and metrics that wait for the device only when they are read. At most 2 steps are in flight.
         """
         placed = batch if isinstance(batch, Batch) else self.place(batch)
-        _check_alive(state)
+        check_alive(state)
         program, placer = self.prepare(placed.leaves)
         number = self._number(state)
         _check_present(program.clock, number, placed)
@@ -325,7 +325,7 @@ class Trainer:
         """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short."""
         rows, shuffle = self._eval_rows(data, batch_size), False if is_arrays(data) else None
         reader = source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
-        _check_alive(state)
+        check_alive(state)
         program, placer = self._evaluation(reader.sample())
         total = np.zeros((2, len(program.eval_names)))
         pending: collections.deque[jax.Array] = collections.deque()
@@ -366,7 +366,7 @@ class Trainer:
         Raises:
           OptionError: no step was prepared yet, so the batch size is not known.
         """
-        _check_alive(state)
+        check_alive(state)
         if self._program is None:
             raise OptionError("predict() before the first batch: the batch size is not known.\n    cure: trainer.prepare(batch) first.")
         program, data = self._program, self.resolved.data_axes
@@ -383,7 +383,7 @@ class Trainer:
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
 
-def _check_alive(state: State) -> None:
+def check_alive(state: State) -> None:
     """A state that a step has consumed must not be used again: it can end the process inside the runtime."""
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         raise OptionError("this state was consumed by a step.\n    cure: go on with the one that the step returned: state, metrics = ...")

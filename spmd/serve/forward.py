@@ -14,7 +14,7 @@ from spmd.model.base import Call, Variables
 from spmd.train.placed import Placed
 from spmd.train.precision import cast, compute_dtype
 from spmd.train.state import State
-from spmd.trainer import Trainer
+from spmd.trainer import Trainer, check_alive
 from spmd.tree import Tree, abstract, describe, flatten
 
 
@@ -45,8 +45,9 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
 
     Raises:
       ExportError: paths that are the same, or inputs that have no rows.
-      OptionError: what the loss calls the model with cannot be told.
+      OptionError: what the loss calls the model with cannot be told, or a step has consumed the state.
     """
+    check_alive(state)
     placed = trainer.placed
     variables = Variables(placed.unpacked(state.params), state.stats, state.rngs)
     named, tree = jax.tree_util.tree_flatten(variables)

@@ -8,10 +8,9 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from trained import Convolved, train
+from trained import Convolved, train, untrained
 
 import spmd
 from spmd.errors import DataError, EnsembleError, OptionError
@@ -47,12 +46,6 @@ def mixed(digits, three, tmp_path_factory):
         "exported": folder,
         "linen": train("linen", digits[0], steps=10),
     }
-
-
-def untrained(model, data, loss=spmd.losses.cross_entropy):
-    """A member as a trainer and its first state."""
-    trainer = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.1))
-    return trainer, trainer.init(jax.tree.map(lambda x: x[:128], data))
 
 
 def softmax(logits):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from trained import KINDS, train
+from trained import KINDS, train, untrained
 
 import spmd
 from spmd.errors import DataError, ExportError, MissingExtraError, OptionError
@@ -73,12 +73,12 @@ np.savez(sys.argv[2], **found)
 """
 
 
-@pytest.mark.optimized
 def test_another_process_that_has_no_code_says_the_same_to_the_bit(folders, digits, tmp_path):
     images = digits[1]["image"]
     np.save(tmp_path / "images.npy", images)
     words = [str(tmp_path / "images.npy"), str(tmp_path / "found.npz"), *map(str, folders.values())]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    flags = os.environ["SPMD_TEST_FLAGS"]  # compiled as here
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run([sys.executable, "-c", ALONE, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "found.npz") as found:
@@ -115,29 +115,29 @@ def test_what_stands_beside_it(results, folders):
 
 
 def test_what_is_cut_over_eight_devices_is_written_whole(digits, tmp_path):
-    result = train("functional", digits[0], steps=3, mesh="data=8", layout="fsdp")
-    assert not result.state.params["one"].sharding.is_fully_replicated
-    loaded = spmd.load_exported(result.export(tmp_path / "model").folder)
-    for own, read in zip(jax.tree.leaves(result.state.params), loaded.arrays, strict=True):
+    trainer, state = untrained("functional", digits[0], mesh="data=8", layout="fsdp")
+    assert not state.params["one"].sharding.is_fully_replicated
+    loaded = spmd.load_exported(spmd.export(trainer, state, tmp_path / "model").folder)
+    for own, read in zip(jax.tree.leaves(state.params), loaded.arrays, strict=True):
         assert np.array_equal(np.asarray(own), np.asarray(read)) and len(read.sharding.device_set) == 1
-    np.testing.assert_allclose(loaded.predict(digits[1]["image"]), result.predict(digits[1]["image"]), atol=2e-6)
+    np.testing.assert_allclose(loaded.predict(digits[1]["image"]), trainer.predict(state, digits[1]["image"]), atol=2e-6)
 
 
 def test_what_servers_have_packed_is_written_as_the_model_has_it(digits, tmp_path):
-    result = train("functional", digits[0], steps=2, mesh="data=8", layout="parameter_server")
-    assert result.state.params["one"].shape != (64, 32), "rows of servers"
-    report = result.export(tmp_path / "model", weights="int8", check=digits[1])
+    trainer, state = untrained("functional", digits[0], mesh="data=8", layout="parameter_server")
+    assert state.params["one"].shape != (64, 32), "rows of servers"
+    report = spmd.export(trainer, state, tmp_path / "model", weights="int8", check=digits[1])
     assert [stored.path for stored in report.arrays] == ["params/bias", "params/one", "params/two"]
     np.testing.assert_allclose(report.after["loss"], report.before["loss"], rtol=0.01)
     assert report.after["loss"] != report.before["loss"]
 
 
 def test_bfloat16_as_it_was_trained(digits, tmp_path):
-    result = train("nnx", digits[0], steps=3, precision="bfloat16")
-    loaded = spmd.load_exported(result.export(tmp_path / "model").folder)
+    trainer, state = untrained("nnx", digits[0], precision="bfloat16")
+    loaded = spmd.load_exported(spmd.export(trainer, state, tmp_path / "model").folder)
     found = loaded.predict(digits[1]["image"])
     assert found.dtype == jnp.bfloat16 and all(leaf.dtype != jnp.bfloat16 for leaf in loaded.arrays)
-    np.testing.assert_allclose(found.astype(np.float32), result.predict(digits[1]["image"]).astype(np.float32), atol=0.05)
+    np.testing.assert_allclose(found.astype(np.float32), trainer.predict(state, digits[1]["image"]).astype(np.float32), atol=0.05)
 
 
 def test_a_program_for_other_platforms_is_made_here(results, tmp_path):
@@ -343,6 +343,13 @@ def test_several_processes_write_one_folder(tmp_path):
     assert len(errors) == 2 and all(line.endswith("model holds files already.") for line in errors)
     assert spmd.load_exported(tmp_path / "model").predict(np.ones((3, 64), np.float32)).shape == (3, 8)
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "model"}
+
+
+def test_a_state_that_a_step_has_consumed(digits, tmp_path):
+    trainer, state = untrained("functional", digits[0])
+    trainer.step(state, jax.tree.map(lambda x: x[:128], digits[0]))
+    with pytest.raises(OptionError, match="this state was consumed by a step"):
+        spmd.export(trainer, state, tmp_path / "model")
 
 
 def test_numbers_that_are_not_finite_have_no_scale(results, tmp_path):

@@ -47,6 +47,15 @@ class Linen(linen.Module):
 KINDS = {"functional": lambda: spmd.FunctionalModel(init, apply), "nnx": lambda: lambda: Convolved(nnx.Rngs(0)), "linen": Linen}
 
 
+def untrained(kind, data, *, loss=spmd.losses.cross_entropy, **options):
+    """A trainer that has seen the shapes of a batch, and its first state."""
+    model = KINDS[kind]() if isinstance(kind, str) else kind
+    trainer = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.1), **options)
+    batch = jax.tree.map(lambda x: x[:128], data)
+    trainer.prepare(batch)
+    return trainer, trainer.init(batch)
+
+
 def train(kind, data, *, seed=0, steps=4, rate=3e-3, **options):
     """A few steps of Adam; the model is of a kind in `KINDS`, or is one."""
     options = {"mesh": spmd.make_mesh("data=1", devices=jax.devices()[:1]), **options}
