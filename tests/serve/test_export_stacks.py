@@ -1,4 +1,4 @@
-"""A stack of layers that a circular pipeline keeps in the order of its stages is exported in the network's, each layer with its own scales."""
+"""A stack that a circular pipeline keeps in the order of its stages is exported in the network's, each layer with its own scales."""
 
 import dataclasses
 
