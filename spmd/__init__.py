@@ -12,6 +12,8 @@ _HOMES = {
     "Checkpoint": "spmd.run.checkpoint",
     "Default": "spmd.layout.declare",
     "Experts": "spmd.layout.forward",
+    "Ensemble": "spmd.serve.ensemble",
+    "ExportedModel": "spmd.serve.loaded",
     "FunctionalModel": "spmd.model.functional",
     "GradientRule": "spmd.layout.gradients",
     "Gradients": "spmd.layout.gradients",
@@ -33,9 +35,11 @@ _HOMES = {
     "compare": "spmd.preflight.compared",
     "data": "spmd.data:",
     "errors": "spmd.errors:",
+    "export": "spmd.serve.write",
     "fit": "spmd.api",
     "join": "spmd.hosts.arrival",
     "launch": "spmd.launch:",
+    "load_exported": "spmd.serve.loaded",
     "log_uniform": "spmd.trials.space",
     "loggers": "spmd.loggers:",
     "losses": "spmd.losses:",
@@ -90,6 +94,10 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.preflight.saturate import saturation as saturation
     from spmd.preflight.searched import search as search
     from spmd.run.checkpoint import Checkpoint as Checkpoint
+    from spmd.serve.ensemble import Ensemble as Ensemble
+    from spmd.serve.loaded import ExportedModel as ExportedModel
+    from spmd.serve.loaded import load_exported as load_exported
+    from spmd.serve.write import export as export
     from spmd.train.state import State as State
     from spmd.trainer import Trainer as Trainer
     from spmd.trials.rungs import Halving as Halving

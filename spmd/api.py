@@ -34,6 +34,7 @@ from spmd.run.loop import Loop
 from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.signals import ENDED
+from spmd.serve.write import ExportReport, export
 from spmd.train.placed import Options
 from spmd.train.program import Program
 from spmd.train.state import State
@@ -86,6 +87,10 @@ class Result:
     def predict(self, inputs: Tree) -> Tree:
         """The model's outputs for every row of `inputs`, as numpy arrays on the host."""
         return self.trainer.predict(self.state, inputs)
+
+    def export(self, folder: str | Path, **options: Any) -> ExportReport:
+        """Write the trained model as a folder that `spmd.load_exported` reads without its code; options are those of `spmd.export`."""
+        return export(self.trainer, self.state, folder, **options)
 
 
 def fit(

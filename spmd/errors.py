@@ -8,6 +8,8 @@
     ├── OptimizerError       the optimizer is not an optax transformation
     ├── DataError            the data cannot be cut into batches for this mesh
     ├── CheckpointError      a checkpoint does not fit, or would be overwritten
+    ├── ExportError          a model cannot be written by itself, or such a folder cannot be read
+    ├── EnsembleError        members do not fit each other, or none has answered
     ├── CompileError         the compiler fails on a step that is planned, or takes too long
     ├── RoomError            a step needs more memory than a device has
     ├── CodecError           gradients cannot travel in this format on this backend
@@ -18,8 +20,8 @@
     ├── OptionError          an argument of `fit`, `Trainer` or a callback that cannot be meant
     └── MissingExtraError    an optional package is not installed (also an ImportError)
 
-All of them are raised before anything is compiled, except `DivergedError`, which needs a step to have run, and `ProcessError`, which tells
-what became of a function.
+All of them are raised before anything is compiled, except `DivergedError`, which needs a step to have run, `ProcessError`, which tells
+what became of a function, and `EnsembleError` where it tells what became of a question.
 """
 
 import dataclasses
@@ -70,6 +72,14 @@ class DataError(SpmdError):
 
 class CheckpointError(SpmdError):
     """A checkpoint does not fit the model, or starting would overwrite one."""
+
+
+class ExportError(SpmdError):
+    """A model cannot be exported, or a folder with one is damaged, of another format, or for other devices."""
+
+
+class EnsembleError(SpmdError):
+    """Members of an ensemble do not fit each other, or cannot do what is asked; or none of them has answered in time."""
 
 
 class CompileError(SpmdError):

@@ -119,6 +119,11 @@ class Trainer:
         self._last: tuple[Callable[[], State | None], int] = (lambda: None, 0)  # the newest state, if it is still there, and its step
 
     @property
+    def placed(self) -> Placed:
+        """The model on the mesh: what it is made of, and the loss."""
+        return self._placed
+
+    @property
     def resolved(self) -> Resolved:
         """Where every parameter lives, and which rule decided it."""
         return self._placed.resolved
@@ -230,7 +235,7 @@ class Trainer:
 
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""
-        _check_alive(state)
+        check_alive(state)
         return self._placed.model.rebuild(state.variables)
 
     def prepare(self, sample: Tree) -> tuple[Program, Placer]:
@@ -268,7 +273,7 @@ class Trainer:
           The next state, and metrics that wait for the device only when they are read. At most 2 steps are in flight.
         """
         placed = batch if isinstance(batch, Batch) else self.place(batch)
-        _check_alive(state)
+        check_alive(state)
         program, placer = self.prepare(placed.leaves)
         number = self._number(state)
         _check_present(program.clock, number, placed)
@@ -318,10 +323,9 @@ class Trainer:
 
     def evaluate(self, state: State, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short."""
-        reader = source(
-            data, batch_size=self._eval_rows(data, batch_size), shuffle=False if is_arrays(data) else None, seed=0, short_ok=True
-        )
-        _check_alive(state)
+        rows, shuffle = self._eval_rows(data, batch_size), False if is_arrays(data) else None
+        reader = source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
+        check_alive(state)
         program, placer = self._evaluation(reader.sample())
         total = np.zeros((2, len(program.eval_names)))
         pending: collections.deque[jax.Array] = collections.deque()
@@ -351,9 +355,7 @@ class Trainer:
         return self._evaluations[rows]
 
     def _eval_rows(self, data: Any, batch_size: int | None) -> int | None:
-        if batch_size is None and self._program is not None and is_arrays(data):
-            return self._program.rows
-        return batch_size
+        return self._program.rows if batch_size is None and self._program is not None and is_arrays(data) else batch_size
 
     def predict(self, state: State, inputs: Tree) -> Tree:
         """The model's outputs for every row of `inputs`, in evaluation mode, as numpy arrays [rows, ...] on the host.
@@ -364,7 +366,7 @@ class Trainer:
         Raises:
           OptionError: no step was prepared yet, so the batch size is not known.
         """
-        _check_alive(state)
+        check_alive(state)
         if self._program is None:
             raise OptionError("predict() before the first batch: the batch size is not known.\n    cure: trainer.prepare(batch) first.")
         program, data = self._program, self.resolved.data_axes
@@ -381,7 +383,7 @@ class Trainer:
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
 
-def _check_alive(state: State) -> None:
+def check_alive(state: State) -> None:
     """A state that a step has consumed must not be used again: it can end the process inside the runtime."""
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         raise OptionError("this state was consumed by a step.\n    cure: go on with the one that the step returned: state, metrics = ...")

@@ -24,7 +24,7 @@ LEVELS = [
     {"train", "data", "hosts"},
     {"preflight", "run"},
     # callbacks, loggers, losses and metrics only give rooms below a public name
-    {"api.py", "trainer.py", "trials", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
+    {"api.py", "trainer.py", "trials", "serve", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
     {"launch", "viz"},
     {"__init__.py", "__main__.py"},
 ]
@@ -36,6 +36,9 @@ SIDEWAYS = {
     ("api.py", "trainer.py"),  # `fit` is a face over the trainer
     ("trials", "api.py"),  # what comes of a trial is what `fit` would have given
     ("trials", "trainer.py"),
+    ("trials", "serve"),
+    ("serve", "trainer.py"),
+    ("api.py", "serve"),  # a result can be exported
     ("__main__.py", "__init__.py"),
 }
 NARROW = {("model", "layout"): "spmd.layout.match"}

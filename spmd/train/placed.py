@@ -89,6 +89,16 @@ class Placed:
         """Remember the shapes of a batch; a linen model cannot be initialised without."""
         self._sample = sample if self._sample is None else self._sample
 
+    @property
+    def sample(self) -> Tree:
+        """The shapes of the first batch; None before it."""
+        return self._sample
+
+    @property
+    def given(self) -> Model:
+        """The model as it was given, whose parameters are packed in no way."""
+        return self._given
+
     def _run(self, model: Any) -> None:
         """Call the loss on zeros, for a model that shows its shapes only when it is called."""
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._sample)
@@ -124,6 +134,10 @@ class Placed:
     def packing(self) -> Storage | Ordered | None:
         """How the state keeps parameters, where it is not as the model has them."""
         return self.order if self.order is not None else self.storage
+
+    def unpacked(self, params: Tree) -> Tree:
+        """The parameters of a state as the model itself has them."""
+        return params if self.packing is None else jax.jit(self.packing.unpack)(params)
 
     @functools.cached_property
     def _variables(self) -> Variables:

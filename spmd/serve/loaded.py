@@ -1,0 +1,157 @@
+"""An exported model, read again: a callable without the model's code."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from spmd.errors import ExportError, OptionError, import_extra
+from spmd.run.manifest import damage
+from spmd.serve.forward import check_inputs, in_chunks, joined
+from spmd.serve.weights import Stored, read_arrays
+from spmd.serve.write import ABOUT, FORMAT, PROGRAM, WEIGHTS
+from spmd.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedModel:
+    """What `load_exported` gives: `model(x)`, for arrays on the device, or `model.predict(x)`, for numpy arrays.
+
+    Attributes:
+      folder: where it was read.
+      about: what stands in its `model.json`: inputs, outputs, versions, how each array is stored, the layout it was trained under.
+      inputs: shapes of what it takes; dim 0 is rows, and of any size.
+      arrays: its weights, on the device: arrays, or pairs of int8 and scales.
+      program: as it was exported: `program.call(arrays, inputs)` gives outputs.
+
+    Example:
+      >>> import optax, spmd, tempfile
+      >>> model = spmd.FunctionalModel(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
+      >>> data = {"x": np.ones((32, 4), np.float32), "y": np.full((32, 1), 4.0, np.float32)}
+      >>> result = spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, steps=3)
+      >>> exported = spmd.load_exported(result.export(tempfile.mkdtemp() + "/model").folder)
+      >>> exported
+      ExportedModel(float32[rows, 4] -> float32[rows, 1]; weights exact, for cpu)
+      >>> exported(data["x"][:2]).tolist()
+      [[4.0], [4.0]]
+    """
+
+    folder: Path
+    about: dict[str, Any] = dataclasses.field(repr=False)
+    inputs: Tree
+    arrays: list[Any] = dataclasses.field(repr=False)
+    program: jax.export.Exported = dataclasses.field(repr=False)
+
+    def __repr__(self) -> str:
+        shown = lambda shapes: ", ".join(
+            f"{path} {dtype}[{', '.join(['rows', *map(str, dims)])}]".strip() for path, (dtype, _, *dims) in shapes.items()
+        )
+        what = f"{shown(self.about['inputs'])} -> {shown(self.about['outputs'])}"
+        rows = "" if self.batch is None else f", rows in chunks of {self.batch}"
+        return f"ExportedModel({what}{rows}; weights {self.about['weights']}, for {', '.join(self.about['platforms'])})"
+
+    @property
+    def batch(self) -> int | None:
+        """Rows of the program; None where it takes any number."""
+        return self.about["batch"]
+
+    @functools.cached_property
+    def _call(self) -> Callable[[list, Tree], Tree]:
+        return jax.jit(self.program.call)
+
+    def __call__(self, inputs: Tree) -> Tree:
+        """The model's outputs [rows, ...] as arrays on the device, of arrays [rows, ...] of numpy or jax.
+
+        Compiled once for each number of rows; one that was exported for a fixed number is called in chunks.
+
+        Raises:
+          DataError: another tree, other shapes or dtypes, or no rows.
+        """
+        rows = check_inputs(inputs, self.inputs)
+        call = functools.partial(self._call, self.arrays)
+        return joined(in_chunks(call, inputs, rows, self.batch or rows, pad=self.batch is not None), jnp.concatenate)
+
+    def predict(self, inputs: Tree, *, batch_size: int = 1024) -> Tree:
+        """The model's outputs for every row, as numpy arrays on the host; at most two programs are compiled for any number of rows.
+
+        Args:
+          batch_size: rows at a time, where the model takes any number.
+
+        Raises:
+          DataError: another tree, other shapes or dtypes, or no rows.
+        """
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise OptionError(f"batch_size={batch_size!r}: a whole number from 1.")
+        rows = check_inputs(inputs, self.inputs)
+        size = self.batch or batch_size
+        chunks = in_chunks(functools.partial(self._call, self.arrays), inputs, rows, size, pad=self.batch is not None or rows > size)
+        return joined(jax.device_get(chunk) for chunk in chunks)
+
+
+def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
+    """Read what `export` has written; none of the model's code is needed, and nothing that is read is executed as Python.
+
+    Args:
+      device: a jax device, where the weights are put, and the program runs; None: jax's default.
+
+    Raises:
+      ExportError: there is no such folder, it is damaged, of a later format, or not for this platform.
+      MissingExtraError: flatbuffers, of the extra `export`, is missing.
+
+    Example:
+      >>> import spmd
+      >>> try:
+      ...     load_exported("nowhere")
+      ... except spmd.SpmdError as error:
+      ...     print(error)
+      nowhere: there is no such folder.
+    """
+    import_extra("flatbuffers", "export")
+    place = Path(folder)
+    if not place.is_dir():
+        raise ExportError(f"{folder}: there is no such folder.")
+    about = _about(place)
+    why = damage(place)
+    if why is not None:
+        raise ExportError(f"the exported model in {folder} is damaged: {why}.\n    cure: export it again, or another copy.")
+    platform = jax.export.default_export_platform() if device is None else {"gpu": "cuda"}.get(device.platform, device.platform)
+    if platform not in about["platforms"]:
+        cure = f"export(..., platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
+        raise ExportError(f"{folder} was exported for {', '.join(about['platforms'])}; this is {platform}.\n    cure: {cure}.")
+    try:
+        program = jax.export.deserialize(bytearray((place / PROGRAM).read_bytes()))
+    except Exception as error:
+        cure = f"jax {about['versions']['jax']}, with which it was written"
+        raise ExportError(f"jax {jax.__version__} cannot read the program in {folder}: {error}\n    cure: {cure}.") from error
+    shapes = jax.tree.unflatten(program.in_tree, program.in_avals)[0][1]
+    # dim 0 may be a symbol: 1 stands for any
+    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((about["batch"] or 1, *x.shape[1:]), x.dtype), shapes)
+    stored = [Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in about["arrays"]]
+    arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
+    return ExportedModel(place, about, inputs, arrays, program)
+
+
+def _placed(values: np.ndarray, device: Any) -> jax.Array:
+    return jax.device_put(values.copy(), device)  # a CPU's array may be the buffer it was made of
+
+
+def _about(place: Path) -> dict[str, Any]:
+    """What stands beside the program, if this version can read it."""
+    try:
+        about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+        found = int(about["format"])
+    except FileNotFoundError:
+        raise ExportError(f"{place} is no exported model: it has no {ABOUT}.") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ExportError(f"the exported model in {place} is damaged: {ABOUT} cannot be read: {type(error).__name__}.") from error
+    if found != FORMAT:
+        cure = "the version of spmd that wrote it, or a later one"
+        raise ExportError(f"the exported model in {place} is of format {found}; this version reads {FORMAT}.\n    cure: {cure}.")
+    return about
