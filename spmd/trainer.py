@@ -20,7 +20,7 @@ from spmd.comm.server.account import Account
 from spmd.comm.server.events import Events
 from spmd.data.batches import Batch, HostBatch, Placer, check_leaves, check_like
 from spmd.data.deal import Position, epoch_of
-from spmd.data.loader import is_arrays, source
+from spmd.data.loader import is_arrays, settle, source
 from spmd.data.prefetch import prefetch
 from spmd.errors import CheckpointError, DataError, OptionError
 from spmd.hosts import even, guard
@@ -306,6 +306,7 @@ class Trainer:
         """
         reader = source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.options.seed)
         program, placer = self.prepare(reader.sample())
+        settle(reader, placer)
         state = self.init() if state is None else state
         count = int(state.step)
         for epoch in range(epochs):
@@ -323,6 +324,7 @@ class Trainer:
         )
         _check_alive(state)
         program, placer = self._evaluation(reader.sample())
+        settle(reader, placer)
         total = np.zeros((2, len(program.eval_names)))
         pending: collections.deque[jax.Array] = collections.deque()
         placed = map(placer, allowing(reader.epoch(0)))
