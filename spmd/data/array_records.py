@@ -91,7 +91,9 @@ class Decoder:
         try:
             found = {name: np.asarray(value) for name, value in self._function(raw).items()}
         except Exception as error:
-            raise DataError(f"{where}: decode raises {type(error).__name__}: {error}\n    cure: a function from bytes to a dict of arrays.") from error
+            raise DataError(
+                f"{where}: decode raises {type(error).__name__}: {error}\n    cure: a function from bytes to a dict of arrays."
+            ) from error
         missing = [name for name in self._pad if name not in found]
         if missing:
             raise OptionError(f"pad names {', '.join(missing)}, and decode gives {', '.join(found)}.")

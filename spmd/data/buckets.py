@@ -26,7 +26,9 @@ class Buckets:
         longest = int(self.lengths.max())
         if longest > bounds[-1]:
             where = records.format.where(int(self.lengths.argmax()))
-            raise DataError(f'{where}: "{name}" has {longest} numbers, and the longest bucket {bounds[-1]}.\n    cure: lengths up to {longest}.')
+            raise DataError(
+                f'{where}: "{name}" has {longest} numbers, and the longest bucket {bounds[-1]}.\n    cure: lengths up to {longest}.'
+            )
 
     @property
     def examples(self) -> int:
@@ -89,7 +91,9 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
     field = records.fields.get(name)
     if field is None or f"{name}_mask" not in records.fields:
         padded = [one for one in records.fields if f"{one}_mask" in records.fields]
-        raise OptionError(f'buckets: "{name}" is no padded feature; there are: {", ".join(padded) or "none"}.\n    cure: spmd.data.padded(...).')
+        raise OptionError(
+            f'buckets: "{name}" is no padded feature; there are: {", ".join(padded) or "none"}.\n    cure: spmd.data.padded(...).'
+        )
     bounds = tuple(lengths)
     if not bounds or any(not isinstance(one, int) or one < 1 for one in bounds) or sorted(set(bounds)) != list(bounds):
         raise OptionError(f"buckets: lengths {lengths!r}.\n    cure: whole numbers that grow, such as [16, 32, 64].")

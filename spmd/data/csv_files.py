@@ -278,7 +278,9 @@ def _scan(path: str, *, header: bool) -> tuple[np.ndarray, np.ndarray]:
             found.append(breaks + (at + 1))
             at += len(chunk)
     if inside:
-        raise DataError(f"{path}, line {_line(path, opened)}: a quote that is never closed.\n    cure: close it, or write quotes inside of quotes twice.")
+        raise DataError(
+            f"{path}, line {_line(path, opened)}: a quote that is never closed.\n    cure: close it, or write quotes inside of quotes twice."
+        )
     ends = np.concatenate([*found, np.zeros(0, np.int64)])
     if at and (not len(ends) or ends[-1] != at):
         ends = np.append(ends, at)
@@ -332,7 +334,9 @@ def _split(line: str, separator: str) -> list[str]:
 def _field(group: Column | list[Column]) -> Field:
     if isinstance(group, Column):
         return Field((), group.dtype)
-    return Field((len(group),), np.result_type(*(column.dtype for column in group)) if len({c.dtype for c in group}) == 1 else np.dtype(np.float32))
+    return Field(
+        (len(group),), np.result_type(*(column.dtype for column in group)) if len({c.dtype for c in group}) == 1 else np.dtype(np.float32)
+    )
 
 
 def _is(kind: type, text: str) -> bool:
@@ -355,5 +359,3 @@ def _line(path: str, start: int) -> int:
             count += chunk.count(b"\n")
             left -= len(chunk)
     return count
-
-

@@ -137,7 +137,7 @@ def _values(rows: np.ndarray, kind: int, spans: Spans) -> np.ndarray:
     """Numbers [n, count], or the bytes uint8[n, count]."""
     cut = [rows[:, start:end] for start, end in spans]
     raw = np.ascontiguousarray(cut[0] if len(cut) == 1 else np.concatenate([np.zeros((len(rows), 0), np.uint8), *cut], axis=1))
-    if kind == BYTES:
+    if kind not in (FLOATS, INTEGERS):  # also a feature that holds nothing, which need not say of what
         return raw
     if kind == FLOATS:
         if raw.shape[1] % 4:
@@ -156,7 +156,15 @@ def _values(rows: np.ndarray, kind: int, spans: Spans) -> np.ndarray:
 
 
 def _store(
-    name: str, feature: Feature, values: Any, found: Any, names: list[str], rows: np.ndarray, into: dict, at: np.ndarray, bad: dict[int, str]
+    name: str,
+    feature: Feature,
+    values: Any,
+    found: Any,
+    names: list[str],
+    rows: np.ndarray,
+    into: dict,
+    at: np.ndarray,
+    bad: dict[int, str],
 ) -> None:
     """Values of one feature into their place.
 
@@ -183,7 +191,7 @@ def _store(
         if values.shape[1] % size:
             raise ValueError(f'feature "{name}" has {values.shape[1]} bytes, which are no {feature.dtype}')
         values = values.view(feature.dtype.newbyteorder("<"))
-    elif (kind == FLOATS) != (feature.dtype.kind == "f"):
+    elif values.shape[1] and (kind == FLOATS) != (feature.dtype.kind == "f"):
         raise ValueError(f'feature "{name}" holds {_HOLDS[kind]}, and {feature.dtype} is wanted')
     elif kind == INTEGERS and feature.dtype.kind in "iu":
         limits = np.iinfo(feature.dtype)
@@ -233,8 +241,7 @@ def parse(record: bytes) -> dict[str, tuple[int, Spans]]:
                 for kind, _, inner, outer in _message(record, begin, stop, {(BYTES, 2), (FLOATS, 2), (INTEGERS, 2)}):
                     allowed = {(1, 2)} | ({(1, 5)} if kind == FLOATS else {(1, 0)} if kind == INTEGERS else set())
                     spans = [(one, other) for _, _, one, other in _message(record, inner, outer, allowed)]
-            if kind:
-                features[name] = (kind, spans)
+            features[name] = (kind, spans)
     return features
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from spmd.data.batches import HostBatch, Placer, check_leaves, check_like
+from spmd.data.buckets import Buckets
 from spmd.data.records import Records, tell_skipped
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree, describe, flatten
@@ -240,6 +241,11 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
             raise OptionError(
                 "shuffle=True: batches of an iterable come in its own order.\n    cure: shuffle where they are made, or give arrays."
             )
+        if isinstance(data, Buckets):
+            raise OptionError(
+                f"batches of {len(data.bounds)} lengths, and a step is compiled for one shape.\n"
+                "    cure: the records without buckets, where spmd.data.padded makes all alike; or a loop of your own."
+            )
         if isinstance(data, Records):
             return _records(data, batch_size, short_ok=short_ok)
         if not hasattr(data, "__iter__") and not callable(data):
@@ -263,7 +269,9 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
 
 def _records(data: Records, batch_size: int | None, *, short_ok: bool) -> RecordSource:
     if batch_size not in (None, data.batch_size):
-        raise OptionError(f"batch_size={batch_size}, but the records come in batches of {data.batch_size}.\n    cure: leave batch_size out here.")
+        raise OptionError(
+            f"batch_size={batch_size}, but the records come in batches of {data.batch_size}.\n    cure: leave batch_size out here."
+        )
     if data.examples < data.batch_size and not short_ok:
         raise DataError(
             f"the data has {data.examples} examples, fewer than one batch of {data.batch_size}.\n    cure: batch_size={data.examples} or less."

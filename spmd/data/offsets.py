@@ -37,7 +37,7 @@ def found(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
             raise DataError(f'no file matches "{text}".\n    cure: another pattern; the folder {folder} {has}.')
         paths += names
     if not paths:
-        raise DataError("no files were given.\n    cure: a pattern such as \"train-*.csv\", or a list of paths.")
+        raise DataError('no files were given.\n    cure: a pattern such as "train-*.csv", or a list of paths.')
     return tuple(paths)
 
 

@@ -161,7 +161,9 @@ class Records:
             if self.reading.on_error == "stop":
                 raise DataError(self._told({int(wanted[ascending[at]]): why for at, why in bad.items()}))
             if len(bad) == len(wanted):
-                raise DataError(f"none of {len(wanted)} records of a batch can be read. {self._told({int(wanted[0]): next(iter(bad.values()))})}")
+                raise DataError(
+                    f"none of {len(wanted)} records of a batch can be read. {self._told({int(wanted[0]): next(iter(bad.values()))})}"
+                )
             sound = next(at for at in range(len(wanted)) if at not in bad)
             for leaf in leaves.values():
                 leaf[list(bad)] = leaf[sound]
@@ -253,7 +255,7 @@ class Batches:
 def tell_skipped(records: Records, epoch: int, skipped: int) -> None:
     """Warn of records that an epoch did without."""
     if skipped:
-        text = "epoch %d did without %d of %d records, which could not be read (on_error=\"skip\")."
+        text = 'epoch %d did without %d of %d records, which could not be read (on_error="skip").'
         logging.getLogger("spmd").warning(text, epoch + 1, skipped, records.examples)
 
 

@@ -69,7 +69,9 @@ def _starves(batch_ms: float, step_ms: float, workers: int) -> str:
     if step_ms <= 0:
         raise OptionError(f"--step-ms {step_ms:g}: more than 0.")
     if batch_ms <= step_ms:
-        return f"a step of {step_ms:g} ms: the device does not wait; a batch takes {batch_ms:.2f} ms, {batch_ms / step_ms:.0%} of a step".replace("%", " %")
+        return f"a step of {step_ms:g} ms: the device does not wait; a batch takes {batch_ms:.2f} ms, {batch_ms / step_ms:.0%} of a step".replace(
+            "%", " %"
+        )
     share = f"{1 - step_ms / batch_ms:.0%}".replace("%", " %")
     return f"a step of {step_ms:g} ms: the device waits {share} of the time, since a batch takes {batch_ms:.2f} ms; more than --workers {workers}, or larger steps"
 
