@@ -75,7 +75,7 @@ class Buckets:
 
 
 def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
-    """Batches of records of like length: an iterable of dicts, in which `name` is as long as the bucket, and `NAME_mask` says where data is.
+    """Batches of records of like length: dicts in which `name` is as long as the bucket, and `NAME_mask` says where data is.
 
     All records are read once to measure them. A step is compiled for one shape, so `fit` takes no buckets: one that you call yourself is
     compiled once for each. For `fit`, `spmd.data.padded` alone makes all sequences as long as the longest.

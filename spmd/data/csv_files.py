@@ -76,8 +76,12 @@ class CsvFiles(Format):
             for column in self._columns:
                 columns[column.name] = _values(column, [row[column.at] if row else None for row in rows], bad)
         else:
-            for column in self._columns:
-                columns[column.name] = _parsed(column, raw, text, *cells[column.at], bad)
+            starts, stops = (np.ascontiguousarray(edges[:, [column.at for column in self._columns]].T) for edges in cells)
+            numbers = [at for at, column in enumerate(self._columns) if column.words is None]
+            found = decimals(text, starts[numbers].ravel(), stops[numbers].ravel())  # of all columns at once
+            read = dict(zip(numbers, zip(*(one.reshape(len(numbers), -1) for one in found), strict=True), strict=True))
+            for at, column in enumerate(self._columns):
+                columns[column.name] = _parsed(column, raw, read.get(at), starts[at], stops[at], bad)
         leaves = {}
         for name, group in self._groups.items():
             one = isinstance(group, Column)
@@ -89,8 +93,8 @@ class CsvFiles(Format):
         path, _, start = self._offsets.place(record)
         return f"{path}, line {_line(path, start)}"
 
-    def _cells(self, raw: bytes, text: np.ndarray, rows: int) -> list[tuple[np.ndarray, np.ndarray]] | None:
-        """Where each field begins and ends, by column; None where the lines are not regular."""
+    def _cells(self, raw: bytes, text: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Where each field begins and ends, int64[rows, columns]; None where the lines are not regular."""
         if _QUOTE in raw:
             return None
         wide = len(self._names)
@@ -102,7 +106,7 @@ class CsvFiles(Format):
             return None
         starts = np.concatenate([[0], stops.ravel()[:-1] + 1]).reshape(rows, wide)
         stops[:, -1] -= (text[stops[:, -1] - 1] == _RETURN) & (stops[:, -1] > starts[:, -1])
-        return [(np.ascontiguousarray(starts[:, at]), np.ascontiguousarray(stops[:, at])) for at in range(wide)]
+        return starts, stops
 
     def _row(self, line: bytes, bad: dict[int, str], at: int) -> list[str] | None:
         try:
@@ -239,13 +243,13 @@ def _values(column: Column, texts: list[str | None], bad: dict[int, str]) -> np.
     return values
 
 
-def _parsed(column: Column, raw: bytes, text: np.ndarray, starts: np.ndarray, stops: np.ndarray, bad: dict[int, str]) -> np.ndarray:
-    """One column, all fields at once but those that are not plain numbers."""
-    if column.words is None:
-        values, whole, sound = decimals(text, starts, stops)
+def _parsed(column: Column, raw: bytes, read: Any, starts: np.ndarray, stops: np.ndarray, bad: dict[int, str]) -> np.ndarray:
+    """One column, of which plain numbers are `read`; other fields one by one."""
+    if read is not None:
+        values, whole, sound = read
         if column.dtype.kind != "f":
             limits = np.iinfo(column.dtype)
-            sound &= whole & (values >= limits.min) & (values <= limits.max)
+            sound = sound & whole & (values >= limits.min) & (values <= limits.max)
             values = np.where(sound, values, 0)
         left = np.flatnonzero(~sound)
         values = values.astype(column.dtype)
@@ -279,7 +283,7 @@ def _scan(path: str, *, header: bool) -> tuple[np.ndarray, np.ndarray]:
             at += len(chunk)
     if inside:
         raise DataError(
-            f"{path}, line {_line(path, opened)}: a quote that is never closed.\n    cure: close it, or write quotes inside of quotes twice."
+            f"{path}, line {_line(path, opened)}: a quote that is never closed.\n    cure: close it, or write quotes in quotes twice."
         )
     ends = np.concatenate([*found, np.zeros(0, np.int64)])
     if at and (not len(ends) or ends[-1] != at):

@@ -6,7 +6,7 @@ import itertools
 import numbers
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from spmd.data.records import Records, tell_skipped
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree, describe, flatten
 
+T = TypeVar("T")
 ROWS = 64  # of arrays, that are looked at
 
 
@@ -207,10 +208,11 @@ class RecordSource:
         return {}
 
 
-def settle(reader: "Source", placer: Placer) -> None:
-    """Tell a reader of records which rows of a batch the devices of this process hold."""
+def settled(reader: "Source", prepared: tuple[T, Placer]) -> tuple[T, Placer]:
+    """What is `prepared`, after telling a reader of records which rows of a batch the devices of this process hold."""
     if isinstance(reader, RecordSource):
-        reader.here = placer.rows_here()
+        reader.here = prepared[1].rows_here()
+    return prepared
 
 
 Source = ArraySource | IterableSource | RecordSource
@@ -274,6 +276,7 @@ def _records(data: Records, batch_size: int | None, *, short_ok: bool) -> Record
         )
     if data.examples < data.batch_size and not short_ok:
         raise DataError(
-            f"the data has {data.examples} examples, fewer than one batch of {data.batch_size}.\n    cure: batch_size={data.examples} or less."
+            f"the data has {data.examples} examples, fewer than one batch of {data.batch_size}.\n"
+            f"    cure: batch_size={data.examples} or less."
         )
     return RecordSource(data)

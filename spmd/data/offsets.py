@@ -1,6 +1,7 @@
 """Where each record of some files begins and ends, found once, and records read by number."""
 
 import concurrent.futures
+import contextlib
 import glob
 import hashlib
 import os
@@ -86,7 +87,7 @@ class Offsets:
         """The bytes of records in ascending order, and where in them each begins and ends; neighbours are read together.
 
         Args:
-          records: int64[n], ascending.
+          records: int64[n], ascending; at least one.
           end: appended after the last record of a file that does not end with it.
 
         Raises:
@@ -95,35 +96,38 @@ class Offsets:
         files = np.searchsorted(self.first, records, "right") - 1
         starts, ends = self.starts[records], self.ends[records]
         breaks = np.flatnonzero((files[1:] != files[:-1]) | (starts[1:] != ends[:-1])) + 1
-        firsts = np.concatenate([[0], breaks]) if len(records) else breaks
-        lasts = np.concatenate([breaks, [len(records)]]) - 1 if len(records) else breaks
-        pieces, base, bases = [], 0, []
-        for file, start, stop in zip(files[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True):
-            piece = self._bytes(file, start, stop)
-            if not piece.endswith(end):
-                piece += end
-            pieces.append(piece)
-            bases.append(base - start)
-            base += len(piece)
-        shift = np.repeat(np.array(bases, np.int64), lasts - firsts + 1)
+        firsts, lasts = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(records)]]) - 1
+        runs, begins, sizes = files[firsts], starts[firsts], ends[lasts] - starts[firsts]
+        with contextlib.ExitStack() as opened:
+            descriptors = {file: self._descriptor(file, opened) for file in np.unique(runs).tolist()}
+            wanted = [
+                (descriptors[file], size, begin) for file, size, begin in zip(*map(np.ndarray.tolist, (runs, sizes, begins)), strict=True)
+            ]
+            pieces = [os.pread(*one) for one in wanted]
+            for at in np.flatnonzero(np.fromiter(map(len, pieces), np.int64, len(pieces)) != sizes).tolist():
+                pieces[at] = self._rest(int(runs[at]), pieces[at], *wanted[at])
+        if end:
+            for at in np.flatnonzero(ends[lasts] == np.array(self.sizes)[runs]).tolist():
+                pieces[at] += b"" if pieces[at].endswith(end) else end
+        bases = np.cumsum([0, *map(len, pieces[:-1])]) - begins
+        shift = np.repeat(bases, lasts - firsts + 1)
         return b"".join(pieces), starts + shift, ends + shift
 
-    def _bytes(self, file: int, start: int, stop: int) -> bytes:
-        path, keep = self.paths[file], len(self.paths) <= OPEN
-        descriptor = self._descriptor(path) if keep else os.open(path, os.O_RDONLY)
-        try:
-            pieces, at = [], start
-            while at < stop and (piece := os.pread(descriptor, stop - at, at)):
-                pieces.append(piece)
-                at += len(piece)
-        finally:
-            if not keep:
-                os.close(descriptor)
-        if at < stop:
-            raise DataError(f"{path} has {at} bytes, and had {self.sizes[file]} when it was indexed.\n    cure: the file as it was.")
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    def _rest(self, file: int, piece: bytes, descriptor: int, size: int, begin: int) -> bytes:
+        """What is wanted, where one call has given only a part of it."""
+        while len(piece) < size and (more := os.pread(descriptor, size - len(piece), begin + len(piece))):
+            piece += more
+        if len(piece) < size:
+            path, has = self.paths[file], begin + len(piece)
+            raise DataError(f"{path} has {has} bytes, and had {self.sizes[file]} when it was indexed.\n    cure: the file as it was.")
+        return piece
 
-    def _descriptor(self, path: str) -> int:
+    def _descriptor(self, file: int, opened: contextlib.ExitStack) -> int:
+        path = self.paths[file]
+        if len(self.paths) > OPEN:
+            descriptor = os.open(path, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+            return descriptor
         with self._lock:
             if path not in self._descriptors:
                 self._descriptors[path] = os.open(path, os.O_RDONLY)

@@ -181,7 +181,8 @@ class Records:
     def _told(self, bad: dict[int, str]) -> str:
         record, why = min(bad.items())
         more = f" ({len(bad) - 1} more of this batch cannot be read either.)" if len(bad) > 1 else ""
-        return f'{self.format.where(record)}: {why}{more}\n    cure: mend the file, or on_error="skip", which leaves such records out and counts them.'
+        cure = 'mend the file, or on_error="skip", which leaves such records out and counts them'
+        return f"{self.format.where(record)}: {why}{more}\n    cure: {cure}."
 
 
 class Batches:
@@ -201,13 +202,13 @@ class Batches:
       [2, 3]
     """
 
-    def __init__(self, records: Records, epoch: int, start: int = 0):
+    def __init__(self, records: Any, epoch: int, start: int = 0):
         self._records = records
         self._go(epoch, start, 0)
 
     def _go(self, epoch: int, batch: int, skipped: int) -> None:
         self.number, self.taken, self.skipped = epoch, batch, skipped
-        self._made: Iterator | None = None
+        self._made: Any = None
 
     def __iter__(self) -> "Batches":
         return self
@@ -252,7 +253,7 @@ class Batches:
         self._made = None
 
 
-def tell_skipped(records: Records, epoch: int, skipped: int) -> None:
+def tell_skipped(records: Any, epoch: int, skipped: int) -> None:
     """Warn of records that an epoch did without."""
     if skipped:
         text = 'epoch %d did without %d of %d records, which could not be read (on_error="skip").'

@@ -68,12 +68,11 @@ def _starves(batch_ms: float, step_ms: float, workers: int) -> str:
     """
     if step_ms <= 0:
         raise OptionError(f"--step-ms {step_ms:g}: more than 0.")
+    share = batch_ms / step_ms if batch_ms <= step_ms else 1 - step_ms / batch_ms
+    part, each = f"{100 * share:.0f} %", f"a batch takes {batch_ms:.2f} ms"
     if batch_ms <= step_ms:
-        return f"a step of {step_ms:g} ms: the device does not wait; a batch takes {batch_ms:.2f} ms, {batch_ms / step_ms:.0%} of a step".replace(
-            "%", " %"
-        )
-    share = f"{1 - step_ms / batch_ms:.0%}".replace("%", " %")
-    return f"a step of {step_ms:g} ms: the device waits {share} of the time, since a batch takes {batch_ms:.2f} ms; more than --workers {workers}, or larger steps"
+        return f"a step of {step_ms:g} ms: the device does not wait; {each}, {part} of a step"
+    return f"a step of {step_ms:g} ms: the device waits {part} of the time, since {each}; more than --workers {workers}, or larger steps"
 
 
 def _records(options: argparse.Namespace) -> Any:

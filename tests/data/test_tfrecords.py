@@ -173,7 +173,7 @@ def test_buckets_are_as_long_as_they_have_to_be(sequences):
 
 
 def test_buckets_that_do_not_fit_are_told(sequences):
-    with pytest.raises(DataError, match='record 8 .*"tokens" has 8 numbers, and the longest bucket 5'):
+    with pytest.raises(DataError, match=r'record 8 .*"tokens" has 8 numbers, and the longest bucket 5'):
         spmd.data.buckets(sequences, "tokens", [2, 5])
     for name, lengths, text in [
         ("at", [2], "no padded feature; there are: tokens"),
@@ -231,7 +231,7 @@ def test_array_records_that_differ_are_named_or_padded(array_records):
 
 def test_what_is_no_array_record(array_records, tmp_path):
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(DataError, match="a.txt is no ArrayRecord file"):
+    with pytest.raises(DataError, match=r"a.txt is no ArrayRecord file"):
         spmd.data.array_record(tmp_path / "a.txt", decode=len, batch_size=1)
     with pytest.raises(OptionError, match="both given"):
         spmd.data.array_record(array_records, decode=len, features=FEATURES, batch_size=1)
