@@ -253,7 +253,7 @@ class Placer:
 
 _SKIPPED = (
     "{} of the {} records of a batch were skipped, and neither a loss that gives one number for all its rows nor batch statistics can "
-    "leave out what stands in their place.\n    cure: a loss with one value per example and no batch statistics, or files without such records."
+    "leave out what stands in their place.\n    cure: a loss with one value per example and no batch statistics; or sound files."
 )
 
 
