@@ -14,7 +14,7 @@ import jax
 
 from spmd.comm.server.meetings import unmet
 from spmd.data.deal import Position, check_source
-from spmd.data.loader import Source, is_arrays, source
+from spmd.data.loader import Source, is_arrays, settled, source
 from spmd.data.resident import Resident, on_devices
 from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
 from spmd.hosts.arrival import join, restarted, shrunk
@@ -187,7 +187,7 @@ def fit(
     )
     given = data.arrays if isinstance(data, Resident) else data
     reader = source(given, batch_size=batch_size, shuffle=shuffle, seed=seed)
-    program, placer = trainer.prepare(reader.sample())
+    program, placer = settled(reader, trainer.prepare(reader.sample()))
     hooks, sinks, shown = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     config = as_checkpoint(checkpoint)

@@ -20,7 +20,7 @@ from spmd.comm.server.account import Account
 from spmd.comm.server.events import Events
 from spmd.data.batches import Batch, HostBatch, Placer, check_leaves, check_like
 from spmd.data.deal import Position, epoch_of
-from spmd.data.loader import is_arrays, source
+from spmd.data.loader import is_arrays, settled, source
 from spmd.data.prefetch import prefetch
 from spmd.errors import CheckpointError, DataError, OptionError
 from spmd.hosts import even, guard
@@ -310,7 +310,7 @@ class Trainer:
                   print(info.step, info.metrics["loss"])
         """
         reader = source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.options.seed)
-        program, placer = self.prepare(reader.sample())
+        program, placer = settled(reader, self.prepare(reader.sample()))
         state = self.init() if state is None else state
         count = int(state.step)
         for epoch in range(epochs):
@@ -326,7 +326,7 @@ class Trainer:
         rows, shuffle = self._eval_rows(data, batch_size), False if is_arrays(data) else None
         reader = source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
         check_alive(state)
-        program, placer = self._evaluation(reader.sample())
+        program, placer = settled(reader, self._evaluation(reader.sample()))
         total = np.zeros((2, len(program.eval_names)))
         pending: collections.deque[jax.Array] = collections.deque()
         placed = map(placer, allowing(reader.epoch(0)))

@@ -176,6 +176,13 @@ class Placer:
         with jax.transfer_guard_host_to_device("allow"):  # the one place in the loop where rows are meant to move
             return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
 
+    def rows_here(self) -> np.ndarray | None:
+        """int64[n]: which rows of a full batch the devices of this process hold, ascending; None in one process: all."""
+        if not self._many_processes:
+            return None
+        slices = self._row_sharding.addressable_devices_indices_map((self._rows,)).values()
+        return np.unique(np.concatenate([np.arange(self._rows)[at] for at in slices]))
+
     def everywhere(self, values: np.ndarray) -> jax.Array:
         """A small array of the host's, whole on every device."""
         with jax.transfer_guard_host_to_device("allow"):
@@ -197,6 +204,8 @@ class Placer:
         if size > rows and host.weights is None:
             index = np.arange(rows) if index is None else index
             index = np.concatenate([index, np.repeat(index[:1], size - rows)])
+        if not self.pad and host.have is None and host.weights is not None and not host.weights.all():
+            raise DataError(_SKIPPED.format(int((host.weights == 0).sum()), rows))
         leaves, structure = jax.tree.flatten(host.leaves)
         if self._carried and not any(isinstance(leaf, jax.Array) for leaf in leaves):  # those may lie on another device
             placed = [_own(leaf, index) for leaf in leaves]
@@ -240,6 +249,12 @@ class Placer:
             sharding = self._row_sharding if split else self.whole
             self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
         return self._weights[key]
+
+
+_SKIPPED = (
+    "{} of the {} records of a batch were skipped, and neither a loss that gives one number for all its rows nor batch statistics can "
+    "leave out what stands in their place.\n    cure: a loss with one value per example and no batch statistics; or sound files."
+)
 
 
 def narrow(values: np.ndarray, *, copy: bool) -> np.ndarray:

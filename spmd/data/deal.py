@@ -164,6 +164,10 @@ def deal(
 
 def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) -> Iterator[_Part]:
     for batch in batches:
+        if batch.weights is not None:
+            raise DataError(
+                'records were skipped, and rows are dealt out to workers, who must have whole parts.\n    cure: on_error="stop".'
+            )
         for first in range(0, batch.rows, unit):
             rows = min(unit, batch.rows - first)
             if rows < unit and drop:

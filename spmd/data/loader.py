@@ -6,15 +6,18 @@ import itertools
 import numbers
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from spmd.data.batches import HostBatch, check_leaves, check_like
+from spmd.data.batches import HostBatch, Placer, check_leaves, check_like
+from spmd.data.buckets import Buckets
+from spmd.data.records import Records, tell_skipped
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree, describe, flatten
 
+T = TypeVar("T")
 ROWS = 64  # of arrays, that are looked at
 
 
@@ -163,7 +166,56 @@ def _from_json(state: Any) -> Any:
     return base64.b64decode(state["base64"]) if isinstance(state, dict) and set(state) == {"base64"} else state
 
 
-Source = ArraySource | IterableSource
+class RecordSource:
+    """Batches of `spmd.data.csv` and its like: each process reads the records of its own devices' rows.
+
+    Where it stands is said by the epoch and the batch, so a run goes on in another number of processes.
+    """
+
+    threaded = True
+
+    def __init__(self, records: Records):
+        self.records, self.batch_size, self.examples = records, records.batch_size, records.examples
+        self.steps_per_epoch: int | None = records.steps_per_epoch
+        self.here: np.ndarray | None = None
+
+    def sample(self) -> Tree:
+        """The shapes of one full batch."""
+        shape = lambda field: jax.ShapeDtypeStruct((self.batch_size, *field.shape), jax.dtypes.canonicalize_dtype(field.dtype))
+        return {name: shape(field) for name, field in self.records.fields.items()}
+
+    def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
+        """The batches of one epoch, from batch `start` on; `position` counts the records that were skipped before."""
+        skipped = 0 if position is None else position["skipped"]
+        for leaves, good in self.records.read(number, start, self.here):
+            rows = len(good)
+            weights = good.astype(np.float32)
+            if not good.all():
+                skipped += rows - int(good.sum())
+                if rows < self.batch_size:  # a short batch is read whole by all processes
+                    leaves, rows = {name: leaf[good] for name, leaf in leaves.items()}, int(good.sum())
+            full = rows == self.batch_size and not good.all()
+            index = np.arange(rows) if jax.process_count() > 1 else None
+            yield HostBatch(leaves, rows, index, {"skipped": skipped} if skipped else None, None, weights if full else None)
+        tell_skipped(self.records, number, skipped)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to go on with the same data."""
+        return self.records.facts()
+
+    def contents(self) -> dict[str, str]:
+        """Nothing more: how many records each file has is in `fingerprint`."""
+        return {}
+
+
+def settled(reader: "Source", prepared: tuple[T, Placer]) -> tuple[T, Placer]:
+    """What is `prepared`, after telling a reader of records which rows of a batch the devices of this process hold."""
+    if isinstance(reader, RecordSource):
+        reader.here = prepared[1].rows_here()
+    return prepared
+
+
+Source = ArraySource | IterableSource | RecordSource
 
 
 def is_arrays(data: Any) -> bool:
@@ -191,6 +243,13 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
             raise OptionError(
                 "shuffle=True: batches of an iterable come in its own order.\n    cure: shuffle where they are made, or give arrays."
             )
+        if isinstance(data, Buckets):
+            raise OptionError(
+                f"batches of {len(data.bounds)} lengths, and a step is compiled for one shape.\n"
+                "    cure: the records without buckets, where spmd.data.padded makes all alike; or a loop of your own."
+            )
+        if isinstance(data, Records):
+            return _records(data, batch_size, short_ok=short_ok)
         if not hasattr(data, "__iter__") and not callable(data):
             raise DataError(f"the data is a {type(data).__name__}: not arrays, and it cannot be iterated.")
         return IterableSource(data, batch_size)
@@ -208,3 +267,16 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
             f"the data has {examples} examples, fewer than one batch of {batch_size}.\n    cure: batch_size={examples} or less."
         )
     return ArraySource(arrays, examples, int(batch_size), shuffle if shuffle is not None else True, seed)
+
+
+def _records(data: Records, batch_size: int | None, *, short_ok: bool) -> RecordSource:
+    if batch_size not in (None, data.batch_size):
+        raise OptionError(
+            f"batch_size={batch_size}, but the records come in batches of {data.batch_size}.\n    cure: leave batch_size out here."
+        )
+    if data.examples < data.batch_size and not short_ok:
+        raise DataError(
+            f"the data has {data.examples} examples, fewer than one batch of {data.batch_size}.\n"
+            f"    cure: batch_size={data.examples} or less."
+        )
+    return RecordSource(data)

@@ -6,6 +6,7 @@
     spmd plan train.py --target 8x8xh100 --layout fsdp
     spmd targets
     spmd launch --processes 2 --simulate 4 train.py
+    spmd data bench "train-*.csv" --batch-size 128 --step-ms 20
 
 `check` never asks JAX for a device: it knows the mesh by its sizes and the model by its shapes.
 """
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean
-from spmd.launch import launch_command, plan_command
+from spmd.launch import data_command, launch_command, plan_command
 from spmd.layout.toml import load, shipped
 
 _LEAF = re.compile(r"\s*([\w/]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     plan_command.add_to(top)
     launch_command.add_to(top)
+    data_command.add_to(top)
     return parser
 
 

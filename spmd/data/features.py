@@ -1,0 +1,296 @@
+"""Features of `tf.train.Example`: what is declared of them, and their bytes read without TensorFlow, many records at once."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from spmd.data.records import Field
+from spmd.errors import DataError, OptionError
+
+BYTES, FLOATS, INTEGERS = 1, 2, 3  # the fields of `Feature`
+_HOLDS = {BYTES: "bytes", FLOATS: "floats", INTEGERS: "whole numbers"}
+Spans = list[tuple[int, int]]  # where in a record something begins and ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A feature as `spmd.data.fixed` and `padded` declare it; `fill` is set where its length differs from record to record."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    default: Any = None
+    decode: Callable[[bytes], Any] | None = None
+    fill: Any = None
+
+    def fields(self, name: str) -> dict[str, Field]:
+        """The arrays it becomes."""
+        mask = {} if self.fill is None else {f"{name}_mask": Field(self.shape, np.dtype(bool))}
+        return {name: Field(self.shape, self.dtype), **mask}
+
+
+def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Callable[[bytes], Any] | None = None) -> Feature:
+    """A feature that has one shape in all records.
+
+    Floats and whole numbers are what they are; bytes are numbers of `dtype` one after the other (such as pixels, uint8), or what
+    `decode(bytes)` makes of them.
+
+    Args:
+      default: for records without this feature; without one they are an error.
+
+    Example:
+      >>> fixed((28, 28), "uint8").shape
+      (28, 28)
+    """
+    if isinstance(shape, int):
+        raise OptionError(f"fixed({shape}, ...): a shape is a tuple.\n    cure: fixed(({shape},), ...).")
+    return Feature(tuple(shape), _dtype(dtype), default, decode)
+
+
+def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
+    """A feature of up to `length` numbers, filled up with `fill`; `NAME_mask` beside it is True where there is data.
+
+    One length for all, since a step is compiled for one shape; longer ones are an error that names the record.
+
+    Example:
+      >>> sorted(padded(64, "int32").fields("tokens"))
+      ['tokens', 'tokens_mask']
+    """
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise OptionError(f"padded({length!r}, ...): a length from 1.")
+    return Feature((length,), _dtype(dtype), fill=fill)
+
+
+def _dtype(given: str) -> np.dtype:
+    try:
+        found = np.dtype(given)
+    except TypeError:
+        raise OptionError(f"there is no dtype {given!r}.\n    cure: such as float32, int32 or uint8.") from None
+    if found.kind not in "iufb":
+        raise OptionError(f"a feature of dtype {found} cannot go onto a device.\n    cure: numbers; decode=... makes them of bytes.")
+    return found
+
+
+class Parser:
+    """Reads the features that are wanted from records of equal length: records that are built alike are read together."""
+
+    def __init__(self, wanted: Mapping[str, Feature]):
+        self.wanted = dict(wanted)
+        self._known: dict[int, _Template] = {}  # by length, the last
+
+    def fields(self) -> dict[str, Field]:
+        """What a record becomes."""
+        return {name: field for feature, declared in self.wanted.items() for name, field in declared.fields(feature).items()}
+
+    def read(self, rows: np.ndarray, into: dict[str, np.ndarray], at: np.ndarray, bad: dict[int, str]) -> None:
+        """The features of uint8[n, length], into rows `at` of the arrays; what is wrong with those that cannot be read."""
+        left = np.arange(len(rows))
+        template = self._known.get(rows.shape[1])
+        while len(left):
+            if template is None:
+                try:
+                    template = _Template(rows[left[0]], self.wanted)
+                except (ValueError, IndexError) as error:
+                    bad[int(at[left[0]])] = str(error) if isinstance(error, ValueError) else "its bytes are no tf.train.Example"
+                    left = left[1:]
+                    continue
+                self._known[rows.shape[1]] = template
+            fits = template.fits(rows[left])
+            mine = left[fits]
+            if len(mine):
+                self._take(template, rows[mine], into, at[mine], bad)
+            left, template = left[~fits], None
+
+    def _take(self, template: "_Template", rows: np.ndarray, into: dict[str, np.ndarray], at: np.ndarray, bad: dict[int, str]) -> None:
+        for name, feature in self.wanted.items():
+            found = template.found.get(name)
+            try:
+                values = None if found is None else _values(rows, *found)
+                _store(name, feature, values, found, template.names, rows, into, at, bad)
+            except ValueError as error:
+                bad.update({int(one): str(error) for one in at})
+
+
+class _Template:
+    """How a record is built: where payloads are, and all bytes that say so."""
+
+    def __init__(self, record: np.ndarray, wanted: Mapping[str, Feature]):
+        every = parse(record.tobytes())
+        self.names, self.found = list(every), {name: every[name] for name in wanted if name in every}
+        spans = [(kind, name in self.found, span) for name, (kind, spans) in every.items() for span in spans]
+        payload = np.zeros(len(record), bool)
+        continued = np.zeros(len(record), bool)
+        for kind, mine, (start, end) in spans:
+            payload[start:end] = True
+            continued[start:end] = mine and kind == INTEGERS  # where a number of several bytes ends is part of how it is built
+        self._fixed, self._continued = np.flatnonzero(~payload), np.flatnonzero(continued)
+        self._is, self._goes_on = record[self._fixed].copy(), record[self._continued] & 0x80
+
+    def fits(self, rows: np.ndarray) -> np.ndarray:
+        """bool[n]: which rows are built like this."""
+        alike = (rows[:, self._fixed] == self._is).all(axis=1)
+        return alike & ((rows[:, self._continued] & 0x80) == self._goes_on).all(axis=1)
+
+
+def _values(rows: np.ndarray, kind: int, spans: Spans) -> np.ndarray:
+    """Numbers [n, count], or the bytes uint8[n, count]."""
+    cut = [rows[:, start:end] for start, end in spans]
+    raw = np.ascontiguousarray(cut[0] if len(cut) == 1 else np.concatenate([np.zeros((len(rows), 0), np.uint8), *cut], axis=1))
+    if kind not in (FLOATS, INTEGERS):  # also a feature that holds nothing, which need not say of what
+        return raw
+    if kind == FLOATS:
+        if raw.shape[1] % 4:
+            raise ValueError(f"floats of {raw.shape[1]} bytes, which 4 does not divide")
+        return raw.view("<f4")
+    if not raw.shape[1]:
+        return np.zeros((len(rows), 0), np.int64)
+    last = (raw[0] & 0x80) == 0
+    if not last[-1]:
+        raise ValueError("a whole number that does not end")
+    number = np.concatenate([[0], np.cumsum(last)[:-1]])
+    firsts = np.concatenate([[0], np.flatnonzero(last)[:-1] + 1])
+    place = np.arange(len(last)) - firsts[number]
+    parts = (raw & 0x7F).astype(np.uint64) << np.minimum(7 * place, 63).astype(np.uint64)
+    return np.bitwise_or.reduceat(parts, firsts, axis=1).view(np.int64)
+
+
+def _store(
+    name: str,
+    feature: Feature,
+    values: Any,
+    found: Any,
+    names: list[str],
+    rows: np.ndarray,
+    into: dict,
+    at: np.ndarray,
+    bad: dict[int, str],
+) -> None:
+    """Values of one feature into their place.
+
+    Raises:
+      ValueError: what is wrong with all of these records, in words.
+    """
+    if values is None or (not values.shape[1] and feature.default is not None):
+        if feature.default is None:
+            raise ValueError(f'there is no feature "{name}"; it has {", ".join(sorted(names)) or "none"}')
+        into[name][at] = feature.default
+        return
+    kind, spans = found
+    if kind == BYTES and len(spans) != 1:
+        raise ValueError(f'feature "{name}" has {len(spans)} byte strings, and one is read')
+    if kind == BYTES and feature.decode is not None:
+        for row, one in zip(values, at.tolist(), strict=True):
+            try:
+                into[name][one] = _decoded(name, feature, row.tobytes())
+            except Exception as error:  # whatever a user's function raises, the record is named
+                bad[one] = str(error) if isinstance(error, ValueError) else f'decode of "{name}" raises {type(error).__name__}: {error}'
+        return
+    if kind == BYTES:
+        size = feature.dtype.itemsize
+        if values.shape[1] % size:
+            raise ValueError(f'feature "{name}" has {values.shape[1]} bytes, which are no {feature.dtype}')
+        values = values.view(feature.dtype.newbyteorder("<"))
+    elif values.shape[1] and (kind == FLOATS) != (feature.dtype.kind == "f"):
+        raise ValueError(f'feature "{name}" holds {_HOLDS[kind]}, and {feature.dtype} is wanted')
+    elif kind == INTEGERS and feature.dtype.kind in "iu":
+        limits = np.iinfo(feature.dtype)
+        wrong = ((values < limits.min) | (values > limits.max)).any(axis=1) if feature.dtype.itemsize < 8 else np.zeros(len(values), bool)
+        for row in np.flatnonzero(wrong).tolist():
+            bad[int(at[row])] = f'feature "{name}" has {values[row].max()}, which {feature.dtype} does not hold'
+        values = np.where(wrong[:, None], 0, values)
+    count, wanted = values.shape[1], int(np.prod(feature.shape))
+    if feature.fill is not None:
+        if count > wanted:
+            raise ValueError(f'feature "{name}" has {count} numbers, and is padded to {wanted}')
+        into[name][at] = feature.fill
+        into[name][at, :count] = values
+        into[f"{name}_mask"][at] = np.arange(wanted) < count
+        return
+    if count != wanted:
+        raise ValueError(f'feature "{name}" has {count} numbers, and shape {list(feature.shape)} needs {wanted}')
+    into[name][at] = values.reshape(len(at), *feature.shape)
+
+
+def _decoded(name: str, feature: Feature, raw: bytes) -> np.ndarray:
+    value = np.asarray(feature.decode(raw))  # type: ignore[misc]
+    if value.shape != feature.shape or value.dtype != feature.dtype:
+        raise ValueError(f'decode of "{name}" gives {value.dtype}{list(value.shape)}; {feature.dtype}{list(feature.shape)} is declared')
+    return value
+
+
+def parse(record: bytes) -> dict[str, tuple[int, Spans]]:
+    """By feature: its kind, and where its payload stands.
+
+    Raises:
+      ValueError: the bytes are no `tf.train.Example`; in words.
+      IndexError: they end too early.
+
+    Example:
+      >>> parse(b"\\x0a\\x0c\\x0a\\x0a\\x0a\\x01y\\x12\\x05\\x1a\\x03\\x0a\\x01\\x07")
+      {'y': (3, [(13, 14)])}
+    """
+    features: dict[str, tuple[int, Spans]] = {}
+    for _, _, start, end in _message(record, 0, len(record), {(1, 2)}):
+        for _, _, first, last in _message(record, start, end, {(1, 2)}):
+            name, kind, spans = "", 0, []
+            for number, _, begin, stop in _message(record, first, last, {(1, 2), (2, 2)}):
+                if number == 1:
+                    name = record[begin:stop].decode("utf-8")
+                    continue
+                for kind, _, inner, outer in _message(record, begin, stop, {(BYTES, 2), (FLOATS, 2), (INTEGERS, 2)}):
+                    allowed = {(1, 2)} | ({(1, 5)} if kind == FLOATS else {(1, 0)} if kind == INTEGERS else set())
+                    spans = [(one, other) for _, _, one, other in _message(record, inner, outer, allowed)]
+            features[name] = (kind, spans)
+    return features
+
+
+def _message(record: bytes, at: int, end: int, allowed: set[tuple[int, int]]):
+    """The fields of one message: number, wire type, and where its payload begins and ends."""
+    while at < end:
+        tag, at = _varint(record, at)
+        number, wire = tag >> 3, tag & 7
+        start = at
+        if wire == 2:
+            size, start = _varint(record, at)
+            at = start + size
+        elif wire == 0:
+            _, at = _varint(record, at)
+        elif wire in (1, 5):
+            at += 8 if wire == 1 else 4
+        else:
+            raise ValueError("its bytes are no tf.train.Example")
+        if at > end:
+            raise ValueError("its bytes are no tf.train.Example: a field is longer than what holds it")
+        if (number, wire) in allowed:
+            yield number, wire, start, at
+
+
+def _varint(record: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = record[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("its bytes are no tf.train.Example")
+
+
+def declared_by(record: bytes) -> dict[str, Feature]:
+    """What a record has, as `fixed` would declare it: floats float32, whole numbers int64, bytes uint8.
+
+    Raises:
+      DataError: it is no `tf.train.Example`, or has no features.
+    """
+    try:
+        parts = parse(record)
+    except (ValueError, IndexError):
+        parts = {}
+    if not parts:
+        raise DataError("the first record is no tf.train.Example with features.")
+    dtypes = {BYTES: "uint8", FLOATS: "float32", INTEGERS: "int64"}
+    row = np.frombuffer(record, np.uint8)[None]
+    return {name: fixed(_values(row, kind, spans).shape[1:], dtypes[kind]) for name, (kind, spans) in parts.items()}

@@ -1,0 +1,45 @@
+"""Numbers read from text, many at a time."""
+
+import numpy as np
+
+DIGITS = 18  # of decimal numbers that 64 bits hold
+EXACT = 2**53  # whole numbers below it, and powers of ten up to 22, are float64 without rounding: their quotient is rounded once
+_POWERS = 10 ** np.arange(DIGITS + 1, dtype=np.int64)
+_TENS = 10.0 ** np.arange(DIGITS + 1)
+_ZERO, _DOT, _MINUS, _PLUS = (ord(letter) for letter in "0.-+")
+
+
+def decimals(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Plain decimal numbers (`-12`, `3.25`), each equal to Python's `float` of its text, bit for bit.
+
+    Args:
+      text: uint8[bytes].
+      starts, ends: int64[n]: the bytes of each number.
+
+    Returns:
+      float64[n]; bool[n], whether it has no point; and bool[n], whether it could be read: neither with an exponent, nor with so many digits
+      that dividing once would not be exact, nor what is no number.
+
+    Example:
+      >>> decimals(np.frombuffer(b"-1.5,20,x", np.uint8), np.array([0, 5, 8]), np.array([4, 7, 9]))
+      (array([-1.5, 20. ,  0. ]), array([False,  True,  True]), array([ True,  True, False]))
+    """
+    lengths = ends - starts
+    if not len(lengths):
+        return np.zeros(0), np.zeros(0, bool), np.zeros(0, bool)
+    first = text.take(starts, mode="clip")
+    minus = (first == _MINUS) & (lengths > 0)
+    signed = minus | ((first == _PLUS) & (lengths > 0))
+    number, point, digits = np.zeros(len(lengths), np.int64), np.full(len(lengths), -1), np.zeros(len(lengths), np.int64)
+    for back in range(min(int(lengths.max()), DIGITS + 2)):  # from the last letter to the first
+        letter = text.take(ends - 1 - back, mode="clip")
+        digit, inside = letter - np.uint8(_ZERO), back < lengths
+        is_digit = inside & (digit < 10)
+        is_point = inside & (letter == _DOT) & (point < 0)
+        number += np.where(is_digit, digit * _POWERS.take(digits, mode="clip"), 0)
+        point = np.where(is_point, digits, point)
+        digits += is_digit
+    whole = point < 0
+    sound = (digits + ~whole + signed == lengths) & (digits > 0) & (digits <= DIGITS) & (number < EXACT)
+    value = number / _TENS.take(np.maximum(point, 0), mode="clip")
+    return np.where(sound, np.where(minus, -value, value), 0.0), whole, sound

@@ -1,0 +1,155 @@
+"""Where each record of some files begins and ends, found once, and records read by number."""
+
+import concurrent.futures
+import contextlib
+import glob
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spmd.errors import DataError
+
+CHUNK = 1 << 24  # bytes of a file that are looked at together
+OPEN = 256  # files that are kept open, if there are no more
+
+Scan = Callable[[str], tuple[np.ndarray, np.ndarray]]
+
+
+def found(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+    """The files that a pattern, a path, or several of them name: those of each in the order of their names.
+
+    Raises:
+      DataError: one names no file.
+    """
+    given = [files] if isinstance(files, str | Path) else list(files)
+    paths: list[str] = []
+    for one in given:
+        text = str(one)
+        names = [text] if os.path.isfile(text) else sorted(name for name in glob.glob(text, recursive=True) if os.path.isfile(name))
+        if not names:
+            folder = os.path.dirname(text) or "."
+            there = sorted(os.listdir(folder))[:5] if os.path.isdir(folder) else None
+            has = "does not exist" if there is None else f"holds {', '.join(there)}" if there else "is empty"
+            raise DataError(f'no file matches "{text}".\n    cure: another pattern; the folder {folder} {has}.')
+        paths += names
+    if not paths:
+        raise DataError('no files were given.\n    cure: a pattern such as "train-*.csv", or a list of paths.')
+    return tuple(paths)
+
+
+class Offsets:
+    """The bytes of records, by number: those of the first file first.
+
+    Args:
+      paths: the files.
+      scan: int64[records] of one file: where each begins, and where it ends.
+      kind: what the scan looks for, with its options; names what it found in `cache`.
+      cache: a folder in which it is kept from one run to the next; None: nowhere.
+    """
+
+    def __init__(self, paths: tuple[str, ...], scan: Scan, kind: str, cache: str | Path | None = None):
+        self.paths = paths
+        self.sizes = [os.path.getsize(path) for path in paths]
+        with concurrent.futures.ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1), "spmd-index") as pool:
+            ranges = list(pool.map(lambda path: scan(path) if cache is None else _cached(Path(cache), path, kind, scan), paths))
+        self.counts = [len(starts) for starts, _ in ranges]
+        self.first = np.cumsum([0, *self.counts])
+        self.starts = np.concatenate([starts for starts, _ in ranges])
+        self.ends = np.concatenate([ends for _, ends in ranges])
+        self._open()
+
+    def _open(self) -> None:
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._descriptors)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name not in ("_descriptors", "_lock")}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._open()
+
+    def place(self, record: int) -> tuple[str, int, int]:
+        """The file of a record, its number in it from 0, and its first byte."""
+        file = int(np.searchsorted(self.first, record, "right")) - 1
+        return self.paths[file], int(record - self.first[file]), int(self.starts[record])
+
+    def read(self, records: np.ndarray, end: bytes = b"") -> tuple[bytes, np.ndarray, np.ndarray]:
+        """The bytes of records in ascending order, and where in them each begins and ends; neighbours are read together.
+
+        Args:
+          records: int64[n], ascending; at least one.
+          end: appended after the last record of a file that does not end with it.
+
+        Raises:
+          DataError: a file is shorter than it was when it was indexed.
+        """
+        files = np.searchsorted(self.first, records, "right") - 1
+        starts, ends = self.starts[records], self.ends[records]
+        breaks = np.flatnonzero((files[1:] != files[:-1]) | (starts[1:] != ends[:-1])) + 1
+        firsts, lasts = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(records)]]) - 1
+        runs, begins, sizes = files[firsts], starts[firsts], ends[lasts] - starts[firsts]
+        with contextlib.ExitStack() as opened:
+            descriptors = {file: self._descriptor(file, opened) for file in np.unique(runs).tolist()}
+            wanted = [
+                (descriptors[file], size, begin) for file, size, begin in zip(*map(np.ndarray.tolist, (runs, sizes, begins)), strict=True)
+            ]
+            pieces = [os.pread(*one) for one in wanted]
+            for at in np.flatnonzero(np.fromiter(map(len, pieces), np.int64, len(pieces)) != sizes).tolist():
+                pieces[at] = self._rest(int(runs[at]), pieces[at], *wanted[at])
+        if end:
+            for at in np.flatnonzero(ends[lasts] == np.array(self.sizes)[runs]).tolist():
+                pieces[at] += b"" if pieces[at].endswith(end) else end
+        bases = np.cumsum([0, *map(len, pieces[:-1])]) - begins
+        shift = np.repeat(bases, lasts - firsts + 1)
+        return b"".join(pieces), starts + shift, ends + shift
+
+    def _rest(self, file: int, piece: bytes, descriptor: int, size: int, begin: int) -> bytes:
+        """What is wanted, where one call has given only a part of it."""
+        while len(piece) < size and (more := os.pread(descriptor, size - len(piece), begin + len(piece))):
+            piece += more
+        if len(piece) < size:
+            path, has = self.paths[file], begin + len(piece)
+            raise DataError(f"{path} has {has} bytes, and had {self.sizes[file]} when it was indexed.\n    cure: the file as it was.")
+        return piece
+
+    def _descriptor(self, file: int, opened: contextlib.ExitStack) -> int:
+        path = self.paths[file]
+        if len(self.paths) > OPEN:
+            descriptor = os.open(path, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+            return descriptor
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            return self._descriptors[path]
+
+
+def _close(descriptors: dict[str, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+
+
+def _cached(folder: Path, path: str, kind: str, scan: Scan) -> tuple[np.ndarray, np.ndarray]:
+    """What a scan finds, from a file that an earlier run has left; a file that was changed since has another name there."""
+    about = os.stat(path)
+    name = hashlib.sha256(repr((kind, os.path.abspath(path), about.st_size, about.st_mtime_ns)).encode()).hexdigest()[:32]
+    kept = folder / f"{name}.npy"
+    if kept.is_file():
+        starts, ends = np.load(kept)
+        return starts, ends
+    starts, ends = scan(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{name}.{os.getpid()}.{threading.get_ident()}.part.npy"
+    np.save(part, np.stack([starts, ends]))
+    os.replace(part, kept)  # whole or not at all, whoever else writes it
+    return starts, ends

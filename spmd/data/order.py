@@ -1,0 +1,48 @@
+"""In which order records come: a function of the seed and the epoch's number alone, so that a place in it is a number."""
+
+import dataclasses
+
+import numpy as np
+
+from spmd.errors import OptionError, a_kind
+
+BLOCKS = 16  # in a window: so many runs of neighbours are mixed in one
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The order of `records` records in each epoch.
+
+    `shuffle` is True (every order is as likely as any other), False (as they stand in the files), or a window W: then runs of W / 16
+    neighbours come in a random order, and each W records that follow each other in it are mixed among themselves. That is what a queue with
+    `min_after_dequeue` does for files that are read from the front, and it reads them in pieces as long as a run; but where the order
+    stands is a number, and not what is in a queue.
+
+    Example:
+      >>> Order(6, False, seed=0).epoch(3).tolist()
+      [0, 1, 2, 3, 4, 5]
+      >>> sorted(Order(6, 4, seed=0).epoch(3).tolist())
+      [0, 1, 2, 3, 4, 5]
+    """
+
+    records: int
+    shuffle: bool | int
+    seed: int
+
+    def __post_init__(self):
+        if not isinstance(self.shuffle, bool | int) or (not isinstance(self.shuffle, bool) and self.shuffle < 2):
+            raise OptionError(f"shuffle={self.shuffle!r} is {a_kind(self.shuffle)}: True, False, or a window of at least 2 records.")
+
+    def epoch(self, number: int) -> np.ndarray:
+        """int64[records]: which record comes where. With True it is the order that arrays with this seed have."""
+        if self.shuffle is False:
+            return np.arange(self.records)
+        rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, number], np.uint64)))
+        if self.shuffle is True:
+            return rng.permutation(self.records)
+        run = max(1, self.shuffle // BLOCKS)
+        order = (rng.permutation(-(-self.records // run))[:, None] * run + np.arange(run)).ravel()
+        order = order[order < self.records]
+        for first in range(0, self.records, self.shuffle):
+            rng.shuffle(order[first : first + self.shuffle])
+        return order

@@ -1,0 +1,138 @@
+"""Parquet files as records, through pyarrow."""
+
+import collections
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd.data.offsets import found
+from spmd.data.records import Field, Format, Reading, Records
+from spmd.errors import DataError, OptionError, did_you_mean, import_extra
+
+KEPT = 32  # row groups: more than a window has runs
+
+
+class ParquetFiles(Format):
+    """Rows of Parquet files; whole row groups are read, and the last of them kept."""
+
+    what = "Parquet file"
+
+    def __init__(self, paths: tuple[str, ...], columns: Sequence[str] | None, defaults: Mapping[str, Any]):
+        self._arrow = import_extra("pyarrow.parquet", "parquet")
+        self.paths, self.bytes = paths, sum(os.path.getsize(path) for path in paths)
+        about = [self._opened(path) for path in paths]
+        self.counts = [one.metadata.num_rows for one in about]
+        self._groups = [(file, group) for file, one in enumerate(about) for group in range(one.metadata.num_row_groups)]
+        sizes = [about[file].metadata.row_group(group).num_rows for file, group in self._groups]
+        self._first, self._files = np.cumsum([0, *sizes]), np.cumsum([0, *self.counts])
+        schema = about[0].schema_arrow
+        for path, one in zip(paths, about, strict=True):
+            if not one.schema_arrow.equals(schema):
+                raise DataError(f"{path} has other columns than {paths[0]}.\n    cure: files of one schema.")
+            one.close()
+        self._defaults = dict(defaults)
+        for name in (*(columns or ()), *self._defaults):
+            if name not in schema.names:
+                raise OptionError(f'there is no column "{name}".\n    cure: {did_you_mean(name, schema.names)}')
+        self.fields = {name: _field(name, schema.field(name).type) for name in columns or schema.names}
+        self._kept: collections.OrderedDict[int, tuple] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+        """Rows of a row group together."""
+        leaves = {name: np.zeros((len(records), *field.shape), field.dtype) for name, field in self.fields.items()}
+        bad: dict[int, str] = {}
+        groups = np.searchsorted(self._first, records, "right") - 1
+        for group in np.unique(groups).tolist():
+            at = np.flatnonzero(groups == group)
+            rows = records[at] - self._first[group]
+            values, missing = self._group(group)
+            for name in self.fields:
+                leaves[name][at] = values[name][rows]
+                bad |= {int(at[one]): f'column "{name}" has no value' for one in np.flatnonzero(missing[name][rows])}
+        return leaves, bad
+
+    def where(self, record: int) -> str:
+        """The file and the number of the row in it."""
+        file = int(np.searchsorted(self._files, record, "right")) - 1
+        return f"{self.paths[file]}, row {record - self._files[file]}"
+
+    def _opened(self, path: str) -> Any:
+        try:
+            return self._arrow.ParquetFile(path)
+        except Exception as error:
+            raise DataError(f"{path} is no Parquet file: {error}") from error
+
+    def _group(self, group: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        with self._lock:
+            if group in self._kept:
+                self._kept.move_to_end(group)
+                return self._kept[group]
+        file, number = self._groups[group]
+        with self._opened(self.paths[file]) as opened:
+            table = opened.read_row_group(number, columns=list(self.fields))
+        values, missing = {}, {}
+        for name, field in self.fields.items():
+            column = table.column(name).combine_chunks()
+            empty = np.asarray(column.is_null())
+            if field.shape:  # lists of one length
+                values[name] = np.asarray(column.flatten()).reshape(-1, *field.shape).astype(field.dtype)
+            else:
+                filled = column.fill_null(self._defaults.get(name, 0)) if empty.any() else column
+                values[name] = filled.to_numpy(zero_copy_only=False).astype(field.dtype)
+            missing[name] = np.zeros_like(empty) if name in self._defaults else empty
+        with self._lock:
+            self._kept[group] = (values, missing)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return values, missing
+
+
+def _field(name: str, kind: Any) -> Field:
+    shape: tuple[int, ...] = ()
+    if str(kind).startswith("fixed_size_list"):
+        shape, kind = (kind.list_size,), kind.value_type
+    try:
+        dtype = np.dtype(kind.to_pandas_dtype())
+    except (NotImplementedError, TypeError):
+        dtype = np.dtype(object)
+    if dtype.kind not in "iufb":
+        raise DataError(f'column "{name}" is {kind}, which cannot go onto a device.\n    cure: columns=[...] without it.')
+    return Field(shape, np.dtype(np.float32) if dtype == np.float64 else dtype)
+
+
+def parquet(
+    files: str | Path | Sequence[str | Path],
+    *,
+    batch_size: int,
+    columns: Sequence[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    shuffle: bool | int = True,
+    seed: int = 0,
+    workers: int = 0,
+    on_error: str = "stop",
+) -> Records:
+    """Batches of the rows of Parquet files: columns of numbers, and of lists of one length. Wants `pip install 'spmd[parquet]'`.
+
+    Row groups are read whole, and 32 are kept. With more than that, a window (`shuffle=10_000`) reads each once in an epoch, and
+    shuffle=True again and again.
+
+    Args:
+      files: a pattern, a path, or several of them.
+      batch_size: rows of a batch, over all processes.
+      columns: which are read; None: all.
+      defaults: by column, what stands for a missing value. Without one such a value is an error.
+      shuffle: True, False, or a window of rows that are mixed.
+      seed: decides the order.
+      workers: threads that read ahead; the batches do not depend on their number.
+      on_error: "stop", or "skip" for leaving out rows that cannot be read.
+
+    Raises:
+      DataError: no file, one that is no Parquet file, or a column that holds no numbers.
+    """
+    reading = Reading(batch_size, shuffle, seed, workers, on_error)
+    return Records(ParquetFiles(found(files), columns, defaults or {}), reading)

@@ -1,0 +1,288 @@
+"""Records of files as batches: read by number, ahead of time, by several threads, in an order that does not depend on them."""
+
+import abc
+import collections
+import concurrent.futures
+import dataclasses
+import logging
+import numbers
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from spmd.data.order import Order
+from spmd.errors import DataError, OptionError, did_you_mean
+
+T = TypeVar("T")
+
+AHEAD = 2  # batches that are under way for each thread
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One array of a record: its shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+class Format(abc.ABC):
+    """Records of one kind of file, by number.
+
+    Attributes:
+      what: what its files are called, in words.
+      paths: its files.
+      counts: how many records each holds.
+      bytes: of all files.
+      fields: what a record becomes.
+    """
+
+    what: str
+    paths: tuple[str, ...]
+    counts: list[int]
+    bytes: int
+    fields: dict[str, Field]
+
+    @abc.abstractmethod
+    def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+        """Arrays [n, ...] of the records int64[n] in ascending order; and by position, what is wrong with those that cannot be read.
+
+        Called by several threads at once.
+        """
+
+    @abc.abstractmethod
+    def where(self, record: int) -> str:
+        """The file of a record, and its place there, in words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How records become batches; what all kinds of files have in common.
+
+    Args:
+      batch_size: records of a batch, over all processes.
+      shuffle: True, False, or a window (`Order`).
+      seed: decides the order.
+      workers: threads that read and decode; 0: the one that asks.
+      on_error: "stop" raises an error at the first record that cannot be read; "skip" leaves it out and counts it.
+    """
+
+    batch_size: int
+    shuffle: bool | int = True
+    seed: int = 0
+    workers: int = 0
+    on_error: str = "stop"
+
+    def __post_init__(self):
+        for name, least in (("batch_size", 1), ("workers", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+                raise OptionError(f"{name}={value!r}: a whole number from {least}.")
+        if self.on_error not in ("stop", "skip"):
+            raise OptionError(f'on_error="{self.on_error}".\n    cure: {did_you_mean(str(self.on_error), ("stop", "skip"))}')
+        Order(0, self.shuffle, self.seed)
+
+
+class Records:
+    """Batches of records, as `spmd.data.csv` and its like give them: for `spmd.fit`, or for a loop of one's own.
+
+    Iterating gives the batches of the first epoch, dicts of arrays [rows, ...]; `epoch(number)` those of any. The last batch of an epoch
+    may be short. Where a run stands is two numbers, the epoch and the batches that were taken of it: which records come next follows from
+    them, whatever the number of workers and of processes.
+
+    Attributes:
+      examples: the records of all files.
+      fields: by name, shape and dtype of what one record has.
+      steps_per_epoch: batches, a short last one counted.
+    """
+
+    def __init__(self, format: Format, reading: Reading):
+        self.format, self.reading = format, reading
+        self.examples = sum(format.counts)
+        if not self.examples:
+            raise DataError(f"no {format.what} has a record: {_some(format.paths)}.\n    cure: look at what they were written from.")
+        self.order = Order(self.examples, reading.shuffle, reading.seed)
+        self.fields = format.fields
+
+    @property
+    def batch_size(self) -> int:
+        """Records of a full batch, over all processes."""
+        return self.reading.batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch."""
+        return -(-self.examples // self.batch_size)
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def __repr__(self) -> str:
+        files = f"{len(self.format.paths)} {self.format.what}{'s' if len(self.format.paths) > 1 else ''}"
+        lines = [f"{self.examples:,} records of {files} in {self.steps_per_epoch:,} batches of {self.batch_size}"]
+        width = max(map(len, self.fields))
+        return "\n".join([*lines, *(f"    {name.ljust(width)}  {field}" for name, field in self.fields.items())])
+
+    def __iter__(self) -> "Batches":
+        return self.epoch(0)
+
+    def epoch(self, number: int, start: int = 0) -> "Batches":
+        """The batches of one epoch, from batch `start` on."""
+        return Batches(self, number, start)
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same for a run to go on with the same data."""
+        files = "" if len(self.format.counts) > 8 else ", ".join(map(str, self.format.counts))
+        about = {"examples": self.examples, "files": len(self.format.paths), "records of each file": files, "bytes": self.format.bytes}
+        return {**about, "batch_size": self.batch_size, "shuffle": self.reading.shuffle, "seed": self.reading.seed}
+
+    def read(self, number: int, start: int = 0, here: np.ndarray | None = None) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+        """The batches of an epoch, and bool[rows] which of their rows hold a record.
+
+        Args:
+          here: the rows of a full batch that are wanted, ascending; all others hold zeros. None: all. A short batch is read whole.
+        """
+        order, size = self.order.epoch(number), self.batch_size
+        cut = (order[first : first + size] for first in range(start * size, self.examples, size))
+        tasks = ((lambda ids=ids: self.take(ids, here if len(ids) == size else None)) for ids in cut)
+        return ahead(tasks, self.reading.workers)
+
+    def take(self, ids: np.ndarray, here: np.ndarray | None = None) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """The records int64[n], and bool[n] which of them could be read; in place of others stands a copy of one that could."""
+        wanted = ids if here is None else ids[here]
+        ascending = np.argsort(wanted)
+        leaves, bad = self.format.read(wanted[ascending])
+        good = np.ones(len(ids), bool)
+        if bad:
+            if self.reading.on_error == "stop":
+                raise DataError(self._told({int(wanted[ascending[at]]): why for at, why in bad.items()}))
+            if len(bad) == len(wanted):
+                raise DataError(
+                    f"none of {len(wanted)} records of a batch can be read. {self._told({int(wanted[0]): next(iter(bad.values()))})}"
+                )
+            sound = next(at for at in range(len(wanted)) if at not in bad)
+            for leaf in leaves.values():
+                leaf[list(bad)] = leaf[sound]
+            missing = ascending[list(bad)]
+            good[missing if here is None else here[missing]] = False
+        rows = np.empty(len(wanted), np.int64)
+        rows[ascending] = np.arange(len(wanted))
+        if here is None:
+            return {name: leaf[rows] for name, leaf in leaves.items()}, good
+        whole = {name: np.zeros((len(ids), *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()}
+        for name, leaf in leaves.items():
+            whole[name][here] = leaf[rows]
+        return whole, good
+
+    def _told(self, bad: dict[int, str]) -> str:
+        record, why = min(bad.items())
+        more = f" ({len(bad) - 1} more of this batch cannot be read either.)" if len(bad) > 1 else ""
+        cure = 'mend the file, or on_error="skip", which leaves such records out and counts them'
+        return f"{self.format.where(record)}: {why}{more}\n    cure: {cure}."
+
+
+class Batches:
+    """An iterator over the batches of one epoch, which knows where it stands.
+
+    Example:
+      >>> import numpy as np, spmd, tempfile, pathlib
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.csv"
+      >>> _ = file.write_text("x,y\\n" + "".join(f"{n},{n / 2}\\n" for n in range(6)))
+      >>> batches = iter(spmd.data.csv(file, batch_size=2, shuffle=False))
+      >>> next(batches)
+      {'x': array([0, 1], dtype=int32), 'y': array([0. , 0.5], dtype=float32)}
+      >>> state = batches.get_state()
+      >>> _ = next(batches)
+      >>> batches.set_state(state)
+      >>> next(batches)["x"].tolist()
+      [2, 3]
+    """
+
+    def __init__(self, records: Any, epoch: int, start: int = 0):
+        self._records = records
+        self._go(epoch, start, 0)
+
+    def _go(self, epoch: int, batch: int, skipped: int) -> None:
+        self.number, self.taken, self.skipped = epoch, batch, skipped
+        self._made: Any = None
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._made is None:
+            self._made = self._records.read(self.number, self.taken)
+        try:
+            leaves, good = next(self._made)
+        except StopIteration:
+            tell_skipped(self._records, self.number, self.skipped)
+            self.skipped = 0
+            raise
+        self.taken += 1
+        if good.all():
+            return leaves
+        self.skipped += int((~good).sum())
+        return {name: leaf[good] for name, leaf in leaves.items()}
+
+    def get_state(self) -> dict[str, Any]:
+        """Where it stands, as JSON can hold it."""
+        return {"epoch": self.number, "batch": self.taken, "skipped": self.skipped, "data": self._records.facts()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from where another iterator over the same records stood.
+
+        Raises:
+          DataError: the records, the batch size or the order are others.
+        """
+        mine = self._records.facts()
+        other = [f"{name} was {was!r}, and is {mine.get(name)!r}" for name, was in state["data"].items() if mine.get(name) != was]
+        if other:
+            raise DataError(f"this state is of other data: {'; '.join(other)}.\n    cure: the files and options that it was taken with.")
+        self.close()
+        self._go(state["epoch"], state["batch"], state["skipped"])
+
+    def close(self) -> None:
+        """Let go of the threads that read ahead."""
+        close = getattr(self._made, "close", None)
+        if close is not None:
+            close()
+        self._made = None
+
+
+def tell_skipped(records: Any, epoch: int, skipped: int) -> None:
+    """Warn of records that an epoch did without."""
+    if skipped:
+        text = 'epoch %d did without %d of %d records, which could not be read (on_error="skip").'
+        logging.getLogger("spmd").warning(text, epoch + 1, skipped, records.examples)
+
+
+def ahead(tasks: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
+    """What tasks give, in their order, made ahead of time by so many threads; an error comes in its turn.
+
+    Example:
+      >>> list(ahead((lambda n=n: n * n for n in range(5)), 3))
+      [0, 1, 4, 9, 16]
+    """
+    if workers == 0:
+        for task in tasks:
+            yield task()
+        return
+    pool = concurrent.futures.ThreadPoolExecutor(workers, "spmd-data")
+    waiting: collections.deque[concurrent.futures.Future[T]] = collections.deque()
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(task))
+            if len(waiting) >= AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _some(paths: tuple[str, ...]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

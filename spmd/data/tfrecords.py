@@ -1,0 +1,168 @@
+"""TFRecord files of `tf.train.Example` as records, without TensorFlow; every checksum is checked."""
+
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spmd.data.crc import crc32c, masked
+from spmd.data.features import Feature, Parser
+from spmd.data.offsets import Offsets, found
+from spmd.data.records import Format, Reading, Records
+from spmd.errors import DataError, OptionError
+
+HEAD, TAIL = 12, 4  # bytes around a record: its length and the checksum of that; the checksum of its data
+ALIKE = 8  # records of one length after which it is tried whether many more have it
+TOGETHER = 1 << 16  # records whose heads are looked at together
+
+
+class TFRecordFiles(Format):
+    """Records of TFRecord files."""
+
+    what = "TFRecord file"
+
+    def __init__(self, offsets: Offsets, features: Mapping[str, Feature]):
+        self.paths, self.counts, self.bytes = offsets.paths, offsets.counts, sum(offsets.sizes)
+        self._offsets, self._parser = offsets, Parser(features)
+        self.fields = self._parser.fields()
+
+    def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+        """Records of one length together."""
+        raw, starts, ends = self._offsets.read(records)
+        lengths, bad = ends - starts, {}
+        leaves = {name: np.zeros((len(records), *field.shape), field.dtype) for name, field in self.fields.items()}
+        for length in np.unique(lengths).tolist():
+            at = np.flatnonzero(lengths == length)
+            frames = _frames(raw, starts[at], length)
+            data = frames[:, HEAD:-TAIL]
+            sound = frames[:, -TAIL:].copy().view("<u4")[:, 0] == masked(crc32c(data))
+            bad |= {int(one): "its checksum is not that of its data" for one in at[~sound]}
+            self._parser.read(data if sound.all() else data[sound], leaves, at[sound], bad)
+        return leaves, bad
+
+    def where(self, record: int) -> str:
+        """The file, the number of the record in it, and its first byte."""
+        path, number, start = self._offsets.place(record)
+        return f"{path}, record {number} (byte {start})"
+
+
+def tfrecord(
+    files: str | Path | Sequence[str | Path],
+    *,
+    features: Mapping[str, Feature],
+    batch_size: int,
+    shuffle: bool | int = True,
+    seed: int = 0,
+    workers: int = 0,
+    on_error: str = "stop",
+    index: str | Path | None = None,
+) -> Records:
+    """Batches of `tf.train.Example` records in TFRecord files, for `fit` or a loop of one's own.
+
+    Where each record begins is found once, by the lengths that stand before them. Files that are compressed as a whole are not read.
+
+    Args:
+      files: a pattern, a path, or several of them.
+      features: by name, `spmd.data.fixed` or `spmd.data.padded`; others that records have are left.
+      batch_size: records of a batch, over all processes.
+      shuffle: True, False, or a window of records that are mixed.
+      seed: decides the order.
+      workers: threads that read ahead; the batches do not depend on their number.
+      on_error: "stop", or "skip" for leaving out records that cannot be read; of a file whose lengths are damaged, all from there on.
+      index: a folder in which it is kept where records begin, so that the next run need not look. None: nothing is written.
+
+    Raises:
+      DataError: no file, or one that is cut off or damaged.
+
+    Example:
+      >>> import spmd
+      >>> spmd.data.tfrecord("train-*.tfrecord", features={"label": spmd.data.fixed((), "int32")}, batch_size=128)
+      Traceback (most recent call last):
+      spmd.errors.DataError: no file matches "train-*.tfrecord".
+      ...
+    """
+    if not isinstance(features, Mapping) or not features or not all(isinstance(one, Feature) for one in features.values()):
+        raise OptionError(f'features={features!r}.\n    cure: such as {{"label": spmd.data.fixed((), "int32")}}.')
+    reading = Reading(batch_size, shuffle, seed, workers, on_error)
+    skip = on_error == "skip"
+    return Records(TFRecordFiles(Offsets(found(files), lambda path: scan(path, skip=skip), f"tfrecord {skip}", index), features), reading)
+
+
+def _frames(raw: bytes, starts: np.ndarray, length: int) -> np.ndarray:
+    """uint8[n, length]: all bytes of records of one length."""
+    if len(starts) == 1 or (np.diff(starts) == length).all():
+        return np.frombuffer(raw, np.uint8, len(starts) * length, int(starts[0])).reshape(-1, length)
+    view = memoryview(raw)
+    return np.frombuffer(b"".join([view[start : start + length] for start in starts.tolist()]), np.uint8).reshape(-1, length)
+
+
+def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Where each record begins and ends, what stands around it included.
+
+    Raises:
+      DataError: the file is cut off, or a length is damaged: where the next record begins is not known then. With `skip` that is a warning,
+        and the file ends before it.
+    """
+    size = os.path.getsize(path)
+    if not size:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        starts, end = _walk(data, size)
+        heads = np.append(starts, end) if size - end >= HEAD else starts
+        wrong = _first_damaged(np.frombuffer(data, np.uint8), heads)
+    ends = np.append(starts[1:], end)[: len(starts)]
+    if wrong is None and end == size:
+        return starts, ends
+    count, at = (len(starts), end) if wrong is None else (wrong, int(heads[wrong]))
+    if wrong is None:
+        why = f"the file is cut off: {size - at} bytes are left of {size}, and the record there is longer"
+    else:
+        why = "the checksum of its length is not right: where the next record begins is not known"
+    if not skip:
+        cure = 'the file as it was written, or on_error="skip", which leaves out all from there on'
+        raise DataError(f"{path}, record {count} (byte {at}): {why}.\n    cure: {cure}.")
+    logging.getLogger("spmd").warning("%s, record %d (byte %d): %s. All from there on is left out.", path, count, at, why)
+    return starts[:count], ends[:count]
+
+
+def _walk(data: mmap.mmap, size: int) -> tuple[np.ndarray, int]:
+    """Records one after the other, by their lengths; and where the last one that is whole ends. Of one length, many are tried at once."""
+    pieces: list[np.ndarray] = []
+    starts: list[int] = []
+    length_at, at, before, alike = struct.Struct("<Q").unpack_from, 0, -1, 0
+    while at + HEAD + TAIL <= size:
+        (length,) = length_at(data, at)
+        frame = length + HEAD + TAIL
+        if at + frame > size:
+            break
+        alike = alike + 1 if length == before else 0
+        before = length
+        if alike < ALIKE:
+            starts.append(at)
+            at += frame
+            continue
+        heads = at + frame * np.arange(min(TOGETHER, (size - at) // frame))
+        same = _gathered(np.frombuffer(data, np.uint8), heads, 8).view("<u8")[:, 0] == length
+        run = len(same) if same.all() else int(same.argmin())
+        pieces += [np.array(starts, np.int64), heads[:run]]
+        starts, at = [], at + run * frame
+        alike = alike if run == len(same) else 0
+    return np.concatenate([*pieces, np.array(starts, np.int64)]).astype(np.int64), at
+
+
+def _first_damaged(data: np.ndarray, starts: np.ndarray) -> int | None:
+    """The first record whose length is not what its checksum says."""
+    for first in range(0, len(starts), TOGETHER):
+        heads = _gathered(data, starts[first : first + TOGETHER], HEAD)
+        right = heads[:, 8:].copy().view("<u4")[:, 0] == masked(crc32c(heads[:, :8]))
+        if not right.all():
+            return first + int(right.argmin())
+    return None
+
+
+def _gathered(data: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    return data[starts[:, None] + np.arange(length)]

@@ -1,0 +1,149 @@
+"""CSV files: what is inferred, what is a field, and what is wrong on which line."""
+
+import numpy as np
+import pytest
+import written
+
+import spmd
+from spmd.data import csv_files
+from spmd.data.numerals import decimals
+from spmd.errors import DataError, OptionError
+
+
+def read(path, **options):
+    """All rows, in their order."""
+    data = spmd.data.csv(path, **{"batch_size": 100, "shuffle": False, **options})
+    return {name: np.concatenate([batch[name] for batch in list(data)]) for name in data.fields}
+
+
+ODD = ["0", "-0", "+5", "007", "1.5", ".5", "5.", "-1.25", "123456789.123456789", "9007199254740993", "1e5", "-2.5E-3", "1" * 25, "nan",
+       "inf", " 7 ", "0.1", "0.30000000000000004", "3.4028236e38", "1.7976931348623157e308", "4.9e-324"]  # fmt: skip
+
+
+def test_numbers_are_what_python_reads():
+    texts = [*ODD, *(f"{value:.{digits}f}" for value in np.random.default_rng(0).normal(size=200) * 1e3 for digits in (0, 3, 9))]
+    raw, ends = ",".join(texts).encode(), np.cumsum([len(text) + 1 for text in texts]) - 1
+    values, whole, sound = decimals(np.frombuffer(raw, np.uint8), np.concatenate([[0], ends[:-1] + 1]), ends)
+    for text, value, is_whole, is_sound in zip(texts, values.tolist(), whole.tolist(), sound.tolist(), strict=True):
+        if is_sound:
+            assert value.hex() == float(text).hex(), text
+            assert is_whole == text.strip("+-").isdigit()
+    assert sound[len(ODD) :].all() and not sound[ODD.index("1e5")] and not sound[ODD.index("nan")]
+    for text in ("-", ".", "+.", "1-5", "--5", "1.2.3", "abc", "", "5-", "1 2"):
+        assert not decimals(np.frombuffer(text.encode() + b"\n", np.uint8), np.array([0]), np.array([len(text)]))[2][0], text
+
+
+def test_a_column_of_odd_numbers(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ODD, "x")
+    assert np.array_equal(read(path, types={"x": "float64"})["x"], np.array([float(text) for text in ODD]), equal_nan=True)
+
+
+def test_types_are_inferred_and_shown(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ["1,2.5,cat", "2,3,dog", "3000000000,,cat"], "whole,real,kind")
+    data = spmd.data.csv(path, batch_size=2, categories={"kind": ["cat", "dog"]}, defaults={"real": -1.0})
+    assert repr(data).splitlines()[1:] == ["    whole  int64[]", "    real   float32[]", "    kind   int32[]"]
+    found = read(path, categories={"kind": ["cat", "dog"]}, defaults={"real": -1.0})
+    assert found["whole"].tolist() == [1, 2, 3000000000] and found["real"].tolist() == [2.5, 3, -1] and found["kind"].tolist() == [0, 1, 0]
+
+
+def test_quotes_newlines_and_other_separators(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbfx;word\r\n1;"a;b"\r\n\r\n2;"two\nlines"\r\n3;"say ""so"""\r\n4;plain')
+    words = ["a;b", "two\nlines", 'say "so"', "plain"]
+    found = read(path, separator=";", categories={"word": words})
+    assert found["x"].tolist() == [1, 2, 3, 4] and found["word"].tolist() == [0, 1, 2, 3]
+    assert read(path, separator=";", columns=["x"], batch_size=1)["x"].tolist() == [1, 2, 3, 4]
+
+
+def test_records_are_found_across_pieces_of_a_file(tmp_path, monkeypatch):
+    path = written.csv(tmp_path / "a.csv", [f'{at},"a\n{at}"' if at % 3 else f"{at},b" for at in range(50)], "x,y")
+    whole = csv_files._scan(str(path), header=True)
+    for size in (1, 2, 7, 64):
+        monkeypatch.setattr(csv_files, "CHUNK", size)
+        assert [found.tolist() for found in csv_files._scan(str(path), header=True)] == [found.tolist() for found in whole]
+    assert len(whole[0]) == 50 and read(path, columns=["x"])["x"].tolist() == list(range(50))
+
+
+def test_a_line_with_too_few_fields_is_named(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ['1,2,"line\nbreak"', "3,4,b", "5,6", "7,8,9,10"])
+    options = {"columns": ["age"], "batch_size": 2, "shuffle": False}
+    with pytest.raises(DataError) as raised:
+        list(spmd.data.csv(path, **options))
+    assert str(raised.value).startswith(f"{path}, line 5: 2 fields, and the header names 3 (1 more of this batch cannot be read either.)")
+    path = written.csv(tmp_path / "b.csv", ["1,2,3", "4,5,6", "5,6", "7,8,9"])  # no quotes, and as many separators as there should be
+    assert [len(batch["age"]) for batch in spmd.data.csv(path, on_error="skip", **options)] == [2, 1]
+    path = written.csv(tmp_path / "c.csv", ["1,2,3", "4,5", "5,6,7,8", "7,8,9"])
+    assert read(path, on_error="skip")["age"].tolist() == [1, 7]
+
+
+BAD = {
+    "no number": ("1,x,3", r"line 3: column \"height\" has 'x', which is not a number"),
+    "no value": ("1,,3", r"line 3: column \"height\" has no value; defaults=\{\"height\": ...\} would give it one"),
+    "a fraction": ("1.5,2,3", r"line 3: column \"age\" has '1.5', which is not a whole number; types=\{\"age\": \"float32\"\}"),
+    "too large": ("3000000000,2,3", r"line 3: column \"age\" has 3000000000, which int32 does not hold"),
+    "not UTF-8": ("\udcff,2,3", r"line 3: 'utf-8' codec can't decode"),
+}
+
+
+@pytest.mark.parametrize("quoted", [False, True], ids=["fast", "with quotes"])
+@pytest.mark.parametrize("line, text", BAD.values(), ids=BAD.keys())
+def test_what_is_wrong_is_named(tmp_path, line, text, quoted):
+    path = tmp_path / "a.csv"
+    lines = ["age,height,kind", '1,2.5,"3"' if quoted else "1,2.5,3", line, "4,5.5,6"]
+    path.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
+    options = {"batch_size": 3, "types": {"age": "int32", "height": "float32", "kind": "int32"}}
+    with pytest.raises(DataError, match=text):
+        list(spmd.data.csv(path, **options))
+    assert sorted(next(iter(spmd.data.csv(path, on_error="skip", **options)))["age"].tolist()) == [1, 4]
+
+
+def test_files_that_are_no_data(tmp_path):
+    written.csv(tmp_path / "a.csv", ["1,2"], "x,y")
+    cases = [
+        ("none-*.csv", {}, r"no file matches .*none-\*.csv.*\n    cure: another pattern; the folder .* holds a.csv"),
+        ("a.csv", {"columns": ["z"]}, r'columns: there is no column "z"'),
+        ("a.csv", {"defaults": {"X": 1}}, 'defaults: there is no column "X"'),
+        ("a.csv", {"defaults": {"x": 1.5}}, r'"x" is 1.5, and the column is int32'),
+        ("a.csv", {"separator": ",,"}, "one letter"),
+        ("a.csv", {"types": {"x": "flt"}}, "float32"),
+    ]
+    for name, content in {"empty.csv": "", "header.csv": "x,y\n", "other.csv": "x,z\n1,2\n", "twice.csv": "x,x\n1,2\n",
+                          "open.csv": 'x,y\n1,2\n3,"4\n5,6\n', "text.csv": "x,y\n1,cat\n2,dog\n"}.items():  # fmt: skip
+        (tmp_path / name).write_text(content)
+    cases += [
+        ("empty.csv", {}, "all files are empty"),
+        ("header.csv", {}, "no CSV file has a record below its header"),
+        ("[ao]*.csv", {}, r"other.csv has columns x, z; .*a.csv has x, y|open.csv, line 3: a quote that is never closed"),
+        ("twice.csv", {}, "names x twice"),
+        ("open.csv", {}, "open.csv, line 3: a quote that is never closed"),
+        ("text.csv", {}, r"column \"y\" holds text, such as 'cat', and no numbers .*\n    cure: categories=\{\"y\": \['cat', 'dog'\]\}"),
+    ]
+    for name, options, text in cases:
+        with pytest.raises((DataError, OptionError), match=text):
+            spmd.data.csv(tmp_path / name, batch_size=1, **options)
+    (tmp_path / "b.csv").write_text("")  # an empty file among others has no records, and nothing to say
+    assert spmd.data.csv([tmp_path / "b.csv", tmp_path / "a.csv"], batch_size=1).examples == 1
+
+
+def test_files_without_a_header(tmp_path):
+    (tmp_path / "a.csv").write_text("1,2\n3,4\n")
+    assert read(tmp_path / "a.csv", names=["a", "b"])["b"].tolist() == [2, 4]
+
+
+def test_an_index_is_kept_where_it_is_asked_to_be_and_nowhere_else(tmp_path, monkeypatch):
+    path = written.csv(tmp_path / "a.csv", [f"{at},0" for at in range(9)], "x,y")
+    first = read(path, index=tmp_path / "kept")
+    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["a.csv"] and len(list((tmp_path / "kept").iterdir())) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(csv_files, "_scan", None)  # it is not asked again
+        assert read(path, index=tmp_path / "kept")["x"].tolist() == first["x"].tolist()
+    written.csv(path, ["1,2"], "x,y")  # a file that was changed is looked at anew
+    assert read(path, index=tmp_path / "kept")["x"].tolist() == [1]
+
+
+def test_a_file_that_has_shrunk_is_told(tmp_path):
+    path = written.csv(tmp_path / "a.csv", [f"{at},0" for at in range(9)], "x,y")
+    data = spmd.data.csv(path, batch_size=9)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"a.csv has 36 bytes, and had 40 when it was indexed"):
+        next(iter(data))

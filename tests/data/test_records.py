@@ -1,0 +1,249 @@
+"""Records of files: their order, where they stand, who reads which, and what becomes of those that cannot be read."""
+
+import json
+import logging
+import pickle
+
+import numpy as np
+import pytest
+import written
+from linear import fit, same
+
+import spmd
+from spmd.data.loader import RecordSource, source
+from spmd.data.order import Order
+from spmd.errors import DataError, OptionError
+
+ROWS = 50
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three CSV files; x is the number of the record, y the half of it."""
+    for number, (first, end) in enumerate([(0, 20), (20, 21), (21, ROWS)]):
+        written.csv(tmp_path / f"part-{number}.csv", [f"{at},{at / 2}" for at in range(first, end)], "x,y")
+    return tmp_path
+
+
+def records(folder, **options):
+    return spmd.data.csv(folder / "part-*.csv", **{"batch_size": 8, "seed": 3, **options})
+
+
+def numbers(batches):
+    return [batch["x"].tolist() for batch in batches]
+
+
+def flat(batches):
+    return [number for batch in batches for number in batch]
+
+
+# order ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shuffle", [True, False, 2, 16, 49, 1000])
+def test_every_record_comes_once_per_epoch(folder, shuffle):
+    data = records(folder, shuffle=shuffle)
+    epochs = [flat(numbers(data.epoch(number))) for number in range(3)]
+    assert all(sorted(order) == list(range(ROWS)) for order in epochs)
+    assert len({tuple(order) for order in epochs}) == (1 if shuffle is False else 3)
+
+
+def test_all_shuffled_is_the_order_of_arrays(folder):
+    arrays = source({"x": np.arange(ROWS)}, batch_size=8, shuffle=True, seed=3)
+    for epoch in (0, 5):
+        assert flat(numbers(records(folder).epoch(epoch))) == arrays.order(epoch).tolist()
+
+
+def test_a_window_mixes_and_reads_in_runs():
+    """Within 160 records there are runs of 10 neighbours; none is torn over more than two windows."""
+    order = Order(1600, 160, seed=0).epoch(0)
+    windows = [set(order[first : first + 160] // 10) for first in range(0, 1600, 160)]
+    assert all(len(runs) == 16 for runs in windows)
+    assert np.abs(np.diff(order[:160])).mean() > 100  # and they are far from each other
+    assert len(set(Order(1600, True, seed=0).epoch(0)[:160] // 10)) > 60  # without a window there are more runs
+
+
+# position ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("taken", [0, 1, 4, 6, 7])
+def test_going_on_from_a_state_is_never_having_stopped(folder, workers, taken):
+    whole = numbers(records(folder).epoch(2))
+    batches = records(folder, workers=workers).epoch(2)
+    head = [next(batches)["x"].tolist() for _ in range(taken)]
+    state = json.loads(json.dumps(batches.get_state()))
+    batches.close()
+    rest = iter(records(folder, workers=3 - workers))
+    rest.set_state(state)
+    assert head + numbers(rest) == whole
+
+
+def test_a_state_of_other_data_is_refused(folder):
+    state = iter(records(folder)).get_state()
+    with pytest.raises(DataError, match=r"seed was 3, and is 4; .*|.*seed was 3, and is 4\.") as raised:
+        iter(records(folder, seed=4)).set_state(state)
+    assert "batch_size" not in str(raised.value)
+
+
+def parts(reader, size, epoch=1, start=0):
+    """What several processes put together, each from its own rows of every full batch; a short one each reads whole."""
+    made = []
+    for rank in range(size):
+        part = RecordSource(reader)
+        part.here = np.arange(8).reshape(size, -1)[rank] if size > 1 else None
+        made.append(list(part.epoch(epoch, start)))
+    for batches in zip(*made, strict=True):
+        rows = batches[0].rows
+        own = [np.arange(8).reshape(size, -1)[rank] if size > 1 and rows == 8 else np.arange(rows) for rank in range(size)]
+        whole = np.zeros(rows, np.int32)
+        for batch, here in zip(batches, own, strict=True):
+            whole[here] = batch.leaves["x"][here]
+        yield whole.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("start", [0, 3])
+def test_batches_are_the_same_in_any_number_of_processes(folder, size, start):
+    """And from any position: it is the number of batches."""
+    assert list(parts(records(folder, workers=size % 3), size, start=start)) == numbers(records(folder).epoch(1))[start:]
+
+
+def test_a_process_reads_its_own_rows_only(folder):
+    data, read = records(folder), []
+    wanted = data.format.read
+    data.format.read = lambda ids: read.append(len(ids)) or wanted(ids)
+    half = RecordSource(data)
+    half.here = np.arange(4)
+    batches = list(half.epoch(0))
+    assert read == [4] * 6 + [2]
+    assert not batches[0].leaves["x"][4:].any() and batches[0].leaves["x"][:4].all()
+
+
+def test_records_go_to_other_processes(folder):
+    data = records(folder)
+    list(data)
+    assert numbers(pickle.loads(pickle.dumps(data))) == numbers(data)
+
+
+# training ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(44, 16)).astype(np.float32)
+    y = x[:, 0] - 2 * x[:, 1]
+    names = [f"x{at}" for at in range(16)]
+    lines = [",".join(map(repr, map(float, [*row, label]))) for row, label in zip(x, y, strict=True)]
+    path = written.csv(tmp_path / "table.csv", lines, ",".join([*names, "y"]))
+    options = {"columns": {"x": names, "y": ["y"]}, "batch_size": 16}
+    return path, options, {"x": x, "y": y[:, None]}
+
+
+def test_training_on_a_file_is_training_on_its_arrays(table):
+    path, options, arrays = table
+    data = spmd.data.csv(path, workers=2, **options)
+    assert data.fields["x"].shape == (16,)
+    by_file, by_array = fit(data, epochs=2), fit(arrays, batch_size=16, epochs=2)
+    assert len(by_file.history) == 6 and same(by_file.state, by_array.state)
+    assert by_file.evaluate(data) == by_array.evaluate(data)
+    assert not same(fit(spmd.data.csv(path, seed=1, **options), epochs=2).state, by_array.state)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_stopped_and_resumed_is_never_stopped(table, tmp_path, stop):
+    path, options, _ = table
+    whole = fit(spmd.data.csv(path, **options), epochs=3)
+    fit(spmd.data.csv(path, workers=2, **options), steps=stop, checkpoint=tmp_path / "run")
+    rest = fit(spmd.data.csv(path, **options), epochs=3, checkpoint=tmp_path / "run", resume=True)
+    assert same(rest.state, whole.state) and int(rest.state.step) == 9
+    assert rest.history["loss"] == whole.history["loss"][stop:]
+
+
+def test_other_files_are_not_gone_on_with(table, tmp_path):
+    path, options, _ = table
+    fit(spmd.data.csv(path, **options), steps=1, checkpoint=tmp_path / "run")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-3]))
+    with pytest.raises(spmd.errors.CheckpointError, match="examples"):
+        fit(spmd.data.csv(path, **options), epochs=1, checkpoint=tmp_path / "run", resume=True)
+
+
+def test_fit_says_what_does_not_fit(table):
+    path, options, _ = table
+    data = spmd.data.csv(path, **options)
+    with pytest.raises(OptionError, match="batch_size=8, but the records come in batches of 16"):
+        fit(data, batch_size=8, epochs=1)
+    with pytest.raises(DataError, match="fewer than one batch of 64"):
+        fit(spmd.data.csv(path, **{**options, "batch_size": 64}), epochs=1)
+
+
+# records that cannot be read -----------------------------------------------------------------------------------------
+
+
+def damaged(table):
+    """Records 5 and 40 have no number."""
+    path, _, _ = table
+    lines = path.read_text().splitlines()
+    for record in (5, 40):
+        lines[record + 1] = "x" + lines[record + 1]
+    path.write_text("\n".join(lines))
+
+
+def test_the_first_that_cannot_be_read_ends_the_run(table):
+    damaged(table)
+    path, options, _ = table
+    with pytest.raises(DataError, match=r"table.csv, line 7: column \"x0\" has 'x0\.\d+', which is not a number") as raised:
+        fit(spmd.data.csv(path, shuffle=False, types={"x0": "float32"}, **options), epochs=1)
+    assert "cure: mend the file, or on_error=" in str(raised.value)
+
+
+def test_skipped_records_have_no_weight_and_are_counted(table, caplog):
+    damaged(table)
+    path, options, arrays = table
+    data = spmd.data.csv(path, shuffle=False, types={"x0": "float32"}, on_error="skip", workers=2, **options)
+    with caplog.at_level(logging.WARNING, "spmd"):
+        result = fit(data, epochs=1)
+    assert "epoch 1 did without 2 of 44 records" in caplog.text
+    kept = np.delete(arrays["y"][:16], 5, axis=0)
+    losses = result.history["loss"]
+    assert losses[0] == pytest.approx(np.mean(kept**2), rel=1e-6)  # parameters are zeros at the first step
+    assert losses[0] != pytest.approx(np.mean(arrays["y"][:16] ** 2), rel=1e-3)
+    assert len(losses) == 3
+    batches = iter(data)
+    assert [len(batch["x"]) for batch in batches] == [15, 16, 11]
+
+
+def test_skips_are_in_the_state(table, caplog):
+    damaged(table)
+    path, options, _ = table
+    options = {**options, "shuffle": False, "types": {"x0": "float32"}, "on_error": "skip"}
+    batches = iter(spmd.data.csv(path, **options))
+    next(batches)
+    state = batches.get_state()
+    assert state["skipped"] == 1 and state["batch"] == 1
+    rest = iter(spmd.data.csv(path, **options))
+    rest.set_state(state)
+    with caplog.at_level(logging.WARNING, "spmd"):
+        list(rest)
+    assert "without 2 of 44" in caplog.text
+
+
+def test_skipping_wants_a_loss_that_can_leave_rows_out(table):
+    damaged(table)
+    path, options, _ = table
+    data = spmd.data.csv(path, shuffle=False, types={"x0": "float32"}, on_error="skip", **options)
+    with pytest.raises(DataError, match="1 of the 16 records of a batch were skipped, and neither a loss that gives one number"):
+        fit(data, epochs=1, loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean())
+
+
+def test_options_that_cannot_be_meant(folder):
+    for options, text in [
+        ({"batch_size": 0}, "batch_size=0: a whole number from 1"),
+        ({"workers": -1}, "workers=-1"),
+        ({"shuffle": 1}, "shuffle=1 is an int"),
+        ({"shuffle": "yes"}, "shuffle='yes' is a str"),
+        ({"on_error": "skp"}, 'did you mean "skip"'),
+    ]:
+        with pytest.raises(OptionError, match=text):
+            records(folder, **options)

@@ -1,0 +1,237 @@
+"""TFRecord and ArrayRecord files: features read many at once and one at a time, and records that are damaged."""
+
+import logging
+
+import numpy as np
+import pytest
+import written
+from linear import fit
+
+import spmd
+from spmd.data import tfrecords
+from spmd.data.crc import crc32c, masked
+from spmd.errors import DataError, OptionError
+
+ROWS = 40
+FEATURES = {"x": spmd.data.fixed((2, 2), "float32"), "y": spmd.data.fixed((), "int32"), "raw": spmd.data.fixed((3,), "uint8")}
+
+
+def example(at, **options):
+    return written.example(x=np.arange(4, dtype=np.float32) + at, y=[at * 100 - 300], raw=bytes([at, 1, 2]), **options)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Whole numbers of one to ten bytes, so that records have several lengths, and are built in several ways."""
+    return written.tfrecord(tmp_path / "a.tfrecord", [example(at, packed=at % 5 != 0) for at in range(ROWS)])
+
+
+def read(path, features=None, **options):
+    options = {"batch_size": 16, "shuffle": False, **options}
+    data = spmd.data.tfrecord(path, features=FEATURES if features is None else features, **options)
+    batches = list(data)
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in data.fields}
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 64, 100, 1001])
+def test_checksums_are_those_made_bit_by_bit(length):
+    rows = np.random.default_rng(length).integers(0, 256, (3, length), dtype=np.uint8)
+    assert masked(crc32c(rows)).tolist() == [written.crc(row.tobytes()) for row in rows]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_features_are_read(path, workers):
+    found = read(path, workers=workers)
+    assert found["y"].tolist() == [at * 100 - 300 for at in range(ROWS)]
+    assert np.array_equal(found["x"], [(np.arange(4, dtype=np.float32) + at).reshape(2, 2) for at in range(ROWS)])
+    assert found["raw"][:, 0].tolist() == list(range(ROWS))
+
+
+def test_what_is_not_asked_for_may_be_anything(tmp_path):
+    records = [written.example(y=[at], name=b"n" * (at % 3), more=[at] * (at % 2)) for at in range(9)]
+    path = written.tfrecord(tmp_path / "a.tfrecord", records)
+    assert read(path, {"y": spmd.data.fixed((), "int64")})["y"].tolist() == list(range(9))
+
+
+def test_whole_numbers_of_all_sizes(tmp_path):
+    values = [0, -1, 127, 128, 2**31 - 1, -(2**31), 2**62, -(2**63), 2**63 - 1, 300]
+    path = written.tfrecord(tmp_path / "a.tfrecord", [written.example(y=[one, other]) for one in values for other in values])
+    assert read(path, {"y": spmd.data.fixed((2,), "int64")})["y"].tolist() == [[one, other] for one in values for other in values]
+
+
+def test_defaults_decoding_and_padding(tmp_path):
+    records = [written.example(text=bytes(range(at)), tokens=list(range(at)), **({"w": [0.5]} if at % 2 else {})) for at in range(5)]
+    path = written.tfrecord(tmp_path / "a.tfrecord", records)
+    features = {
+        "w": spmd.data.fixed((), "float32", default=2.0),
+        "text": spmd.data.fixed((), "int32", decode=lambda raw: np.int32(sum(raw))),
+        "tokens": spmd.data.padded(4, "int32", fill=-1),
+    }
+    found = read(path, features)
+    assert found["w"].tolist() == [2, 0.5, 2, 0.5, 2] and found["text"].tolist() == [0, 0, 1, 3, 6]
+    assert found["tokens"].tolist() == [[-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1], [0, 1, 2, -1], [0, 1, 2, 3]]
+    assert found["tokens_mask"].sum(axis=1).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(DataError, match=r'a.tfrecord, record 4 \(byte \d+\): feature "tokens" has 4 numbers, and is padded to 3'):
+        read(path, {"tokens": spmd.data.padded(3, "int32")})
+
+
+WRONG = {
+    "no such feature": ({"z": spmd.data.fixed((), "int32")}, r'there is no feature "z"; it has raw, x, y'),
+    "another kind": ({"y": spmd.data.fixed((), "float32")}, 'feature "y" holds whole numbers, and float32 is wanted'),
+    "another shape": ({"x": spmd.data.fixed((5,), "float32")}, r'feature "x" has 4 numbers, and shape \[5\] needs 5'),
+    "too large": ({"y": spmd.data.fixed((), "uint8")}, 'feature "y" has -300, which uint8 does not hold'),
+    "bytes that do not divide": ({"raw": spmd.data.fixed((1,), "int16")}, 'feature "raw" has 3 bytes, which are no int16'),
+    "a decoder that fails": ({"raw": spmd.data.fixed((), "int32", decode=lambda raw: 1 // 0)}, 'decode of "raw" raises ZeroDivisionError'),
+    "a decoder of other shapes": (
+        {"raw": spmd.data.fixed((), "int32", decode=lambda raw: [1])},
+        r'decode of "raw" gives int64\[1\]; int32\[\] is',
+    ),
+}
+
+
+@pytest.mark.parametrize("features, text", WRONG.values(), ids=WRONG.keys())
+def test_features_that_do_not_fit_are_told(path, features, text):
+    with pytest.raises(DataError, match=r"a.tfrecord, record 0 \(byte 0\): " + text):
+        read(path, features)
+
+
+def starts(path):
+    return tfrecords.scan(str(path))[0].tolist()
+
+
+def test_a_flipped_bit_is_named_and_skipped(path, caplog):
+    at, raw = starts(path)[17], bytearray(path.read_bytes())
+    raw[at + 30] ^= 4
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=rf"a.tfrecord, record 17 \(byte {at}\): its checksum is not that of its data\n    cure: "):
+        read(path)
+    with caplog.at_level(logging.WARNING, "spmd"):
+        assert read(path, on_error="skip")["raw"][:, 0].tolist() == [one for one in range(ROWS) if one != 17]
+    assert "epoch 1 did without 1 of 40 records" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["cut in a record", "cut in a head", "a length", "a large length"])
+def test_where_the_next_record_is_not_known_the_place_is(path, damage, caplog):
+    at, raw = starts(path)[17], bytearray(path.read_bytes())
+    if damage.startswith("cut"):
+        raw = raw[: at + (30 if damage == "cut in a record" else 5)]
+    else:
+        raw[at + (0 if damage == "a length" else 6)] ^= 16
+    path.write_bytes(raw)
+    text = "the file is cut off" if damage.startswith("cut") else "the checksum of its length is not right"
+    with pytest.raises(DataError, match=rf"a.tfrecord, record 17 \(byte {at}\): {text}"):
+        read(path)
+    with caplog.at_level(logging.WARNING, "spmd"):
+        assert len(read(path, on_error="skip")["y"]) == 17
+    assert "record 17" in caplog.text and "All from there on is left out" in caplog.text
+
+
+def test_records_of_one_length_are_found_many_at_once(tmp_path, monkeypatch):
+    sizes = [5] * 30 + [6] + [5] * 3 + [7] * 40
+    path = written.tfrecord(tmp_path / "a.tfrecord", [b"z" * size for size in sizes])
+    expected = np.cumsum([0, *(size + 16 for size in sizes)])
+    for together in (1, 4, 1 << 16):
+        monkeypatch.setattr(tfrecords, "TOGETHER", together)
+        found = tfrecords.scan(str(path))
+        assert found[0].tolist() == expected[:-1].tolist() and found[1].tolist() == expected[1:].tolist()
+
+
+def test_files_without_records(tmp_path):
+    (tmp_path / "a.tfrecord").write_bytes(b"")
+    with pytest.raises(DataError, match="no TFRecord file has a record"):
+        read(tmp_path / "a.tfrecord")
+    (tmp_path / "b.tfrecord").write_bytes(written.framed(b"\xff\xff"))
+    with pytest.raises(DataError, match=r"b.tfrecord, record 0 \(byte 0\): its bytes are no tf.train.Example"):
+        read(tmp_path / "?.tfrecord")
+
+
+# buckets -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sequences(tmp_path):
+    records = [written.example(tokens=list(range(at % 9)), at=[at]) for at in range(ROWS)]
+    features = {"tokens": spmd.data.padded(8, "int32"), "at": spmd.data.fixed((), "int32")}
+    return spmd.data.tfrecord(written.tfrecord(tmp_path / "a.tfrecord", records), features=features, batch_size=4, seed=1, workers=2)
+
+
+def test_buckets_are_as_long_as_they_have_to_be(sequences):
+    made = spmd.data.buckets(sequences, "tokens", [2, 5, 8])
+    batches = list(made.epoch(1))
+    assert len(batches) == len(made) and sorted(np.concatenate([batch["at"] for batch in batches])) == list(range(ROWS))
+    for batch in batches:
+        length = batch["tokens"].shape[1]
+        assert batch["tokens_mask"].shape == batch["tokens"].shape
+        assert {2: 0, 5: 3, 8: 6}[length] <= (batch["at"] % 9).min() and (batch["at"] % 9).max() <= length
+    lengths = [batch["tokens"].shape[1] for batch in batches]
+    assert lengths not in (sorted(lengths), sorted(lengths, reverse=True))  # short and long ones are mixed
+    middle = made.epoch(1)
+    _ = [next(middle) for _ in range(3)]
+    rest = iter(spmd.data.buckets(sequences, "tokens", [2, 5, 8]))
+    rest.set_state(middle.get_state())
+    assert [batch["at"].tolist() for batch in rest] == [batch["at"].tolist() for batch in batches[3:]]
+
+
+def test_buckets_that_do_not_fit_are_told(sequences):
+    with pytest.raises(DataError, match=r'record 8 .*"tokens" has 8 numbers, and the longest bucket 5'):
+        spmd.data.buckets(sequences, "tokens", [2, 5])
+    for name, lengths, text in [
+        ("at", [2], "no padded feature; there are: tokens"),
+        ("tokens", [5, 2], "that grow"),
+        ("tokens", [9], "padded to 8"),
+    ]:
+        with pytest.raises(OptionError, match=text):
+            spmd.data.buckets(sequences, name, lengths)
+    with pytest.raises(OptionError, match="batches of 3 lengths, and a step is compiled for one"):
+        fit(spmd.data.buckets(sequences, "tokens", [2, 5, 8]), epochs=1)
+
+
+# ArrayRecord ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def array_records(tmp_path):
+    from array_record.python import array_record_module
+
+    for part in range(2):
+        writer = array_record_module.ArrayRecordWriter(str(tmp_path / f"{part}.array_record"), "group_size:1")
+        for at in range(part * 20, part * 20 + 20):
+            writer.write(example(at))
+        writer.close()
+    return tmp_path / "*.array_record"
+
+
+def test_array_records_by_features_and_by_a_function(array_records, path):
+    options = {"batch_size": 16, "seed": 5, "workers": 2}
+    by_features = list(spmd.data.array_record(array_records, features=FEATURES, **options))
+    as_tfrecord = list(spmd.data.tfrecord(path, features=FEATURES, **options))
+    by_function = list(
+        spmd.data.array_record(array_records, decode=lambda raw: {"size": np.int32(len(raw)), "first": np.arange(3)}, **options)
+    )
+    for one, other in zip(by_features, as_tfrecord, strict=True):
+        assert all(np.array_equal(one[name], other[name]) for name in FEATURES)
+    assert [len(batch["size"]) for batch in by_function] == [16, 16, 8]
+    assert set(np.concatenate([batch["size"] for batch in by_function]).tolist()) == {len(example(at)) for at in range(ROWS)}
+
+
+def test_array_records_that_differ_are_named_or_padded(array_records):
+    grow = lambda raw: {"tokens": np.arange(len(raw) % 4, dtype=np.int32)}
+    options = {"decode": grow, "batch_size": 40, "shuffle": False}
+    with pytest.raises(
+        DataError, match=r'0.array_record, record \d+: decode gives int32\[\d\] for "tokens", and int32\[\d\] for the first'
+    ):
+        next(iter(spmd.data.array_record(array_records, **options)))
+    found = next(iter(spmd.data.array_record(array_records, pad={"tokens": spmd.data.padded(3, "int32", fill=9)}, **options)))
+    assert found["tokens"].shape == (40, 3) and found["tokens_mask"].sum(axis=1).tolist() == [len(example(at)) % 4 for at in range(ROWS)]
+    with pytest.raises(DataError, match=r"1.array_record, record 3: decode raises ValueError: no"):
+        seen = iter(range(100))
+        fails = lambda raw: grow(b"") if next(seen) != 24 else (_ for _ in ()).throw(ValueError("no"))  # one call is for the shapes
+        next(iter(spmd.data.array_record(array_records, **{**options, "decode": fails})))
+
+
+def test_what_is_no_array_record(array_records, tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    with pytest.raises(DataError, match=r"a.txt is no ArrayRecord file"):
+        spmd.data.array_record(tmp_path / "a.txt", decode=len, batch_size=1)
+    with pytest.raises(OptionError, match="both given"):
+        spmd.data.array_record(array_records, decode=len, features=FEATURES, batch_size=1)

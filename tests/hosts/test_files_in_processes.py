@@ -1,0 +1,32 @@
+"""Records of files in one process and in two: the same batches, the same bits, and positions that each goes on from."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launched import launch
+
+JOB = Path(__file__).parent / "files_job.py"
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does_and_go_on_from_each_other(tmp_path):
+    """On two devices each sum is of two numbers, so bits are equal; 30 rows, of which 2 cannot be read, in batches of 8."""
+    rng = np.random.default_rng(0)
+    rows = [",".join(map(str, rng.integers(-8, 8, 4) / 8)) + f",{at % 4}" for at in range(30)]
+    for at in (5, 18):
+        rows[at] = "oops" + rows[at]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["x0,x1,x2,x3,y", *rows]) + "\n")
+
+    def run(processes, folder, steps=0):
+        found = launch("--processes", processes, "--simulate", 2 // processes, JOB, path, tmp_path / folder, steps)
+        assert found.code == 0, found.text
+        return found
+
+    one, two = run(1, "one"), run(2, "two")
+    assert set(one.hashes) == set(two.hashes) and one.hashes[0][1] == "8"
+    assert "did without 2 of 30 records" in one.text
+    run(2, "from two", steps=3)
+    run(1, "from one", steps=6)
+    assert set(run(1, "from two").hashes) == set(run(2, "from one").hashes) == set(one.hashes)
