@@ -13,6 +13,7 @@ from spmd.api import Result
 from spmd.errors import OptionError
 from spmd.run.history import History
 from spmd.run.sketch import spark
+from spmd.serve.ensemble import Ensemble
 from spmd.trials.study import Trial
 
 
@@ -71,6 +72,17 @@ class Sweep:
     best: Sequence[Tried]
     measure: tuple[str, str]
     programs: int
+
+    def ensemble(self, top: int | None = None, **options: Any) -> Ensemble:
+        """The best trials, or the first `top` of them, as one that answers together; options are those of `spmd.Ensemble`.
+
+        Raises:
+          OptionError: so many were not kept.
+        """
+        count = len(self.best) if top is None else top
+        if not 1 <= count <= len(self.best):
+            raise OptionError(f"top={top}, and the arrays of {len(self.best)} trials were kept.\n    cure: fewer; or sweep(keep=...).")
+        return Ensemble({f"trial {tried.number}": tried.result() for tried in self.best[:count]}, **options)
 
     def rows(self) -> list[dict[str, Any]]:
         """The table, a dict for each trial, the best first; those that were dropped after those that were not."""

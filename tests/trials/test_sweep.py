@@ -224,6 +224,17 @@ def test_the_table_has_every_trial_the_best_first():
     assert found.best[0].number == rows[0]["trial"]
 
 
+def test_the_best_answer_together():
+    found = sweep(space={**RATES, "seed": range(9)}, keep=2, epochs=1)
+    together, test = found.ensemble(), labelled(50, 1)
+    assert together.names == tuple(f"trial {tried.number}" for tried in found.best) and len(found.ensemble(top=1)) == 1
+    both = np.stack([np.asarray(jax.nn.softmax(tried.result().predict(test["x"]))) for tried in found.best])
+    assert np.allclose(together.predict(test["x"]), both.mean(0), atol=1e-6)
+    for top in (0, 3):
+        with pytest.raises(OptionError, match=f"top={top}, and the arrays of 2 trials were kept"):
+            found.ensemble(top=top)
+
+
 def test_the_largest_may_be_the_best():
     found = sweep(score="eval_accuracy", mode="max", epochs=1)
     assert (
