@@ -158,10 +158,10 @@ class Program:
         kind = ServedStep if exchange.asynchronous else LocalStep if exchange.local else Step
         return kind(model, self._train, optimizer, resolved, exchange, self._packed, parts, **more)
 
-    def several(self, each: Callable, *trees: Tree) -> Tree:
-        """`each` over dim 0 of trees, for members of one program: side by side; convolutions, which that would turn into grouped ones,
-        one after the other."""
-        if not self.convolutions:
+    def several(self, each: Callable, *trees: Tree, abreast: bool) -> Tree:
+        """`each` over dim 0 of trees, for members of one program: `abreast`, as larger operations that sum in an order of their own; or
+        one after the other, as convolutions are in any case, which would become grouped ones."""
+        if abreast and not self.convolutions:
             return jax.vmap(each)(*trees)
         if not self._unroll:
             return jax.lax.map(lambda inputs: each(*inputs), trees)

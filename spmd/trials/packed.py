@@ -27,11 +27,11 @@ class Packed:
     """The compiled functions for trials that differ only in what is traced.
 
     `values` are the traced hyper-parameters, float32[slots] each; `states` have leaves [slots, ...]. Slots are cut over `net`; each
-    device's own run side by side, each trial on the devices along `data`.
+    device's own run one after the other or abreast, each trial on the devices along `data`.
     """
 
     def __init__(self, study: Study, first: Trial, mesh: Mesh, data: Tree):
-        self.study, self.first, self.mesh, self._data = study, first, mesh, data
+        self.study, self.first, self.mesh, self._data, self._abreast = study, first, mesh, data, not study.exact
         inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
         optimizer = study.optimizer_of(first.given)
         self.placed = Placed(study.model(first.given), study.loss, study.metrics, optimizer, inner, study.layout, study.options)
@@ -122,8 +122,8 @@ class Packed:
         def local(states: State, values: Tree, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
             one = lambda state, values, own: self.program.steps_here(self._optimizer(values), state, data, own, weights)
             if shared:
-                return self.program.several(lambda state, values: one(state, values, rows[0]), states, values)
-            return self.program.several(one, states, values, rows)
+                return self._several(lambda state, values: one(state, values, rows[0]), states, values)
+            return self._several(one, states, values, rows)
 
         function = self._function(
             ("steps", *rows.shape, shared),
@@ -139,12 +139,15 @@ class Packed:
         """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every device of a trial computes it."""
 
         def local(states: State, batch: Tree, weights: jax.Array) -> jax.Array:
-            return self.program.several(lambda state: self.program.measures(state, batch, weights), states)
+            return self._several(lambda state: self.program.measures(state, batch, weights), states)
 
         whole = PartitionSpec()
         function = self._function(("evaluate", *weights.shape), local, (PartitionSpec(NET), whole, whole), 1)
         placed = on_devices((batch, weights), self.mesh)
         return np.asarray(jax.device_get(function(states, *placed)), np.float64)
+
+    def _several(self, each: Any, *trees: Tree) -> Any:
+        return self.program.several(each, *trees, abreast=self._abreast)
 
     def _function(self, key: tuple, local: Any, specs: tuple, outputs: int, donated: tuple[int, ...] = ()) -> Any:
         if key not in self._compiled:

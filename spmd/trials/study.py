@@ -43,6 +43,7 @@ class Study:
     options: Options
     data: ArraySource
     evaluated: ArraySource | None
+    exact: bool
 
     def check(self, space: Mapping[str, Any]) -> None:
         """Refuse names that nothing takes.

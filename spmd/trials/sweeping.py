@@ -50,6 +50,7 @@ def sweep(
     shuffle: bool = True,
     seed: int = 0,
     steps_per_call: int = 50,
+    exact: bool = True,
     progress: bool | str = "auto",
 ) -> Sweep:
     """Train many networks that differ in hyper-parameters, those of equal shapes in one compiled program.
@@ -76,6 +77,9 @@ def sweep(
       at_once: how many trials are in one program at most; None: all. More wait for their turn.
       checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`: without, at the end of epochs. `resume=True` goes on there.
       steps_per_call: steps that are compiled into one call.
+      exact: trials of one device are computed one after the other, each as if it were alone. False: abreast, their matrices as one larger
+        array, which is faster where one small network leaves a device idle; sums are then taken in another order, and training can make
+        much of that. Networks with convolutions are computed one after the other in any case.
 
     Returns:
       A `Sweep`: the table, and the best as results of their own.
@@ -96,7 +100,7 @@ def sweep(
     space, search = check_space(space), check_search(search)
     options, own = Options(precision, 1, seed), _arrays(data, "data", batch_size, shuffle, seed)
     evaluated = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
-    study = Study(make_model, optimizer, loss, dict(metrics or {}), Layout.load(layout), options, own, evaluated)
+    study = Study(make_model, optimizer, loss, dict(metrics or {}), Layout.load(layout), options, own, evaluated, exact)
     study.check(space)
     length = _length(epochs, steps, own)
     wanted = _trials(space, trials, search, seed)
@@ -121,6 +125,7 @@ def sweep(
         "data": str({**own.fingerprint(), **own.contents()}),
         "layout": study.layout.to_toml(),
         "precision": precision,
+        "exact": str(exact),
     }
     every = own.steps_per_epoch if config is None or config.every is None else config.every
     contest = Contest(study, packs, Shelf(folder, about, resume=resume), plan, measure, at_once, keep, steps_per_call, every, shown)

@@ -98,6 +98,16 @@ def test_a_trial_is_what_fit_trains_alone(kind):
     assert not close(found.trials[0].result().state.params, found.trials[1].result().state.params)
 
 
+def test_abreast_they_are_equal_up_to_rounding():
+    exact, abreast = sweep(keep=6, mesh="net=2", epochs=1), sweep(keep=6, mesh="net=2", epochs=1, exact=False)
+    for mine, its in zip(exact.trials, abreast.trials, strict=True):
+        assert close(mine.result().state.params, its.result().state.params, 1e-4)
+    text = lambda found: found.trials[0].history["loss"]
+    assert np.allclose(text(exact), text(abreast), rtol=1e-5) and not close(
+        exact.trials[0].result().state.params, abreast.trials[1].result().state.params
+    )
+
+
 def test_what_runs_beside_a_trial_does_not_matter():
     whole = sweep(keep=6, mesh="net=8")
     for other in (
