@@ -99,13 +99,11 @@ def test_a_trial_is_what_fit_trains_alone(kind):
 
 
 def test_abreast_they_are_equal_up_to_rounding():
-    exact, abreast = sweep(keep=6, mesh="net=2", epochs=1), sweep(keep=6, mesh="net=2", epochs=1, exact=False)
+    mesh = spmd.make_mesh("net=2", devices=jax.devices()[:2])
+    exact, abreast = (sweep(keep=6, mesh=mesh, epochs=1, exact=exact) for exact in (True, False))
     for mine, its in zip(exact.trials, abreast.trials, strict=True):
         assert close(mine.result().state.params, its.result().state.params, 1e-4)
-    text = lambda found: found.trials[0].history["loss"]
-    assert np.allclose(text(exact), text(abreast), rtol=1e-5) and not close(
-        exact.trials[0].result().state.params, abreast.trials[1].result().state.params
-    )
+    assert not close(exact.trials[0].result().state.params, abreast.trials[1].result().state.params, 1e-4)
 
 
 def test_what_runs_beside_a_trial_does_not_matter():
@@ -176,7 +174,7 @@ class StoppedError(Exception):
 
 @pytest.mark.parametrize("search", ["random", spmd.Halving(factor=2, rungs=2)], ids=["random", "halving"])
 def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatch):
-    more = {"search": search, "trials": 4, "at_once": 2, "keep": 1}
+    more = {"search": search, "trials": 4, "at_once": 2, "keep": 1, "steps_per_call": 1}
     whole = sweep(**more)
     tell, calls = Contest._tell, []
 
@@ -190,7 +188,7 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
     found = None
     for _ in range(8):
         try:
-            found = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=bool(calls), steps_per_call=1)
+            found = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=bool(calls))
             break
         except StoppedError:
             pass
