@@ -105,10 +105,10 @@ def plan_before_you_rent(shown):
     assert shown.markdown.count("\n- ") == 4 and "**does not fit**" in shown.markdown
 
 
-SHOWS = {"00_quickstart": quickstart, "parameter_server": parameter_server, "plan_before_you_rent": plan_before_you_rent}
+SHOWS = {"00_quickstart": quickstart, "04_parameter_server": parameter_server, "05_plan_before_you_rent": plan_before_you_rent}
 
 
-SLOW = ("plan_before_you_rent", "parameter_server")  # they compile a score of programs
+SLOW = ("05_plan_before_you_rent", "04_parameter_server")  # they compile a score of programs
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW), id=path.name) for path in NOTEBOOKS])
