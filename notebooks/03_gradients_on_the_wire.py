@@ -117,29 +117,27 @@ for name in WAYS:
 Markdown("\n".join(table))
 
 # %%
-INK = "#808080"  # readable on white and on black
-COLOURS = dict(zip(WAYS, (INK, "#3f74d1", "#2a9d6f", "#d0692f", "#d0692f", "#9a5bc4"), strict=True))
-smooth = lambda curve: np.convolve(curve, np.full(12, 1 / 12), mode="valid")
+COLOURS = dict(zip(WAYS, ("#b0b0b0", "#3f74d1", "#2a9d6f", "#d0692f", "#d0692f", "#9a5bc4"), strict=True))
+WINDOW = 12
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "figure.dpi": 110})
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", facecolor="none")
+figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
 for name, curve in loss.items():
-    style = {"color": COLOURS[name], "linestyle": ":" if "lost" in name else "-", "linewidth": 3 if name == "exact" else 1.6}
-    left.plot(smooth(curve), label=name, **style)
-    right.plot(np.arange(len(smooth(curve))) * sent[name] / 1e6, smooth(curve), **style)
-for axes, what in ((left, "step"), (right, "megabytes sent by one device")):
-    axes.set(yscale="log", facecolor="none")
-    axes.set_xlabel(what, color=INK)
-    axes.tick_params(which="both", colors=INK)
-    axes.spines[:].set_color(INK)
-    axes.spines[["top", "right"]].set_visible(False)
-left.set_ylabel("loss, mean of 12 steps", color=INK)
-right.set_xscale("log")
-left.legend(frameon=False, labelcolor=INK)
+    line = {"color": COLOURS[name], "linestyle": ":" if "lost" in name else "-", "linewidth": 4 if name == "exact" else 1.6}
+    smooth = np.convolve(curve, np.full(WINDOW, 1 / WINDOW), mode="valid")
+    steps = np.arange(WINDOW, len(curve) + 1)
+    left.plot(steps, smooth, label=name, **line)
+    right.plot(steps * sent[name] / 1e6, smooth, **line)
+left.set(yscale="log", xlabel="step", ylabel=f"loss, mean of {WINDOW} steps")
+left.set_yticks([0.3, 0.5, 1, 2], ["0.3", "0.5", "1", "2"])
+left.minorticks_off()
+right.set(xscale="log", xlabel="megabytes sent by one device")
+right.minorticks_off()
+left.legend()
 plt.show()
 
 # %% [markdown]
-# Both panels have the same curves. Over steps, few bytes look like a loss; over bytes, which is over time where the network is slow, it is
-# the other way round.
+# Both panels have the same curves: over steps, and over bytes, which is over time where the network is slow.
 #
 # ## What feedback owes
 #

@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import nnx
-from IPython.display import HTML, Markdown, display
+from IPython.display import Markdown, display
 from sklearn.datasets import load_digits
 
 import spmd
@@ -90,27 +90,23 @@ display(found)
 
 # %%
 for tried in found.best:
-    rate, width = tried.values["learning_rate"], tried.values["width"]
-    display(HTML(f"<p>trial {tried.number}: learning rate {rate:.2g}, width {width}</p>"))
+    print("trial {}: learning rate {learning_rate:.2g}, width {width}".format(tried.number, **tried.values))
     display(tried.history)
 
 # %% [markdown]
 # All sixteen at once: where the good learning rates are.
 
 # %%
-INK = "#808080"  # readable on white and on black
-figure, axes = plt.subplots(figsize=(7, 3), layout="constrained", facecolor="none")
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "figure.dpi": 110})
+figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
 for width, colour in ((16, "#d0692f"), (64, "#3f74d1")):
     tried = [one for one in found.trials if one.values["width"] == width]
     rates, scores = [one.values["learning_rate"] for one in tried], [one.score for one in tried]
     axes.plot(rates, scores, "o", color=colour, label=f"width {width}")
-axes.set(xscale="log", yscale="log", facecolor="none")
-axes.set_xlabel("learning rate", color=INK)
-axes.set_ylabel("loss on digits to choose by", color=INK)
-axes.tick_params(which="both", colors=INK)
-axes.spines[:].set_color(INK)
-axes.spines[["top", "right"]].set_visible(False)
-axes.legend(frameon=False, labelcolor=INK)
+axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="loss on digits to choose by")
+axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
+axes.minorticks_off()
+axes.legend()
 plt.show()
 
 # %% [markdown]
