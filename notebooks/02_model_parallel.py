@@ -27,7 +27,6 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -63,9 +62,9 @@ ways = {
 Image(spmd.viz.schedule(ways, folder / "ways.png"), width=1000)
 
 # %% [markdown]
-# The first and the last stage are idle for p - 1 ticks each way, of m + p - 1: m microbatches (times g groups, each in a tick of its own),
-# p stages. The share that is idle does not depend on how fast devices are, only on these numbers: more microbatches, less waiting, but
-# each is a smaller product.
+# Each way a stage is idle for p - 1 ticks of m + p - 1: m microbatches (times g groups, each in a tick of its own), p stages. The share
+# that is idle does not depend on how fast devices are, only on these numbers: more microbatches, less waiting, but each is a smaller
+# product.
 
 # %%
 formula = {name: (STAGES - 1) / (one.groups * PARTS + STAGES - 1) for name, one in ways.items()}
@@ -135,7 +134,7 @@ print(runs["gpipe"].trainer.summary())
 # %% [markdown]
 # ## A wavefront
 #
-# Recurrent layers cannot be cut along time, since each step needs the one before, nor does a layer have to wait until the layer below is
+# Recurrent layers cannot be cut along time, since each step needs the one before. But a layer need not wait until the layer below is
 # through: layer 2 can begin when layer 1 has done its first few steps. `spmd.nn.RNNStack` lets layers work on chunks of time, each one
 # chunk behind the layer below. Here a digit is read four pixels at a time, in 16 steps, by four LSTMs.
 
@@ -151,7 +150,7 @@ class Reader(nnx.Module):
         self.head = nnx.Linear(32, 10, rngs=rngs)
 
     def __call__(self, x):
-        return self.head(jnp.asarray(self.stack(self.first(x.reshape(len(x), 16, 4))))[:, -1])
+        return self.head(self.stack(self.first(x.reshape(len(x), 16, 4)))[:, -1])
 
 
 CHUNK = 2
