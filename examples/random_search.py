@@ -64,7 +64,7 @@ def main(trials: int, epochs: int, split: int = 0) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--split", type=int, default=0)

@@ -105,13 +105,105 @@ def plan_before_you_rent(shown):
     assert shown.markdown.count("\n- ") == 4 and "**does not fit**" in shown.markdown
 
 
-SHOWS = {"00_quickstart": quickstart, "parameter_server": parameter_server, "plan_before_you_rent": plan_before_you_rent}
+def table(markdown):
+    """Name and cells of each row of the Markdown table."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines() if line.startswith("|")]
+    return {row[0]: row[1:] for row in rows[2:]}
 
 
-SLOW = ("plan_before_you_rent", "parameter_server")  # they compile a score of programs
+def borne_out(shown, count):
+    """Each sentence of the conclusions, and no other, is what the run has shown."""
+    return shown.markdown.count("- **Borne out.**") == count and "Not borne out" not in shown.markdown
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW), id=path.name) for path in NOTEBOOKS])
+def layouts(shown):
+    """What is held and sent, against what the model's size says; and one loss."""
+    found, numbers = table(shown.markdown), 64 * 256 + 256 + 256 * 64 + 64 + 64 * 10 + 10
+    params, moments, sent = ({name: int(row[at].replace(",", "")) for name, row in found.items()} for at in range(3))
+    assert params["data_parallel"] == params["zero1"] == 4 * numbers
+    assert moments["data_parallel"] == 2 * 4 * numbers + 4  # and the count of steps
+    assert params["fsdp"] == 4 * ((numbers - 10) // 8 + 10) and moments["zero1"] == moments["fsdp"] == 2 * params["fsdp"] + 4
+    assert params["tensor_parallel"] == 4 * (numbers - (2 * 64 * 256) // 2)
+    exchanged = 2 * 7 * 4 * numbers // 8
+    assert exchanged <= sent["data_parallel"] < exchanged + 64  # and the metrics
+    assert len({row[3] for row in found.values()}) == 1 and max(float(row[4]) for row in found.values()) < 1e-5
+    assert float(found["data_parallel"][3]) < 0.5  # it has learnt: at first it is log 10
+    assert shown.kinds.count("image/png") == 1 and f"{sent['fsdp']:,} bytes sent by each device per step" in shown.text
+    assert borne_out(shown, 5)
+
+
+def model_parallel(shown):
+    """Ticks and idle shares, as the formula has them; and one loss."""
+    assert shown.kinds.count("image/png") == 2
+    idle = re.findall(r"^(\w+) +(\d+) ticks +([\d.]+)% idle, by the formula ([\d.]+)%", shown.text, re.MULTILINE)
+    assert [(name, int(ticks)) for name, ticks, *_ in idle] == [("gpipe", 22), ("1f1b", 22), ("circular", 38)]
+    assert [float(share) for *_, share, _ in idle] == [float(share) for *_, share in idle] == [27.3, 27.3, 15.8]
+    assert len(re.findall(r"^LayerStack of 8 layers: .* 8 microbatches: \d+ ticks, (?:27.3|15.8)% idle\.$", shown.text, re.MULTILINE)) == 3
+    assert "4 stages, 8 microbatches: 11 ticks, 27.3% idle\n0 | 0 1 2 3 4 5 6 7 . . ." in shown.text  # the wavefront
+    apart = [float(number) for number in re.findall(r"([\d.]+e-\d+) \(", shown.markdown)]
+    assert len(apart) == 3 and max(apart) < 1e-4
+    start, end = map(float, re.search(r"from ([\d.]+) to ([\d.]+), the losses", shown.markdown).groups())
+    assert end < 0.5 * start and borne_out(shown, 6)
+
+
+def on_the_wire(shown):
+    """Bytes by the codecs' arithmetic, and losses in the order that the text says."""
+    found = table(shown.markdown)
+    sent, error, last = ([float(row[at].replace(",", "")) for row in found.values()] for at in (0, 2, 3))
+    exact, rounded, bytes_, top, lost, power = range(6)
+    assert list(found)[1:3] == ["bfloat16", "int8"] and sent[exact] == 2 * 7 * 4 * (64 * 256 + 256 + 256 * 10 + 10) // 8
+    assert 0.5 <= sent[rounded] / sent[exact] < 0.501 and 0.25 < sent[bytes_] / sent[exact] < 0.26
+    assert sent[top] == sent[lost] < 0.05 * sent[exact] and sent[power] < 0.1 * sent[exact]
+    assert error[exact] == 0 < error[rounded] < 2**-7 < error[bytes_] < 0.1 < min(error[3:])
+    assert max(last[rounded], last[bytes_]) < 1.02 * last[exact] and last[top] < 1.2 * last[exact] < 2 * last[exact] < last[lost]
+    assert shown.kinds.count("image/png") == 1 and "int8: 3 (75.0 KiB)" in shown.text and borne_out(shown, 5)
+
+
+def sweep_and_ensemble(shown):
+    """Both tables, three curves, and a vote that is better than its members."""
+    assert shown.html.count("<table>") == 2 and shown.html.count("<tr>") == 2 * 17
+    assert shown.html.count("dropped at step 5<") == 12 and shown.html.count("dropped at step 20<") == 3
+    assert shown.html.count("<svg") == 6 and shown.kinds.count("image/png") == 1  # loss and accuracy of three; all scores
+    assert "[(16, 5), (4, 20), (1, 80)]" in shown.text and "16 networks, 2 compiled programs, 8 devices" in shown.text
+    *alone, together = map(float, re.findall(r"log loss ([\d.]+)", shown.text))
+    assert len(alone) == 3 and together < min(alone)
+    accuracies = [float(number) for number in re.findall(r"accuracy (0\.\d+|1\.0+)$", shown.text, re.MULTILINE)]
+    assert len(accuracies) == 4 and min(accuracies) > 0.9
+    assert borne_out(shown, 6)
+
+
+def from_distributed_tensorflow(shown):
+    rows = {
+        name: list(map(float, numbers.split()))
+        for name, numbers in re.findall(r"^(synchronous|two spares|asynchronous) +([\d. ]+)$", shown.text, re.M)
+    }
+    seconds, accuracy, dropped, staleness = zip(*rows.values(), strict=True)
+    assert len(rows) == 3 and seconds[0] > seconds[1] > seconds[2] and min(accuracy) > 0.8
+    assert dropped == (0, 2 * 24 * 4, 0) and staleness[:2] == (0, 0) and staleness[2] > 3
+    assert "equal to a run that was not stopped: True" in shown.text and shown.html.count("<svg") == 2
+    together, *alone = [float(found) for found in re.findall(r"^(?:ensemble|trial \d+) +([\d.]+)", shown.text, re.M)]
+    assert len(alone) == 3 and together < max(alone)
+    assert "the same class for 100.0% of 261 digits" in shown.text
+
+
+SHOWS = {
+    "00_quickstart": quickstart,
+    "01_layouts": layouts,
+    "02_model_parallel": model_parallel,
+    "03_gradients_on_the_wire": on_the_wire,
+    "04_parameter_server": parameter_server,
+    "05_plan_before_you_rent": plan_before_you_rent,
+    "06_sweep_and_ensemble": sweep_and_ensemble,
+    "07_from_distributed_tensorflow": from_distributed_tensorflow,
+}
+
+
+QUICK = ("00_quickstart", "01_layouts")  # the others compile many programs, or long ones
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.slow] * (path.stem not in QUICK), id=path.name) for path in NOTEBOOKS]
+)
 def test_runs(path, tmp_path):
     environment = {**os.environ, "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"), "IPYTHONDIR": str(tmp_path / "ipython")}
     environment |= {"SPMD_SMALL": "1", "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"}  # compiles sooner

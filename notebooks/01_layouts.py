@@ -1,0 +1,213 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: -all,jupytext,kernelspec
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # One model, six layouts
+#
+# A layout says where every array lives and how gradients meet. It is a file, and the model does not know it. Here one small network is
+# trained under six of those that come with the library, on the same eight devices and the same digits. What each device holds and what it
+# sends is read from the runs, and so is how far apart their losses are.
+
+# %%
+import math
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from flax import nnx
+from IPython.display import Markdown
+from sklearn.datasets import load_digits
+
+import spmd
+
+spmd.simulate_devices(8)  # first of all: JAX counts its devices once
+
+# %% [markdown]
+# ## Data and a model
+#
+# 1,797 digits of 8x8 pixels, and three dense layers. The names on the kernels say what each dim is for; a layout that cuts by name maps
+# them to axes of the mesh, and one that does not leaves them alone.
+
+# %%
+digits = load_digits()
+order = np.random.default_rng(0).permutation(len(digits.target))
+pixels, labels = (digits.data[order] / 16).astype("float32"), digits.target[order].astype("int32")
+train = {"image": pixels[:1536], "label": labels[:1536]}
+
+
+class MLP(nnx.Module):
+    """64 pixels, 256 and 64 hidden units, ten digits."""
+
+    def __init__(self, rngs):
+        named = lambda *names: nnx.with_partitioning(nnx.initializers.he_normal(), names)
+        self.up = nnx.Linear(64, 256, kernel_init=named("embed", "mlp"), rngs=rngs)
+        self.down = nnx.Linear(256, 64, kernel_init=named("mlp", "embed"), rngs=rngs)
+        self.head = nnx.Linear(64, 10, kernel_init=named("embed", None), rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.down(nnx.relu(self.up(x)))))
+
+
+with nnx.use_eager_sharding(False):  # the names are for the layouts to read, not for Flax to act on
+    model = MLP(nnx.Rngs(0))
+
+# %% [markdown]
+# ## Six runs
+#
+# All that changes is the name of the layout; `fit` copies the model that it is given, so all begin alike. A layout brings its own mesh:
+# the first four have eight workers, `data=8`, the last two have four workers of two devices each, `data=4,model=2`.
+
+# %%
+LAYOUTS = ("data_parallel", "zero1", "fsdp", "parameter_server", "tensor_parallel", "fsdp_tensor_parallel")
+
+
+def fit(layout):
+    return spmd.fit(
+        model,
+        train,
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.adam(2e-3),
+        layout=layout,
+        batch_size=128,
+        epochs=4,
+        progress=False,
+    )
+
+
+runs = {layout: fit(layout) for layout in LAYOUTS}
+for layout, run in runs.items():
+    print(f"{layout:22}{run.trainer.layout.description}")
+
+# %% [markdown]
+# ## What a device holds, and what it sends
+#
+# The state of a run is made of ordinary JAX arrays, and an array knows the shape of its piece on one device. `trainer.wire` is the list
+# of what a step sends; it is read from the traced program, not worked out beside it. The loss is that of the last step, and beside it
+# stands the largest difference to the first layout's loss in any step.
+
+
+# %%
+def held(arrays):
+    """Bytes on one device."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+
+
+loss = {layout: np.array(run.history["loss"]) for layout, run in runs.items()}
+params = {layout: held(run.state.params) for layout, run in runs.items()}
+moments = {layout: held(run.state.opt) for layout, run in runs.items()}
+sent = {layout: run.trainer.wire.bytes() for layout, run in runs.items()}
+apart = {layout: abs(loss[layout] - loss["data_parallel"]).max() for layout in LAYOUTS}
+
+table = ["| layout | parameters, bytes | moments, bytes | sent in a step, bytes | loss | apart |"]
+for layout in LAYOUTS:
+    numbers = f"{params[layout]:,} | {moments[layout]:,} | {sent[layout]:,}"
+    table.append(f"| {layout} | {numbers} | {loss[layout][-1]:.4f} | {apart[layout]:.1e} |")
+Markdown("\n".join([table[0], "|:--|--:|--:|--:|--:|--:|", *table[1:]]))
+
+# %% [markdown]
+# What layouts with an axis `model` send is not all in the table: half of a layer's outputs are on the other device, and XLA adds
+# what brings them together when it compiles. `trainer.wire` lists what the step itself asks for; `spmd.plan` lists both.
+#
+# ## Where one array lives
+#
+# The kernel of the second layer, 256 by 64, under each layout. A box is a piece, and its numbers are the devices that hold it. JAX tells
+# them: `sharding.devices_indices_map`. A parameter server keeps a parameter as rows of one array, a row for each worker.
+
+# %%
+INK = "#808080"  # readable on white and on black
+second = {layout: run.state.params["down"]["kernel"] for layout, run in runs.items()}
+
+
+def draw(axes, array):
+    """The pieces of a matrix, each with the numbers of its devices, coloured by the first of them."""
+    height, width = array.shape
+    pieces = {}
+    for device, (rows, columns) in array.sharding.devices_indices_map(array.shape).items():
+        pieces.setdefault((rows.indices(height)[:2], columns.indices(width)[:2]), []).append(device.id)
+    for ((top, bottom), (left, right)), devices in pieces.items():
+        place, size = (left / width, top / height), ((right - left) / width, (bottom - top) / height)
+        colour, label = plt.get_cmap("tab10")(min(devices)), " ".join(map(str, devices)) if len(devices) < 8 else "0 to 7"
+        axes.add_patch(plt.Rectangle(place, *size, facecolor=colour, edgecolor="white", linewidth=1.5))
+        middle = (place[0] + size[0] / 2, place[1] + size[1] / 2)
+        axes.text(*middle, label, ha="center", va="center", color="white", fontsize=8)
+    axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel(f"{height} x {width}", color=INK, fontsize=8)
+
+
+figure, panels = plt.subplots(1, len(second), figsize=(11, 2.6), layout="constrained", facecolor="none")
+for axes, (layout, kernel) in zip(panels, second.items(), strict=True):
+    draw(axes, kernel)
+    axes.set_title(layout, fontsize=9, color=INK)
+plt.show()
+
+# %% [markdown]
+# Which line of the layout decided that, for every parameter:
+
+# %%
+print(runs["fsdp_tensor_parallel"].trainer.summary())
+
+# %% [markdown]
+# ## What travels
+#
+# Under `fsdp` a device has an eighth of every weight. `pull` gathers them for the forward pass, and where the way back needs them again,
+# because whole weights are not kept in between; `push` leaves each device its eighth of the mean gradient.
+
+# %%
+print(runs["fsdp"].trainer.wire)
+
+# %% [markdown]
+# ## What to conclude
+#
+# The sentences are written from the numbers above, and each says whether this run bears it out.
+
+
+# %%
+def verdict(holds, sentence):
+    return f"- {'**Borne out.**' if holds else '**Not borne out by this run.**'} {sentence}"
+
+
+times = lambda found, layout: found[layout] / found["data_parallel"]
+farthest = max(apart.values())
+claims = [
+    (
+        farthest < 1e-5 and loss["data_parallel"][-1] < 0.5 * loss["data_parallel"][0],
+        f"A layout changes where numbers are, not what they are: over {len(loss['fsdp'])} steps the losses of all six stay within "
+        f"{farthest:.1e}.",
+    ),
+    (
+        params["zero1"] == params["data_parallel"] and times(moments, "zero1") < 0.15 and abs(times(sent, "zero1") - 1) < 0.02,
+        f"`zero1` keeps {times(moments, 'zero1'):.0%} of the moments on a device and sends {times(sent, 'zero1'):.2f} times the bytes: "
+        "an all-reduce is a reduce-scatter and a gather, and the optimizer can work between the two.",
+    ),
+    (
+        times(params, "fsdp") < 0.15 and 1.1 < times(sent, "fsdp") <= 1.5,
+        f"`fsdp` keeps {times(params, 'fsdp'):.0%} of the parameters and sends {times(sent, 'fsdp'):.2f} times the bytes: weights are "
+        "gathered twice, but for the first layer's, which the way back does not need.",
+    ),
+    (
+        abs(times(sent, "parameter_server") - 1) < 0.02 and apart["parameter_server"] == 0,
+        f"A synchronous parameter server whose servers are the workers sends {times(sent, 'parameter_server'):.2f} times the bytes of "
+        f"an all-reduce, and its losses differ by {apart['parameter_server']:.1e}.",
+    ),
+    (
+        times(params, "tensor_parallel") < 0.6 and params["fsdp_tensor_parallel"] < 1.2 * params["fsdp"],
+        f"`tensor_parallel` keeps {times(params, 'tensor_parallel'):.0%} of the parameters: what is in two halves, and what stays whole. "
+        f"Cut over `data` as well it is {times(params, 'fsdp_tensor_parallel'):.0%}.",
+    ),
+]
+Markdown("\n".join(verdict(*claim) for claim in claims))

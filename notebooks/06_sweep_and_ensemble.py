@@ -1,0 +1,193 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: -all,jupytext,kernelspec
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A sweep, and three networks that vote
+#
+# Which learning rate, and how wide? `spmd.sweep` trains many small networks at once: those of equal shapes side by side in one compiled
+# program, spread over the devices. The best of them are then asked together, and last the worse ones are dropped early.
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from flax import nnx
+from IPython.display import Markdown, display
+from sklearn.datasets import load_digits
+
+import spmd
+
+spmd.simulate_devices(8)  # first of all: JAX counts its devices once
+
+# %% [markdown]
+# ## Data and a model
+#
+# 1,797 digits of 8x8 pixels, in three parts: to learn from, to choose by, and to judge what was chosen. The model's constructor takes what
+# is to be varied of it; the optimizer's takes the rest.
+
+# %%
+digits = load_digits()
+order = np.random.default_rng(0).permutation(len(digits.target))
+pixels, labels = (digits.data[order] / 16).astype("float32"), digits.target[order].astype("int32")
+part = lambda begin, end: {"x": pixels[begin:end], "y": labels[begin:end]}
+train, choose, judge = part(0, 1024), part(1024, 1408), part(1408, 1797)
+
+
+class MLP(nnx.Module):
+    """64 pixels, `width` hidden units, ten digits."""
+
+    def __init__(self, width, seed):
+        rngs = nnx.Rngs(seed)
+        self.up, self.out = nnx.Linear(64, width, rngs=rngs), nnx.Linear(width, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.up(x)))
+
+
+# %% [markdown]
+# ## Sixteen networks
+#
+# Learning rates are drawn evenly in their logarithm, and each network has a seed of its own. A learning rate is an argument of the
+# compiled program, and a width is part of it, so there is a program for each width.
+
+
+# %%
+def sweep(**options):
+    return spmd.sweep(
+        MLP,
+        train,
+        space={"learning_rate": spmd.log_uniform(1e-4, 3e-1), "width": [16, 64], "seed": range(1000)},
+        optimizer=lambda learning_rate: optax.adam(learning_rate),
+        loss=spmd.losses.cross_entropy,
+        metrics={"accuracy": spmd.metrics.accuracy},
+        trials=16,
+        batch_size=64,
+        eval_data=choose,
+        progress=False,
+        **options,
+    )
+
+
+found = sweep(epochs=5)
+print(f"{len(found.trials)} networks, {found.programs} compiled programs, 8 devices")
+display(found)
+
+# %% [markdown]
+# The best three, and the curve of each over its steps:
+
+# %%
+for tried in found.best:
+    print("trial {}: learning rate {learning_rate:.2g}, width {width}".format(tried.number, **tried.values))
+    display(tried.history)
+
+# %% [markdown]
+# All sixteen at once: where the good learning rates are.
+
+# %%
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "figure.dpi": 110})
+figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+for width, colour in ((16, "#d0692f"), (64, "#3f74d1")):
+    tried = [one for one in found.trials if one.values["width"] == width]
+    rates, scores = [one.values["learning_rate"] for one in tried], [one.score for one in tried]
+    axes.plot(rates, scores, "o", color=colour, label=f"width {width}")
+axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="loss on digits to choose by")
+axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
+axes.minorticks_off()
+axes.legend()
+plt.show()
+
+# %% [markdown]
+# ## Three that vote
+#
+# `tried.result()` is what `spmd.fit` would have returned. The mean of the three networks' probabilities is judged on digits that neither
+# trained nor chose them, by log loss: minus the logarithm of what the true digit was given.
+
+
+# %%
+def softmax(logits):
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return shares / shares.sum(axis=1, keepdims=True)
+
+
+def log_loss(probabilities):
+    return -np.log(probabilities[np.arange(len(judge["y"])), judge["y"]]).mean()
+
+
+members = {tried.number: softmax(np.asarray(tried.result().predict(judge["x"]))) for tried in found.best}
+alone = {number: log_loss(member) for number, member in members.items()}
+together = np.mean(list(members.values()), axis=0)
+right = lambda probabilities: (probabilities.argmax(axis=1) == judge["y"]).mean()
+for number, member in members.items():
+    print(f"trial {number:2d}        log loss {alone[number]:.4f}  accuracy {right(member):.3f}")
+print(f"the three's mean  log loss {log_loss(together):.4f}  accuracy {right(together):.3f}")
+
+# %% [markdown]
+# ## The worse ones end early
+#
+# To train all of them to the end is a waste where the bad ones can be told early. Under `spmd.Halving` all train a little, the best
+# quarter four times as long, and the best of those all the way. Values and seeds are those of before.
+
+# %%
+halving = spmd.Halving(factor=4)
+print("networks, and until which step:", halving.plan(trials=16, steps=len(found.trials[0].history)))
+halved = sweep(epochs=5, search=halving)
+display(halved)
+
+# %% [markdown]
+# ## What to conclude
+#
+# The sentences are written from the numbers above, and each says whether this run bears it out.
+
+
+# %%
+def verdict(holds, sentence):
+    return f"- {'**Borne out.**' if holds else '**Not borne out by this run.**'} {sentence}"
+
+
+steps = lambda one: sum(len(tried.history) for tried in one.trials)
+scores = sorted(tried.score for tried in found.trials)
+winner, same = halved.best[0], {tried.number: tried for tried in found.trials}
+rank = 1 + scores.index(same[winner.number].score)
+claims = [
+    (
+        found.programs == 2,
+        f"{len(found.trials)} networks of two widths are {found.programs} programs.",
+    ),
+    (
+        scores[-1] > 2 * scores[0],
+        f"It matters: the worst has {scores[-1] / scores[0]:.0f} times the loss of the best.",
+    ),
+    (
+        log_loss(together) < np.mean(list(alone.values())),
+        f"Three that vote have a log loss of {log_loss(together):.4f}; the mean of their own is {np.mean(list(alone.values())):.4f}. "
+        "That much is no luck: the logarithm bends the right way, whatever the networks.",
+    ),
+    (
+        log_loss(together) < min(alone.values()),
+        f"They also beat the best of them, which has {min(alone.values()):.4f}. That is not so for any three networks.",
+    ),
+    (
+        steps(halved) < 0.5 * steps(found) and rank <= 3,
+        f"Halving takes {steps(halved)} steps of training, not {steps(found)}, and finds the network that comes number {rank} of "
+        f"{len(found.trials)} when all are trained to the end.",
+    ),
+    (
+        abs(winner.score - same[winner.number].score) < 1e-4,
+        f"What trains beside a network does not matter: trial {winner.number} ends at {winner.score:.6f} in the one sweep and at "
+        f"{same[winner.number].score:.6f} in the other.",
+    ),
+]
+Markdown("\n".join(verdict(*claim) for claim in claims))
