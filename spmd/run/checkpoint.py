@@ -126,8 +126,8 @@ class Store:
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=_all_processes()),
         )
         (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        self._writing, self._handed = 0, futures.Future[None]()
-        self._handed.set_result(None)
+        self._writing, self._handed = 0, _nothing()
+        self._threaded: bool | None = None  # known from the first save on: with a copy beside it, peaks say no more
         self._copies: Any = None
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
         self._manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
@@ -222,7 +222,9 @@ class Store:
         shapes = {path: describe(leaf) for path, leaf in arrays.items()}
         best = None if self.config.best is None else [self.config.best, self.config.mode]
         meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
-        if _has_room_for(arrays):
+        if self._threaded is None:
+            self._threaded = not first_of_all("" if _has_room_for(arrays) else "full")
+        if self._threaded:
             self._copies = self._copies or _copies(arrays)
             self._handed = self._thread.submit(self._hand_over, self._copies(arrays)[0], step, meta, metrics)
         else:
@@ -241,7 +243,9 @@ class Store:
         items = {item: {path: leaf for path, leaf in arrays.items() if item_of(path) == item} for item in (STATE, *REMEMBERED)}
         items = {item: self._args.StandardSave(leaves) for item, leaves in items.items() if leaves}
         args = self._args.Composite(**items, meta=self._args.JsonSave(meta))
-        if not self._manager.save(step, args=args, metrics=metrics or None, force=True):
+        with jax.transfer_guard_device_to_host("allow"):  # Orbax fetches the state
+            saved = self._manager.save(step, args=args, metrics=metrics or None, force=True)
+        if not saved:
             raise CheckpointError(f"the checkpoint of step {step} was not written to {self.folder}.")
 
     def _check_room(self, arrays: dict[str, Any]) -> None:
@@ -325,9 +329,13 @@ class Store:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         except Exception as error:
+            self._handed = _nothing()  # it is told once; who tries again, to save what there is, may be luckier
+            self._manager.reload()
+            self._saved = self._manager.latest_step()
             raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {type(error).__name__}: {error}") from error
         if self._saved is not None and not self._path(self._saved).exists():
-            raise CheckpointError(f"the checkpoint of step {self._saved} is not on disk in {self.folder}; there are {self.steps()}.")
+            missing, self._saved = self._saved, None
+            raise CheckpointError(f"the checkpoint of step {missing} is not on disk in {self.folder}; there are {self.steps()}.")
 
     def release(self) -> None:
         """Let go of the folder without a word about what is in it."""
@@ -345,6 +353,13 @@ class Store:
 def _by_path(state: State) -> dict[str, Any]:
     """All arrays by path. Orbax cannot write an array without elements; there is nothing to write."""
     return {path: leaf for path, leaf in flatten(state).items() if leaf.size}
+
+
+def _nothing() -> futures.Future[None]:
+    """Nothing is handed over."""
+    found = futures.Future[None]()
+    found.set_result(None)
+    return found
 
 
 def _all_processes() -> set[int] | None:

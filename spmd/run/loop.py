@@ -271,7 +271,7 @@ class Loop:
         if best is not None and metrics and best not in metrics:
             raise OptionError(f'Checkpoint: there is no metric "{best}".\n    cure: {did_you_mean(best, metrics)}')
         self._guard.at("save", self.step)
-        with self.pace.apart(), jax.transfer_guard_device_to_host("allow"):  # Orbax fetches the state
+        with self.pace.apart():
             saved = self.store.save(self.state, self.step, self._meta(), metrics)
         self._guard.at("step", self.step)
         if saved:

@@ -46,16 +46,16 @@ def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float
     log = min(values) > 0 and max(values) > WIDE * min(values)
     scale = math.log if log else float
     low, high = scale(min(values)), scale(max(values))
-    across = lambda step: 50 + (width - 60) * (step - min(steps)) / max(max(steps) - min(steps), 1)
+    across = lambda step: 64 + (width - 74) * (step - min(steps)) / max(max(steps) - min(steps), 1)
     up = lambda value: height - 25 - (height - 50) * ((scale(value) - low) / (high - low) if high > low else 0.5)
     path = " ".join(f"{across(step):.1f},{up(value):.1f}" for step, value in line)
     circles = "".join(f'<circle cx="{across(step):.1f}" cy="{up(value):.1f}" r="3" fill="{COLOURS[1]}"/>' for step, value in dots)
     text = lambda x, y, word, anchor: f'<text x="{x}" y="{y:.0f}" text-anchor="{anchor}">{html.escape(word)}</text>'
     labels = [
-        text(50, 14, name + (", logarithmic" if log else ""), "start"),
-        text(46, up(max(values)) + 4, f"{max(values):.3g}", "end"),
-        text(46, up(min(values)) + 4, f"{min(values):.3g}", "end") if high > low else "",
-        text(50, height - 8, f"step {min(steps)}", "start"),
+        text(64, 14, name + (", logarithmic" if log else ""), "start"),
+        text(60, up(max(values)) + 4, f"{max(values):.3g}", "end"),
+        text(60, up(min(values)) + 4, f"{min(values):.3g}", "end") if high > low else "",
+        text(64, height - 8, f"step {min(steps)}", "start"),
         text(width - 10, height - 8, f"{max(steps)}", "end"),
     ]
     return (

@@ -48,6 +48,11 @@ class Packed:
                 f"{layout.source} {what}, and each trial of a sweep has its parameters whole on its devices.\n"
                 '    cure: a layout that replicates them, such as "data_parallel".'
             )
+        if jax.tree.leaves(placed.abstract_state.exchange):
+            raise LayoutError(
+                f"{layout.source} has codecs that remember what each worker has lost, and a sweep keeps one state for each trial.\n"
+                "    cure: [gradients] error_feedback = false, or a codec without memory."
+            )
         if placed.resolved.workers > 1 and not placed.exchange.reduction.manual:
             raise LayoutError(
                 f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not.\n'

@@ -14,7 +14,7 @@ from spmd.errors import CheckpointError, Problem, raise_problems
 from spmd.run.checkpoint import Checkpoint, Store
 from spmd.trials.course import Chunk
 
-ABOUT, DONE = "sweep.json", "done.json"
+ABOUT, DONE, END = "sweep.json", "done.json", "end.json"
 
 
 class Shelf:
@@ -37,6 +37,11 @@ class Shelf:
         names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
         problems = [Problem(name, [f"was {before.get(name)}, is {about.get(name)}"]) for name in names]
         raise_problems(CheckpointError, f"the sweep in {folder} cannot be gone on with: it was another", problems)
+
+    @property
+    def cleared(self) -> bool:
+        """Whether the sweep came to its end, so that only the best have states."""
+        return self._folder is not None and (self._folder / END).exists()
 
     def place(self, rung: int, chunk: int) -> Path | None:
         """Where a chunk of a rung is kept."""
@@ -100,6 +105,7 @@ class Shelf:
     def clear(self) -> None:
         """Only the end is wanted of chunks: their states go."""
         if self._folder is not None:
+            _write(self._folder / END, {})
             for place in (self._folder / "chunks").glob("*/checkpoints"):
                 shutil.rmtree(place)
 

@@ -110,6 +110,10 @@ def sweep(
             raise OptionError(f"{name}={value!r}.\n    cure: a whole number from {int(name != 'keep')}.")
     devices, shown = _mesh(mesh, batch_size), make_progress(progress)
     config = as_checkpoint(checkpoint)
+    if config is not None and config != Checkpoint(config.path, every=config.every):
+        raise OptionError(
+            f"checkpoint={config!r}: of a Checkpoint a sweep takes the path and `every`.\n    cure: sweep(score=..., mode=..., keep=...)."
+        )
     if config is None and resume:
         raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
     resident = on_devices(own.arrays, devices)
@@ -124,6 +128,9 @@ def sweep(
         "at_once": str(at_once),
         "data": str({**own.fingerprint(), **own.contents()}),
         "layout": study.layout.to_toml(),
+        "evaluated": str(evaluated and {**evaluated.fingerprint(), **evaluated.contents()}),
+        "metrics": str(sorted(study.metrics)),
+        "keep": str(keep),
         "precision": precision,
         "exact": str(exact),
     }

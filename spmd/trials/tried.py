@@ -127,7 +127,7 @@ class Sweep:
         return "<table>" + row(head, "th") + "".join(row(cells, "td") for cells in rows) + "</table>"
 
     def _cells(self) -> list[list[str]]:
-        curves = {tried.number: spark(tried.history["loss"]) for tried in self.trials}
+        curves = {tried.number: spark(tried.history["loss"]).ljust(16) for tried in self.trials}
         shown = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
         rows = self.rows()
         return [[*rows[0], "loss"], *([*map(shown, row.values()), curves[row["trial"]]] for row in rows)]

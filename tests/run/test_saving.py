@@ -59,6 +59,31 @@ def test_a_thread_that_fails_is_told_with_the_next_save(tmp_path, monkeypatch):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("spmd save")]
 
 
+def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypatch):
+    """The disk is fine again: what is told is the failure, and what there is, is saved."""
+    write, calls = Store._write, []
+
+    def once(self, *given):
+        calls.append(None)
+        if len(calls) == 1:
+            raise OSError("a hiccup")
+        return write(self, *given)
+
+    monkeypatch.setattr(Store, "_write", once)
+    with pytest.raises(CheckpointError, match="OSError: a hiccup") as raised:
+        fit(steps=8, epochs=None, checkpoint=spmd.Checkpoint(tmp_path, every=2))
+    assert raised.value.__notes__ == [f"spmd: the state after step 4 was saved in {tmp_path}."]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
+
+
+def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch):
+    """A copy lifts the peak that is asked for: one answer, the first, holds for all saves."""
+    asked = []
+    monkeypatch.setattr(checkpoint, "_has_room_for", lambda arrays: not asked.append(None) and len(asked) == 1)
+    fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2))
+    assert len(asked) == 1 and len(threads) == 3 and all(name.startswith("spmd save") for name in threads)
+
+
 class Device:
     def __init__(self, **told):
         self._told = told

@@ -1,5 +1,7 @@
 """Sweeps: a trial is what `fit` would have trained alone, whatever runs beside it."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
@@ -45,6 +47,7 @@ MODELS = {
     "convolution": lambda seed=0: Conv(seed),
 }
 ADAM = lambda learning_rate: optax.adam(learning_rate)
+FEEDBACK = spmd.Layout(gradients=spmd.Gradients("all_reduce", codec="int8", error_feedback=True))
 RATES = {"learning_rate": spmd.log_uniform(1e-3, 1e-1)}
 
 
@@ -283,15 +286,67 @@ def test_the_largest_may_be_the_best():
             OptimizerError,
             "Floats are traced",
         ),
+        ({"layout": "data_parallel_bf16", "mesh": "net=4,data=2"}, None, ""),
+        ({"layout": FEEDBACK, "mesh": "net=4,data=2"}, LayoutError, "codecs that remember what each worker has lost"),
+        ({"checkpoint": spmd.Checkpoint("never", best="loss")}, OptionError, "of a Checkpoint a sweep takes the path and `every`"),
         ({"eval_data": [1]}, DataError, "eval_data: a sweep keeps its data on the devices"),
         ({"epochs": 1, "steps": 3}, OptionError, "both say when to end"),
         ({"resume": True}, OptionError, "resume=True without a checkpoint folder"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_compiled(more, error, message):
+    if error is None:  # beside one that cannot be
+        assert len(sweep(**more, epochs=1).trials) == 6
+        return
     with pytest.raises(error) as caught:
         sweep(**more)
     assert message in str(caught.value)
+
+
+def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
+    rename, calls = Path.rename, []
+
+    def stop(self, target):
+        if self.name.startswith(".trial-"):
+            calls.append(None)
+            if len(calls) == 2:
+                raise StoppedError
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(StoppedError):
+        sweep(keep=3, checkpoint=tmp_path, epochs=1)
+    assert len([place for place in (tmp_path / "best").iterdir() if not place.name.startswith(".")]) == 1
+    found = sweep(keep=3, checkpoint=tmp_path, epochs=1, resume=True)
+    whole = sweep(keep=3, epochs=1)
+    assert found.to_csv() == whole.to_csv()
+    for mine, its in zip(found.best, whole.best, strict=True):
+        assert close(mine.result().state.params, its.result().state.params)
+        folder = tmp_path / "best" / f"trial-{mine.number:04d}"
+        assert close(mine.result().trainer.restore(folder).params, its.result().state.params)
+
+
+def test_a_chunk_that_is_damaged_is_done_again(tmp_path, monkeypatch):
+    more = {"search": spmd.Halving(factor=2, rungs=2), "trials": 4, "checkpoint": tmp_path, "epochs": 2}
+    monkeypatch.setattr(Contest, "_found", lambda *given: (_ for _ in ()).throw(StoppedError))
+    with pytest.raises(StoppedError):
+        sweep(**more)
+    monkeypatch.undo()
+    for file in (tmp_path / "chunks").glob("*/checkpoints/*/state/d/*"):
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert sweep(**more, resume=True).to_csv() == sweep(**{**more, "checkpoint": None}).to_csv()
+
+
+def test_what_trials_are_judged_by_is_the_same_when_a_sweep_goes_on(tmp_path):
+    sweep(keep=1, checkpoint=tmp_path, epochs=1)
+    for more in ({"eval_data": labelled(50, 2)}, {"keep": 2}):
+        with pytest.raises(CheckpointError, match="it was another"):
+            sweep(**{"keep": 1, "checkpoint": tmp_path, "epochs": 1, "resume": True, **more})
+
+
+def test_a_layout_whose_codecs_have_no_memory_on_one_device_each(tmp_path):
+    found = sweep(layout=FEEDBACK, mesh="net=8", epochs=1, keep=1, checkpoint=tmp_path)
+    assert found.best[0].result().predict(labelled()["x"]).shape == (80, CLASSES)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
