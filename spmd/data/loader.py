@@ -193,6 +193,8 @@ class RecordSource:
             if not good.all():
                 skipped += rows - int(good.sum())
                 if rows < self.batch_size:  # a short batch is read whole by all processes
+                    if not good.any():
+                        continue  # so all of them leave it out
                     leaves, rows = {name: leaf[good] for name, leaf in leaves.items()}, int(good.sum())
             full = rows == self.batch_size and not good.all()
             index = np.arange(rows) if jax.process_count() > 1 else None
