@@ -57,7 +57,9 @@ class Offsets:
         self.paths = paths
         self.sizes = [os.path.getsize(path) for path in paths]
         with concurrent.futures.ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1), "spmd-index") as pool:
-            ranges = list(pool.map(lambda path: scan(path) if cache is None else _cached(Path(cache), path, kind, scan, whole=whole), paths))
+            ranges = list(
+                pool.map(lambda path: scan(path) if cache is None else _cached(Path(cache), path, kind, scan, whole=whole), paths)
+            )
         self.counts = [len(starts) for starts, _ in ranges]
         self.first = np.cumsum([0, *self.counts])
         self.starts = np.concatenate([starts for starts, _ in ranges])

@@ -53,12 +53,19 @@ class History:
         for first, packed in self._steps:
             for offset, (sums, counts) in enumerate(packed):
                 step = first + offset
-                yield {"step": step, **dict(zip(self._names, (sums / counts).tolist(), strict=True)), **self._constants(step - 1)}
+                yield {
+                    "step": step,
+                    **dict(
+                        zip(self._names, np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts != 0).tolist(), strict=True)
+                    ),
+                    **self._constants(step - 1),
+                }
 
     def __getitem__(self, name: str) -> list[float]:
         if name in self._names:
             column = self._names.index(name)
-            return [float(row[0, column] / row[1, column]) for _, packed in self._steps for row in packed]
+            with np.errstate(invalid="ignore"):  # a step of no rows has no mean: NaN
+                return [float(row[0, column] / row[1, column]) for _, packed in self._steps for row in packed]
         if name in self._known():
             return [row[name] for row in self.rows()]
         found = [row[name] for row in self.evaluations if name in row]

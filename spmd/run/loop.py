@@ -189,7 +189,7 @@ class Loop:
         for offset, sums in enumerate(packed):
             step = first + offset
             due = [callback for callback in self._callbacks if step % callback.every == 0]
-            if due:
+            if due and sums[1].any():  # a step of no rows has nothing to tell
                 metrics = {**self._means(sums), **self.program.constants(step - 1)}
                 info = self._info(step, epoch, metrics, rows[offset], exact=newest and step == self.step)
                 with lifted(due):
@@ -219,7 +219,7 @@ class Loop:
     def _check_first(self, sums: np.ndarray) -> None:
         means = self._means(sums)
         watched = any("loss" in callback.watches() for callback in self.callbacks if isinstance(callback, TerminateOnNaN))
-        if watched and not np.isfinite(means["loss"]):
+        if watched and sums[1].any() and not np.isfinite(means["loss"]):
             raise DivergedError(
                 f"the loss is {means['loss']} at the first step.\n"
                 "    cure: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
@@ -371,7 +371,8 @@ class Loop:
         return min([*left, self.length.steps - self.step] if self.length.steps is not None else left, default=self.steps_per_call)
 
     def _means(self, sums: np.ndarray) -> dict[str, float]:
-        return dict(zip(self.program.names, (sums[0] / sums[1]).tolist(), strict=True))
+        with np.errstate(invalid="ignore"):  # a step of no rows has no mean: NaN
+            return dict(zip(self.program.names, (sums[0] / sums[1]).tolist(), strict=True))
 
     def _info(self, step: int, epoch: int, metrics: dict[str, float], rows: int, *, exact: bool) -> Info:
         return Info(self, step, epoch, metrics, rows, exact=exact)

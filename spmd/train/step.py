@@ -139,6 +139,7 @@ class Step:
         # what was differentiated is a sum over rows: divided by the workers' mean count it becomes, averaged over workers, the mean
         with jax.named_scope("metrics"):
             count = wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1)
+            count = jnp.where(count == 0, 1.0, count)  # rows of weight 0 only: a gradient of zero
         return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, sums
 
     def _present(self, events: Tree) -> jax.Array:

@@ -4,6 +4,7 @@ import json
 import logging
 import pickle
 
+import jax
 import numpy as np
 import pytest
 import written
@@ -293,5 +294,5 @@ def test_all_processes_have_the_same_batches_where_one_reads_nothing(table):
 
 def test_a_full_batch_of_nothing_sound_changes_nothing(table):
     result = fit(broken(table, range(16)), steps=2)
-    assert np.isfinite(result.history["loss"][1])
-    assert all(np.isfinite(leaf).all() for leaf in __import__("jax").tree.leaves(result.state.params))
+    assert np.isfinite(result.history["loss"]).tolist() == [False, True]  # a step of no rows has no mean
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
