@@ -78,14 +78,15 @@ class CsvFiles(Format):
         else:
             starts, stops = (np.ascontiguousarray(edges[:, [column.at for column in self._columns]].T) for edges in cells)
             numbers = [at for at, column in enumerate(self._columns) if column.words is None]
-            found = decimals(text, starts[numbers].ravel(), stops[numbers].ravel())  # of all columns at once
-            read = dict(zip(numbers, zip(*(one.reshape(len(numbers), -1) for one in found), strict=True), strict=True))
+            plain = decimals(text, starts[numbers].ravel(), stops[numbers].ravel())  # of all columns at once
+            read = dict(zip(numbers, zip(*(one.reshape(len(numbers), -1) for one in plain), strict=True), strict=True))
             for at, column in enumerate(self._columns):
                 columns[column.name] = _parsed(column, raw, read.get(at), starts[at], stops[at], bad)
         leaves = {}
         for name, group in self._groups.items():
             one = isinstance(group, Column)
-            leaves[name] = columns[group.name] if one else np.stack([columns[column.name] for column in group], axis=1)
+            found = columns[group.name] if one else np.stack([columns[column.name] for column in group], axis=1)
+            leaves[name] = found.astype(self.fields[name].dtype, copy=False)
         return leaves, bad
 
     def where(self, record: int) -> str:
@@ -197,8 +198,8 @@ class _Inference:
         self._header, self._defaults, self._types, self._categories = header, defaults, types, categories
         raw, starts, ends = offsets.read(np.arange(min(LOOKED_AT, len(offsets))), end=b"\n")
         lines = [raw[start:end].decode("utf-8", "replace") for start, end in zip(starts, ends, strict=True)]
-        rows = (_split(line, separator) for line in lines)
-        self._rows = [row for row in rows if len(row) == len(header)]  # others are told when they are read
+        rows = (_split_or_none(line, separator) for line in lines)
+        self._rows = [row for row in rows if row is not None and len(row) == len(header)]  # others are told when they are read
         self._place = offsets.paths[0]
 
     def column(self, name: str) -> Column:
@@ -333,6 +334,13 @@ def _check_names(header: list[str], wanted: dict[str, Any], options: dict[str, A
 
 def _split(line: str, separator: str) -> list[str]:
     return next(rows_of.reader([line], delimiter=separator), [])
+
+
+def _split_or_none(line: str, separator: str) -> list[str] | None:
+    try:
+        return _split(line, separator)
+    except rows_of.Error:
+        return None
 
 
 def _field(group: Column | list[Column]) -> Field:

@@ -197,7 +197,8 @@ def _store(
         limits = np.iinfo(feature.dtype)
         wrong = ((values < limits.min) | (values > limits.max)).any(axis=1) if feature.dtype.itemsize < 8 else np.zeros(len(values), bool)
         for row in np.flatnonzero(wrong).tolist():
-            bad[int(at[row])] = f'feature "{name}" has {values[row].max()}, which {feature.dtype} does not hold'
+            culprit = next(value for value in values[row].tolist() if not limits.min <= value <= limits.max)
+            bad[int(at[row])] = f'feature "{name}" has {culprit}, which {feature.dtype} does not hold'
         values = np.where(wrong[:, None], 0, values)
     count, wanted = values.shape[1], int(np.prod(feature.shape))
     if feature.fill is not None:

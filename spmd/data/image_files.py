@@ -68,7 +68,8 @@ def images(
     Raises:
       DataError: there is no such folder, or no picture in it.
     """
-    if channels not in _MODES or len(size) != 2 or any(not isinstance(one, int) or one < 1 for one in size):
+    pair = isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(one, int) and one >= 1 for one in size)
+    if not pair or channels not in _MODES:
         raise OptionError(f"size={size!r}, channels={channels!r}: a size is (height, width), and channels are 1, 3 or 4.")
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
     if not os.path.isdir(folder):

@@ -193,7 +193,14 @@ class RecordSource:
             if not good.all():
                 skipped += rows - int(good.sum())
                 if rows < self.batch_size:  # a short batch is read whole by all processes
+                    if not good.any():
+                        continue  # so all of them leave it out
                     leaves, rows = {name: leaf[good] for name, leaf in leaves.items()}, int(good.sum())
+            if rows == self.batch_size and self.here is None and not good.any():  # a step on no rows has no gradient
+                raise DataError(
+                    f"none of the {rows} records of a batch of epoch {number + 1} can be read.\n"
+                    "    cure: mend the files; or larger batches, or shuffle=True, where bad records stand side by side."
+                )
             full = rows == self.batch_size and not good.all()
             index = np.arange(rows) if jax.process_count() > 1 else None
             yield HostBatch(leaves, rows, index, {"skipped": skipped} if skipped else None, None, weights if full else None)

@@ -50,13 +50,16 @@ class Offsets:
       scan: int64[records] of one file: where each begins, and where it ends.
       kind: what the scan looks for, with its options; names what it found in `cache`.
       cache: a folder in which it is kept from one run to the next; None: nowhere.
+      whole: records fill a file to its end; of one where they do not, the scan warns, and nothing is kept.
     """
 
-    def __init__(self, paths: tuple[str, ...], scan: Scan, kind: str, cache: str | Path | None = None):
+    def __init__(self, paths: tuple[str, ...], scan: Scan, kind: str, cache: str | Path | None = None, *, whole: bool = False):
         self.paths = paths
         self.sizes = [os.path.getsize(path) for path in paths]
         with concurrent.futures.ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1), "spmd-index") as pool:
-            ranges = list(pool.map(lambda path: scan(path) if cache is None else _cached(Path(cache), path, kind, scan), paths))
+            ranges = list(
+                pool.map(lambda path: scan(path) if cache is None else _cached(Path(cache), path, kind, scan, whole=whole), paths)
+            )
         self.counts = [len(starts) for starts, _ in ranges]
         self.first = np.cumsum([0, *self.counts])
         self.starts = np.concatenate([starts for starts, _ in ranges])
@@ -139,15 +142,19 @@ def _close(descriptors: dict[str, int]) -> None:
         os.close(descriptor)
 
 
-def _cached(folder: Path, path: str, kind: str, scan: Scan) -> tuple[np.ndarray, np.ndarray]:
+def _cached(folder: Path, path: str, kind: str, scan: Scan, *, whole: bool) -> tuple[np.ndarray, np.ndarray]:
     """What a scan finds, from a file that an earlier run has left; a file that was changed since has another name there."""
     about = os.stat(path)
     name = hashlib.sha256(repr((kind, os.path.abspath(path), about.st_size, about.st_mtime_ns)).encode()).hexdigest()[:32]
     kept = folder / f"{name}.npy"
+    is_short = lambda ends: whole and (int(ends[-1]) if len(ends) else 0) < about.st_size  # looked for each time, to warn each time
     if kept.is_file():
         starts, ends = np.load(kept)
-        return starts, ends
+        if not is_short(ends):
+            return starts, ends
     starts, ends = scan(path)
+    if is_short(ends):
+        return starts, ends
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{name}.{os.getpid()}.{threading.get_ident()}.part.npy"
     np.save(part, np.stack([starts, ends]))

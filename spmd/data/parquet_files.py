@@ -39,6 +39,10 @@ class ParquetFiles(Format):
             if name not in schema.names:
                 raise OptionError(f'there is no column "{name}".\n    cure: {did_you_mean(name, schema.names)}')
         self.fields = {name: _field(name, schema.field(name).type) for name in columns or schema.names}
+        for name in self._defaults:
+            if name in self.fields and self.fields[name].shape:
+                cure = 'on_error="skip", which leaves out rows without a value'
+                raise OptionError(f'defaults: column "{name}" holds lists, for which there is no default.\n    cure: {cure}.')
         self._kept: collections.OrderedDict[int, tuple] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -78,18 +82,28 @@ class ParquetFiles(Format):
         values, missing = {}, {}
         for name, field in self.fields.items():
             column = table.column(name).combine_chunks()
+            if field.shape:
+                values[name], missing[name] = _lists(column, field)
+                continue
             empty = np.asarray(column.is_null())
-            if field.shape:  # lists of one length
-                values[name] = np.asarray(column.flatten()).reshape(-1, *field.shape).astype(field.dtype)
-            else:
-                filled = column.fill_null(self._defaults.get(name, 0)) if empty.any() else column
-                values[name] = filled.to_numpy(zero_copy_only=False).astype(field.dtype)
+            filled = column.fill_null(self._defaults.get(name, 0)) if empty.any() else column
+            values[name] = filled.to_numpy(zero_copy_only=False).astype(field.dtype)
             missing[name] = np.zeros_like(empty) if name in self._defaults else empty
         with self._lock:
             self._kept[group] = (values, missing)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return values, missing
+
+
+def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
+    """Lists of one length [rows, length], and bool[rows] which of them lack themselves or a number."""
+    rows, length = len(column), field.shape[0]
+    numbers = column.values.slice(column.offset * length, rows * length)  # with places for lists that are missing; flatten drops those
+    lack = np.asarray(numbers.is_null())
+    missing = np.asarray(column.is_null()) | lack.reshape(rows, length).any(axis=1)
+    whole = numbers.fill_null(0) if lack.any() else numbers
+    return whole.to_numpy(zero_copy_only=False).reshape(rows, length).astype(field.dtype), missing
 
 
 def _field(name: str, kind: Any) -> Field:
@@ -125,7 +139,7 @@ def parquet(
       files: a pattern, a path, or several of them.
       batch_size: rows of a batch, over all processes.
       columns: which are read; None: all.
-      defaults: by column, what stands for a missing value. Without one such a value is an error.
+      defaults: by column of numbers, what stands for a missing value. Without one such a value is an error.
       shuffle: True, False, or a window of rows that are mixed.
       seed: decides the order.
       workers: threads that read ahead; the batches do not depend on their number.
@@ -133,6 +147,7 @@ def parquet(
 
     Raises:
       DataError: no file, one that is no Parquet file, or a column that holds no numbers.
+      OptionError: a column that is not there, or a default for one of lists.
     """
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
     return Records(ParquetFiles(found(files), columns, defaults or {}), reading)

@@ -82,6 +82,7 @@ class Reading:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
                 raise OptionError(f"{name}={value!r}: a whole number from {least}.")
+            object.__setattr__(self, name, int(value))  # numpy's do not go into the JSON of a state
         if self.on_error not in ("stop", "skip"):
             raise OptionError(f'on_error="{self.on_error}".\n    cure: {did_you_mean(str(self.on_error), ("stop", "skip"))}')
         Order(0, self.shuffle, self.seed)
@@ -152,7 +153,7 @@ class Records:
         return ahead(tasks, self.reading.workers)
 
     def take(self, ids: np.ndarray, here: np.ndarray | None = None) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The records int64[n], and bool[n] which of them could be read; in place of others stands a copy of one that could."""
+        """The records int64[n], and bool[n] which of them could be read; in place of others stands a copy of one that could, or zeros."""
         wanted = ids if here is None else ids[here]
         ascending = np.argsort(wanted)
         leaves, bad = self.format.read(wanted[ascending])
@@ -160,13 +161,9 @@ class Records:
         if bad:
             if self.reading.on_error == "stop":
                 raise DataError(self._told({int(wanted[ascending[at]]): why for at, why in bad.items()}))
-            if len(bad) == len(wanted):
-                raise DataError(
-                    f"none of {len(wanted)} records of a batch can be read. {self._told({int(wanted[0]): next(iter(bad.values()))})}"
-                )
-            sound = next(at for at in range(len(wanted)) if at not in bad)
+            sound = next((at for at in range(len(wanted)) if at not in bad), None)
             for leaf in leaves.values():
-                leaf[list(bad)] = leaf[sound]
+                leaf[list(bad)] = 0 if sound is None else leaf[sound]
             missing = ascending[list(bad)]
             good[missing if here is None else here[missing]] = False
         rows = np.empty(len(wanted), np.int64)
@@ -216,17 +213,19 @@ class Batches:
     def __next__(self) -> dict[str, np.ndarray]:
         if self._made is None:
             self._made = self._records.read(self.number, self.taken)
-        try:
-            leaves, good = next(self._made)
-        except StopIteration:
-            tell_skipped(self._records, self.number, self.skipped)
-            self.skipped = 0
-            raise
-        self.taken += 1
-        if good.all():
-            return leaves
-        self.skipped += int((~good).sum())
-        return {name: leaf[good] for name, leaf in leaves.items()}
+        while True:  # until a batch has a record that could be read
+            try:
+                leaves, good = next(self._made)
+            except StopIteration:
+                tell_skipped(self._records, self.number, self.skipped)
+                self.skipped = 0
+                raise
+            self.taken += 1
+            self.skipped += int((~good).sum())
+            if good.all():
+                return leaves
+            if good.any():
+                return {name: leaf[good] for name, leaf in leaves.items()}
 
     def get_state(self) -> dict[str, Any]:
         """Where it stands, as JSON can hold it."""

@@ -89,7 +89,8 @@ def tfrecord(
         raise OptionError(f'features={features!r}.\n    cure: such as {{"label": spmd.data.fixed((), "int32")}}.')
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
     skip = on_error == "skip"
-    return Records(TFRecordFiles(Offsets(found(files), lambda path: scan(path, skip=skip), f"tfrecord {skip}", index), features), reading)
+    offsets = Offsets(found(files), lambda path: scan(path, skip=skip), f"tfrecord {skip}", index, whole=True)
+    return Records(TFRecordFiles(offsets, features), reading)
 
 
 def _frames(raw: bytes, starts: np.ndarray, length: int) -> np.ndarray:

@@ -147,3 +147,19 @@ def test_a_file_that_has_shrunk_is_told(tmp_path):
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(DataError, match=r"a.csv has 36 bytes, and had 40 when it was indexed"):
         next(iter(data))
+
+
+def test_columns_side_by_side_have_the_dtype_that_is_declared(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ["1,2.5,3000000000", "2,3.5,3000000001"])
+    data = spmd.data.csv(path, columns={"both": ["age", "height"], "wide": ["age", "kind"], "alone": ["age"]}, batch_size=2)
+    batch = next(iter(data))
+    assert {name: batch[name].dtype for name in batch} == {name: field.dtype for name, field in data.fields.items()}
+    assert batch["both"].dtype == np.float32
+
+
+def test_a_field_that_is_too_large_to_infer_from_is_told_with_its_line(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ["1,2", f'3,"{"4" * 200_000}"', "5,6"], "x,y")
+    options = {"batch_size": 3, "shuffle": False}
+    with pytest.raises(DataError, match=r"a.csv, line 3: field larger than field limit"):
+        list(spmd.data.csv(path, **options))
+    assert read(path, on_error="skip")["x"].tolist() == [1, 5]

@@ -37,8 +37,9 @@ def test_a_picture_that_is_cut_off_is_named(pictures):
     assert len(next(iter(spmd.data.images(pictures, size=(4, 5), batch_size=6, on_error="skip")))["label"]) == 5
     with pytest.raises(DataError, match=r"holds no pictures in folders that are classes; it has no folders"):
         spmd.data.images(pictures / "cats", size=(4, 5), batch_size=6)
-    with pytest.raises(OptionError, match="a size is"):
-        spmd.data.images(pictures, size=(4, 0), batch_size=6)
+    for size in ((4, 0), 32, (4, 4, 3)):
+        with pytest.raises(OptionError, match="a size is"):
+            spmd.data.images(pictures, size=size, batch_size=6)
 
 
 def test_parquet(tmp_path):
@@ -108,3 +109,22 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     ]:
         code, told = bench(capsys, *words)
         assert code == 2 and text in told, told
+
+
+def lists(path, rows):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    kind = arrow.list_(arrow.float32(), 2)
+    parquet.write_table(arrow.table({"at": list(range(len(rows))), "pair": arrow.array(rows, kind)}), path, row_group_size=3)
+    return path
+
+
+def test_lists_that_are_missing_do_not_move_others(tmp_path):
+    path = lists(tmp_path / "a.parquet", [[0, 1], None, [2, 3], [4, 5], [6, None], [8, 9], None, [10, 11]])
+    options = {"batch_size": 8, "shuffle": False}
+    with pytest.raises(DataError, match=r'a\.parquet, row 1: column "pair" has no value \(2 more of this batch'):
+        list(spmd.data.parquet(path, **options))
+    (batch,) = spmd.data.parquet(path, on_error="skip", **options)
+    assert batch["at"].tolist() == [0, 2, 3, 5, 7]
+    assert batch["pair"].tolist() == [[0, 1], [2, 3], [4, 5], [8, 9], [10, 11]]
+    with pytest.raises(OptionError, match='defaults: column "pair" holds lists'):
+        spmd.data.parquet(path, defaults={"pair": 0}, **options)

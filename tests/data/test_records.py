@@ -247,3 +247,50 @@ def test_options_that_cannot_be_meant(folder):
     ]:
         with pytest.raises(OptionError, match=text):
             records(folder, **options)
+
+
+def test_a_number_of_numpy_is_a_number(folder):
+    batches = iter(records(folder, batch_size=np.int64(8), seed=np.int64(3)))
+    next(batches)
+    assert json.loads(json.dumps(batches.get_state()))["data"]["batch_size"] == 8
+
+
+def broken(table, bad):
+    """Records without a number."""
+    path, options, _ = table
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join("x" + line if at - 1 in bad else line for at, line in enumerate(lines)))
+    return spmd.data.csv(path, **options, shuffle=False, types={"x0": "float32"}, on_error="skip")
+
+
+def test_batches_of_nothing_sound_are_left_out(table, caplog):
+    batches = iter(broken(table, range(16, 44)))
+    with caplog.at_level(logging.WARNING, "spmd"):
+        assert [len(batch["x"]) for batch in batches] == [16]
+    assert batches.taken == 3 and "without 28 of 44" in caplog.text
+
+
+def test_a_short_last_batch_of_nothing_sound_is_no_step(table, caplog):
+    data = broken(table, range(32, 44))
+    with caplog.at_level(logging.WARNING, "spmd"):
+        result = fit(data, epochs=2)
+    assert len(result.history["loss"]) == 4 and np.isfinite(result.history["loss"]).all()
+    assert "epoch 2 did without 12 of 44" in caplog.text
+
+
+def test_all_processes_have_the_same_batches_where_one_reads_nothing(table):
+    data = broken(table, [*range(8), *range(32, 44)])
+    made = []
+    for rank in range(2):
+        part = RecordSource(data)
+        part.here = np.arange(16).reshape(2, 8)[rank]
+        made.append(list(part.epoch(0)))
+    assert [[batch.rows for batch in batches] for batches in made] == [[16, 16]] * 2
+    nothing = made[0][0]
+    assert not nothing.weights[:8].any() and not nothing.leaves["x"].any()
+    assert made[1][0].weights is None and made[1][0].leaves["x"][8:].any()
+
+
+def test_a_full_batch_of_nothing_sound_ends_the_run(table):
+    with pytest.raises(DataError, match="none of the 16 records of a batch of epoch 1 can be read"):
+        fit(broken(table, range(16)), steps=2)

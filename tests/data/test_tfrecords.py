@@ -126,6 +126,25 @@ def test_where_the_next_record_is_not_known_the_place_is(path, damage, caplog):
     assert "record 17" in caplog.text and "All from there on is left out" in caplog.text
 
 
+def test_a_damaged_file_is_warned_of_each_time(path, tmp_path, caplog):
+    at, raw = starts(path)[17], path.read_bytes()
+    path.write_bytes(raw[: at + 30])
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "spmd"):
+            assert len(read(path, on_error="skip", index=tmp_path / "index")["y"]) == 17
+        assert "All from there on is left out" in caplog.text
+    path.write_bytes(raw)
+    assert len(read(path, on_error="skip", index=tmp_path / "index")["y"]) == ROWS
+    assert len(list((tmp_path / "index").iterdir())) == 1  # of the whole file
+
+
+def test_the_number_that_does_not_fit_is_named(tmp_path):
+    path = written.tfrecord(tmp_path / "b.tfrecord", [written.example(y=[-1, 3])])
+    with pytest.raises(DataError, match='feature "y" has -1, which uint8 does not hold'):
+        read(path, {"y": spmd.data.fixed((2,), "uint8")})
+
+
 def test_records_of_one_length_are_found_many_at_once(tmp_path, monkeypatch):
     sizes = [5] * 30 + [6] + [5] * 3 + [7] * 40
     path = written.tfrecord(tmp_path / "a.tfrecord", [b"z" * size for size in sizes])
