@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.export
-import numpy as np
 
 from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, import_extra
 from spmd.hosts.handshake import first_of_all
@@ -280,5 +279,5 @@ def _rounded(trainer: Trainer, state: State, forward: Forward, low: list[bool]) 
 
     own = map_paths(near, placed.unpacked(state.params))
     packed = own if placed.packing is None else placed.packing.pack(own)
-    params = jax.tree.map(lambda new, old: place_copy(np.asarray(new), old.sharding), packed, state.params)
+    params = jax.tree.map(lambda new, old: old if new is old else place_copy(whole(new), old.sharding), packed, state.params)
     return dataclasses.replace(state, params=params)

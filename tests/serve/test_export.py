@@ -18,6 +18,8 @@ from trained import KINDS, train, untrained
 import spmd
 from spmd.errors import DataError, ExportError, MissingExtraError, OptionError
 from spmd.run.manifest import NAME, seal
+from spmd.serve.forward import forward_of
+from spmd.serve.write import _rounded
 
 ROOT = Path(spmd.__file__).parent.parent
 ROWS = (1, 7, 128)
@@ -358,3 +360,12 @@ def test_numbers_that_are_not_finite_have_no_scale(results, tmp_path):
     with pytest.raises(ExportError, match=r"params/two float32\[32, 10\] holds numbers that are not finite"):
         spmd.export(result.trainer, dataclasses.replace(result.state, params=params), tmp_path / "model", weights="int8")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_int8_is_measured_as_it_is(results):
+    """It is not brought to one host, which no process can do with what others hold."""
+    trainer, state = results["functional"].trainer, results["functional"].state
+    forward = forward_of(trainer, state)
+    rounded = _rounded(trainer, state, forward, [path.endswith("one") for path in forward.paths]).params
+    assert rounded["bias"] is state.params["bias"] and rounded["two"] is state.params["two"]
+    assert rounded["one"] is not state.params["one"] and rounded["one"].sharding == state.params["one"].sharding
