@@ -94,7 +94,7 @@ def export(
       MissingExtraError: flatbuffers, of the extra `export`, is missing.
 
     Example:
-      >>> import optax, spmd, tempfile
+      >>> import numpy as np, optax, spmd, tempfile
       >>> model = spmd.FunctionalModel(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
       >>> trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1))
       >>> state = trainer.init({"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)})
