@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from spmd.errors import DataError, EnsembleError, OptionError, a_kind, did_you_m
 from spmd.mesh import MeshSpec, make_mesh
 from spmd.run.checkpoint import Checkpoint
 from spmd.serve import uncertainty
-from spmd.serve.forward import check_inputs, forward_of, in_chunks, joined, whole
+from spmd.serve.forward import check_batch_size, check_inputs, forward_of, in_chunks, joined, whole
 from spmd.serve.loaded import ExportedModel, load_exported
 from spmd.serve.stacked import NET, ROWS, Net, Stacked, groups_of, rows_of, table
 from spmd.serve.uncertainty import COMBINE
@@ -102,6 +103,7 @@ class Ensemble:
         self._groups = groups_of(self._nets, self._batch or ROWS) if self._nets else []
         self._mesh = _mesh(mesh, max((len(group.nets) for group in self._groups), default=1))
         self._workers: Workers | None = None
+        self._starting = threading.Lock()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,12 +132,11 @@ class Ensemble:
         Raises:
           DataError: another tree, other shapes or dtypes than the members take, or no rows.
           EnsembleError: a member can only be asked.
+          OptionError: a `batch_size` below 1.
         """
-        found = joined(np.asarray(both[0]) for both in self._chunks(inputs, batch_size))
         if self.temperature == 1.0:
-            return found
-        with np.errstate(divide="ignore"):
-            return np.exp(uncertainty.tempered(np.log(found.astype(np.float64)), self.temperature)).astype(np.float32)
+            return joined(np.asarray(both[0]) for both in self._chunks(inputs, batch_size))
+        return np.exp(self._logs(self._logits(inputs, batch_size))).astype(np.float32)  # not of what float32 made 0
 
     def members(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
         """Each member's own probabilities, float32[members, rows, ..., classes], on the host, in the order of `names`."""
@@ -157,7 +158,9 @@ class Ensemble:
 
         Raises:
           DataError: inputs and labels cannot be told apart, or labels do not fit the logits.
+          OptionError: a `batch_size` below 1.
         """
+        check_batch_size(batch_size)
         found = [(self._logits(inputs, batch_size), np.asarray(labels)) for inputs, labels in _pairs(data)]
         logits, labels = np.concatenate([each for each, _ in found], axis=1), np.concatenate([each for _, each in found])
         _check_labels(labels, logits)
@@ -172,13 +175,19 @@ class Ensemble:
           labels: the right classes, integers [rows, ...], of rows that no member was trained on.
 
         Raises:
-          EnsembleError: the ensemble counts votes, of which none may have gone to the right class.
+          DataError: other inputs or labels than the members take.
+          EnsembleError: the ensemble counts votes, of which none may have gone to the right class; or a right class is impossible to it.
+          OptionError: a `batch_size` below 1.
         """
         if self.combine == "vote":
             raise EnsembleError('no temperature changes a share of 0 votes.\n    cure: combine="mean" or "logits".')
         logits, labels = self._logits(inputs, batch_size), np.asarray(labels)
         _check_labels(labels, logits)
         logs = uncertainty.log_combined(logits, self.combine)
+        impossible = int(np.isneginf(np.take_along_axis(logs, labels[..., None], axis=-1)).sum())
+        if impossible:
+            told = f"{impossible} of {labels.size} labels have probability 0, so the log loss is infinite at any temperature."
+            raise EnsembleError(f"{told}\n    cure: members that give these classes finite logits, or rows without them.")
         self.temperature = uncertainty.fitted_temperature(logs, labels)
         picked = lambda scores: {name: scores[name] for name in ("log loss", "calibration error")}
         return Calibration(self.temperature, picked(_scores(logs, labels)), picked(_scores(self._logs(logits), labels)))
@@ -192,19 +201,22 @@ class Ensemble:
           deadline: seconds; None waits for all.
 
         Raises:
-          EnsembleError: nobody has answered in time; who is late, and what the others raised.
+          EnsembleError: nobody has answered in time, who is late, and what the others raised; or the ensemble was closed meanwhile.
         """
         if deadline is not None and not deadline > 0:
             raise OptionError(f"deadline={deadline!r}: seconds, above 0.")
         rows = check_inputs(inputs, self._nets[0].inputs) if self._nets else check_leaves(inputs, "the inputs")
-        if self._workers is None:
-            self._workers = Workers({name: self._asked(at, member) for at, (name, member) in enumerate(self._members.items())})
-        said, late, failed, seconds = self._workers.ask(inputs, rows, deadline)
+        with self._starting:
+            if self._workers is None:
+                self._workers = Workers({name: self._asked(at, member) for at, (name, member) in enumerate(self._members.items())})
+            workers = self._workers
+        said, late, failed, seconds = workers.ask(inputs, rows, deadline)
         return Answer(np.exp(self._logs(np.stack(list(said.values())))), tuple(said), late, failed, seconds)
 
     def close(self, seconds: float = 5.0) -> None:
         """End the threads of `ask`, waiting so long for members that are still at an old question. Asking again starts new ones."""
-        workers, self._workers = self._workers, None
+        with self._starting:
+            workers, self._workers = self._workers, None
         if workers is not None:
             workers.close(seconds)
 
@@ -222,6 +234,7 @@ class Ensemble:
 
     def _chunks(self, inputs: Tree, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Combined probabilities and logits, so many rows at a time."""
+        check_batch_size(batch_size)
         if len(self._nets) < len(self):
             functions = [name for name, member in self._members.items() if not isinstance(member, Net)]
             raise EnsembleError(
@@ -288,13 +301,14 @@ def _mesh(given: str | Mesh | None, largest: int) -> Mesh:
 
 
 def _pairs(data: Any) -> Iterator[tuple[Tree, Any]]:
-    """Inputs and labels of each batch."""
+    """Inputs and labels of each batch, without the rows that are no data."""
     if is_arrays(data):
         check_leaves(data, "the data")
         yield _split(data)
         return
     for batch in source(data, batch_size=None, shuffle=None, seed=0, short_ok=True).epoch(0):
-        yield _split(batch.leaves)
+        good = slice(None) if batch.weights is None else batch.weights > 0
+        yield _split(jax.tree.map(lambda x: np.asarray(x)[good], batch.leaves))
 
 
 def _split(batch: Any) -> tuple[Tree, Any]:

@@ -134,6 +134,17 @@ def check_inputs(inputs: Tree, wanted: Tree) -> int:
     return rows
 
 
+def check_batch_size(given: Any) -> int:
+    """A number of rows at a time.
+
+    Raises:
+      OptionError: it is none.
+    """
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise OptionError(f"batch_size={given!r}: a whole number from 1.")
+    return given
+
+
 def _any_rows(leaf: Any) -> str:
     return f"{leaf.dtype}[{', '.join(['rows', *map(str, leaf.shape[1:])])}]"
 

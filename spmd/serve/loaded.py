@@ -12,9 +12,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import ExportError, OptionError, import_extra
+from spmd.errors import ExportError, import_extra
 from spmd.run.manifest import damage
-from spmd.serve.forward import check_inputs, in_chunks, joined
+from spmd.serve.forward import check_batch_size, check_inputs, in_chunks, joined
 from spmd.serve.weights import Stored, read_arrays
 from spmd.serve.write import ABOUT, FORMAT, PROGRAM, WEIGHTS
 from spmd.tree import Tree
@@ -87,8 +87,7 @@ class ExportedModel:
         Raises:
           DataError: another tree, other shapes or dtypes, or no rows.
         """
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise OptionError(f"batch_size={batch_size!r}: a whole number from 1.")
+        check_batch_size(batch_size)
         rows = check_inputs(inputs, self.inputs)
         size = self.batch or batch_size
         chunks = in_chunks(functools.partial(self._call, self.arrays), inputs, rows, size, pad=self.batch is not None or rows > size)

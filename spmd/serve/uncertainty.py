@@ -26,9 +26,10 @@ def log_combined(logits: np.ndarray, combine: str) -> np.ndarray:
     """
     if combine == "logits":
         return log_softmax(logits.astype(np.float64).mean(axis=0))
-    shares = np.exp(log_softmax(logits)) if combine == "mean" else np.eye(logits.shape[-1])[logits.argmax(axis=-1)]
+    if combine == "mean":
+        return np.logaddexp.reduce(log_softmax(logits), axis=0) - np.log(len(logits))  # of logarithms, as probabilities may be too small
     with np.errstate(divide="ignore"):
-        return np.log(shares.mean(axis=0))
+        return np.log(np.eye(logits.shape[-1])[logits.argmax(axis=-1)].mean(axis=0))
 
 
 def entropy(probabilities: np.ndarray) -> np.ndarray:
@@ -77,7 +78,8 @@ def fitted_temperature(logs: np.ndarray, labels: np.ndarray) -> float:
 
     def slope(inverse: float) -> float:
         weights = np.exp(log_softmax(logs * inverse))
-        return float(((weights * logs).sum(axis=-1) - np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]).mean())
+        expected = (weights * np.where(weights > 0, logs, 0.0)).sum(axis=-1)  # what is impossible adds nothing
+        return float((expected - np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]).mean())
 
     low, high = 1 / FLATTEST, 1 / SHARPEST
     for _ in range(60):

@@ -72,10 +72,16 @@ class _Worker:
         self.thread = threading.Thread(target=self._run, name=f"spmd member {name}", daemon=True)
         self.thread.start()
 
-    def put(self, question: _Question | None) -> None:
-        """The next question; None: there will be no more."""
+    def put(self, question: _Question) -> None:
+        """The next question."""
         with self._changed:
-            self._next, self._closed = question, question is None
+            self._next = question
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """There will be no more questions; the one it holds is answered yet."""
+        with self._changed:
+            self._closed = True
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -100,13 +106,13 @@ class Workers:
 
     def __init__(self, functions: Mapping[str, Callable[[Tree], Any]]):
         self._workers = [_Worker(name, function) for name, function in functions.items()]
-        self._one = threading.Lock()
+        self._one, self._open, self._closed = threading.Lock(), threading.Lock(), False
 
     def ask(self, inputs: Tree, rows: int, deadline: float | None) -> tuple[dict[str, np.ndarray], tuple[str, ...], dict[str, str], float]:
         """Logits by name, who is late, what the others raised, and seconds; one question at a time.
 
         Raises:
-          EnsembleError: nobody has answered.
+          EnsembleError: nobody has answered, or the threads were ended before it was asked.
         """
         began = time.monotonic()
         left = lambda: None if deadline is None else max(0.0, deadline - (time.monotonic() - began))
@@ -115,8 +121,11 @@ class Workers:
             raise EnsembleError(f"another question was still being answered after {deadline:g} s.\n    cure: a longer deadline.")
         try:
             question = _Question(inputs, names)
-            for worker in self._workers:
-                worker.put(question)
+            with self._open:  # put to all before they are ended, or to none
+                if self._closed:
+                    raise EnsembleError("closed before this question was put.\n    cure: ask again, which starts new threads.")
+                for worker in self._workers:
+                    worker.put(question)
             said = question.wait(left())
         finally:
             self._one.release()
@@ -139,8 +148,10 @@ class Workers:
     def close(self, seconds: float) -> None:
         """End all threads; one that is still at a question ends with it, and is told of."""
         until = time.monotonic() + seconds
-        for worker in self._workers:
-            worker.put(None)
+        with self._open:
+            self._closed = True
+            for worker in self._workers:
+                worker.end()
         for worker in self._workers:
             worker.thread.join(max(0.0, until - time.monotonic()))
         busy = [worker.name for worker in self._workers if worker.thread.is_alive()]

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.export
-import numpy as np
 
 from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, import_extra
 from spmd.hosts.handshake import first_of_all
@@ -95,7 +94,7 @@ def export(
       MissingExtraError: flatbuffers, of the extra `export`, is missing.
 
     Example:
-      >>> import optax, spmd, tempfile
+      >>> import numpy as np, optax, spmd, tempfile
       >>> model = spmd.FunctionalModel(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
       >>> trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1))
       >>> state = trainer.init({"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)})
@@ -280,5 +279,5 @@ def _rounded(trainer: Trainer, state: State, forward: Forward, low: list[bool]) 
 
     own = map_paths(near, placed.unpacked(state.params))
     packed = own if placed.packing is None else placed.packing.pack(own)
-    params = jax.tree.map(lambda new, old: place_copy(np.asarray(new), old.sharding), packed, state.params)
+    params = jax.tree.map(lambda new, old: old if new is old else place_copy(whole(new), old.sharding), packed, state.params)
     return dataclasses.replace(state, params=params)

@@ -18,6 +18,8 @@ from trained import KINDS, train, untrained
 import spmd
 from spmd.errors import DataError, ExportError, MissingExtraError, OptionError
 from spmd.run.manifest import NAME, seal
+from spmd.serve.forward import forward_of
+from spmd.serve.write import _rounded
 
 ROOT = Path(spmd.__file__).parent.parent
 ROWS = (1, 7, 128)
@@ -318,11 +320,12 @@ import sys
 import jax, numpy as np, optax, spmd
 from spmd.errors import ExportError
 spmd.join()
-model = spmd.FunctionalModel(lambda key: {"w": jax.random.normal(key, (64, 8))}, lambda params, x: x @ params["w"])
+start = lambda key: {"w": jax.random.normal(key, (64, 8)), "b": jax.numpy.ones(64)}
+model = spmd.FunctionalModel(start, lambda params, x: (x + params["b"]) @ params["w"])
 data = np.ones((32, 64), np.float32), np.ones((32, 8), np.float32)
 kind = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.01), "progress": False}
 result = spmd.fit(model, data, batch_size=16, steps=2, layout="fsdp", mesh="data=-1", **kind)
-assert not result.state.params["w"].is_fully_addressable
+assert not any(result.state.params[name].is_fully_replicated for name in "wb")
 print("REPORT", str(result.export(sys.argv[1] + "/model", weights="int8", check=data)).replace(chr(10), "|"), flush=True)
 try:
     result.export(sys.argv[1] + "/model")
@@ -339,7 +342,7 @@ def test_several_processes_write_one_folder(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout
     reports, errors = (re.findall(rf"{word} (.*)", done.stdout) for word in ("REPORT", "ERROR"))
-    assert len(reports) == 2 and reports[0] == reports[1] and re.search(r"1 arrays, 1 of them as int8, 1\.\d KiB of 2\.0 KiB\|", reports[0])
+    assert len(reports) == 2 and reports[0] == reports[1] and re.search(r"2 arrays, 1 of them as int8, 1\.\d KiB of 2\.2 KiB\|", reports[0])
     assert len(errors) == 2 and all(line.endswith("model holds files already.") for line in errors)
     assert spmd.load_exported(tmp_path / "model").predict(np.ones((3, 64), np.float32)).shape == (3, 8)
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "model"}
@@ -358,3 +361,12 @@ def test_numbers_that_are_not_finite_have_no_scale(results, tmp_path):
     with pytest.raises(ExportError, match=r"params/two float32\[32, 10\] holds numbers that are not finite"):
         spmd.export(result.trainer, dataclasses.replace(result.state, params=params), tmp_path / "model", weights="int8")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_int8_is_measured_as_it_is(results):
+    """It is not brought to one host, which no process can do with what others hold."""
+    trainer, state = results["functional"].trainer, results["functional"].state
+    forward = forward_of(trainer, state)
+    rounded = _rounded(trainer, state, forward, [path.endswith("one") for path in forward.paths]).params
+    assert rounded["bias"] is state.params["bias"] and rounded["two"] is state.params["two"]
+    assert rounded["one"] is not state.params["one"] and rounded["one"].sharding == state.params["one"].sharding
