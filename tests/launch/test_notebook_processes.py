@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -377,7 +376,7 @@ print("BACK", back[0], type(back[1]) is Pair, back[1].b, back[2]())
 
 def test_the_example_of_the_documentation_runs():
     page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-    code = textwrap.dedent(page.partition("## In a notebook\n")[2].partition("\n`spmd.launch.run(")[0])
+    code = page.partition("## In a notebook\n")[2].partition("```python\n")[2].partition("```")[0]
     text, status = script(f"{code}\nprint('LOSS', loss, params['w'].shape, type(params['w']))\n")
     assert status == 0 and text.count("[0] 2 of 4 devices\n") == text.count("[1] 2 of 4 devices\n") == 2, text
     loss = float(re.search(r"LOSS (\S+) \(4, 1\) <class 'numpy.ndarray'>", text).group(1))
