@@ -198,7 +198,7 @@ SHOWS = {
 }
 
 
-QUICK = ("00_quickstart", "01_layouts")  # the others compile many programs, or long ones
+QUICK = ("00_quickstart",)  # the others compile many programs, or long ones
 
 
 @pytest.mark.parametrize(
