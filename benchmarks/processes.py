@@ -95,7 +95,8 @@ def steps_of_fit(turn: Turn) -> None:
     import spmd
     from spmd import api
 
-    once = {name: timed(api, name) for name in ("_agree", "check_replicas")}
+    lowered = lambda program, *_: (program.text(), program.placed.init_facts())  # which a process that is alone does as well
+    once = {"_agree": timed(api, "_agree", lowered), "check_replicas": timed(api, "check_replicas")}
     watched = Watched()
     began = [time.perf_counter()]
 
@@ -138,14 +139,18 @@ class Watched:
                 thread.start()
 
 
-def timed(owner: Any, name: str) -> list[float]:
-    """Seconds of every call of a function, from now on, without those until the arrays that it is given are there."""
+def timed(owner: Any, name: str, before: Callable[..., object] = lambda *args: None) -> list[float]:
+    """Seconds of every call of a function, from when all processes come to it and the arrays that it is given are there, after `before`."""
     import jax
+
+    from spmd.hosts.handshake import first_of_all
 
     function, times = getattr(owner, name), []
 
     def measured(*args: Any, **options: Any) -> Any:
-        jax.block_until_ready(args)
+        before(*args)
+        jax.block_until_ready([leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)])
+        first_of_all("")
         since = time.perf_counter()
         try:
             return function(*args, **options)

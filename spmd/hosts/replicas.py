@@ -1,6 +1,7 @@
 """Are copies that should be equal equal? A checksum of every shard, made on its device, compared over the whole mesh."""
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -12,13 +13,16 @@ from spmd.errors import ClusterError
 from spmd.tree import Tree, flatten
 
 SHOWN = 8  # arrays that are told
+SMALL = 65536  # words; shards up to that are weighed as one vector, a copy that no device notices
+QUICK = {"xla_backend_optimization_level": 0}  # it runs seldom: a third of the time to compile, four times that to run
 
 
 def check_replicas(state: Tree, when: str) -> None:
     """Hold all copies of every piece of every array against each other.
 
-    Each device reads its shards once and sends 4 bytes for each array. A checksum is a sum of all 32-bit words, each times an odd number
-    of its own: one word that differs is always found, and order counts.
+    Each device reads its shards once and sends 4 bytes for all arrays that are cut alike; only where these differ it does so again, with
+    4 bytes for each array. A checksum is a sum of all 32-bit words, each times an odd number of its own: one word that differs is always
+    found, and order counts.
 
     Args:
       state: arrays on one mesh.
@@ -30,14 +34,13 @@ def check_replicas(state: Tree, when: str) -> None:
     leaves: dict[str, Any] = {path: leaf for path, leaf in flatten(state).items() if isinstance(leaf, jax.Array) and leaf.size}
     if not leaves:
         return
-    mesh = next(iter(leaves.values())).sharding.mesh
     specs = tuple(leaf.sharding.spec for leaf in leaves.values())
-    with jax.transfer_guard("allow"):
-        table = np.asarray(_summed(mesh, specs)(*leaves.values()))  # [devices, arrays]
-    wrong = {path: devices for column, (path, leaf) in enumerate(leaves.items()) if (devices := _odd(leaf, mesh, table[:, column]))}
+    alike = {spec: tuple(place for place, other in enumerate(specs) if other == spec) for spec in specs}
+    wrong = _wrong(leaves, tuple(alike.values()))
     if not wrong:
         return
-    devices = mesh.devices.reshape(-1)
+    wrong = _wrong(leaves, tuple((place,) for place in range(len(leaves)))) or wrong
+    devices = next(iter(leaves.values())).sharding.mesh.devices.reshape(-1)
     lines = []
     for path, places in list(wrong.items())[:SHOWN]:
         processes = sorted({devices[place].process_index for place in places})
@@ -48,6 +51,17 @@ def check_replicas(state: Tree, when: str) -> None:
         f"{when}, copies of {len(wrong)} of {len(leaves)} arrays differ from most others:\n{text}\n"
         "    cure: the same seed, weights and data everywhere; if they were equal before, a device or host that computes wrongly."
     )
+
+
+def _wrong(leaves: dict[str, Any], columns: tuple[tuple[int, ...], ...]) -> dict[str, list[int]]:
+    """By the first array of each column in which copies differ: the places in the mesh where they do."""
+    arrays = list(leaves.items())
+    mesh = arrays[0][1].sharding.mesh
+    specs = tuple(leaf.sharding.spec for leaf in leaves.values())
+    with jax.transfer_guard("allow"):
+        table = np.asarray(_summed(mesh, specs, columns)(*leaves.values()))  # [devices, columns]
+    firsts = [arrays[column[0]] for column in columns]
+    return {path: odd for at, (path, leaf) in enumerate(firsts) if (odd := _odd(leaf, mesh, table[:, at]))}
 
 
 def _odd(leaf: Any, mesh: Mesh, sums: np.ndarray) -> list[int]:
@@ -65,18 +79,34 @@ def _odd(leaf: Any, mesh: Mesh, sums: np.ndarray) -> list[int]:
 
 
 @functools.lru_cache(maxsize=8)
-def _summed(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
-    """The compiled function: arrays in, a checksum [devices, arrays] out, the same on all devices."""
+def _summed(mesh: Mesh, specs: tuple[PartitionSpec, ...], columns: tuple[tuple[int, ...], ...]) -> Any:
+    """The compiled function: arrays in, checksums [devices, columns] out, the same on all devices; a column is of some of the arrays."""
 
     def sums(*shards: jax.Array) -> jax.Array:
-        return jnp.stack([_checksum(shard) for shard in shards])[None]
+        return jnp.stack([_checksum([_words(shards[place]) for place in column]) for column in columns])[None]
 
     table = jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(mesh.axis_names), check_vma=False)
-    return jax.jit(table, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(table, out_shardings=NamedSharding(mesh, PartitionSpec()), compiler_options=QUICK)
 
 
-def _checksum(shard: jax.Array) -> jax.Array:
-    """uint32[]: of the bits, so that NaN equals itself and 0.0 is not -0.0."""
+def _checksum(vectors: list[jax.Array]) -> jax.Array:
+    """uint32[]: the sum of all words, each times an odd number.
+
+    What takes time is to compile a kernel for each vector, so there is one for all that are small, and one for those of each size.
+    """
+    small = [vector for vector in vectors if vector.size <= SMALL]
+    alike: dict[int, list[jax.Array]] = {}
+    for vector in [*([jnp.concatenate(small)] if small else []), *(vector for vector in vectors if vector.size > SMALL)]:
+        alike.setdefault(vector.size, []).append(vector)
+    total = jnp.uint32(0)
+    for size, same in alike.items():
+        mixed = functools.reduce(operator.add, [vector * np.uint32(2 * place + 1) for place, vector in enumerate(same)])
+        total += jnp.sum(mixed * (2 * jnp.arange(size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+    return total
+
+
+def _words(shard: jax.Array) -> jax.Array:
+    """uint32[n]: the bits, so that NaN equals itself and 0.0 is not -0.0."""
     if jnp.issubdtype(shard.dtype, jax.dtypes.prng_key):
         shard = jax.random.key_data(shard)
     if jnp.issubdtype(shard.dtype, jnp.complexfloating):
@@ -85,5 +115,4 @@ def _checksum(shard: jax.Array) -> jax.Array:
         words = shard.astype(jnp.uint8)
     else:
         words = jax.lax.bitcast_convert_type(shard, {1: jnp.uint8, 2: jnp.uint16}.get(shard.dtype.itemsize, jnp.uint32))
-    words = words.reshape(-1).astype(jnp.uint32)
-    return jnp.sum(words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+    return words.reshape(-1).astype(jnp.uint32)

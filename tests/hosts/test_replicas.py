@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from spmd.errors import ClusterError
-from spmd.hosts.replicas import check_replicas
+from spmd.hosts.replicas import SMALL, check_replicas
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,8 @@ def state(mesh):
         "nan": put(mesh, np.array([np.nan, -0.0], "float32")),
         "key": put(mesh, jax.random.key(0)),
         "none": put(mesh, np.zeros((0, 3), "float32")),
+        "large": put(mesh, np.ones((SMALL + 2,), "float32")),
+        "as large": put(mesh, np.zeros((2, SMALL + 2), "float32"), "model"),
     }
 
 
@@ -65,6 +67,8 @@ def one_bit(shard):
         ("yes", 2, np.logical_not, "yes: devices 2 of the mesh"),
         ("number", 6, lambda shard: shard + np.int32(2**31 - 1), "number: devices 6 of the mesh"),
         ("nan", 1, lambda shard: np.abs(shard), "nan: devices 1 of the mesh"),
+        ("large", 4, one_bit, "large: devices 4 of the mesh"),
+        ("as large", 2, lambda shard: np.roll(shard + np.arange(SMALL + 2, dtype="float32"), 1), "as large: devices 2 of the mesh"),
     ],
 )
 def test_one_that_differs_is_named(mesh, name, place, change, told):
@@ -72,7 +76,16 @@ def test_one_that_differs_is_named(mesh, name, place, change, told):
     given[name] = changed(given[name], place, change)
     with pytest.raises(ClusterError) as caught:
         check_replicas(given, "after step 7")
-    assert "after step 7, copies of 1 of 9 arrays differ from most others:\n    " + told in str(caught.value)
+    assert "after step 7, copies of 1 of 11 arrays differ from most others:\n    " + told in str(caught.value)
+
+
+def test_all_that_differ_are_named(mesh):
+    given = state(mesh)
+    given |= {name: changed(given[name], place, one_bit) for name, place in (("whole", 5), ("large", 5), ("cut", 3))}
+    with pytest.raises(ClusterError) as caught:
+        check_replicas(given, "now")
+    lines = [f"    {name}: devices {place} of the mesh (process 0)" for name, place in (("whole", 5), ("cut", 3), ("large", 5))]
+    assert sorted(lines) == sorted(str(caught.value).splitlines()[1:-1])
 
 
 def test_pieces_of_which_there_is_one_cannot_differ(mesh):
