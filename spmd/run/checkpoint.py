@@ -4,12 +4,10 @@ One folder per step. `state` holds every array under its path; `meta` holds the 
 does not fit is told so in a table before anything is read; the data position; and the layout as TOML.
 """
 
-import collections
 import dataclasses
 import itertools
 import json
 import logging
-import math
 import shutil
 from collections.abc import Callable
 from concurrent import futures
@@ -17,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spmd.comm.server.storage import Storage
 from spmd.errors import CheckpointError, OptionError, a_kind, did_you_mean, raise_problems
 from spmd.hosts import guard
 from spmd.hosts.handshake import first_of_all
+from spmd.run.copies import Copier, has_room_for
 from spmd.run.manifest import NAME, damage, seal
 from spmd.run.remembered import REMEMBERED, STATE, item_of, memory_to_read, resplit
 from spmd.run.repack import OPT, PARAMS, Packing, Plain, Repacking, in_words, misfits, misfits_of_parameters, packing_of
@@ -32,7 +30,7 @@ from spmd.tree import Tree, abstract, describe, flatten, format_bytes, map_paths
 
 FORMAT = 3
 WITHOUT_MANIFEST = 2  # the format before; its checkpoints are read as they are
-ROOM = 1.2  # of a checkpoint's bytes that must be free before it is written, on the disk and, for its copy, on the devices
+ROOM = 1.2  # of a checkpoint's bytes that must be free before it is written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +38,8 @@ class Checkpoint:
     """Where, how often and how many. `fit(checkpoint="runs/digits")` is `Checkpoint("runs/digits")`.
 
     Training goes on while a checkpoint is written. Where each device has room for a second state beside all that it has ever held,
-    the state is copied there and a thread does the rest; where it has not, the steps wait until the state is in the host's memory.
+    the state is copied there, and a thread does the rest; where it has not, the steps wait until the state is in the host's memory.
+    A copy in the memory of CPU devices stays there until the run ends.
 
     Args:
       path: a folder; checkpoints are in its `checkpoints/`, metrics in `metrics.jsonl`.
@@ -128,7 +127,7 @@ class Store:
         (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         self._writing, self._handed = 0, _nothing()
         self._threaded: bool | None = None  # known from the first save on: with a copy beside it, peaks say no more
-        self._copies: Any = None
+        self._copier: Copier | None = None
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
         self._manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
         self._saved = self.latest()
@@ -219,14 +218,11 @@ class Store:
         arrays = _by_path(state)
         self._check_room(arrays)
         self._writing = step
-        shapes = {path: describe(leaf) for path, leaf in arrays.items()}
-        best = None if self.config.best is None else [self.config.best, self.config.mode]
-        meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
         if self._threaded is None:
-            self._threaded = not first_of_all("" if _has_room_for(arrays) else "full")
+            self._threaded = not first_of_all("" if has_room_for(arrays) else "full")
         if self._threaded:
-            self._copies = self._copies or _copies(arrays)
-            self._handed = self._thread.submit(self._hand_over, self._copies(arrays)[0], step, meta, metrics)
+            self._copier = self._copier or Copier(arrays)
+            self._handed = self._thread.submit(self._hand_over, self._copier(arrays), step, meta, metrics)
         else:
             self._write(arrays, step, meta, metrics)
         self._saved = step
@@ -242,6 +238,9 @@ class Store:
     def _write(self, arrays: dict[str, Any], step: int, meta: dict[str, Any], metrics: dict[str, float]) -> None:
         items = {item: {path: leaf for path, leaf in arrays.items() if item_of(path) == item} for item in (STATE, *REMEMBERED)}
         items = {item: self._args.StandardSave(leaves) for item, leaves in items.items() if leaves}
+        shapes = {path: describe(leaf) for path, leaf in arrays.items()}
+        best = None if self.config.best is None else [self.config.best, self.config.mode]
+        meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
         args = self._args.Composite(**items, meta=self._args.JsonSave(meta))
         with jax.transfer_guard_device_to_host("allow"):  # Orbax fetches the state
             saved = self._manager.save(step, args=args, metrics=metrics or None, force=True)
@@ -365,25 +364,3 @@ def _nothing() -> futures.Future[None]:
 def _all_processes() -> set[int] | None:
     """Named, Orbax lets them meet at JAX's coordination service and not in programs of the devices, which a thread must not start."""
     return set(range(jax.process_count())) if jax.process_count() > 1 else None
-
-
-def _has_room_for(arrays: dict[str, Any]) -> bool:
-    """Whether each device of this process has room for a copy, whatever a step needs; told nothing, as of host memory, it has."""
-    wanted: collections.Counter[Any] = collections.Counter()
-    for leaf in arrays.values():
-        for shard in leaf.addressable_shards:
-            wanted[shard.device] += shard.data.nbytes
-    told = {device: device.memory_stats() or {} for device in wanted}
-    return all(ROOM * size <= told[at].get("bytes_limit", math.inf) - told[at].get("peak_bytes_in_use", 0) for at, size in wanted.items())
-
-
-def _copies(arrays: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[dict[str, Any], Any]]:
-    """Copies in their places, which a step's donation does not reach, made on the devices while the host goes on; compiled once."""
-
-    def copy(arrays: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        busy = jnp.arange(2048)[:, None] * arrays["step"].reshape(
-            -1
-        )  # XLA:CPU runs what has less than 1000 operations in the thread that calls
-        return {path: jnp.copy(leaf) for path, leaf in arrays.items()}, busy
-
-    return jax.jit(copy, out_shardings=({path: leaf.sharding for path, leaf in arrays.items()}, None))

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd.comm.exchange import Exchange
@@ -31,7 +32,7 @@ from spmd.nn.order import Ordered, OrderedModel, order_of
 from spmd.train.objective import Objective
 from spmd.train.precision import compute_dtype
 from spmd.train.probe import check_packed
-from spmd.train.state import Opening, State, check_optimizer, each_its_own, init_state, make_state, opening_facts, state_shardings
+from spmd.train.state import Opening, State, check_optimizer, checksums, each_its_own, make_state, opened_from, opener, state_shardings
 from spmd.tree import Tree, flatten
 
 
@@ -220,7 +221,11 @@ class Placed:
 
     def init(self) -> State:
         """A new state, made in place on the mesh."""
-        return init_state(*self._beginning)
+        given = self.model.concrete
+        if given is not None:
+            return opened_from(given, self.opening, self.options.seed, self.shardings, self.exchange.init)
+        with nnx.use_eager_sharding(False):
+            return self._opener()
 
     def opened(self, build: Callable[[], Any], optimizer: Any, seed: Any) -> State:
         """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that may be traced."""
@@ -228,8 +233,12 @@ class Placed:
 
     def init_facts(self) -> tuple[dict[str, str], str]:
         """What decides it: facts by name, and a program's text; either may be empty."""
-        return opening_facts(*self._beginning)
+        given = self.model.concrete
+        if given is not None:
+            return checksums(given), ""
+        with nnx.use_eager_sharding(False):
+            return {}, self._opener.lower().as_text()  # `init` then compiles this lowering
 
-    @property
-    def _beginning(self) -> tuple:
-        return self.model, self.opening, self.options.seed, self._run, self.shardings, self.exchange.init
+    @functools.cached_property
+    def _opener(self) -> Any:
+        return opener(self.model, self.opening, self.options.seed, self._run, self.shardings, self.exchange.init)

@@ -131,32 +131,22 @@ def whole_moments(abstract: State, resolved: Resolved) -> list[str]:
     return [path for path, leaf in whole.items() if _owner(path, leaf, resolved) is None]
 
 
-def init_state(model: Model, opening: Opening, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory) -> State:
-    """The state at step 0, each piece made on the device that keeps it; a given model's arrays are copied, never taken."""
-    given = model.concrete
-    if given is not None:
-        with_shardings = Variables(shardings.params, shardings.stats, shardings.rngs)
-        variables = jax.tree.map(place_copy, given, with_shardings)
-        return jax.jit(lambda v: _fresh(make_state(v, opening, seed, memory)), out_shardings=shardings, donate_argnums=0)(variables)
-    with nnx.use_eager_sharding(False):
-        return _maker(model, opening, seed, run, shardings, memory)()
+def opened_from(given: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:
+    """The state at step 0 of a model that was given whole: its arrays are copied, never taken."""
+    with_shardings = Variables(shardings.params, shardings.stats, shardings.rngs)
+    variables = jax.tree.map(place_copy, given, with_shardings)
+    return jax.jit(lambda v: _fresh(make_state(v, opening, seed, memory)), out_shardings=shardings, donate_argnums=0)(variables)
 
 
-def _maker(model: Model, opening: Opening, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory) -> Any:
-    """The function that makes the state at step 0 of a model that is yet to be made."""
+def opener(model: Model, opening: Opening, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory) -> Any:
+    """The function that makes the state at step 0 of a model that is yet to be made, each piece on the device that keeps it."""
     return jax.jit(lambda: make_state(model.init(jax.random.key(seed), run), opening, seed, memory), out_shardings=shardings)
 
 
-def opening_facts(
-    model: Model, opening: Opening, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory
-) -> tuple[dict[str, str], str]:
-    """What decides the state at step 0: checksums of the arrays of a model that was given whole, or the text of what makes them."""
-    given = model.concrete
-    if given is not None:
-        sums = {path: zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data) for path, leaf in flatten(given).items()}
-        return {f"initial {path}": f"of checksum {number:08x}" for path, number in sums.items()}, ""
-    with nnx.use_eager_sharding(False):
-        return {}, _maker(model, opening, seed, run, shardings, memory).lower().as_text()
+def checksums(given: Variables) -> dict[str, str]:
+    """Facts that decide the state at step 0 of a model that was given whole."""
+    sums = {path: zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data) for path, leaf in flatten(given).items()}
+    return {f"initial {path}": f"of checksum {number:08x}" for path, number in sums.items()}
 
 
 def _fresh(state: State) -> State:

@@ -9,7 +9,7 @@ from small import fit, same
 
 import spmd
 from spmd.errors import CheckpointError
-from spmd.run import checkpoint
+from spmd.run import checkpoint, copies
 from spmd.run.checkpoint import Store
 
 COPIED, WAITED_FOR = True, False
@@ -32,7 +32,7 @@ def threads(monkeypatch):
 def test_what_is_saved_is_the_state_of_that_step(room, tmp_path, threads, monkeypatch):
     """Steps donate the state that is being saved; each checkpoint is that of its own step whoever hands it over."""
     if not room:
-        monkeypatch.setattr(checkpoint, "_has_room_for", lambda arrays: False)
+        monkeypatch.setattr(checkpoint, "has_room_for", lambda arrays: False)
     seen = {}
     whole = fit(
         epochs=3,
@@ -79,7 +79,7 @@ def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypat
 def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch):
     """A copy lifts the peak that is asked for: one answer, the first, holds for all saves."""
     asked = []
-    monkeypatch.setattr(checkpoint, "_has_room_for", lambda arrays: not asked.append(None) and len(asked) == 1)
+    monkeypatch.setattr(checkpoint, "has_room_for", lambda arrays: not asked.append(None) and len(asked) == 1)
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2))
     assert len(asked) == 1 and len(threads) == 3 and all(name.startswith("spmd save") for name in threads)
 
@@ -102,7 +102,7 @@ class Array:
 
 def test_a_copy_is_made_where_each_device_has_room_for_it_beside_all_that_it_ever_held():
     wide, narrow = Device(bytes_limit=1000, peak_bytes_in_use=100), Device(bytes_limit=1000, peak_bytes_in_use=700)
-    room = lambda *arrays: checkpoint._has_room_for(dict(enumerate(arrays)))
+    room = lambda *arrays: copies.has_room_for(dict(enumerate(arrays)))
     assert room(Array([wide, narrow], 200), Array([wide], 500))
     assert not room(Array([wide, narrow], 200), Array([wide], 600))  # 1.2 * 800 of 900
     assert not room(Array([wide, narrow], 260))  # 1.2 * 260 of 300
