@@ -183,6 +183,12 @@ def _memory() -> str:
     return f"  {format_bytes(held)} per device" if held else ""
 
 
+def _in_kernel() -> bool:
+    """Whether cells of a notebook run here; that somebody imported IPython or its kernel says nothing."""
+    ipython = sys.modules.get("IPython")
+    return hasattr(ipython and ipython.get_ipython(), "kernel")
+
+
 def make_progress(wanted: bool | str) -> NoProgress | Progress:
     """`True` shows progress anywhere, `False` nowhere, `"auto"` in a terminal or a notebook."""
     if wanted not in (True, False, "auto"):
@@ -191,7 +197,7 @@ def make_progress(wanted: bool | str) -> NoProgress | Progress:
         return NoProgress()
     from rich.console import Console
 
-    if "ipykernel" in sys.modules:
+    if _in_kernel():
         return Progress(Bar(Console(file=io.StringIO(), record=True, width=120, force_jupyter=False), Notebook()), REFRESH)
     console = Console(file=sys.stderr)
     if console.is_terminal:

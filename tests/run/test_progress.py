@@ -102,3 +102,13 @@ def test_what_can_be_asked_for():
 def test_no_progress_has_all_the_methods():
     public = {name for name in vars(type(make_progress(True))) if not name.startswith("_")}
     assert public == {name for name in vars(NoProgress) if not name.startswith("_")}
+
+
+def test_a_notebook_is_where_cells_run_not_where_its_kernel_was_imported(monkeypatch):
+    import ipykernel.ipkernel  # noqa: F401
+    import IPython
+
+    assert isinstance(make_progress("auto"), NoProgress)
+    for shell, painted in ((type("Terminal", (), {})(), False), (type("Cells", (), {"kernel": None})(), True)):
+        monkeypatch.setattr(IPython, "get_ipython", lambda shell=shell: shell)
+        assert isinstance(make_progress("auto"), NoProgress) != painted
