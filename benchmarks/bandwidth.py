@@ -17,7 +17,6 @@ arithmetic, the codecs' own included, and directions that wait for each other.
 
 import argparse
 import dataclasses
-import datetime
 import itertools
 import json
 import os
@@ -26,11 +25,9 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from step_overhead import hardware
+import reported
 
-RESULTS = Path(__file__).parent / "results" / "bandwidth.md"
 WIDTHS = (256, 2048, 2048, 2048, 16)
 BATCH = 8
 ARMS = {
@@ -364,15 +361,11 @@ def main() -> None:
     calls = collectives_report("duplex", 200, options.rounds)
     print("\n".join(calls))
     load.append(os.getloadavg()[0])
-    import jax
 
     count = sum(a * b for a, b in itertools.pairwise(WIDTHS))
-    versions = f"jax {jax.__version__}, Linux {os.uname().release.split('-')[0]}"
+    command = f"JAX_PLATFORMS=cpu python benchmarks/bandwidth.py --rounds {options.rounds}"
     lines = [
-        "# Steps per second as the link narrows",
-        "",
-        f"`JAX_PLATFORMS=cpu python benchmarks/bandwidth.py --rounds {options.rounds}`, {datetime.date.today()}, {hardware()}, {versions}.",
-        "",
+        *reported.head("Steps per second as the link narrows", command, "jax"),
         *__doc__.strip().split("\n\n", 2)[2].split("\n"),
         "",
         f"Widths {', '.join(map(str, WIDTHS))}: {count:,} parameters, {count * 4 / 1e6:.1f} MB as float32; {BATCH} rows per process;",
@@ -399,8 +392,7 @@ def main() -> None:
         "it has little more than half of the link, and what a codec saves is to be halved. Where both directions share the rate there",
         "is nothing to lose that way, and time follows bytes. This is gloo's transport; it says nothing of NCCL's.",
     ]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    reported.write("bandwidth", lines)
 
 
 if __name__ == "__main__":

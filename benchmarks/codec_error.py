@@ -14,23 +14,20 @@ library's exchange runs as well, with one simulated device per worker.
 """
 
 import argparse
-import datetime
 import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import reported
 from jax.sharding import AxisType, PartitionSpec
-from step_overhead import hardware
 
 import spmd
 from spmd.comm.codec import make_codec
 from spmd.comm.codec.base import Bucket, RowCodec
 from spmd.comm.cut import Cut
 
-RESULTS = Path(__file__).parent / "results" / "codec_error.md"
 WORKERS = (2, 4, 8, 16, 32, 64, 128)
 REAL = (2, 4, 8)
 SIZE = 2**17  # numbers per gradient: rows of 1024 with 128 workers
@@ -99,12 +96,8 @@ def main() -> None:
     options = parser.parse_args()
     spmd.simulate_devices(max(REAL))
     command = f"JAX_PLATFORMS=cpu python benchmarks/codec_error.py --seeds {options.seeds}"
-    versions = " ".join(f"{module.__name__} {module.__version__}" for module in (jax, np))
     lines = [
-        "# Error of the mean, by codec and number of workers",
-        "",
-        f"`{command}`, {datetime.date.today()}, {hardware()}, {versions}.",
-        "",
+        *reported.head("Error of the mean, by codec and number of workers", command, "jax", "numpy"),
         *__doc__.strip().split("\n\n", 2)[2].split("\n"),
         "",
         f"{SIZE:,} numbers per gradient, means over {options.seeds} seeds; blocks of 256 for int8 and float8.",
@@ -175,8 +168,7 @@ def main() -> None:
         against = [differing(got, wanted) for wanted in (emulated[workers]["ring"], rounded_once(grads))]
         lines.append(f"| {workers} | {relative_error(got, grads):.5f} | {against[0]:,} of {SIZE:,} | {against[1]:,} of {SIZE:,} |")
         print(lines[-1], flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    reported.write("codec_error", lines)
     if not same or furthest > 1e-5:
         sys.exit("the exchange differs from its emulation")
 

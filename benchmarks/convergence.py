@@ -12,7 +12,6 @@ float32 all-reduce.
 
 import argparse
 import dataclasses
-import datetime
 import math
 import sys
 import time
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from step_overhead import hardware
+import reported
 
 import spmd
 from spmd.layout.gradients import BIASED
@@ -33,7 +32,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import gpt  # noqa: E402
 from flax import nnx  # noqa: E402
 
-RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "convergence.md", ROOT / "docs" / "convergence.png"
+PICTURE = ROOT / "docs" / "convergence.png"
 WORKERS, LAST = 8, 20
 PAIRS, EPSILON = 2048, 0.25
 
@@ -235,7 +234,6 @@ def main() -> None:
     options = parser.parse_args()
     spmd.simulate_devices(WORKERS)
     command = f"JAX_PLATFORMS=cpu python benchmarks/convergence.py --steps {options.steps} --batch-size {options.batch_size}"
-    versions = " ".join(f"{name} {__import__(name).__version__}" for name in ("jax", "flax", "optax"))
     arms = tuple(arm for arm in ARMS if not options.arms or arm.codec in ("exact", *options.arms.split(",")))
     lines, sections = [], {}
     for optimizer in options.optimizers.split(","):
@@ -245,17 +243,13 @@ def main() -> None:
     if options.arms or options.optimizers != ",".join(OPTIMIZERS):
         return
     head = [
-        "# Convergence, by codec",
-        "",
-        f"`{command}`, {datetime.date.today()}, {hardware()}, {versions}.",
-        "",
+        *reported.head("Convergence, by codec", command, "jax", "flax", "optax"),
         *__doc__.strip().split("\n\n", 2)[2].split("\n"),
         "",
         "![Loss over steps, all arms](../../docs/convergence.png)",
         "",
     ]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(head + lines), encoding="utf-8")
+    reported.write("convergence", head + lines)
     draw({name: curves for name, curves in sections.items() if name != "slow"})
 
 

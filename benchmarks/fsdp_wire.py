@@ -33,9 +33,9 @@ from spmd.tree import map_paths
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import gpt
+import reported
 from flax import nnx
 
-RESULTS = Path(__file__).parent / "results" / "fsdp_wire.md"
 LENGTH, PER_GPU = 1024, 8
 # facts of the chip, as NVIDIA's data sheet and device query give them
 H100 = """
@@ -134,8 +134,7 @@ def main() -> None:
             size = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9
             lines.append(f"| {count} | {arm} | {sum(moved.values()) / 1e6:.0f} | {parts} | {size:.2f} | {took:.0f} |")
             print(lines[-1], flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    reported.write("fsdp_wire", lines)
 
 
 if __name__ == "__main__":

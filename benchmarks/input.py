@@ -7,7 +7,6 @@ asked to; arms take turns. Peers that are not installed are left out by name.
 """
 
 import argparse
-import datetime
 import importlib.util
 import itertools
 import statistics
@@ -21,9 +20,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from step_overhead import hardware
+import reported
 
-RESULTS = Path(__file__).parent / "results" / "input.md"
 BATCH, PIXELS, COLUMNS = 128, 784, 20
 SECONDS = 2.0  # of reading in a turn, about
 PEERS = {"grain": "grain", "torch": "torch", "pandas": "pandas"}
@@ -239,20 +237,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.arm:
         return arm_main(*options.arm)
-    lines = [
-        "# Input",
-        "",
-        f"`python benchmarks/input.py --megabytes {options.megabytes} --rounds {options.rounds}`, {datetime.date.today()}, {hardware()}.",
-        "Shuffled over all records, but for arms in order. Arms are processes that take turns of 2 s; files are in the page cache.",
-        "",
-    ]
-    for kind in options.only.split(",") if options.only else ARMS:
-        part = report(kind, options.megabytes * 10**6, options.rounds)
-        print("\n".join(part), flush=True)
-        lines += part
+    kinds = options.only.split(",") if options.only else ARMS
+    lines = reported.told(report(kind, options.megabytes * 10**6, options.rounds) for kind in kinds)
     if not options.only:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines), encoding="utf-8")
+        command = f"python benchmarks/input.py --megabytes {options.megabytes} --rounds {options.rounds}"
+        how = "Shuffled over all records, but for arms in order. Arms are processes that take turns of 2 s; files are in the page cache."
+        reported.write("input", [*reported.head("Input", command, "jax", "numpy", *PEERS.values()), how, "", *lines])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Simulated devices share the cores: one device already uses both for a matrix pro
 
 import argparse
 import dataclasses
-import datetime
 import importlib.util
 import os
 import statistics
@@ -24,9 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from step_overhead import Gate, hardware, measure, ratio
-
-RESULTS = Path(__file__).parent / "results" / "model_parallel.md"
+import reported
+from step_overhead import Gate, measure, ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,16 +443,11 @@ def main() -> None:
         return arm_main(*options.arm)
     if options.compile:
         return compile_main(int(options.compile[0]), options.compile[1])
-    versions = " ".join(f"{name} {__import__(name).__version__}" for name in ("jax", "flax", "optax"))
-    command = f"`python benchmarks/model_parallel.py --rounds {options.rounds}`"
-    lines = ["# Model parallelism", "", f"{command}, {datetime.date.today()}, {hardware()}, {versions}.", ""]
-    for name in options.only.split(",") if options.only else (*SECTIONS, "compile"):
-        part = compile_report() if name == "compile" else section_report(name, options.rounds)
-        print("\n".join(part), flush=True)
-        lines += part
+    wanted = options.only.split(",") if options.only else (*SECTIONS, "compile")
+    lines = reported.told(compile_report() if name == "compile" else section_report(name, options.rounds) for name in wanted)
     if not options.only:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines), encoding="utf-8")
+        command = f"python benchmarks/model_parallel.py --rounds {options.rounds}"
+        reported.write("model_parallel", [*reported.head("Model parallelism", command, "jax", "flax", "optax"), *lines])
 
 
 if __name__ == "__main__":

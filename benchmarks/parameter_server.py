@@ -11,10 +11,8 @@ Simulated devices share two cores and their memory: what eight servers do at onc
 """
 
 import argparse
-import datetime
 import itertools
 import os
-import platform
 import statistics
 import sys
 import time
@@ -27,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 import optax
+import reported
 from flax import nnx
 
 import spmd
@@ -102,10 +101,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    lines = [f"# {__doc__.splitlines()[0]}", "", *__doc__.strip().split("\n\n", 2)[2].split("\n"), ""]
-    lines += [
-        f"`python benchmarks/parameter_server.py --rounds {options.rounds} --steps {options.steps}`, "
-        f"{datetime.date.today()}, {os.cpu_count()} cores, {platform.machine()}, jax {jax.__version__}.",
+    command = f"python benchmarks/parameter_server.py --rounds {options.rounds} --steps {options.steps}"
+    lines = [
+        *reported.head(__doc__.splitlines()[0], command, "jax", "flax", "optax"),
+        *__doc__.strip().split("\n\n", 2)[2].split("\n"),
         "",
         "| model | arm | ms per step | of all_reduce | aim | servers' share of state | remembered |",
         "|---|---|---|---|---|---|---|",
@@ -123,9 +122,7 @@ def main() -> None:
             size = " | ".join(f"{part / 2**20:.2f} MiB" for part in arm.state_bytes())
             lines.append(f"| {name} | {kind} | {1e3 * statistics.median(times[kind]):.1f} | {ratio:.2f} | {verdict} | {size} |")
             print(lines[-1], flush=True)
-    path = Path(__file__).parent / "results" / "parameter_server.md"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"written to {path}")
+    reported.write("parameter_server", lines)
 
 
 if __name__ == "__main__":

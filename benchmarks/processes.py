@@ -13,7 +13,6 @@ build of it, and FOLDER on PYTHONPATH.
 
 import argparse
 import dataclasses
-import datetime
 import importlib.metadata
 import importlib.util
 import json
@@ -31,10 +30,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import reported
 from model_parallel import BATCH, RATE, images, make_cnn
-from step_overhead import hardware
 
-RESULTS = Path(__file__).parent / "results" / "processes.md"
 CHUNK, RUN = 16, 1000  # steps of a turn; steps of the run over which is spread what is done once
 EVERY = 20  # steps from one save to the next
 
@@ -399,17 +397,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.arm:
         return arm_main(options.arm[0], int(options.arm[1]))
-    names = ("jax", "flax", "optax", *(["torch"] if importlib.util.find_spec("torch") else []))
-    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-    command = f"`python benchmarks/processes.py --rounds {options.rounds}`"
-    lines = ["# Several processes", "", f"{command}, {datetime.date.today()}, {hardware()}, {versions}.", ""]
-    for name in options.only.split(",") if options.only else SECTIONS:
-        part = SECTIONS[name](options.rounds)
-        print("\n".join(part), flush=True)
-        lines += part
+    lines = reported.told(SECTIONS[name](options.rounds) for name in (options.only.split(",") if options.only else SECTIONS))
     if not options.only:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines), encoding="utf-8")
+        packages = ("jax", "flax", "optax", *(["torch"] if importlib.util.find_spec("torch") else []))
+        command = f"python benchmarks/processes.py --rounds {options.rounds}"
+        reported.write("processes", [*reported.head("Several processes", command, *packages), *lines])
 
 
 if __name__ == "__main__":

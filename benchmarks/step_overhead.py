@@ -9,19 +9,16 @@ a round. `spmd.fit` runs with progress, metrics and JSON lines on; the loops by 
 """
 
 import argparse
-import datetime
 import itertools
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "step_overhead.md"
+import reported
 
 # section -> (title, steps per chunk, devices, {arm: why}, [(numerator, denominator, target, what)])
 SECTIONS = {
@@ -369,13 +366,6 @@ def import_report(rounds: int = 7) -> list[str]:
     ]
 
 
-def hardware() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
-    model = names[0] if names else platform.processor()
-    return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arm", nargs=2, metavar=("SECTION", "ARM"), help=argparse.SUPPRESS)
@@ -385,20 +375,11 @@ def main() -> None:
     if options.arm:
         return arm_main(*options.arm)
     wanted = options.only.split(",") if options.only else [*SECTIONS, "layout", "import"]
-    versions = " ".join(f"{name} {__import__(name).__version__}" for name in ("jax", "flax", "optax"))
-    lines = [
-        "# Step overhead",
-        "",
-        f"`python benchmarks/step_overhead.py --rounds {options.rounds}`, {datetime.date.today()}, {hardware()}, {versions}.",
-        "",
-    ]
-    for name in wanted:
-        part = layout_report() if name == "layout" else import_report() if name == "import" else section_report(name, options.rounds)
-        print("\n".join(part), flush=True)
-        lines += part
+    other = {"layout": layout_report, "import": import_report}
+    lines = reported.told(other[name]() if name in other else section_report(name, options.rounds) for name in wanted)
     if not options.only:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines), encoding="utf-8")
+        command = f"python benchmarks/step_overhead.py --rounds {options.rounds}"
+        reported.write("step_overhead", [*reported.head("Step overhead", command, "jax", "flax", "optax"), *lines])
 
 
 if __name__ == "__main__":

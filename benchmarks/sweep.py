@@ -10,8 +10,6 @@ In each round the arms take turns. Each trial of the sweep is held against its l
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import statistics
 import sys
 import time
@@ -23,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 import optax
+import reported
 from flax import nnx
-from step_overhead import hardware
 
 import spmd
 
-RESULTS = Path(__file__).parent / "results" / "sweep.md"
 WIDTH, BATCH, EPOCHS = 64, 64, 20
 TARGET = 0.45
+PACKAGES = ("jax", "flax", "optax")
 
 
 class MLP(nnx.Module):
@@ -164,7 +162,6 @@ def main() -> None:
                 losses = np.abs(np.array(tried.history["loss"]) - np.array(result.history["loss"]))
                 largest["losses"] = max(largest["losses"], float(losses.max()))
     ratio = statistics.median(a / b for a, b in zip(together, apart, strict=True))
-    names = ("jax", "flax", "optax")
     arms = {
         f"one program on 8 simulated devices ({found.programs} compiled), all of it": together,
         "the same with `exact=False`": abreast,
@@ -174,11 +171,7 @@ def main() -> None:
     apart_by = lambda largest: f"{largest['parameters']:.1e} and {largest['losses']:.1e}"
     verdict = "met" if ratio <= TARGET else "MISSED"
     lines = [
-        "# Sweeps",
-        "",
-        f"`python benchmarks/sweep.py --trials {options.trials} --rounds {options.rounds}`, {datetime.date.today()}, {hardware()}, "
-        f"{' '.join(f'{name} {importlib.metadata.version(name)}' for name in names)}.",
-        "",
+        *reported.head("Sweeps", f"python benchmarks/sweep.py --trials {options.trials} --rounds {options.rounds}", *PACKAGES),
         f"{options.trials} MLPs 64-{WIDTH}-10 on 1536 digits, batch {BATCH}, {EPOCHS} epochs, Adam, learning rates and seeds of their own.",
         "",
         "| arm | seconds, median | best |",
@@ -195,8 +188,7 @@ def main() -> None:
         "",
     ]
     print("\n".join(lines))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines), encoding="utf-8")
+    reported.write("sweep", lines)
 
 
 if __name__ == "__main__":
