@@ -242,7 +242,8 @@ def main() -> None:
     if not options.only:
         command = f"python benchmarks/input.py --megabytes {options.megabytes} --rounds {options.rounds}"
         how = "Shuffled over all records, but for arms in order. Arms are processes that take turns of 2 s; files are in the page cache."
-        reported.write("input", [*reported.head("Input", command, "jax", "numpy", *PEERS.values()), how, "", *lines])
+        peers = [name for name in PEERS.values() if importlib.util.find_spec(name)]
+        reported.write("input", [*reported.head("Input", command, "jax", "numpy", *peers), how, "", *lines])
 
 
 if __name__ == "__main__":
