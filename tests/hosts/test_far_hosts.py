@@ -137,7 +137,7 @@ def test_what_ends_the_launcher_ends_all(hosts, tmp_path, whom):
 @pytest.mark.parametrize(
     ("does", "told"),
     [
-        ("exec sleep 100", "127.0.0.2: no answer in 12 s"),
+        ("exec sleep 100", "127.0.0.2: no answer in 8 s"),
         ("echo Welcome to gpu02", "127.0.0.2: what it says is not from spmd: Welcome to gpu02"),
         ("echo 5", "127.0.0.2: what it says is not from spmd: 5"),
         ("echo no such user >&2; exit 1", "127.0.0.2: no such user"),
@@ -148,12 +148,13 @@ def test_a_host_with_another_answer_does_not_stand_for_others(tmp_path, monkeypa
     ssh = tmp_path / "stand_in"
     ssh.write_text(f'#!/bin/sh\nif [ "$1" = 127.0.0.2 ]; then {does}; exit 0; fi\nshift\nexec /bin/sh -c "$*"\n')
     ssh.chmod(0o755)
-    monkeypatch.setattr(remote, "HELLO", 12.0)
+    monkeypatch.setattr(remote, "HELLO", 8.0)
+    monkeypatch.setattr(remote, "TOLD", 6.0)
     said = []
     how = remote.Remote(tuple(Host(f"127.0.0.{number}", 1) for number in (1, 2, 3)), ssh=str(ssh), settings=Settings(simulate=1))
     assert remote.launch_on([str(JOB)], how, said.append) == 255
     if "sleep" in does:
-        assert said.pop(0) == "waiting for 127.0.0.2 (10 s of 12)"
+        assert said.pop(0) == "waiting for 127.0.0.2 (2 s of 8)"
     assert said[0].startswith(told) and said[1] == "2 of 3 hosts are there", said
 
 
