@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from spmd.data.batches import HostBatch, Placer, check_leaves, check_like
-from spmd.data.buckets import Buckets
+from spmd.data.bucketing import Buckets
 from spmd.data.records import Records, tell_skipped
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree, describe, flatten
