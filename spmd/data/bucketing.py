@@ -15,7 +15,7 @@ class Buckets:
     """Batches of records whose sequences are of like length; `spmd.data.buckets` makes it.
 
     Attributes:
-      lengths: int64[examples], how long the sequence of each record is.
+      lengths: int64[examples], how long the sequence of each record is; 0 of one that cannot be read, which so is in the first bucket.
       bounds: the lengths of the buckets.
     """
 
@@ -70,8 +70,12 @@ class Buckets:
 
     def _take(self, bucket: int, ids: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         leaves, good = self.records.take(ids)
-        cut = {name: leaves[name][:, : self.bounds[bucket]] for name in (self.name, f"{self.name}_mask")}
-        return {**leaves, **cut}, good
+        bound = self.bounds[bucket]
+        longer = np.flatnonzero(leaves[f"{self.name}_mask"][:, bound:].any(axis=1) & good)
+        if len(longer):
+            where = self.records.format.where(int(ids[longer[0]]))
+            raise DataError(f'{where}: "{self.name}" is longer than it was when it was measured.\n    cure: files that nobody writes to.')
+        return {**leaves, **{name: leaves[name][:, :bound] for name in (self.name, f"{self.name}_mask")}}, good
 
 
 def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
@@ -104,5 +108,9 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
 
 def _measured(records: Records, name: str) -> np.ndarray:
     cuts = (np.arange(first, min(first + READ, records.examples)) for first in range(0, records.examples, READ))
-    tasks = ((lambda ids=ids: records.take(ids)[0][f"{name}_mask"].sum(axis=1)) for ids in cuts)
-    return np.concatenate(list(ahead(tasks, records.reading.workers)))
+
+    def measure(ids: np.ndarray) -> np.ndarray:
+        leaves, good = records.take(ids)
+        return np.where(good, leaves[f"{name}_mask"].sum(axis=1), 0)  # what stands in for a bad record says nothing of it
+
+    return np.concatenate(list(ahead(((lambda ids=ids: measure(ids)) for ids in cuts), records.reading.workers)))

@@ -22,7 +22,7 @@ class ParquetFiles(Format):
     what = "Parquet file"
 
     def __init__(self, paths: tuple[str, ...], columns: Sequence[str] | None, defaults: Mapping[str, Any]):
-        self._arrow = import_extra("pyarrow.parquet", "parquet")
+        self._arrow, self._types = import_extra("pyarrow.parquet", "parquet"), import_extra("pyarrow.types", "parquet")
         self.paths, self.bytes = paths, sum(os.path.getsize(path) for path in paths)
         about = [self._opened(path) for path in paths]
         self.counts = [one.metadata.num_rows for one in about]
@@ -38,7 +38,7 @@ class ParquetFiles(Format):
         for name in (*(columns or ()), *self._defaults):
             if name not in schema.names:
                 raise OptionError(f'there is no column "{name}".\n    cure: {did_you_mean(name, schema.names)}')
-        self.fields = {name: _field(name, schema.field(name).type) for name in columns or schema.names}
+        self.fields = {name: _field(name, schema.field(name).type, self._types) for name in columns or schema.names}
         for name in self._defaults:
             if name in self.fields and self.fields[name].shape:
                 cure = 'on_error="skip", which leaves out rows without a value'
@@ -106,16 +106,11 @@ def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
     return whole.to_numpy(zero_copy_only=False).reshape(rows, length).astype(field.dtype), missing
 
 
-def _field(name: str, kind: Any) -> Field:
-    shape: tuple[int, ...] = ()
-    if str(kind).startswith("fixed_size_list"):
-        shape, kind = (kind.list_size,), kind.value_type
-    try:
-        dtype = np.dtype(kind.to_pandas_dtype())
-    except (NotImplementedError, TypeError):
-        dtype = np.dtype(object)
-    if dtype.kind not in "iufb":
-        raise DataError(f'column "{name}" is {kind}, which cannot go onto a device.\n    cure: columns=[...] without it.')
+def _field(name: str, given: Any, types: Any) -> Field:
+    shape, kind = ((given.list_size,), given.value_type) if types.is_fixed_size_list(given) else ((), given)
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        raise DataError(f'column "{name}" is {given}, which cannot go onto a device.\n    cure: columns=[...] without it.')
+    dtype = np.dtype(kind.to_pandas_dtype())
     return Field(shape, np.dtype(np.float32) if dtype == np.float64 else dtype)
 
 

@@ -205,6 +205,30 @@ def test_buckets_that_do_not_fit_are_told(sequences):
         fit(spmd.data.buckets(sequences, "tokens", [2, 5, 8]), epochs=1)
 
 
+def test_a_bad_record_moves_no_other_to_another_bucket(tmp_path, caplog):
+    """Its length is not that of the record which stands in for it, here the longest."""
+    records = [written.example(tokens=list(range(8 if at == 0 else 1)), at=[at]) for at in range(12)]
+    records[5] = b"\xff"
+    features = {"tokens": spmd.data.padded(8, "int32"), "at": spmd.data.fixed((), "int32")}
+    options = {"features": features, "batch_size": 4, "shuffle": False}
+    path = written.tfrecord(tmp_path / "a.tfrecord", records)
+    with pytest.raises(DataError, match="record 5"):
+        spmd.data.buckets(spmd.data.tfrecord(path, **options), "tokens", [2, 8])
+    made = spmd.data.buckets(spmd.data.tfrecord(path, on_error="skip", **options), "tokens", [2, 8])
+    assert made.lengths.tolist() == [8, *[1] * 4, 0, *[1] * 6] and len(made) == 4
+    expected = [[1, 2, 3, 4], [6, 7, 8], [9, 10, 11], [0]]
+    for start in range(4):
+        batches = iter(made)
+        batches.set_state({**batches.get_state(), "batch": start, "skipped": int(start > 1)})
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "spmd"):
+            assert [batch["at"].tolist() for batch in batches] == expected[start:]
+        assert "without 1 of 12" in caplog.text
+    made._bucket[0] = 0
+    with pytest.raises(DataError, match=r'record 0 .*"tokens" is longer than it was when it was measured'):
+        list(made)
+
+
 # ArrayRecord ---------------------------------------------------------------------------------------------------------
 
 
@@ -254,3 +278,42 @@ def test_what_is_no_array_record(array_records, tmp_path):
         spmd.data.array_record(tmp_path / "a.txt", decode=len, batch_size=1)
     with pytest.raises(OptionError, match="both given"):
         spmd.data.array_record(array_records, decode=len, features=FEATURES, batch_size=1)
+
+
+def test_a_first_array_record_that_cannot_be_read_is_skipped_like_any_other(tmp_path, caplog):
+    from array_record.python import array_record_module
+
+    path = tmp_path / "a.array_record"
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1,uncompressed")
+    for at in range(6):
+        writer.write(b"number%d" % at)
+    writer.close()
+    raw = path.read_bytes()
+    options = {"batch_size": 4, "shuffle": False}
+    number = lambda raw: {"at": np.int32(raw[6:])}
+    for damaged, decode in [(raw.replace(b"number0", b"numbex0"), number), (raw, lambda raw: number(raw.replace(b"0", b"?")))]:
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"a.array_record, record 0: (it cannot be read|decode raises ValueError).*\n    cure: .*skip"):
+            spmd.data.array_record(path, decode=decode, **options)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "spmd"):
+            data = spmd.data.array_record(path, decode=decode, on_error="skip", **options)
+            assert [batch["at"].tolist() for batch in data] == [[1, 2, 3], [4, 5]]
+        assert "without 1 of 6" in caplog.text
+
+
+def test_what_decode_gives_is_checked(array_records):
+    options = {"batch_size": 8, "shuffle": False}
+    for decode, text in [
+        (len, "decode gives an int, and a dict of arrays is wanted"),
+        (lambda raw: {"x": "word"}, 'decode gives <U4 for "x", which cannot go onto a device'),
+        (lambda raw: {}, "decode gives nothing"),
+    ]:
+        with pytest.raises(DataError, match=text):
+            spmd.data.array_record(array_records, decode=decode, **options)
+        with pytest.raises(DataError, match=r"\(None of the first 40 records can be read.\)"):
+            spmd.data.array_record(array_records, decode=decode, on_error="skip", **options)
+    for value in (1.5, 2**40):
+        data = spmd.data.array_record(array_records, decode=lambda raw: {"x": [value]}, pad={"x": spmd.data.padded(3, "int32")}, **options)
+        with pytest.raises(DataError, match=r"of which int32 does not hold all"):
+            next(iter(data))
