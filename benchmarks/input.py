@@ -199,7 +199,7 @@ def measure(kind: str, folder: Path, rounds: int) -> tuple[dict[str, float], dic
     missing = [name for name, module in PEERS.items() if importlib.util.find_spec(module) is None]
     arms = [arm for arm in ARMS[kind] if arm.partition(", ")[0] not in missing]
     absent = sorted({arm.partition(", ")[0] for arm in ARMS[kind]} & set(missing))
-    command = [sys.executable, __file__, "--arm", kind]
+    command = [sys.executable, __file__, "--batch", str(BATCH), "--arm", kind]
     jobs = {arm: subprocess.Popen([*command, arm, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for arm in arms}
     rates: dict[str, list[float]] = {arm: [] for arm in arms}
     try:
@@ -236,7 +236,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1000, help="of each kind of file (1000)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", help="kinds, by comma: " + ", ".join(ARMS))
+    parser.add_argument("--batch", type=int, default=BATCH, help=f"records of a batch ({BATCH})")
     options = parser.parse_args()
+    globals()["BATCH"] = options.batch
     if options.arm:
         return arm_main(*options.arm)
     lines = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.records import Batches, Records, ahead
+from spmd.data.records import Batches, Records, Taken, ahead, in_turn
 from spmd.errors import DataError, OptionError
 
 READ = 1024  # records that are measured together
@@ -54,7 +54,7 @@ class Buckets:
         """What must be the same to go on."""
         return {**self.records.facts(), "buckets": list(self.bounds), "of": self.name}
 
-    def read(self, number: int, start: int = 0) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+    def read(self, number: int, start: int = 0) -> Iterator[Taken]:
         """The batches of an epoch, and bool[rows] which of their rows hold a record."""
         order, size = self.records.order, self.records.batch_size
         ids = order.epoch(number)
@@ -65,16 +65,20 @@ class Buckets:
         if order.shuffle is not False:
             turn = np.random.Generator(np.random.Philox(key=np.array([order.seed, number], np.uint64))).permutation(len(batches))
             batches = [batches[at] for at in turn]
-        tasks = ((lambda bucket=bucket, ids=ids: self._take(bucket, ids)) for bucket, ids in batches[start:])
-        return ahead(tasks, self.records.reading.workers)
+        together = self.records.put_together(batches[start:], size)
+        return in_turn(ahead(((lambda some=some: self._several(some)) for some in together), self.records.reading.workers))
 
-    def _take(self, bucket: int, ids: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        leaves, good = self.records.take(ids)
+    def _several(self, batches: list[tuple[int, np.ndarray]]) -> list[Taken | Exception]:
+        made = self.records.several([ids for _, ids in batches])
+        return [one if isinstance(one, Exception) else self._cut(*each, *one) for each, one in zip(batches, made, strict=True)]
+
+    def _cut(self, bucket: int, ids: np.ndarray, leaves: dict[str, np.ndarray], good: np.ndarray) -> Taken | Exception:
         bound = self.bounds[bucket]
         longer = np.flatnonzero(leaves[f"{self.name}_mask"][:, bound:].any(axis=1) & good)
         if len(longer):
             where = self.records.format.where(int(ids[longer[0]]))
-            raise DataError(f'{where}: "{self.name}" is longer than it was when it was measured.\n    cure: files that nobody writes to.')
+            cure = "files that nobody writes to"
+            return DataError(f'{where}: "{self.name}" is longer than it was when it was measured.\n    cure: {cure}.')
         return {**leaves, **{name: leaves[name][:, :bound] for name in (self.name, f"{self.name}_mask")}}, good
 
 

@@ -16,6 +16,7 @@ class ImageFiles(Format):
     """Pictures, made one size as they are read."""
 
     what = "picture"
+    together = 1
 
     def __init__(self, paths: tuple[str, ...], labels: np.ndarray, size: tuple[int, int], channels: int):
         self._image = import_extra("PIL.Image", "images")
