@@ -19,18 +19,19 @@ class ImageFiles(Format):
     together = 1
 
     def __init__(self, paths: tuple[str, ...], labels: np.ndarray, size: tuple[int, int], channels: int):
-        self._image = import_extra("PIL.Image", "images")
+        import_extra("PIL.Image", "images")
         self.paths, self.counts, self.bytes = paths, [1] * len(paths), sum(os.path.getsize(path) for path in paths)
         self._labels, self._size, self._channels = labels, size, channels
         self.fields = {"image": Field((*size, channels), np.dtype(np.float32)), "label": Field((), np.dtype(np.int32))}
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         """Decoded by Pillow, which lets other threads run meanwhile."""
+        pillow = import_extra("PIL.Image", "images")
         pixels, bad = np.zeros((len(records), *self._size, self._channels), np.float32), {}
         for at, record in enumerate(records.tolist()):
             try:
-                with self._image.open(self.paths[record]) as picture:
-                    made = picture.convert(_MODES[self._channels]).resize(self._size[::-1], self._image.Resampling.BILINEAR)
+                with pillow.open(self.paths[record]) as picture:
+                    made = picture.convert(_MODES[self._channels]).resize(self._size[::-1], pillow.Resampling.BILINEAR)
                 pixels[at] = np.asarray(made, np.float32).reshape(*self._size, self._channels) / 255
             except Exception as error:  # Pillow raises many kinds, also for files that are cut off
                 bad[at] = f"it cannot be read: {type(error).__name__}: {error}"

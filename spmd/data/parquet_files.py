@@ -22,7 +22,7 @@ class ParquetFiles(Format):
     what = "Parquet file"
 
     def __init__(self, paths: tuple[str, ...], columns: Sequence[str] | None, defaults: Mapping[str, Any]):
-        self._arrow, self._types = import_extra("pyarrow.parquet", "parquet"), import_extra("pyarrow.types", "parquet")
+        types = import_extra("pyarrow.types", "parquet")
         self.paths, self.bytes = paths, sum(os.path.getsize(path) for path in paths)
         about = [self._opened(path) for path in paths]
         self.counts = [one.metadata.num_rows for one in about]
@@ -38,13 +38,23 @@ class ParquetFiles(Format):
         for name in (*(columns or ()), *self._defaults):
             if name not in schema.names:
                 raise OptionError(f'there is no column "{name}".\n    cure: {did_you_mean(name, schema.names)}')
-        self.fields = {name: _field(name, schema.field(name).type, self._types) for name in columns or schema.names}
+        self.fields = {name: _field(name, schema.field(name).type, types) for name in columns or schema.names}
         for name in self._defaults:
             if name in self.fields and self.fields[name].shape:
                 cure = 'on_error="skip", which leaves out rows without a value'
                 raise OptionError(f'defaults: column "{name}" holds lists, for which there is no default.\n    cure: {cure}.')
+        self._forget()
+
+    def _forget(self) -> None:
         self._kept: collections.OrderedDict[int, tuple] = collections.OrderedDict()
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name not in ("_kept", "_lock")}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._forget()
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         """Rows of a row group together."""
@@ -66,8 +76,9 @@ class ParquetFiles(Format):
         return f"{self.paths[file]}, row {record - self._files[file]}"
 
     def _opened(self, path: str) -> Any:
+        arrow = import_extra("pyarrow.parquet", "parquet")
         try:
-            return self._arrow.ParquetFile(path)
+            return arrow.ParquetFile(path)
         except Exception as error:
             raise DataError(f"{path} is no Parquet file: {error}") from error
 
