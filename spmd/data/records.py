@@ -89,8 +89,12 @@ class Reading:
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
                 raise OptionError(f"{name}={value!r}: a whole number from {least}.")
             object.__setattr__(self, name, int(value))  # numpy's do not go into the JSON of a state
+        if self.seed >= 2**63:
+            raise OptionError(f"seed={self.seed}: a whole number below 2**63.")
         if self.on_error not in ("stop", "skip"):
             raise OptionError(f'on_error="{self.on_error}".\n    cure: {did_you_mean(str(self.on_error), ("stop", "skip"))}')
+        if isinstance(self.shuffle, numbers.Integral) and not isinstance(self.shuffle, bool):
+            object.__setattr__(self, "shuffle", int(self.shuffle))
         Order(0, self.shuffle, self.seed)
 
 
@@ -236,6 +240,9 @@ class Batches:
     """
 
     def __init__(self, records: Any, epoch: int, start: int = 0):
+        for name, value in (("epoch", epoch), ("start", start)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
+                raise OptionError(f"{name}={value!r}: a whole number from 0.")
         self._records = records
         self._go(epoch, start, 0)
 
@@ -273,6 +280,8 @@ class Batches:
         Raises:
           DataError: the records, the batch size or the order are others.
         """
+        if not isinstance(state, dict) or set(state) != {"epoch", "batch", "skipped", "data"}:
+            raise DataError(f"this is no state of records: {state!r:.200}.\n    cure: what get_state() has given.")
         mine = self._records.facts()
         other = [f"{name} was {was!r}, and is {mine.get(name)!r}" for name, was in state["data"].items() if mine.get(name) != was]
         if other:

@@ -279,13 +279,21 @@ def test_options_that_cannot_be_meant(folder):
         ({"shuffle": 1}, "shuffle=1 is an int"),
         ({"shuffle": "yes"}, "shuffle='yes' is a str"),
         ({"on_error": "skp"}, 'did you mean "skip"'),
+        ({"seed": 2**63}, r"a whole number below 2\*\*63"),
     ]:
         with pytest.raises(OptionError, match=text):
             records(folder, **options)
+    data = records(folder)
+    for where, text in [((-1,), "epoch=-1: a whole number from 0"), ((0, -1), "start=-1"), ((0.5,), "epoch=0.5")]:
+        with pytest.raises(OptionError, match=text):
+            data.epoch(*where)
+    for state in ({}, None, {"epoch": 0}):
+        with pytest.raises(DataError, match=r"this is no state of records.*\n    cure: what get_state"):
+            iter(data).set_state(state)
 
 
 def test_a_number_of_numpy_is_a_number(folder):
-    batches = iter(records(folder, batch_size=np.int64(8), seed=np.int64(3)))
+    batches = iter(records(folder, batch_size=np.int64(8), seed=np.int64(3), shuffle=np.int64(16)))
     next(batches)
     assert json.loads(json.dumps(batches.get_state()))["data"]["batch_size"] == 8
 
