@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from spmd.data.records import Batches, Records, Taken, ahead, in_turn
-from spmd.errors import DataError, OptionError
+from spmd.errors import DataError, OptionError, a_kind
 
 READ = 1024  # records that are measured together
 
@@ -96,13 +96,15 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
       OptionError: `name` is not padded, or lengths that do not grow.
       DataError: a record is longer than all buckets.
     """
+    if not isinstance(records, Records):
+        raise OptionError(f"buckets: of {a_kind(records)}.\n    cure: of records, as spmd.data.tfrecord gives them.")
     field = records.fields.get(name)
     if field is None or f"{name}_mask" not in records.fields:
         padded = [one for one in records.fields if f"{one}_mask" in records.fields]
         raise OptionError(
             f'buckets: "{name}" is no padded feature; there are: {", ".join(padded) or "none"}.\n    cure: spmd.data.padded(...).'
         )
-    bounds = tuple(lengths)
+    bounds = tuple(lengths) if isinstance(lengths, Sequence) else ()
     if not bounds or any(not isinstance(one, int) or one < 1 for one in bounds) or sorted(set(bounds)) != list(bounds):
         raise OptionError(f"buckets: lengths {lengths!r}.\n    cure: whole numbers that grow, such as [16, 32, 64].")
     if bounds[-1] > field.shape[0]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from spmd.data.numerals import holds
+from spmd.data.offsets import packed
 from spmd.errors import DataError, OptionError, a_kind, did_you_mean
-
-_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz"}
 
 
 def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[str]:
@@ -59,11 +59,8 @@ def check_unpacked(paths: tuple[str, ...]) -> None:
       DataError: one is.
     """
     for path in paths:
-        with open(path, "rb") as file:
-            begin = file.read(6)
-        for magic, name in _PACKED.items():
-            if begin.startswith(magic):
-                raise DataError(f"{path} is compressed ({name}), and records in it cannot be found by number.\n    cure: unpack it.")
+        if packed(path):
+            raise DataError(f"{path} is compressed ({packed(path)}), and records in it cannot be found by number.\n    cure: unpack it.")
 
 
 def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
@@ -119,19 +116,6 @@ def check_default(name: str, default: Any, dtype: np.dtype) -> None:
         raise OptionError(f'defaults: "{name}" is {default!r}, and the column is {dtype}.\n    cure: {cure}.')
     if not holds(dtype, default):
         raise OptionError(f'defaults: "{name}" is {default!r}, which {dtype} does not hold.\n    cure: types={{"{name}": ...}}.')
-
-
-def holds(dtype: np.dtype, value: Any) -> bool:
-    """Whether a number is one of this dtype, up to rounding.
-
-    Example:
-      >>> holds(np.dtype("int8"), 200), holds(np.dtype("float32"), 1e300), holds(np.dtype("float32"), float("inf"))
-      (False, False, True)
-    """
-    if dtype.kind != "f":
-        return bool(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(dtype.type(float(value))) or not math.isfinite(value))
 
 
 def is_a(kind: type, text: str) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.csv_checks import check_default, check_names, check_options, check_unpacked, few, header_of, holds, is_a
-from spmd.data.numerals import decimals
+from spmd.data.csv_checks import check_default, check_names, check_options, check_unpacked, few, header_of, is_a
+from spmd.data.numerals import decimals, holds
 from spmd.data.offsets import CHUNK, Offsets, found
 from spmd.data.records import Field, Format, Reading, Records
 from spmd.errors import DataError, OptionError

@@ -17,6 +17,7 @@ from spmd.errors import DataError, OptionError, a_kind
 
 CHUNK = 1 << 24  # bytes of a file that are looked at together
 OPEN = 256  # files that are kept open, if there are no more
+_PACKED = {b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz"}
 
 Scan = Callable[[str], tuple[np.ndarray, np.ndarray]]
 
@@ -50,6 +51,13 @@ def found(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
         if not os.access(path, os.R_OK):
             raise DataError(f"{path} may not be read by this process.\n    cure: its permissions, or another pattern.")
     return tuple(paths)
+
+
+def packed(path: str) -> str | None:
+    """What a file is compressed with, by how it begins."""
+    with open(path, "rb") as file:
+        begin = file.read(6)
+    return next((name for magic, name in _PACKED.items() if begin.startswith(magic)), None)
 
 
 class Offsets:

@@ -1,5 +1,6 @@
 """TFRecord and ArrayRecord files: features read many at once and one at a time, and records that are damaged."""
 
+import gzip
 import logging
 
 import numpy as np
@@ -73,6 +74,8 @@ def test_defaults_decoding_and_padding(tmp_path):
     assert found["tokens_mask"].sum(axis=1).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match=r'a.tfrecord, record 4 \(byte \d+\): feature "tokens" has 4 numbers, and is padded to 3'):
         read(path, {"tokens": spmd.data.padded(3, "int32")})
+    with pytest.raises(OptionError, match='"tokens_mask" is the mask of a padded feature too'):
+        read(path, {"tokens": spmd.data.padded(4, "int32"), "tokens_mask": spmd.data.fixed((), "int32")})
 
 
 WRONG = {
@@ -164,6 +167,43 @@ def test_files_without_records(tmp_path):
         read(tmp_path / "?.tfrecord")
 
 
+def test_what_is_declared_is_checked_before_a_file_is_opened():
+    fixed, padded = spmd.data.fixed, spmd.data.padded
+    for make, text in [
+        (lambda: fixed("3", "int32"), r"fixed\('3', ...\): a shape is a tuple"),
+        (lambda: fixed((-1,), "int32"), "a shape is a tuple of whole numbers"),
+        (lambda: fixed((2.5,), "int32"), "a shape is a tuple of whole numbers"),
+        (lambda: fixed((), None), "there is no dtype None"),
+        (lambda: fixed((), "int32", default="x"), r"default='x'\): int32\[\] does not hold it"),
+        (lambda: fixed((), "int32", default=1.5), "does not hold it"),
+        (lambda: fixed((3,), "int32", default=[1, 2]), r"int32\[3\] does not hold it"),
+        (lambda: fixed((), "int8", default=300), "does not hold it"),
+        (lambda: fixed((), "int32", decode=3), "is an int.\n    cure: a function"),
+        (lambda: padded(3, "int32", fill="x"), r"padded\(fill='x'\): int32 does not hold it"),
+        (lambda: padded(3, "int32", fill=None), "does not hold it"),
+    ]:
+        with pytest.raises(OptionError, match=text):
+            make()
+    assert fixed((3,), "int32", default=[1, 2, 3]).default == [1, 2, 3] and padded(np.int64(3), "float32", fill=np.nan).shape == (3,)
+
+
+def test_numbers_that_a_narrow_dtype_does_not_hold_are_told(tmp_path):
+    path = written.tfrecord(tmp_path / "a.tfrecord", [written.example(x=np.array([1, 1e6], np.float32), y=[2])])
+    for features, text in [
+        ({"x": spmd.data.fixed((2,), "float16")}, 'feature "x" has 1000000.0, which float16 does not hold'),
+        ({"y": spmd.data.fixed((), "bool")}, 'feature "y" has 2, which bool does not hold'),
+    ]:
+        with pytest.raises(DataError, match=text):
+            read(path, features)
+
+
+def test_a_file_that_is_compressed_is_told(path):
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    for on_error in ("stop", "skip"):
+        with pytest.raises(DataError, match=r"a.tfrecord is compressed \(gzip\).*\n    cure: unpack it"):
+            read(path, on_error=on_error)
+
+
 # buckets -------------------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +238,7 @@ def test_buckets_that_do_not_fit_are_told(sequences):
         ("at", [2], "no padded feature; there are: tokens"),
         ("tokens", [5, 2], "that grow"),
         ("tokens", [9], "padded to 8"),
+        ("tokens", 9, "lengths 9"),
     ]:
         with pytest.raises(OptionError, match=text):
             spmd.data.buckets(sequences, name, lengths)
