@@ -56,7 +56,7 @@ def holds(dtype: np.dtype, value: Any) -> bool:
       >>> [holds(np.dtype(name), value) for name, value in [("int8", 200), ("int8", 1.5), ("float32", 1e300), ("float32", 7), ("bool", 1)]]
       [False, False, False, True, True]
     """
-    if not isinstance(value, numbers.Real | np.bool):
+    if not isinstance(value, numbers.Real | np.bool_):
         return False
     if dtype.kind == "f":
         with np.errstate(over="ignore"):

@@ -104,12 +104,20 @@ def test_the_command_reads_features_from_the_first_record(tmp_path, capsys):
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     csv = written.csv(tmp_path / "a.csv", ["1,2"] * 9, "x,y")
     (tmp_path / "a.txt").write_text("")
+    (tmp_path / "a.tfrecord").write_bytes(b"")
+    (tmp_path / "a.array_record").write_bytes(b"no")
+    written.tfrecord(tmp_path / "b.tfrecord", [b"\xff"])
     for words, text in [
         ([tmp_path / "b.csv", "--batch-size", 3], "no file matches"),
         ([tmp_path / "a.txt", "--batch-size", 3], "files that end in txt"),
         ([csv, "--batch-size", 9], "there is one batch, of 9 records: nothing to measure"),
         ([csv, "--batch-size", 3, "--batches", 1], "--batches 1: from 2"),
         ([csv, "--batch-size", 3, "--step-ms", 0], "--step-ms 0: more than 0"),
+        ([csv, "--batch-size", 3, "--step-ms", "nan"], "--step-ms nan: more than 0"),
+        ([csv, "--batch-size", 3, "--features", "x=int32[]"], "--features are of tf.train.Example, and CSV files have columns"),
+        ([tmp_path / "a.tfrecord", "--batch-size", 3], "all files are empty"),
+        ([tmp_path / "b.tfrecord", "--batch-size", 3], "b.tfrecord: the first record is no tf.train.Example with features"),
+        ([tmp_path / "a.array_record", "--batch-size", 3], "a.array_record: its first record cannot be read"),
         ([csv, "--batch-size", 3, "--shuffle", "yes"], '--shuffle "yes"'),
     ]:
         code, told = bench(capsys, *words)

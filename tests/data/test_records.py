@@ -174,6 +174,8 @@ def test_fit_says_what_does_not_fit(table):
     data = spmd.data.csv(path, **options)
     with pytest.raises(OptionError, match="batch_size=8, but the records come in batches of 16"):
         fit(data, batch_size=8, epochs=1)
+    with pytest.raises(OptionError, match=r"shuffle=False, but the records come with shuffle=True\.\n    cure: say it to what reads"):
+        fit(data, shuffle=False, epochs=1)
     with pytest.raises(DataError, match="fewer than one batch of 64"):
         fit(spmd.data.csv(path, **{**options, "batch_size": 64}), epochs=1)
 
