@@ -342,8 +342,7 @@ class Trainer:
 
     def check_evaluation(self, data: Any) -> None:
         """Trace the evaluation of these arrays, so that what is wrong with them is told before training."""
-        shuffle = False if is_arrays(data) else None
-        reader = source(data, batch_size=self._eval_rows(data, None), shuffle=shuffle, seed=0, short_ok=True)
+        reader = source(data, batch_size=self._eval_rows(data, None), shuffle=False, seed=0, short_ok=True)
         _ = self._evaluation(reader.sample())[0].eval_names
 
     def _evaluation(self, sample: Tree) -> tuple[Program, Placer]:

@@ -2,13 +2,12 @@
 
 import csv as rows_of
 import math
-import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from spmd.data.numerals import holds
+from spmd.data.numerals import NUMBERS, holds
 from spmd.data.offsets import packed
 from spmd.errors import DataError, OptionError, a_kind, did_you_mean
 
@@ -110,9 +109,9 @@ def check_default(name: str, default: Any, dtype: np.dtype) -> None:
     Raises:
       OptionError: it is not.
     """
-    whole = isinstance(default, numbers.Real) and math.isfinite(default) and default == int(default)
-    if not isinstance(default, numbers.Real) or (dtype.kind != "f" and not whole):
-        cure = f'types={{"{name}": "float32"}}' if isinstance(default, numbers.Real) else "a number"
+    whole = isinstance(default, NUMBERS) and math.isfinite(default) and default == int(default)
+    if not isinstance(default, NUMBERS) or (dtype.kind != "f" and not whole):
+        cure = f'types={{"{name}": "float32"}}' if isinstance(default, NUMBERS) else "a number"
         raise OptionError(f'defaults: "{name}" is {default!r}, and the column is {dtype}.\n    cure: {cure}.')
     if not holds(dtype, default):
         raise OptionError(f'defaults: "{name}" is {default!r}, which {dtype} does not hold.\n    cure: types={{"{name}": ...}}.')

@@ -45,7 +45,7 @@ def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Calla
       >>> fixed((28, 28), "uint8").shape
       (28, 28)
     """
-    sizes = shape if isinstance(shape, tuple | list) else (None,)
+    sizes: Any = shape if isinstance(shape, tuple | list) else (None,)
     if not all(isinstance(size, numbers.Integral) and not isinstance(size, bool) and size >= 0 for size in sizes):
         cure = f"fixed(({shape},), ...)" if isinstance(shape, int) else "fixed((28, 28), ...), or fixed((), ...) for one number"
         raise OptionError(f"fixed({shape!r}, ...): a shape is a tuple of whole numbers.\n    cure: {cure}.")
@@ -235,7 +235,7 @@ def _within(name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad:
     least, most = (0, 1) if dtype.kind == "b" else (np.finfo(dtype).min, np.finfo(dtype).max) if dtype.kind == "f" else (None, None)
     if least is None:
         least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-    beyond = ((values < least) | (values > most)) & (np.isfinite(values) if dtype.kind == "f" else True)
+    beyond: np.ndarray = ((values < least) | (values > most)) & ~np.isinf(values)
     wrong = beyond.any(axis=1)
     for row in np.flatnonzero(wrong).tolist():
         bad[int(at[row])] = f'feature "{name}" has {values[row][beyond[row]][0]}, which {dtype} does not hold'

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+NUMBERS: tuple[Any, ...] = (numbers.Real, np.bool_)
 DIGITS = 18  # of decimal numbers that 64 bits hold
 EXACT = 2**53  # whole numbers below it, and powers of ten up to 22, are float64 without rounding: their quotient is rounded once
 _POWERS = 10 ** np.arange(DIGITS + 1, dtype=np.int64)
@@ -56,7 +57,7 @@ def holds(dtype: np.dtype, value: Any) -> bool:
       >>> [holds(np.dtype(name), value) for name, value in [("int8", 200), ("int8", 1.5), ("float32", 1e300), ("float32", 7), ("bool", 1)]]
       [False, False, False, True, True]
     """
-    if not isinstance(value, numbers.Real | np.bool_):
+    if not isinstance(value, NUMBERS):
         return False
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
