@@ -46,7 +46,7 @@ def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Calla
       (28, 28)
     """
     sizes: Any = shape if isinstance(shape, tuple | list) else (None,)
-    if not all(isinstance(size, numbers.Integral) and not isinstance(size, bool) and size >= 0 for size in sizes):
+    if not all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in sizes):
         cure = f"fixed(({shape},), ...)" if isinstance(shape, int) else "fixed((28, 28), ...), or fixed((), ...) for one number"
         raise OptionError(f"fixed({shape!r}, ...): a shape is a tuple of whole numbers.\n    cure: {cure}.")
     made = Feature(tuple(int(size) for size in sizes), _dtype(dtype), default, decode)
@@ -235,7 +235,7 @@ def _within(name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad:
     least, most = (0, 1) if dtype.kind == "b" else (np.finfo(dtype).min, np.finfo(dtype).max) if dtype.kind == "f" else (None, None)
     if least is None:
         least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-    beyond: np.ndarray = ((values < least) | (values > most)) & ~np.isinf(values)
+    beyond = np.asarray(((values < least) | (values > most)) & ~np.isinf(values))
     wrong = beyond.any(axis=1)
     for row in np.flatnonzero(wrong).tolist():
         bad[int(at[row])] = f'feature "{name}" has {values[row][beyond[row]][0]}, which {dtype} does not hold'
