@@ -236,7 +236,7 @@ def _within(name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad:
     if least is None:
         least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
     beyond = np.asarray(((values < least) | (values > most)) & ~np.isinf(values))
-    wrong = beyond.any(axis=1)
+    wrong = np.asarray(beyond.any(axis=1))
     for row in np.flatnonzero(wrong).tolist():
         bad[int(at[row])] = f'feature "{name}" has {values[row][beyond[row]][0]}, which {dtype} does not hold'
     return np.where(wrong[:, None], 0, values)
