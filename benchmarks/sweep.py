@@ -107,7 +107,7 @@ def one_by_one(found: Any) -> tuple[float, list[Any]]:
 
 def steps_alone(found: Any) -> float:
     """Seconds of a step of all trials, one after the other; all else is done before the clock runs."""
-    from spmd.data.resident import on_devices
+    from spmd.data.residence import on_devices
     from spmd.trials.course import Piece, Rows
 
     train, _ = digits()

@@ -15,7 +15,7 @@ import jax
 from spmd.comm.server.meetings import unmet
 from spmd.data.deal import Position, check_source
 from spmd.data.loader import Source, is_arrays, settled, source
-from spmd.data.resident import Resident, on_devices
+from spmd.data.residence import Resident, on_devices
 from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
 from spmd.hosts.arrival import join, restarted, shrunk
 from spmd.hosts.guard import TERMINATED, current

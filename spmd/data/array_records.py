@@ -11,7 +11,7 @@ from spmd.data.offsets import found
 from spmd.data.records import Field, Format, Reading, Records
 from spmd.errors import DataError, OptionError, a_kind, import_extra
 
-Decoded = dict[str, np.ndarray]
+LEARNED = 1000  # records, of which one has to be decoded
 
 
 class ArrayRecordFiles(Format):
@@ -19,15 +19,33 @@ class ArrayRecordFiles(Format):
 
     what = "ArrayRecord file"
 
-    def __init__(self, paths: tuple[str, ...], into: "Decoder | Parser"):
+    def __init__(self, paths: tuple[str, ...], into: "Decoder | Parser", *, skip: bool):
         sources = import_extra("grain", "data").sources
         self.paths, self._sources = paths, [_opened(sources.ArrayRecordDataSource, path) for path in paths]
         self.counts, self.bytes = [len(source) for source in self._sources], sum(Path(path).stat().st_size for path in paths)
         self._first, self._into = np.cumsum([0, *self.counts]), into
         if sum(self.counts):
             if isinstance(into, Decoder):
-                into.learn(self._raw(np.zeros(1, np.int64), {})[0] or b"", self.where(0))
+                self._learn(into, min(sum(self.counts), LEARNED if skip else 1))
             self.fields = into.fields()
+
+    def _learn(self, into: "Decoder", most: int) -> None:
+        """What records become, from the first; where those that cannot be read are skipped, from the first that can.
+
+        Raises:
+          DataError: none of so many can be read.
+        """
+        told = ""
+        for record in range(most):
+            bad: dict[int, str] = {}
+            (raw,) = self._raw(np.array([record]), bad)
+            why = bad[0] if raw is None else into.learn(raw)
+            if not why:
+                return
+            told = told or f"{self.where(record)}: {why}"
+        many = f" (None of the first {most} records can be read.)" if most > 1 else ""
+        cure = 'a sound file, and a function from bytes to a dict of arrays; on_error="skip" leaves out records that are neither'
+        raise DataError(f"{told}{many}\n    cure: {cure if most == 1 else cure.partition(';')[0]}.")
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         """Records of a file together."""
@@ -82,29 +100,38 @@ class Decoder:
         padded = {name: field for one, feature in self._pad.items() for name, field in feature.fields(one).items()}
         return {**self._fields, **padded}
 
-    def learn(self, raw: bytes, where: str) -> None:
-        """Shapes and dtypes from the first record.
+    def learn(self, raw: bytes) -> str:
+        """Shapes and dtypes from a record; or what is wrong with it.
 
         Raises:
-          DataError: the function does not return a dict of arrays, or lacks what is to be padded.
+          OptionError: the function does not give what is to be padded.
         """
-        try:
-            found = {name: np.asarray(value) for name, value in self._function(raw).items()}
-        except Exception as error:
-            raise DataError(
-                f"{where}: decode raises {type(error).__name__}: {error}\n    cure: a function from bytes to a dict of arrays."
-            ) from error
+        found = self._decoded(raw)
+        if isinstance(found, str):
+            return found
         missing = [name for name in self._pad if name not in found]
         if missing:
             raise OptionError(f"pad names {', '.join(missing)}, and decode gives {', '.join(found)}.")
+        strange = [f'{value.dtype} for "{name}"' for name, value in found.items() if value.dtype.kind in "OSUMmT"]
+        if strange or not found:
+            return f"decode gives {', '.join(strange) or 'nothing'}, which cannot go onto a device"
         self._fields = {name: Field(value.shape, value.dtype) for name, value in found.items()}
+        return ""
+
+    def _decoded(self, raw: bytes) -> dict[str, np.ndarray] | str:
+        try:
+            given = self._function(raw)
+            if not isinstance(given, Mapping):
+                return f"decode gives {a_kind(given)}, and a dict of arrays is wanted"
+            return {str(name): np.asarray(value) for name, value in given.items()}
+        except Exception as error:  # whatever a user's function raises, the record is named
+            return f"decode raises {type(error).__name__}: {error}"
 
     def read(self, raw: bytes, into: dict[str, np.ndarray], at: int, bad: dict[int, str]) -> None:
         """One record."""
-        try:
-            found = {name: np.asarray(value) for name, value in self._function(raw).items()}
-        except Exception as error:  # whatever a user's function raises, the record is named
-            bad[at] = f"decode raises {type(error).__name__}: {error}"
+        found = self._decoded(raw)
+        if isinstance(found, str):
+            bad[at] = found
             return
         for name, field in self._fields.items():
             value, padded = found.get(name), self._pad.get(name)
@@ -115,10 +142,19 @@ class Decoder:
                 into[name][at] = value
             elif value.ndim != 1 or len(value) > padded.shape[0]:
                 bad[at] = f'"{name}" has shape {list(value.shape)}, and is padded to [{padded.shape[0]}]'
+            elif len(value) and not _holds(padded.dtype, value):
+                bad[at] = f'decode gives {value.dtype} for "{name}", of which {padded.dtype} does not hold all'
             else:
                 into[name][at] = padded.fill
                 into[name][at, : len(value)] = value
                 into[f"{name}_mask"][at] = np.arange(padded.shape[0]) < len(value)
+
+
+def _holds(dtype: np.dtype, values: np.ndarray) -> bool:
+    """Whether numbers are what they were, up to rounding."""
+    if dtype.kind in "iu" and values.dtype.kind in "iu":
+        return np.iinfo(dtype).min <= values.min() and values.max() <= np.iinfo(dtype).max
+    return np.can_cast(values.dtype, dtype, "same_kind")
 
 
 def array_record(
@@ -161,16 +197,17 @@ def array_record(
         both = "decode and features are both given" if decode is not None else "what the bytes of a record mean is not said"
         raise OptionError(f"{both}.\n    cure: decode=function, or features={{...}} where they are tf.train.Example.")
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
+    skip = on_error == "skip"
     if features is not None:
         if pad:
             raise OptionError("pad belongs to decode.\n    cure: spmd.data.padded(...) among the features.")
-        return Records(ArrayRecordFiles(found(files), Parser(features)), reading)
+        return Records(ArrayRecordFiles(found(files), Parser(features), skip=skip), reading)
     if not callable(decode):
         raise OptionError(f"decode is {a_kind(decode)}.\n    cure: a function from bytes to a dict of arrays.")
     for name, one in (pad or {}).items():
         if not isinstance(one, Feature) or one.fill is None:
             raise OptionError(f'pad: "{name}" is {one!r}.\n    cure: spmd.data.padded(length, dtype).')
-    return Records(ArrayRecordFiles(found(files), Decoder(decode, pad or {})), reading)
+    return Records(ArrayRecordFiles(found(files), Decoder(decode, pad or {}), skip=skip), reading)
 
 
 def _opened(source: Any, path: str) -> Any:

@@ -1,18 +1,19 @@
 """CSV files as records: the header is read, types are inferred, and what is wrong is told with its line."""
 
+import codecs
 import csv as rows_of
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spmd.data.numerals import decimals
+from spmd.data.csv_checks import check_default, check_names, check_options, check_unpacked, few, header_of, is_a
+from spmd.data.numerals import decimals, holds
 from spmd.data.offsets import CHUNK, Offsets, found
 from spmd.data.records import Field, Format, Reading, Records
-from spmd.errors import DataError, OptionError, did_you_mean
+from spmd.errors import DataError, OptionError
 
 LOOKED_AT = 1000  # records, from which types are inferred
 _NEWLINE, _RETURN, _QUOTE = b'\n\r"'
@@ -40,16 +41,19 @@ class Column:
             return self.default
         if self.words is not None:
             if text not in self.words:
-                raise ValueError(f'column "{self.name}" has {text!r}, which is none of {_few(self.words)}')
+                raise ValueError(f'column "{self.name}" has {text!r}, which is none of {few(self.words)}')
             return self.words[text]
         try:
             value = float(text) if self.dtype.kind == "f" else int(text)
         except ValueError:
             number = "a number" if self.dtype.kind == "f" else "a whole number"
-            hint = f'; types={{"{self.name}": "float32"}} would read numbers' if self.dtype.kind != "f" and _is(float, text) else ""
+            hint = f'; types={{"{self.name}": "float32"}} would read numbers' if self.dtype.kind != "f" and is_a(float, text) else ""
             raise ValueError(f'column "{self.name}" has {text!r}, which is not {number}{hint}') from None
-        if self.dtype.kind != "f" and not np.iinfo(self.dtype).min <= value <= np.iinfo(self.dtype).max:
-            raise ValueError(f'column "{self.name}" has {text}, which {self.dtype} does not hold')
+        if not holds(self.dtype, value):
+            kinds = ("float32", "float64") if self.dtype.kind == "f" else ("int64", "uint64", "float32", "float64")
+            wider = next((one for one in kinds if holds(np.dtype(one), value)), None)
+            hint = f'; types={{"{self.name}": "{wider}"}} would' if wider else ""
+            raise ValueError(f'column "{self.name}" has {text}, which {self.dtype} does not hold{hint}')
         return value
 
 
@@ -79,7 +83,7 @@ class CsvFiles(Format):
             starts, stops = (np.ascontiguousarray(edges[:, [column.at for column in self._columns]].T) for edges in cells)
             numbers = [at for at, column in enumerate(self._columns) if column.words is None]
             plain = decimals(text, starts[numbers].ravel(), stops[numbers].ravel())  # of all columns at once
-            read = dict(zip(numbers, zip(*(one.reshape(len(numbers), -1) for one in plain), strict=True), strict=True))
+            read = dict(zip(numbers, zip(*(one.reshape(len(numbers), len(records)) for one in plain), strict=True), strict=True))
             for at, column in enumerate(self._columns):
                 columns[column.name] = _parsed(column, raw, read.get(at), starts[at], stops[at], bad)
         leaves = {}
@@ -113,10 +117,11 @@ class CsvFiles(Format):
         try:
             row = _split(line.decode("utf-8"), self._separator)
         except (UnicodeDecodeError, rows_of.Error) as error:
-            bad[at] = str(error)
+            breaks = "new-line character" in str(error)  # the rest of that message speaks of how a file is opened
+            bad[at] = "a line break in a field that is not in quotes, after a quote in the middle of one" if breaks else str(error)
             return None
         if len(row) != len(self._names):
-            bad[at] = f"{len(row)} fields, and the header names {len(self._names)}"
+            bad[at] = f"{len(row)} fields, and there are {len(self._names)} columns"
             return None
         return row
 
@@ -177,15 +182,20 @@ def csv(
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
     if not isinstance(separator, str) or len(separator.encode()) != 1 or separator in '"\r\n':
         raise OptionError(f"separator={separator!r}: one letter, such as ',' or ';'.")
+    mappings = {"defaults": defaults, "types": types, "categories": categories}
+    check_options(columns, names, mappings)
     paths = found(files)
-    header = list(names) if names is not None else _header(paths, separator)
+    check_unpacked(paths)
+    header = list(names) if names is not None else header_of(paths, separator, chosen=columns is not None)
     scan = lambda path: _scan(path, header=names is None)
     offsets = Offsets(paths, scan, f"csv {names is None}", index)
     if not len(offsets):
-        raise DataError(f"no CSV file has a record below its header: {', '.join(paths[:3])}.")
+        hint = _returns(paths[0])
+        cure = "lines that end with \\n or \\r\\n, which these do not" if hint else "look at what they were written from"
+        raise DataError(f"no CSV file has a record below its header: {few(paths)}.\n    cure: {cure}.")
     chosen = {name: name for name in header} if columns is None else columns
     wanted = dict(chosen) if isinstance(chosen, Mapping) else {name: name for name in chosen}
-    _check_names(header, wanted, {"defaults": defaults, "types": types, "categories": categories})
+    check_names(header, wanted, mappings)
     about = _Inference(offsets, separator, header, dict(defaults or {}), dict(types or {}), dict(categories or {}))
     groups = {name: about.column(one) if isinstance(one, str) else [about.column(each) for each in one] for name, one in wanted.items()}
     return Records(CsvFiles(offsets, separator, header, groups), reading)
@@ -207,7 +217,7 @@ class _Inference:
         if name in self._categories:
             words = {word: number for number, word in enumerate(self._categories[name])}
             if default is not None and default not in words:
-                raise OptionError(f'defaults: "{name}" is {default!r}, which is none of {_few(words)}.')
+                raise OptionError(f'defaults: "{name}" is {default!r}, which is none of {few(words)}.')
             return Column(name, at, np.dtype(np.int32), None if default is None else words[default], words)
         try:
             dtype = np.dtype(self._types[name]) if name in self._types else self._inferred(name, at)
@@ -215,20 +225,22 @@ class _Inference:
             raise OptionError(f'types: "{name}" is {self._types[name]!r}: {error}.\n    cure: such as "float32" or "int32".') from None
         if dtype.kind not in "iuf":
             raise OptionError(f'types: "{name}" is {dtype}: a column is read as whole or floating numbers.')
-        if default is not None and (isinstance(default, str) or (dtype.kind != "f" and default != int(default))):
-            raise OptionError(f'defaults: "{name}" is {default!r}, and the column is {dtype}.\n    cure: types={{"{name}": "float32"}}.')
+        if default is not None:
+            check_default(name, default, dtype)
         return Column(name, at, dtype, default)
 
     def _inferred(self, name: str, at: int) -> np.dtype:
         texts = [row[at] for row in self._rows if row[at].strip()]
-        if texts and all(_is(int, text) for text in texts):
+        if texts and all(is_a(int, text) for text in texts):
             fits = all(-(2**31) <= int(text) < 2**31 for text in texts)
             return np.dtype(np.int32 if fits else np.int64)
-        odd = [text for text in texts if not _is(float, text)]
+        odd = [text for text in texts if not is_a(float, text)]
         if odd and len(odd) == len(texts):
             words = sorted(set(odd))
-            few = f'categories={{"{name}": {words!r}}}, columns=[...] without it' if len(words) < 10 else "columns=[...] without it"
-            raise DataError(f'column "{name}" holds text, such as {odd[0]!r}, and no numbers ({self._place}).\n    cure: {few}.')
+            cure = f'categories={{"{name}": {words!r}}}, columns=[...] without it' if len(words) < 10 else "columns=[...] without it"
+            other = [letter for letter in ";\t|" if letter in name and len(self._header) == 1]
+            cure = f"separator={other[0]!r}" if other else cure
+            raise DataError(f'column "{name}" holds text, such as {odd[0]!r}, and no numbers ({self._place}).\n    cure: {cure}.')
         return np.dtype(np.float32)
 
 
@@ -252,8 +264,9 @@ def _parsed(column: Column, raw: bytes, read: Any, starts: np.ndarray, stops: np
             limits = np.iinfo(column.dtype)
             sound = sound & whole & (values >= limits.min) & (values <= limits.max)
             values = np.where(sound, values, 0)
-        left = np.flatnonzero(~sound)
-        values = values.astype(column.dtype)
+        with np.errstate(over="ignore"):
+            values = values.astype(column.dtype)
+        left = np.flatnonzero(~sound | (np.isinf(values) if column.dtype.kind == "f" else False))
     else:
         left, values = np.arange(len(starts)), np.zeros(len(starts), column.dtype)
     for at in left.tolist():
@@ -290,46 +303,17 @@ def _scan(path: str, *, header: bool) -> tuple[np.ndarray, np.ndarray]:
     if at and (not len(ends) or ends[-1] != at):
         ends = np.append(ends, at)
     starts = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
-    starts, ends = (starts[1:], ends[1:]) if header else (starts, ends)
+    if header:
+        starts, ends = starts[1:], ends[1:]
+    elif len(starts):
+        with open(path, "rb") as file:
+            starts[0] = 3 if file.read(3) == codecs.BOM_UTF8 else 0
     if len(starts):
         text = np.memmap(path, np.uint8, "r")
         short = np.flatnonzero(ends - starts <= 2)
         empty = short[np.isin(text[starts[short]], (_NEWLINE, _RETURN))]
         starts, ends = np.delete(starts, empty), np.delete(ends, empty)
     return starts, ends
-
-
-def _header(paths: tuple[str, ...], separator: str) -> list[str]:
-    """The names of the columns, the same in all files; an empty file has none."""
-    first: tuple[str, list[str]] | None = None
-    for path in paths:
-        with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:  # more is decoded than the header
-            try:
-                names = next(rows_of.reader(file, delimiter=separator), None)
-                "".join(names or ()).encode()
-            except (UnicodeEncodeError, rows_of.Error) as error:
-                raise DataError(f"{path}: its header cannot be read: {error}.\n    cure: a file in UTF-8.") from error
-        if names is None:
-            continue
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise DataError(f"{path}: its header names {', '.join(twice)} twice.\n    cure: other names, or names=[...] for no header.")
-        if first is not None and names != first[1]:
-            raise DataError(f"{path} has columns {', '.join(names)}; {first[0]} has {', '.join(first[1])}.\n    cure: files of one header.")
-        first = first or (path, names)
-    if first is None:
-        raise DataError(f"all files are empty: {', '.join(paths[:3])}.")
-    return first[1]
-
-
-def _check_names(header: list[str], wanted: dict[str, Any], options: dict[str, Any]) -> None:
-    if not wanted or any(not isinstance(one, str) and not len(one) for one in wanted.values()):
-        raise OptionError("columns names no column.\n    cure: some of " + ", ".join(header) + ".")
-    asked = itertools.chain.from_iterable([one] if isinstance(one, str) else one for one in wanted.values())
-    for what, names in {"columns": asked, **options}.items():
-        for name in names or ():
-            if name not in header:
-                raise OptionError(f'{what}: there is no column "{name}".\n    cure: {did_you_mean(str(name), header)}')
 
 
 def _split(line: str, separator: str) -> list[str]:
@@ -351,16 +335,11 @@ def _field(group: Column | list[Column]) -> Field:
     )
 
 
-def _is(kind: type, text: str) -> bool:
-    try:
-        kind(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _few(words: dict[str, int]) -> str:
-    return ", ".join(list(words)[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
+def _returns(path: str) -> bool:
+    """Whether lines seem to end with carriage returns alone."""
+    with open(path, "rb") as file:
+        begin = file.read(CHUNK)
+    return b"\r" in begin and b"\n" not in begin
 
 
 def _line(path: str, start: int) -> int:

@@ -1,13 +1,15 @@
 """Features of `tf.train.Example`: what is declared of them, and their bytes read without TensorFlow, many records at once."""
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from spmd.data.numerals import holds
 from spmd.data.records import Field
-from spmd.errors import DataError, OptionError
+from spmd.errors import DataError, OptionError, a_kind
 
 BYTES, FLOATS, INTEGERS = 1, 2, 3  # the fields of `Feature`
 _HOLDS = {BYTES: "bytes", FLOATS: "floats", INTEGERS: "whole numbers"}
@@ -43,9 +45,21 @@ def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Calla
       >>> fixed((28, 28), "uint8").shape
       (28, 28)
     """
-    if isinstance(shape, int):
-        raise OptionError(f"fixed({shape}, ...): a shape is a tuple.\n    cure: fixed(({shape},), ...).")
-    return Feature(tuple(shape), _dtype(dtype), default, decode)
+    sizes: Any = shape if isinstance(shape, tuple | list) else (None,)
+    if not all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in sizes):
+        cure = f"fixed(({shape},), ...)" if isinstance(shape, int) else "fixed((28, 28), ...), or fixed((), ...) for one number"
+        raise OptionError(f"fixed({shape!r}, ...): a shape is a tuple of whole numbers.\n    cure: {cure}.")
+    made = Feature(tuple(int(size) for size in sizes), _dtype(dtype), default, decode)
+    if decode is not None and not callable(decode):
+        raise OptionError(f"fixed(decode={decode!r}) is {a_kind(decode)}.\n    cure: a function from bytes to an array.")
+    if default is not None:
+        values = np.asarray(default)
+        fits = values.shape in ((), made.shape) and all(holds(made.dtype, value) for value in values.ravel().tolist())
+        if not fits:
+            raise OptionError(
+                f"fixed(default={default!r}): {made.dtype}{list(made.shape)} does not hold it.\n    cure: a number that it holds."
+            )
+    return made
 
 
 def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
@@ -57,13 +71,18 @@ def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
       >>> sorted(padded(64, "int32").fields("tokens"))
       ['tokens', 'tokens_mask']
     """
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    if isinstance(length, bool) or not isinstance(length, numbers.Integral) or length < 1:
         raise OptionError(f"padded({length!r}, ...): a length from 1.")
-    return Feature((length,), _dtype(dtype), fill=fill)
+    made = Feature((int(length),), _dtype(dtype), fill=fill)
+    if not holds(made.dtype, fill):
+        raise OptionError(f"padded(fill={fill!r}): {made.dtype} does not hold it.\n    cure: a number that it holds, such as 0.")
+    return made
 
 
 def _dtype(given: str) -> np.dtype:
     try:
+        if given is None:  # numpy takes it for float64
+            raise TypeError
         found = np.dtype(given)
     except TypeError:
         raise OptionError(f"there is no dtype {given!r}.\n    cure: such as float32, int32 or uint8.") from None
@@ -77,6 +96,9 @@ class Parser:
 
     def __init__(self, wanted: Mapping[str, Feature]):
         self.wanted = dict(wanted)
+        masks = [name for name in self.wanted if any(name == f"{one}_mask" and feature.fill is not None for one, feature in wanted.items())]
+        if masks:
+            raise OptionError(f'features: "{masks[0]}" is the mask of a padded feature too.\n    cure: another name for one of them.')
         self._known: dict[int, _Template] = {}  # by length, the last
 
     def fields(self) -> dict[str, Field]:
@@ -193,13 +215,8 @@ def _store(
         values = values.view(feature.dtype.newbyteorder("<"))
     elif values.shape[1] and (kind == FLOATS) != (feature.dtype.kind == "f"):
         raise ValueError(f'feature "{name}" holds {_HOLDS[kind]}, and {feature.dtype} is wanted')
-    elif kind == INTEGERS and feature.dtype.kind in "iu":
-        limits = np.iinfo(feature.dtype)
-        wrong = ((values < limits.min) | (values > limits.max)).any(axis=1) if feature.dtype.itemsize < 8 else np.zeros(len(values), bool)
-        for row in np.flatnonzero(wrong).tolist():
-            culprit = next(value for value in values[row].tolist() if not limits.min <= value <= limits.max)
-            bad[int(at[row])] = f'feature "{name}" has {culprit}, which {feature.dtype} does not hold'
-        values = np.where(wrong[:, None], 0, values)
+    elif feature.dtype.itemsize < (8 if kind == INTEGERS else 4):
+        values = _within(name, feature.dtype, values, at, bad)
     count, wanted = values.shape[1], int(np.prod(feature.shape))
     if feature.fill is not None:
         if count > wanted:
@@ -211,6 +228,18 @@ def _store(
     if count != wanted:
         raise ValueError(f'feature "{name}" has {count} numbers, and shape {list(feature.shape)} needs {wanted}')
     into[name][at] = values.reshape(len(at), *feature.shape)
+
+
+def _within(name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad: dict[int, str]) -> np.ndarray:
+    """Numbers that a narrower dtype holds, 0 in rows with others; these are told."""
+    least, most = (0, 1) if dtype.kind == "b" else (np.finfo(dtype).min, np.finfo(dtype).max) if dtype.kind == "f" else (None, None)
+    if least is None:
+        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    beyond = np.asarray(((values < least) | (values > most)) & ~np.isinf(values))
+    wrong = np.asarray(beyond.any(axis=1))
+    for row in np.flatnonzero(wrong).tolist():
+        bad[int(at[row])] = f'feature "{name}" has {values[row][beyond[row]][0]}, which {dtype} does not hold'
+    return np.where(wrong[:, None], 0, values)
 
 
 def _decoded(name: str, feature: Feature, raw: bytes) -> np.ndarray:

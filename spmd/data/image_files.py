@@ -1,12 +1,14 @@
 """Folders of pictures as records: each folder is a class."""
 
+import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spmd.data.records import Field, Format, Reading, Records
-from spmd.errors import DataError, OptionError, import_extra
+from spmd.errors import DataError, OptionError, a_kind, import_extra
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -16,20 +18,22 @@ class ImageFiles(Format):
     """Pictures, made one size as they are read."""
 
     what = "picture"
+    together = 1
 
     def __init__(self, paths: tuple[str, ...], labels: np.ndarray, size: tuple[int, int], channels: int):
-        self._image = import_extra("PIL.Image", "images")
+        import_extra("PIL.Image", "images")
         self.paths, self.counts, self.bytes = paths, [1] * len(paths), sum(os.path.getsize(path) for path in paths)
         self._labels, self._size, self._channels = labels, size, channels
         self.fields = {"image": Field((*size, channels), np.dtype(np.float32)), "label": Field((), np.dtype(np.int32))}
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         """Decoded by Pillow, which lets other threads run meanwhile."""
+        pillow = import_extra("PIL.Image", "images")
         pixels, bad = np.zeros((len(records), *self._size, self._channels), np.float32), {}
         for at, record in enumerate(records.tolist()):
             try:
-                with self._image.open(self.paths[record]) as picture:
-                    made = picture.convert(_MODES[self._channels]).resize(self._size[::-1], self._image.Resampling.BILINEAR)
+                with pillow.open(self.paths[record]) as opened:
+                    made = _eight_bits(opened, pillow).convert(_MODES[self._channels]).resize(self._size[::-1], pillow.Resampling.BILINEAR)
                 pixels[at] = np.asarray(made, np.float32).reshape(*self._size, self._channels) / 255
             except Exception as error:  # Pillow raises many kinds, also for files that are cut off
                 bad[at] = f"it cannot be read: {type(error).__name__}: {error}"
@@ -38,6 +42,13 @@ class ImageFiles(Format):
     def where(self, record: int) -> str:
         """The file."""
         return self.paths[record]
+
+
+def _eight_bits(picture: Any, pillow: Any) -> Any:
+    """A grey picture of 16 bits with 8, where Pillow would cut off all that is brighter than 255."""
+    if picture.mode in ("I", "F"):
+        raise ValueError(f"its numbers are of 32 bits (mode {picture.mode}), and how bright white is is not known")
+    return pillow.fromarray((np.asarray(picture) >> 8).astype(np.uint8)) if picture.mode.startswith("I;16") else picture
 
 
 def images(
@@ -54,6 +65,7 @@ def images(
     """Batches of pictures, "image" float32[rows, height, width, channels] from 0 to 1, and "label" int32[rows]. Wants `spmd[images]`.
 
     Each folder in `folder` is a class; labels are their numbers in the order of their names, and pictures in folders below belong to them.
+    A folder whose name begins with a dot is none. An alpha channel is left out unless `channels` is 4.
 
     Args:
       folder: with a folder for each class.
@@ -68,16 +80,24 @@ def images(
     Raises:
       DataError: there is no such folder, or no picture in it.
     """
-    pair = isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(one, int) and one >= 1 for one in size)
-    if not pair or channels not in _MODES:
+    pair = isinstance(size, tuple | list) and len(size) == 2 and all(type(one) is int and one >= 1 for one in size)
+    if not pair or type(channels) is not int or channels not in _MODES:
         raise OptionError(f"size={size!r}, channels={channels!r}: a size is (height, width), and channels are 1, 3 or 4.")
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
+    if not isinstance(folder, str | Path):
+        raise OptionError(f"folder={folder!r} is {a_kind(folder)}.\n    cure: the path of a folder with a folder for each class.")
     if not os.path.isdir(folder):
-        raise DataError(f"there is no folder {folder}.")
-    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        raise DataError(f"there is no folder {folder}.\n    cure: the path of a folder with a folder for each class.")
+    entries = list(os.scandir(folder))
+    classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     paths = [[str(one) for one in sorted(Path(folder, name).rglob("*")) if one.suffix.lower() in ENDINGS] for name in classes]
     if not any(paths):
         has = f"its folders are {', '.join(classes[:5])}" if classes else "it has no folders"
         raise DataError(f"{folder} holds no pictures in folders that are classes; {has}.\n    cure: folder/class/picture.png.")
+    beside = sum(entry.is_file() and entry.name.lower().endswith(ENDINGS) for entry in entries)
+    nothing = [name for name, mine in zip(classes, paths, strict=True) if not mine]
+    if beside or nothing:
+        text = "%s: %d pictures stand beside the folders of classes and are not read; classes without a picture: %s."
+        logging.getLogger("spmd").warning(text, folder, beside, ", ".join(nothing[:5]) or "none")
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(one) for one in paths])
     return Records(ImageFiles(tuple(path for one in paths for path in one), labels, (size[0], size[1]), channels), reading)

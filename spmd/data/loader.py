@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from spmd.data.batches import HostBatch, Placer, check_leaves, check_like
-from spmd.data.buckets import Buckets
+from spmd.data.bucketing import Buckets
 from spmd.data.records import Records, tell_skipped
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree, describe, flatten
@@ -246,7 +246,11 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
     if shuffle not in (None, True, False):
         raise OptionError(f"shuffle={shuffle!r}: True, False, or None (True for arrays).")
     if not is_arrays(data):
-        if shuffle:
+        if isinstance(data, Records) and shuffle not in (None, data.reading.shuffle):
+            raise OptionError(
+                f"shuffle={shuffle}, but the records come with shuffle={data.reading.shuffle}.\n    cure: say it to what reads the files."
+            )
+        if shuffle and not isinstance(data, Records):
             raise OptionError(
                 "shuffle=True: batches of an iterable come in its own order.\n    cure: shuffle where they are made, or give arrays."
             )

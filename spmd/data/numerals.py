@@ -1,7 +1,12 @@
-"""Numbers read from text, many at a time."""
+"""Numbers read from text, many at a time; and what a dtype holds."""
+
+import math
+import numbers
+from typing import Any
 
 import numpy as np
 
+NUMBERS: tuple[Any, ...] = (numbers.Real, np.bool_)
 DIGITS = 18  # of decimal numbers that 64 bits hold
 EXACT = 2**53  # whole numbers below it, and powers of ten up to 22, are float64 without rounding: their quotient is rounded once
 _POWERS = 10 ** np.arange(DIGITS + 1, dtype=np.int64)
@@ -43,3 +48,20 @@ def decimals(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np
     sound = (digits + ~whole + signed == lengths) & (digits > 0) & (digits <= DIGITS) & (number < EXACT)
     value = number / _TENS.take(np.maximum(point, 0), mode="clip")
     return np.where(sound, np.where(minus, -value, value), 0.0), whole, sound
+
+
+def holds(dtype: np.dtype, value: Any) -> bool:
+    """Whether a number is one of this dtype, up to rounding of a float.
+
+    Example:
+      >>> [holds(np.dtype(name), value) for name, value in [("int8", 200), ("int8", 1.5), ("float32", 1e300), ("float32", 7), ("bool", 1)]]
+      [False, False, False, True, True]
+    """
+    if not isinstance(value, NUMBERS):
+        return False
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return bool(np.isfinite(dtype.type(float(value))) or not math.isfinite(value))
+    if not math.isfinite(value) or value != int(value):
+        return False
+    return bool(0 <= value <= 1) if dtype.kind == "b" else bool(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)

@@ -1,5 +1,6 @@
 """Where each record of some files begins and ends, found once, and records read by number."""
 
+import collections
 import concurrent.futures
 import contextlib
 import glob
@@ -7,15 +8,16 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from spmd.errors import DataError
+from spmd.errors import DataError, OptionError, a_kind
 
 CHUNK = 1 << 24  # bytes of a file that are looked at together
 OPEN = 256  # files that are kept open, if there are no more
+_PACKED = {b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz"}
 
 Scan = Callable[[str], tuple[np.ndarray, np.ndarray]]
 
@@ -26,7 +28,9 @@ def found(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     Raises:
       DataError: one names no file.
     """
-    given = [files] if isinstance(files, str | Path) else list(files)
+    given = [files] if isinstance(files, str | Path) else list(files) if isinstance(files, Iterable) else [None]
+    if not all(isinstance(one, str | Path) for one in given):
+        raise OptionError(f'files={files!r} is {a_kind(files)}.\n    cure: a pattern such as "train-*.csv", or a list of paths.')
     paths: list[str] = []
     for one in given:
         text = str(one)
@@ -39,7 +43,21 @@ def found(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
         paths += names
     if not paths:
         raise DataError('no files were given.\n    cure: a pattern such as "train-*.csv", or a list of paths.')
+    twice = sorted(path for path, times in collections.Counter(map(os.path.abspath, paths)).items() if times > 1)
+    if twice:
+        more = f" and {len(twice) - 1} more" if len(twice) > 1 else ""
+        raise DataError(f"{twice[0]}{more} is given twice, so all its records would be.\n    cure: each file once.")
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise DataError(f"{path} may not be read by this process.\n    cure: its permissions, or another pattern.")
     return tuple(paths)
+
+
+def packed(path: str) -> str | None:
+    """What a file is compressed with, by how it begins."""
+    with open(path, "rb") as file:
+        begin = file.read(6)
+    return next((name for magic, name in _PACKED.items() if begin.startswith(magic)), None)
 
 
 class Offsets:
@@ -54,6 +72,8 @@ class Offsets:
     """
 
     def __init__(self, paths: tuple[str, ...], scan: Scan, kind: str, cache: str | Path | None = None, *, whole: bool = False):
+        if cache is not None and os.path.exists(cache) and not os.path.isdir(cache):
+            raise OptionError(f"index={str(cache)!r} is a file.\n    cure: a folder.")
         self.paths = paths
         self.sizes = [os.path.getsize(path) for path in paths]
         with concurrent.futures.ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1), "spmd-index") as pool:

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from spmd.data.numerals import holds
 from spmd.data.offsets import found
 from spmd.data.records import Field, Format, Reading, Records
-from spmd.errors import DataError, OptionError, did_you_mean, import_extra
+from spmd.errors import DataError, OptionError, a_kind, did_you_mean, import_extra
 
 KEPT = 32  # row groups: more than a window has runs
+MISSING, BEYOND = 1, 2  # what may be wrong with a value
 
 
 class ParquetFiles(Format):
@@ -22,7 +24,7 @@ class ParquetFiles(Format):
     what = "Parquet file"
 
     def __init__(self, paths: tuple[str, ...], columns: Sequence[str] | None, defaults: Mapping[str, Any]):
-        self._arrow = import_extra("pyarrow.parquet", "parquet")
+        types = import_extra("pyarrow.types", "parquet")
         self.paths, self.bytes = paths, sum(os.path.getsize(path) for path in paths)
         about = [self._opened(path) for path in paths]
         self.counts = [one.metadata.num_rows for one in about]
@@ -32,19 +34,35 @@ class ParquetFiles(Format):
         schema = about[0].schema_arrow
         for path, one in zip(paths, about, strict=True):
             if not one.schema_arrow.equals(schema):
-                raise DataError(f"{path} has other columns than {paths[0]}.\n    cure: files of one schema.")
+                raise DataError(
+                    f"{path} has columns {_told(one.schema_arrow)}; {paths[0]} has {_told(schema)}.\n    cure: files of one schema."
+                )
             one.close()
-        self._defaults = dict(defaults)
-        for name in (*(columns or ()), *self._defaults):
+        for name in (*(columns or ()), *defaults):
             if name not in schema.names:
-                raise OptionError(f'there is no column "{name}".\n    cure: {did_you_mean(name, schema.names)}')
-        self.fields = {name: _field(name, schema.field(name).type) for name in columns or schema.names}
-        for name in self._defaults:
+                raise OptionError(f'there is no column "{name}".\n    cure: {did_you_mean(str(name), schema.names)}')
+        self.fields = {name: _field(name, schema.field(name).type, types) for name in columns or schema.names}
+        for name, value in defaults.items():
             if name in self.fields and self.fields[name].shape:
                 cure = 'on_error="skip", which leaves out rows without a value'
                 raise OptionError(f'defaults: column "{name}" holds lists, for which there is no default.\n    cure: {cure}.')
+            if name in self.fields and not holds(self.fields[name].dtype, value):
+                raise OptionError(
+                    f'defaults: "{name}" is {value!r}, and the column is {self.fields[name].dtype}.\n    cure: a number that it holds.'
+                )
+        self._defaults = dict(defaults)
+        self._forget()
+
+    def _forget(self) -> None:
         self._kept: collections.OrderedDict[int, tuple] = collections.OrderedDict()
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name not in ("_kept", "_lock")}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._forget()
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         """Rows of a row group together."""
@@ -54,10 +72,16 @@ class ParquetFiles(Format):
         for group in np.unique(groups).tolist():
             at = np.flatnonzero(groups == group)
             rows = records[at] - self._first[group]
-            values, missing = self._group(group)
-            for name in self.fields:
+            try:
+                values, wrong = self._group(group)
+            except (OSError, ValueError) as error:  # what pyarrow raises for damaged pages
+                bad |= {int(one): f"its row group cannot be read: {str(error).splitlines()[0]}" for one in at}
+                continue
+            for name, field in self.fields.items():
                 leaves[name][at] = values[name][rows]
-                bad |= {int(at[one]): f'column "{name}" has no value' for one in np.flatnonzero(missing[name][rows])}
+                told = {MISSING: "no value", BEYOND: f"a number that {field.dtype} does not hold"}
+                found = wrong[name][rows]
+                bad |= {int(at[one]): f'column "{name}" has {told[int(found[one])]}' for one in np.flatnonzero(found)}
         return leaves, bad
 
     def where(self, record: int) -> str:
@@ -66,10 +90,11 @@ class ParquetFiles(Format):
         return f"{self.paths[file]}, row {record - self._files[file]}"
 
     def _opened(self, path: str) -> Any:
+        arrow = import_extra("pyarrow.parquet", "parquet")
         try:
-            return self._arrow.ParquetFile(path)
+            return arrow.ParquetFile(path, page_checksum_verification=True)
         except Exception as error:
-            raise DataError(f"{path} is no Parquet file: {error}") from error
+            raise DataError(f"{path} is no Parquet file: {str(error).rstrip('.')}.\n    cure: the file as it was written.") from error
 
     def _group(self, group: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         with self._lock:
@@ -79,21 +104,27 @@ class ParquetFiles(Format):
         file, number = self._groups[group]
         with self._opened(self.paths[file]) as opened:
             table = opened.read_row_group(number, columns=list(self.fields))
-        values, missing = {}, {}
+        if len(table) != self._first[group + 1] - self._first[group]:
+            raise DataError(f"{self.paths[file]} has changed since it was opened.\n    cure: files that nobody writes to.")
+        values, wrong = {}, {}
         for name, field in self.fields.items():
             column = table.column(name).combine_chunks()
             if field.shape:
-                values[name], missing[name] = _lists(column, field)
-                continue
-            empty = np.asarray(column.is_null())
-            filled = column.fill_null(self._defaults.get(name, 0)) if empty.any() else column
-            values[name] = filled.to_numpy(zero_copy_only=False).astype(field.dtype)
-            missing[name] = np.zeros_like(empty) if name in self._defaults else empty
+                found, missing = _lists(column, field)
+            else:
+                missing = np.asarray(column.is_null())
+                filled = column.fill_null(self._defaults.get(name, field.dtype.type(0).item())) if missing.any() else column
+                found = filled.to_numpy(zero_copy_only=False)
+                missing = np.zeros_like(missing) if name in self._defaults else missing
+            with np.errstate(over="ignore"):
+                values[name] = found.astype(field.dtype)
+            beyond = np.isinf(values[name]) & np.isfinite(found) if field.dtype != found.dtype else np.zeros(found.shape, bool)
+            wrong[name] = np.where(missing, MISSING, np.where(beyond.reshape(len(missing), -1).any(axis=1), BEYOND, 0))
         with self._lock:
-            self._kept[group] = (values, missing)
+            self._kept[group] = (values, wrong)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return values, missing
+        return values, wrong
 
 
 def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
@@ -103,19 +134,20 @@ def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
     lack = np.asarray(numbers.is_null())
     missing = np.asarray(column.is_null()) | lack.reshape(rows, length).any(axis=1)
     whole = numbers.fill_null(0) if lack.any() else numbers
-    return whole.to_numpy(zero_copy_only=False).reshape(rows, length).astype(field.dtype), missing
+    return whole.to_numpy(zero_copy_only=False).reshape(rows, length), missing
 
 
-def _field(name: str, kind: Any) -> Field:
-    shape: tuple[int, ...] = ()
-    if str(kind).startswith("fixed_size_list"):
-        shape, kind = (kind.list_size,), kind.value_type
-    try:
-        dtype = np.dtype(kind.to_pandas_dtype())
-    except (NotImplementedError, TypeError):
-        dtype = np.dtype(object)
-    if dtype.kind not in "iufb":
-        raise DataError(f'column "{name}" is {kind}, which cannot go onto a device.\n    cure: columns=[...] without it.')
+def _told(schema: Any) -> str:
+    few = [f"{one.name} {one.type}{'' if one.nullable else ' not null'}" for one in schema][:8]
+    return ", ".join(few) + (f" and {len(schema) - 8} more" if len(schema) > 8 else "")
+
+
+def _field(name: str, given: Any, types: Any) -> Field:
+    shape, kind = ((given.list_size,), given.value_type) if types.is_fixed_size_list(given) else ((), given)
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        cure = "columns=[...] without it; or numbers, or lists of one length, in its place"
+        raise DataError(f'column "{name}" is {given}, which cannot go onto a device.\n    cure: {cure}.')
+    dtype = np.dtype(kind.to_pandas_dtype())
     return Field(shape, np.dtype(np.float32) if dtype == np.float64 else dtype)
 
 
@@ -150,4 +182,9 @@ def parquet(
       OptionError: a column that is not there, or a default for one of lists.
     """
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
+    names = columns if isinstance(columns, Sequence) and not isinstance(columns, str) else ()
+    if columns is not None and (not names or len(set(map(str, names))) < len(names)):
+        raise OptionError(f"columns={columns!r}.\n    cure: a list of names, each once.")
+    if defaults is not None and not isinstance(defaults, Mapping):
+        raise OptionError(f"defaults={defaults!r} is {a_kind(defaults)}.\n    cure: a dict, by column.")
     return Records(ParquetFiles(found(files), columns, defaults or {}), reading)

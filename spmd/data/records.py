@@ -3,10 +3,12 @@
 import abc
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
+import itertools
 import logging
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,8 +17,10 @@ from spmd.data.order import Order
 from spmd.errors import DataError, OptionError, did_you_mean
 
 T = TypeVar("T")
+Taken = tuple[dict[str, np.ndarray], np.ndarray]  # arrays [rows, ...], and bool[rows] which of them are of a record
 
-AHEAD = 2  # batches that are under way for each thread
+AHEAD = 2  # tasks that are under way for each thread
+BYTES = 1 << 22  # of the arrays of small batches that are read together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Format(abc.ABC):
       counts: how many records each holds.
       bytes: of all files.
       fields: what a record becomes.
+      together: records that cost less when they are read at once; small batches are put together up to so many.
     """
 
     what: str
@@ -46,6 +51,7 @@ class Format(abc.ABC):
     counts: list[int]
     bytes: int
     fields: dict[str, Field]
+    together: int = 1024
 
     @abc.abstractmethod
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
@@ -83,8 +89,12 @@ class Reading:
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
                 raise OptionError(f"{name}={value!r}: a whole number from {least}.")
             object.__setattr__(self, name, int(value))  # numpy's do not go into the JSON of a state
+        if self.seed >= 2**63:
+            raise OptionError(f"seed={self.seed}: a whole number below 2**63.")
         if self.on_error not in ("stop", "skip"):
             raise OptionError(f'on_error="{self.on_error}".\n    cure: {did_you_mean(str(self.on_error), ("stop", "skip"))}')
+        if isinstance(self.shuffle, numbers.Integral) and not isinstance(self.shuffle, bool):
+            object.__setattr__(self, "shuffle", int(self.shuffle))
         Order(0, self.shuffle, self.seed)
 
 
@@ -141,38 +151,68 @@ class Records:
         about = {"examples": self.examples, "files": len(self.format.paths), "records of each file": files, "bytes": self.format.bytes}
         return {**about, "batch_size": self.batch_size, "shuffle": self.reading.shuffle, "seed": self.reading.seed}
 
-    def read(self, number: int, start: int = 0, here: np.ndarray | None = None) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+    def read(self, number: int, start: int = 0, here: np.ndarray | None = None) -> Iterator[Taken]:
         """The batches of an epoch, and bool[rows] which of their rows hold a record.
 
         Args:
           here: the rows of a full batch that are wanted, ascending; all others hold zeros. None: all. A short batch is read whole.
         """
         order, size = self.order.epoch(number), self.batch_size
-        cut = (order[first : first + size] for first in range(start * size, self.examples, size))
-        tasks = ((lambda ids=ids: self.take(ids, here if len(ids) == size else None)) for ids in cut)
-        return ahead(tasks, self.reading.workers)
+        parts = [order[first : first + size] for first in range(start * size, self.examples, size)]
+        tasks = ((lambda some=some: self.several(some, here)) for some in self.put_together(parts, size if here is None else len(here)))
+        return in_turn(ahead(tasks, self.reading.workers))
 
-    def take(self, ids: np.ndarray, here: np.ndarray | None = None) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def put_together(self, parts: list[T], size: int) -> Iterator[list[T]]:
+        """Batches of so many rows, as many as are read together; the first alone, so that nobody waits for more than is asked for."""
+        each = sum(field.dtype.itemsize * int(np.prod(field.shape)) for field in self.fields.values())
+        most, count, at = max(1, min(self.format.together, BYTES // max(each, 1)) // max(size, 1)), 1, 0
+        while at < len(parts):
+            yield parts[at : at + count]
+            at, count = at + count, min(2 * count, most)
+
+    def take(self, ids: np.ndarray, here: np.ndarray | None = None) -> Taken:
         """The records int64[n], and bool[n] which of them could be read; in place of others stands a copy of one that could, or zeros."""
-        wanted = ids if here is None else ids[here]
-        ascending = np.argsort(wanted)
-        leaves, bad = self.format.read(wanted[ascending])
-        good = np.ones(len(ids), bool)
+        return next(in_turn([self.several([ids], here)]))
+
+    def several(self, parts: list[np.ndarray], here: np.ndarray | None = None) -> list[Taken | Exception]:
+        """What `take` gives for each of several batches, or its error, which is to come in its turn; all are read at once."""
+        wanted = [ids if here is None or len(ids) < self.batch_size else ids[here] for ids in parts]
+        records = np.concatenate(wanted)
+        ascending = np.argsort(records)
+        try:
+            leaves, bad = self.format.read(records[ascending])
+        except Exception as error:  # such as a file that has shrunk: which batch is told of it is found by reading each alone
+            return [error] if len(parts) == 1 else [self.several([ids], here)[0] for ids in parts]
+        rows = np.empty(len(records), np.int64)
+        rows[ascending] = np.arange(len(records))
+        made, at = [], 0
+        for ids, mine in zip(parts, wanted, strict=True):
+            own = rows[at : at + len(mine)]
+            at += len(mine)
+            why = {place: bad[row] for place, row in enumerate(own.tolist()) if row in bad} if bad else {}
+            try:
+                made.append(
+                    self._batch(ids, here if len(mine) < len(ids) else None, {name: leaf[own] for name, leaf in leaves.items()}, why)
+                )
+            except DataError as error:
+                made.append(error)
+        return made
+
+    def _batch(self, ids: np.ndarray, here: np.ndarray | None, leaves: dict[str, np.ndarray], bad: dict[int, str]) -> Taken:
+        """One batch of its own rows, of which those at `bad` could not be read."""
+        good, own = np.ones(len(ids), bool), np.arange(len(ids)) if here is None else here
         if bad:
             if self.reading.on_error == "stop":
-                raise DataError(self._told({int(wanted[ascending[at]]): why for at, why in bad.items()}))
-            sound = next((at for at in range(len(wanted)) if at not in bad), None)
+                raise DataError(self._told({int(ids[own[at]]): why for at, why in bad.items()}))
+            sound = next((at for at in range(len(own)) if at not in bad), None)
             for leaf in leaves.values():
                 leaf[list(bad)] = 0 if sound is None else leaf[sound]
-            missing = ascending[list(bad)]
-            good[missing if here is None else here[missing]] = False
-        rows = np.empty(len(wanted), np.int64)
-        rows[ascending] = np.arange(len(wanted))
+            good[own[list(bad)]] = False
         if here is None:
-            return {name: leaf[rows] for name, leaf in leaves.items()}, good
+            return leaves, good
         whole = {name: np.zeros((len(ids), *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()}
         for name, leaf in leaves.items():
-            whole[name][here] = leaf[rows]
+            whole[name][here] = leaf
         return whole, good
 
     def _told(self, bad: dict[int, str]) -> str:
@@ -200,6 +240,9 @@ class Batches:
     """
 
     def __init__(self, records: Any, epoch: int, start: int = 0):
+        for name, value in (("epoch", epoch), ("start", start)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
+                raise OptionError(f"{name}={value!r}: a whole number from 0.")
         self._records = records
         self._go(epoch, start, 0)
 
@@ -237,6 +280,8 @@ class Batches:
         Raises:
           DataError: the records, the batch size or the order are others.
         """
+        if not isinstance(state, dict) or set(state) != {"epoch", "batch", "skipped", "data"}:
+            raise DataError(f"this is no state of records: {state!r:.200}.\n    cure: what get_state() has given.")
         mine = self._records.facts()
         other = [f"{name} was {was!r}, and is {mine.get(name)!r}" for name, was in state["data"].items() if mine.get(name) != was]
         if other:
@@ -281,6 +326,15 @@ def ahead(tasks: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
             yield waiting.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def in_turn(made: Iterable[list[Taken | Exception]]) -> Iterator[Taken]:
+    """Batches that were put together, one by one; an error is raised where its batch would come."""
+    with contextlib.closing(made) if isinstance(made, Generator) else contextlib.nullcontext():
+        for one in itertools.chain.from_iterable(made):
+            if isinstance(one, Exception):
+                raise one
+            yield one
 
 
 def _some(paths: tuple[str, ...]) -> str:

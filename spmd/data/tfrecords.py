@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.data.crc import crc32c, masked
 from spmd.data.features import Feature, Parser
-from spmd.data.offsets import Offsets, found
+from spmd.data.offsets import Offsets, found, packed
 from spmd.data.records import Format, Reading, Records
 from spmd.errors import DataError, OptionError
 
@@ -123,8 +123,12 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
         why = f"the file is cut off: {size - at} bytes are left of {size}, and the record there is longer"
     else:
         why = "the checksum of its length is not right: where the next record begins is not known"
+    if not count and packed(path):
+        raise DataError(f"{path} is compressed ({packed(path)}), and records in it cannot be found by number.\n    cure: unpack it.")
     if not skip:
         cure = 'the file as it was written, or on_error="skip", which leaves out all from there on'
+        if not count:
+            cure = "a TFRecord file; nothing of this one can be read"
         raise DataError(f"{path}, record {count} (byte {at}): {why}.\n    cure: {cure}.")
     logging.getLogger("spmd").warning("%s, record %d (byte %d): %s. All from there on is left out.", path, count, at, why)
     return starts[:count], ends[:count]

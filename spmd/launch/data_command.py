@@ -2,11 +2,12 @@
 
 import argparse
 import itertools
+import os
 import re
 import time
 from typing import Any
 
-from spmd.errors import OptionError
+from spmd.errors import DataError, OptionError
 
 _FEATURE = re.compile(r"\s*([\w/.]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
 
@@ -33,6 +34,8 @@ def add_to(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> str:
     if options.batches is not None and options.batches < 2:
         raise OptionError(f"--batches {options.batches}: from 2; the first starts the threads and is not counted.")
+    if options.step_ms is not None and not 0 < options.step_ms < float("inf"):
+        raise OptionError(f"--step-ms {options.step_ms:g}: more than 0.")
     began = time.perf_counter()
     data = _records(options)
     found = time.perf_counter() - began
@@ -66,8 +69,6 @@ def _starves(batch_ms: float, step_ms: float, workers: int) -> str:
     >>> _starves(20.0, 10.0, 1)
     'a step of 10 ms: the device waits 50 % of the time, since a batch takes 20.00 ms; more than --workers 1, or larger steps'
     """
-    if step_ms <= 0:
-        raise OptionError(f"--step-ms {step_ms:g}: more than 0.")
     share = batch_ms / step_ms if batch_ms <= step_ms else 1 - step_ms / batch_ms
     part, each = f"{100 * share:.0f} %", f"a batch takes {batch_ms:.2f} ms"
     if batch_ms <= step_ms:
@@ -86,10 +87,12 @@ def _records(options: argparse.Namespace) -> Any:
     paths = found(options.files)
     ends = {re.sub(r"-\d+-of-\d+$", "", path).rpartition(".")[2] for path in paths}
     if ends == {"csv"}:
+        if options.features is not None:
+            raise OptionError("--features are of tf.train.Example, and CSV files have columns.\n    cure: leave it out.")
         return data.csv(paths, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers)
     if ends == {"tfrecord"} or ends == {"array_record"}:
         kind = data.tfrecord if ends == {"tfrecord"} else data.array_record
-        features = _declared(options.features) if options.features else _first(paths[0], *ends)
+        features = _declared(options.features) if options.features else _first(paths, *ends)
         return kind(paths, features=features, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers)
     raise OptionError(f"files that end in {', '.join(sorted(ends))}.\n    cure: files of one kind: .csv, .tfrecord or .array_record.")
 
@@ -108,15 +111,30 @@ def _declared(text: str) -> dict[str, Any]:
     return features
 
 
-def _first(path: str, kind: str) -> dict[str, Any]:
+def _first(paths: tuple[str, ...], kind: str) -> dict[str, Any]:
     """The features of the first record, as long as they are there."""
     from spmd.data.features import declared_by
+
+    path = next((path for path in paths if os.path.getsize(path)), None)
+    if path is None:
+        raise DataError(f"all files are empty: {', '.join(paths[:3])}.\n    cure: look at what they were written from.")
+    try:
+        return declared_by(_first_record(path, kind))
+    except DataError as error:
+        raise DataError(f"{path}: {error}\n    cure: --features, or another kind of file.") from error
+
+
+def _first_record(path: str, kind: str) -> bytes:
     from spmd.data.tfrecords import HEAD, TAIL, scan
     from spmd.errors import import_extra
 
     if kind == "array_record":
-        return declared_by(import_extra("grain", "data").sources.ArrayRecordDataSource(path)[0])
+        try:
+            return import_extra("grain", "data").sources.ArrayRecordDataSource(path)[0]
+        except (RuntimeError, ValueError, IndexError) as error:  # what it raises for other files, damaged and empty ones
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(f"its first record cannot be read: {why}.") from error
     starts, ends = scan(path)
     with open(path, "rb") as file:
         file.seek(int(starts[0]) + HEAD)
-        return declared_by(file.read(int(ends[0] - starts[0]) - HEAD - TAIL))
+        return file.read(int(ends[0] - starts[0]) - HEAD - TAIL)

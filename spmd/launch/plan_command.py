@@ -142,7 +142,7 @@ def _step_of(script: str, arguments: list[str], options: dict[str, Any]) -> tupl
     import jax
 
     from spmd.data.loader import source
-    from spmd.data.resident import Resident
+    from spmd.data.residence import Resident
     from spmd.train.placed import Options
 
     cluster = Cluster.parse(options["target"])

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmd.data.resident import on_devices
+from spmd.data.residence import on_devices
 from spmd.errors import LayoutError, OptimizerError, SpmdError
 from spmd.layout.declare import spec_axes
 from spmd.train.placed import Placed

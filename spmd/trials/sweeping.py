@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from spmd.data.loader import ArraySource, is_arrays, source
-from spmd.data.resident import on_devices
+from spmd.data.residence import on_devices
 from spmd.errors import DataError, MeshError, OptionError, did_you_mean
 from spmd.layout.declare import Layout
 from spmd.mesh import MeshSpec, make_mesh

@@ -69,7 +69,7 @@ def test_a_line_with_too_few_fields_is_named(tmp_path):
     options = {"columns": ["age"], "batch_size": 2, "shuffle": False}
     with pytest.raises(DataError) as raised:
         list(spmd.data.csv(path, **options))
-    assert str(raised.value).startswith(f"{path}, line 5: 2 fields, and the header names 3 (1 more of this batch cannot be read either.)")
+    assert str(raised.value).startswith(f"{path}, line 5: 2 fields, and there are 3 columns (1 more of this batch cannot be read either.)")
     path = written.csv(tmp_path / "b.csv", ["1,2,3", "4,5,6", "5,6", "7,8,9"])  # no quotes, and as many separators as there should be
     assert [len(batch["age"]) for batch in spmd.data.csv(path, on_error="skip", **options)] == [2, 1]
     path = written.csv(tmp_path / "c.csv", ["1,2,3", "4,5", "5,6,7,8", "7,8,9"])
@@ -163,3 +163,68 @@ def test_a_field_that_is_too_large_to_infer_from_is_told_with_its_line(tmp_path)
     with pytest.raises(DataError, match=r"a.csv, line 3: field larger than field limit"):
         list(spmd.data.csv(path, **options))
     assert read(path, on_error="skip")["x"].tolist() == [1, 5]
+
+
+def test_a_table_of_words_alone(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ["x,p", "y,q", "x,q"], "a,b")
+    found = read(path, categories={"a": ["x", "y"], "b": ["p", "q"]})
+    assert found["a"].tolist() == [0, 1, 0] and found["b"].tolist() == [0, 1, 1]
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_first_number(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf1,2\n3,4\n")
+    assert read(tmp_path / "a.csv", names=["a", "b"])["a"].tolist() == [1, 3]
+
+
+def test_numbers_that_would_become_infinite_are_told(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ["1.5", "1" + "0" * 17, "1e300", "inf"], "x")
+    for dtype, line, text in [("float32", 4, "1e300, which float32 does not hold; types={\"x\": \"float64\"} would"),
+                              ("float16", 3, "10+, which float16 does not hold; types={\"x\": \"float32\"} would")]:  # fmt: skip
+        with pytest.raises(DataError, match=f'line {line}: column "x" has {text}'):
+            read(path, types={"x": dtype})
+    assert read(path, types={"x": "float64"})["x"].tolist() == [1.5, 1e17, 1e300, np.inf]
+
+
+FIRST_BYTES = {
+    "numbers in place of names": (b"1,2\n3,4\n", r"its header has numbers only: 1, 2\.\n    cure: names="),
+    "an empty line": (b"\n\na,b\n1,2\n", "its first line is empty"),
+    "returns alone": (b"a,b\r1,2\r3,4\r", r"no CSV file has a record .*\n    cure: lines that end with .n or .r.n, which these do not"),
+    "gzip": (b"\x1f\x8b\x08\0\0\0", r"a\.csv is compressed \(gzip\).*\n    cure: unpack it"),
+    "another code": ("a,b\n1,2\n".encode("utf-16"), "its header is not UTF-8"),
+    "another separator": (b"a;b\n1;2\n", r"column \"a;b\" holds text.*\n    cure: separator=';'"),
+}
+
+
+@pytest.mark.parametrize("content, text", FIRST_BYTES.values(), ids=FIRST_BYTES.keys())
+def test_a_file_of_another_kind_is_told_at_once(tmp_path, content, text):
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(DataError, match=text):
+        spmd.data.csv(tmp_path / "a.csv", batch_size=1)
+
+
+def test_numbers_may_be_names(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ["5,6,7"], "0,1,2")  # as tables without names are written
+    assert sorted(read(path)) == ["0", "1", "2"]
+    assert read(written.csv(tmp_path / "b.csv", ["5,6"], "2019,2020"), columns=["2019", "2020"])["2020"].tolist() == [6]
+
+
+def test_options_that_cannot_be_meant(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ["1,2"], "x,y")
+    for options, text in [
+        ({"columns": "x"}, "columns='x' is a str"),
+        ({"columns": ["x", "x"]}, "columns: x twice"),
+        ({"columns": {"a": 0}}, "columns=0 is an int"),
+        ({"names": ["a", "a"]}, "names: a twice"),
+        ({"defaults": 0}, "defaults=0 is an int.\n    cure: a dict"),
+        ({"defaults": {"x": [1]}}, r'"x" is \[1\], and the column is int32'),
+        ({"defaults": {"x": float("nan")}}, '"x" is nan, and the column is int32'),
+        ({"defaults": {"x": 2**40}}, '"x" is 1099511627776, which int32 does not hold'),
+        ({"categories": {"x": "12"}}, "\"x\" is '12'.\n    cure: a list of words"),
+        ({"categories": {"x": ["1"]}, "types": {"x": "int8"}}, "types and categories both name x"),
+        ({"index": path}, "is a file.\n    cure: a folder"),
+    ]:
+        with pytest.raises(OptionError, match=text):
+            spmd.data.csv(path, **{"batch_size": 1, **options})
+    for files, kind, text in [([path, tmp_path / "*.csv"], DataError, "a.csv is given twice"), (7, OptionError, "files=7 is an int")]:
+        with pytest.raises(kind, match=text):
+            spmd.data.csv(files, batch_size=1)

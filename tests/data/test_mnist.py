@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.data.mnist import read_idx
+from spmd.data.idx_files import read_idx
 from spmd.errors import DataError
 
 CODES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}

@@ -1,5 +1,10 @@
 """Pictures in folders, Parquet files, and the command that measures reading."""
 
+import datetime
+import decimal
+import logging
+import pickle
+
 import numpy as np
 import pytest
 import written
@@ -37,7 +42,7 @@ def test_a_picture_that_is_cut_off_is_named(pictures):
     assert len(next(iter(spmd.data.images(pictures, size=(4, 5), batch_size=6, on_error="skip")))["label"]) == 5
     with pytest.raises(DataError, match=r"holds no pictures in folders that are classes; it has no folders"):
         spmd.data.images(pictures / "cats", size=(4, 5), batch_size=6)
-    for size in ((4, 0), 32, (4, 4, 3)):
+    for size in ((4, 0), 32, (4, 4, 3), (True, 4)):
         with pytest.raises(OptionError, match="a size is"):
             spmd.data.images(pictures, size=size, batch_size=6)
 
@@ -99,12 +104,20 @@ def test_the_command_reads_features_from_the_first_record(tmp_path, capsys):
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     csv = written.csv(tmp_path / "a.csv", ["1,2"] * 9, "x,y")
     (tmp_path / "a.txt").write_text("")
+    (tmp_path / "a.tfrecord").write_bytes(b"")
+    (tmp_path / "a.array_record").write_bytes(b"no")
+    written.tfrecord(tmp_path / "b.tfrecord", [b"\xff"])
     for words, text in [
         ([tmp_path / "b.csv", "--batch-size", 3], "no file matches"),
         ([tmp_path / "a.txt", "--batch-size", 3], "files that end in txt"),
         ([csv, "--batch-size", 9], "there is one batch, of 9 records: nothing to measure"),
         ([csv, "--batch-size", 3, "--batches", 1], "--batches 1: from 2"),
         ([csv, "--batch-size", 3, "--step-ms", 0], "--step-ms 0: more than 0"),
+        ([csv, "--batch-size", 3, "--step-ms", "nan"], "--step-ms nan: more than 0"),
+        ([csv, "--batch-size", 3, "--features", "x=int32[]"], "--features are of tf.train.Example, and CSV files have columns"),
+        ([tmp_path / "a.tfrecord", "--batch-size", 3], "all files are empty"),
+        ([tmp_path / "b.tfrecord", "--batch-size", 3], "b.tfrecord: the first record is no tf.train.Example with features"),
+        ([tmp_path / "a.array_record", "--batch-size", 3], "a.array_record: its first record cannot be read"),
         ([csv, "--batch-size", 3, "--shuffle", "yes"], '--shuffle "yes"'),
     ]:
         code, told = bench(capsys, *words)
@@ -128,3 +141,65 @@ def test_lists_that_are_missing_do_not_move_others(tmp_path):
     assert batch["pair"].tolist() == [[0, 1], [2, 3], [4, 5], [8, 9], [10, 11]]
     with pytest.raises(OptionError, match='defaults: column "pair" holds lists'):
         spmd.data.parquet(path, defaults={"pair": 0}, **options)
+
+
+def table(path, **columns):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({name: arrow.array(values) for name, values in columns.items()}), path, row_group_size=3)
+    return path
+
+
+def test_columns_of_parquet_that_are_no_numbers_are_told_at_once(tmp_path):
+    day = datetime.datetime(2020, 1, 1)
+    for name, values in {"list": [[1], [1, 2]], "struct": [{"x": 1}], "decimal128": [decimal.Decimal("1.5")], "timestamp": [day],
+                         "string": ["x"], "date32": [day.date()], "null": [None]}.items():  # fmt: skip
+        with pytest.raises(DataError, match=rf'column "a" is {name}.*, which cannot go onto a device.*\n    cure: columns='):
+            spmd.data.parquet(table(tmp_path / "a.parquet", a=values), batch_size=1)
+    table(tmp_path / "b.parquet", a=[1])
+    with pytest.raises(DataError, match=r"b.parquet has columns a int64; .*a.parquet has a null"):
+        spmd.data.parquet(tmp_path / "?.parquet", batch_size=1)
+    for options, text in [
+        ({"columns": "a"}, "columns='a'"),
+        ({"columns": []}, "a list of names"),
+        ({"columns": ["a", "a"]}, "each once"),
+        ({"defaults": 1}, "defaults=1 is an int"),
+        ({"defaults": {"a": 1.5}}, 'defaults: "a" is 1.5, and the column is int64'),
+    ]:
+        with pytest.raises(OptionError, match=text):
+            spmd.data.parquet(tmp_path / "b.parquet", batch_size=1, **options)
+
+
+def test_values_of_parquet_that_cannot_be_read_are_told(tmp_path):
+    path = table(tmp_path / "a.parquet", at=list(range(6)), a=[1.0, 2, 1e300, 4, 5, 6], b=[True, None, True, False, True, True])
+    options = {"batch_size": 6, "shuffle": False}
+    with pytest.raises(DataError, match=r'row 1: column "b" has no value'):
+        list(spmd.data.parquet(path, **options))
+    with pytest.raises(DataError, match=r'row 2: column "a" has a number that float32 does not hold'):
+        list(spmd.data.parquet(path, defaults={"b": False}, **options))
+    (batch,) = spmd.data.parquet(path, on_error="skip", **options)
+    assert batch["at"].tolist() == [0, 3, 4, 5] and batch["b"].tolist() == [True, False, True, True]
+    data = spmd.data.parquet(path, columns=["at"], on_error="skip", **options)
+    raw = bytearray(path.read_bytes())
+    start = data.format._opened(str(path)).metadata.row_group(1).column(0).data_page_offset
+    raw[start : start + 40] = b"\xff" * 40
+    path.write_bytes(raw)
+    assert [batch["at"].tolist() for batch in pickle.loads(pickle.dumps(data))] == [[0, 1, 2]]
+    with pytest.raises(DataError, match=r"a.parquet, row 3: its row group cannot be read"):
+        list(spmd.data.parquet(path, columns=["at"], **options))
+
+
+def test_pictures_of_16_bits_and_folders_that_are_no_classes(pictures, caplog):
+    image = pytest.importorskip("PIL.Image")
+    image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(pictures / "cats" / "0.png")
+    (pictures / ".hidden").mkdir()
+    (pictures / "cats" / "1.png").rename(pictures / ".hidden" / "1.png")
+    (pictures / "cats" / "2.png").rename(pictures / "2.png")
+    (pictures / "emus").mkdir()
+    with caplog.at_level(logging.WARNING, "spmd"):
+        data = spmd.data.images(pictures, size=(1, 1), batch_size=4, shuffle=False)
+    assert "1 pictures stand beside the folders of classes and are not read; classes without a picture: emus." in caplog.text
+    (batch,) = pickle.loads(pickle.dumps(data))
+    assert batch["label"].tolist() == [0, 1, 1, 1] and batch["image"][0].tolist() == [[[np.float32((40_000 >> 8) / 255)] * 3]]
+    image.fromarray(np.ones((4, 4), np.float32)).save(pictures / "cats" / "3.tiff")
+    with pytest.raises(DataError, match=r"3.tiff: it cannot be read: ValueError: its numbers are of 32 bits"):
+        list(spmd.data.images(pictures, size=(1, 1), batch_size=8))

@@ -110,7 +110,7 @@ def test_a_placed_batch_shares_no_memory_with_the_buffer(pad, rows, index, devic
 
 
 def test_resident_arrays_share_no_memory_with_the_buffer():
-    from spmd.data.resident import on_devices
+    from spmd.data.residence import on_devices
 
     buffer = aligned((64, FEATURES))
     buffer[:] = 1

@@ -116,7 +116,7 @@ def test_a_process_reads_its_own_rows_only(folder):
     half = RecordSource(data)
     half.here = np.arange(4)
     batches = list(half.epoch(0))
-    assert read == [4] * 6 + [2]
+    assert read == [4, 2 * 4, 3 * 4 + 2]  # one batch, two together, and the rest, whose last is short and read whole
     assert not batches[0].leaves["x"][4:].any() and batches[0].leaves["x"][:4].all()
 
 
@@ -151,7 +151,7 @@ def test_training_on_a_file_is_training_on_its_arrays(table):
     assert not same(fit(spmd.data.csv(path, seed=1, **options), epochs=2).state, by_array.state)
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5])
+@pytest.mark.parametrize("stop", [3, 5])
 def test_stopped_and_resumed_is_never_stopped(table, tmp_path, stop):
     path, options, _ = table
     whole = fit(spmd.data.csv(path, **options), epochs=3)
@@ -174,8 +174,45 @@ def test_fit_says_what_does_not_fit(table):
     data = spmd.data.csv(path, **options)
     with pytest.raises(OptionError, match="batch_size=8, but the records come in batches of 16"):
         fit(data, batch_size=8, epochs=1)
+    with pytest.raises(OptionError, match=r"shuffle=False, but the records come with shuffle=True\.\n    cure: say it to what reads"):
+        fit(data, shuffle=False, epochs=1)
     with pytest.raises(DataError, match="fewer than one batch of 64"):
         fit(spmd.data.csv(path, **{**options, "batch_size": 64}), epochs=1)
+
+
+# batches that are read together --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_are_read_together_are_those_read_alone(folder, monkeypatch, workers):
+    data, alone = records(folder, workers=workers, batch_size=3), records(folder, batch_size=3)
+    alone.format.together = 1
+    sizes = {name: [len(some) for some in one.put_together(list(range(17)), 3)] for name, one in (("data", data), ("alone", alone))}
+    assert sizes == {"data": [1, 2, 4, 8, 2], "alone": [1] * 17}
+    monkeypatch.setattr("spmd.data.records.BYTES", 8 * 3 * 5)  # a record has 8 bytes, a batch 3 records
+    assert [len(some) for some in data.put_together(list(range(17)), 3)] == [1, 2, 4, 5, 5]
+    for epoch, start in [(0, 0), (1, 5), (1, 17)]:
+        for one, other in zip(data.epoch(epoch, start), alone.epoch(epoch, start), strict=True):
+            assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_comes_where_its_batch_would(folder, workers):
+    """Record 13 cannot be read; later the third file has shrunk. Batches before come, though they are read together with those after."""
+    path = folder / "part-0.csv"
+    path.write_text(path.read_text().replace("13,", "1x,"))
+    batches = iter(records(folder, shuffle=False, workers=workers, batch_size=2))
+    assert [next(batches)["x"].tolist() for _ in range(6)] == [[at, at + 1] for at in range(0, 12, 2)]
+    with pytest.raises(DataError, match=r"part-0.csv, line 15: column \"x\" has '1x', which is not a number\n"):
+        next(batches)
+    data = records(folder, shuffle=False, workers=workers, on_error="skip", batch_size=2)
+    last = folder / "part-2.csv"
+    last.write_bytes(last.read_bytes()[:-4])
+    seen = []
+    with pytest.raises(DataError, match=r"part-2.csv has \d+ bytes, and had \d+ when it was indexed"):
+        for batch in data:
+            seen += batch["x"].tolist()
+    assert seen == [at for at in range(48) if at != 13]
 
 
 # records that cannot be read -----------------------------------------------------------------------------------------
@@ -244,13 +281,21 @@ def test_options_that_cannot_be_meant(folder):
         ({"shuffle": 1}, "shuffle=1 is an int"),
         ({"shuffle": "yes"}, "shuffle='yes' is a str"),
         ({"on_error": "skp"}, 'did you mean "skip"'),
+        ({"seed": 2**63}, r"a whole number below 2\*\*63"),
     ]:
         with pytest.raises(OptionError, match=text):
             records(folder, **options)
+    data = records(folder)
+    for where, text in [((-1,), "epoch=-1: a whole number from 0"), ((0, -1), "start=-1"), ((0.5,), "epoch=0.5")]:
+        with pytest.raises(OptionError, match=text):
+            data.epoch(*where)
+    for state in ({}, None, {"epoch": 0}):
+        with pytest.raises(DataError, match=r"this is no state of records.*\n    cure: what get_state"):
+            iter(data).set_state(state)
 
 
 def test_a_number_of_numpy_is_a_number(folder):
-    batches = iter(records(folder, batch_size=np.int64(8), seed=np.int64(3)))
+    batches = iter(records(folder, batch_size=np.int64(8), seed=np.int64(3), shuffle=np.int64(16)))
     next(batches)
     assert json.loads(json.dumps(batches.get_state()))["data"]["batch_size"] == 8
 

@@ -13,7 +13,7 @@ from flax import nnx
 from linear import examples, fit, same
 
 import spmd
-from spmd.data.resident import on_devices
+from spmd.data.residence import on_devices
 from spmd.errors import DataError, OptionError
 from spmd.tree import flatten
 

@@ -1,5 +1,6 @@
 """TFRecord and ArrayRecord files: features read many at once and one at a time, and records that are damaged."""
 
+import gzip
 import logging
 
 import numpy as np
@@ -73,6 +74,8 @@ def test_defaults_decoding_and_padding(tmp_path):
     assert found["tokens_mask"].sum(axis=1).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match=r'a.tfrecord, record 4 \(byte \d+\): feature "tokens" has 4 numbers, and is padded to 3'):
         read(path, {"tokens": spmd.data.padded(3, "int32")})
+    with pytest.raises(OptionError, match='"tokens_mask" is the mask of a padded feature too'):
+        read(path, {"tokens": spmd.data.padded(4, "int32"), "tokens_mask": spmd.data.fixed((), "int32")})
 
 
 WRONG = {
@@ -164,6 +167,43 @@ def test_files_without_records(tmp_path):
         read(tmp_path / "?.tfrecord")
 
 
+def test_what_is_declared_is_checked_before_a_file_is_opened():
+    fixed, padded = spmd.data.fixed, spmd.data.padded
+    for make, text in [
+        (lambda: fixed("3", "int32"), r"fixed\('3', ...\): a shape is a tuple"),
+        (lambda: fixed((-1,), "int32"), "a shape is a tuple of whole numbers"),
+        (lambda: fixed((2.5,), "int32"), "a shape is a tuple of whole numbers"),
+        (lambda: fixed((), None), "there is no dtype None"),
+        (lambda: fixed((), "int32", default="x"), r"default='x'\): int32\[\] does not hold it"),
+        (lambda: fixed((), "int32", default=1.5), "does not hold it"),
+        (lambda: fixed((3,), "int32", default=[1, 2]), r"int32\[3\] does not hold it"),
+        (lambda: fixed((), "int8", default=300), "does not hold it"),
+        (lambda: fixed((), "int32", decode=3), "is an int.\n    cure: a function"),
+        (lambda: padded(3, "int32", fill="x"), r"padded\(fill='x'\): int32 does not hold it"),
+        (lambda: padded(3, "int32", fill=None), "does not hold it"),
+    ]:
+        with pytest.raises(OptionError, match=text):
+            make()
+    assert fixed((3,), "int32", default=[1, 2, 3]).default == [1, 2, 3] and padded(np.int64(3), "float32", fill=np.nan).shape == (3,)
+
+
+def test_numbers_that_a_narrow_dtype_does_not_hold_are_told(tmp_path):
+    path = written.tfrecord(tmp_path / "a.tfrecord", [written.example(x=np.array([1, 1e6], np.float32), y=[2])])
+    for features, text in [
+        ({"x": spmd.data.fixed((2,), "float16")}, 'feature "x" has 1000000.0, which float16 does not hold'),
+        ({"y": spmd.data.fixed((), "bool")}, 'feature "y" has 2, which bool does not hold'),
+    ]:
+        with pytest.raises(DataError, match=text):
+            read(path, features)
+
+
+def test_a_file_that_is_compressed_is_told(path):
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    for on_error in ("stop", "skip"):
+        with pytest.raises(DataError, match=r"a.tfrecord is compressed \(gzip\).*\n    cure: unpack it"):
+            read(path, on_error=on_error)
+
+
 # buckets -------------------------------------------------------------------------------------------------------------
 
 
@@ -198,11 +238,36 @@ def test_buckets_that_do_not_fit_are_told(sequences):
         ("at", [2], "no padded feature; there are: tokens"),
         ("tokens", [5, 2], "that grow"),
         ("tokens", [9], "padded to 8"),
+        ("tokens", 9, "lengths 9"),
     ]:
         with pytest.raises(OptionError, match=text):
             spmd.data.buckets(sequences, name, lengths)
     with pytest.raises(OptionError, match="batches of 3 lengths, and a step is compiled for one"):
         fit(spmd.data.buckets(sequences, "tokens", [2, 5, 8]), epochs=1)
+
+
+def test_a_bad_record_moves_no_other_to_another_bucket(tmp_path, caplog):
+    """Its length is not that of the record which stands in for it, here the longest."""
+    records = [written.example(tokens=list(range(8 if at == 0 else 1)), at=[at]) for at in range(12)]
+    records[5] = b"\xff"
+    features = {"tokens": spmd.data.padded(8, "int32"), "at": spmd.data.fixed((), "int32")}
+    options = {"features": features, "batch_size": 4, "shuffle": False}
+    path = written.tfrecord(tmp_path / "a.tfrecord", records)
+    with pytest.raises(DataError, match="record 5"):
+        spmd.data.buckets(spmd.data.tfrecord(path, **options), "tokens", [2, 8])
+    made = spmd.data.buckets(spmd.data.tfrecord(path, on_error="skip", **options), "tokens", [2, 8])
+    assert made.lengths.tolist() == [8, *[1] * 4, 0, *[1] * 6] and len(made) == 4
+    expected = [[1, 2, 3, 4], [6, 7, 8], [9, 10, 11], [0]]
+    for start in range(4):
+        batches = iter(made)
+        batches.set_state({**batches.get_state(), "batch": start, "skipped": int(start > 1)})
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "spmd"):
+            assert [batch["at"].tolist() for batch in batches] == expected[start:]
+        assert "without 1 of 12" in caplog.text
+    made._bucket[0] = 0
+    with pytest.raises(DataError, match=r'record 0 .*"tokens" is longer than it was when it was measured'):
+        list(made)
 
 
 # ArrayRecord ---------------------------------------------------------------------------------------------------------
@@ -254,3 +319,42 @@ def test_what_is_no_array_record(array_records, tmp_path):
         spmd.data.array_record(tmp_path / "a.txt", decode=len, batch_size=1)
     with pytest.raises(OptionError, match="both given"):
         spmd.data.array_record(array_records, decode=len, features=FEATURES, batch_size=1)
+
+
+def test_a_first_array_record_that_cannot_be_read_is_skipped_like_any_other(tmp_path, caplog):
+    from array_record.python import array_record_module
+
+    path = tmp_path / "a.array_record"
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1,uncompressed")
+    for at in range(6):
+        writer.write(b"number%d" % at)
+    writer.close()
+    raw = path.read_bytes()
+    options = {"batch_size": 4, "shuffle": False}
+    number = lambda raw: {"at": np.int32(raw[6:])}
+    for damaged, decode in [(raw.replace(b"number0", b"numbex0"), number), (raw, lambda raw: number(raw.replace(b"0", b"?")))]:
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"a.array_record, record 0: (it cannot be read|decode raises ValueError).*\n    cure: .*skip"):
+            spmd.data.array_record(path, decode=decode, **options)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "spmd"):
+            data = spmd.data.array_record(path, decode=decode, on_error="skip", **options)
+            assert [batch["at"].tolist() for batch in data] == [[1, 2, 3], [4, 5]]
+        assert "without 1 of 6" in caplog.text
+
+
+def test_what_decode_gives_is_checked(array_records):
+    options = {"batch_size": 8, "shuffle": False}
+    for decode, text in [
+        (len, "decode gives an int, and a dict of arrays is wanted"),
+        (lambda raw: {"x": "word"}, 'decode gives <U4 for "x", which cannot go onto a device'),
+        (lambda raw: {}, "decode gives nothing"),
+    ]:
+        with pytest.raises(DataError, match=text):
+            spmd.data.array_record(array_records, decode=decode, **options)
+        with pytest.raises(DataError, match=r"\(None of the first 40 records can be read.\)"):
+            spmd.data.array_record(array_records, decode=decode, on_error="skip", **options)
+    for value in (1.5, 2**40):
+        data = spmd.data.array_record(array_records, decode=lambda raw: {"x": [value]}, pad={"x": spmd.data.padded(3, "int32")}, **options)
+        with pytest.raises(DataError, match=r"of which int32 does not hold all"):
+            next(iter(data))

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.data.resident import resident
+from spmd.data.residence import resident
 from spmd.errors import DataError, OptimizerError, OptionError
 from spmd.layout.clock import scale_of
 from spmd.tree import flatten

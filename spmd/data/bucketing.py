@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.records import Batches, Records, ahead
-from spmd.errors import DataError, OptionError
+from spmd.data.records import Batches, Records, Taken, ahead, in_turn
+from spmd.errors import DataError, OptionError, a_kind
 
 READ = 1024  # records that are measured together
 
@@ -15,7 +15,7 @@ class Buckets:
     """Batches of records whose sequences are of like length; `spmd.data.buckets` makes it.
 
     Attributes:
-      lengths: int64[examples], how long the sequence of each record is.
+      lengths: int64[examples], how long the sequence of each record is; 0 of one that cannot be read, which so is in the first bucket.
       bounds: the lengths of the buckets.
     """
 
@@ -54,7 +54,7 @@ class Buckets:
         """What must be the same to go on."""
         return {**self.records.facts(), "buckets": list(self.bounds), "of": self.name}
 
-    def read(self, number: int, start: int = 0) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+    def read(self, number: int, start: int = 0) -> Iterator[Taken]:
         """The batches of an epoch, and bool[rows] which of their rows hold a record."""
         order, size = self.records.order, self.records.batch_size
         ids = order.epoch(number)
@@ -65,13 +65,21 @@ class Buckets:
         if order.shuffle is not False:
             turn = np.random.Generator(np.random.Philox(key=np.array([order.seed, number], np.uint64))).permutation(len(batches))
             batches = [batches[at] for at in turn]
-        tasks = ((lambda bucket=bucket, ids=ids: self._take(bucket, ids)) for bucket, ids in batches[start:])
-        return ahead(tasks, self.records.reading.workers)
+        together = self.records.put_together(batches[start:], size)
+        return in_turn(ahead(((lambda some=some: self._several(some)) for some in together), self.records.reading.workers))
 
-    def _take(self, bucket: int, ids: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        leaves, good = self.records.take(ids)
-        cut = {name: leaves[name][:, : self.bounds[bucket]] for name in (self.name, f"{self.name}_mask")}
-        return {**leaves, **cut}, good
+    def _several(self, batches: list[tuple[int, np.ndarray]]) -> list[Taken | Exception]:
+        made = self.records.several([ids for _, ids in batches])
+        return [one if isinstance(one, Exception) else self._cut(*each, *one) for each, one in zip(batches, made, strict=True)]
+
+    def _cut(self, bucket: int, ids: np.ndarray, leaves: dict[str, np.ndarray], good: np.ndarray) -> Taken | Exception:
+        bound = self.bounds[bucket]
+        longer = np.flatnonzero(leaves[f"{self.name}_mask"][:, bound:].any(axis=1) & good)
+        if len(longer):
+            where = self.records.format.where(int(ids[longer[0]]))
+            cure = "files that nobody writes to"
+            return DataError(f'{where}: "{self.name}" is longer than it was when it was measured.\n    cure: {cure}.')
+        return {**leaves, **{name: leaves[name][:, :bound] for name in (self.name, f"{self.name}_mask")}}, good
 
 
 def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
@@ -88,13 +96,15 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
       OptionError: `name` is not padded, or lengths that do not grow.
       DataError: a record is longer than all buckets.
     """
+    if not isinstance(records, Records):
+        raise OptionError(f"buckets: of {a_kind(records)}.\n    cure: of records, as spmd.data.tfrecord gives them.")
     field = records.fields.get(name)
     if field is None or f"{name}_mask" not in records.fields:
         padded = [one for one in records.fields if f"{one}_mask" in records.fields]
         raise OptionError(
             f'buckets: "{name}" is no padded feature; there are: {", ".join(padded) or "none"}.\n    cure: spmd.data.padded(...).'
         )
-    bounds = tuple(lengths)
+    bounds = tuple(lengths) if isinstance(lengths, Sequence) else ()
     if not bounds or any(not isinstance(one, int) or one < 1 for one in bounds) or sorted(set(bounds)) != list(bounds):
         raise OptionError(f"buckets: lengths {lengths!r}.\n    cure: whole numbers that grow, such as [16, 32, 64].")
     if bounds[-1] > field.shape[0]:
@@ -104,5 +114,9 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
 
 def _measured(records: Records, name: str) -> np.ndarray:
     cuts = (np.arange(first, min(first + READ, records.examples)) for first in range(0, records.examples, READ))
-    tasks = ((lambda ids=ids: records.take(ids)[0][f"{name}_mask"].sum(axis=1)) for ids in cuts)
-    return np.concatenate(list(ahead(tasks, records.reading.workers)))
+
+    def measure(ids: np.ndarray) -> np.ndarray:
+        leaves, good = records.take(ids)
+        return np.where(good, leaves[f"{name}_mask"].sum(axis=1), 0)  # what stands in for a bad record says nothing of it
+
+    return np.concatenate(list(ahead(((lambda ids=ids: measure(ids)) for ids in cuts), records.reading.workers)))

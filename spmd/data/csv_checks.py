@@ -1,0 +1,132 @@
+"""What is checked of CSV files and of the options that go with them, before anything is read."""
+
+import csv as rows_of
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from spmd.data.numerals import NUMBERS, holds
+from spmd.data.offsets import packed
+from spmd.errors import DataError, OptionError, a_kind, did_you_mean
+
+
+def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[str]:
+    """The names of the columns, the same in all files; an empty file has none.
+
+    Args:
+      chosen: columns are asked for by name, so that they are names even if they are numbers.
+
+    Raises:
+      DataError: headers that differ, or one that cannot be read or is none.
+    """
+    first: tuple[str, list[str]] | None = None
+    for path in paths:
+        with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:  # more is decoded than the header
+            try:
+                names = next(rows_of.reader(file, delimiter=separator), None)
+                "".join(names or ()).encode()
+            except UnicodeEncodeError:
+                raise DataError(f"{path}: its header is not UTF-8.\n    cure: a file in UTF-8.") from None
+            except rows_of.Error as error:
+                cure = "text, whose lines end with \\n or \\r\\n, and in which only whole fields stand in quotes"
+                raise DataError(f"{path}: its header cannot be read: {error}.\n    cure: {cure}.") from error
+        if names is None:
+            continue
+        if not names:
+            raise DataError(f"{path}: its first line is empty, and would name the columns.\n    cure: the header on the first line.")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise DataError(f"{path}: its header names {', '.join(twice)} twice.\n    cure: other names, or names=[...] for no header.")
+        if first is not None and names != first[1]:
+            raise DataError(f"{path} has columns {', '.join(names)}; {first[0]} has {', '.join(first[1])}.\n    cure: files of one header.")
+        first = first or (path, names)
+    if first is None:
+        raise DataError(f"all files are empty: {', '.join(paths[:3])}.\n    cure: look at what they were written from.")
+    counted = any(first[1] == [str(at + start) for at in range(len(first[1]))] for start in (0, 1))  # as tables without names are written
+    if not chosen and not (counted and len(first[1]) > 2) and all(is_a(float, name) for name in first[1]):
+        cure = "names=[...] where there is no header, or columns=[...] where these are names"
+        raise DataError(f"{first[0]}: its header has numbers only: {', '.join(first[1][:5])}.\n    cure: {cure}.")
+    return first[1]
+
+
+def check_unpacked(paths: tuple[str, ...]) -> None:
+    """Nothing is read of files that are compressed.
+
+    Raises:
+      DataError: one is.
+    """
+    for path in paths:
+        if packed(path):
+            raise DataError(f"{path} is compressed ({packed(path)}), and records in it cannot be found by number.\n    cure: unpack it.")
+
+
+def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
+    """Options that can be judged without a file.
+
+    Raises:
+      OptionError: a text or a number where names are wanted, or names that are there twice.
+    """
+    for what, given in mappings.items():
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionError(f"{what}={given!r} is {a_kind(given)}.\n    cure: a dict, by column.")
+    both = sorted(set(mappings["types"] or ()) & set(mappings["categories"] or ()))
+    if both:
+        raise OptionError(f"types and categories both name {', '.join(both)}.\n    cure: categories alone, which are int32.")
+    for name, words in (mappings["categories"] or {}).items():
+        if isinstance(words, str) or not isinstance(words, Iterable) or not list(words) or len(set(words)) < len(list(words)):
+            raise OptionError(f'categories: "{name}" is {words!r}.\n    cure: a list of words, each once.')
+    groups = columns.values() if isinstance(columns, Mapping) else ()
+    for what, given in [("names", names), ("columns", columns), *(("columns", one) for one in groups if not isinstance(one, str))]:
+        if given is None or isinstance(given, Mapping):
+            continue
+        if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(one, str) for one in given):
+            raise OptionError(f"{what}={given!r} is {a_kind(given)}.\n    cure: a list of names.")
+        twice = sorted({one for one in given if list(given).count(one) > 1})
+        if twice:
+            raise OptionError(f"{what}: {', '.join(twice)} twice.\n    cure: each once.")
+
+
+def check_names(header: list[str], wanted: dict[str, Any], options: dict[str, Any]) -> None:
+    """All columns that are named are there.
+
+    Raises:
+      OptionError: one is not, or none is named.
+    """
+    if not wanted or any(not isinstance(one, str) and not len(one) for one in wanted.values()):
+        raise OptionError("columns names no column.\n    cure: some of " + ", ".join(header) + ".")
+    asked = [name for one in wanted.values() for name in ([one] if isinstance(one, str) else one)]
+    for what, names in {"columns": asked, **options}.items():
+        for name in names or ():
+            if name not in header:
+                raise OptionError(f'{what}: there is no column "{name}".\n    cure: {did_you_mean(str(name), header)}')
+
+
+def check_default(name: str, default: Any, dtype: np.dtype) -> None:
+    """What stands for a field without text is one number of the column's dtype.
+
+    Raises:
+      OptionError: it is not.
+    """
+    whole = isinstance(default, NUMBERS) and math.isfinite(default) and default == int(default)
+    if not isinstance(default, NUMBERS) or (dtype.kind != "f" and not whole):
+        cure = f'types={{"{name}": "float32"}}' if isinstance(default, NUMBERS) else "a number"
+        raise OptionError(f'defaults: "{name}" is {default!r}, and the column is {dtype}.\n    cure: {cure}.')
+    if not holds(dtype, default):
+        raise OptionError(f'defaults: "{name}" is {default!r}, which {dtype} does not hold.\n    cure: types={{"{name}": ...}}.')
+
+
+def is_a(kind: type, text: str) -> bool:
+    """Whether Python reads text as such a number."""
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
+
+
+def few(words: Iterable[str]) -> str:
+    """Some of them, and how many more."""
+    listed = list(words)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
