@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from spmd.cell import Html, framed
 from spmd.layout.declare import entry_axes, spec_text
 from spmd.mesh import MeshSpec
 from spmd.preflight.saturate import Saturation
-from spmd.preflight.svg import WIDTH, box, framed, svg
+from spmd.preflight.svg import WIDTH, box, on_box, svg
 from spmd.tree import describe
 
 PIECES = 256  # of an array that are drawn
@@ -43,7 +44,7 @@ def pieces_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
-def array_drawing(path: str, leaf: Any) -> str:
+def array_drawing(path: str, leaf: Any) -> Html:
     """An array of any rank: a square for each piece with the devices that hold it; the last dim goes across, all others down."""
     pieces = pieces_of(leaf)
     counts = [1 + max(index[dim] for index in pieces) for dim in range(len(leaf.shape))]
@@ -61,7 +62,7 @@ def array_drawing(path: str, leaf: Any) -> str:
         drawn.append(box(x + gap, y + gap, wide - 2 * gap, high - 2 * gap, COLOURS[number % len(COLOURS)], title))
         text = _listed(devices)
         if 7 * len(text) < wide:
-            drawn.append(f'<text x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="middle">{text}</text>')
+            drawn.append(on_box(x + wide / 2, y + high / 2 + 4, text))
     rows = row + 1
     more = f"; {len(pieces) - PIECES} more pieces are not drawn" if len(pieces) > PIECES else ""
     spec = tuple(leaf.sharding.spec)
@@ -88,7 +89,7 @@ def _listed(devices: Iterable[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[1]}" for part in parts)
 
 
-def saturation_drawing(found: Saturation) -> str:
+def saturation_drawing(found: Saturation) -> Html:
     """Rows per second over devices, both doubling from line to line; a codec's knee is a circle."""
     top = math.log2(max(max(rates) for rates in found.rates.values()))
     low = math.log2(min(min(rates) for rates in found.rates.values()))

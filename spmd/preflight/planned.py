@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd.cell import Html
 from spmd.comm.report import notes as exchange_notes
 from spmd.errors import MeshError, OptionError, did_you_mean
 from spmd.layout.declare import Layout, spec_axes, spec_text
@@ -102,6 +103,12 @@ class Plan:
 
         return text(self)
 
+    def __repr__(self) -> str:
+        from spmd.preflight.report import seconds
+
+        step = seconds(self.timeline.seconds)
+        return f"Plan of {self.layout.name} on mesh {self.mesh} of {self.cluster}: {step} per step, {self.memory.verdict}"
+
     def _repr_html_(self) -> str:
         from spmd.preflight.page import fragment  # the page knows the plan
 
@@ -151,7 +158,7 @@ class Plan:
         lines.append(f"  its gradient meets by {reduction}")
         return "\n".join(lines)
 
-    def drawing(self, path: str) -> str:
+    def drawing(self, path: str) -> Html:
         """One parameter cut over the mesh, as HTML for a notebook's cell or a page: every piece with the devices that hold it.
 
         Raises:
