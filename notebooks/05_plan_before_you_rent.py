@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from IPython.display import HTML, Markdown
+from IPython.display import Markdown
 
 import spmd
 from spmd.preflight.target import shipped  # the files of known hardware
@@ -106,7 +106,7 @@ first = spmd.plan(model, batch, target=target, layout="data_parallel", **what)
 print(first.memory)
 
 # %%
-HTML(first._repr_html_())  # or `first` alone, as a cell's last line
+first
 
 # %% [markdown]
 # ## What would make it fit
@@ -129,7 +129,7 @@ for cure in cures:
 found = spmd.search(
     model, batch, target=target, candidates=["data_parallel", "zero1", "fsdp", "pipeline"], compiles=12 if SMALL else 16, **what
 )
-print(found)
+found
 
 # %%
 best = found.best
@@ -137,6 +137,9 @@ spmd.compare(first, best)
 
 # %% [markdown]
 # Where a parameter of the winner lives, and what chose that:
+
+# %%
+best.drawing("blocks/layers/up/kernel")
 
 # %%
 print(best.explain("blocks/layers/up/kernel"))
@@ -149,7 +152,7 @@ print(best.explain("blocks/layers/up/kernel"))
 
 # %%
 curve = spmd.saturation(first)
-HTML(curve._repr_html_())
+curve
 
 # %% [markdown]
 # ## A layout to commit

@@ -42,6 +42,27 @@ class Html(str):
         return str(self)
 
 
+class Text(str):
+    """Text that a cell shows as it is printed, or as the HTML that says the same.
+
+    >>> Text("a  b")
+    a  b
+    """
+
+    _shown: Html | None
+
+    def __new__(cls, text: str, shown: Html | None = None) -> "Text":
+        """`shown` is the HTML, if there is any."""
+        made = super().__new__(cls, text)
+        made._shown = shown
+        return made
+
+    __repr__ = str.__str__
+
+    def _repr_html_(self) -> Html | None:
+        return self._shown
+
+
 def framed(body: str) -> Html:
     """HTML with the style that tables and drawings are in, for a page or a notebook's cell."""
     return Html(f'<div class="spmd-cell"><style>{STYLE}</style>{body}</div>')

@@ -3,13 +3,16 @@
 import re
 import types
 
+import jax
 import numpy as np
+import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import spmd
 from spmd import viz
 from spmd.api import Result
-from spmd.errors import MeshError
+from spmd.errors import MeshError, OptionError
 from spmd.nn.schedule import make_schedule
 from spmd.run.history import History
 from spmd.trials.study import Trial
@@ -94,3 +97,21 @@ def test_a_mesh_is_drawn_by_its_devices():
     assert rows[0] == ["data, model", "stage 0", "stage 1"] and rows[2] == ["data 0, model 1", "2", "3"] and len(rows) == 5
     with pytest.raises(MeshError, match="cure:"):
         viz.devices("data=3")
+
+
+def test_an_array_is_drawn_by_its_pieces():
+    mesh = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("data", "model"))
+    cut = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(mesh, PartitionSpec(None, "model")))
+    shown = viz.pieces(cut, ODD)
+    assert re.findall(r'text-anchor="middle">([^<]*)<', shown) == ["1, 3, 5, 7", "0, 2, 4, 6"], "devices by number, not by place"
+    assert "&lt;b&gt;odd" in shown and "<b>odd" not in shown
+    with pytest.raises(OptionError, match="on no mesh"):
+        viz.pieces(np.zeros(3))
+
+
+def test_what_is_printed_is_what_a_cell_shows():
+    """Text, with lines as they are, whether it is printed or stands alone; a summary has a table beside."""
+    model = spmd.FunctionalModel(lambda key: {ODD: np.zeros((8, 4), "f")}, lambda params, x: x @ params[ODD])
+    summary = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1)).summary()
+    assert repr(summary) == str(summary) and "\n" in summary
+    assert "<td>float32[8, 4]</td>" in summary._repr_html_() and "<b>odd" not in summary._repr_html_()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from spmd.cell import Html, framed
 from spmd.layout.declare import entry_axes, spec_text
@@ -20,7 +21,7 @@ COLOURS = "abcdefghi"
 
 
 def pieces_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
-    """Which devices, numbered along the mesh, hold which piece of an array: by the piece's place along each dim.
+    """Which devices (by number; of a mesh without devices, along it) hold which piece of an array: by the piece's place along each dim.
 
     >>> import jax
     >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -32,7 +33,8 @@ def pieces_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
     mesh = MeshSpec.parse(leaf.sharding.mesh)
     spec = (*leaf.sharding.spec, *[None] * (len(leaf.shape) - len(leaf.sharding.spec)))
     found: dict[tuple[int, ...], list[int]] = {}
-    for device, place in enumerate(itertools.product(*(range(size) for _, size in mesh.axes))):
+    numbers = [one.id for one in leaf.sharding.mesh.devices.flat] if isinstance(leaf.sharding.mesh, Mesh) else range(mesh.size)
+    for device, place in zip(numbers, itertools.product(*(range(size) for _, size in mesh.axes)), strict=True):
         at = dict(zip(mesh.names, place, strict=True))
         index = []
         for entry in spec:
@@ -41,7 +43,7 @@ def pieces_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
                 number = number * mesh.sizes[axis] + at[axis]
             index.append(number)
         found.setdefault(tuple(index), []).append(device)
-    return found
+    return {index: sorted(devices) for index, devices in found.items()}
 
 
 def array_drawing(path: str, leaf: Any) -> Html:
@@ -66,7 +68,8 @@ def array_drawing(path: str, leaf: Any) -> Html:
     rows = row + 1
     more = f"; {len(pieces) - PIECES} more pieces are not drawn" if len(pieces) > PIECES else ""
     spec = tuple(leaf.sharding.spec)
-    words = f"{path}  {describe(leaf)}, spec {spec_text(spec) if any(spec) else 'whole'}: the devices that hold each piece{more}"
+    named, spec_words = f"{path}  " if path else "", spec_text(spec) if any(spec) else "whole"
+    words = f"{named}{describe(leaf)}, spec {spec_words}: the devices that hold each piece{more}"
     return framed(f"<p>{html.escape(words)}</p>{svg(rows * high, drawn, words)}")
 
 

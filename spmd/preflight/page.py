@@ -4,6 +4,7 @@ import html
 from collections.abc import Sequence
 
 from spmd.cell import Html, folded, framed, table
+from spmd.layout.summary import COLUMNS
 from spmd.layout.summary import rows as layout_rows
 from spmd.preflight.planned import Plan
 from spmd.preflight.report import headline, seconds, timeline_text
@@ -42,7 +43,7 @@ def fragment(plan: Plan) -> Html:
         f'<h2>What travels</h2><div class="wide">{table(*traffic_rows(plan.traffic))}</div>' if plan.traffic.transfers else "",
         pipelines,
         "<h2>Notes</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in plan.notes) if plan.notes else "",
-        folded("where every parameter lives", f'<div class="wide">{table(LAYOUT, layout_rows(plan.program.placed.resolved))}</div>'),
+        folded("where every parameter lives", f'<div class="wide">{table(COLUMNS, layout_rows(plan.program.placed.resolved))}</div>'),
         folded("the layout as TOML", f"<pre>{html.escape(plan.layout.to_toml())}</pre>"),
     ]
     return framed("".join(lines))
@@ -56,9 +57,6 @@ def search_fragment(found: Search) -> Html:
     reasons = "\n".join(line.strip() for line in found.reasons())
     rejected = folded(f"{len(found.rejected) + len(found.left_out)} rejected, and why", f"<pre>{html.escape(reasons)}</pre>")
     return framed(f"<p>{html.escape(found.head)}</p>{fits}{best}{rejected if reasons else ''}")
-
-
-LAYOUT = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
 
 
 def memory_bar(plan: Plan) -> str:

@@ -4,7 +4,7 @@ from spmd.viz.drawing import curve
 from spmd.viz.page import report
 from spmd.viz.picture import Picture
 from spmd.viz.pipeline import schedule
-from spmd.viz.placing import devices
+from spmd.viz.placing import devices, pieces
 from spmd.viz.timeline import timeline
 
-__all__ = ["Picture", "curve", "devices", "report", "schedule", "timeline"]
+__all__ = ["Picture", "curve", "devices", "pieces", "report", "schedule", "timeline"]

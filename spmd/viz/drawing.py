@@ -44,7 +44,8 @@ def figure(history: History) -> Any:
     """The same drawing as a `matplotlib.figure.Figure`, with no window and no global state behind it."""
     make = import_extra("matplotlib.figure", "examples").Figure
     rows = list(history.rows())
-    names = list(dict.fromkeys(name.removeprefix("eval_") for name in history.names))
+    steady = {name for name in history.known() if len({row[name] for row in rows}) < 2}  # nothing that was measured: no curve
+    names = list(dict.fromkeys(name.removeprefix("eval_") for name in history.names if name not in steady))
     drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
     for axes, name in zip(np.atleast_1d(drawn.subplots(1, max(1, len(names)))), names or [""], strict=True):
         trained = [(row["step"], row[name]) for row in rows if name in row]

@@ -7,11 +7,9 @@ from typing import Any
 
 from spmd.api import Result
 from spmd.cell import table
-from spmd.layout.summary import notes, rows
+from spmd.layout.summary import COLUMNS, notes, rows
 from spmd.viz.drawing import curve
 from spmd.viz.placing import mesh_table
-
-COLUMNS = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
 
 PAGE = """<!doctype html>
 <html lang="en">

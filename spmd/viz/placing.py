@@ -1,14 +1,17 @@
-"""Which device stands where on a mesh, as a table."""
+"""Which device stands where on a mesh, and holds what of an array."""
 
 import html
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from spmd.cell import Html, framed, table
+from spmd.errors import OptionError
 from spmd.mesh import MeshSpec, make_mesh
+from spmd.preflight.drawn import array_drawing
 
 
 def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> Html:
@@ -26,6 +29,28 @@ def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> 
       (True, True)
     """
     return framed(mesh_table(make_mesh(mesh)))
+
+
+def pieces(array: jax.Array, name: str = "") -> Html:
+    """How an array is cut, for a notebook's cell: a square for each piece with the numbers of the devices that hold it.
+
+    Args:
+      array: on a mesh, such as one of `result.state.params`; the last dim goes across, all others down.
+      name: stands before its shape.
+
+    Raises:
+      OptionError: an array that is on no mesh.
+
+    Example:
+      >>> import jax, spmd
+      >>> from jax.sharding import NamedSharding, PartitionSpec
+      >>> whole = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(spmd.make_mesh("data=4,model=2"), PartitionSpec("model")))
+      >>> "float32[8, 4], spec [&quot;model&quot;]" in pieces(whole), "[0:4, :] on devices 0, 2, 4, 6" in pieces(whole)
+      (True, True)
+    """
+    if not isinstance(getattr(array, "sharding", None), NamedSharding):
+        raise OptionError("pieces of what is on no mesh.\n    cure: an array that spmd has placed, such as one of result.state.params.")
+    return array_drawing(name, array)
 
 
 def mesh_table(mesh: Any) -> str:
