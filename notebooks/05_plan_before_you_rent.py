@@ -103,9 +103,6 @@ print(f"{sum(np.prod(leaf.shape) for leaf in sizes) / 1e6:.1f} million parameter
 
 # %%
 first = spmd.plan(model, batch, target=target, layout="data_parallel", **what)
-print(first.memory)
-
-# %%
 first
 
 # %% [markdown]
@@ -148,7 +145,8 @@ print(best.explain("blocks/layers/up/kernel"))
 # ## When does adding a GPU stop helping?
 #
 # For the same batch over more and more devices of this kind, data-parallel, by what gradients travel as. The mark is where twice the
-# devices are less than 1.1 times as fast.
+# devices are less than 1.1 times as fast, or where a row is left to each. As long as computing hides what travels, the lines lie on each
+# other.
 
 # %%
 curve = spmd.saturation(first)

@@ -16,7 +16,7 @@ REFRESH = 0.2  # seconds between two redraws: a step costs one look at the clock
 WIDE = 200  # characters of a notebook's line, which the page wraps; in the page's own ink
 SELDOM = 5.0  # seconds between two lines of a log
 
-PRE = '<pre style="font-family: ui-monospace, monospace; margin: 0">{code}</pre>'
+PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0">{code}</pre>'
 
 
 class NoProgress:
@@ -104,7 +104,7 @@ class Notebook:
     def refresh(self, progress: Any, losses: Mapping[int, float]) -> None:
         """Replace what the output shows: the bar, and the curve of the loss below it."""
         progress.console.print(progress.get_renderable())
-        html = progress.console.export_html(inline_styles=True, clear=False, code_format=PRE)
+        html = progress.console.export_html(inline_styles=False, clear=False, code_format=PRE)  # classes that no page colours
         html += panel("loss", losses, {}) if len(losses) > 1 else ""
         self._handle.update({"text/plain": progress.console.export_text().strip(), "text/html": html}, raw=True)
 
