@@ -66,6 +66,7 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
       MissingExtraError: matplotlib is not installed (the extra `examples`).
 
     Example:
+      >>> import numpy as np
       >>> import optax, spmd, tempfile
       >>> model = spmd.FunctionalModel(lambda key: {"w": np.zeros((1, 1), "f")}, lambda params, x: x @ params["w"])
       >>> data = np.ones((8, 1), "f"), np.ones((8, 1), "f")

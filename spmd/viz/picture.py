@@ -16,7 +16,7 @@ class Picture:
       >>> import spmd
       >>> told = spmd.simulate(spmd.ParameterServer(), workers=4, steps=20)
       >>> spmd.viz.timeline(told)
-      Picture of 1430 x 253 dots; .save("name.png") writes it
+      Picture of 1430 x 292 dots; .save("name.png") writes it
     """
 
     def __init__(self, figure: Any):
