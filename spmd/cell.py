@@ -14,7 +14,7 @@ STYLE = """
 .spmd-cell h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; border-bottom: 1px solid var(--line) }
 .spmd-cell p { margin: .4rem 0 }
 .spmd-cell table { border-collapse: collapse; margin: .4rem 0; font-size: .9em }
-.spmd-cell table tr :is(td, th) { padding: .15rem .9rem .15rem 0; text-align: left; white-space: nowrap }
+.spmd-cell table tr :is(td, th) { padding: .15rem .9rem .15rem 0; text-align: left !important; white-space: nowrap }
 .spmd-cell table tr :is(td, th) { border: 0; border-bottom: 1px solid var(--soft) }
 .spmd-cell :is(td, pre) { font-family: ui-monospace, monospace }
 .spmd-cell table tr:nth-child(n) { background: none }

@@ -64,4 +64,11 @@ def _part(part: Any, without: tuple[str, ...] = ()) -> str:
 
 
 def _said(word: str, options: dict[str, Any]) -> str:
-    return ", ".join([*([word] if word else []), *(f"{name} {value}" for name, value in options.items())])
+    return ", ".join([*([word] if word else []), *(f"{name} {_word(value)}" for name, value in options.items())])
+
+
+def _word(value: Any) -> str:
+    """As the file has it, without quotes."""
+    if isinstance(value, tuple):
+        return " ".join(map(_word, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
