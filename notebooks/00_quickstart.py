@@ -77,7 +77,7 @@ def fit(mesh, layout):
         mesh=mesh,
         layout=layout,
         batch_size=128,
-        epochs=6,
+        epochs=5,
         eval_data=test,
         metrics={"accuracy": spmd.metrics.accuracy},
         progress=True,
@@ -87,16 +87,11 @@ def fit(mesh, layout):
 result = fit(mesh="data=8", layout="data_parallel")
 
 # %% [markdown]
-# `result.history` holds what was measured; `spmd.viz` draws it.
+# A result shows what was measured: lines are steps, dots are evaluations. `result.history` has the numbers, and
+# `spmd.viz.curve(result.history, "curve.png")` makes a picture for a page.
 
 # %%
-import tempfile
-
-from IPython.display import Image
-
-from spmd import viz
-
-Image(viz.curve(result.history, tempfile.mkdtemp() + "/curve.png"), width=800)
+result
 
 # %% [markdown]
 # ## Where the arrays are
@@ -104,15 +99,21 @@ Image(viz.curve(result.history, tempfile.mkdtemp() + "/curve.png"), width=800)
 # Every device holds the whole kernel of the dense layer: eight copies. The batch is what is cut.
 
 # %%
-import treescope
+from spmd import viz
 
-treescope.render_array_sharding(result.state.params["dense"]["kernel"])
+viz.pieces(result.state.params["dense"]["kernel"], "dense/kernel")
 
 # %% [markdown]
 # ## Another layout, one line changed
 #
-# The same eight devices as four workers, each of two devices, and the layout that cuts layers over `model` and everything over
-# `data` as well. Model, data and loss are the same, and so are the numbers.
+# The same eight devices as four workers, each of two devices:
+
+# %%
+viz.devices("data=4,model=2")
+
+# %% [markdown]
+# And a layout that cuts layers over `model` and everything over `data` as well. Model, data and loss are the same, and so are the
+# numbers.
 
 # %%
 cut = fit(mesh="data=4,model=2", layout="fsdp_tensor_parallel")
@@ -121,13 +122,13 @@ cut = fit(mesh="data=4,model=2", layout="fsdp_tensor_parallel")
 # Now each device holds an eighth of that kernel, and no byte of it twice.
 
 # %%
-treescope.render_array_sharding(cut.state.params["dense"]["kernel"])
+viz.pieces(cut.state.params["dense"]["kernel"], "dense/kernel")
 
 # %% [markdown]
 # The whole table: every parameter, its spec, and which line of the layout chose it.
 
 # %%
-print(cut.trainer.summary())
+cut.trainer.summary()
 
 # %% [markdown]
 # Two layouts, one model: how far apart did the losses get, over all steps? By no more than the rounding of sums that are taken in

@@ -159,7 +159,7 @@ plt.show()
 # Which line of the layout decided that, for every parameter:
 
 # %%
-print(runs["fsdp_tensor_parallel"].trainer.summary())
+runs["fsdp_tensor_parallel"].trainer.summary()
 
 # %% [markdown]
 # ## What travels

@@ -23,14 +23,12 @@
 
 # %%
 import dataclasses
-import tempfile
-from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
-from IPython.display import Image, Markdown
+from IPython.display import Markdown
 from sklearn.datasets import load_digits
 
 import spmd
@@ -38,7 +36,6 @@ from spmd.nn.schedule import make_schedule
 
 spmd.simulate_devices(8)  # first of all: JAX counts its devices once
 ONE = jax.sharding.Mesh(jax.devices()[:1], ("data",))
-folder = Path(tempfile.mkdtemp())
 
 digits = load_digits()
 order = np.random.default_rng(0).permutation(len(digits.target))
@@ -59,7 +56,7 @@ ways = {
     "1f1b": make_schedule("1f1b", stages=STAGES, microbatches=PARTS),
     "circular": make_schedule("circular", stages=STAGES, microbatches=PARTS, groups=GROUPS),
 }
-Image(spmd.viz.schedule(ways, folder / "ways.png"), width=1000)
+spmd.viz.schedule(ways)
 
 # %% [markdown]
 # Each way a stage is idle for p - 1 ticks of m + p - 1: m microbatches (times g groups, each in a tick of its own), p stages. The share
@@ -158,7 +155,7 @@ runs["LSTM, one device"] = fit(Reader, "data_parallel", ONE)
 runs["LSTM, wavefront"] = fit(Reader, cut(time_chunk=CHUNK))
 (wave,) = runs["LSTM, wavefront"].trainer.schedules.values()
 print(wave.forward)
-Image(spmd.viz.schedule({"the forward pass: numbers are chunks of time": wave.forward}, folder / "wave.png"), width=640)
+spmd.viz.schedule({"the forward pass: numbers are chunks of time": wave.forward})
 
 # %% [markdown]
 # The chunk is a choice: short ones fill the stages sooner, and are handed over more often. `spmd.nn.best_chunk` weighs the two and is what

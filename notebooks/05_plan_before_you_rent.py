@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from IPython.display import HTML, Markdown
+from IPython.display import Markdown
 
 import spmd
 from spmd.preflight.target import shipped  # the files of known hardware
@@ -103,10 +103,7 @@ print(f"{sum(np.prod(leaf.shape) for leaf in sizes) / 1e6:.1f} million parameter
 
 # %%
 first = spmd.plan(model, batch, target=target, layout="data_parallel", **what)
-print(first.memory)
-
-# %%
-HTML(first._repr_html_())  # or `first` alone, as a cell's last line
+first
 
 # %% [markdown]
 # ## What would make it fit
@@ -129,7 +126,7 @@ for cure in cures:
 found = spmd.search(
     model, batch, target=target, candidates=["data_parallel", "zero1", "fsdp", "pipeline"], compiles=12 if SMALL else 16, **what
 )
-print(found)
+found
 
 # %%
 best = found.best
@@ -139,17 +136,21 @@ spmd.compare(first, best)
 # Where a parameter of the winner lives, and what chose that:
 
 # %%
+best.drawing("blocks/layers/up/kernel")
+
+# %%
 print(best.explain("blocks/layers/up/kernel"))
 
 # %% [markdown]
 # ## When does adding a GPU stop helping?
 #
 # For the same batch over more and more devices of this kind, data-parallel, by what gradients travel as. The mark is where twice the
-# devices are less than 1.1 times as fast.
+# devices are less than 1.1 times as fast, or where a row is left to each. As long as computing hides what travels, the lines lie on each
+# other.
 
 # %%
 curve = spmd.saturation(first)
-HTML(curve._repr_html_())
+curve
 
 # %% [markdown]
 # ## A layout to commit

@@ -99,14 +99,12 @@ for name, result in results.items():
 # %%
 import tempfile
 
-from IPython.display import display
-
 folder = tempfile.mkdtemp() + "/run"
 first = spmd.fit(make, train, optimizer=optax.adam(2e-3), steps=30, checkpoint=folder, progress=False, **how)
 rest = spmd.fit(make, train, optimizer=optax.adam(2e-3), epochs=4, checkpoint=folder, resume=True, progress=False, **how)
 whole = spmd.fit(make, train, optimizer=optax.adam(2e-3), epochs=4, progress=False, **how)
 print("equal to a run that was not stopped:", rest.history["loss"] == whole.history["loss"][30:])
-display(whole)
+whole
 
 # %% [markdown]
 # ## One network for each device
@@ -124,7 +122,7 @@ found = spmd.sweep(
     progress=False,
     **how,
 )
-display(found)
+found
 
 # %% [markdown]
 # The best three answer together, beside each alone:

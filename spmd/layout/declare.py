@@ -139,6 +139,16 @@ class Layout:
 
         return dumps(self)
 
+    def __repr__(self) -> str:
+        from spmd.layout.shown import line  # what shows a layout knows it
+
+        return line(self)
+
+    def _repr_html_(self) -> str:
+        from spmd.layout.shown import cell
+
+        return cell(self)
+
     @property
     def stage_axis(self) -> str | None:
         """The mesh axis over which a stack's layers are cut where they are kept; servers keep all of them, packed."""

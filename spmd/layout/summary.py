@@ -1,8 +1,13 @@
 """A resolved layout in words: a table for people, and what they should know beyond it."""
 
+import html
+
+from spmd.cell import Text, framed, table
 from spmd.layout.declare import spec_text
 from spmd.layout.resolve import Resolved
 from spmd.tree import format_bytes
+
+COLUMNS = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
 
 
 def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
@@ -20,9 +25,9 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
     ]
 
 
-def summary(resolved: Resolved) -> str:
-    """The whole table, its totals and notes, as plain text."""
-    header = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
+def summary(resolved: Resolved) -> Text:
+    """The whole table, its totals and notes, as text; in a notebook's cell a table."""
+    header = COLUMNS
     body = rows(resolved)
     widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *body]]
@@ -31,7 +36,10 @@ def summary(resolved: Resolved) -> str:
     gradients += f" ({len(declared.rules)} rules)" if declared.rules else ""
     gradients += ", error feedback" if declared.error_feedback else ""
     title = f"{resolved.layout.source} on mesh {resolved.mesh}: {resolved.workers} worker{'s' * (resolved.workers != 1)}, {gradients}"
-    return "\n".join([title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", *notes(resolved)])
+    said = notes(resolved)
+    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in said)
+    shown = framed(f'<p>{html.escape(title)}</p><div class="wide">{table(header, body)}</div>{paragraphs}')
+    return Text("\n".join([title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", *said]), shown)
 
 
 def notes(resolved: Resolved) -> list[str]:

@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
+from spmd.cell import Html, framed
 from spmd.layout.declare import entry_axes, spec_text
 from spmd.mesh import MeshSpec
 from spmd.preflight.saturate import Saturation
-from spmd.preflight.svg import WIDTH, box, framed, svg
+from spmd.preflight.svg import WIDTH, box, on_box, svg
 from spmd.tree import describe
 
 PIECES = 256  # of an array that are drawn
@@ -19,7 +21,7 @@ COLOURS = "abcdefghi"
 
 
 def pieces_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
-    """Which devices, numbered along the mesh, hold which piece of an array: by the piece's place along each dim.
+    """Which devices (by number; of a mesh without devices, along it) hold which piece of an array: by the piece's place along each dim.
 
     >>> import jax
     >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -31,7 +33,8 @@ def pieces_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
     mesh = MeshSpec.parse(leaf.sharding.mesh)
     spec = (*leaf.sharding.spec, *[None] * (len(leaf.shape) - len(leaf.sharding.spec)))
     found: dict[tuple[int, ...], list[int]] = {}
-    for device, place in enumerate(itertools.product(*(range(size) for _, size in mesh.axes))):
+    numbers = [one.id for one in leaf.sharding.mesh.devices.flat] if isinstance(leaf.sharding.mesh, Mesh) else range(mesh.size)
+    for device, place in zip(numbers, itertools.product(*(range(size) for _, size in mesh.axes)), strict=True):
         at = dict(zip(mesh.names, place, strict=True))
         index = []
         for entry in spec:
@@ -40,10 +43,10 @@ def pieces_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
                 number = number * mesh.sizes[axis] + at[axis]
             index.append(number)
         found.setdefault(tuple(index), []).append(device)
-    return found
+    return {index: sorted(devices) for index, devices in found.items()}
 
 
-def array_drawing(path: str, leaf: Any) -> str:
+def array_drawing(path: str, leaf: Any) -> Html:
     """An array of any rank: a square for each piece with the devices that hold it; the last dim goes across, all others down."""
     pieces = pieces_of(leaf)
     counts = [1 + max(index[dim] for index in pieces) for dim in range(len(leaf.shape))]
@@ -61,11 +64,12 @@ def array_drawing(path: str, leaf: Any) -> str:
         drawn.append(box(x + gap, y + gap, wide - 2 * gap, high - 2 * gap, COLOURS[number % len(COLOURS)], title))
         text = _listed(devices)
         if 7 * len(text) < wide:
-            drawn.append(f'<text x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="middle">{text}</text>')
+            drawn.append(on_box(x + wide / 2, y + high / 2 + 4, text))
     rows = row + 1
     more = f"; {len(pieces) - PIECES} more pieces are not drawn" if len(pieces) > PIECES else ""
     spec = tuple(leaf.sharding.spec)
-    words = f"{path}  {describe(leaf)}, spec {spec_text(spec) if any(spec) else 'whole'}: the devices that hold each piece{more}"
+    named, spec_words = f"{path}  " if path else "", spec_text(spec) if any(spec) else "whole"
+    words = f"{named}{describe(leaf)}, spec {spec_words}: the devices that hold each piece{more}"
     return framed(f"<p>{html.escape(words)}</p>{svg(rows * high, drawn, words)}")
 
 
@@ -88,7 +92,7 @@ def _listed(devices: Iterable[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[1]}" for part in parts)
 
 
-def saturation_drawing(found: Saturation) -> str:
+def saturation_drawing(found: Saturation) -> Html:
     """Rows per second over devices, both doubling from line to line; a codec's knee is a circle."""
     top = math.log2(max(max(rates) for rates in found.rates.values()))
     low = math.log2(min(min(rates) for rates in found.rates.values()))

@@ -1,13 +1,15 @@
 """A plan as one page: tables, a bar of memory, the mesh on its nodes, and a step's time, as HTML that needs nothing beside it."""
 
 import html
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from spmd.cell import Html, folded, framed, table
+from spmd.layout.summary import COLUMNS
 from spmd.layout.summary import rows as layout_rows
 from spmd.preflight.planned import Plan
 from spmd.preflight.report import headline, seconds, timeline_text
-from spmd.preflight.svg import WIDTH, box, framed, svg
+from spmd.preflight.searched import Search
+from spmd.preflight.svg import WIDTH, box, on_box, svg
 from spmd.preflight.timeline import Span
 from spmd.preflight.traffic import traffic_rows
 from spmd.tree import format_bytes
@@ -21,34 +23,40 @@ def page(plan: Plan) -> str:
     """A whole HTML document."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     title = html.escape(f"Plan: {plan.layout.name} on {plan.cluster}")
-    body = "<style>body { margin: 0 }</style>" + fragment(plan)
+    body = "<style>:root { color-scheme: light dark } body { margin: 1.2rem }</style>" + fragment(plan)
     return f'<!doctype html>\n<html lang="en"><head>{head}<title>{title}</title></head><body>{body}</body></html>\n'
 
 
-def fragment(plan: Plan) -> str:
+def fragment(plan: Plan) -> Html:
     """The same for a notebook's cell."""
     compiler, what, _ = map(html.escape, headline(plan).split("\n"))
     kind = "bad" if not plan.fits else "tight" if plan.memory.verdict.startswith("tight") else ""
     pipelines = "".join(f"<h2>{html.escape(name)}</h2><pre>{html.escape(str(found))}</pre>" for name, found in plan.schedules.items())
     lines = [
-        f"<h1>{html.escape(plan.layout.name)} on {plan.cluster}</h1><p>{what}<br>{compiler}</p>",
+        f"<h1>{html.escape(plan.layout.name)} on {html.escape(str(plan.cluster))}</h1><p>{what}<br>{compiler}</p>",
         f'<p class="verdict {kind}">{html.escape(plan.memory.verdict)}</p>',
         f"<p>{seconds(plan.timeline.seconds)} per step, {plan.rows_per_second:,.0f} rows/s (predicted); "
         f"{format_bytes(plan.traffic.bytes())} sent by each device per step.</p>",
         f"<h2>Memory on each device</h2>{memory_bar(plan)}<pre>{html.escape(str(plan.memory))}</pre>",
         f"<h2>The mesh on its nodes</h2>{mesh_drawing(plan)}",
         f"<h2>A step</h2>{timeline_drawing(plan)}<pre>{html.escape(timeline_text(plan))}</pre>",
-        f'<h2>What travels</h2><div class="wide">{_table(*traffic_rows(plan.traffic))}</div>' if plan.traffic.transfers else "",
+        f'<h2>What travels</h2><div class="wide">{table(*traffic_rows(plan.traffic))}</div>' if plan.traffic.transfers else "",
         pipelines,
         "<h2>Notes</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in plan.notes) if plan.notes else "",
-        "<details><summary>Where every parameter lives</summary>"
-        f'<div class="wide">{_table(LAYOUT, layout_rows(plan.program.placed.resolved))}</div></details>',
-        f"<details><summary>The layout as TOML</summary><pre>{html.escape(plan.layout.to_toml())}</pre></details>",
+        folded("where every parameter lives", f'<div class="wide">{table(COLUMNS, layout_rows(plan.program.placed.resolved))}</div>'),
+        folded("the layout as TOML", f"<pre>{html.escape(plan.layout.to_toml())}</pre>"),
     ]
     return framed("".join(lines))
 
 
-LAYOUT = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
+def search_fragment(found: Search) -> Html:
+    """What fits as a table, and the reasons of all others."""
+    header, *body = found.rows()
+    best = folded("the best layout as TOML", f"<pre>{html.escape(found.to_toml())}</pre>") if found.plans else ""
+    fits = f'<div class="wide">{table(header, body)}</div>' if body else f'<p class="verdict bad">{html.escape(found.verdict)}</p>'
+    reasons = "\n".join(line.strip() for line in found.reasons())
+    rejected = folded(f"{len(found.rejected) + len(found.left_out)} rejected, and why", f"<pre>{html.escape(reasons)}</pre>")
+    return framed(f"<p>{html.escape(found.head)}</p>{fits}{best}{rejected if reasons else ''}")
 
 
 def memory_bar(plan: Plan) -> str:
@@ -96,7 +104,7 @@ def mesh_drawing(plan: Plan) -> str:
             where = ", ".join(f"{name} {number}" for (name, _), number in zip(axes, place, strict=True))
             drawn.append(box(left, top, side - 6, side - 6, "b", f"device {node * cluster.devices + device}: {where}"))
             short = ",".join(map(str, place))
-            drawn.append(f'<text x="{left + (side - 6) / 2}" y="{top + (side - 6) / 2 + 4}" text-anchor="middle">{short}</text>')
+            drawn.append(on_box(left + (side - 6) / 2, top + (side - 6) / 2 + 4, short))
     left_out = [f"{cluster.nodes - nodes} more nodes"] * (nodes < cluster.nodes)
     left_out += [f"{cluster.devices - devices} more devices on each"] * (devices < cluster.devices)
     names = ", ".join(f"{name}={size}" for name, size in axes)
@@ -134,8 +142,3 @@ def _merged(spans: Sequence[Span], least: float) -> list[Span]:
         else:
             found.append(span)
     return found
-
-
-def _table(header: Sequence[str], body: Iterable[Sequence[Any]]) -> str:
-    line = lambda tag, cells: "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-    return f"<table>{line('th', header)}{''.join(line('td', row) for row in body)}</table>"

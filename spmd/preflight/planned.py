@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd.cell import Html, Text
 from spmd.comm.report import notes as exchange_notes
 from spmd.errors import MeshError, OptionError, did_you_mean
 from spmd.layout.declare import Layout, spec_axes, spec_text
@@ -102,6 +103,12 @@ class Plan:
 
         return text(self)
 
+    def __repr__(self) -> str:
+        from spmd.preflight.report import seconds
+
+        step = seconds(self.timeline.seconds)
+        return f"Plan of {self.layout.name} on mesh {self.mesh} of {self.cluster}: {step} per step, {self.memory.verdict}"
+
     def _repr_html_(self) -> str:
         from spmd.preflight.page import fragment  # the page knows the plan
 
@@ -122,7 +129,7 @@ class Plan:
         path.write_text(page(self) if path.suffix.lower() == ".html" else f"{self}\n", encoding="utf-8")
         return path
 
-    def explain(self, path: str) -> str:
+    def explain(self, path: str) -> Text:
         """Everything about one parameter: its spec, what chose it, which devices hold which part, and what gathers it.
 
         Raises:
@@ -149,9 +156,9 @@ class Plan:
         if reduction == "reduce_scatter" and not set(spec_axes(placed.exchange.reduction.pushed(place))) & set(workers):
             reduction = "all_reduce, for it is not cut over the workers"
         lines.append(f"  its gradient meets by {reduction}")
-        return "\n".join(lines)
+        return Text("\n".join(lines))
 
-    def drawing(self, path: str) -> str:
+    def drawing(self, path: str) -> Html:
         """One parameter cut over the mesh, as HTML for a notebook's cell or a page: every piece with the devices that hold it.
 
         Raises:
@@ -167,13 +174,13 @@ class Plan:
             raise OptionError(f'there is no parameter "{path}".\n    cure: {did_you_mean(path, leaves)}')
         return leaves[path]
 
-    def placements(self) -> str:
+    def placements(self) -> Text:
         """Every array of the state and the devices that hold each part of it, a line each, in the model's order."""
         state, batch, weights, _ = self.program.arguments
         lines = []
         for kind, tree in (("params", state.params), ("optimizer", state.opt), ("exchange", state.exchange), ("batch", batch)):
             lines += [f"{kind}/{path}  {describe(leaf)}  {_where(leaf)}" for path, leaf in flatten(tree).items()]
-        return "\n".join([*lines, f"weights  {describe(weights)}  {_where(weights)}"])
+        return Text("\n".join([*lines, f"weights  {describe(weights)}  {_where(weights)}"]))
 
     def to_json(self) -> str:
         """All figures, for a script."""

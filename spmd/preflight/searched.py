@@ -108,7 +108,19 @@ class Search:
             raise OptionError(f'"{path}" cannot be written: {error.strerror}.') from error
         return path
 
-    def __str__(self) -> str:
+    @property
+    def head(self) -> str:
+        """How many candidates are plans, for what, and what one device would do."""
+        alone = f"on one device: {seconds(self.alone.timeline.seconds)}, {format_bytes(self.alone.memory.peak)}."
+        return f"{len(self.plans)} of {len(self.plans) + len(self.rejected)} candidates for {self.cluster} were compiled and fit; {alone}"
+
+    @property
+    def verdict(self) -> str:
+        """That nothing fits, as a sentence, and what would hold it."""
+        return self._nothing[0].upper() + self._nothing[1:] + (f"; {_hold(self)}" if self.would_hold else "")
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table: its header, then every plan, fastest first."""
         fastest = self.plans[0][1].timeline.seconds if self.plans else 0.0
         rows = [("", "candidate", "step", "", "peak", "waits", "sent/device")]
         for number, (one, plan) in enumerate(self.plans, 1):
@@ -116,15 +128,24 @@ class Search:
             waits = f"{times.exposed / times.seconds:.0%}"
             sent = format_bytes(plan.traffic.bytes())
             rows.append((str(number), str(one), seconds(times.seconds), share, format_bytes(plan.memory.peak), waits, sent))
+        return rows
+
+    def reasons(self) -> list[str]:
+        """A line for each reason why a candidate is none, however many candidates it is for."""
+        return _reasons(self.rejected, self.left_out)
+
+    def __str__(self) -> str:
+        rows = self.rows()
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        if not self.plans:
-            lines = [self._nothing[0].upper() + self._nothing[1:] + (f"; {_hold(self)}" if self.would_hold else "")]
-        alone = f"on one device: {seconds(self.alone.timeline.seconds)}, {format_bytes(self.alone.memory.peak)}."
-        head = f"{len(self.plans)} of {len(self.plans) + len(self.rejected)} candidates for {self.cluster} were compiled and fit; {alone}"
-        return "\n".join([head, "", *lines, "", "rejected", *_reasons(self.rejected, self.left_out)])
+        return "\n".join([self.head, "", *(lines if self.plans else [self.verdict]), "", "rejected", *self.reasons()])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from spmd.preflight.page import search_fragment  # the page knows what it shows
+
+        return search_fragment(self)
 
 
 def _hold(found: Search) -> str:

@@ -37,14 +37,14 @@ class History:
     def names(self) -> tuple[str, ...]:
         """Everything that can be asked for."""
         seen = dict.fromkeys(name for row in self.evaluations for name in row if name != "step")
-        return (*self._names, *self._known(), *seen)
+        return (*self._names, *self.known(), *seen)
 
     def __getstate__(self) -> dict[str, Any]:
         """To be sent to another process: what is known without measuring becomes a table, which needs no devices."""
         before = [first - 1 + offset for first, packed in self._steps for offset in range(len(packed))] or [0]
         return {**vars(self), "_constants": {step: self._constants(step) for step in before}.__getitem__}
 
-    def _known(self) -> dict[str, float]:
+    def known(self) -> dict[str, float]:
         """What is known of the newest step without measuring: of an old one it may have to be worked out again."""
         return self._constants(self._steps[-1][0] - 1 if self._steps else 0)
 
@@ -59,7 +59,7 @@ class History:
         if name in self._names:
             column = self._names.index(name)
             return [float(row[0, column] / row[1, column]) for _, packed in self._steps for row in packed]
-        if name in self._known():
+        if name in self.known():
             return [row[name] for row in self.rows()]
         found = [row[name] for row in self.evaluations if name in row]
         if not found:
@@ -71,7 +71,7 @@ class History:
         rows, names = list(self.rows()), dict.fromkeys(name.removeprefix("eval_") for name in (*self._names, *self.names))
         trained = lambda name: {row["step"]: row[name] for row in rows if name in row}
         evaluated = lambda name: {row["step"]: row[f"eval_{name}"] for row in self.evaluations if f"eval_{name}" in row}
-        drawn = (panel(name, trained(name), evaluated(name)) for name in names if name not in self._known())
+        drawn = (panel(name, trained(name), evaluated(name)) for name in names if name not in self.known())
         return f"<div>{''.join(drawn)}</div>"
 
     def __repr__(self) -> str:

@@ -13,7 +13,10 @@ from spmd.run.sketch import MOST, panel, spark
 from spmd.tree import format_bytes
 
 REFRESH = 0.2  # seconds between two redraws: a step costs one look at the clock
+WIDE = 200  # characters of a notebook's line, which the page wraps; in the page's own ink
 SELDOM = 5.0  # seconds between two lines of a log
+
+PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0">{code}</pre>'
 
 
 class NoProgress:
@@ -101,7 +104,7 @@ class Notebook:
     def refresh(self, progress: Any, losses: Mapping[int, float]) -> None:
         """Replace what the output shows: the bar, and the curve of the loss below it."""
         progress.console.print(progress.get_renderable())
-        html = progress.console.export_html(inline_styles=True, clear=False, code_format="<pre>{code}</pre>")
+        html = progress.console.export_html(inline_styles=False, clear=False, code_format=PRE)  # classes that no page colours
         html += panel("loss", losses, {}) if len(losses) > 1 else ""
         self._handle.update({"text/plain": progress.console.export_text().strip(), "text/html": html}, raw=True)
 
@@ -198,7 +201,7 @@ def make_progress(wanted: bool | str) -> NoProgress | Progress:
     from rich.console import Console
 
     if _in_kernel():
-        return Progress(Bar(Console(file=io.StringIO(), record=True, width=120, force_jupyter=False), Notebook()), REFRESH)
+        return Progress(Bar(Console(file=io.StringIO(), record=True, width=WIDE, no_color=True, force_jupyter=False), Notebook()), REFRESH)
     console = Console(file=sys.stderr)
     if console.is_terminal:
         return Progress(Bar(console, Terminal()), REFRESH)

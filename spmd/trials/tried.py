@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import html
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.api import Result
+from spmd.cell import framed, table
 from spmd.errors import OptionError
 from spmd.run.history import History
 from spmd.run.sketch import spark
@@ -123,8 +123,7 @@ class Sweep:
 
     def _repr_html_(self) -> str:
         head, *rows = self._cells()
-        row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-        return "<table>" + row(head, "th") + "".join(row(cells, "td") for cells in rows) + "</table>"
+        return framed(f'<div class="wide">{table(head, rows)}</div>')
 
     def _cells(self) -> list[list[str]]:
         curves = {tried.number: spark(tried.history["loss"]).ljust(16) for tried in self.trials}

@@ -1,24 +1,29 @@
 """The curve of a run: every metric over steps, as it was trained and as it was evaluated."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
-from spmd.errors import OptionError, import_extra
+from spmd.errors import import_extra
 from spmd.run.history import History
+from spmd.viz.picture import Picture
 
 COLOURS = ("#3566c0", "#c4571f")  # trained, evaluated: told apart by lightness too
 WIDE = 30  # a metric that spans more than this factor is drawn on a logarithmic scale
 
 
-def curve(history: History, path: str | Path) -> Path:
-    """Draw train and evaluation metrics over steps into a file; its suffix says which kind (.png, .svg, .pdf).
+@overload
+def curve(history: History, path: None = None) -> Picture: ...
+@overload
+def curve(history: History, path: str | Path) -> Path: ...
+def curve(history: History, path: str | Path | None = None) -> Picture | Path:
+    """Draw train and evaluation metrics over steps: a picture for a notebook's cell, or into a file (.png, .svg, .pdf).
 
     One panel per metric: a thin line is what each step measured, a thick one its moving average, dots are evaluations.
 
     Returns:
-      The path of the file. Its folder is made if it is not there.
+      The path of the file, whose folder is made if it is not there; a `Picture` without a path.
 
     Raises:
       MissingExtraError: matplotlib is not installed (the extra `examples`).
@@ -31,28 +36,16 @@ def curve(history: History, path: str | Path) -> Path:
       >>> curve(history, tempfile.mkdtemp() + "/curve.png").read_bytes()[1:4]
       b'PNG'
     """
-    return save(figure(history), path)
-
-
-def save(drawn: Any, path: str | Path) -> Path:
-    """A figure into a file, of the kind that its suffix says.
-
-    Raises:
-      OptionError: a suffix that says nothing.
-    """
-    path, kinds = Path(path), drawn.canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in kinds:
-        raise OptionError(f'"{path}": its suffix does not say what kind of picture it is.\n    cure: such as .png, .svg or .pdf.')
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(path, dpi=130)
-    return path
+    picture = Picture(figure(history))
+    return picture if path is None else picture.save(path)
 
 
 def figure(history: History) -> Any:
     """The same drawing as a `matplotlib.figure.Figure`, with no window and no global state behind it."""
     make = import_extra("matplotlib.figure", "examples").Figure
     rows = list(history.rows())
-    names = list(dict.fromkeys(name.removeprefix("eval_") for name in history.names))
+    steady = {name for name in history.known() if len({row[name] for row in rows}) < 2}  # nothing that was measured: no curve
+    names = list(dict.fromkeys(name.removeprefix("eval_") for name in history.names if name not in steady))
     drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
     for axes, name in zip(np.atleast_1d(drawn.subplots(1, max(1, len(names)))), names or [""], strict=True):
         trained = [(row["step"], row[name]) for row in rows if name in row]

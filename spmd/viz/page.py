@@ -2,18 +2,14 @@
 
 import base64
 import html
-import io
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from spmd.api import Result
-from spmd.layout.summary import notes, rows
-from spmd.viz.drawing import figure
-
-COLUMNS = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
+from spmd.cell import table
+from spmd.layout.summary import COLUMNS, notes, rows
+from spmd.viz.drawing import curve
+from spmd.viz.placing import mesh_table
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -70,6 +66,7 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
       MissingExtraError: matplotlib is not installed (the extra `examples`).
 
     Example:
+      >>> import numpy as np
       >>> import optax, spmd, tempfile
       >>> model = spmd.FunctionalModel(lambda key: {"w": np.zeros((1, 1), "f")}, lambda params, x: x @ params["w"])
       >>> data = np.ones((8, 1), "f"), np.ones((8, 1), "f")
@@ -85,9 +82,9 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
         title=_safe(title),
         lead=_safe(f"{lead}; gradients meet by {layout.gradients.reduction}."),
         metrics=_metrics(result),
-        curve=_png(result),
-        mesh=_mesh(result.trainer.mesh),
-        layout=_table(COLUMNS, rows(resolved)),
+        curve=base64.b64encode(curve(result.history).png()).decode("ascii"),
+        mesh=mesh_table(result.trainer.mesh),
+        layout=table(COLUMNS, rows(resolved)),
         notes="".join(f"<p>{_safe(line)}</p>" for line in notes(resolved)),
         toml=_safe(layout.to_toml()),
         checkpoints=_checkpoints(checkpoint),
@@ -99,11 +96,6 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
 
 def _safe(text: Any) -> str:
     return html.escape(str(text))
-
-
-def _table(header: Sequence[Any], body: Iterable[Sequence[Any]], kind: str = "") -> str:
-    line = lambda tag, cells: "<tr>" + "".join(f"<{tag}>{_safe(cell)}</{tag}>" for cell in cells) + "</tr>"
-    return f'<table class="{kind}">' + "\n".join([line("th", header), *(line("td", row) for row in body)]) + "</table>"
 
 
 def _steps(result: Result) -> str:
@@ -121,27 +113,7 @@ def _metrics(result: Result) -> str:
         for name, value in row.items()
         if name != "step"
     ]
-    return _table(("metric", "measured in", "last value", "step"), body) if body else "<p>Nothing was measured.</p>"
-
-
-def _png(result: Result) -> str:
-    buffer = io.BytesIO()
-    figure(result.history).savefig(buffer, format="png", dpi=130)
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-def _mesh(mesh: Any) -> str:
-    """Device numbers where they stand on the mesh: the innermost axis runs to the right, all others down."""
-    *outer, inner = mesh.axis_names
-    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
-    header = (", ".join(outer), *(f"{inner} {column}" for column in range(ids.shape[-1])))
-    body = [
-        (", ".join(f"{axis} {at}" for axis, at in zip(outer, place, strict=True)), *map(str, ids[place]))
-        for place in np.ndindex(ids.shape[:-1])
-    ]
-    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    kind = mesh.devices.flat[0].device_kind
-    return f"<p>{_safe(sizes)}: {mesh.size} devices of kind {_safe(kind)}, by number</p>" + _table(header, body, "mesh")
+    return table(("metric", "measured in", "last value", "step"), body) if body else "<p>Nothing was measured.</p>"
 
 
 def _checkpoints(folder: str | Path | None) -> str:

@@ -2,18 +2,22 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from spmd.errors import OptionError, import_extra
 from spmd.nn.schedule import Schedule
-from spmd.viz.drawing import save
+from spmd.viz.picture import Picture
 
 FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#e4e4e4"  # of the first group of layers, and of the last
 LEGIBLE = 100  # ticks; in a wider table microbatches are not numbered
 
 
-def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path) -> Path:
-    """Draw a schedule into a file; its suffix says which kind (.png, .svg, .pdf).
+@overload
+def schedule(given: Schedule | Mapping[str, Schedule], path: None = None) -> Picture: ...
+@overload
+def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path) -> Path: ...
+def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path | None = None) -> Picture | Path:
+    """Draw a schedule: a picture for a notebook's cell, or into a file (.png, .svg, .pdf).
 
     One line per stage, one cell per tick: blue forward, orange backward, grey idle; the number is the microbatch's. Where a stage has
     several groups of layers, later ones are paler.
@@ -22,7 +26,7 @@ def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path) -> Path
       given: of `spmd.nn.schedule.make_schedule`; several, by title, are drawn below each other on the same axis of ticks.
 
     Returns:
-      The path of the file. Its folder is made if it is not there.
+      The path of the file, whose folder is made if it is not there; a `Picture` without a path.
 
     Raises:
       MissingExtraError: matplotlib is not installed (the extra `examples`).
@@ -34,7 +38,8 @@ def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path) -> Path
       >>> schedule(make_schedule("1f1b", stages=4, microbatches=8), tempfile.mkdtemp() + "/1f1b.png").read_bytes()[1:4]
       b'PNG'
     """
-    return save(schedule_figure(given), path)
+    picture = Picture(schedule_figure(given))
+    return picture if path is None else picture.save(path)
 
 
 def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:

@@ -63,9 +63,10 @@ def test_outputs_are_stripped(path):
 
 
 def quickstart(shown):
-    assert "image/png" in shown.kinds  # the curve
-    assert shown.text.count("Arrayviz") == 2  # the shardings
-    assert shown.text.count("eval_accuracy") == 14  # six evaluations and the last picture of the bar, for both layouts
+    assert shown.html.count("<svg") == 6  # two curves of the result, two bars' of the loss, two arrays
+    assert re.findall(r'text-anchor="middle">([^<]*)</text>', shown.html) == ["0-7", *"01234567"]  # who holds the kernel
+    assert "<td>data 3</td><td>6</td><td>7</td>" in shown.html and "<th>bytes/device</th>" in shown.html  # the mesh, and the table
+    assert shown.text.count("eval_accuracy") == 12  # five evaluations and the last picture of the bar, for both layouts
     assert shown.text.count("samples/s") == 2  # the bar is one output that is redrawn
     assert "test accuracy 0.9" in shown.text
 
@@ -93,7 +94,7 @@ def rows_of(text):
 def plan_before_you_rent(shown):
     """From a plan that does not fit, by cures that are planned, to a layout file that trains."""
     assert "ESTIMATE by XLA:CPU" in shown.html or "compiled by XLA:GPU" in shown.html
-    assert shown.html.count("<svg") == 4  # the plan's three drawings, and the curve
+    assert shown.html.count("<svg") == 5  # the plan's three drawings, an array and the curve
     assert "DOES NOT FIT" in shown.text
     cures = re.findall(r"^\[remat\] save = .*: (does not fit|fits), ", shown.text, re.MULTILINE)
     assert len(cures) >= 1 and cures[-1] == "fits"

@@ -235,6 +235,9 @@ def test_a_search_as_a_user_sees_it(device, tmp_path, monkeypatch):
     assert again.timeline.seconds == found.best.timeline.seconds and again.memory == found.best.memory
     pipeline = {why for one, why in found.rejected.items() if one.layout.name == "pipeline"}
     assert len(pipeline) == 1 and "calls none" in pipeline.pop()
+    shown = dataclasses.replace(found, left_out={"<b>odd</b>": "why"})._repr_html_()
+    assert shown.count("<tr>") == 1 + len(found.plans) and "&lt;b&gt;odd&lt;/b&gt;: why" in shown and "<b>odd" not in shown
+    assert repr(found.best).startswith(f"Plan of {found.best.layout.name} on mesh data=2 of 1x2x") and "\n" not in repr(found.best)
 
 
 def test_nothing_fits_and_the_smallest_mesh_that_would_hold_it(device):
@@ -243,6 +246,7 @@ def test_nothing_fits_and_the_smallest_mesh_that_would_hold_it(device):
     found = spmd.search(MODEL, BATCH, target=target, candidates=["fsdp"], compiles=1, **TRAINS)
     assert found.best is None and not found.plans and found.would_hold.fits and found.would_hold.cluster.count == 4
     assert f"Nothing that was compiled fits 1x2xsmall{340 * KIB}; fsdp on mesh data={found.would_hold.cluster.count}" in str(found)
+    assert "Nothing that was compiled fits" in found._repr_html_() and "<table" not in found._repr_html_()
     with pytest.raises(SpmdError, match="nothing that was compiled fits") as caught:
         found.layout  # noqa: B018
     assert "would hold it" in str(caught.value)

@@ -3,23 +3,36 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from spmd.comm.server.account import Account
 from spmd.errors import OptionError, import_extra
-from spmd.viz.drawing import save
+from spmd.viz.picture import Picture
 
 COMPUTES, TRAVELS, WAITS, DROPPED, UPDATE = "#3566c0", "#c4571f", "#e4e4e4", "#b9c9e8", "#222222"
 GRADIENTS = 16  # so many, one after another, can be told apart on a line
 HIGH = 0.72  # of a line that is one unit high
 
 
+@overload
 def timeline(
-    account: Account | Mapping[str, Account], path: str | Path, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16
-) -> Path:
-    """Draw a parameter server's simulated clock into a file; its suffix says which kind (.png, .svg, .pdf).
+    account: Account | Mapping[str, Account], path: None = None, *, begin: float = ..., seconds: float | None = ..., workers: int = ...
+) -> Picture: ...
+@overload
+def timeline(
+    account: Account | Mapping[str, Account], path: str | Path, *, begin: float = ..., seconds: float | None = ..., workers: int = ...
+) -> Path: ...
+def timeline(
+    account: Account | Mapping[str, Account],
+    path: str | Path | None = None,
+    *,
+    begin: float = 0.0,
+    seconds: float | None = None,
+    workers: int = 16,
+) -> Picture | Path:
+    """Draw a parameter server's simulated clock: a picture for a notebook's cell, or into a file (.png, .svg, .pdf).
 
     One line per worker: blue it computes, pale and hatched it computes a gradient that is dropped, orange the gradient stands in line for a
     link and travels, grey it waits. A tick above the lines is an update.
@@ -30,7 +43,7 @@ def timeline(
       workers: so many are drawn, the first; the picture says how many are left out.
 
     Returns:
-      The path of the file. Its folder is made if it is not there.
+      The path of the file, whose folder is made if it is not there; a `Picture` without a path.
 
     Raises:
       MissingExtraError: matplotlib is not installed (the extra `examples`).
@@ -42,7 +55,8 @@ def timeline(
       >>> timeline(told, tempfile.mkdtemp() + "/timeline.png").read_bytes()[1:4]
       b'PNG'
     """
-    return save(timeline_figure(account, begin=begin, seconds=seconds, workers=workers), path)
+    picture = Picture(timeline_figure(account, begin=begin, seconds=seconds, workers=workers))
+    return picture if path is None else picture.save(path)
 
 
 def timeline_figure(

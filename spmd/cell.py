@@ -1,0 +1,84 @@
+"""What objects show at the end of a notebook's cell: HTML in one style and in the page's own ink, on white and on black."""
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+# Paper and ink are the page's: what a browser prefers is not always what a notebook has.
+STYLE = """
+.spmd-cell {
+  --ink: currentColor; --soft: #8883; --line: #8886; --good: #2f8f57; --bad: #d9483b; --tight: #b7791f; --a: #3566c0; --b: #6f9ae0;
+  --c: #c4571f; --d: #8a6fc4; --e: #2f8f83; --f: #9aa3b2; --g: #d9a441; --h: #b3b9c6; --i: #4c9fb5; font: 14px/1.5 system-ui, sans-serif;
+}
+.spmd-cell h1 { font-size: 1.4rem; margin: 0 }
+.spmd-cell h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; border-bottom: 1px solid var(--line) }
+.spmd-cell p { margin: .4rem 0 }
+.spmd-cell table { border-collapse: collapse; margin: .4rem 0; font-size: .9em }
+.spmd-cell table tr :is(td, th) { padding: .15rem .9rem .15rem 0; text-align: left !important; white-space: nowrap }
+.spmd-cell table tr :is(td, th) { border: 0; border-bottom: 1px solid var(--soft) }
+.spmd-cell :is(td, pre) { font-family: ui-monospace, monospace }
+.spmd-cell table tr:nth-child(n) { background: none }
+.spmd-cell pre { background: var(--soft); padding: .7rem; white-space: pre-wrap; font-size: .88em }
+.spmd-cell .wide { overflow-x: auto }
+.spmd-cell svg { display: block; width: 100%; max-width: 960px }
+.spmd-cell svg text { font: 12px system-ui, sans-serif; fill: currentColor }
+.spmd-cell svg text.on { fill: #fff; paint-order: stroke; stroke: #000a; stroke-width: 2.5px }
+.spmd-cell .verdict { font-weight: 600; color: var(--good) }
+.spmd-cell .verdict.bad { color: var(--bad) }
+.spmd-cell .verdict.tight { color: var(--tight) }
+"""
+
+
+class Html(str):
+    """HTML as a string that a notebook shows as what it says.
+
+    >>> Html("<b>four</b>")._repr_html_()
+    '<b>four</b>'
+    """
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
+class Text(str):
+    """Text that a cell shows as it is printed, or as the HTML that says the same.
+
+    >>> Text("a  b")
+    a  b
+    """
+
+    _shown: Html | None
+
+    def __new__(cls, text: str, shown: Html | None = None) -> "Text":
+        """`shown` is the HTML, if there is any."""
+        made = super().__new__(cls, text)
+        made._shown = shown
+        return made
+
+    __repr__ = str.__str__
+
+    def _repr_html_(self) -> Html | None:
+        return self._shown
+
+
+def framed(body: str) -> Html:
+    """HTML with the style that tables and drawings are in, for a page or a notebook's cell."""
+    return Html(f'<div class="spmd-cell"><style>{STYLE}</style>{body}</div>')
+
+
+def table(header: Sequence[Any], body: Iterable[Sequence[Any]], kind: str = "") -> str:
+    """A table as HTML, one row to a line; every cell is text and is escaped.
+
+    >>> table(["path"], [["a<b"]])
+    '<table><tr><th>path</th></tr>\\n<tr><td>a&lt;b</td></tr></table>'
+    """
+    line = lambda tag, cells: "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+    named = f' class="{kind}"' if kind else ""
+    return f"<table{named}>" + "\n".join([line("th", header), *(line("td", row) for row in body)]) + "</table>"
+
+
+def folded(title: str, body: str) -> str:
+    """HTML below a title that opens it."""
+    return f"<details><summary>{html.escape(title)}</summary>{body}</details>"

@@ -1,0 +1,117 @@
+"""What a notebook's cell shows: one style, whatever comes from users escaped, and drawings that show by themselves."""
+
+import re
+import types
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import spmd
+from spmd import viz
+from spmd.api import Result
+from spmd.errors import MeshError, OptionError
+from spmd.nn.schedule import make_schedule
+from spmd.run.history import History
+from spmd.trials.study import Trial
+from spmd.trials.tried import Sweep, Tried
+
+ODD = "<b>odd</b>"
+
+
+def history(name=ODD):
+    made = History((name,))
+    made.add_steps(1, np.array([[[2.0], [1.0]], [[1.0], [1.0]]]))
+    made.add_evaluation(2, {f"eval_{name}": 1.5})
+    return made
+
+
+def layout():
+    rules = (spmd.Rule(f"{ODD}/**/kernel", (None, "model"), except_=(f"{ODD}/head",), line=7),)
+    words = {"gradients": spmd.Gradients(rules=(spmd.GradientRule(f"{ODD}/embed", "int8"),)), "default": spmd.Default("shard:data")}
+    return spmd.Layout(f"for {ODD}", (("data", -1), ("model", 2)), params=rules, axes=((ODD, "model"),), name=ODD, **words)
+
+
+def sweep():
+    tried = Tried(Trial(0, {"rate": ODD}, 0), 0.5, {}, history("loss"), "done", None)
+    return Sweep([tried], [], ("eval_loss", "min"), 1)
+
+
+def result():
+    return Result(types.SimpleNamespace(step=3), history(), f"because {ODD}", None)
+
+
+@pytest.mark.parametrize("made", [history, layout, sweep, result], ids=lambda made: made.__name__)
+def test_what_comes_from_users_is_escaped(made):
+    shown = made()._repr_html_()
+    assert "&lt;b&gt;odd&lt;/b&gt;" in shown and "<b>odd" not in shown
+    assert not re.findall(r"(?:src|href)=|url\(|@import|prefers-color-scheme", shown), "nothing is fetched, and ink is the page's"
+
+
+def test_a_layout_is_a_line_and_a_table():
+    assert repr(layout()) == f"Layout {ODD} on data=-1, model=2: 1 rule, 1 axis name, else shard:data; gradients by compiler, exact"
+    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", layout()._repr_html_())]
+    safe = ODD.replace("<", "&lt;").replace(">", "&gt;")
+    assert rows == [
+        ["", "of", "is", "except", "line"],
+        ["parameters", f"{safe}/**/kernel", "[&quot;-&quot;, &quot;model&quot;]", f"{safe}/head", "7"],
+        ["axis name", safe, "&quot;model&quot;", "", ""],
+        ["parameters", "all others", "shard:data", "", ""],
+        ["batch", "all others", "[&quot;data&quot;]", "", ""],
+        ["gradients", f"{safe}/embed", "int8", "", ""],
+        ["gradients", "all others", "reduction compiler, codec exact", "", ""],
+    ]
+    plain = re.findall(r"<th>(.*?)</th>", spmd.Layout.load("zero1")._repr_html_())
+    assert plain == ["", "of", "is"], "columns that say nothing are left out"
+
+
+def test_every_key_of_a_layout_is_shown():
+    """What a shipped file says beyond the defaults stands in its table."""
+    shown = spmd.Layout.load("diloco")._repr_html_().split("<details>")[0]
+    for said in ("mode local, every 50", "codec bfloat16", "error_feedback true"):
+        assert said in shown, said
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda *path: viz.curve(history("loss"), *path),
+        lambda *path: viz.schedule(make_schedule("gpipe", stages=2, microbatches=2), *path),
+        lambda *path: viz.timeline(spmd.simulate(spmd.ParameterServer(), workers=2, steps=3), *path),
+    ],
+    ids=["curve", "schedule", "timeline"],
+)
+def test_drawings_show_where_no_file_is_asked_for(draw, tmp_path):
+    picture = draw()
+    png, size = picture._repr_png_()
+    assert png.startswith(b"\x89PNG") and size["width"] > size["height"] > 100 and "dots" in repr(picture)
+    assert draw(tmp_path / "new" / "drawn.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in picture.save(tmp_path / "drawn.svg").read_text(encoding="utf-8")
+
+
+def test_a_mesh_is_drawn_by_its_devices():
+    shown = viz.devices(spmd.make_mesh("data=2,model=2,stage=2"))
+    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", shown._repr_html_())]
+    assert rows[0] == ["data, model", "stage 0", "stage 1"] and rows[2] == ["data 0, model 1", "2", "3"] and len(rows) == 5
+    with pytest.raises(MeshError, match="cure:"):
+        viz.devices("data=3")
+
+
+def test_an_array_is_drawn_by_its_pieces():
+    mesh = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("data", "model"))
+    cut = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(mesh, PartitionSpec(None, "model")))
+    shown = viz.pieces(cut, ODD)
+    assert re.findall(r'text-anchor="middle">([^<]*)<', shown) == ["1, 3, 5, 7", "0, 2, 4, 6"], "devices by number, not by place"
+    assert "&lt;b&gt;odd" in shown and "<b>odd" not in shown
+    with pytest.raises(OptionError, match="on no mesh"):
+        viz.pieces(np.zeros(3))
+
+
+def test_what_is_printed_is_what_a_cell_shows():
+    """Text, with lines as they are, whether it is printed or stands alone; a summary has a table beside."""
+    model = spmd.FunctionalModel(lambda key: {ODD: np.zeros((8, 4), "f")}, lambda params, x: x @ params[ODD])
+    summary = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1)).summary()
+    assert repr(summary) == str(summary) and "\n" in summary
+    assert "<td>float32[8, 4]</td>" in summary._repr_html_() and "<b>odd" not in summary._repr_html_()
