@@ -1,7 +1,7 @@
 """Trials of one shape as one compiled program: their states side by side, cut over the mesh's `net` axis."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from spmd.layout.declare import spec_axes
 from spmd.train.placed import Placed
 from spmd.train.program import prepared
 from spmd.train.state import State
-from spmd.tree import Tree
+from spmd.tree import Tree, abstract
 from spmd.trials.space import SEED
 from spmd.trials.study import Study, Trial
 
@@ -27,10 +27,11 @@ class Packed:
     """The compiled functions for trials that differ only in what is traced.
 
     `values` are the traced hyper-parameters, float32[slots] each; `states` have leaves [slots, ...]. Slots are cut over `net`; each
-    device's own run one after the other or abreast, each trial on the devices along `data`.
+    device's own run one after the other or abreast, each trial on the devices along `data`. `data` gives the examples, whole on every
+    device; it is called when steps are.
     """
 
-    def __init__(self, study: Study, first: Trial, mesh: Mesh, data: Tree):
+    def __init__(self, study: Study, first: Trial, mesh: Mesh, data: Callable[[], Tree]):
         self.study, self.first, self.mesh, self._data, self._abreast = study, first, mesh, data, not study.exact
         inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
         optimizer = study.optimizer_of(first.given)
@@ -120,6 +121,26 @@ class Packed:
           The states, and metrics float32[slots, steps, 2, names], sums and counts.
         """
         shared = rows.shape[0] == 1
+        function, rows_at, weights_at = self._steps(rows.shape, shared=shared)
+        placed = jax.device_put((rows.astype(np.int32), weights), (rows_at, weights_at))
+        return function(states, values, self._data(), *placed)
+
+    def compiled(self, slots: int, count: int, rows: int, *, shared: bool) -> Any:
+        """The program of `count` updates of so many slots, on shapes; `steps` then runs it. `shared`: all slots have the same rows."""
+        shape = (1 if shared else slots, count, rows)
+        function, rows_at, weights_at = self._steps(shape, shared=shared)
+        values = {name: jax.ShapeDtypeStruct((slots,), jnp.float32, sharding=self._cut) for name in self._one()}
+        given = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_at), jax.ShapeDtypeStruct(shape[1:], jnp.float32, sharding=weights_at)
+        return function.trace(self.abstract(slots), values, self.abstract_data, *given).lower().compile()
+
+    @property
+    def abstract_data(self) -> Tree:
+        """Shapes and shardings of the examples."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), abstract(self.study.data.arrays))
+
+    def _steps(self, shape: tuple[int, ...], *, shared: bool) -> tuple[Any, NamedSharding, NamedSharding]:
+        """The function of `steps` for rows of such a shape, and where it takes rows and weights."""
         rows_spec, batch = PartitionSpec(None if shared else NET, None, DATA), PartitionSpec(None, DATA)
         if DATA not in self.mesh.shape:
             rows_spec, batch = PartitionSpec(None if shared else NET), PartitionSpec()
@@ -130,15 +151,9 @@ class Packed:
                 return self._several(lambda state, values: one(state, values, rows[0]), states, values)
             return self._several(one, states, values, rows)
 
-        function = self._function(
-            ("steps", *rows.shape, shared),
-            local,
-            (PartitionSpec(NET), PartitionSpec(NET), PartitionSpec(), rows_spec, batch),
-            2,
-            self.program.donated,
-        )
-        placed = jax.device_put((rows.astype(np.int32), weights), (NamedSharding(self.mesh, rows_spec), NamedSharding(self.mesh, batch)))
-        return function(states, values, self._data, *placed)
+        specs = (PartitionSpec(NET), PartitionSpec(NET), PartitionSpec(), rows_spec, batch)
+        function = self._function(("steps", *shape, shared), local, specs, 2, self.program.donated)
+        return function, NamedSharding(self.mesh, rows_spec), NamedSharding(self.mesh, batch)
 
     def evaluate(self, states: State, batch: Tree, weights: np.ndarray) -> np.ndarray:
         """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every device of a trial computes it."""

@@ -1,5 +1,6 @@
 """`sweep`: many trainings in one compiled program."""
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.progress import make_progress
 from spmd.train.placed import Options
 from spmd.trials.contest import Contest
+from spmd.trials.course import calls
+from spmd.trials.memory import check_room
 from spmd.trials.packed import DATA, NET, Packed
 from spmd.trials.rungs import Halving, check_search
 from spmd.trials.shelf import Shelf
@@ -51,6 +54,7 @@ def sweep(
     seed: int = 0,
     steps_per_call: int = 50,
     exact: bool = True,
+    check_memory: bool = True,
     progress: bool | str = "auto",
 ) -> Sweep:
     """Train many networks that differ in hyper-parameters, those of equal shapes in one compiled program.
@@ -80,6 +84,8 @@ def sweep(
       exact: trials of one device are computed one after the other, each as if it were alone. False: abreast, their matrices as one larger
         array, which is faster where one small network leaves a device idle; sums are then taken in another order, and training can make
         much of that. Networks with convolutions are computed one after the other in any case.
+      check_memory: ask the compiler, before anything is allocated, whether as many trials as are at once fit the devices, and do not start
+        what does not. CPUs do not say what they have.
 
     Returns:
       A `Sweep`: the table, and the best as results of their own.
@@ -116,9 +122,13 @@ def sweep(
         )
     if config is None and resume:
         raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
-    resident = on_devices(own.arrays, devices)
-    packs = {key: Packed(study, first, devices, resident) for key, first in _firsts(study, wanted).items()}
+    resident, alike = functools.cache(lambda: on_devices(own.arrays, devices)), _alike(study, wanted)
+    packs = {key: Packed(study, equal[0], devices, resident) for key, equal in alike.items()}
     measure = _measure(score, mode, study, packs)
+    every = own.steps_per_epoch if config is None or config.every is None else config.every
+    for key, packed in packs.items() if check_memory else ():
+        first = next(calls(packed, 0, plan[0][1], limit=steps_per_call, every=every))
+        check_room(packed, alike[key], at_once, first)
     folder = None if config is None else Path(config.path).absolute()
     about = {
         "trials": str([trial.given for trial in wanted]),
@@ -134,8 +144,8 @@ def sweep(
         "precision": precision,
         "exact": str(exact),
     }
-    every = own.steps_per_epoch if config is None or config.every is None else config.every
-    contest = Contest(study, packs, Shelf(folder, about, resume=resume), plan, measure, at_once, keep, steps_per_call, every, shown)
+    shelf, _ = Shelf(folder, about, resume=resume), resident()
+    contest = Contest(study, packs, shelf, plan, measure, at_once, keep, steps_per_call, every, shown)
     return contest.run(wanted, None if folder is None else folder / "best")
 
 
@@ -185,11 +195,11 @@ def _mesh(mesh: Any, batch_size: int) -> Mesh:
     return found
 
 
-def _firsts(study: Study, trials: list[Trial]) -> dict[tuple, Trial]:
-    """The first trial of each program."""
-    found: dict[tuple, Trial] = {}
+def _alike(study: Study, trials: list[Trial]) -> dict[tuple, list[Trial]]:
+    """The trials of each program."""
+    found: dict[tuple, list[Trial]] = {}
     for trial in trials:
-        found.setdefault(study.written(trial), trial)
+        found.setdefault(study.written(trial), []).append(trial)
     return found
 
 
