@@ -203,8 +203,9 @@ def test_inputs_are_those_of_the_loss_or_are_given(tmp_path):
         ({"image": np.ones((2, 8, 8, 1), np.float32)}, r"the inputs are image float32\[2, 8, 8, 1\]; the model takes"),
         (np.ones((0, 8, 8, 1), np.float32), r"0 rows"),
         (np.float32(1), r"no dim 0"),
+        ([[[[1.0]] * 8] * 8] * 2, r"the inputs are a list; the model takes float32\[rows, 8, 8, 1\]\.\n    cure: numpy\.asarray"),
     ],
-    ids=["shape", "dtype", "tree", "no rows", "scalar"],
+    ids=["shape", "dtype", "tree", "no rows", "scalar", "list"],
 )
 def test_inputs_that_do_not_fit(folders, given, words):
     loaded = spmd.load_exported(folders["functional"])
@@ -224,6 +225,13 @@ def harm(place, kind):
         (place / NAME).unlink()
     elif kind == "a list":
         (place / "model.json").write_text("[]")
+    elif kind in ("weights cut", "an entry less"):
+        about = json.loads((place / "model.json").read_text())
+        del about["platforms" if kind == "an entry less" else "step"]
+        (place / "model.json").write_text(json.dumps(about))
+        (place / "weights.npz").write_bytes((place / "weights.npz").read_bytes()[: -1 if kind == "an entry less" else 200])
+        (place / NAME).unlink()
+        seal(place)
     elif kind == "nothing":
         (place / "model.json").unlink()
     else:
@@ -239,6 +247,8 @@ def harm(place, kind):
         "a bit of the weights": r"is damaged: weights\.npz is not what was written\.\n    cure: export it again",
         "no program": r"is damaged: program\.bin is missing",
         "no manifest": r"is damaged: it has no manifest",
+        "weights cut": r"is damaged: weights\.npz does not hold what model\.json says: BadZipFile",
+        "an entry less": r"is damaged: model\.json lacks platforms\.\n    cure: export it again",
         "a list": r"is damaged: model\.json cannot be read",
         "nothing": r"is no exported model: it has no model\.json",
         "of tomorrow": r"is of format 2; this version reads 1\.\n    cure: the version of spmd that wrote it",
