@@ -112,27 +112,15 @@ plt.show()
 # %% [markdown]
 # ## Three that vote
 #
-# `tried.result()` is what `spmd.fit` would have returned. The mean of the three networks' probabilities is judged on digits that neither
-# trained nor chose them, by log loss: minus the logarithm of what the true digit was given.
-
+# `found.ensemble()` makes one of the best: their probabilities' mean, computed in one program. It is judged on digits that neither
+# trained nor chose them, beside each member alone: by log loss, minus the logarithm of what the true digit was given, and more.
 
 # %%
-def softmax(logits):
-    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return shares / shares.sum(axis=1, keepdims=True)
-
-
-def log_loss(probabilities):
-    return -np.log(probabilities[np.arange(len(judge["y"])), judge["y"]]).mean()
-
-
-members = {tried.number: softmax(np.asarray(tried.result().predict(judge["x"]))) for tried in found.best}
-alone = {number: log_loss(member) for number, member in members.items()}
-together = np.mean(list(members.values()), axis=0)
-right = lambda probabilities: (probabilities.argmax(axis=1) == judge["y"]).mean()
-for number, member in members.items():
-    print(f"trial {number:2d}        log loss {alone[number]:.4f}  accuracy {right(member):.3f}")
-print(f"the three's mean  log loss {log_loss(together):.4f}  accuracy {right(together):.3f}")
+ensemble = found.ensemble()
+judged = ensemble.evaluate(judge)
+print(ensemble)
+print(judged)
+together, alone = judged.ensemble["log loss"], [member["log loss"] for member in judged.members.values()]
 
 # %% [markdown]
 # ## The worse ones end early
@@ -171,13 +159,13 @@ claims = [
         f"It matters: the worst has {scores[-1] / scores[0]:.0f} times the loss of the best.",
     ),
     (
-        log_loss(together) < np.mean(list(alone.values())),
-        f"Three that vote have a log loss of {log_loss(together):.4f}; the mean of their own is {np.mean(list(alone.values())):.4f}. "
+        together < np.mean(alone),
+        f"Three that vote have a log loss of {together:.4f}; the mean of their own is {np.mean(alone):.4f}. "
         "That much is no luck: the logarithm bends the right way, whatever the networks.",
     ),
     (
-        log_loss(together) < min(alone.values()),
-        f"They also beat the best of them, which has {min(alone.values()):.4f}. That is not so for any three networks.",
+        together < min(alone),
+        f"They also beat the best of them, which has {min(alone):.4f}. That is not so for any three networks.",
     ),
     (
         steps(halved) < 0.5 * steps(found) and rank <= 3,

@@ -87,7 +87,7 @@ class CompileError(SpmdError):
 
 
 class RoomError(SpmdError):
-    """A step needs more memory than a device has, as the compiler says."""
+    """A step needs more memory than a device has, as the compiler says; or the trials of a sweep do."""
 
 
 class CodecError(SpmdError):

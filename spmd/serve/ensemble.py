@@ -23,9 +23,11 @@ from spmd.serve.stacked import NET, ROWS, Net, Stacked, groups_of, rows_of, tabl
 from spmd.serve.uncertainty import COMBINE
 from spmd.serve.workers import Answer, Workers
 from spmd.train.losses import cross_entropy
+from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe
 
+LONGEST = 1e6  # seconds; a lock cannot wait for any number of them
 COLUMNS = ("log loss", "accuracy", "calibration error", "entropy", "disagreement")
 
 
@@ -93,6 +95,8 @@ class Ensemble:
     def __init__(self, members: Sequence[Any] | Mapping[str, Any], *, combine: str = "mean", mesh: str | Mesh | None = None):
         if combine not in COMBINE:
             raise OptionError(f"combine={combine!r}.\n    cure: {did_you_mean(str(combine), COMBINE)}")
+        if not isinstance(members, Mapping | Sequence) or isinstance(members, str):
+            raise OptionError(f"members is {a_kind(members)}.\n    cure: a list of members, or a dict by name.")
         named = dict(members) if isinstance(members, Mapping) else {str(at): member for at, member in enumerate(members)}
         if not named:
             raise OptionError("an ensemble of no members.\n    cure: at least one.")
@@ -203,8 +207,10 @@ class Ensemble:
         Raises:
           EnsembleError: nobody has answered in time, who is late, and what the others raised; or the ensemble was closed meanwhile.
         """
-        if deadline is not None and not deadline > 0:
+        if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline > 0):
             raise OptionError(f"deadline={deadline!r}: seconds, above 0.")
+        if deadline is not None and deadline > LONGEST:
+            raise OptionError(f"deadline={deadline!r}: at most {LONGEST:.0e} seconds.\n    cure: None, which waits for all.")
         rows = check_inputs(inputs, self._nets[0].inputs) if self._nets else check_leaves(inputs, "the inputs")
         with self._starting:
             if self._workers is None:
@@ -277,6 +283,8 @@ def _member(name: str, given: Any) -> Net | Callable[[Tree], Any]:
     pair = (given.trainer, given.state) if hasattr(given, "trainer") and hasattr(given, "state") else given
     if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Trainer):
         trainer, state = pair
+        if not isinstance(state, State | str | Path | Checkpoint):
+            raise OptionError(f"member {name} is a trainer and {a_kind(state)}.\n    cure: (trainer, state), or (trainer, folder).")
         forward = forward_of(trainer, trainer.restore(state) if isinstance(state, str | Path | Checkpoint) else state)
         return Net(name, forward.function, forward.arrays, forward.inputs)
     if callable(given):

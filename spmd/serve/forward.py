@@ -119,8 +119,10 @@ def check_inputs(inputs: Tree, wanted: Tree) -> int:
     Raises:
       DataError: another tree, other shapes or dtypes, or no rows; what is there, and what is wanted.
     """
-    rows = check_leaves(inputs, "the inputs")
     told = ", ".join(f"{path} {_any_rows(leaf)}".strip() for path, leaf in flatten(wanted).items())
+    if isinstance(inputs, list) and not isinstance(wanted, list):
+        raise DataError(f"the inputs are a list; the model takes {told}.\n    cure: numpy.asarray(inputs, ...), with that dtype.")
+    rows = check_leaves(inputs, "the inputs")
     found = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(inputs).items())
     if jax.tree.structure(inputs) != jax.tree.structure(wanted):
         raise DataError(f"the inputs are {found}; the model takes {told}, in that kind of tree.")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import ExportError, import_extra
+from spmd.errors import ExportError, OptionError, a_kind, import_extra
 from spmd.run.manifest import damage
 from spmd.serve.forward import check_batch_size, check_inputs, in_chunks, joined
 from spmd.serve.weights import Stored, read_arrays
 from spmd.serve.write import ABOUT, FORMAT, PROGRAM, WEIGHTS
 from spmd.tree import Tree
+
+NEEDED = ("platforms", "batch", "inputs", "outputs", "weights", "versions", "arrays")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +123,8 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     why = damage(place)
     if why is not None:
         raise ExportError(f"the exported model in {folder} is damaged: {why}.\n    cure: export it again, or another copy.")
+    if device is not None and not isinstance(device, jax.Device):
+        raise OptionError(f"device={device!r} is {a_kind(device)}.\n    cure: one of jax.devices().")
     platform = jax.export.default_export_platform() if device is None else {"gpu": "cuda"}.get(device.platform, device.platform)
     if platform not in about["platforms"]:
         cure = f"export(..., platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
@@ -132,8 +137,12 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     shapes = jax.tree.unflatten(program.in_tree, program.in_avals)[0][1]
     # dim 0 may be a symbol: 1 stands for any
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((about["batch"] or 1, *x.shape[1:]), x.dtype), shapes)
-    stored = [Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in about["arrays"]]
-    arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
+    try:
+        stored = [Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in about["arrays"]]
+        arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
+    except (zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
+        why = f"{WEIGHTS} does not hold what {ABOUT} says: {type(error).__name__}: {error}"
+        raise ExportError(f"the exported model in {folder} is damaged: {why}.\n    cure: export it again, or another copy.") from error
     return ExportedModel(place, about, inputs, arrays, program)
 
 
@@ -146,10 +155,13 @@ def _about(place: Path) -> dict[str, Any]:
     try:
         about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
         found = int(about["format"])
+        missing = [name for name in NEEDED if name not in about] if found == FORMAT else []
     except FileNotFoundError:
         raise ExportError(f"{place} is no exported model: it has no {ABOUT}.") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ExportError(f"the exported model in {place} is damaged: {ABOUT} cannot be read: {type(error).__name__}.") from error
+    if missing:
+        raise ExportError(f"the exported model in {place} is damaged: {ABOUT} lacks {', '.join(missing)}.\n    cure: export it again.")
     if found != FORMAT:
         cure = "the version of spmd that wrote it, or a later one"
         raise ExportError(f"the exported model in {place} is of format {found}; this version reads {FORMAT}.\n    cure: {cure}.")

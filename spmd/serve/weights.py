@@ -112,7 +112,7 @@ class Writer:
 
 def read_arrays(path: Path, stored: list[Stored], place: Callable[[np.ndarray], Any]) -> list[Any]:
     """The arrays of a file as an exported function takes them, each given to `place`: one, or a pair of int8 and scales."""
-    with np.load(path, allow_pickle=False) as file:
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
 
         def one(entry: Stored) -> Any:
             values = file[entry.path]

@@ -131,6 +131,10 @@ class Workers:
             self._one.release()
         failed = {name: f"{type(what).__name__}: {what}" for name, what in said.items() if isinstance(what, BaseException)}
         logits = {name: said[name] for name in names if name in said and name not in failed}
+        for name, each in list(logits.items()):
+            if _fits(each, rows) and (lost := _lost(each)):
+                failed[name] = f"it answered {describe(each)}, {lost} of {each.size // each.shape[-1]} rows without finite numbers"
+                del logits[name]
         shape = Counter(each.shape for each in logits.values() if _fits(each, rows)).most_common(1)
         for name, each in list(logits.items()):
             if not shape or each.shape != shape[0][0] or not _fits(each, rows):
@@ -157,6 +161,12 @@ class Workers:
         busy = [worker.name for worker in self._workers if worker.thread.is_alive()]
         if busy:
             logging.getLogger("spmd").warning("members that still answer an old question, and end with it: %s", ", ".join(busy))
+
+
+def _lost(said: np.ndarray) -> int:
+    """Rows of logits of which no probabilities can be made; a class may be impossible, all may not."""
+    largest = said.max(axis=-1, initial=-np.inf)  # NaN where one is
+    return int((~np.isfinite(largest)).sum())
 
 
 def _fits(said: np.ndarray, rows: int) -> bool:

@@ -141,6 +141,8 @@ def _named(forward: Forward) -> Iterator[tuple[str, Any]]:
 
 
 def _platforms(given: Sequence[str] | None) -> tuple[str, ...]:
+    if not isinstance(given, str | Sequence | None):
+        raise OptionError(f"platforms={given!r}.\n    cure: of {', '.join(PLATFORMS)}.")
     chosen = (jax.export.default_export_platform(),) if given is None else (given,) if isinstance(given, str) else tuple(given)
     for name in chosen:
         if name not in PLATFORMS:

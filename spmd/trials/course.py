@@ -44,6 +44,13 @@ def pieces(data: ArraySource, start: int, stop: int, *, limit: int, every: int, 
         step = min(ends)
 
 
+def calls(packed: Packed, start: int, stop: int, *, limit: int, every: int) -> Iterator[Piece]:
+    """The calls of a program's steps."""
+    program = packed.program
+    limit = 1 if program.convolutions and program.placed.platform == "cpu" else limit  # a loop around them is slow there
+    return pieces(packed.study.data, start, stop, limit=limit, every=every, pad=program.pad_training)
+
+
 class Rows:
     """Which rows of the data each step of a trial has: those that `spmd.fit` gives it, in the same order."""
 
@@ -92,8 +99,7 @@ class Chunk:
           limit: steps of one call.
           tell: called with the step and the metrics of the newest steps, float32[trials, steps, 2, names].
         """
-        data, program = self.packed.study.data, self.packed.program
-        rows, slots = Rows(data), self.slots
+        rows, slots = Rows(self.packed.study.data), self.slots
         values = self.packed.values(slots)
         seeds = [trial.seed for trial in slots]
         seeds = seeds[:1] if len(set(seeds)) == 1 else seeds
@@ -104,9 +110,8 @@ class Chunk:
                 self.measured.append(np.asarray(jax.device_get(waiting))[: len(self.trials)])
                 tell(self.step, self.measured[-1])
 
-        limit = 1 if program.convolutions and program.placed.platform == "cpu" else limit  # a loop around them is slow there
         with jax.transfer_guard("disallow"):
-            for piece in pieces(data, self.step, stop, limit=limit, every=every, pad=program.pad_training):
+            for piece in calls(self.packed, self.step, stop, limit=limit, every=every):
                 index = np.stack([rows.index(seed, piece) for seed in seeds])
                 self.states, packed = self.packed.steps(self.states, values, index, rows.weights(piece))
                 read()  # while the devices go on

@@ -1,7 +1,7 @@
 """Trials of one shape as one compiled program: their states side by side, cut over the mesh's `net` axis."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.residence import on_devices
-from spmd.errors import LayoutError, OptimizerError, SpmdError
+from spmd.errors import LayoutError, LossError, ModelError, OptimizerError, SpmdError
 from spmd.layout.declare import spec_axes
 from spmd.train.placed import Placed
 from spmd.train.program import prepared
 from spmd.train.state import State
-from spmd.tree import Tree
+from spmd.tree import Tree, abstract, describe, flatten
 from spmd.trials.space import SEED
 from spmd.trials.study import Study, Trial
 
@@ -27,10 +27,11 @@ class Packed:
     """The compiled functions for trials that differ only in what is traced.
 
     `values` are the traced hyper-parameters, float32[slots] each; `states` have leaves [slots, ...]. Slots are cut over `net`; each
-    device's own run one after the other or abreast, each trial on the devices along `data`.
+    device's own run one after the other or abreast, each trial on the devices along `data`. `data` gives the examples, whole on every
+    device; it is called when steps are.
     """
 
-    def __init__(self, study: Study, first: Trial, mesh: Mesh, data: Tree):
+    def __init__(self, study: Study, first: Trial, mesh: Mesh, data: Callable[[], Tree]):
         self.study, self.first, self.mesh, self._data, self._abreast = study, first, mesh, data, not study.exact
         inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
         optimizer = study.optimizer_of(first.given)
@@ -63,7 +64,10 @@ class Packed:
         except SpmdError:
             raise
         except Exception as error:
-            raise OptimizerError(f"the optimizer's init fails on traced values: {type(error).__name__}: {error}") from error
+            raise OptimizerError(
+                f"the optimizer's init fails on traced values: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
+                "    cure: no float() of such a value, and no optax.inject_hyperparams: it is an argument of the program already."
+            ) from error
 
     def _one(self) -> dict[str, Any]:
         return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.study.traced(self.first)}
@@ -78,8 +82,26 @@ class Packed:
         values = {name: jnp.float32(value) for name, value in self.study.traced(trial).items()}
         with nnx.use_eager_sharding(False):
             if self.study.builds_from_seed:  # in Python: flax takes no seed that is traced
-                return jax.device_get(self._open(trial.seed, trial.seed, values))
+                try:
+                    found = jax.device_get(self._open(trial.seed, trial.seed, values))
+                except SpmdError as error:
+                    error.add_note(f"of trial {trial.number}: seed={trial.seed}")
+                    raise
+                self._check_shapes(trial, found)
+                return found
             return jax.device_get(self._compiled_open(jnp.uint32(trial.seed), values))
+
+    def _check_shapes(self, trial: Trial, found: State) -> None:
+        both = found.params, self.placed.abstract_state.params
+        own, wanted = ({path: describe(leaf) for path, leaf in flatten(params).items()} for params in both)
+        differ = [path for path in dict.fromkeys([*wanted, *own]) if own.get(path) != wanted.get(path)]
+        if differ:
+            path = differ[0]
+            raise ModelError(
+                f"with seed={trial.seed} (trial {trial.number}) make_model gives {path} {own.get(path)}, and {wanted.get(path)} with "
+                f"seed={self.first.seed} (trial {self.first.number}).\n"
+                "    cure: shapes that do not depend on the seed; what decides them as a hyper-parameter of its own."
+            )
 
     def _open(self, seed: Any, built_from: int, values: Tree) -> State:
         build = self.study.model({**self.first.given, SEED: built_from})
@@ -120,6 +142,26 @@ class Packed:
           The states, and metrics float32[slots, steps, 2, names], sums and counts.
         """
         shared = rows.shape[0] == 1
+        function, rows_at, weights_at = self._steps(rows.shape, shared=shared)
+        placed = jax.device_put((rows.astype(np.int32), weights), (rows_at, weights_at))
+        return function(states, values, self._data(), *placed)
+
+    def compiled(self, slots: int, count: int, rows: int, *, shared: bool) -> Any:
+        """The program of `count` updates of so many slots, on shapes; `steps` then runs it. `shared`: all slots have the same rows."""
+        shape = (1 if shared else slots, count, rows)
+        function, rows_at, weights_at = self._steps(shape, shared=shared)
+        values = {name: jax.ShapeDtypeStruct((slots,), jnp.float32, sharding=self._cut) for name in self._one()}
+        given = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_at), jax.ShapeDtypeStruct(shape[1:], jnp.float32, sharding=weights_at)
+        return function.trace(self.abstract(slots), values, self.abstract_data, *given).lower().compile()
+
+    @property
+    def abstract_data(self) -> Tree:
+        """Shapes and shardings of the examples."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), abstract(self.study.data.arrays))
+
+    def _steps(self, shape: tuple[int, ...], *, shared: bool) -> tuple[Any, NamedSharding, NamedSharding]:
+        """The function of `steps` for rows of such a shape, and where it takes rows and weights."""
         rows_spec, batch = PartitionSpec(None if shared else NET, None, DATA), PartitionSpec(None, DATA)
         if DATA not in self.mesh.shape:
             rows_spec, batch = PartitionSpec(None if shared else NET), PartitionSpec()
@@ -130,26 +172,43 @@ class Packed:
                 return self._several(lambda state, values: one(state, values, rows[0]), states, values)
             return self._several(one, states, values, rows)
 
-        function = self._function(
-            ("steps", *rows.shape, shared),
-            local,
-            (PartitionSpec(NET), PartitionSpec(NET), PartitionSpec(), rows_spec, batch),
-            2,
-            self.program.donated,
-        )
-        placed = jax.device_put((rows.astype(np.int32), weights), (NamedSharding(self.mesh, rows_spec), NamedSharding(self.mesh, batch)))
-        return function(states, values, self._data, *placed)
+        specs = (PartitionSpec(NET), PartitionSpec(NET), PartitionSpec(), rows_spec, batch)
+        function = self._function(("steps", *shape, shared), local, specs, 2, self.program.donated)
+        return function, NamedSharding(self.mesh, rows_spec), NamedSharding(self.mesh, batch)
 
     def evaluate(self, states: State, batch: Tree, weights: np.ndarray) -> np.ndarray:
         """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every device of a trial computes it."""
+        placed = on_devices((batch, weights), self.mesh)
+        return np.asarray(jax.device_get(self._evaluation(weights.shape[0])(states, *placed)), np.float64)
 
+    def _evaluation(self, rows: int) -> Any:
         def local(states: State, batch: Tree, weights: jax.Array) -> jax.Array:
             return self._several(lambda state: self.program.measures(state, batch, weights), states)
 
         whole = PartitionSpec()
-        function = self._function(("evaluate", *weights.shape), local, (PartitionSpec(NET), whole, whole), 1)
-        placed = on_devices((batch, weights), self.mesh)
-        return np.asarray(jax.device_get(function(states, *placed)), np.float64)
+        return self._function(("evaluate", rows), local, (PartitionSpec(NET), whole, whole), 1)
+
+    def check_evaluation(self) -> None:
+        """Trace the evaluation, before anything is trained.
+
+        Raises:
+          LossError: it fails on what is evaluated.
+        """
+        if self.study.evaluated is None:
+            return
+        sample, slots, at = self.study.evaluated.sample(), self.mesh.shape[NET], NamedSharding(self.mesh, PartitionSpec())
+        rows = jax.tree.leaves(sample)[0].shape[0]
+        given = abstract((sample, np.zeros(rows, np.float32)))
+        try:
+            placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), given)
+            self._evaluation(rows).trace(self.abstract(slots), *placed)
+        except SpmdError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(sample).items())
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            cure = "arrays as those that it is trained on"
+            raise LossError(f"eval_data: the loss fails on a batch of {{{shapes}}}: {why}\n    cure: {cure}.") from error
 
     def _several(self, each: Any, *trees: Tree) -> Any:
         return self.program.several(each, *trees, abreast=self._abreast)

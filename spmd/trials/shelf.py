@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,17 +26,22 @@ class Shelf:
         if folder is None:
             return
         file = folder / ABOUT
-        if not file.exists():
-            if folder.exists() and any(folder.iterdir()):
-                raise CheckpointError(f"{folder} is not empty, and holds no sweep.\n    cure: another folder.")
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(file, dict(about))
-            return
-        if not resume:
-            raise CheckpointError(f"{folder} already holds a sweep.\n    cure: resume=True to go on with it, or another folder.")
-        before = json.loads(file.read_text(encoding="utf-8"))
-        names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
-        problems = [Problem(name, [f"was {before.get(name)}, is {about.get(name)}"]) for name in names]
+        try:
+            if not file.exists():
+                if folder.exists() and any(folder.iterdir()):
+                    raise CheckpointError(f"{folder} is not empty, and holds no sweep.\n    cure: another folder.")
+                folder.mkdir(parents=True, exist_ok=True)
+                _write(file, dict(about))
+                return
+            if not resume:
+                raise CheckpointError(f"{folder} already holds a sweep.\n    cure: resume=True to go on with it, or another folder.")
+            before = json.loads(file.read_text(encoding="utf-8"))
+            names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be used: {error}.\n    cure: a folder that can be written to.") from error
+        except (ValueError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{file} is damaged, so what the sweep was is not known.\n    cure: another folder.") from error
+        problems = [Problem(name, [_differ(str(before.get(name)), str(about.get(name)))]) for name in names]
         raise_problems(CheckpointError, f"the sweep in {folder} cannot be gone on with: it was another", problems)
 
     @property
@@ -108,6 +114,31 @@ class Shelf:
             _write(self._folder / END, {})
             for place in (self._folder / "chunks").glob("*/checkpoints"):
                 shutil.rmtree(place)
+
+
+def _differ(was: str, now: str) -> str:
+    """Two texts, from a little before where they part."""
+    at = next((at for at, (one, other) in enumerate(zip(was, now, strict=False)) if one != other), min(len(was), len(now)))
+    begin = max(0, at - 40) if max(len(was), len(now)) > 160 else 0
+    cut = lambda text: f"{'... ' * (begin > 0)}{text[begin : begin + 160]}{' ...' * (len(text) > begin + 160)}"
+    return f"was {cut(was)}, is {cut(now)}"
+
+
+def spelled(values: Mapping[str, Any]) -> str:
+    """Hyper-parameters of a trial as text, the same in another process.
+
+    Raises:
+      CheckpointError: a value has no such text.
+    """
+    name_of = lambda value: f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
+    found = {name: name_of(value) for name, value in values.items()}
+    for name, value in found.items():
+        if re.search(r" at 0x[0-9a-f]+", repr(value)):
+            raise CheckpointError(
+                f"{name}={value!r} is known by where it lies in memory only, so a sweep that is gone on with could not tell it.\n"
+                "    cure: numbers, names or functions with a name as values; or no checkpoint."
+            )
+    return str(found)
 
 
 def _history(path: Path) -> np.ndarray:

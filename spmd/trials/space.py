@@ -7,11 +7,15 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from spmd.errors import OptionError, a_kind
+from spmd.tree import describe
 
 SEED = "seed"  # a hyper-parameter that every trial has
+MANY = 10_000  # combinations of a grid that nobody has asked for by number
+LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +66,10 @@ def log_uniform(low: float, high: float) -> Between:
 
 
 def _between(name: str, low: float, high: float, *, log: bool) -> Between:
-    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in (low, high))
-    if not numbers or not low < high or (log and not low > 0):
+    numbers = all(isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool) for x in (low, high))
+    if not numbers or not low < high or not abs(low) <= LARGEST >= abs(high) or (log and not low >= SMALLEST):
         wanted = "two finite numbers above 0" if log else "two finite numbers"
-        raise OptionError(f"{name}({low!r}, {high!r}).\n    cure: {wanted}, the smaller one first.")
+        raise OptionError(f"{name}({low!r}, {high!r}).\n    cure: {wanted}, the smaller one first, as float32 has them.")
     return Between(float(low), float(high), log)
 
 
@@ -92,6 +96,11 @@ def check_space(space: Any) -> dict[str, Any]:
                 f"space: {name}={given!r} is {a_kind(given)}.\n    cure: a list of values, spmd.uniform(...) or spmd.log_uniform(...)."
             )
         values = [value.item() if isinstance(value, np.generic) else value for value in given]
+        for value in values:
+            if isinstance(value, float) and (math.isnan(value) or LARGEST < abs(value) < math.inf):
+                raise OptionError(f"space: {name}={value!r} is no number that float32 has.\n    cure: leave it out of the list.")
+            if isinstance(value, np.ndarray | jax.Array):
+                raise OptionError(f"space: a value of {name} is an array, {describe(value)}.\n    cure: numbers, names, tuples.")
         found[name] = [float(np.float32(value)) if isinstance(value, float) else value for value in values]
     for value in found.get(SEED, []) if isinstance(found.get(SEED), list) else [None] * (SEED in found):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
@@ -99,15 +108,25 @@ def check_space(space: Any) -> dict[str, Any]:
     return found
 
 
-def grid(space: Mapping[str, Any]) -> list[dict[str, Any]]:
+def grid(space: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
     """Every combination, the last name's values changing fastest.
 
+    Args:
+      count: how many there are, as the user counts; None: not said.
+
     Raises:
-      OptionError: a name has a distribution and no values.
+      OptionError: a name has a distribution and no values; or there are more combinations, or many and nobody said so.
     """
     for name, given in space.items():
         if isinstance(given, Between):
             raise OptionError(f'search="grid" wants values, and {name} is {given}.\n    cure: a list of them, or search="random".')
+    size = math.prod(len(given) for given in space.values())
+    if count not in (None, size):
+        raise OptionError(f"trials={count}, and the grid has {size} combinations.\n    cure: leave trials out.")
+    if count is None and size > MANY:
+        how = " x ".join(f"{len(given)} of {name}" for name, given in space.items())
+        cure = f'trials={size}, if so many are wanted; or search="random" and fewer'
+        raise OptionError(f"the grid has {size:,} combinations: {how}.\n    cure: {cure}.")
     return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
 
 

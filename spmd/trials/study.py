@@ -5,8 +5,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flax import linen, nnx
+
 from spmd.data.loader import ArraySource
-from spmd.errors import OptimizerError, OptionError, SpmdError, did_you_mean
+from spmd.errors import OptimizerError, OptionError, SpmdError, a_kind, did_you_mean
 from spmd.layout.declare import Layout
 from spmd.train.placed import Options
 from spmd.train.state import check_optimizer
@@ -53,9 +55,9 @@ class Study:
         """
         for what in ("make_model", "optimizer"):
             function = getattr(self, what)
-            if not callable(function):
+            if not callable(function) or isinstance(function, nnx.Module | linen.Module):
                 cure = "lambda learning_rate: optax.adam(learning_rate)" if what == "optimizer" else "lambda width: Net(width)"
-                raise OptionError(f"{what}={function!r} is no function of hyper-parameters.\n    cure: {what}={cure}.")
+                raise OptionError(f"{what}={_shown(function)} is no function of hyper-parameters.\n    cure: {what}={cure}.")
             wants = [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
             missing = [name for name in wants if name not in space and name != SEED]
             if missing:
@@ -114,7 +116,21 @@ class Study:
     def written(self, trial: Trial) -> tuple:
         """The values that are written into the program: trials that are equal in them share it."""
         free = (*self.traced(trial), SEED)
-        return tuple((name, repr(value)) for name, value in trial.values.items() if name not in free)
+        return tuple((name, repr(value), _same(value)) for name, value in trial.values.items() if name not in free)
+
+
+def _same(value: Any) -> Any:
+    """Equal for values that a program may be shared by; text alone may leave out what differs."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)  # the space holds it
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else a_kind(value)
 
 
 def takes(function: Callable[..., Any], names: Any) -> list[str]:

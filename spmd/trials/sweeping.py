@@ -1,5 +1,6 @@
 """`sweep`: many trainings in one compiled program."""
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,18 @@ from jax.sharding import Mesh
 
 from spmd.data.loader import ArraySource, is_arrays, source
 from spmd.data.residence import on_devices
-from spmd.errors import DataError, MeshError, OptionError, did_you_mean
+from spmd.errors import DataError, MeshError, OptionError, SpmdError, a_kind, did_you_mean
 from spmd.layout.declare import Layout
 from spmd.mesh import MeshSpec, make_mesh
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.progress import make_progress
 from spmd.train.placed import Options
 from spmd.trials.contest import Contest
+from spmd.trials.course import calls
+from spmd.trials.memory import check_room
 from spmd.trials.packed import DATA, NET, Packed
 from spmd.trials.rungs import Halving, check_search
-from spmd.trials.shelf import Shelf
+from spmd.trials.shelf import Shelf, spelled
 from spmd.trials.space import SEED, check_space, draw, grid
 from spmd.trials.study import Study, Trial
 from spmd.trials.tried import Sweep
@@ -51,6 +54,7 @@ def sweep(
     seed: int = 0,
     steps_per_call: int = 50,
     exact: bool = True,
+    check_memory: bool = True,
     progress: bool | str = "auto",
 ) -> Sweep:
     """Train many networks that differ in hyper-parameters, those of equal shapes in one compiled program.
@@ -80,6 +84,8 @@ def sweep(
       exact: trials of one device are computed one after the other, each as if it were alone. False: abreast, their matrices as one larger
         array, which is faster where one small network leaves a device idle; sums are then taken in another order, and training can make
         much of that. Networks with convolutions are computed one after the other in any case.
+      check_memory: ask the compiler, before anything is allocated, whether as many trials as are at once fit the devices, and do not start
+        what does not. CPUs do not say what they have.
 
     Returns:
       A `Sweep`: the table, and the best as results of their own.
@@ -97,6 +103,13 @@ def sweep(
       >>> found.best[0].values, found.programs
       ({'rate': 0.5}, 1)
     """
+    if jax.process_count() > 1:
+        raise OptionError(
+            f"a sweep runs in one process, and here are {jax.process_count()}.\n"
+            "    cure: one sweep for each process, without `join`, each with a part of the space or a seed of its own: docs/sweeps.md."
+        )
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise OptionError(f'metrics is {a_kind(metrics)}.\n    cure: functions by name, such as {{"accuracy": spmd.metrics.accuracy}}.')
     space, search = check_space(space), check_search(search)
     options, own = Options(precision, 1, seed), _arrays(data, "data", batch_size, shuffle, seed)
     evaluated = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
@@ -116,12 +129,17 @@ def sweep(
         )
     if config is None and resume:
         raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
-    resident = on_devices(own.arrays, devices)
-    packs = {key: Packed(study, first, devices, resident) for key, first in _firsts(study, wanted).items()}
+    resident, alike = functools.cache(lambda: on_devices(own.arrays, devices)), _alike(study, wanted)
+    packs = {key: _packed(study, equal[0], devices, resident) for key, equal in alike.items()}
     measure = _measure(score, mode, study, packs)
+    _check_columns(space, packs, measure)
+    every = own.steps_per_epoch if config is None or config.every is None else config.every
+    for key, packed in packs.items() if check_memory else ():
+        first = next(calls(packed, 0, plan[0][1], limit=steps_per_call, every=every))
+        check_room(packed, alike[key], at_once, first)
     folder = None if config is None else Path(config.path).absolute()
     about = {
-        "trials": str([trial.given for trial in wanted]),
+        "trials": f"[{', '.join(spelled(trial.given) for trial in wanted)}]" if folder is not None else "",
         "rungs": str(plan),
         "score": " ".join(measure),
         "mesh": str(MeshSpec.parse(devices)),
@@ -134,8 +152,8 @@ def sweep(
         "precision": precision,
         "exact": str(exact),
     }
-    every = own.steps_per_epoch if config is None or config.every is None else config.every
-    contest = Contest(study, packs, Shelf(folder, about, resume=resume), plan, measure, at_once, keep, steps_per_call, every, shown)
+    shelf, _ = Shelf(folder, about, resume=resume), resident()
+    contest = Contest(study, packs, shelf, plan, measure, at_once, keep, steps_per_call, every, shown)
     return contest.run(wanted, None if folder is None else folder / "best")
 
 
@@ -159,9 +177,7 @@ def _length(epochs: int | None, steps: int | None, data: ArraySource) -> int:
 
 def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int) -> list[Trial]:
     if search == "grid":
-        found = grid(space)
-        if count not in (None, len(found)):
-            raise OptionError(f"trials={count}, and the grid has {len(found)} combinations.\n    cure: leave trials out.")
+        found = grid(space, count)
     else:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise OptionError(f'trials={count!r}.\n    cure: how many to draw, from 1; or search="grid".')
@@ -170,10 +186,6 @@ def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int)
 
 
 def _mesh(mesh: Any, batch_size: int) -> Mesh:
-    if jax.process_count() > 1:
-        raise OptionError(
-            "a sweep runs in one process.\n    cure: one sweep for each process, each with a part of the space or a seed of its own."
-        )
     found = make_mesh(mesh if mesh is not None else {NET: -1})
     sizes = dict(found.shape)
     if NET not in sizes or set(sizes) > {NET, DATA}:
@@ -185,12 +197,32 @@ def _mesh(mesh: Any, batch_size: int) -> Mesh:
     return found
 
 
-def _firsts(study: Study, trials: list[Trial]) -> dict[tuple, Trial]:
-    """The first trial of each program."""
-    found: dict[tuple, Trial] = {}
+def _alike(study: Study, trials: list[Trial]) -> dict[tuple, list[Trial]]:
+    """The trials of each program."""
+    found: dict[tuple, list[Trial]] = {}
     for trial in trials:
-        found.setdefault(study.written(trial), trial)
+        found.setdefault(study.written(trial), []).append(trial)
     return found
+
+
+def _packed(study: Study, first: Trial, devices: Mesh, resident: Callable[[], Any]) -> Packed:
+    """The program of trials like this one; an error says whose it is."""
+    try:
+        packed = Packed(study, first, devices, resident)
+        packed.check_evaluation()
+    except SpmdError as error:
+        if study.written(first):
+            error.add_note(f"of trial {first.number}: {', '.join(f'{name}={value!r}' for name, value in first.values.items())}")
+        raise
+    return packed
+
+
+def _check_columns(space: Mapping[str, Any], packs: Mapping[tuple, Packed], measure: tuple[str, str]) -> None:
+    """A hyper-parameter and something that is measured must not have one name in the table."""
+    names = ("trial", "steps", "ended", measure[0], *(f"eval_{name}" for name in next(iter(packs.values())).program.eval_names))
+    for name in space:
+        if name in names:
+            raise OptionError(f'space: "{name}" is a column of the table already.\n    cure: another name for the hyper-parameter.')
 
 
 def _measure(score: str | None, mode: str, study: Study, packs: Mapping[tuple, Packed]) -> tuple[str, str]:

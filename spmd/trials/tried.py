@@ -80,8 +80,8 @@ class Sweep:
           OptionError: so many were not kept.
         """
         count = len(self.best) if top is None else top
-        if not 1 <= count <= len(self.best):
-            raise OptionError(f"top={top}, and the arrays of {len(self.best)} trials were kept.\n    cure: fewer; or sweep(keep=...).")
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(self.best):
+            raise OptionError(f"top={top!r}, and the arrays of {len(self.best)} trials were kept.\n    cure: fewer; or sweep(keep=...).")
         return Ensemble({f"trial {tried.number}": tried.result() for tried in self.best[:count]}, **options)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -127,6 +127,6 @@ class Sweep:
 
     def _cells(self) -> list[list[str]]:
         curves = {tried.number: spark(tried.history["loss"]).ljust(16) for tried in self.trials}
-        shown = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
+        shown = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
         rows = self.rows()
         return [[*rows[0], "loss"], *([*map(shown, row.values()), curves[row["trial"]]] for row in rows)]

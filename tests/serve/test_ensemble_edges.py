@@ -145,3 +145,29 @@ def test_a_question_to_threads_that_have_ended():
     workers.close(10)
     with pytest.raises(EnsembleError, match=r"closed before this question was put\.\n    cure: ask again"):
         workers.ask(X, 4, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("said", "rows"),
+    [(np.nan, 3), (-np.inf, 3), (np.inf, 3), ([[0, np.nan], [0, 1], [-np.inf, 0]], 1)],
+    ids=["nan", "0", "inf", "one"],
+)
+def test_what_is_no_probability_is_left_out_and_told(said, rows):
+    fine = lambda inputs: np.zeros((len(inputs), 2), np.float32)
+    bad = lambda inputs: np.broadcast_to(np.float32(said), (len(inputs), 2))
+    with spmd.Ensemble({"fine": fine, "bad": bad}) as ensemble:
+        answer = ensemble.ask(np.ones((3, 4), np.float32))
+    assert answer.members == ("fine",) and answer.probabilities.tolist() == [[0.5, 0.5]] * 3
+    assert answer.failed == {"bad": f"it answered float32[3, 2], {rows} of 3 rows without finite numbers"}
+
+
+@pytest.mark.parametrize("deadline", [0, -1, float("nan"), float("inf"), 1e300, True, "1"])
+def test_deadlines_that_are_none(deadline):
+    with spmd.Ensemble([lambda inputs: np.zeros((len(inputs), 2))]) as ensemble, pytest.raises(OptionError, match="deadline="):
+        ensemble.ask(np.ones((3, 4), np.float32), deadline=deadline)
+
+
+@pytest.mark.parametrize("members", [None, "model", 3])
+def test_members_that_are_no_list(members):
+    with pytest.raises(OptionError, match=r"members is .*\n    cure: a list of members"):
+        spmd.Ensemble(members)

@@ -71,3 +71,20 @@ def train(kind, data, *, seed=0, steps=4, rate=3e-3, **options):
         seed=seed,
         **options,
     )
+
+
+def by_hand(values, layers=0):
+    """Weights that int8 with a scale for each output channel stands for, in numpy, from what docs/export.md says."""
+    if layers:
+        return np.stack([by_hand(layer) for layer in values])
+    rows = np.asarray(values).reshape(-1, values.shape[-1])
+    scales = np.abs(rows).max(0) / np.float32(127)
+    scales[scales == 0] = 1
+    return (np.rint(rows / scales).astype(np.int8).astype(np.float32) * scales).reshape(values.shape)
+
+
+def says_what(small, same, exact, inputs):
+    """An int8 model says to the bit what one with the weights `by_hand` says, and not what the exact one says."""
+    said, wanted = (model.predict(inputs) for model in (small, same))
+    assert np.array_equal(said, wanted) and said.std() > 0
+    assert not np.array_equal(said, exact.predict(inputs))

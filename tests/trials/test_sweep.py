@@ -6,65 +6,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from swept import ADAM, CLASSES, FEATURES, FEEDBACK, MODELS, RATES, close, labelled, options, sweep
 
 import spmd
-from spmd.errors import CheckpointError, DataError, LayoutError, MeshError, OptimizerError, OptionError
+from spmd.errors import CheckpointError, OptionError
 from spmd.trials.contest import Contest
-
-FEATURES, CLASSES = 8, 3
-
-
-class Net(nnx.Module):
-    """Parameters, and if asked for batch statistics and dropout's random stream."""
-
-    def __init__(self, width, seed, *, all_kinds=False):
-        rngs = nnx.Rngs(seed)
-        self.up = nnx.Linear(
-            FEATURES, width, use_bias=not all_kinds, rngs=rngs
-        )  # before a norm its gradient is rounding, which Adam makes large
-        self.norm = nnx.BatchNorm(width, rngs=rngs) if all_kinds else lambda x: x
-        self.drop = nnx.Dropout(0.5, rngs=rngs) if all_kinds else lambda x: x
-        self.out = nnx.Linear(width, CLASSES, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.drop(nnx.relu(self.norm(self.up(x)))))
-
-
-class Conv(nnx.Module):
-    def __init__(self, seed):
-        rngs = nnx.Rngs(seed)
-        self.conv = nnx.Conv(1, 2, (3,), rngs=rngs)
-        self.out = nnx.Linear(2 * FEATURES, CLASSES, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(nnx.relu(self.conv(x[..., None])).reshape(x.shape[0], -1))
-
-
-MODELS = {
-    "plain": lambda width=16, seed=0: Net(width, seed),
-    "statistics and dropout": lambda width=16, seed=0: Net(width, seed, all_kinds=True),
-    "convolution": lambda seed=0: Conv(seed),
-}
-ADAM = lambda learning_rate: optax.adam(learning_rate)
-FEEDBACK = spmd.Layout(gradients=spmd.Gradients("all_reduce", codec="int8", error_feedback=True))
-RATES = {"learning_rate": spmd.log_uniform(1e-3, 1e-1)}
-
-
-def labelled(count=80, seed=0):
-    """A short last batch, for 32 at a time."""
-    x = np.random.default_rng(seed).normal(size=(count, FEATURES)).astype(np.float32)
-    return {"x": x, "y": x[:, :CLASSES].argmax(1).astype(np.int32)}
-
-
-def options(**more):
-    shared = {"loss": spmd.losses.cross_entropy, "metrics": {"accuracy": spmd.metrics.accuracy}, "batch_size": 32}
-    return {**shared, "eval_data": labelled(50, 1), "epochs": 2, **more}
-
-
-def sweep(kind="plain", **more):
-    more = {"space": RATES, "trials": 6, "optimizer": ADAM, **more}
-    return spmd.sweep(MODELS[kind], labelled(), **options(**more))
 
 
 def alone(kind, tried):
@@ -81,17 +27,12 @@ def alone(kind, tried):
     )
 
 
-def close(left, right, tolerance=1e-6):
-    pairs = zip(jax.tree.leaves(jax.device_get(left)), jax.tree.leaves(jax.device_get(right)), strict=True)
-    return all(np.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pairs)
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_trial_is_what_fit_trains_alone(kind):
     found = sweep(kind, space={**RATES, "seed": range(6)}, keep=6, mesh="net=8")
     assert found.programs == 2 if kind == "statistics and dropout" else found.programs >= 1  # a short batch cannot be padded there
     assert len({tried.values["learning_rate"] for tried in found.trials}) == 6
-    for tried in found.trials[::3]:
+    for tried in found.trials[::3] if kind == "plain" else found.trials[3:4]:
         single = alone(kind, tried)
         assert close(tried.result().state.params, single.state.params)
         assert np.allclose(tried.history["loss"], single.history["loss"], rtol=1e-6)
@@ -104,13 +45,14 @@ def test_a_trial_is_what_fit_trains_alone(kind):
 def test_abreast_they_are_equal_up_to_rounding():
     mesh = spmd.make_mesh("net=2", devices=jax.devices()[:2])
     exact, abreast = (sweep(keep=6, mesh=mesh, epochs=1, exact=exact) for exact in (True, False))
-    for mine, its in zip(exact.trials, abreast.trials, strict=True):
-        assert close(mine.result().state.params, its.result().state.params, 1e-4)
-    assert not close(exact.trials[0].result().state.params, abreast.trials[1].result().state.params, 1e-4)
+    mine, its = ([found.trials[number].result().state.params for number in (0, 5)] for found in (exact, abreast))
+    assert close(mine, its, 1e-4) and not close(mine[0], its[1], 1e-4)
 
 
 def test_what_runs_beside_a_trial_does_not_matter():
-    whole = sweep(keep=6, mesh="net=8")
+    whole, some = sweep(keep=6, mesh="net=8"), (0, 5)
+    wanted = {number: whole.trials[number].result().state.params for number in some}
+    assert not close(*wanted.values())
     for other in (
         sweep(keep=6, mesh="net=8", at_once=2),
         sweep(keep=6, mesh="net=4,data=2"),
@@ -118,8 +60,9 @@ def test_what_runs_beside_a_trial_does_not_matter():
     ):
         assert [tried.values for tried in other.trials] == [tried.values for tried in whole.trials]
         for mine, its in zip(whole.trials, other.trials, strict=True):
-            assert close(mine.result().state.params, its.result().state.params)
             assert mine.score == pytest.approx(its.score, rel=1e-6)
+        for number in some:
+            assert close(wanted[number], other.trials[number].result().state.params)
 
 
 def test_shapes_make_groups_and_floats_do_not():
@@ -253,56 +196,6 @@ def test_the_largest_may_be_the_best():
     )
 
 
-# what cannot be -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("more", "error", "message"),
-    [
-        ({"space": {}}, OptionError, "space={}"),
-        ({"space": {"learning_rate": 0.1}}, OptionError, "learning_rate=0.1 is a"),
-        ({"space": {"learning_rate": []}}, OptionError, "learning_rate=[]"),
-        ({"space": {**RATES, "depth": [1]}}, OptionError, 'nothing takes "depth"'),
-        ({"space": {"width": [4]}}, OptionError, 'optimizer takes "learning_rate", which is not in the space'),
-        ({"space": {**RATES, "width": spmd.uniform(4, 8)}}, OptionError, "each trial would be a program of its own"),
-        ({"space": {**RATES, "seed": [-1]}}, OptionError, "seed="),
-        ({"search": "grid"}, OptionError, 'search="grid" wants values, and learning_rate is log_uniform(0.001, 0.1)'),
-        ({"search": "grid", "space": {"learning_rate": [0.1]}}, OptionError, "trials=6, and the grid has 1"),
-        ({"search": "best"}, OptionError, "search='best'"),
-        ({"search": spmd.Halving(rungs=5)}, OptionError, "5 rungs of factor 3 want 81 trials and steps; there are 6 and 6"),
-        ({"trials": 0}, OptionError, "trials=0"),
-        ({"keep": -1}, OptionError, "keep=-1"),
-        ({"at_once": 0}, OptionError, "at_once=0"),
-        ({"score": "eval_los"}, OptionError, 'score="eval_los"'),
-        ({"mode": "least"}, OptionError, 'mode="least"'),
-        ({"mesh": "data=8"}, MeshError, 'trials along "net"'),
-        ({"mesh": "net=2,data=4", "batch_size": 30}, DataError, "batch_size=30 cannot be cut over data=4"),
-        ({"layout": "fsdp", "mesh": "net=4,data=2"}, LayoutError, "each trial of a sweep has its parameters whole"),
-        ({"layout": "parameter_server", "mesh": "net=4,data=2"}, LayoutError, "keeps parameters on servers"),
-        ({"optimizer": optax.adam(1e-3)}, OptionError, "is no function of hyper-parameters"),
-        ({"optimizer": lambda learning_rate: 3}, OptimizerError, "optimizer=3"),
-        (
-            {"optimizer": lambda learning_rate: optax.adam(learning_rate) if learning_rate > 0 else None},
-            OptimizerError,
-            "Floats are traced",
-        ),
-        ({"layout": "data_parallel_bf16", "mesh": "net=4,data=2"}, None, ""),
-        ({"layout": FEEDBACK, "mesh": "net=4,data=2"}, LayoutError, "codecs that remember what each worker has lost"),
-        ({"checkpoint": spmd.Checkpoint("never", best="loss")}, OptionError, "of a Checkpoint a sweep takes the path and `every`"),
-        ({"eval_data": [1]}, DataError, "eval_data: a sweep keeps its data on the devices"),
-        ({"epochs": 1, "steps": 3}, OptionError, "both say when to end"),
-        ({"resume": True}, OptionError, "resume=True without a checkpoint folder"),
-    ],
-)
-def test_what_cannot_be_is_told_before_anything_is_compiled(more, error, message):
-    if error is None:  # beside one that cannot be
-        assert len(sweep(**more, epochs=1).trials) == 6
-        return
-    with pytest.raises(error) as caught:
-        sweep(**more)
-    assert message in str(caught.value)
-
-
 def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
     rename, calls = Path.rename, []
 
@@ -347,10 +240,3 @@ def test_what_trials_are_judged_by_is_the_same_when_a_sweep_goes_on(tmp_path):
 def test_a_layout_whose_codecs_have_no_memory_on_one_device_each(tmp_path):
     found = sweep(layout=FEEDBACK, mesh="net=8", epochs=1, keep=1, checkpoint=tmp_path)
     assert found.best[0].result().predict(labelled()["x"]).shape == (80, CLASSES)
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not empty, and holds no sweep"):
-        sweep(checkpoint=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
