@@ -199,14 +199,13 @@ PACKAGES = {
     for node in tree.body
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
 }
-STILL_SO = {"viz": {"timeline"}}  # to be renamed too
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_beside_a_public_function_has_its_name(package):
     """`spmd.data.csv` is a function or a module, and which one must not hang on what was imported before."""
     beside = {name.split("/")[-1].removesuffix(".py") for name in FILES if name.rpartition("/")[0] == package}
-    assert beside & set(PACKAGES[package]) == STILL_SO.get(package, set())
+    assert not beside & set(PACKAGES[package])
 
 
 def test_public_names_are_the_ones_that_editors_see():
