@@ -223,7 +223,9 @@ def test_of_equal_workers_gradients_so_many_are_fresh_enough(workers, most):
         assert (this.staleness[this.applied] <= most).all() and (this.staleness[~this.applied] > most).all()
 
 
-@pytest.mark.parametrize("most, share", [(0, 0.454), (1, 0.599), (2, 0.699), (3, 0.767)])
+@pytest.mark.parametrize(
+    "most, share", [(0, 0.454), pytest.param(1, 0.599, marks=pytest.mark.slow), (2, 0.699), pytest.param(3, 0.767, marks=pytest.mark.slow)]
+)
 def test_of_exponential_workers_gradients_so_many_are_fresh_enough(most, share):
     log = arrivals(simulate(4, 18000, mode="asynchronous", max_staleness=most))
     # 40,000 gradients of share p: sigma is sqrt(p (1 - p) / 40,000), 0.6 % of the smallest share; 2 % is three of it

@@ -139,7 +139,7 @@ def test_a_whole_parameter_lies_on_its_owner_s_row(shapes, placement, positions,
         assert all(taken[server, :load].all() for server, load in enumerate(found.load))  # one after another, no gaps
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [pytest.param(name, marks=[pytest.mark.slow] * (name == "round_robin")) for name in PLACEMENTS])
 def test_gradients_are_packed_as_parameters_are_and_under_jit(placement):
     params, storage = make(MODELS["mixed"], placement, 4, 3)
     plain, compiled = storage.pack(params), jax.jit(storage.pack)(params)

@@ -203,7 +203,7 @@ def compiled_collectives(hlo, devices=8):
 
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * (mesh == "data=8")) for mesh in MESHES])
 def test_the_log_has_the_collectives_of_the_lowered_step_and_no_others(mesh, codec, reduction):
     inside = {"exact_axes": ("data",)} if mesh.startswith("node") and codec not in ("exact", "bfloat16 ring") else {}
     more = {"optimizer": SHARED} if reduction == "reduce_scatter" else {}
@@ -294,7 +294,7 @@ def test_power_sgd_sends_this_share_of_the_matrices_of_a_gpt(sizes, most):
 
 
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
-@pytest.mark.parametrize("codec", ROWS)
+@pytest.mark.parametrize("codec", [pytest.param(codec, marks=[pytest.mark.slow] * (codec in ("sign", "float8"))) for codec in ROWS])
 def test_no_gradient_travels_as_float32_beside_its_codec(codec, reduction):
     """Read from the lowered program: of float32 there are metrics and nothing else; scales travel as bytes beside their values."""
     trainer = trainer_of(gradients(codec, reduction), "data=4,model=2", sizes=(7, 30, 40, 20))
@@ -401,7 +401,7 @@ def partitioners_own():
     return of
 
 
-@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("codec", [pytest.param(codec, marks=[pytest.mark.slow] * (codec in ("sign", "float8"))) for codec in LOSSY])
 def test_no_codec_sends_anything_over_the_model_axis(partitioners_own, codec):
     """Neither as traced, nor lowered, nor after the partitioner and the optimiser."""
     exact = partitioners_own("all_reduce")

@@ -14,7 +14,7 @@ SMALL = {
 }
 SLOW = pytest.mark.slow
 RUNS = [
-    ("rnn_wavefront", "--layout pipeline --time-chunk 5"),  # a last chunk that is not full
+    pytest.param("rnn_wavefront", "--layout pipeline --time-chunk 5", marks=SLOW),  # a last chunk that is not full
     pytest.param("rnn_wavefront", "--layout fsdp_pipeline_tensor", marks=SLOW),
     pytest.param("gpt_pipeline", "--layout fsdp_pipeline_tensor --tied", marks=SLOW),
     ("gpt_pipeline", "--layout pipeline_1f1b --microbatches 8 --tied"),

@@ -136,7 +136,7 @@ def test_one_stage_is_a_scan():
     assert "ppermute" in str(jax.make_jaxpr(cut)(params, x))
 
 
-@pytest.mark.parametrize("how", [WHOLE, cutting((2, 4), time_chunk=5)], ids=["plain", "wavefront"])
+@pytest.mark.parametrize("how", [pytest.param(WHOLE, marks=SLOW), cutting((2, 4), time_chunk=5)], ids=["plain", "wavefront"])
 @pytest.mark.parametrize("kind", ["lstm", pytest.param("gru", marks=SLOW)])
 def test_lengths_states_and_dropout(kind, how):
     """Against flax's own RNN, layer by layer: final carries, zeros after a row's end, states that are handed on."""
@@ -157,7 +157,7 @@ def test_lengths_states_and_dropout(kind, how):
     assert apart(np.concatenate([front, back], 1), y) < 1e-6 and apart(end, carry) < 1e-6
 
 
-@pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
+@pytest.mark.parametrize("unroll", [False, pytest.param(True, marks=SLOW)], ids=["loop", "unrolled"])
 def test_a_last_state_has_its_gradient(unroll):
     """Stages that are done early keep it through their idle ticks."""
     stack, x = layers("gru", 4)
@@ -166,7 +166,7 @@ def test_a_last_state_has_its_gradient(unroll):
     assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["lstm", "gpt"])
+@pytest.mark.parametrize("kind", [pytest.param("lstm", marks=SLOW), "gpt"])
 def test_dropout_draws_what_it_draws_on_one_device(kind):
     y, grads = run(*layers(kind, 4, dropout=0.3), WHOLE)
     cut = run(*layers(kind, 4, dropout=0.3), cutting((2, 4), **KINDS[kind]))

@@ -55,7 +55,7 @@ def host(tree):
     return {path: np.asarray(leaf) for path, leaf in flatten(jax.device_get(tree)).items()}
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS - 5], ids=["full", "short"])
+@pytest.mark.parametrize("rows", [pytest.param(ROWS, marks=pytest.mark.slow), ROWS - 5], ids=["full", "short"])
 def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
     """A short batch of 27 rows: workers 0 to 5 have 4 rows, worker 6 has 3, worker 7 has none; the mean is over rows."""
     trainer, workers = trainer_of(layout("int8", {"block": 16})), 8
@@ -111,7 +111,7 @@ WITH = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("data=8", marks=pytest.mark.slow), "data=4,model=2"])
 @pytest.mark.parametrize("options", WITH.values(), ids=WITH.keys())
 def test_a_codec_combines_with_everything_else_of_a_step(options, mesh):
     params = CUT if "model" in mesh else ()

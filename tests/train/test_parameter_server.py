@@ -38,7 +38,7 @@ pytestmark = pytest.mark.optimized
 
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8])
-@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param(MOMENTUM, marks=pytest.mark.slow), ADAMW], ids=["momentum", "adamw"])
 def test_synchronous_is_an_all_reduce_to_the_last_bit(workers, optimizer):
     trainer = trainer_of(served(), workers, optimizer)
     ours = train(trainer)
@@ -53,7 +53,7 @@ def test_synchronous_is_an_all_reduce_to_the_last_bit(workers, optimizer):
         assert leaf.ndim == 0 or {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}, "a row on each server"
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS[1:])
+@pytest.mark.parametrize("placement", [pytest.param(name, marks=[pytest.mark.slow] * (name == "largest_first")) for name in PLACEMENTS[1:]])
 def test_whole_parameters_on_servers_give_the_same_bits(placement):
     assert equal(train(trainer_of(served(placement=placement))), train(trainer_of(ALL_REDUCE)))
 
@@ -111,7 +111,7 @@ class Counted:
 ONE_BY_ONE = {"local": {"every": 1, "outer_rate": 1.0, "outer_momentum": 0.0}, "asynchronous": {}}
 
 
-@pytest.mark.parametrize("mode", ONE_BY_ONE)
+@pytest.mark.parametrize("mode", [pytest.param("local", marks=pytest.mark.slow), "asynchronous"])
 @pytest.mark.parametrize("each, dtype", [(0.01, "float32"), (4000.0, "float16")], ids=["less than one", "more than float16 holds"])
 def test_what_a_loss_counts_may_be_any_number(mode, each, dtype):
     def trained(layout, loss):
@@ -295,7 +295,7 @@ def replay(trainer, rows, optimizer, workers, steps):
     return params
 
 
-USUAL = ("equal", "warmed up", "fetching", "network", "compensated", "scaled")  # what others of the list do as well
+USUAL = ("exponential", "many", "equal", "warmed up", "fetching", "network", "compensated", "scaled")  # what others of the list do as well
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in USUAL)) for kind in ASYNCHRONOUS])
@@ -320,7 +320,7 @@ def test_a_run_is_what_a_few_lines_of_numpy_make_of_its_schedule(kind):
         assert max(np.abs(other[name] - wanted[name]).max() for name in wanted) > 1e-3, "the arms differ"
 
 
-@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param(MOMENTUM, marks=pytest.mark.slow), ADAMW], ids=["momentum", "adamw"])
 def test_softsync_of_one_with_equal_workers_is_synchronous(optimizer):
     one, other = train(trainer_of(served(mode="softsync", splits=1), optimizer=optimizer)), train(trainer_of(served(), optimizer=optimizer))
     assert far(one, other) < 1e-6, "the mean is summed in order of arrival"
@@ -675,8 +675,12 @@ def test_an_optimizer_that_looks_at_elements_may_be_served(optimizer):
     assert np.isfinite(train(trainer_of(served(mode="asynchronous"), optimizer=optimizer), 2)[0]).all()
 
 
-@pytest.mark.parametrize("optimizer, placement, named", NOT_FINE.values(), ids=NOT_FINE)
-def test_one_that_looks_at_parameters_is_refused_by_name(optimizer, placement, named):
+DEAR = ("adafactor", "muon", "lamb, gathered")  # to compile
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DEAR)) for name in NOT_FINE])
+def test_one_that_looks_at_parameters_is_refused_by_name(name):
+    optimizer, placement, named = NOT_FINE[name]
     with pytest.raises(OptimizerError, match=named) as caught:
         trainer_of(served(placement=placement), optimizer=optimizer).prepare(data())
     assert "cure: " in str(caught.value) and placement in str(caught.value)

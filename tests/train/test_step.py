@@ -84,7 +84,7 @@ def draws(mesh, reduction, accumulate=1, seed=0, steps=2):
     return np.stack(seen)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_random_numbers_are_the_same_on_every_mesh_and_differ_between_rows(accumulate):
     alone = draws("data=1", "compiler", accumulate)
     for mesh, reduction in [("data=8", "compiler"), ("data=8", "all_reduce"), ("data=4,model=2", "all_reduce"), ("data=2", "all_reduce")]:
@@ -118,7 +118,7 @@ def key_per_row(model, batch, rng):
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"] + noise), batch["y"])
 
 
-@pytest.mark.parametrize("loss", [shared_mask, scalar_draw, key_per_row])
+@pytest.mark.parametrize("loss", [shared_mask, pytest.param(scalar_draw, marks=pytest.mark.slow), key_per_row])
 def test_draws_that_do_not_hold_rows_are_the_same_on_every_mesh(loss):
     """A mask shared over the batch, a number for all, a key per row: with 16 rows on each of 2 workers."""
     losses = [
@@ -364,7 +364,9 @@ FUNCTIONAL = spmd.FunctionalModel(
 
 
 @pytest.mark.parametrize("model", [LinenMLP(), FUNCTIONAL], ids=["linen", "functional"])
-@pytest.mark.parametrize("layout", ["data_parallel", "fsdp", "zero1"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("data_parallel", marks=pytest.mark.slow), "fsdp", pytest.param("zero1", marks=pytest.mark.slow)]
+)
 def test_other_models_train_the_same_on_eight_devices_as_on_one(model, layout):
     one = train(trainer_of(model, mesh="data=1", reduction="compiler"), batch=data())
     for reduction in ("compiler", None):
