@@ -1,8 +1,7 @@
 """What is checked of CSV files and of the options that go with them, before anything is read."""
 
 import csv as rows_of
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -75,7 +74,8 @@ def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
     if both:
         raise OptionError(f"types and categories both name {', '.join(both)}.\n    cure: categories alone, which are int32.")
     for name, words in (mappings["categories"] or {}).items():
-        if isinstance(words, str) or not isinstance(words, Iterable) or not list(words) or len(set(words)) < len(list(words)):
+        sound = isinstance(words, Collection) and not isinstance(words, str) and all(isinstance(word, str) for word in words)
+        if not sound or not words or len(set(words)) < len(words):
             raise OptionError(f'categories: "{name}" is {words!r}.\n    cure: a list of words, each once.')
     groups = columns.values() if isinstance(columns, Mapping) else ()
     for what, given in [("names", names), ("columns", columns), *(("columns", one) for one in groups if not isinstance(one, str))]:
@@ -109,8 +109,8 @@ def check_default(name: str, default: Any, dtype: np.dtype) -> None:
     Raises:
       OptionError: it is not.
     """
-    whole = isinstance(default, NUMBERS) and math.isfinite(default) and default == int(default)
-    if not isinstance(default, NUMBERS) or (dtype.kind != "f" and not whole):
+    part = isinstance(default, float | np.floating) and not default.is_integer()
+    if not isinstance(default, NUMBERS) or (dtype.kind != "f" and part):
         cure = f'types={{"{name}": "float32"}}' if isinstance(default, NUMBERS) else "a number"
         raise OptionError(f'defaults: "{name}" is {default!r}, and the column is {dtype}.\n    cure: {cure}.')
     if not holds(dtype, default):

@@ -188,7 +188,7 @@ def csv(
     check_unpacked(paths)
     header = list(names) if names is not None else header_of(paths, separator, chosen=columns is not None)
     scan = lambda path: _scan(path, header=names is None)
-    offsets = Offsets(paths, scan, f"csv {names is None}", index)
+    offsets = Offsets(paths, scan, f"csv 2 {names is None}", index)
     if not len(offsets):
         hint = _returns(paths[0])
         cure = "lines that end with \\n or \\r\\n, which these do not" if hint else "look at what they were written from"
@@ -308,6 +308,7 @@ def _scan(path: str, *, header: bool) -> tuple[np.ndarray, np.ndarray]:
     elif len(starts):
         with open(path, "rb") as file:
             starts[0] = 3 if file.read(3) == codecs.BOM_UTF8 else 0
+        starts, ends = starts[starts < ends], ends[starts < ends]
     if len(starts):
         text = np.memmap(path, np.uint8, "r")
         short = np.flatnonzero(ends - starts <= 2)

@@ -46,6 +46,8 @@ class ImageFiles(Format):
 
 def _eight_bits(picture: Any, pillow: Any) -> Any:
     """A grey picture of 16 bits with 8, where Pillow would cut off all that is brighter than 255."""
+    if picture.mode == "I" and picture.format == "PNG":  # which has 16 bits at most; some versions of Pillow say no more
+        return pillow.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.mode in ("I", "F"):
         raise ValueError(f"its numbers are of 32 bits (mode {picture.mode}), and how bright white is is not known")
     return pillow.fromarray((np.asarray(picture) >> 8).astype(np.uint8)) if picture.mode.startswith("I;16") else picture

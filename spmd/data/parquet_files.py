@@ -50,7 +50,7 @@ class ParquetFiles(Format):
                 raise OptionError(
                     f'defaults: "{name}" is {value!r}, and the column is {self.fields[name].dtype}.\n    cure: a number that it holds.'
                 )
-        self._defaults = dict(defaults)
+        self._defaults = {name: self.fields[name].dtype.type(value).item() for name, value in defaults.items() if name in self.fields}
         self._forget()
 
     def _forget(self) -> None:

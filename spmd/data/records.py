@@ -165,7 +165,9 @@ class Records:
     def put_together(self, parts: list[T], size: int) -> Iterator[list[T]]:
         """Batches of so many rows, as many as are read together; the first alone, so that nobody waits for more than is asked for."""
         each = sum(field.dtype.itemsize * int(np.prod(field.shape)) for field in self.fields.values())
-        most, count, at = max(1, min(self.format.together, BYTES // max(each, 1)) // max(size, 1)), 1, 0
+        most = min(self.format.together, BYTES // max(each, 1)) // max(size, 1)
+        most = max(1, min(most, len(parts) // max(AHEAD * self.reading.workers, 1)))  # all threads have some
+        count, at = 1, 0
         while at < len(parts):
             yield parts[at : at + count]
             at, count = at + count, min(2 * count, most)
@@ -280,7 +282,13 @@ class Batches:
         Raises:
           DataError: the records, the batch size or the order are others.
         """
-        if not isinstance(state, dict) or set(state) != {"epoch", "batch", "skipped", "data"}:
+        whole = lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if (
+            not isinstance(state, dict)
+            or set(state) != {"epoch", "batch", "skipped", "data"}
+            or not isinstance(state["data"], dict)
+            or not all(whole(state[name]) for name in ("epoch", "batch", "skipped"))
+        ):
             raise DataError(f"this is no state of records: {state!r:.200}.\n    cure: what get_state() has given.")
         mine = self._records.facts()
         other = [f"{name} was {was!r}, and is {mine.get(name)!r}" for name, was in state["data"].items() if mine.get(name) != was]

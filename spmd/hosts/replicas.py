@@ -21,8 +21,8 @@ def check_replicas(state: Tree, when: str) -> None:
     """Hold all copies of every piece of every array against each other.
 
     Each device reads its shards once and sends 4 bytes for all arrays that are cut alike; only where these differ it does so again, with
-    4 bytes for each array. A checksum is a sum of all 32-bit words, each times an odd number of its own: one word that differs is always
-    found, and order counts.
+    4 bytes for each array. A checksum is a sum over all 32-bit words, each mixed with its place by a function that can be undone: one
+    word that differs is always found, and of copies that differ in more one in 2^32 is not.
 
     Args:
       state: arrays on one mesh.
@@ -36,10 +36,10 @@ def check_replicas(state: Tree, when: str) -> None:
         return
     specs = tuple(leaf.sharding.spec for leaf in leaves.values())
     alike = {spec: tuple(place for place, other in enumerate(specs) if other == spec) for spec in specs}
-    wrong = _wrong(leaves, tuple(alike.values()))
-    if not wrong:
+    several = _wrong(leaves, tuple(alike.values()))
+    if not several:
         return
-    wrong = _wrong(leaves, tuple((place,) for place in range(len(leaves)))) or wrong
+    wrong = _wrong(leaves, tuple((place,) for place in range(len(leaves)))) or several
     devices = next(iter(leaves.values())).sharding.mesh.devices.reshape(-1)
     lines = []
     for path, places in list(wrong.items())[:SHOWN]:
@@ -54,14 +54,14 @@ def check_replicas(state: Tree, when: str) -> None:
 
 
 def _wrong(leaves: dict[str, Any], columns: tuple[tuple[int, ...], ...]) -> dict[str, list[int]]:
-    """By the first array of each column in which copies differ: the places in the mesh where they do."""
+    """By the arrays of each column in which copies differ: the places in the mesh where they do."""
     arrays = list(leaves.items())
     mesh = arrays[0][1].sharding.mesh
     specs = tuple(leaf.sharding.spec for leaf in leaves.values())
     with jax.transfer_guard("allow"):
         table = np.asarray(_summed(mesh, specs, columns)(*leaves.values()))  # [devices, columns]
-    firsts = [arrays[column[0]] for column in columns]
-    return {path: odd for at, (path, leaf) in enumerate(firsts) if (odd := _odd(leaf, mesh, table[:, at]))}
+    found = {column: _odd(arrays[column[0]][1], mesh, table[:, at]) for at, column in enumerate(columns)}
+    return {" or ".join(arrays[place][0] for place in column): places for column, places in found.items() if places}
 
 
 def _odd(leaf: Any, mesh: Mesh, sums: np.ndarray) -> list[int]:
@@ -90,7 +90,7 @@ def _summed(mesh: Mesh, specs: tuple[PartitionSpec, ...], columns: tuple[tuple[i
 
 
 def _checksum(vectors: list[jax.Array]) -> jax.Array:
-    """uint32[]: the sum of all words, each times an odd number.
+    """uint32[]: the sum of all words, each mixed with its place.
 
     What takes time is to compile a kernel for each vector, so there is one for all that are small, and one for those of each size.
     """
@@ -98,11 +98,22 @@ def _checksum(vectors: list[jax.Array]) -> jax.Array:
     alike: dict[int, list[jax.Array]] = {}
     for vector in [*([jnp.concatenate(small)] if small else []), *(vector for vector in vectors if vector.size > SMALL)]:
         alike.setdefault(vector.size, []).append(vector)
-    total = jnp.uint32(0)
+    total, first = jnp.uint32(0), 0
     for size, same in alike.items():
-        mixed = functools.reduce(operator.add, [vector * np.uint32(2 * place + 1) for place, vector in enumerate(same)])
-        total += jnp.sum(mixed * (2 * jnp.arange(size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+        mixed = [
+            _mixed(vector, jnp.arange(size, dtype=jnp.uint32) + np.uint32((first + at * size) % 2**32)) for at, vector in enumerate(same)
+        ]
+        total += jnp.sum(functools.reduce(operator.add, mixed), dtype=jnp.uint32)
+        first += size * len(same)
     return total
+
+
+def _mixed(words: jax.Array, places: jax.Array) -> jax.Array:
+    """uint32[n]: the last step of MurmurHash3 (Appleby, 2011; public domain), of each word beside its place; each step can be undone."""
+    mixed = words ^ (places * np.uint32(0x9E3779B9))
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
+    return mixed ^ (mixed >> 16)
 
 
 def _words(shard: jax.Array) -> jax.Array:

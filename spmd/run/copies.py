@@ -1,7 +1,6 @@
 """Copies of a state on its own devices: what is saved while the steps go on."""
 
 import collections
-import functools
 from typing import Any
 
 import jax
@@ -23,21 +22,22 @@ def has_room_for(arrays: Arrays) -> bool:
 
 
 class Copier:
-    """Copies arrays into places that no step's donation reaches, while the host goes on; compiled once.
+    """Copies arrays into places that no step's donation reaches, while the host goes on.
 
     On CPU devices the copies stay, and the next take their memory: where pages must be mapped first, a copy takes twice the time.
     """
 
     def __init__(self, arrays: Arrays):
         places = {path: leaf.sharding for path, leaf in arrays.items()}
-        stay = all(device.platform == "cpu" for device in arrays["step"].sharding.device_set)
-        self._last: Arrays | None = jax.jit(functools.partial(_copy, None), out_shardings=(places, None))(arrays)[0] if stay else None
+        self._stay = all(device.platform == "cpu" for device in arrays["step"].sharding.device_set)
+        self._last: Arrays | None = None
         self._copy = jax.jit(_copy, out_shardings=(places, None), donate_argnums=0, keep_unused=True)
 
     def __call__(self, arrays: Arrays) -> Arrays:
         """Nobody may need the copies of the call before any more."""
-        copies, _ = self._copy(self._last, arrays)
-        self._last = copies if self._last else None
+        last, self._last = self._last, None  # a call that is interrupted may have donated them
+        copies, _ = self._copy(last, arrays)
+        self._last = copies if self._stay else None
         return copies
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -133,7 +134,7 @@ class Workers:
         logits = {name: said[name] for name in names if name in said and name not in failed}
         for name, each in list(logits.items()):
             if _fits(each, rows) and (lost := _lost(each)):
-                failed[name] = f"it answered {describe(each)}, {lost} of {each.size // each.shape[-1]} rows without finite numbers"
+                failed[name] = f"it answered {describe(each)}, {lost} of {math.prod(each.shape[:-1])} rows without finite numbers"
                 del logits[name]
         shape = Counter(each.shape for each in logits.values() if _fits(each, rows)).most_common(1)
         for name, each in list(logits.items()):

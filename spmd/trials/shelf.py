@@ -133,10 +133,10 @@ def spelled(values: Mapping[str, Any]) -> str:
     name_of = lambda value: f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
     found = {name: name_of(value) for name, value in values.items()}
     for name, value in found.items():
-        if re.search(r" at 0x[0-9a-f]+", repr(value)):
+        if re.search(r" at 0x[0-9a-f]+|<(lambda|locals)>", repr(value)):
             raise CheckpointError(
-                f"{name}={value!r} is known by where it lies in memory only, so a sweep that is gone on with could not tell it.\n"
-                "    cure: numbers, names or functions with a name as values; or no checkpoint."
+                f"{name}={values[name]!r} has no name of its own, so a sweep that is gone on with could not tell it from others.\n"
+                "    cure: numbers, names or functions of a module as values; or no checkpoint."
             )
     return str(found)
 

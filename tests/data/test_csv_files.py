@@ -1,5 +1,7 @@
 """CSV files: what is inferred, what is a field, and what is wrong on which line."""
 
+import codecs
+
 import numpy as np
 import pytest
 import written
@@ -191,6 +193,7 @@ FIRST_BYTES = {
     "returns alone": (b"a,b\r1,2\r3,4\r", r"no CSV file has a record .*\n    cure: lines that end with .n or .r.n, which these do not"),
     "gzip": (b"\x1f\x8b\x08\0\0\0", r"a\.csv is compressed \(gzip\).*\n    cure: unpack it"),
     "another code": ("a,b\n1,2\n".encode("utf-16"), "its header is not UTF-8"),
+    "a mark alone": (codecs.BOM_UTF8, "no CSV file has a record"),
     "another separator": (b"a;b\n1;2\n", r"column \"a;b\" holds text.*\n    cure: separator=';'"),
 }
 
@@ -199,7 +202,14 @@ FIRST_BYTES = {
 def test_a_file_of_another_kind_is_told_at_once(tmp_path, content, text):
     (tmp_path / "a.csv").write_bytes(content)
     with pytest.raises(DataError, match=text):
-        spmd.data.csv(tmp_path / "a.csv", batch_size=1)
+        spmd.data.csv(tmp_path / "a.csv", batch_size=1, names=["a"] if content == codecs.BOM_UTF8 else None)
+
+
+def test_a_number_of_hundreds_of_digits_is_told_with_its_line(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ["1", "2", "9" * 400], "x")
+    with pytest.raises(DataError, match=r'line 4: column "x" has 9+, which int32 does not hold'):
+        read(path, types={"x": "int32"})
+    assert read(path, types={"x": "int32"}, on_error="skip")["x"].tolist() == [1, 2]
 
 
 def test_numbers_may_be_names(tmp_path):
@@ -219,7 +229,10 @@ def test_options_that_cannot_be_meant(tmp_path):
         ({"defaults": {"x": [1]}}, r'"x" is \[1\], and the column is int32'),
         ({"defaults": {"x": float("nan")}}, '"x" is nan, and the column is int32'),
         ({"defaults": {"x": 2**40}}, '"x" is 1099511627776, which int32 does not hold'),
+        ({"defaults": {"x": 10**400}, "types": {"x": "float64"}}, "which float64 does not hold"),
         ({"categories": {"x": "12"}}, "\"x\" is '12'.\n    cure: a list of words"),
+        ({"categories": {"x": [1, 2]}}, r'"x" is \[1, 2\]'),
+        ({"categories": {"x": iter("12")}}, '"x" is <str'),
         ({"categories": {"x": ["1"]}, "types": {"x": "int8"}}, "types and categories both name x"),
         ({"index": path}, "is a file.\n    cure: a folder"),
     ]:

@@ -10,6 +10,7 @@ import pytest
 import written
 
 import spmd
+from spmd.data.image_files import _eight_bits
 from spmd.errors import DataError, MissingExtraError, OptionError
 from spmd.launch.cli import main
 
@@ -176,6 +177,8 @@ def test_values_of_parquet_that_cannot_be_read_are_told(tmp_path):
         list(spmd.data.parquet(path, **options))
     with pytest.raises(DataError, match=r'row 2: column "a" has a number that float32 does not hold'):
         list(spmd.data.parquet(path, defaults={"b": False}, **options))
+    (batch,) = spmd.data.parquet(path, columns=["at", "b"], defaults={"b": 1}, **options)
+    assert batch["at"].tolist() == list(range(6)) and batch["b"].tolist() == [True, True, True, False, True, True]
     (batch,) = spmd.data.parquet(path, on_error="skip", **options)
     assert batch["at"].tolist() == [0, 3, 4, 5] and batch["b"].tolist() == [True, False, True, True]
     data = spmd.data.parquet(path, columns=["at"], on_error="skip", **options)
@@ -200,6 +203,9 @@ def test_pictures_of_16_bits_and_folders_that_are_no_classes(pictures, caplog):
     assert "1 pictures stand beside the folders of classes and are not read; classes without a picture: emus." in caplog.text
     (batch,) = pickle.loads(pickle.dumps(data))
     assert batch["label"].tolist() == [0, 1, 1, 1] and batch["image"][0].tolist() == [[[np.float32((40_000 >> 8) / 255)] * 3]]
+    older = image.fromarray(np.full((1, 1), 40_000, np.int32))  # as some versions of Pillow open such a file
+    older.format = "PNG"
+    assert np.asarray(_eight_bits(older, image)).tolist() == [[40_000 >> 8]]
     image.fromarray(np.ones((4, 4), np.float32)).save(pictures / "cats" / "3.tiff")
     with pytest.raises(DataError, match=r"3.tiff: it cannot be read: ValueError: its numbers are of 32 bits"):
         list(spmd.data.images(pictures, size=(1, 1), batch_size=8))

@@ -79,6 +79,41 @@ def test_one_that_differs_is_named(mesh, name, place, change, told):
     assert "after step 7, copies of 1 of 11 arrays differ from most others:\n    " + told in str(caught.value)
 
 
+def flipped(*places):
+    signs = np.ones(300, "float32")
+    signs[list(places)] = -1
+    return signs
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ("random", lambda shard: 2 * shard),
+        ("random", lambda shard: -shard),
+        ("random", lambda shard: shard * np.where(np.arange(64) == 3, -1, 1).astype("float32")),
+        (np.ones(64, "float32"), np.zeros_like),
+        (np.zeros((256, 256), "float32"), lambda shard: shard + np.float32(0.1)),
+        (np.ones(300, "float32"), lambda shard: shard * flipped(7, 11)),
+        (np.arange(4096, dtype="int32"), lambda shard: np.roll(shard, 1)),
+    ],
+    ids=["doubled", "negated", "a column negated", "zeros", "shifted", "two signs", "turned round"],
+)
+def test_differences_with_a_pattern_are_found_and_nothing_else_is_accused(mesh, value, change):
+    """A sum of words times odd numbers would miss them all but the last: what they add is a multiple of 2^32."""
+    random = np.random.default_rng(1).normal(size=(64, 64)).astype("float32")
+    given = {"before": put(mesh, np.float32(1)), "it": put(mesh, random if isinstance(value, str) else value), "like it": put(mesh, random)}
+    given["it"] = changed(given["it"], 3, change)
+    with pytest.raises(ClusterError, match=r"now, copies of 1 of 3 arrays differ from most others:\n    it: devices 3 of the mesh"):
+        check_replicas(given, "now")
+
+
+def test_what_two_arrays_of_unlike_size_have_more_and_less_does_not_cancel(mesh):
+    given = {"one": put(mesh, np.zeros(SMALL + 1, "int32")), "two": put(mesh, np.zeros(SMALL + 2, "int32"))}
+    given = {name: changed(leaf, 2, lambda shard, by=by: shard + by) for (name, leaf), by in zip(given.items(), (1, -1), strict=True)}
+    with pytest.raises(ClusterError, match="copies of 2 of 2 arrays"):
+        check_replicas(given, "now")
+
+
 def test_all_that_differ_are_named(mesh):
     given = state(mesh)
     given |= {name: changed(given[name], place, one_bit) for name, place in (("whole", 5), ("large", 5), ("cut", 3))}

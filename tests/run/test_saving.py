@@ -84,6 +84,26 @@ def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch)
     assert len(asked) == 1 and len(threads) == 3 and all(name.startswith("spmd save") for name in threads)
 
 
+def test_a_copy_that_was_interrupted_is_made_anew(monkeypatch):
+    """It may have donated what it was to take the place of."""
+    arrays = {"step": jax.numpy.int32(3), "w": jax.numpy.arange(4.0)}
+    copier = copies.Copier(arrays)
+    first = {path: np.array(leaf) for path, leaf in copier(arrays).items()}
+    whole = copier._copy
+
+    def interrupted(*given):
+        whole(*given)
+        raise KeyboardInterrupt
+
+    copier._copy = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        copier(arrays)
+    copier._copy = whole
+    assert all(np.array_equal(leaf, first[path]) for path, leaf in copier(arrays).items())
+    again = copier({"step": jax.numpy.int32(4), "w": jax.numpy.ones(4)})
+    assert np.asarray(again["w"]).tolist() == [1, 1, 1, 1] and int(again["step"]) == 4
+
+
 class Device:
     def __init__(self, **told):
         self._told = told

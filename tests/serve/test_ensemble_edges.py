@@ -161,6 +161,13 @@ def test_what_is_no_probability_is_left_out_and_told(said, rows):
     assert answer.failed == {"bad": f"it answered float32[3, 2], {rows} of 3 rows without finite numbers"}
 
 
+def test_logits_of_no_classes_are_left_out():
+    fine = lambda inputs: np.zeros((len(inputs), 2), np.float32)
+    with spmd.Ensemble({"fine": fine, "bad": lambda inputs: np.zeros((len(inputs), 0), np.float32)}) as ensemble:
+        answer = ensemble.ask(np.ones((3, 4), np.float32))
+    assert answer.members == ("fine",) and list(answer.failed) == ["bad"]
+
+
 @pytest.mark.parametrize("deadline", [0, -1, float("nan"), float("inf"), 1e300, True, "1"])
 def test_deadlines_that_are_none(deadline):
     with spmd.Ensemble([lambda inputs: np.zeros((len(inputs), 2))]) as ensemble, pytest.raises(OptionError, match="deadline="):

@@ -104,8 +104,11 @@ def test_values_that_only_look_alike_have_programs_of_their_own(monkeypatch, tmp
         sweep(space={"learning_rate": [0.1], "like": [Same(4), Same(None)]}, **more)
     assert caught.value.__notes__ == ["of trial 1: learning_rate=0.10000000149011612, like=Same()"]
     monkeypatch.setattr(Same, "__repr__", object.__repr__)
-    with pytest.raises(CheckpointError, match="is known by where it lies in memory only"):
-        sweep(space={"learning_rate": [0.1], "like": [Same(4)]}, checkpoint=tmp_path / "new", **more)
+    nameless = lambda: 4
+    nameless.width = 4
+    for value in (Same(4), nameless):
+        with pytest.raises(CheckpointError, match="has no name of its own"):
+            sweep(space={"learning_rate": [0.1], "like": [value]}, checkpoint=tmp_path / "new", **more)
     assert not list(tmp_path.iterdir())
 
 
