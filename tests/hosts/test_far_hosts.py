@@ -154,7 +154,7 @@ def test_a_host_with_another_answer_does_not_stand_for_others(tmp_path, monkeypa
     how = remote.Remote(tuple(Host(f"127.0.0.{number}", 1) for number in (1, 2, 3)), ssh=str(ssh), settings=Settings(simulate=1))
     assert remote.launch_on([str(JOB)], how, said.append) == 255
     if "sleep" in does:
-        assert said.pop(0) == "waiting for 127.0.0.2 (2 s of 8)"
+        assert said.pop(0) == "waiting for 127.0.0.2 (6 s of 8)"
     assert said[0].startswith(told) and said[1] == "2 of 3 hosts are there", said
 
 
