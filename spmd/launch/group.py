@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Protocol
 
 SETTLE = 4.0  # seconds that the others have to leave by themselves, once one has failed
+KILLED = 1.0  # the same, once one was killed: nobody told them, and all that they can tell is that it is gone
 LOOK = 0.05
 
 
@@ -81,7 +82,8 @@ class Group:
             if until is None and self.asked == signal.SIGTERM:
                 until = time.monotonic() + grace
             elif until is None and self.asked is None and any(codes.values()):
-                until, first = time.monotonic() + SETTLE, codes
+                failed = {code for code in codes.values() if code}
+                until, first = time.monotonic() + (KILLED if failed == {-signal.SIGKILL} else SETTLE), codes
             if until is not None and time.monotonic() > until:
                 (self.signal if send is None or killed else send)(signal.SIGKILL)
                 killed = True

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from spmd.launch import group
 from spmd.launch.restarts import ALL, Attempt, attempted, exit_code, records, stop_because
 
 BOOM = {1: (26, "ValueError: boom")}
@@ -67,3 +68,15 @@ def test_what_processes_have_left(tmp_path):
     found = attempted(records(tmp_path), {0: 1, 1: 1, 2: -9}, {2: -9})
     assert found.began == 20 and list(found.failures.items()) == [(0, (25, "first")), (1, (26, "second"))]
     assert found.signature == (25, "first")
+
+
+@pytest.mark.parametrize(("ends", "code", "heard"), [("kill -9 $$", -9, False), ("exit 3", 3, True)], ids=["killed", "failed"])
+def test_one_that_was_killed_leaves_nothing_to_be_told_by_the_others(tmp_path, monkeypatch, ends, code, heard):
+    monkeypatch.setattr(group, "KILLED", 0.2)
+    wait = f"while [ ! -e {tmp_path}/gone ]; do sleep 0.02; done"
+    commands = {0: (["sh", "-c", f"{wait}; sleep 1; echo told"], {}), 1: (["sh", "-c", f"touch {tmp_path}/gone; {ends}"], {})}
+    lines = []
+    with group.started(commands, lambda rank: f"[{rank}] ", write=lines.append) as both:
+        codes = both.wait(grace=5.0)
+    assert both.first == {1: code} and codes == {0: 0 if heard else -9, 1: code}
+    assert lines == (["[0] told\n"] if heard else [])
