@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -30,6 +31,7 @@ from spmd.tree import Tree, abstract, describe, flatten, format_bytes, map_paths
 
 FORMAT = 3
 WITHOUT_MANIFEST = 2  # the format before; its checkpoints are read as they are
+HEAD_START = 0.05  # seconds that steps have to be started in, before a thread that saves wants the interpreter as well
 ROOM = 1.2  # of a checkpoint's bytes that must be free before it is written
 
 
@@ -128,18 +130,19 @@ class Store:
         self._writing, self._handed = 0, _nothing()
         self._threaded: bool | None = None  # known from the first save on: with a copy beside it, peaks say no more
         self._copier: Copier | None = None
+        self._awaited = threading.Event()
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
         self._manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
         self._saved = self.latest()
 
     def latest(self) -> int | None:
         """The newest step, which is on disk or is being written there."""
-        futures.wait([self._handed])
+        self._handed_over()
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
         """All of these steps, oldest first."""
-        futures.wait([self._handed])
+        self._handed_over()
         return sorted(self._manager.all_steps())
 
     def sound(self) -> int | None:
@@ -222,6 +225,7 @@ class Store:
             self._threaded = not first_of_all("" if has_room_for(arrays) else "full")
         if self._threaded:
             self._copier = self._copier or Copier(arrays)
+            self._awaited.clear()
             self._handed = self._thread.submit(self._hand_over, self._copier(arrays), step, meta, metrics)
         else:
             self._write(arrays, step, meta, metrics)
@@ -230,10 +234,18 @@ class Store:
 
     def _hand_over(self, arrays: dict[str, Any], *more: Any) -> None:
         try:
-            self._write(jax.block_until_ready(arrays), *more)
+            jax.block_until_ready(arrays)
+            self._awaited.wait(HEAD_START)
+            self._write(arrays, *more)
         except BaseException as error:
             _tell(error)
             raise
+
+    def _handed_over(self) -> futures.Future:
+        """What the thread came to, once it has: it makes haste from here on."""
+        self._awaited.set()
+        futures.wait([self._handed])
+        return self._handed
 
     def _write(self, arrays: dict[str, Any], step: int, meta: dict[str, Any], metrics: dict[str, float]) -> None:
         items = {item: {path: leaf for path, leaf in arrays.items() if item_of(path) == item} for item in (STATE, *REMEMBERED)}
@@ -324,7 +336,7 @@ class Store:
           CheckpointError: a checkpoint could not be written.
         """
         try:
-            self._handed.result()
+            self._handed_over().result()
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         except Exception as error:
@@ -338,6 +350,7 @@ class Store:
 
     def release(self) -> None:
         """Let go of the folder without a word about what is in it."""
+        self._awaited.set()
         self._thread.shutdown()
         self._manager.close()
 
