@@ -166,10 +166,9 @@ def sweep_and_ensemble(shown):
     assert shown.html.count("dropped at step 5<") == 12 and shown.html.count("dropped at step 20<") == 3
     assert shown.html.count("<svg") == 6 and shown.kinds.count("image/png") == 1  # loss and accuracy of three; all scores
     assert "[(16, 5), (4, 20), (1, 80)]" in shown.text and "16 networks, 2 compiled programs, 8 devices" in shown.text
-    *alone, together = map(float, re.findall(r"log loss ([\d.]+)", shown.text))
-    assert len(alone) == 3 and together < min(alone)
-    accuracies = [float(number) for number in re.findall(r"accuracy (0\.\d+|1\.0+)$", shown.text, re.MULTILINE)]
-    assert len(accuracies) == 4 and min(accuracies) > 0.9
+    scores = [[float(loss), float(right)] for loss, right in re.findall(r"^(?:ensemble|trial \d+) +([\d.]+) +([\d.]+)", shown.text, re.M)]
+    (together, *alone), accuracies = zip(*scores, strict=True)
+    assert len(alone) == 3 and together < min(alone) and min(accuracies) > 0.9
     assert borne_out(shown, 6)
 
 
