@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from spmd.data.features import Feature, Parser
+from spmd.data.numerals import limits
 from spmd.data.offsets import found
 from spmd.data.records import Field, Format, Reading, Records
 from spmd.errors import DataError, OptionError, a_kind, import_extra
@@ -153,7 +154,8 @@ class Decoder:
 def _holds(dtype: np.dtype, values: np.ndarray) -> bool:
     """Whether numbers are what they were, up to rounding."""
     if dtype.kind in "iu" and values.dtype.kind in "iu":
-        return np.iinfo(dtype).min <= values.min() and values.max() <= np.iinfo(dtype).max
+        least, most = limits(dtype)
+        return bool(least <= values.min() and values.max() <= most)
     return np.can_cast(values.dtype, dtype, "same_kind")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd.data.csv_checks import check_default, check_names, check_options, check_unpacked, few, header_of, is_a
-from spmd.data.numerals import decimals, holds
+from spmd.data.numerals import decimals, holds, limits
 from spmd.data.offsets import CHUNK, Offsets, found
 from spmd.data.records import Field, Format, Reading, Records
 from spmd.errors import DataError, OptionError
@@ -261,8 +261,8 @@ def _parsed(column: Column, raw: bytes, read: Any, starts: np.ndarray, stops: np
     if read is not None:
         values, whole, sound = read
         if column.dtype.kind != "f":
-            limits = np.iinfo(column.dtype)
-            sound = sound & whole & (values >= limits.min) & (values <= limits.max)
+            least, most = limits(column.dtype)
+            sound = sound & whole & (values >= least) & (values <= most)
             values = np.where(sound, values, 0)
         with np.errstate(over="ignore"):
             values = values.astype(column.dtype)

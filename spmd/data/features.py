@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.numerals import holds
+from spmd.data.numerals import holds, limits
 from spmd.data.records import Field
 from spmd.errors import DataError, OptionError, a_kind
 
@@ -232,9 +232,7 @@ def _store(
 
 def _within(name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad: dict[int, str]) -> np.ndarray:
     """Numbers that a narrower dtype holds, 0 in rows with others; these are told."""
-    least, most = (0, 1) if dtype.kind == "b" else (np.finfo(dtype).min, np.finfo(dtype).max) if dtype.kind == "f" else (None, None)
-    if least is None:
-        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    least, most = limits(dtype)
     beyond = np.asarray(((values < least) | (values > most)) & ~np.isinf(values))
     wrong = np.asarray(beyond.any(axis=1))
     for row in np.flatnonzero(wrong).tolist():

@@ -65,4 +65,18 @@ def holds(dtype: np.dtype, value: Any) -> bool:
             return bool(np.isfinite(dtype.type(float(value))) or not math.isfinite(value))
     if not math.isfinite(value) or value != int(value):
         return False
-    return bool(0 <= value <= 1) if dtype.kind == "b" else bool(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
+    least, most = limits(dtype)
+    return bool(least <= value <= most)
+
+
+def limits(dtype: np.dtype) -> tuple[Any, Any]:
+    """The least and the greatest number of a dtype, but for infinities.
+
+    Example:
+      >>> limits(np.dtype("int8")), limits(np.dtype("bool"))
+      ((-128, 127), (0, 1))
+    """
+    if dtype.kind == "b":
+        return 0, 1
+    found = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    return found.min, found.max
