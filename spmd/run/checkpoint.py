@@ -4,12 +4,12 @@ One folder per step. `state` holds every array under its path; `meta` holds the 
 does not fit is told so in a table before anything is read; the data position; and the layout as TOML.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import logging
 import shutil
-import threading
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -31,7 +31,6 @@ from spmd.tree import Tree, abstract, describe, flatten, format_bytes, map_paths
 
 FORMAT = 3
 WITHOUT_MANIFEST = 2  # the format before; its checkpoints are read as they are
-HEAD_START = 0.05  # seconds that steps have to be started in, before a thread that saves wants the interpreter as well
 ROOM = 1.2  # of a checkpoint's bytes that must be free before it is written
 
 
@@ -127,22 +126,23 @@ class Store:
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=_all_processes()),
         )
         (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        self._writing, self._handed = 0, _nothing()
+        self._writing, self._written, self._asked = 0, _nothing(), _nothing()
         self._threaded: bool | None = None  # known from the first save on: with a copy beside it, peaks say no more
         self._copier: Copier | None = None
-        self._awaited = threading.Event()
+        self._copied: int | None = None  # the step that the thread has, written or to be asked for
+        self._bytes = 0  # of a state, once one is saved
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
         self._manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
-        self._saved = self.latest()
+        self._saved = self._manager.latest_step()
 
     def latest(self) -> int | None:
         """The newest step, which is on disk or is being written there."""
-        self._handed_over()
-        return self._manager.latest_step()
+        return self._saved
 
     def steps(self) -> list[int]:
-        """All of these steps, oldest first."""
-        self._handed_over()
+        """All steps that are on disk, oldest first."""
+        if self._asked.done():  # otherwise there is a copy that nobody has asked to write yet
+            futures.wait([self._written])
         return sorted(self._manager.all_steps())
 
     def sound(self) -> int | None:
@@ -160,7 +160,7 @@ class Store:
                 logging.getLogger("spmd").warning("the checkpoint of step %d is damaged (%s): it is put aside in %s.", step, why, place)
             first_of_all("")  # it is gone for all
             self._manager.reload()
-            self._saved = self.latest()
+            self._saved = self._manager.latest_step()
         return None
 
     def damage(self, step: int) -> str | None:
@@ -217,37 +217,56 @@ class Store:
         """Start writing a checkpoint; False when this step is written already."""
         if self._saved == step:
             return False
-        self.wait()  # for the one before, if it is still written: what has failed is told now, not with the last
-        arrays = _by_path(state)
-        self._check_room(arrays)
-        self._writing = step
+        self.copy(state, step)
+        if not self._threaded:
+            self.wait()  # for the one before, if it is still written: what has failed is told now, not with the last
+        self._check_room(state)
         if self._threaded is None:
-            self._threaded = not first_of_all("" if has_room_for(arrays) else "full")
+            self._threaded = not first_of_all("" if has_room_for(state) else "full")
+            self.copy(state, step)
+        self._writing = step
         if self._threaded:
-            self._copier = self._copier or Copier(arrays)
-            self._awaited.clear()
-            self._handed = self._thread.submit(self._hand_over, self._copier(arrays), step, meta, metrics)
+            self._asked.set_result((step, meta, metrics))
         else:
-            self._write(arrays, step, meta, metrics)
+            self._write(state, step, meta, metrics)
+            self._written = self._thread.submit(self._finish)
         self._saved = step
         return True
 
-    def _hand_over(self, arrays: dict[str, Any], *more: Any) -> None:
+    def copy(self, state: State, step: int) -> None:
+        """Let devices copy, behind the step that they are at, what `save` will ask a thread to write; from the first save on.
+
+        Called before the host waits for that step, it keeps them from waiting for the host, and leaves `save` nothing to begin.
+        """
+        if self._threaded and step not in (self._saved, self._copied):
+            self.wait()  # as `save` does; and the memory of the copy before is wanted
+            self._copier = self._copier or Copier(state)
+            asked = futures.Future()
+            self._written = self._thread.submit(self._write_copy, self._copier(state), asked)
+            self._asked, self._copied = asked, step
+
+    def drop(self) -> None:
+        """Nobody will save what was copied for it."""
+        if not self._asked.done():
+            self._asked.set_result(None)
+            self._copied = None
+
+    def _write_copy(self, state: State, asked: futures.Future) -> None:
         try:
-            jax.block_until_ready(arrays)
-            self._awaited.wait(HEAD_START)
-            self._write(arrays, *more)
+            jax.block_until_ready(state)
+            if (given := asked.result()) is not None:
+                self._write(state, *given)
         except BaseException as error:
             _tell(error)
             raise
+        self._finish()
 
-    def _handed_over(self) -> futures.Future:
-        """What the thread came to, once it has: it makes haste from here on."""
-        self._awaited.set()
-        futures.wait([self._handed])
-        return self._handed
+    def _finish(self) -> None:
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
 
-    def _write(self, arrays: dict[str, Any], step: int, meta: dict[str, Any], metrics: dict[str, float]) -> None:
+    def _write(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> None:
+        arrays = _by_path(state)
         items = {item: {path: leaf for path, leaf in arrays.items() if item_of(path) == item} for item in (STATE, *REMEMBERED)}
         items = {item: self._args.StandardSave(leaves) for item, leaves in items.items() if leaves}
         shapes = {path: describe(leaf) for path, leaf in arrays.items()}
@@ -259,8 +278,9 @@ class Store:
         if not saved:
             raise CheckpointError(f"the checkpoint of step {step} was not written to {self.folder}.")
 
-    def _check_room(self, arrays: dict[str, Any]) -> None:
-        size, free = sum(leaf.nbytes for leaf in arrays.values()), shutil.disk_usage(self.folder).free
+    def _check_room(self, state: State) -> None:
+        self._bytes = self._bytes or sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        size, free = self._bytes, shutil.disk_usage(self.folder).free
         if free < ROOM * size:
             has = f"{format_bytes(free)} are free, and {ROOM} times its size is wanted"
             cure = f"room; or a smaller Checkpoint(keep=...), which is {self.config.keep}"
@@ -335,12 +355,13 @@ class Store:
         Raises:
           CheckpointError: a checkpoint could not be written.
         """
+        self.drop()
         try:
-            self._handed_over().result()
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+            self._written.result()
         except Exception as error:
-            self._handed = _nothing()  # it is told once; who tries again, to save what there is, may be luckier
+            self._written, self._copied = _nothing(), None  # it is told once; who tries again, to save what there is, may be luckier
+            with contextlib.suppress(Exception):
+                self._manager.wait_until_finished()  # which raises to each thread once
             self._manager.reload()
             self._saved = self._manager.latest_step()
             raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {type(error).__name__}: {error}") from error
@@ -350,7 +371,7 @@ class Store:
 
     def release(self) -> None:
         """Let go of the folder without a word about what is in it."""
-        self._awaited.set()
+        self.drop()
         self._thread.shutdown()
         self._manager.close()
 
@@ -367,9 +388,9 @@ def _by_path(state: State) -> dict[str, Any]:
     return {path: leaf for path, leaf in flatten(state).items() if leaf.size}
 
 
-def _nothing() -> futures.Future[None]:
-    """Nothing is handed over."""
-    found = futures.Future[None]()
+def _nothing() -> futures.Future[Any]:
+    """Nothing is being written."""
+    found = futures.Future[Any]()
     found.set_result(None)
     return found
 

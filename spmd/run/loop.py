@@ -228,12 +228,17 @@ class Loop:
 
     def _after_step(self) -> None:
         """Evaluate, then save: a checkpoint is judged by the evaluation of its own step."""
-        length, store = self.length, self.store
-        if self._exact and any(self.step % every == 0 for every in self._exact):
+        due = lambda every: every is not None and self.step % every == 0
+        saves = self.store is not None and due(self.store.config.every)
+        if self.store is not None and saves:
+            self._guard.at("save", self.step)
+            with self.pace.apart():
+                self.store.copy(self.state, self.step)  # devices have it in hand while the host waits for the step
+        if any(due(every) for every in self._exact):
             self._drain()
-        if length.eval_every is not None and self.step % length.eval_every == 0:
+        if due(self.length.eval_every):
             self._measure()
-        if store is not None and store.config.every is not None and self.step % store.config.every == 0:
+        if saves:
             self._save()
 
     def _end_of_epoch(self) -> None:
@@ -308,8 +313,8 @@ class Loop:
         with contextlib.ExitStack() as closing:  # each is closed, though another may fail
             for logger in self.loggers:
                 closing.callback(logger.close)
-            if self.store is not None and not apart:
-                closing.callback(self.store.close)
+            if self.store is not None:
+                closing.callback(self.store.drop if apart else self.store.close)
             closing.callback(self.progress.close)
 
     # small questions -------------------------------------------------------------------------------------------------
@@ -334,10 +339,9 @@ class Loop:
 
     def last_checkpoint(self) -> str:
         """The newest checkpoint, in words."""
-        step = self.store.latest() if self.store is not None else None
-        return (
-            f"The last checkpoint is step {step} in {self.store.folder}." if self.store and step is not None else "There is no checkpoint."
-        )
+        if self.store is None or (step := self.store.latest()) is None:
+            return "There is no checkpoint."
+        return f"The last checkpoint is step {step} in {self.store.folder}."
 
     def _total(self) -> int | None:
         per_epoch = self.source.steps_per_epoch

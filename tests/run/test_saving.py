@@ -8,9 +8,11 @@ import pytest
 from small import fit, same
 
 import spmd
-from spmd.errors import CheckpointError
+from spmd.errors import CheckpointError, DivergedError
 from spmd.run import checkpoint, copies
 from spmd.run.checkpoint import Store
+from spmd.run.loop import Loop
+from spmd.train.state import State
 
 COPIED, WAITED_FOR = True, False
 
@@ -32,7 +34,7 @@ def threads(monkeypatch):
 def test_what_is_saved_is_the_state_of_that_step(room, tmp_path, threads, monkeypatch):
     """Steps donate the state that is being saved; each checkpoint is that of its own step whoever hands it over."""
     if not room:
-        monkeypatch.setattr(checkpoint, "has_room_for", lambda arrays: False)
+        monkeypatch.setattr(checkpoint, "has_room_for", lambda state: False)
     seen = {}
     whole = fit(
         epochs=3,
@@ -79,16 +81,61 @@ def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypat
 def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch):
     """A copy lifts the peak that is asked for: one answer, the first, holds for all saves."""
     asked = []
-    monkeypatch.setattr(checkpoint, "has_room_for", lambda arrays: not asked.append(None) and len(asked) == 1)
+    monkeypatch.setattr(checkpoint, "has_room_for", lambda state: not asked.append(None) and len(asked) == 1)
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2))
     assert len(asked) == 1 and len(threads) == 3 and all(name.startswith("spmd save") for name in threads)
 
 
+def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
+    """From the second save on: the first finds out whether there is room, when the step has been held."""
+    told, read, copy = [], Loop._read, Store.copy
+    monkeypatch.setattr(Loop, "_read", lambda self: (told.append(("read", self._unread[0][0])), read(self)))
+    monkeypatch.setattr(Store, "copy", lambda self, state, step: (told.append(("copy", step)), copy(self, state, step)))
+    fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.Each(lambda info: info.state, every=2)])
+    first = {what: told.index(what) for what in told}
+    assert all(first["copy", step] < first["read", step] for step in (2, 4, 6))
+
+
+@pytest.mark.parametrize("error", [DivergedError, ValueError, KeyboardInterrupt])
+def test_a_copy_that_nobody_saves_is_dropped(error, tmp_path, threads):
+    """A callback raises after the devices were told to copy. What diverged is not saved, what else there is, is, and nothing waits."""
+
+    def fail(info):
+        if info.step == 4:
+            raise error("no more")
+
+    with pytest.raises(error, match="no more"):
+        fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.Each(fail, every=2)])
+    kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert kept == ({"2"} if error is DivergedError else {"2", "4"})
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("spmd save")]
+
+
+def test_a_store_with_a_copy_in_hand_can_be_asked_and_closed(tmp_path):
+    """The thread waits to be told what to do with it; nobody waits for the thread."""
+    trainer, state = fit(steps=1).trainer, fit(steps=1).state
+    store = Store(spmd.Checkpoint(tmp_path))
+    store.save(state, 1, {}, {})
+    store.copy(state, 2)
+    assert store.steps() == [1] and store.latest() == 1
+    store.save(state, 2, {}, {})
+    store.copy(state, 3)
+    store.copy(state, 4)
+    store.save(state, 4, {}, {})
+    store.copy(state, 5)
+    store.close()
+    again = Store(spmd.Checkpoint(tmp_path))
+    assert again.steps() == [2, 4]
+    assert same(again.restore(4, trainer.abstract_state)[0], state)
+    again.close()
+
+
 def test_a_copy_that_was_interrupted_is_made_anew(monkeypatch):
     """It may have donated what it was to take the place of."""
-    arrays = {"step": jax.numpy.int32(3), "w": jax.numpy.arange(4.0)}
-    copier = copies.Copier(arrays)
-    first = {path: np.array(leaf) for path, leaf in copier(arrays).items()}
+    state = lambda step, weights: State(jax.numpy.int32(step), {"w": jax.numpy.asarray(weights)}, {}, {}, {}, (), {})
+    three, four = state(3, np.arange(4.0)), state(4, np.ones(4))
+    copier = copies.Copier(three)
+    first = jax.device_get(copier(three))
     whole = copier._copy
 
     def interrupted(*given):
@@ -97,11 +144,11 @@ def test_a_copy_that_was_interrupted_is_made_anew(monkeypatch):
 
     copier._copy = interrupted
     with pytest.raises(KeyboardInterrupt):
-        copier(arrays)
+        copier(three)
     copier._copy = whole
-    assert all(np.array_equal(leaf, first[path]) for path, leaf in copier(arrays).items())
-    again = copier({"step": jax.numpy.int32(4), "w": jax.numpy.ones(4)})
-    assert np.asarray(again["w"]).tolist() == [1, 1, 1, 1] and int(again["step"]) == 4
+    assert same(copier(three), first)
+    again = copier(four)
+    assert same(again, four) and not same(again, first)
 
 
 class Device:
