@@ -13,7 +13,6 @@ build of it, and FOLDER on PYTHONPATH.
 
 import argparse
 import dataclasses
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -213,10 +212,9 @@ def saves(turn: Turn, width: int) -> None:
         blocked.setdefault(step, (time.perf_counter() - since) * state.step.is_ready())
 
     def save(self: Any, state: Any, step: int, *more: Any) -> bool:
-        since, self.copy = time.perf_counter(), functools.partial(copied, self)  # which is timed here already
+        before, since = blocked.get(step, 0.0), time.perf_counter()
         done = saved(self, state, step, *more)
-        blocked[step] += time.perf_counter() - since
-        del self.copy
+        blocked[step] = before + time.perf_counter() - since
         return done
 
     Store.copy, Store.save = copy, save

@@ -126,23 +126,23 @@ class Store:
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=_all_processes()),
         )
         (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        self._writing, self._written, self._asked = 0, _nothing(), _nothing()
+        self._writing, self._written = 0, _nothing()
         self._threaded: bool | None = None  # known from the first save on: with a copy beside it, peaks say no more
         self._copier: Copier | None = None
-        self._copied: int | None = None  # the step that the thread has, written or to be asked for
+        self._copies: dict[int, State] = {}  # at most one, by its step: made, and not given to the thread yet
         self._bytes = 0  # of a state, once one is saved
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
         self._manager = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
-        self._saved = self._manager.latest_step()
+        self._saved = self.latest()
 
     def latest(self) -> int | None:
-        """The newest step, which is on disk or is being written there."""
-        return self._saved
+        """The newest step that is on disk, when what is being written is."""
+        futures.wait([self._written])
+        return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """All steps that are on disk, oldest first."""
-        if self._asked.done():  # otherwise there is a copy that nobody has asked to write yet
-            futures.wait([self._written])
+        """All of these steps, oldest first."""
+        futures.wait([self._written])
         return sorted(self._manager.all_steps())
 
     def sound(self) -> int | None:
@@ -160,7 +160,7 @@ class Store:
                 logging.getLogger("spmd").warning("the checkpoint of step %d is damaged (%s): it is put aside in %s.", step, why, place)
             first_of_all("")  # it is gone for all
             self._manager.reload()
-            self._saved = self._manager.latest_step()
+            self._saved = self.latest()
         return None
 
     def damage(self, step: int) -> str | None:
@@ -217,16 +217,14 @@ class Store:
         """Start writing a checkpoint; False when this step is written already."""
         if self._saved == step:
             return False
-        self.copy(state, step)
-        if not self._threaded:
-            self.wait()  # for the one before, if it is still written: what has failed is told now, not with the last
+        self.wait()  # for the one before, if it is still written: what has failed is told now, not with the last
         self._check_room(state)
         if self._threaded is None:
             self._threaded = not first_of_all("" if has_room_for(state) else "full")
-            self.copy(state, step)
         self._writing = step
         if self._threaded:
-            self._asked.set_result((step, meta, metrics))
+            self.copy(state, step)
+            self._written = self._thread.submit(self._write_copy, [self._copies.pop(step)], step, meta, metrics)
         else:
             self._write(state, step, meta, metrics)
             self._written = self._thread.submit(self._finish)
@@ -234,28 +232,21 @@ class Store:
         return True
 
     def copy(self, state: State, step: int) -> None:
-        """Let devices copy, behind the step that they are at, what `save` will ask a thread to write; from the first save on.
+        """Let devices copy, behind the step that they are at, what `save` will give to a thread.
 
-        Called before the host waits for that step, it keeps them from waiting for the host, and leaves `save` nothing to begin.
+        Called before the host waits for that step, it keeps them from waiting for the host. It does nothing before the first save, which
+        finds out whether there is room; nor where the save before is not over, or has failed, which `save` waits for and tells.
         """
-        if self._threaded and step not in (self._saved, self._copied):
-            self.wait()  # as `save` does; and the memory of the copy before is wanted
+        if self._threaded and step not in (self._saved, *self._copies) and self._written.done() and not self._written.exception():
+            self._copies = {}  # of a step that was not saved
             self._copier = self._copier or Copier(state)
-            asked = futures.Future()
-            self._written = self._thread.submit(self._write_copy, self._copier(state), asked)
-            self._asked, self._copied = asked, step
+            self._copies = {step: self._copier(state)}
 
-    def drop(self) -> None:
-        """Nobody will save what was copied for it."""
-        if not self._asked.done():
-            self._asked.set_result(None)
-            self._copied = None
-
-    def _write_copy(self, state: State, asked: futures.Future) -> None:
+    def _write_copy(self, copy: list[State], *more: Any) -> None:
+        """Of a list with one copy, which is emptied: nobody holds the copy while its bytes go to the disk."""
         try:
-            jax.block_until_ready(state)
-            if (given := asked.result()) is not None:
-                self._write(state, *given)
+            jax.block_until_ready(copy)
+            self._write(copy.pop(), *more)
         except BaseException as error:
             _tell(error)
             raise
@@ -355,11 +346,10 @@ class Store:
         Raises:
           CheckpointError: a checkpoint could not be written.
         """
-        self.drop()
         try:
             self._written.result()
         except Exception as error:
-            self._written, self._copied = _nothing(), None  # it is told once; who tries again, to save what there is, may be luckier
+            self._written = _nothing()  # it is told once; who tries again, to save what there is, may be luckier
             with contextlib.suppress(Exception):
                 self._manager.wait_until_finished()  # which raises to each thread once
             self._manager.reload()
@@ -371,7 +361,6 @@ class Store:
 
     def release(self) -> None:
         """Let go of the folder without a word about what is in it."""
-        self.drop()
         self._thread.shutdown()
         self._manager.close()
 

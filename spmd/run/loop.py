@@ -229,14 +229,12 @@ class Loop:
     def _after_step(self) -> None:
         """Evaluate, then save: a checkpoint is judged by the evaluation of its own step."""
         due = lambda every: every is not None and self.step % every == 0
-        saves = self.store is not None and due(self.store.config.every)
-        if self.store is not None and saves:
-            self._guard.at("save", self.step)
-            with self.pace.apart():
-                self.store.copy(self.state, self.step)  # devices have it in hand while the host waits for the step
+        measures, saves = due(self.length.eval_every), self.store is not None and due(self.store.config.every)
+        if self.store is not None and saves and not measures and self.store.config.best is None:
+            self.store.copy(self.state, self.step)  # devices have it in hand while the host waits; an evaluation may want its room
         if any(due(every) for every in self._exact):
             self._drain()
-        if due(self.length.eval_every):
+        if measures:
             self._measure()
         if saves:
             self._save()
@@ -313,8 +311,8 @@ class Loop:
         with contextlib.ExitStack() as closing:  # each is closed, though another may fail
             for logger in self.loggers:
                 closing.callback(logger.close)
-            if self.store is not None:
-                closing.callback(self.store.drop if apart else self.store.close)
+            if self.store is not None and not apart:
+                closing.callback(self.store.close)
             closing.callback(self.progress.close)
 
     # small questions -------------------------------------------------------------------------------------------------

@@ -1,14 +1,21 @@
 """Saving: a thread writes a copy of the state while steps go on; where devices have no room for it, the steps wait."""
 
+import dataclasses
+import gc
 import threading
+import time
+import weakref
+from concurrent import futures
 
 import jax
 import numpy as np
 import pytest
-from small import fit, same
+from small import fit, numbers, same
 
 import spmd
 from spmd.errors import CheckpointError, DivergedError
+from spmd.hosts import guard
+from spmd.hosts.limits import Limits
 from spmd.run import checkpoint, copies
 from spmd.run.checkpoint import Store
 from spmd.run.loop import Loop
@@ -87,47 +94,113 @@ def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch)
 
 
 def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
-    """From the second save on: the first finds out whether there is room, when the step has been held."""
-    told, read, copy = [], Loop._read, Store.copy
-    monkeypatch.setattr(Loop, "_read", lambda self: (told.append(("read", self._unread[0][0])), read(self)))
-    monkeypatch.setattr(Store, "copy", lambda self, state, step: (told.append(("copy", step)), copy(self, state, step)))
+    """From the second save on: the first finds out whether there is room. What the guard sees the host wait for is the step, no save."""
+    told, read, copy = [], Loop._read, copies.Copier.__call__
+
+    def noted(self):
+        told.append(("read", self._unread[0][0], self._guard.phase))
+        read(self)
+        futures.wait([self.store._written])
+
+    guarded = guard.Together(0, 1, Limits(), print)
+    monkeypatch.setattr(guard, "_current", guarded)
+    monkeypatch.setattr(Loop, "_read", noted)
+    monkeypatch.setattr(copies.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.Each(lambda info: info.state, every=2)])
-    first = {what: told.index(what) for what in told}
-    assert all(first["copy", step] < first["read", step] for step in (2, 4, 6))
+    seen = [entry if entry == "copy" else entry[:2] for entry in told]
+    assert seen == [*[("read", 1), ("read", 2), "copy"], *[("read", 3), "copy", ("read", 4)], *[("read", 5), "copy", ("read", 6)]]
+    assert {phase for what, _, phase in (entry for entry in told if entry != "copy")} <= {"compile", "step"}
+
+
+def test_devices_copy_after_an_evaluation_which_may_want_the_room(tmp_path, monkeypatch):
+    told, measure, copy = [], Loop._measure, copies.Copier.__call__
+    monkeypatch.setattr(Loop, "_measure", lambda self: told.append("evaluation") or measure(self))
+    monkeypatch.setattr(copies.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
+    fit(steps=4, checkpoint=spmd.Checkpoint(tmp_path, every=2), eval_data=numbers(8), eval_every=2)
+    assert told[:4] == ["evaluation", "copy", "evaluation", "copy"]
 
 
 @pytest.mark.parametrize("error", [DivergedError, ValueError, KeyboardInterrupt])
-def test_a_copy_that_nobody_saves_is_dropped(error, tmp_path, threads):
-    """A callback raises after the devices were told to copy. What diverged is not saved, what else there is, is, and nothing waits."""
+def test_a_copy_that_nobody_saves_is_dropped(error, tmp_path):
+    """A callback raises after the devices were told to copy. What diverged is not saved, what else there is, is."""
+    seen = {}
 
     def fail(info):
+        seen[info.step] = jax.device_get(info.state.params)
+        futures.wait([info._control.store._written])
         if info.step == 4:
+            assert list(info._control.store._copies) == [4]
             raise error("no more")
 
+    each = spmd.callbacks.Each(fail)
+    each.exact = True
     with pytest.raises(error, match="no more"):
-        fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.Each(fail, every=2)])
-    kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert kept == ({"2"} if error is DivergedError else {"2", "4"})
+        fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[each])
+    store, like = Store(spmd.Checkpoint(tmp_path)), fit(steps=1).trainer.abstract_state
+    assert store.steps() == ([2] if error is DivergedError else [2, 4])
+    assert all(same(store.restore(step, like)[0].params, seen[step]) for step in store.steps())
+    store.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("spmd save")]
 
 
-def test_a_store_with_a_copy_in_hand_can_be_asked_and_closed(tmp_path):
-    """The thread waits to be told what to do with it; nobody waits for the thread."""
-    trainer, state = fit(steps=1).trainer, fit(steps=1).state
+def test_what_has_diverged_is_not_saved_because_a_save_has_failed(tmp_path, monkeypatch):
+    """The copy is begun before anybody has looked at the step; what the save before came to is told after that."""
+    monkeypatch.setattr(Store, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("a hiccup")))
+    data = numbers(256)
+    data["x"][96:128] = np.nan  # what the fourth step reads
+    with pytest.raises(DivergedError, match=r"step 4: .* There is no checkpoint"):
+        fit(data, steps=8, shuffle=False, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.TerminateOnNaN()])
+    assert not [*(tmp_path / "checkpoints").iterdir()]
+
+
+def test_only_the_copy_that_is_saved_is_written(tmp_path):
+    """Copies that nobody saves give way to the next."""
+    run = fit(steps=1)
+    states = {step: dataclasses.replace(run.state, params={"w": run.state.params["w"] + step}) for step in range(1, 6)}
     store = Store(spmd.Checkpoint(tmp_path))
-    store.save(state, 1, {}, {})
-    store.copy(state, 2)
-    assert store.steps() == [1] and store.latest() == 1
-    store.save(state, 2, {}, {})
-    store.copy(state, 3)
-    store.copy(state, 4)
-    store.save(state, 4, {}, {})
-    store.copy(state, 5)
+    for step in (1, 2, 4):
+        store.copy(states[step - (step > 1)], step - (step > 1))
+        store.copy(states[step], step)
+        assert store.save(states[step], step, {}, {})
+    store.copy(states[5], 5)
+    assert store.latest() == 4 and store.steps() == [2, 4]
     store.close()
     again = Store(spmd.Checkpoint(tmp_path))
     assert again.steps() == [2, 4]
-    assert same(again.restore(4, trainer.abstract_state)[0], state)
+    assert all(same(again.restore(step, run.trainer.abstract_state)[0], states[step]) for step in (2, 4))
     again.close()
+
+
+def test_nobody_holds_a_copy_while_the_disk_is_written(tmp_path, monkeypatch):
+    """Orbax has the bytes in the host's memory by then. On CPU devices the memory is kept for the next copy."""
+    writing, go, held = threading.Event(), threading.Event(), []
+    call, sealed = copies.Copier.__call__, checkpoint.seal
+
+    def copied(self, state):
+        self._stay = False  # as on a GPU
+        copy = call(self, state)
+        held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(copy))
+        return copy
+
+    def slow(folder):
+        writing.set()
+        go.wait(30)
+        sealed(folder)
+
+    monkeypatch.setattr(copies.Copier, "__call__", copied)
+    monkeypatch.setattr(checkpoint, "seal", slow)
+    state, store = fit(steps=1).state, Store(spmd.Checkpoint(tmp_path))
+    store.save(state, 1, {}, {})
+    assert writing.wait(30)
+    for _ in range(100):  # Orbax may be about to return
+        gc.collect()
+        if not any(ref() for ref in held):
+            break
+        time.sleep(0.05)
+    alive = sum(ref() is not None for ref in held)
+    go.set()
+    store.close()
+    assert held and not alive
 
 
 def test_a_copy_that_was_interrupted_is_made_anew(monkeypatch):
