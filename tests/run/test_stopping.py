@@ -165,7 +165,7 @@ def test_ctrl_c_of_a_real_process(tmp_path, undisturbed):
     "every, kill",
     [
         pytest.param(2, "checkpoint 6", id="during a save"),
-        pytest.param(2, "by us", id="from outside"),
+        pytest.param(2, "by us", id="from outside", marks=pytest.mark.slow),
         pytest.param(2, "step 7", id="between saves", marks=pytest.mark.slow),
         pytest.param(1, "checkpoint 5", id="saving each step", marks=pytest.mark.slow),
         pytest.param(None, "checkpoint 3", id="at an epoch's end", marks=pytest.mark.slow),

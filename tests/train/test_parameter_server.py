@@ -112,7 +112,13 @@ ONE_BY_ONE = {"local": {"every": 1, "outer_rate": 1.0, "outer_momentum": 0.0}, "
 
 
 @pytest.mark.parametrize("mode", [pytest.param("local", marks=pytest.mark.slow), "asynchronous"])
-@pytest.mark.parametrize("each, dtype", [(0.01, "float32"), (4000.0, "float16")], ids=["less than one", "more than float16 holds"])
+@pytest.mark.parametrize(
+    "each, dtype",
+    [
+        pytest.param(0.01, "float32", id="less than one", marks=pytest.mark.slow),
+        pytest.param(4000.0, "float16", id="more than float16 holds"),
+    ],
+)
 def test_what_a_loss_counts_may_be_any_number(mode, each, dtype):
     def trained(layout, loss):
         make = lambda: MLP(nnx.Rngs(0), param_dtype=dtype)

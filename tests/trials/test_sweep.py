@@ -118,7 +118,9 @@ class StoppedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("search", ["random", spmd.Halving(factor=2, rungs=2)], ids=["random", "halving"])
+@pytest.mark.parametrize(
+    "search", [pytest.param("random", marks=pytest.mark.slow), spmd.Halving(factor=2, rungs=2)], ids=["random", "halving"]
+)
 def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatch):
     more = {"search": search, "trials": 4, "at_once": 2, "keep": 1, "steps_per_call": 1}
     whole = sweep(**more)
