@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, and settings that turn carelessness into failures."""
 
+import functools
 import os
 import shutil
 import tempfile
@@ -24,10 +25,6 @@ spmd.simulate_devices(8)
 # Compiling is most of what tests do, and takes a third of the time with these. `make test-all` compiles all as users do. Tests that say
 # "optimized" always do: those that compare two programs to the last bit, or where a rounding decides what comes next.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, "xla_cpu_use_fusion_emitters": False}
-# the same for processes that tests start and that want it: an XLA_FLAGS
-os.environ["SPMD_TEST_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
-if os.environ.get("SPMD_TEST_OPTIMIZED"):
-    os.environ["SPMD_TEST_FLAGS"] = ""
 _overrides: dict[str, object] = {}
 _as_users_do = jax._src.compiler.get_compile_options
 
@@ -39,14 +36,34 @@ def _get_compile_options(*args, env_options_overrides=None, **named):
 jax._src.compiler.get_compile_options = _get_compile_options
 
 
+@functools.cache
+def _quick() -> dict[str, object]:
+    """Of the options above those that this XLA has: versions differ, and one that it lacks fails every compilation."""
+
+    def has(name: str) -> bool:
+        try:
+            jax.jit(lambda: 0).lower().compile(compiler_options={name: QUICK[name]})
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            return False
+        return True
+
+    return {name: value for name, value in QUICK.items() if has(name)}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Compile quickly, or as users do; no program made in one way serves a test of the other."""
-    quick = not (os.environ.get("SPMD_TEST_OPTIMIZED") or item.get_closest_marker("optimized"))
+    everything_optimized = bool(os.environ.get("SPMD_TEST_OPTIMIZED"))
+    quick = not (everything_optimized or item.get_closest_marker("optimized"))
+    if "SPMD_TEST_FLAGS" not in os.environ:  # the XLA_FLAGS of processes that tests start and that want the same
+        flags = {} if everything_optimized else _quick()
+        os.environ["SPMD_TEST_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in flags.items())
     if quick != bool(_overrides):
         jax.clear_caches()
         _overrides.clear()
-        _overrides.update(QUICK if quick else {})
+        _overrides.update(_quick() if quick else {})
 
 
 def pytest_unconfigure(config):
