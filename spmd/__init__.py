@@ -18,6 +18,7 @@ _HOMES = {
     "GradientRule": "spmd.layout.gradients",
     "Gradients": "spmd.layout.gradients",
     "Halving": "spmd.trials.rungs",
+    "History": "spmd.run.history",
     "Layout": "spmd.layout.declare",
     "ParameterServer": "spmd.layout.server",
     "MeshSpec": "spmd.mesh",
@@ -94,6 +95,7 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.preflight.saturate import saturation as saturation
     from spmd.preflight.searched import search as search
     from spmd.run.checkpoint import Checkpoint as Checkpoint
+    from spmd.run.history import History as History
     from spmd.serve.ensemble import Ensemble as Ensemble
     from spmd.serve.loaded import ExportedModel as ExportedModel
     from spmd.serve.loaded import load_exported as load_exported

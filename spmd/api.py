@@ -48,7 +48,7 @@ class Result:
 
     Attributes:
       state: the last state, on the mesh, laid out by the layout.
-      history: metrics of every step and every evaluation of this call.
+      history: metrics of every step and every evaluation of this call; of very many steps, see `History`.
       stop_reason: why the run ended before its end, or None.
       trainer: the `Trainer` that ran it.
 
@@ -219,6 +219,8 @@ def fit(
             pace=pace,
             saved_callbacks=saved,
         )
+        if store is not None and jax.process_index() == 0:
+            loop.history.record_in(store.folder, after=loop.step)
         opened.pop_all()
     loop.run()
     _tell_unmet(program.clock.declared if program.clock is not None else None, loop.step)

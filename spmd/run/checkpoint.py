@@ -43,7 +43,8 @@ class Checkpoint:
     A copy in the memory of CPU devices stays there until the run ends.
 
     Args:
-      path: a folder; checkpoints are in its `checkpoints/`, metrics in `metrics.jsonl`.
+      path: a folder; checkpoints are in its `checkpoints/`, records of `log_every` steps in `metrics.jsonl`, every step in
+        `history.bin` (`History.read`).
       every: steps between two checkpoints; None writes one at the end of each epoch. The last step is always written.
       keep: how many of the newest are kept.
       best: metric whose best checkpoint is kept as well, such as "eval_accuracy"; None keeps only the newest.

@@ -1,17 +1,29 @@
-"""What was measured, step by step."""
+"""What was measured, step by step: the newest steps one by one, older ones as means, all of them in a file of the run's folder."""
 
+import collections
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from spmd.errors import OptionError
 from spmd.run.sketch import panel, spark
+
+DETAIL = 100_000  # newest steps that are kept one by one
+BLOCK = 1000  # steps that are written, and averaged, together
+WINDOWS = 1024  # means of older steps; when there are so many, neighbours are joined
+FILE = "history.bin"
 
 
 class History:
     """Metrics of every step of this call, and of every evaluation.
 
-    `history["loss"]` is one float per step; `history["eval_loss"]` one per evaluation. `rows()` gives the same as dicts.
+    `history["loss"]` is one float per step; `history["eval_loss"]` one per evaluation. `rows()` gives the same as dicts. Of a run of more
+    than 100,000 steps the newest 100,000 are kept one by one. Earlier ones come first, as means over windows of 1,000 steps or more: a
+    row of `rows()` has the last step of its window as "step", and how many steps it is the mean of as "steps". With
+    `fit(checkpoint=folder)` every step is in the folder too: `History.read(folder)`.
 
     Example:
       >>> history = History(("loss",))
@@ -22,12 +34,75 @@ class History:
 
     def __init__(self, names: tuple[str, ...], constants: Callable[[int], dict[str, float]] = lambda before: {}):
         self._names, self._constants = names, constants  # what is known of a step without measuring, by the updates before it
-        self._steps: list[tuple[int, np.ndarray]] = []
+        self._known: dict[str, float] | None = None  # of the newest step
+        self._detail = DETAIL
+        self._windows: list[tuple[int, int, np.ndarray, np.ndarray]] = []  # last step, steps, sums and counts, sums of what is known
+        self._blocks: collections.deque[np.ndarray] = collections.deque()  # of rows, the last one not full
+        self._filled, self._length, self._file = BLOCK, 0, None
         self.evaluations: list[dict[str, Any]] = []
 
     def add_steps(self, first: int, packed: np.ndarray) -> None:
-        """Steps `first`, `first + 1`, ... as float32[steps, 2, names], sums over counts."""
-        self._steps.append((first, packed))
+        """Steps `first`, `first + 1`, ... as float32[steps, 2, names], sums over counts; the array is copied."""
+        at, values = 0, []
+        while at < len(packed):
+            if self._filled == BLOCK:
+                self._begin_block(self._constants(first - 1 + at))
+            count = min(BLOCK - self._filled, len(packed) - at)
+            rows = self._blocks[-1][self._filled : self._filled + count]
+            rows["step"], rows["packed"] = range(first + at, first + at + count), packed[at : at + count]
+            for number in range(first - 1 + at, first - 1 + at + count):
+                self._known = self._constants(number)
+                values.append(tuple(self._known.values()))
+            rows["known"] = values[at:]
+            at, self._filled, self._length = at + count, self._filled + count, self._length + count
+
+    def _begin_block(self, known: dict[str, float]) -> None:
+        self.flush()
+        self._blocks.append(np.zeros(BLOCK, _row(len(self._names), len(known))))
+        self._filled = 0
+        if len(self._blocks) > -(-self._detail // BLOCK) + 1:
+            self._average(self._blocks.popleft())
+
+    def _average(self, block: np.ndarray) -> None:
+        """Keep only sums of a block; in float64, so that means are exact to rounding however long the run is."""
+        sums, known = block["packed"].sum(0, dtype=np.float64), block["known"].sum(0)
+        self._windows.append((int(block["step"][-1]), len(block), sums, known))
+        if len(self._windows) == WINDOWS:
+            pairs = zip(self._windows[::2], self._windows[1::2], strict=True)
+            self._windows = [(late[0], early[1] + late[1], early[2] + late[2], early[3] + late[3]) for early, late in pairs]
+
+    def record_in(self, folder: Path, after: int) -> None:
+        """Write all steps to the folder's file from now on; what it has of steps after this one belongs to an attempt that was lost."""
+        self._file = _File(folder / FILE, self._names, tuple(self.known()), after)
+
+    def flush(self) -> None:
+        """Write the steps that are not in the file yet."""
+        if self._file is not None and self._blocks:
+            self._file.write(self._blocks[-1][: self._filled])
+
+    def close(self) -> None:
+        """Write the rest, and close the file."""
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            self._file = None
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "History":
+        """Every step of the run in a folder that was `fit(checkpoint=...)`, over all calls that resumed it. Evaluations are in
+        `metrics.jsonl` only.
+
+        Raises:
+          OptionError: the folder has no such file, or it is damaged.
+        """
+        names, known, rows = _read(Path(folder) / FILE)
+        found = cls(names)
+        found._known, found._length, found._filled = dict.fromkeys(known, 0.0), len(rows), BLOCK
+        if len(rows):
+            found._known = dict(zip(known, rows["known"][-1].tolist(), strict=True))
+            found._blocks.append(rows)
+            found._filled = len(rows)
+        return found
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """The result of one evaluation after `step` updates."""
@@ -40,27 +115,39 @@ class History:
         return (*self._names, *self.known(), *seen)
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be sent to another process: what is known without measuring becomes a table, which needs no devices."""
-        before = [first - 1 + offset for first, packed in self._steps for offset in range(len(packed))] or [0]
-        return {**vars(self), "_constants": {step: self._constants(step) for step in before}.__getitem__}
+        """To be sent to another process: without the file, and without what needs devices."""
+        return {**vars(self), "_file": None, "_known": self.known(), "_constants": {}.__getitem__}
 
     def known(self) -> dict[str, float]:
-        """What is known of the newest step without measuring: of an old one it may have to be worked out again."""
-        return self._constants(self._steps[-1][0] - 1 if self._steps else 0)
+        """What is known of the newest step without measuring."""
+        return self._constants(0) if self._known is None else self._known
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        """Rows of the newest steps."""
+        for number, block in enumerate(self._blocks, 1):
+            yield block[: self._filled] if number == len(self._blocks) else block
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One dict per step: its number and its metrics."""
-        for first, packed in self._steps:
-            for offset, (sums, counts) in enumerate(packed):
-                step = first + offset
-                yield {"step": step, **dict(zip(self._names, (sums / counts).tolist(), strict=True)), **self._constants(step - 1)}
+        """One dict per step: its number and its metrics. Of a long run those of windows, which have "steps" too, come first."""
+        known = tuple(self.known())
+        for step, steps, (sums, counts), values in self._windows:
+            measured = zip(self._names, (sums / counts).tolist(), strict=True)
+            yield {"step": step, "steps": steps, **dict(measured), **dict(zip(known, (values / steps).tolist(), strict=True))}
+        for part in self._parts():
+            for step, (sums, counts), values in part:
+                measured = zip(self._names, (sums / counts).tolist(), strict=True)
+                yield {"step": int(step), **dict(measured), **dict(zip(known, values.tolist(), strict=True))}
 
     def __getitem__(self, name: str) -> list[float]:
         if name in self._names:
             column = self._names.index(name)
-            return [float(row[0, column] / row[1, column]) for _, packed in self._steps for row in packed]
+            old = [float(sums[column] / counts[column]) for _, _, (sums, counts), _ in self._windows]
+            means = (part["packed"][:, 0, column] / part["packed"][:, 1, column] for part in self._parts())
+            return old + [value for part in means for value in part.tolist()]
         if name in self.known():
-            return [row[name] for row in self.rows()]
+            column = tuple(self.known()).index(name)
+            old = [float(values[column] / steps) for _, steps, _, values in self._windows]
+            return old + [value for part in self._parts() for value in part["known"][:, column].tolist()]
         found = [row[name] for row in self.evaluations if name in row]
         if not found:
             raise KeyError(f'no metric "{name}"; there are {", ".join(self.names)}')
@@ -82,4 +169,56 @@ class History:
         return name in self.names
 
     def __len__(self) -> int:
-        return sum(len(packed) for _, packed in self._steps)
+        return self._length
+
+
+def _row(names: int, known: int) -> np.dtype:
+    """One step, in memory and in the file."""
+    return np.dtype([("step", "<i8"), ("packed", "<f4", (2, names)), ("known", "<f8", (known,))])
+
+
+class _File:
+    """A line of JSON with the names, then rows in the order of steps. Another set of names begins another file."""
+
+    def __init__(self, path: Path, names: tuple[str, ...], known: tuple[str, ...], after: int):
+        header = json.dumps({"names": names, "known": known}).encode() + b"\n"
+        keep, self._newest = 0, after
+        if path.exists():
+            try:
+                *there, rows = _read(path)
+                keep = len(header) + rows.itemsize * int(np.searchsorted(rows["step"], after, "right")) if there == [names, known] else 0
+            except OptionError:
+                keep = 0
+            if not keep:
+                path.rename(path.with_name(f"history-before-{after + 1}.bin"))
+        self._stream = path.open("r+b" if keep else "wb", buffering=0)
+        self._stream.truncate(keep)
+        self._stream.seek(keep)
+        if not keep:
+            self._stream.write(header)
+
+    def write(self, rows: np.ndarray) -> None:
+        """Those of the rows that are newer than what is there."""
+        rows = rows[np.searchsorted(rows["step"], self._newest, "right") :]
+        if len(rows):
+            self._stream.write(rows.tobytes())
+            self._newest = int(rows["step"][-1])
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._stream.close()
+
+
+def _read(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
+    """Names, names of what is known, and rows; a last one that was not written to its end is left out."""
+    if not path.is_file():
+        raise OptionError(f"there is no file {path}.\n    cure: the folder of a run of fit(checkpoint=folder).")
+    content = path.read_bytes()
+    line, _, rest = content.partition(b"\n")
+    try:
+        header = json.loads(line)
+        names, known = tuple(map(str, header["names"])), tuple(map(str, header["known"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise OptionError(f"{path} is damaged: it does not begin with names of metrics.\n    cure: metrics.jsonl beside it.") from None
+    row = _row(len(names), len(known))
+    return names, known, np.frombuffer(rest[: len(rest) // row.itemsize * row.itemsize], row)

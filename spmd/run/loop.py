@@ -275,6 +275,7 @@ class Loop:
             raise OptionError(f'Checkpoint: there is no metric "{best}".\n    cure: {did_you_mean(best, metrics)}')
         self._guard.at("save", self.step)
         with self.pace.apart():
+            self.history.flush()  # before: a run that resumes from here finds all steps before it
             saved = self.store.save(self.state, self.step, self._meta(), metrics)
         self._guard.at("step", self.step)
         if saved:
@@ -313,6 +314,7 @@ class Loop:
                 closing.callback(logger.close)
             if self.store is not None and not apart:
                 closing.callback(self.store.close)
+            closing.callback(self.history.close)
             closing.callback(self.progress.close)
 
     # small questions -------------------------------------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""The history of a long run: bounded in memory, exact, and complete in the run's folder."""
+
+import pickle
+import weakref
+
+import jax
+import numpy as np
+import pytest
+from small import fit
+
+import spmd
+from spmd.errors import OptionError
+from spmd.run import history as module
+from spmd.run.history import History
+
+
+def added(steps, *, constants=lambda before: {"seconds": 2.0 * before}, at_once=1):
+    """A history of steps whose sums and counts are known, and these."""
+    rng = np.random.default_rng(0)
+    packed = np.stack([rng.normal(size=(steps, 2)), rng.integers(1, 50, (steps, 2))], axis=1).astype(np.float32)
+    history = History(("loss", "accuracy"), constants)
+    for first in range(0, steps, at_once):
+        history.add_steps(first + 1, packed[first : first + at_once])
+    return history, packed
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for name, value in (("DETAIL", 20), ("BLOCK", 5), ("WINDOWS", 4)):
+        monkeypatch.setattr(module, name, value)
+
+
+def test_history_is_flat_over_a_million_steps():
+    history, retained = History(("loss",)), {}
+    for first in range(1, 1_000_001, 1000):
+        history.add_steps(first, np.ones((1000, 2, 1), np.float32))
+        if first in (200_001, 999_001):
+            retained[first] = len(pickle.dumps(history))
+    early, late = retained.values()
+    assert late - early < 1_000_000, "1.3 bytes a step, for the means of windows"
+    assert len(history) == 1_000_000 and len(history["loss"]) < 102_000 and len(list(history.rows())) == len(history["loss"])
+
+
+def test_history_keeps_no_buffer_of_a_step():
+    """A view of a device's buffer keeps the buffer."""
+    history, views = History(("loss",)), []
+    for step in range(1, 6):
+        packed = np.asarray(jax.numpy.ones((1, 2, 1)) * step)
+        history.add_steps(step, packed)
+        views.append(weakref.ref(packed))
+        del packed
+    assert all(view() is None for view in views) and history["loss"] == [1.0] * 5
+
+
+def test_history_keeps_every_step_of_a_run_that_is_not_long():
+    history, packed = added(2500, at_once=100)
+    np.testing.assert_array_equal(history["loss"], packed[:, 0, 0] / packed[:, 1, 0])
+    assert [row["step"] for row in history.rows()] == list(range(1, 2501)) and not any("steps" in row for row in history.rows())
+    assert history["seconds"] == [2.0 * step for step in range(2500)]
+
+
+@pytest.mark.parametrize("at_once", [1, 7])
+def test_history_averages_old_steps_exactly(small, at_once):
+    history, packed = added(103, at_once=at_once)
+    rows = list(history.rows())
+    windows = [row for row in rows if "steps" in row]
+    assert sum(row["steps"] for row in windows) + len(rows) - len(windows) == len(history) == 103
+    assert len(rows) - len(windows) >= 20 and len(windows) < 4
+    first = 0
+    for row in rows:
+        part = packed[first : row["step"]].astype(np.float64)
+        assert len(part) == row.get("steps", 1)
+        sums, counts = part.sum(0)
+        assert row["loss"] == pytest.approx(sums[0] / counts[0], rel=1e-6)
+        assert row["seconds"] == 2.0 * np.arange(first, row["step"]).mean()
+        first = row["step"]
+    for name in ("loss", "accuracy", "seconds"):
+        assert history[name] == [row[name] for row in rows]
+
+
+def test_history_of_a_long_run_is_pickled(small):
+    history, _ = added(103)
+    again = pickle.loads(pickle.dumps(history))
+    assert list(again.rows()) == list(history.rows()) and again.names == history.names == ("loss", "accuracy", "seconds")
+    assert "103 steps" in repr(again) and "<svg" in again._repr_html_()
+
+
+def test_history_file_has_every_step(small, tmp_path):
+    result = fit(steps=33, checkpoint=spmd.Checkpoint(tmp_path, every=10), progress=False)
+    plain = fit(steps=33, progress=False)
+    read = History.read(tmp_path)
+    assert len(read) == 33 > len(list(result.history.rows()))
+    assert [row["step"] for row in read.rows()] == list(range(1, 34)) and "wire_bytes" in read
+    assert read["loss"][-20:] == result.history["loss"][-20:]
+    assert np.average(read["loss"][:5]) == pytest.approx(np.average(plain.history["loss"][0]), rel=1e-6)
+
+
+def test_history_file_is_continued_by_a_resumed_run(tmp_path):
+    whole = fit(epochs=4, progress=False)
+    fit(steps=7, checkpoint=spmd.Checkpoint(tmp_path, every=3), progress=False)
+    path = tmp_path / module.FILE
+    with path.open("ab") as stream:  # steps that a killed attempt had made after its last checkpoint, and a half-written one
+        lost = np.ones(3, module._row(1, 1))
+        lost["step"] = 8, 9, 10
+        stream.write(lost.tobytes() + b"half")
+    rest = fit(epochs=4, checkpoint=tmp_path, resume=True, progress=False)
+    assert len(rest.history) == 5 and History.read(tmp_path)["loss"] == whole.history["loss"]
+
+
+def test_history_file_of_other_metrics_is_put_aside(tmp_path):
+    fit(steps=4, checkpoint=tmp_path, progress=False)
+    fit(steps=6, checkpoint=tmp_path, resume=True, metrics={"error": spmd.metrics.mean_absolute_error}, progress=False)
+    assert [row["step"] for row in History.read(tmp_path).rows()] == [5, 6] and "error" in History.read(tmp_path)
+    assert (tmp_path / "history-before-5.bin").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]\n", b"\xff\x00"])
+def test_history_file_that_is_none_is_refused(tmp_path, content):
+    with pytest.raises(OptionError, match="there is no file"):
+        History.read(tmp_path)
+    (tmp_path / module.FILE).write_bytes(content)
+    with pytest.raises(OptionError, match="is damaged"):
+        History.read(tmp_path)
