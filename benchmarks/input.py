@@ -148,7 +148,7 @@ def torch_arm(kind: str, files: list[str], how: str, epoch: int):
             from spmd.data.offsets import Offsets
             from spmd.data.tfrecords import scan
 
-            _made["torch"] = Offsets(tuple(files), (lambda path: _scan(path, header=True)) if kind == "csv" else scan, kind)
+            _made["torch"] = Offsets(tuple(files), (lambda path: _scan(path, ",", header=True)) if kind == "csv" else scan, kind)
         offsets = records = _made["torch"]
         raw = lambda at: offsets.read(np.array([at]))[0]
 

@@ -1,14 +1,17 @@
 """What is checked of CSV files and of the options that go with them, before anything is read."""
 
-import csv as rows_of
+import collections
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from spmd.data import csv_grammar
 from spmd.data.numerals import NUMBERS, holds
 from spmd.data.offsets import packed
 from spmd.errors import DataError, OptionError, a_kind, did_you_mean
+
+HEADER = 1 << 16  # bytes that are looked at together for a header
 
 
 def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[str]:
@@ -22,22 +25,11 @@ def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[s
     """
     first: tuple[str, list[str]] | None = None
     for path in paths:
-        with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:  # more is decoded than the header
-            try:
-                names = next(rows_of.reader(file, delimiter=separator), None)
-                "".join(names or ()).encode()
-            except UnicodeEncodeError:
-                raise DataError(f"{path}: its header is not UTF-8.\n    cure: a file in UTF-8.") from None
-            except rows_of.Error as error:
-                cure = "text, whose lines end with \\n or \\r\\n, and in which only whole fields stand in quotes"
-                raise DataError(f"{path}: its header cannot be read: {error}.\n    cure: {cure}.") from error
+        names = _header(path, separator)
         if names is None:
             continue
-        if not names:
-            raise DataError(f"{path}: its first line is empty, and would name the columns.\n    cure: the header on the first line.")
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise DataError(f"{path}: its header names {', '.join(twice)} twice.\n    cure: other names, or names=[...] for no header.")
+        if twice := repeated(names):
+            raise DataError(f"{path}: its header names {few(twice)} twice.\n    cure: other names, or names=[...] for no header.")
         if first is not None and names != first[1]:
             raise DataError(f"{path} has columns {', '.join(names)}; {first[0]} has {', '.join(first[1])}.\n    cure: files of one header.")
         first = first or (path, names)
@@ -48,6 +40,20 @@ def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[s
         cure = "names=[...] where there is no header, or columns=[...] where these are names"
         raise DataError(f"{first[0]}: its header has numbers only: {', '.join(first[1][:5])}.\n    cure: {cure}.")
     return first[1]
+
+
+def _header(path: str, separator: str) -> list[str] | None:
+    """The fields of the first record; None if there is none."""
+    for starts, ends in csv_grammar.records(path, separator, HEADER):
+        if len(starts):
+            with open(path, "rb") as file:
+                file.seek(int(starts[0]))
+                fields = csv_grammar.split(file.read(int(ends[0] - starts[0])), separator)
+            try:
+                return [csv_grammar.unquoted(field).decode("utf-8") for field in fields]
+            except UnicodeDecodeError:
+                raise DataError(f"{path}: its header is not UTF-8.\n    cure: a file in UTF-8.") from None
+    return None
 
 
 def check_unpacked(paths: tuple[str, ...]) -> None:
@@ -83,9 +89,8 @@ def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
             continue
         if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(one, str) for one in given):
             raise OptionError(f"{what}={given!r} is {a_kind(given)}.\n    cure: a list of names.")
-        twice = sorted({one for one in given if list(given).count(one) > 1})
-        if twice:
-            raise OptionError(f"{what}: {', '.join(twice)} twice.\n    cure: each once.")
+        if twice := repeated(given):
+            raise OptionError(f"{what}: {few(twice)} twice.\n    cure: each once.")
 
 
 def check_names(header: list[str], wanted: dict[str, Any], options: dict[str, Any]) -> None:
@@ -95,11 +100,12 @@ def check_names(header: list[str], wanted: dict[str, Any], options: dict[str, An
       OptionError: one is not, or none is named.
     """
     if not wanted or any(not isinstance(one, str) and not len(one) for one in wanted.values()):
-        raise OptionError("columns names no column.\n    cure: some of " + ", ".join(header) + ".")
+        raise OptionError(f"columns names no column.\n    cure: some of {few(header)}.")
+    there = set(header)
     asked = [name for one in wanted.values() for name in ([one] if isinstance(one, str) else one)]
     for what, names in {"columns": asked, **options}.items():
         for name in names or ():
-            if name not in header:
+            if name not in there:
                 raise OptionError(f'{what}: there is no column "{name}".\n    cure: {did_you_mean(str(name), header)}')
 
 
@@ -124,6 +130,11 @@ def is_a(kind: type, text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Names that are there more than once."""
+    return sorted(name for name, times in collections.Counter(names).items() if times > 1)
 
 
 def few(words: Iterable[str]) -> str:

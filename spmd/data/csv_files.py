@@ -1,22 +1,24 @@
 """CSV files as records: the header is read, types are inferred, and what is wrong is told with its line."""
 
-import codecs
-import csv as rows_of
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from spmd.data import csv_grammar
 from spmd.data.csv_checks import check_default, check_names, check_options, check_unpacked, few, header_of, is_a
-from spmd.data.numerals import decimals, holds, limits
-from spmd.data.offsets import CHUNK, Offsets, found
+from spmd.data.csv_grammar import Cells
+from spmd.data.numerals import holds, limits
+from spmd.data.offsets import Offsets, found
 from spmd.data.records import Field, Format, Reading, Records
 from spmd.errors import DataError, OptionError
 
 LOOKED_AT = 1000  # records, from which types are inferred
-_NEWLINE, _RETURN, _QUOTE = b'\n\r"'
+SHOWN = 80  # letters of a field, in an error
+BLOCK = 1024  # columns whose types are inferred together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +43,21 @@ class Column:
             return self.default
         if self.words is not None:
             if text not in self.words:
-                raise ValueError(f'column "{self.name}" has {text!r}, which is none of {few(self.words)}')
+                raise ValueError(f'column "{self.name}" has {_short(repr(text))}, which is none of {few(self.words)}')
             return self.words[text]
         try:
             value = float(text) if self.dtype.kind == "f" else int(text)
         except ValueError:
             number = "a number" if self.dtype.kind == "f" else "a whole number"
             hint = f'; types={{"{self.name}": "float32"}} would read numbers' if self.dtype.kind != "f" and is_a(float, text) else ""
-            raise ValueError(f'column "{self.name}" has {text!r}, which is not {number}{hint}') from None
+            raise ValueError(f'column "{self.name}" has {_short(repr(text))}, which is not {number}{hint}') from None
+        if isinstance(value, float) and math.isinf(value) and any(map(str.isdigit, text)):
+            raise ValueError(f'column "{self.name}" has {_short(text)}, which no floating number holds')
         if not holds(self.dtype, value):
             kinds = ("float32", "float64") if self.dtype.kind == "f" else ("int64", "uint64", "float32", "float64")
             wider = next((one for one in kinds if holds(np.dtype(one), value)), None)
             hint = f'; types={{"{self.name}": "{wider}"}} would' if wider else ""
-            raise ValueError(f'column "{self.name}" has {text}, which {self.dtype} does not hold{hint}')
+            raise ValueError(f'column "{self.name}" has {_short(text)}, which {self.dtype} does not hold{hint}')
         return value
 
 
@@ -65,65 +69,42 @@ class CsvFiles(Format):
     def __init__(self, offsets: Offsets, separator: str, names: list[str], groups: dict[str, Column | list[Column]]):
         self.paths, self.counts, self.bytes = offsets.paths, offsets.counts, sum(offsets.sizes)
         self._offsets, self._separator, self._names, self._groups = offsets, separator, names, groups
-        self._columns = [column for group in groups.values() for column in (group if isinstance(group, list) else [group])]
+        self._blocks: dict[tuple[np.dtype, bool], list[Column]] = {}
+        columns = {column.name: column for group in groups.values() for column in (group if isinstance(group, list) else [group])}
+        for column in columns.values():
+            self._blocks.setdefault((column.dtype, column.words is not None), []).append(column)
         self.fields = {name: _field(group) for name, group in groups.items()}
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """Numbers of all rows at once, where lines are regular; field by field where there are quotes, or something is wrong."""
-        raw, starts, ends = self._offsets.read(records, end=b"\n")
-        text = np.frombuffer(raw, np.uint8)
-        cells = self._cells(raw, text, len(records))
+        """Plain numbers of all rows and columns at once; other fields one by one."""
+        raw, starts, ends = self._offsets.read(records)
+        cells = Cells(raw, starts, ends, self._separator, len(self._names))
+        bad = {at: f"{count} fields, and there are {len(self._names)} columns" for at, count in cells.odd.items()}
         columns: dict[str, np.ndarray] = {}
-        bad: dict[int, str] = {}
-        if cells is None:
-            rows = [self._row(raw[start:end], bad, at) for at, (start, end) in enumerate(zip(starts, ends, strict=True))]
-            for column in self._columns:
-                columns[column.name] = _values(column, [row[column.at] if row else None for row in rows], bad)
-        else:
-            starts, stops = (np.ascontiguousarray(edges[:, [column.at for column in self._columns]].T) for edges in cells)
-            numbers = [at for at, column in enumerate(self._columns) if column.words is None]
-            plain = decimals(text, starts[numbers].ravel(), stops[numbers].ravel())  # of all columns at once
-            read = dict(zip(numbers, zip(*(one.reshape(len(numbers), len(records)) for one in plain), strict=True), strict=True))
-            for at, column in enumerate(self._columns):
-                columns[column.name] = _parsed(column, raw, read.get(at), starts[at], stops[at], bad)
+        wrong: dict[int, dict[int, str]] = {}  # by row and column
+        for (dtype, worded), block in self._blocks.items():
+            shape = (len(block), len(cells.rows))
+            values, sound = np.zeros(shape, dtype), np.zeros(shape, bool)
+            if not worded:
+                values, sound = _numbers(dtype, *cells.decimals([column.at for column in block]))
+            for at, row in np.argwhere(~sound).tolist():
+                try:
+                    values[at, row] = block[at].value(cells.field(row, block[at].at).decode("utf-8"))
+                except ValueError as error:  # also a text that is not UTF-8
+                    wrong.setdefault(int(cells.rows[row]), {})[block[at].at] = str(error)
+            columns |= zip([column.name for column in block], values, strict=True)
+        bad |= {at: why[min(why)] for at, why in wrong.items()}
         leaves = {}
         for name, group in self._groups.items():
             one = isinstance(group, Column)
             found = columns[group.name] if one else np.stack([columns[column.name] for column in group], axis=1)
-            leaves[name] = found.astype(self.fields[name].dtype, copy=False)
+            leaves[name] = cells.spread(found.astype(self.fields[name].dtype, copy=False))
         return leaves, bad
 
     def where(self, record: int) -> str:
         """The file and the line."""
         path, _, start = self._offsets.place(record)
-        return f"{path}, line {_line(path, start)}"
-
-    def _cells(self, raw: bytes, text: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Where each field begins and ends, int64[rows, columns]; None where the lines are not regular."""
-        if _QUOTE in raw:
-            return None
-        wide = len(self._names)
-        stops = np.flatnonzero((text == ord(self._separator)) | (text == _NEWLINE))
-        if len(stops) != rows * wide:
-            return None
-        stops = stops.reshape(rows, wide)
-        if (text[stops[:, -1]] != _NEWLINE).any() or (text[stops[:, :-1]] == _NEWLINE).any():
-            return None
-        starts = np.concatenate([[0], stops.ravel()[:-1] + 1]).reshape(rows, wide)
-        stops[:, -1] -= (text[stops[:, -1] - 1] == _RETURN) & (stops[:, -1] > starts[:, -1])
-        return starts, stops
-
-    def _row(self, line: bytes, bad: dict[int, str], at: int) -> list[str] | None:
-        try:
-            row = _split(line.decode("utf-8"), self._separator)
-        except (UnicodeDecodeError, rows_of.Error) as error:
-            breaks = "new-line character" in str(error)  # the rest of that message speaks of how a file is opened
-            bad[at] = "a line break in a field that is not in quotes, after a quote in the middle of one" if breaks else str(error)
-            return None
-        if len(row) != len(self._names):
-            bad[at] = f"{len(row)} fields, and there are {len(self._names)} columns"
-            return None
-        return row
+        return f"{path}, line {csv_grammar.line(path, start)}"
 
 
 def csv(
@@ -187,145 +168,106 @@ def csv(
     paths = found(files)
     check_unpacked(paths)
     header = list(names) if names is not None else header_of(paths, separator, chosen=columns is not None)
-    scan = lambda path: _scan(path, header=names is None)
-    offsets = Offsets(paths, scan, f"csv 2 {names is None}", index)
+    offsets = Offsets(paths, lambda path: _scan(path, separator, header=names is None), f"csv 3 {names is None} {separator}", index)
     if not len(offsets):
-        hint = _returns(paths[0])
-        cure = "lines that end with \\n or \\r\\n, which these do not" if hint else "look at what they were written from"
-        raise DataError(f"no CSV file has a record below its header: {few(paths)}.\n    cure: {cure}.")
+        raise DataError(f"no CSV file has a record below its header: {few(paths)}.\n    cure: look at what they were written from.")
     chosen = {name: name for name in header} if columns is None else columns
     wanted = dict(chosen) if isinstance(chosen, Mapping) else {name: name for name in chosen}
     check_names(header, wanted, mappings)
-    about = _Inference(offsets, separator, header, dict(defaults or {}), dict(types or {}), dict(categories or {}))
-    groups = {name: about.column(one) if isinstance(one, str) else [about.column(each) for each in one] for name, one in wanted.items()}
+    asked = [name for one in wanted.values() for name in ([one] if isinstance(one, str) else one)]
+    about = {"defaults": dict(defaults or {}), "types": dict(types or {}), "categories": dict(categories or {})}
+    read = _columns(offsets, separator, header, dict.fromkeys(asked), **about)
+    groups = {name: read[one] if isinstance(one, str) else [read[each] for each in one] for name, one in wanted.items()}
     return Records(CsvFiles(offsets, separator, header, groups), reading)
 
 
-class _Inference:
+def _columns(
+    offsets: Offsets, separator: str, header: list[str], asked: Iterable[str], *, defaults: dict, types: dict, categories: dict
+) -> dict[str, Column]:
     """What columns are, from the first records and what the user says."""
-
-    def __init__(self, offsets: Offsets, separator: str, header: list[str], defaults: dict, types: dict, categories: dict):
-        self._header, self._defaults, self._types, self._categories = header, defaults, types, categories
-        raw, starts, ends = offsets.read(np.arange(min(LOOKED_AT, len(offsets))), end=b"\n")
-        lines = [raw[start:end].decode("utf-8", "replace") for start, end in zip(starts, ends, strict=True)]
-        rows = (_split_or_none(line, separator) for line in lines)
-        self._rows = [row for row in rows if row is not None and len(row) == len(header)]  # others are told when they are read
-        self._place = offsets.paths[0]
-
-    def column(self, name: str) -> Column:
-        at, default = self._header.index(name), self._defaults.get(name)
-        if name in self._categories:
-            words = {word: number for number, word in enumerate(self._categories[name])}
+    cells = Cells(*offsets.read(np.arange(min(LOOKED_AT, len(offsets)))), separator, len(header))
+    at = {name: number for number, name in enumerate(header)}
+    unknown = [name for name in asked if name not in types and name not in categories]
+    dtypes: dict[str, Any] = {**_inferred(cells, {name: at[name] for name in unknown}, offsets.paths[0], wide=len(header)), **types}
+    columns = {}
+    for name in asked:
+        default = defaults.get(name)
+        if name in categories:
+            words = {word: number for number, word in enumerate(categories[name])}
             if default is not None and default not in words:
                 raise OptionError(f'defaults: "{name}" is {default!r}, which is none of {few(words)}.')
-            return Column(name, at, np.dtype(np.int32), None if default is None else words[default], words)
+            columns[name] = Column(name, at[name], np.dtype(np.int32), None if default is None else words[default], words)
+            continue
         try:
-            dtype = np.dtype(self._types[name]) if name in self._types else self._inferred(name, at)
+            dtype = np.dtype(dtypes[name])
         except TypeError as error:
-            raise OptionError(f'types: "{name}" is {self._types[name]!r}: {error}.\n    cure: such as "float32" or "int32".') from None
+            raise OptionError(f'types: "{name}" is {types[name]!r}: {error}.\n    cure: such as "float32" or "int32".') from None
         if dtype.kind not in "iuf":
             raise OptionError(f'types: "{name}" is {dtype}: a column is read as whole or floating numbers.')
         if default is not None:
             check_default(name, default, dtype)
-        return Column(name, at, dtype, default)
-
-    def _inferred(self, name: str, at: int) -> np.dtype:
-        texts = [row[at] for row in self._rows if row[at].strip()]
-        if texts and all(is_a(int, text) for text in texts):
-            fits = all(-(2**31) <= int(text) < 2**31 for text in texts)
-            return np.dtype(np.int32 if fits else np.int64)
-        odd = [text for text in texts if not is_a(float, text)]
-        if odd and len(odd) == len(texts):
-            words = sorted(set(odd))
-            cure = f'categories={{"{name}": {words!r}}}, columns=[...] without it' if len(words) < 10 else "columns=[...] without it"
-            other = [letter for letter in ";\t|" if letter in name and len(self._header) == 1]
-            cure = f"separator={other[0]!r}" if other else cure
-            raise DataError(f'column "{name}" holds text, such as {odd[0]!r}, and no numbers ({self._place}).\n    cure: {cure}.')
-        return np.dtype(np.float32)
+        columns[name] = Column(name, at[name], dtype, default)
+    return columns
 
 
-def _values(column: Column, texts: list[str | None], bad: dict[int, str]) -> np.ndarray:
-    """One column, field by field."""
-    values = np.zeros(len(texts), column.dtype)
-    for at, text in enumerate(texts):
-        if text is not None and at not in bad:
-            try:
-                values[at] = column.value(text)
-            except ValueError as error:
-                bad[at] = str(error)
-    return values
+def _inferred(cells: Cells, columns: dict[str, int], path: str, *, wide: int) -> dict[str, np.dtype]:
+    """The dtypes of columns by name; records of another number of fields are told of when they are read."""
+    names, dtypes = list(columns), {}
+    for first in range(0, len(names), BLOCK):
+        block = names[first : first + BLOCK]
+        values, whole, sound = cells.decimals([columns[name] for name in block])
+        plain = (sound | (cells.lengths([columns[name] for name in block]) == 0)).all(axis=1)
+        small = (sound <= whole) & (values >= -(2**31)) & (values < 2**31)
+        for at, name in enumerate(block):
+            if plain[at] and sound[at].any() and small[at].all():
+                dtypes[name] = np.dtype(np.int32)
+            elif plain[at] and not (sound[at] <= whole[at]).all():
+                dtypes[name] = np.dtype(np.float32)
+            else:
+                texts = [cells.field(row, columns[name]).decode("utf-8", "replace") for row in range(len(cells.rows))]
+                dtypes[name] = _dtype(name, [text for text in texts if text.strip()], path, alone=wide == 1)
+    return dtypes
 
 
-def _parsed(column: Column, raw: bytes, read: Any, starts: np.ndarray, stops: np.ndarray, bad: dict[int, str]) -> np.ndarray:
-    """One column, of which plain numbers are `read`; other fields one by one."""
-    if read is not None:
-        values, whole, sound = read
-        if column.dtype.kind != "f":
-            least, most = limits(column.dtype)
-            sound = sound & whole & (values >= least) & (values <= most)
-            values = np.where(sound, values, 0)
-        with np.errstate(over="ignore"):
-            values = values.astype(column.dtype)
-        left = np.flatnonzero(~sound | (np.isinf(values) if column.dtype.kind == "f" else False))
-    else:
-        left, values = np.arange(len(starts)), np.zeros(len(starts), column.dtype)
-    for at in left.tolist():
-        try:
-            values[at] = column.value(raw[starts[at] : stops[at]].decode("utf-8"))
-        except ValueError as error:  # also a text that is not UTF-8
-            bad.setdefault(at, str(error))
-    return values
+def _dtype(name: str, texts: list[str], path: str, *, alone: bool) -> np.dtype:
+    """The dtype of one column, from fields that hold something."""
+    if texts and all(is_a(int, text) for text in texts):
+        fits = all(-(2**31) <= int(text) < 2**31 for text in texts)
+        return np.dtype(np.int32 if fits else np.int64)
+    odd = [text for text in texts if not is_a(float, text)]
+    if odd and len(odd) == len(texts):
+        words = sorted(set(odd))
+        cure = f'categories={{"{name}": {words!r}}}, columns=[...] without it' if len(words) < 10 else "columns=[...] without it"
+        other = [letter for letter in ";\t|" if letter in name and alone]
+        cure = f"separator={other[0]!r}" if other else cure
+        raise DataError(f'column "{name}" holds text, such as {odd[0]!r}, and no numbers ({path}).\n    cure: {cure}.')
+    return np.dtype(np.float32)
 
 
-def _scan(path: str, *, header: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Where records begin and end: at line breaks that stand outside of quotes. Empty lines are none.
+def _numbers(dtype: np.dtype, values: np.ndarray, whole: np.ndarray, sound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers in a dtype, and which of them it holds."""
+    if dtype.kind != "f":
+        least, most = limits(dtype)
+        sound = sound & whole & (values >= least) & (values <= most)
+        values = np.where(sound, values, 0)
+    with np.errstate(over="ignore"):
+        values = values.astype(dtype)
+    return values, sound & ~np.isinf(values) if dtype.kind == "f" else sound
+
+
+def _scan(path: str, separator: str, *, header: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Where records begin and end, without the header.
 
     Raises:
       DataError: a quote that is not closed.
     """
-    found, at, inside, opened = [], 0, 0, 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            text = np.frombuffer(chunk, np.uint8)
-            breaks = np.flatnonzero(text == _NEWLINE)
-            if inside or _QUOTE in chunk:
-                quotes = np.flatnonzero(text == _QUOTE)
-                breaks = breaks[(np.searchsorted(quotes, breaks) + inside) % 2 == 0]
-                inside = (inside + len(quotes)) % 2
-                opened = at + int(quotes[-1]) if len(quotes) else opened
-            found.append(breaks + (at + 1))
-            at += len(chunk)
-    if inside:
-        raise DataError(
-            f"{path}, line {_line(path, opened)}: a quote that is never closed.\n    cure: close it, or write quotes in quotes twice."
-        )
-    ends = np.concatenate([*found, np.zeros(0, np.int64)])
-    if at and (not len(ends) or ends[-1] != at):
-        ends = np.append(ends, at)
-    starts = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
-    if header:
-        starts, ends = starts[1:], ends[1:]
-    elif len(starts):
-        with open(path, "rb") as file:
-            starts[0] = 3 if file.read(3) == codecs.BOM_UTF8 else 0
-        starts, ends = starts[starts < ends], ends[starts < ends]
-    if len(starts):
-        text = np.memmap(path, np.uint8, "r")
-        short = np.flatnonzero(ends - starts <= 2)
-        empty = short[np.isin(text[starts[short]], (_NEWLINE, _RETURN))]
-        starts, ends = np.delete(starts, empty), np.delete(ends, empty)
-    return starts, ends
+    found = [np.stack(edges) for edges in csv_grammar.records(path, separator)]
+    starts, ends = np.concatenate([np.zeros((2, 0), np.int64), *found], axis=1)
+    return starts[header:], ends[header:]
 
 
-def _split(line: str, separator: str) -> list[str]:
-    return next(rows_of.reader([line], delimiter=separator), [])
-
-
-def _split_or_none(line: str, separator: str) -> list[str] | None:
-    try:
-        return _split(line, separator)
-    except rows_of.Error:
-        return None
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} letters)"
 
 
 def _field(group: Column | list[Column]) -> Field:
@@ -334,20 +276,3 @@ def _field(group: Column | list[Column]) -> Field:
     return Field(
         (len(group),), np.result_type(*(column.dtype for column in group)) if len({c.dtype for c in group}) == 1 else np.dtype(np.float32)
     )
-
-
-def _returns(path: str) -> bool:
-    """Whether lines seem to end with carriage returns alone."""
-    with open(path, "rb") as file:
-        begin = file.read(CHUNK)
-    return b"\r" in begin and b"\n" not in begin
-
-
-def _line(path: str, start: int) -> int:
-    """The number of a line, from 1, by its first byte."""
-    count, left = 1, start
-    with open(path, "rb") as file:
-        while left and (chunk := file.read(min(CHUNK, left))):
-            count += chunk.count(b"\n")
-            left -= len(chunk)
-    return count

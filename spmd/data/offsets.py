@@ -106,12 +106,11 @@ class Offsets:
         file = int(np.searchsorted(self.first, record, "right")) - 1
         return self.paths[file], int(record - self.first[file]), int(self.starts[record])
 
-    def read(self, records: np.ndarray, end: bytes = b"") -> tuple[bytes, np.ndarray, np.ndarray]:
+    def read(self, records: np.ndarray) -> tuple[bytes, np.ndarray, np.ndarray]:
         """The bytes of records in ascending order, and where in them each begins and ends; neighbours are read together.
 
         Args:
           records: int64[n], ascending; at least one.
-          end: appended after the last record of a file that does not end with it.
 
         Raises:
           DataError: a file is shorter than it was when it was indexed.
@@ -129,9 +128,6 @@ class Offsets:
             pieces = [os.pread(*one) for one in wanted]
             for at in np.flatnonzero(np.fromiter(map(len, pieces), np.int64, len(pieces)) != sizes).tolist():
                 pieces[at] = self._rest(int(runs[at]), pieces[at], *wanted[at])
-        if end:
-            for at in np.flatnonzero(ends[lasts] == np.array(self.sizes)[runs]).tolist():
-                pieces[at] += b"" if pieces[at].endswith(end) else end
         bases = np.cumsum([0, *map(len, pieces[:-1])]) - begins
         shift = np.repeat(bases, lasts - firsts + 1)
         return b"".join(pieces), starts + shift, ends + shift

@@ -1,0 +1,208 @@
+"""Where records and fields of CSV begin and end. Nothing else decides what is valid, so it cannot depend on what is read together.
+
+A quote opens a field only as its first byte. Inside of quotes, two of them are one, and a single one closes; quotes elsewhere are ordinary
+letters. Records end with \\n, \\r\\n or \\r outside of quotes; lines of nothing but blanks are skipped. All this is as pandas has it.
+"""
+
+import codecs
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from spmd.data.numerals import decimals
+from spmd.data.offsets import CHUNK
+from spmd.errors import DataError
+
+NEWLINE, RETURN, QUOTE = b'\n\r"'
+
+
+def records(path: str, separator: str, chunk: int = CHUNK) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Where records begin and end in a file, int64[n] each: those of `chunk` bytes after the other.
+
+    Raises:
+      DataError: a quote that is not closed.
+    """
+    size = os.path.getsize(path)
+    if not size:
+        return
+    whole = np.asarray(np.memmap(path, np.uint8, "r"))
+    at = begun = len(codecs.BOM_UTF8) if whole[:3].tobytes() == codecs.BOM_UTF8 else 0
+    inside, opened = False, at
+    while at < size:
+        stop = min(at + chunk, size)
+        while stop < size and whole[stop - 1] in (QUOTE, RETURN):  # what they mean is decided by what comes next
+            stop += 1
+        text = np.asarray(whole[at:stop])
+        ends = _breaks(text)
+        quotes = np.flatnonzero(text == QUOTE)
+        if len(quotes) or inside:
+            turns = _turns(whole, quotes + at, np.array([begun]), separator, inside=inside)
+            ends = ends[(np.searchsorted(turns, ends + at) + inside) % 2 == 0]
+            opened = int(turns[-1]) if len(turns) else opened
+            inside = bool((inside + len(turns)) % 2)
+        ends = ends + (at + 1)
+        at = stop
+        if at == size and not inside and at > (ends[-1] if len(ends) else begun):
+            ends = np.append(ends, at)
+        if len(ends):
+            starts = np.append(begun, ends[:-1])
+            begun = int(ends[-1])
+            kept = _not_blank(whole, starts, ends, separator)
+            yield starts[kept], ends[kept]
+    if inside:
+        raise DataError(
+            f"{path}, line {line(path, opened)}: a quote that is never closed.\n    cure: close it, or write quotes in quotes twice."
+        )
+
+
+class Cells:
+    """The fields of records.
+
+    Args:
+      raw: the records, one after the other.
+      starts, ends: int64[n]: where in `raw` each begins and ends.
+      separator: one letter.
+      wide: how many fields a record has.
+
+    Attributes:
+      rows: int64[m]: the positions of records that have so many.
+      odd: of the others, how many they have, by position.
+    """
+
+    def __init__(self, raw: bytes, starts: np.ndarray, ends: np.ndarray, separator: str, wide: int):
+        self._raw, self._text, self._records = raw, np.frombuffer(raw, np.uint8), len(starts)
+        marks = _separators(self._text, starts, separator)
+        counts = np.searchsorted(marks, ends) - np.searchsorted(marks, starts) + 1
+        whole = counts == wide
+        self.rows = np.flatnonzero(whole)
+        self.odd = {at: int(counts[at]) for at in np.flatnonzero(~whole).tolist()}
+        if self.odd:
+            marks, starts, ends = marks[np.repeat(whole, counts - 1)], starts[whole], ends[whole]
+        marks = marks.reshape(len(starts), wide - 1)
+        self._begins = np.concatenate([starts[:, None], marks + 1], axis=1)
+        self._stops = np.concatenate([marks, _without_break(self._text, starts, ends)[:, None]], axis=1)
+
+    def decimals(self, columns: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What `numerals.decimals` finds in some columns, in quotes or not: each [columns, m]."""
+        begins, stops = (np.ascontiguousarray(edges[:, columns].T) for edges in (self._begins, self._stops))
+        if QUOTE in self._raw:
+            quoted = (stops - begins > 1) & (self._text.take(begins, mode="clip") == QUOTE)
+            quoted &= self._text.take(stops - 1, mode="clip") == QUOTE
+            begins, stops = begins + quoted, stops - quoted
+        values, whole, sound = decimals(self._text, begins.ravel(), stops.ravel())
+        return values.reshape(begins.shape), whole.reshape(begins.shape), sound.reshape(begins.shape)
+
+    def lengths(self, columns: Sequence[int]) -> np.ndarray:
+        """int64[columns, m]: the bytes of each field."""
+        return (self._stops[:, columns] - self._begins[:, columns]).T
+
+    def field(self, row: int, column: int) -> bytes:
+        """What one field says; `row` counts those that are whole."""
+        return unquoted(self._raw[self._begins[row, column] : self._stops[row, column]])
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """Rows of all records, of values [m, ...] of those that are whole; others are zeros."""
+        if not self.odd:
+            return values
+        out = np.zeros((self._records, *values.shape[1:]), values.dtype)
+        out[self.rows] = values
+        return out
+
+
+def split(record: bytes, separator: str) -> list[bytes]:
+    """The fields of one record, as they are written.
+
+    Example:
+      >>> split(b'1,"a,b",5"\\n', ",")
+      [b'1', b'"a,b"', b'5"']
+    """
+    text, start = np.frombuffer(record, np.uint8), np.zeros(1, np.int64)
+    marks = _separators(text, start, separator).tolist()
+    stop = int(_without_break(text, start, start + len(record))[0])
+    return [record[first:last] for first, last in zip([0, *(at + 1 for at in marks)], [*marks, stop], strict=True)]
+
+
+def unquoted(field: bytes) -> bytes:
+    """What a field says.
+
+    Example:
+      >>> [unquoted(field) for field in (b"a", b'5"', b'"a"', b'"say ""so"", he said"', b'"a"b"')]
+      [b'a', b'5"', b'a', b'say "so", he said', b'ab"']
+    """
+    if not field.startswith(b'"'):
+        return field
+    at = 1
+    while (at := field.find(b'"', at)) >= 0 and field[at + 1 : at + 2] == b'"':
+        at += 2
+    at = len(field) if at < 0 else at
+    return field[1:at].replace(b'""', b'"') + field[at + 1 :]
+
+
+def line(path: str, start: int) -> int:
+    """The number of a line, from 1, by its first byte."""
+    with open(path, "rb") as file:
+        count, last = 1, b""
+        while start and (data := file.read(min(CHUNK, start))):
+            count += data.count(b"\n") + data.count(b"\r") - (last + data).count(b"\r\n")
+            last, start = data[-1:], start - len(data)
+    return count
+
+
+def _breaks(text: np.ndarray) -> np.ndarray:
+    """Where lines end: the last byte of each line break."""
+    returns = np.flatnonzero(text == RETURN)
+    alone = returns[text.take(returns + 1, mode="clip") != NEWLINE]
+    breaks = np.flatnonzero(text == NEWLINE)
+    return np.sort(np.concatenate([breaks, alone])) if len(alone) else breaks
+
+
+def _separators(text: np.ndarray, starts: np.ndarray, separator: str) -> np.ndarray:
+    """int64[n]: the bytes that separate fields, in a text of records that begin at `starts`."""
+    marks, quotes = np.flatnonzero(text == ord(separator)), np.flatnonzero(text == QUOTE)
+    if not len(quotes):
+        return marks
+    return marks[np.searchsorted(_turns(text, quotes, starts, separator, inside=False), marks) % 2 == 0]
+
+
+def _without_break(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """int64[n]: where records end before the line break that ends them, if one does."""
+    stops = ends - (text[ends - 1] == NEWLINE)
+    return stops - ((stops > starts) & (text[stops - 1] == RETURN))
+
+
+def _turns(text: np.ndarray, quotes: np.ndarray, starts: np.ndarray, separator: str, *, inside: bool) -> np.ndarray:
+    """Of the quotes, those that open and close, in turn; two in quotes that stand for one close and open again.
+
+    Args:
+      quotes: int64[n], where they stand in the text.
+      starts: where records begin.
+      inside: the first quote is in a field that was opened before.
+    """
+    after = np.zeros(256, bool)
+    after[[NEWLINE, RETURN, ord(separator), QUOTE]] = True
+    openers = quotes[int(inside) :: 2]  # as they nearly always are
+    if np.isin(openers[~after[text[np.maximum(openers - 1, 0)]]], starts).all():
+        return quotes
+    after[QUOTE] = False
+    opens = after[text[np.maximum(quotes - 1, 0)]] | np.isin(quotes, starts)
+    turns, closed = [], -2
+    for at, begins in zip(quotes.tolist(), opens.tolist(), strict=True):
+        if inside or begins or at == closed + 1:
+            turns.append(at)
+            inside, closed = not inside, at if inside else -2
+    return np.array(turns, np.int64)
+
+
+def _not_blank(text: np.ndarray, starts: np.ndarray, ends: np.ndarray, separator: str) -> np.ndarray:
+    """bool[n]: lines that hold something."""
+    blanks = np.zeros(256, bool)
+    blanks[list(b" \t\r\n".replace(separator.encode(), b""))] = True
+    kept, left, at = np.ones(len(starts), bool), np.arange(len(starts)), starts
+    while len(left):
+        still = blanks[text[at]]
+        left, at = left[still], at[still] + 1
+        done = at == ends[left]
+        kept[left[done]] = False
+        left, at = left[~done], at[~done]
+    return kept
