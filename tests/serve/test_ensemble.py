@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from trained import Convolved, train, untrained
+from trained import Convolved, deadlines_pass_after, train, untrained
 
 import spmd
 from spmd.errors import DataError, EnsembleError, OptionError
@@ -233,10 +233,11 @@ class Slow:
     """A member that answers when it is let go, and counts."""
 
     def __init__(self, logits):
-        self.logits, self.go, self.asked, self.done = logits, threading.Event(), [], threading.Event()
+        self.logits, self.go, self.began, self.asked, self.done = logits, threading.Event(), threading.Event(), [], threading.Event()
 
     def __call__(self, inputs):
-        self.asked.append(inputs)
+        self.asked.append(float(inputs[0, 0]))
+        self.began.set()
         assert self.go.wait(60)
         self.done.set()
         return self.logits[: len(inputs)] + inputs
@@ -253,25 +254,37 @@ def threads():
 ZERO, ONE = np.zeros((4, 1), np.float32), np.ones((4, 1), np.float32)
 
 
-def test_who_is_late_is_left_out_and_never_heard_later():
+def test_ask_leaves_out_late_members_and_ignores_what_they_say_later(monkeypatch):
     slow, quick = Slow(sure_of(0)), lambda inputs: sure_of(1) + inputs
-    with spmd.Ensemble({"slow": slow, "quick": quick}) as ensemble:
-        answer = ensemble.ask(ZERO, deadline=0.3)
-        assert answer.members == ("quick",) and answer.late == ("slow",) and answer.failed == {} and answer.seconds >= 0.3
-        np.testing.assert_allclose(answer.probabilities, softmax(sure_of(1)))
-        again = ensemble.ask(ONE, deadline=0.3)  # the slow one is still at the first question
-        assert again.late == ("slow",) and len(slow.asked) == 1
-        slow.go.set()
+    ensemble = spmd.Ensemble({"slow": slow, "quick": quick})
+    deadlines_pass_after(monkeypatch, answers=1, began=slow.began)
+    answer = ensemble.ask(ZERO, deadline=5.0)
+    assert answer.members == ("quick",) and answer.late == ("slow",) and answer.failed == {} and answer.seconds == 5.0
+    np.testing.assert_allclose(answer.probabilities, softmax(sure_of(1)))
+    again = ensemble.ask(ONE, deadline=5.0)  # the slow one is still at the first question
+    assert again.late == ("slow",)
+    slow.go.set()
+    ensemble.close(60)
+    assert threads() == [] and slow.asked == [0.0], "a question that was over is not asked"
+    with ensemble:
         third = ensemble.ask(ONE)
         assert third.members == ("slow", "quick") and third.late == ()
         np.testing.assert_allclose(third.probabilities, (softmax(sure_of(0)) + softmax(sure_of(1))) / 2)
-        assert [float(inputs[0, 0]) for inputs in slow.asked] == [0.0, 1.0], "a question that was over is not asked"
-        assert again.members == ("quick",), "what came later has not changed it"
+        ensemble.ask(ONE)
+        assert slow.asked == [0.0, 1.0, 1.0] and again.members == ("quick",), "what came later has not changed it"
         assert sorted(threads()) == ["spmd member quick", "spmd member slow"], "one for each member, however often it is asked"
     assert threads() == []
 
 
-def test_a_member_that_fails_is_named_and_not_fatal():
+def test_ask_gives_up_at_the_deadline_by_itself():
+    slow = Slow(sure_of(0))
+    with spmd.Ensemble({"slow": slow}) as ensemble:
+        with pytest.raises(EnsembleError, match=r"none of the 1 members has answered in 0\.01 s:\n    slow: late"):
+            ensemble.ask(ZERO, deadline=0.01)
+        slow.go.set()
+
+
+def test_a_member_that_fails_is_named_and_not_fatal(monkeypatch):
     def fails(inputs):
         raise ValueError("no route")
 
@@ -291,30 +304,34 @@ def test_a_member_that_fails_is_named_and_not_fatal():
         with pytest.raises(EnsembleError, match=r"members that are functions are in no .*program: broken, .*\n    cure: ensemble\.ask"):
             ensemble.predict(ZERO)
     slow = Slow(sure_of(0))
+    deadlines_pass_after(monkeypatch, answers=1, began=slow.began)
     with spmd.Ensemble({"broken": fails, "slow": slow}) as ensemble:
         with pytest.raises(
-            EnsembleError, match=r"none of the 2 members has answered in 0\.3 s:\n    broken ValueError: no route\n    slow: late"
+            EnsembleError, match=r"none of the 2 members has answered in 5 s:\n    broken ValueError: no route\n    slow: late"
         ):
-            ensemble.ask(ZERO, deadline=0.3)
+            ensemble.ask(ZERO, deadline=5)
         slow.go.set()
     with pytest.raises(OptionError, match="deadline=0"):
         ensemble.ask(ZERO, deadline=0)
     assert threads() == []
 
 
-def test_closing_tells_who_does_not_end(caplog):
+def test_close_names_members_that_do_not_end(caplog, monkeypatch):
     slow = Slow(sure_of(0))
-    ensemble = spmd.Ensemble({"slow": slow, "quick": lambda inputs: sure_of(1)})
-    ensemble.ask(ZERO, deadline=0.3)
-    left = next(thread for thread in threading.enumerate() if thread.name == "spmd member slow")
+    ensemble = spmd.Ensemble({"quick": lambda inputs: sure_of(1), "slow": slow})
+    clock = deadlines_pass_after(monkeypatch, answers=1, began=slow.began)
+    ensemble.ask(ZERO, deadline=5.0)
+    quick, left = (next(thread for thread in threading.enumerate() if thread.name == f"spmd member {name}") for name in ("quick", "slow"))
+    # all of the time goes by once the quick one has ended
+    monkeypatch.setattr(clock, "monotonic", lambda: 0.0 if quick.is_alive() else 60.0)
     with caplog.at_level(logging.WARNING, logger="spmd"):
-        ensemble.close(seconds=0.05)
+        ensemble.close(seconds=60.0)
     assert caplog.messages == ["members that still answer an old question, and end with it: slow"]
     slow.go.set()
-    left.join(30)
+    left.join(60)
     assert threads() == [] and slow.done.is_set()
-    assert ensemble.ask(ZERO).members == ("slow", "quick"), "asking again starts new threads"
-    ensemble.close()
+    assert ensemble.ask(ZERO).members == ("quick", "slow"), "asking again starts new threads"
+    ensemble.close(60)
 
 
 def test_models_are_asked_on_devices_of_their_own(mixed, digits):

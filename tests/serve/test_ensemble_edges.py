@@ -5,7 +5,7 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from trained import untrained
+from trained import deadlines_pass_after, untrained
 
 import spmd
 from spmd.errors import EnsembleError, OptionError
@@ -92,31 +92,48 @@ def threads():
 
 
 def test_two_first_questions_start_one_set_of_threads(monkeypatch):
-    both = threading.Barrier(2)
+    """The second question comes while the threads of the first are being started."""
+    built, arrived, go = [], threading.Semaphore(0), threading.Event()
 
     def slowly(functions):
-        try:
-            both.wait(0.3)  # both come here, if nothing keeps the second one out
-        except threading.BrokenBarrierError:
-            pass
+        built.append(functions)
+        assert go.wait(60)
         return Workers(functions)
 
+    class Watched:
+        """A lock that tells who comes to it."""
+
+        def __init__(self, lock):
+            self.lock = lock
+
+        def __enter__(self):
+            arrived.release()
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
     monkeypatch.setattr(module, "Workers", slowly)
-    with spmd.Ensemble({"one": lambda inputs: SAID}) as made:
-        asking = [threading.Thread(target=made.ask, args=(X,), daemon=True) for _ in range(2)]
-        for thread in asking:
-            thread.start()
-        for thread in asking:
-            thread.join(30)
-        assert len(threads()) == 1
+    made = spmd.Ensemble({"one": lambda inputs: SAID})
+    made._starting = Watched(made._starting)
+    asking = [threading.Thread(target=made.ask, args=(X,), daemon=True) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    both = [arrived.acquire(timeout=60) for _ in range(2)]
+    go.set()
+    for thread in asking:
+        thread.join(60)
+    assert both == [True, True] and len(built) == 1 and len(threads()) == 1
+    made.close(60)
     assert threads() == []
 
 
-def test_closing_beside_a_question_without_a_deadline():
+def test_closing_beside_a_question_without_a_deadline(monkeypatch):
     """The slow member is at an old question and holds the new one; it answers that too, and ends."""
-    go, asked, found = threading.Event(), threading.Semaphore(0), []
+    go, began, asked, found = threading.Event(), threading.Event(), threading.Semaphore(0), []
 
     def slow(inputs):
+        began.set()
         assert go.wait(60)
         return SAID
 
@@ -125,26 +142,27 @@ def test_closing_beside_a_question_without_a_deadline():
         return SAID
 
     made = spmd.Ensemble({"slow": slow, "quick": quick})
-    made.ask(X, deadline=0.3)
-    assert asked.acquire(timeout=30)
+    deadlines_pass_after(monkeypatch, answers=1, began=began)
+    made.ask(X, deadline=5.0)
+    assert asked.acquire(timeout=60)
     asking = threading.Thread(target=lambda: found.append(made.ask(X)), daemon=True)
     asking.start()
-    assert asked.acquire(timeout=30), "both have been put the second question"
-    made.close(seconds=0.05)
+    assert asked.acquire(timeout=60), "both have been put the second question"
+    made.close(seconds=0.0)
     left = threads()
     go.set()
-    asking.join(10)
+    asking.join(60)
     assert not asking.is_alive() and found[0].members == ("slow", "quick")
     for thread in left:
-        thread.join(30)
+        thread.join(60)
     assert threads() == []
 
 
 def test_a_question_to_threads_that_have_ended():
     workers = Workers({"one": lambda inputs: SAID})
-    workers.close(10)
+    workers.close(60)
     with pytest.raises(EnsembleError, match=r"closed before this question was put\.\n    cure: ask again"):
-        workers.ask(X, 4, 0.3)
+        workers.ask(X, 4, 60)
 
 
 @pytest.mark.parametrize(

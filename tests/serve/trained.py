@@ -7,6 +7,7 @@ import optax
 from flax import linen, nnx
 
 import spmd
+from spmd.serve import workers
 
 
 def init(key):
@@ -88,3 +89,34 @@ def says_what(small, same, exact, inputs):
     said, wanted = (model.predict(inputs) for model in (small, same))
     assert np.array_equal(said, wanted) and said.std() > 0
     assert not np.array_equal(said, exact.predict(inputs))
+
+
+class Clock:
+    """One that stands."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def deadlines_pass_after(monkeypatch, answers, began):
+    """A question with a deadline is over when so many members have answered, and another one has begun to, however long that takes.
+
+    Returns:
+      The clock; it stands otherwise.
+    """
+    clock, wait = Clock(), workers._Question.wait
+
+    def waits(question, seconds):
+        if seconds is None:
+            return wait(question, 60)
+        assert began.wait(60)
+        with question._changed:
+            assert question._changed.wait_for(lambda: len(question._said) >= answers, 60)
+            clock.now += seconds
+            return wait(question, 0.0)
+
+    monkeypatch.setattr(workers, "time", clock)
+    monkeypatch.setattr(workers._Question, "wait", waits)
+    return clock
