@@ -155,6 +155,7 @@ class Trainer:
         if self._placed.storage is not None and self._placed.events is not None:
             lines += server_notes(self._placed.storage, self._placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
+        lines += self._placed.given.notes()
         whole = whole_moments(abstract_state, self.resolved)
         if whole and any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(abstract_state.opt)):
             lines.append(f"note: {len(whole)} optimizer arrays have no parameter's shape and stay whole: {', '.join(whole[:3])}, ...")

@@ -67,6 +67,10 @@ class Model(abc.ABC):
         """How many layers a parameter has along dim 0, by path, for those of a stack (`spmd.nn.LayerStack`)."""
         return {}
 
+    def notes(self) -> list[str]:
+        """What a person should know of how the model is trained."""
+        return []
+
     @abc.abstractmethod
     def bind(self, variables: Variables, call: Call) -> Any:
         """The model with these arrays in it, ready to be called inside a trace; what the loss receives."""

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from spmd.errors import ModelError
+from spmd.layout.cure import listed
 from spmd.layout.match import matches
 from spmd.model.base import STACKED, Call, Model, Variables, abstractly, no_such_module
 from spmd.tree import Tree, flatten, path_of
@@ -22,6 +23,8 @@ class NnxModel(Model):
         self._impls: dict[str, Any] = {}
         self._stat_paths: tuple = ()
         self._called: set[str] = set()  # remat patterns of which a module was called
+        self._frozen: tuple[str, ...] = ()  # modules that keep their running averages in training
+        self._given = concrete is not None
         self._concrete = None if concrete is None else self._split(concrete)
 
     @property
@@ -56,7 +59,14 @@ class NnxModel(Model):
         abstractly(visit, "the model")
         return found
 
+    def notes(self) -> list[str]:
+        if not self._frozen:
+            return []
+        undo = " If .eval() set that, call model.train() first." if self._given else ""
+        return [f"note: batch statistics are frozen, by use_running_average=True: {listed(self._frozen)}.{undo}"]
+
     def _split(self, module: nnx.Module) -> Variables:
+        self._frozen = _frozen(module, given=self._given)
         self._graphdef, params, rngs, stats = nnx.split(module, nnx.Param, nnx.RngState, ...)
         self._stat_paths = tuple(path for path, _ in nnx.to_flat_state(stats))
         params, rngs, stats = map(nnx.to_pure_dict, (params, rngs, stats))
@@ -68,9 +78,10 @@ class NnxModel(Model):
             variables.rngs, lambda key: key if call.key is None else call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
         )
         module = nnx.merge(self._graphdef, variables.params, rngs, variables.stats)
-        # a model that was handed over in evaluation mode is trained all the same, dropout and batch statistics included
         module.train() if call.training else module.eval()
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
+        for path in self._frozen:
+            modules[path].use_running_average = True  # type: ignore[attr-defined]
         for sub in modules.values():
             if isinstance(sub, nnx.BatchNorm):
                 sub.axis_name = sub.axis_name or call.sync_axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
@@ -114,6 +125,19 @@ class NnxModel(Model):
 
     def rebuild(self, variables: Variables) -> nnx.Module:
         return nnx.merge(self._graphdef, variables.params, self._keys(variables.rngs, lambda key: key), variables.stats)
+
+
+def _frozen(module: nnx.Module, *, given: bool) -> tuple[str, ...]:
+    """Paths of the modules that were made to use running averages, in training as well.
+
+    A module that was given, not made by a factory, may have been put in evaluation mode by `.eval()`, which turns dropout off as well:
+    one in which everything is, is trained all the same.
+    """
+    modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
+    averages = {path: sub.use_running_average for path, sub in modules.items() if hasattr(sub, "use_running_average")}
+    dropout = [sub.deterministic for sub in modules.values() if isinstance(getattr(sub, "deterministic", None), bool)]
+    evaluating = given and bool(dropout) and all((*averages.values(), *dropout))
+    return () if evaluating else tuple(path for path, kept in averages.items() if kept is True)
 
 
 def _is_key(leaf: Any) -> bool:

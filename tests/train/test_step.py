@@ -426,6 +426,46 @@ def test_a_model_handed_over_in_evaluation_mode_is_trained_all_the_same():
     np.testing.assert_allclose(sleeping[1], awake[1], rtol=1e-6)
 
 
+class Frozen(nnx.Module):
+    """Fine-tuning: the first BatchNorm keeps the averages that it came with."""
+
+    def __init__(self, rngs, *, dropout=None):
+        self.hidden, self.out = nnx.Linear(6, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.frozen = nnx.BatchNorm(16, use_running_average=True, rngs=rngs)
+        self.moving = nnx.BatchNorm(16, rngs=rngs) if dropout is None else None
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout is not None else None
+
+    def __call__(self, x):
+        x = self.frozen(self.hidden(x))
+        return self.out(self.moving(x) if self.moving is not None else self.dropout(x))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Frozen(nnx.Rngs(0)),
+        lambda: Frozen(nnx.Rngs(0), dropout=0.5),
+        Frozen(nnx.Rngs(0)),
+        Frozen(nnx.Rngs(0), dropout=0.5),
+        nnx.Sequential(nnx.BatchNorm(6, use_running_average=True, rngs=nnx.Rngs(0)), nnx.Linear(6, 4, rngs=nnx.Rngs(0))),
+    ],
+    ids=["factory", "factory with dropout", "given", "given with dropout", "nothing but frozen"],
+)
+def test_frozen_batch_statistics_stay_frozen(model):
+    trainer = trainer_of(model)
+    before = flatten(trainer.init().stats)
+    after = flatten(train(trainer, batch=data())[0].stats)
+    moved = {path for path in before if not np.array_equal(before[path], after[path])}
+    assert moved == {path for path in before if path.startswith("moving/")}
+    assert "use_running_average=True" in [line for line in trainer.notes() if "frozen" in line][0]
+
+
+def test_a_model_put_in_evaluation_mode_moves_its_batch_statistics():
+    model = Frozen(nnx.Rngs(0), dropout=0.5)
+    model.eval()
+    assert np.abs(np.asarray(train(trainer_of(model), batch=data())[0].stats["frozen"]["mean"])).max() > 0
+
+
 def test_targets_are_not_rounded_by_bfloat16():
     loss = lambda model, batch: (model(batch["x"])[:, 0].astype(jnp.float32) * 0 + batch["t"]) + 0.0
     trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), loss=loss, precision="bfloat16")
