@@ -524,6 +524,23 @@ mine.toml does not fit this model on mesh data=4, model=2
     fits(text.replace("0.25", "0.94"))
 
 
+def test_a_mesh_axis_that_shards_nothing():
+    assert (
+        told(errors.LayoutError, fit, layout="fsdp_tensor_parallel")
+        == """\
+layouts/fsdp_tensor_parallel.toml does not fit this model on mesh data=4, model=2
+1 problem:
+
+  mesh axis "model"
+      nothing is sharded over "model", so its 2 devices would all do the same work.
+      [axes] shards mlp, heads, hidden, vocab over "model", and no parameter has such a logical axis name: they carry none.
+      cure: mesh="data=8,model=1", or logical axis names (mlp, heads, hidden, vocab) on the model's parameters, or [[params]] rules with "model"."""
+    )
+    fits(layout="fsdp_tensor_parallel", mesh="data=8,model=1")
+    layout = spmd.Layout.load("fsdp_tensor_parallel")
+    fits(layout=dataclasses.replace(layout, params=(spmd.Rule("**/attention/*/kernel", ("data", "model")),)))
+
+
 class Named(nnx.Module):
     def __init__(self, rngs):
         named = lambda *axes: nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)

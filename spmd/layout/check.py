@@ -1,20 +1,22 @@
 """Every way a layout can fail to fit a model on a mesh, found at once, each with a cure that was tried."""
 
 import dataclasses
+import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 
 from spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 from spmd.layout.activations import data_axis_problems
+from spmd.layout.check_resolved import resolved_problems
 from spmd.layout.cure import listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
-from spmd.layout.declare import Layout, Rule, Spec, keep_axes, mixed, spec_axes, spec_text
-from spmd.layout.gradients import GradientRule
+from spmd.layout.declare import Layout, Rule, Spec, keep_axes, spec_axes, spec_text
 from spmd.layout.match import covering, matches
-from spmd.layout.resolve import Names, Resolved, choose, how_it_travels, one_layer, owners, resolve, rule_name
+from spmd.layout.resolve import Names, Resolved, choose, one_layer, owners, resolve, rule_name
 from spmd.mesh import MeshSpec, axis_problem
-from spmd.tree import describe, format_bytes
+from spmd.tree import describe
 
 Params = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -49,7 +51,8 @@ def fit_layout(
     Raises:
       LayoutError: with every problem found, the arithmetic, and a cure that passes the same check.
     """
-    params = one_layer(params, stacks)
+    on = lambda other: fit_layout(layout, all_layers, names, other, stacks)
+    all_layers, params = params, one_layer(params, stacks)
     claims = {path: tuple(owners(layout.params, path)) for path in params}
     problems = [*_layout_problems(layout, mesh), *_rule_problems(layout.params, params, mesh), *_codec_problems(layout, params, mesh)]
     problems += _pipeline_problems(layout, stacks, mesh)
@@ -64,14 +67,17 @@ def fit_layout(
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = resolve(layout, params, names, mesh, stacks)
-    found = [
-        *_share_problems(resolved, params, names, stacks),
-        *_exchange_problems(resolved),
-        *_server_problems(resolved),
-        *_expert_problems(resolved),
-    ]
-    raise_problems(LayoutError, headline, found)
+    raise_problems(LayoutError, headline, resolved_problems(resolved, params, names, stacks, functools.partial(_passes, on)))
     return resolved
+
+
+def _passes(check: Callable[..., Any], *args: Any) -> bool:
+    """Whether a check finds no problem."""
+    try:
+        check(*args)
+    except LayoutError:
+        return False
+    return True
 
 
 def _axis_lines(spec: Spec, mesh: MeshSpec) -> tuple[list[str], str]:
@@ -197,87 +203,6 @@ def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[
         yield Problem("[gradients] exact_axes", [why], cure)
 
 
-def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
-    """Gradients and weights that the exchange cannot cut as the layout asks."""
-    layout, data, declared = resolved.layout, resolved.data_axes, resolved.layout.gradients
-    if declared.reduction == "compiler" or resolved.workers == 1:
-        return
-    for place in resolved.placements.values():
-        spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
-        chosen = how_it_travels(declared, place.path)
-        codec, where = chosen.codec, f"{place.path}   {place.dtype}[{', '.join(map(str, place.shape))}]"
-        rule = f'[[gradients.rules]]  path = "{place.path}"'
-        if isinstance(chosen, GradientRule):
-            rule = f'except = ["{place.path}"]  in the rule for "{chosen.path}", and  {rule}'
-        if codec != "exact" and place.dtype not in ("float32", "bfloat16", "float16"):
-            yield Problem(
-                where, [f"codec {codec} works in float32, which does not hold a gradient of {place.dtype}."], f'{rule}  codec = "exact".'
-            )
-        if codec != "exact" and mixed(spec, data):
-            why = f"a dim is cut over a data axis and another one together, which codec {codec} cannot follow."
-            yield Problem(f"{where}   spec {spec_text(spec)}", [why], f'the two axes on two dims, or {rule}  codec = "exact".')
-    cut = any(axis in data for place in resolved.placements.values() for axis in (*spec_axes(place.spec), *spec_axes(place.state_spec)))
-    if declared.weights != "exact" and not cut and declared.reduction != "parameter_server":
-        why = f"{layout.source} keeps every parameter and its moments whole on every worker, so no weight travels."
-        yield Problem("[gradients] weights", [why], 'leave it out, or cut them: [default] params = "shard:data".')
-
-
-def _server_problems(resolved: Resolved) -> Iterator[Problem]:
-    """What the servers cannot do on this mesh, or the layout asks of others what they do."""
-    layout, server, positions = resolved.layout, resolved.layout.parameter_server, resolved.workers
-    if layout.gradients.reduction != "parameter_server":
-        return
-    why, told = "the servers keep all parameters, packed, and workers use them whole.", set()
-    for place in resolved.placements.values():
-        if spec_axes(place.spec) and place.chosen_by not in told:
-            told.add(place.chosen_by)
-            if place.chosen_by.startswith("default"):
-                yield Problem(f'[default] params = "{layout.default.params}"', [why], '[default] params = "replicate".')
-                continue
-            cure = 'leave the rule out, or [gradients] reduction = "reduce_scatter", which keeps them as rules say.'
-            same = [other.path for other in resolved.placements.values() if other.chosen_by == place.chosen_by and other is not place]
-            more = [f"and {len(same)} more: {listed(same)}."] if same else []
-            yield Problem(f"{place.path}   spec {spec_text(place.spec)}   {place.chosen_by}", [*more, why], cure)
-    if layout.optimizer.shard:
-        yield Problem("[optimizer] shard", ["optimizer state is with the servers."], "leave it out.")
-    if layout.gradients.rules and server.placement != "sliced":
-        why = f'placement "{server.placement}" packs parameters together, so they have one codec.'
-        yield Problem("[[gradients.rules]]", [why], 'placement = "sliced".')
-    workers = server.workers or positions
-    if server.servers is not None and server.servers > positions:
-        why = f"{server.servers} servers at {positions} positions along the data axes."
-        yield Problem("[parameter_server] servers", [why], f"at most {positions}.")
-    if workers % positions:
-        why = f"{workers} workers at {positions} positions along the data axes; {workers} / {positions} leaves {workers % positions}."
-        yield Problem("[parameter_server] workers", [why], f"such as {-(-workers // positions) * positions}.")
-    if server.fragments > 1 and server.placement != "sliced":
-        why = f'placement "{server.placement}" packs parameters together, so they meet at once.'
-        yield Problem("[parameter_server] fragments", [why], 'placement = "sliced", or leave it out.')
-    if server.moving_rate is not None and server.moving_rate >= 2 / (workers + 1):
-        factor = 1 - server.moving_rate * (workers + 1)
-        why = f"{server.moving_rate:g} with {workers} workers: each meeting multiplies the servers' distance from the workers' mean by "
-        why += f"1 - {server.moving_rate:g} ({workers} + 1) = {factor:.3g}."
-        yield Problem("[parameter_server] moving_rate", [why], f"below 2 / {workers + 1}, such as {0.9 / workers:.3g}.")
-    for key, most in (("spares", workers - 1), ("splits", workers), ("fragments", len(resolved.placements))):
-        value = getattr(server, key)
-        if value is not None and value > most:
-            of = f"{most} parameters" if key == "fragments" else f"{workers} workers"
-            yield Problem(f"[parameter_server] {key}", [f"{value}, of {of}."], f"at most {most}.")
-    if isinstance(server.compute_time, tuple) and len(server.compute_time) != workers:
-        why = f"{len(server.compute_time)} numbers for {workers} workers."
-        yield Problem("[parameter_server] compute_time", [why], "one for each.")
-
-
-def _expert_problems(resolved: Resolved) -> Iterator[Problem]:
-    """Experts that are to lie on different devices, and do not."""
-    axis = resolved.layout.experts.axis
-    if axis is None or resolved.layout.gradients.reduction == "parameter_server":
-        return
-    if not any(axis in spec_axes(place.spec) for place in resolved.placements.values()):
-        why = f'no parameter is cut over "{axis}", so every device would keep all experts.'
-        yield Problem("[experts] axis", [why], f'[axes]  expert = "{axis}".')
-
-
 def _misfit(
     layout: Layout,
     claimed: tuple[int, ...],
@@ -350,41 +275,3 @@ def _names_problem(layout: Layout, leaf: jax.ShapeDtypeStruct, names: Names, mes
         cure = 'map one of its logical axes to another mesh axis, or to "-".'
         return Misfit(tuple(lines), shape, array, f"{chosen_by}: spec {spec_text(spec)}", cure=cure)
     return None
-
-
-def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Names], stacks: Mapping[str, int]) -> Iterator[Problem]:
-    """More bytes whole on every device than the layout's `max_replicated` allows."""
-    layout, mesh = resolved.layout, resolved.mesh
-    limit, share = layout.default.max_replicated, _whole_share(resolved)
-    if layout.gradients.reduction == "parameter_server":
-        return  # the servers cut them all
-    if limit is None or mesh.size == 1 or share <= limit:
-        return
-    whole = [place for place in resolved.placements.values() if not spec_axes(place.spec)]
-    largest = sorted(whole, key=lambda place: -place.nbytes)[:5]
-    used = {axis for place in resolved.placements.values() for axis in spec_axes(place.spec)}
-    free = [axis for axis, size in mesh.axes if size > 1 and axis not in used]
-    total = sum(place.nbytes for place in resolved.placements.values())
-    lines = [f"{share:.1%} of the parameters' {format_bytes(total)} stay whole on every device; max_replicated = {limit:g}."]
-    lines += [
-        f"largest: {place.path}   {describe(params[place.path])}   {format_bytes(place.nbytes)}   {place.chosen_by}" for place in largest
-    ]
-    lines.append(f"mesh axes that no parameter uses: {', '.join(f'{axis} ({mesh.sizes[axis]} devices)' for axis in free) or 'none'}.")
-    cure = f"rules or logical axis names for the largest, or max_replicated = {_round_up(share):g}."
-    for axis in sorted((axis for axis, size in mesh.axes if size > 1), key=lambda axis: (axis not in free, axis in layout.data_axes())):
-        sharded = dataclasses.replace(layout, default=dataclasses.replace(layout.default, params=f"shard:{axis}"))
-        left = _whole_share(resolve(sharded, params, names, mesh, stacks))
-        if left <= limit:
-            cure = f'[default] params = "shard:{axis}" ({left:.1%} would stay whole), or {cure}'
-            break
-    yield Problem("[default] max_replicated", lines, cure)
-
-
-def _whole_share(resolved: Resolved) -> float:
-    """The share of parameter bytes that no mesh axis cuts."""
-    total = sum(place.nbytes for place in resolved.placements.values())
-    return sum(place.nbytes for place in resolved.placements.values() if not spec_axes(place.spec)) / total if total else 0.0
-
-
-def _round_up(share: float) -> float:
-    return min(1.0, int(share * 100 + 1) / 100)

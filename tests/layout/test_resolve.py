@@ -128,6 +128,21 @@ def test_an_axis_that_nothing_names_is_noted():
     assert fit_layout(Layout(batch=Batch((("data", "model"),))), shapes(w=(8,)), {}, MESH).idle_axes() == ()
 
 
+def test_an_axis_of_the_layout_that_shards_nothing_is_refused():
+    layout = Layout(mesh=(("data", -1), ("model", 2)), default=Default("shard:data"), source="mine.toml")
+    with pytest.raises(LayoutError, match='cure: mesh="data=8,model=1", or \\[\\[params\\]\\] rules with "model".'):
+        fit_layout(layout, shapes(w=(8, 8)), {}, MESH)
+    fit_layout(layout, shapes(w=(8, 8)), {}, MeshSpec.parse("data=8,model=1"))
+    fit_layout(dataclasses.replace(layout, params=(Rule("w", ("model",)),)), shapes(w=(8, 8)), {}, MESH)
+
+
+def test_a_mesh_that_does_not_fit_is_no_fix_for_an_idle_axis():
+    layout = Layout(axes=(("embed", "data"), ("mlp", "model")), source="mine.toml")
+    with pytest.raises(LayoutError, match="they carry embed") as caught:
+        fit_layout(layout, shapes(w=(12, 8)), {"w": ("embed", None)}, MESH)
+    assert "mesh=" not in str(caught.value), "12 / 8 leaves 4"
+
+
 def test_workers_are_the_positions_along_the_data_axes():
     resolved = fit_layout(Layout(batch=Batch((("data", "model"),))), shapes(w=(8,)), {}, MESH)
     assert (resolved.data_axes, resolved.workers) == (("data", "model"), 8)
