@@ -151,13 +151,13 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What is replicated, what repeats the same work, what the exchange keeps, and which moments could not be cut."""
-        lines, abstract_state = [*notes(self.resolved), *exchange_notes(self._placed.exchange)], self._placed.abstract_state
-        if self._placed.storage is not None and self._placed.events is not None:
-            lines += server_notes(self._placed.storage, self._placed.events)
+        placed = self._placed
+        lines = [*notes(self.resolved), *placed.given.notes(), *exchange_notes(placed.exchange)]
+        if placed.storage is not None and placed.events is not None:
+            lines += server_notes(placed.storage, placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
-        lines += self._placed.given.notes()
-        whole = whole_moments(abstract_state, self.resolved)
-        if whole and any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(abstract_state.opt)):
+        whole = whole_moments(placed.abstract_state, self.resolved)
+        if whole and any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed.abstract_state.opt)):
             lines.append(f"note: {len(whole)} optimizer arrays have no parameter's shape and stay whole: {', '.join(whole[:3])}, ...")
         return lines
 

@@ -8,7 +8,6 @@ import jax
 from flax import nnx
 
 from spmd.errors import ModelError
-from spmd.layout.cure import listed
 from spmd.layout.match import matches
 from spmd.model.base import STACKED, Call, Model, Variables, abstractly, no_such_module
 from spmd.tree import Tree, flatten, path_of
@@ -63,7 +62,8 @@ class NnxModel(Model):
         if not self._frozen:
             return []
         undo = " If .eval() set that, call model.train() first." if self._given else ""
-        return [f"note: batch statistics are frozen, by use_running_average=True: {listed(self._frozen)}.{undo}"]
+        more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
+        return [f"note: batch statistics are frozen, by use_running_average=True: {self._frozen[0]}{more}.{undo}"]
 
     def _split(self, module: nnx.Module) -> Variables:
         self._frozen = _frozen(module, given=self._given)

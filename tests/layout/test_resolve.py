@@ -130,7 +130,7 @@ def test_an_axis_that_nothing_names_is_noted():
 
 def test_an_axis_of_the_layout_that_shards_nothing_is_refused():
     layout = Layout(mesh=(("data", -1), ("model", 2)), default=Default("shard:data"), source="mine.toml")
-    with pytest.raises(LayoutError, match='cure: mesh="data=8,model=1", or \\[\\[params\\]\\] rules with "model".'):
+    with pytest.raises(LayoutError, match=r'cure: mesh="data=8,model=1", or \[\[params\]\] rules with "model".'):
         fit_layout(layout, shapes(w=(8, 8)), {}, MESH)
     fit_layout(layout, shapes(w=(8, 8)), {}, MeshSpec.parse("data=8,model=1"))
     fit_layout(dataclasses.replace(layout, params=(Rule("w", ("model",)),)), shapes(w=(8, 8)), {}, MESH)

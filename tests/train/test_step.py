@@ -457,7 +457,7 @@ def test_frozen_batch_statistics_stay_frozen(model):
     after = flatten(train(trainer, batch=data())[0].stats)
     moved = {path for path in before if not np.array_equal(before[path], after[path])}
     assert moved == {path for path in before if path.startswith("moving/")}
-    assert "use_running_average=True" in [line for line in trainer.notes() if "frozen" in line][0]
+    assert "use_running_average=True" in next(line for line in trainer.notes() if "frozen" in line)
 
 
 def test_a_model_put_in_evaluation_mode_moves_its_batch_statistics():
