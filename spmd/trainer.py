@@ -151,13 +151,12 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What is replicated, what repeats the same work, what the exchange keeps, and which moments could not be cut."""
-        placed = self._placed
-        lines = [*notes(self.resolved), *placed.given.notes(), *exchange_notes(placed.exchange)]
+        lines = [*notes(self.resolved), *(placed := self._placed).given.notes(), *exchange_notes(placed.exchange)]
         if placed.storage is not None and placed.events is not None:
             lines += server_notes(placed.storage, placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
-        whole = whole_moments(placed.abstract_state, self.resolved)
-        if whole and any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed.abstract_state.opt)):
+        whole, moments = whole_moments(placed.abstract_state, self.resolved), jax.tree.leaves(placed.abstract_state.opt)
+        if whole and any(not leaf.sharding.is_fully_replicated for leaf in moments):
             lines.append(f"note: {len(whole)} optimizer arrays have no parameter's shape and stay whole: {', '.join(whole[:3])}, ...")
         return lines
 
