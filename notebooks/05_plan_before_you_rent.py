@@ -22,8 +22,8 @@
 # GPU: the real training step is compiled for hardware that need not be there, and memory, traffic and time are read from the compiled
 # program.
 #
-# With `pip install 'spmd[gpu-compiler]'` the compiler is XLA:GPU itself; without it plans are estimates by XLA:CPU, and their first
-# line says so. All numbers are computed here. With `SPMD_SMALL=1` in the environment the model and the GPU are small ones.
+# With `pip install '.[gpu-compiler]'` in the checkout the compiler is XLA:GPU itself; without it plans are estimates by XLA:CPU, and
+# their first line says so. All numbers are computed here. With `SPMD_SMALL=1` in the environment the model and the GPU are small ones.
 
 # %%
 import os

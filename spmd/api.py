@@ -17,6 +17,7 @@ from spmd.data.deal import Position, check_source
 from spmd.data.loader import Source, is_arrays, settled, source
 from spmd.data.residence import Resident, on_devices
 from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
+from spmd.folders import writing
 from spmd.hosts.arrival import join, restarted, shrunk
 from spmd.hosts.guard import TERMINATED, current
 from spmd.hosts.handshake import agree, program_facts
@@ -25,11 +26,11 @@ from spmd.layout.declare import Layout, spec_text
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
 from spmd.preflight.room import check_room
-from spmd.run.callbacks import Callback, as_callbacks
+from spmd.run.callbacks import Callback, as_callbacks, name_of, watched
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.history import History
 from spmd.run.length import Length
-from spmd.run.loggers import JsonLines, Logger, check_loggers
+from spmd.run.loggers import JsonLines, Logger, check_loggers, write
 from spmd.run.loop import Loop
 from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, make_progress
@@ -311,9 +312,9 @@ def _check_evaluation(eval_data: Any, eval_every: int | None, config: Checkpoint
 
 def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...]) -> None:
     """Metrics that a callback or the checkpoint watches must be there, before anything is compiled."""
-    watched = [(type(hook).__name__, name) for hook in hooks for name in hook.watches()]
-    watched += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
-    for who, name in watched:
+    wanted = [(name_of(hook), name) for hook in hooks for name in watched(hook)]
+    wanted += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
+    for who, name in wanted:
         if name not in known:
             raise OptionError(f'{who}: there is no metric "{name}".\n    cure: {did_you_mean(name, known)}')
 
@@ -377,12 +378,13 @@ def _outputs(
     if jax.process_index() != 0:
         return [], NoProgress()
     if store is not None:
+        with writing(store.folder / "layout.toml", CheckpointError):
+            (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
         sinks.append(JsonLines(store.folder / "metrics.jsonl"))
-        (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
     step = int(state.step)
     if step:
-        for sink in sinks:  # records after this step, if there are any before this line, are of a run that was cut off
-            sink.write({"step": step, "event": "resumed", **({"changed": changed} if changed else {})})
+        # records after this step, if there are any before this line, are of a run that was cut off
+        write(sinks, {"step": step, "event": "resumed", **({"changed": changed} if changed else {})})
         shown.say(f"resumed from step {step}{''.join(f'; {change}' for change in changed)}")
     for line in [*trainer.notes(), *([room] if room else [])]:
         shown.say(line)

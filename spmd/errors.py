@@ -15,25 +15,31 @@
     ├── CodecError           gradients cannot travel in this format on this backend
     ├── ClusterError         the processes of a run cannot meet, or do not agree
     │   └── AbsentError      some did not come in time; the next time they may
+    ├── CallbackError        a callback or a logger raises something else
     ├── ProcessError         a process that a notebook has called fails, or is gone
     ├── DivergedError        a watched metric stopped being finite
     ├── OptionError          an argument of `fit`, `Trainer` or a callback that cannot be meant
     └── MissingExtraError    an optional package is not installed (also an ImportError)
 
-All of them are raised before anything is compiled, except `DivergedError`, which needs a step to have run, `ProcessError`, which tells
-what became of a function, and `EnsembleError` where it tells what became of a question.
+All of them are raised before anything is compiled, except `DivergedError` and `CallbackError`, which need a run to have begun,
+`ProcessError`, which tells what became of a function, and `EnsembleError` where it tells what became of a question.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 SHOWN = 100  # problems told in full; more than that have one cause, and nobody reads them
+LINE, TEXT = 1000, 40_000  # characters of one line of an error, and of all of it
+VALUE = 160  # characters of a value in an error
 
 
 class SpmdError(Exception):
-    """Base of every error this library raises on purpose.
+    """Base of every error this library raises on purpose. Its text is bounded, whatever of a user's data is in it.
 
     Example:
       >>> import spmd
@@ -44,6 +50,9 @@ class SpmdError(Exception):
       no layout "fdsp" is shipped, and no such file exists.
           cure: did you mean "fsdp"?
     """
+
+    def __init__(self, text: str = ""):
+        super().__init__(bounded(text))
 
 
 class MeshError(SpmdError):
@@ -102,6 +111,10 @@ class AbsentError(ClusterError):
     """Some processes did not come in time, or could not be reached; the next time they may."""
 
 
+class CallbackError(SpmdError):
+    """A callback or a logger raises; names it, the method and the step. The original exception is its `__cause__`."""
+
+
 class ProcessError(SpmdError):
     """A process that `spmd.launch.run` has called fails, ends, or has a result that cannot be sent; names it, and has its traceback.
 
@@ -153,6 +166,76 @@ def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Pro
     """Raise `error` with all problems at once; do nothing when there are none."""
     if problems:
         raise error(problems_text(headline, problems, note))
+
+
+def bounded(text: str) -> str:
+    """A text whose lines, and which itself, are of a length that can be read.
+
+    >>> len(bounded("x" * 38_400)), bounded("short")
+    (1018, 'short')
+    """
+    text = "\n".join(_clipped(line, LINE) for line in str(text).split("\n"))
+    return text if len(text) <= TEXT + LINE else f"{text[: TEXT // 2]}\n  ... ({len(text) - TEXT:,} more characters)\n{text[-TEXT // 2 :]}"
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most + 30 else f"{text[:most]} ... ({len(text) - most:,} more)"
+
+
+class _Short(reprlib.Repr):
+    """Python's own representation of small values; of large ones the beginning."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 8
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, VALUE, VALUE, VALUE
+
+    def repr1(self, x: Any, level: int) -> str:
+        """One value; of an array its kind, dtype and shape."""
+        if isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype") and x.shape:
+            return f"{type(x).__name__} {x.dtype}{list(x.shape)}"
+        if callable(x) and hasattr(x, "__qualname__"):
+            return "a lambda" if x.__name__ == "<lambda>" else x.__qualname__.rpartition("<locals>.")[2]
+        return super().repr1(x, level)
+
+
+def shown(value: Any) -> str:
+    """A value of the user's, as an error shows it: never more than a line.
+
+    >>> shown("fdsp"), shown(list(range(100))), shown(len)
+    ("'fdsp'", '[0, 1, 2, 3, 4, 5, 6, 7, ...]', 'len')
+    """
+    return _clipped(" ".join(_Short().repr(value).split("\n")), VALUE)
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Names one after the other; of many, the first and how many there are.
+
+    >>> listed(["a", "b"]), listed(map(str, range(100)), most=3)
+    ('a, b', '0, 1, 2, ... (100 in all)')
+    """
+    names = list(names)
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])}, ... ({len(names)} in all)"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's type and the first line of what it says.
+
+    >>> first_line(ValueError("boom"))
+    'ValueError: boom'
+    """
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}".rstrip(": ")
+
+
+@contextlib.contextmanager
+def naming(who: Callable[[], str]) -> Iterator[None]:
+    """Around calls of a user's callback or logger: what it raises comes out as a `CallbackError` that names it."""
+    try:
+        yield
+    except SpmdError:
+        raise
+    except Exception as error:
+        raise CallbackError(f"{who()} raises {first_line(error)}") from error
 
 
 def escaped(text: str, most: int = 2000) -> str:
@@ -227,4 +310,13 @@ def import_extra(module: str, extra: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(f"{module} is not installed.\n    cure: pip install 'spmd[{extra}]'") from error
+        raise MissingExtraError(f"{module} is not installed.\n    cure: {how_to_install(extra)}.") from error
+
+
+def how_to_install(extra: str) -> str:
+    """What installs an extra. There is no package to be had under this name, so it is said from a checkout only.
+
+    >>> how_to_install("export")
+    "in the checkout of spmd: pip install '.[export]'"
+    """
+    return f"in the checkout of spmd: pip install '.[{extra}]'"

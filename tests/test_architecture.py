@@ -18,7 +18,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 LEVELS = [
     {"errors.py", "tree.py", "rng.py", "cell.py"},
-    {"mesh.py", "model", "layout"},
+    {"folders.py", "mesh.py", "model", "layout"},
     {"comm"},
     {"nn"},
     {"train", "data", "hosts"},

@@ -4,6 +4,7 @@
 
 import dataclasses
 import inspect
+import pathlib
 import re
 
 import jax
@@ -927,7 +928,7 @@ def test_every_error_is_drawn_in_the_tree():
 
 def test_an_extra_that_is_missing_is_named():
     text = told(errors.MissingExtraError, errors.import_extra, "no_such_module", "data")
-    assert text == "no_such_module is not installed.\n    cure: pip install 'spmd[data]'"
+    assert text == "no_such_module is not installed.\n    cure: in the checkout of spmd: pip install '.[data]'."
     assert issubclass(errors.MissingExtraError, ImportError)
 
 
@@ -936,3 +937,21 @@ def test_of_very_many_problems_the_first_are_told():
     text = errors.problems_text("nothing fits", problems)
     assert text.startswith("nothing fits\n102 problems:\n\n  parameter 0\n      is wrong.\n\n")
     assert text.endswith("\n\n  parameter 99\n      is wrong.\n\n  and 2 more problems.")
+
+
+def test_a_text_is_bounded_whatever_is_in_it():
+    text = str(errors.DataError(f"data={'x' * 38_400}\n    cure: less."))
+    assert len(text) < 1100 and text.endswith("... (37,405 more)\n    cure: less.")
+    assert len(str(errors.DataError("\n".join(["line " * 20] * 10_000)))) < 2 * errors.TEXT
+
+
+def test_no_page_or_error_names_a_package_that_a_stranger_could_register():
+    root = pathlib.Path(errors.__file__).parents[1]
+    folders = ("spmd", "docs", "examples", "notebooks", "benchmarks", "layouts")
+    files = [
+        *root.glob("*.md"),
+        *(path for name in folders for path in (root / name).rglob("*") if path.suffix in (".py", ".md", ".ipynb", ".toml")),
+    ]
+    install = re.compile(r"pip install (?:-\S+ )*['\"]?spmd\S*")
+    wrong = [f"{path}: {found}" for path in files for found in install.findall(path.read_text(encoding="utf-8"))]
+    assert len(files) > 200 and not wrong

@@ -171,7 +171,7 @@ def array_record(
     workers: int = 0,
     on_error: str = "stop",
 ) -> Records:
-    """Batches of the records of ArrayRecord files, for `fit` or a loop of one's own. Wants `pip install 'spmd[data]'`.
+    """Batches of the records of ArrayRecord files, for `fit` or a loop of one's own. Wants the extra `data`.
 
     Args:
       files: a pattern, a path, or several of them.

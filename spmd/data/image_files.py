@@ -64,7 +64,7 @@ def images(
     workers: int = 0,
     on_error: str = "stop",
 ) -> Records:
-    """Batches of pictures, "image" float32[rows, height, width, channels] from 0 to 1, and "label" int32[rows]. Wants `spmd[images]`.
+    """Batches of pictures, "image" float32[rows, height, width, channels] from 0 to 1, and "label" int32[rows]. Wants the extra `images`.
 
     Each folder in `folder` is a class; labels are their numbers in the order of their names, and pictures in folders below belong to them.
     A folder whose name begins with a dot is none. An alpha channel is left out unless `channels` is 4.

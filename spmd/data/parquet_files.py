@@ -162,7 +162,7 @@ def parquet(
     workers: int = 0,
     on_error: str = "stop",
 ) -> Records:
-    """Batches of the rows of Parquet files: columns of numbers, and of lists of one length. Wants `pip install 'spmd[parquet]'`.
+    """Batches of the rows of Parquet files: columns of numbers, and of lists of one length. Wants the extra `parquet`.
 
     Row groups are read whole, and 32 are kept. With more than that, a window (`shuffle=10_000`) reads each once in an epoch, and
     shuffle=True again and again.

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from spmd.errors import CompileError, OptionError
+from spmd.errors import CompileError, OptionError, how_to_install
 from spmd.mesh import MeshSpec
 from spmd.preflight import helper
 from spmd.preflight.target import Cluster, Target
@@ -65,7 +65,7 @@ def compiler_of(target: Target, nodes: int = 1) -> tuple[str, str]:
         return "cpu", "an ESTIMATE by XLA:CPU: what XLA:TPU sends between slices is in no collective that could be read; of one slice it is"
     if importlib.util.find_spec(module) is not None:
         return target.platform, f"{name}, told of {target.title}; no {kind} was needed"
-    return "cpu", f"an ESTIMATE by XLA:CPU: the compiler for {target.title} is not installed (pip install 'spmd[{extra}]')"
+    return "cpu", f"an ESTIMATE by XLA:CPU: the compiler for {target.title} is not installed ({how_to_install(extra)})"
 
 
 def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> Compiled:

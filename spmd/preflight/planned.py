@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spmd.cell import Html, Text
 from spmd.comm.report import notes as exchange_notes
 from spmd.errors import MeshError, OptionError, did_you_mean
+from spmd.folders import as_path, write_text
 from spmd.layout.declare import Layout, spec_axes, spec_text
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec, abstract_mesh
@@ -118,16 +119,14 @@ class Plan:
         """The report as one file, .html or .txt; its folder is made if it is not there.
 
         Raises:
-          OptionError: a suffix that says nothing.
+          OptionError: a suffix that says nothing, or the file cannot be written.
         """
         from spmd.preflight.page import page  # the page knows the plan
 
-        path = Path(path)
+        path = as_path(path, "path")
         if path.suffix.lower() not in (".html", ".txt"):
             raise OptionError(f'"{path}": its suffix does not say what kind of report it is.\n    cure: .html or .txt.')
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(self) if path.suffix.lower() == ".html" else f"{self}\n", encoding="utf-8")
-        return path
+        return write_text(path, page(self) if path.suffix.lower() == ".html" else f"{self}\n")
 
     def explain(self, path: str) -> Text:
         """Everything about one parameter: its spec, what chose it, which devices hold which part, and what gathers it.

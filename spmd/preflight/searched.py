@@ -13,6 +13,7 @@ from typing import Any
 
 from spmd.data.batches import check_batch, check_leaves
 from spmd.errors import CompileError, LayoutError, ModelError, OptionError, SpmdError, first_problem
+from spmd.folders import as_path, write_text
 from spmd.layout.declare import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.preflight.candidates import Candidate, Space, chosen_layouts, remats
@@ -97,16 +98,11 @@ class Search:
         Raises:
           OptionError: nothing fits, or a suffix other than .toml.
         """
-        path = Path(path)
+        path = as_path(path, "path")
         if path.suffix != ".toml":
             raise OptionError(f'"{path}" is no name for a layout.\n    cure: one that ends in .toml.')
         text = self.to_toml()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise OptionError(f'"{path}" cannot be written: {error.strerror}.') from error
-        return path
+        return write_text(path, text)
 
     @property
     def head(self) -> str:

@@ -1,6 +1,7 @@
 """What a user may hang into the loop, and the few that come with it."""
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 import jax
 
-from spmd.errors import DivergedError, OptionError, a_kind, did_you_mean
+from spmd.errors import CallbackError, DivergedError, OptionError, a_kind, did_you_mean, naming, shown
 from spmd.hosts.replicas import check_replicas
 
 
@@ -134,11 +135,11 @@ class Each(Callback):
     """
 
     def __init__(self, function: Callable[[Info], Any], *, every: int = 1):
-        self._function, self.every = function, every
+        self.function, self.every = function, every
 
     def on_step(self, info: Info) -> None:
         """Call the function."""
-        self._function(info)
+        self.function(info)
 
 
 class TerminateOnNaN(Callback):
@@ -264,7 +265,7 @@ def as_callbacks(given: Any) -> list[Callback]:
       OptionError: something that is neither.
     """
     if not isinstance(given, list | tuple):
-        raise OptionError(f"callbacks={given!r} is {a_kind(given)}.\n    cure: a list of them.")
+        raise OptionError(f"callbacks={shown(given)} is {a_kind(given)}.\n    cure: a list of them.")
     callbacks: list[Callback] = []
     for one in given:
         if isinstance(one, Callback):
@@ -272,22 +273,66 @@ def as_callbacks(given: Any) -> list[Callback]:
         elif callable(one) and not isinstance(one, type):
             callbacks.append(Each(one))
         else:
-            raise OptionError(f"callback {one!r} is neither a spmd.callbacks.Callback nor a function of info.")
+            raise OptionError(f"callback {shown(one)} is neither a spmd.callbacks.Callback nor a function of info.")
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         for name in dir(one) if isinstance(one, Callback) else ():
             if name.startswith("on_") and name not in hooks:
                 raise OptionError(f"callback {type(one).__name__}: nothing calls {name}.\n    cure: {did_you_mean(name, hooks)}")
-        if not isinstance(callbacks[-1].every, int) or callbacks[-1].every < 1:
-            raise OptionError(f"callback {one!r}: every={callbacks[-1].every!r}; a number of steps, from 1.")
+        if isinstance(callbacks[-1].every, bool) or not isinstance(callbacks[-1].every, int) or callbacks[-1].every < 1:
+            raise OptionError(f"callback {shown(one)}: every={shown(callbacks[-1].every)}; a number of steps, from 1.")
     if not any(isinstance(one, TerminateOnNaN) for one in callbacks):
         callbacks.insert(0, TerminateOnNaN())
     return callbacks
 
 
-def lifted(callbacks: Sequence[Callback]) -> Any:
-    """What a user's callback moves is theirs to decide: the transfer guard is lifted for it, and only for it."""
-    moving = any(not callback.moves_nothing for callback in callbacks)
-    return jax.transfer_guard("allow") if moving else contextlib.nullcontext()
+def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
+    """Call one method of each of them. The transfer guard is lifted for those of the user's, and only for them.
+
+    Raises:
+      CallbackError: one of them raises.
+    """
+    callback, moving = None, any(not callback.moves_nothing for callback in callbacks)
+    with naming(lambda: f"step {info.step}: callback {name_of(callback)}.{event}"):
+        with jax.transfer_guard("allow") if moving else contextlib.nullcontext():
+            for callback in callbacks:
+                getattr(callback, event)(info)
+
+
+def name_of(callback: Any) -> str:
+    """What the user knows a callback as: its class, or the function that it calls."""
+    return shown(callback.function) if isinstance(callback, Each) else type(callback).__name__
+
+
+def watched(callback: Callback) -> tuple[str, ...]:
+    """The metrics that a callback needs.
+
+    Raises:
+      OptionError: they are no tuple of names.
+    """
+    with naming(lambda: f"callback {name_of(callback)}.watches"):
+        found = callback.watches()
+    if isinstance(found, str) or not all(isinstance(name, str) for name in found):
+        raise OptionError(f"callback {name_of(callback)} watches {shown(found)}.\n    cure: a tuple of names, such as ('loss',).")
+    return tuple(found)
+
+
+def saved(callbacks: Sequence[Callback], step: int) -> list[list[Any]]:
+    """What each wants kept in a checkpoint, (class name, what it gives).
+
+    Raises:
+      CallbackError: one of them raises, or gives what JSON cannot hold.
+    """
+    kept, entry = [], None
+    for callback in callbacks:
+        with naming(lambda: f"step {step}: callback {name_of(callback)}.save"):
+            entry = callback.save()
+        try:
+            json.dumps(entry)
+        except (TypeError, ValueError) as error:
+            why = f"step {step}: callback {name_of(callback)}.save gives {shown(entry)}, which a checkpoint cannot hold: {error}."
+            raise CallbackError(f"{why}\n    cure: plain numbers, words, lists and dicts, such as float(value).") from error
+        kept.append([type(callback).__name__, entry])
+    return kept
 
 
 def restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> None:
@@ -305,4 +350,5 @@ def restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> No
                 "    cure: the same callbacks, or another checkpoint folder."
             )
         for callback, entry in zip(mine, entries, strict=True):
-            callback.restore(entry)
+            with naming(lambda: f"callback {name}.restore"):
+                callback.restore(entry)

@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from spmd.comm.server.storage import Storage
-from spmd.errors import CheckpointError, OptionError, a_kind, did_you_mean, raise_problems
+from spmd.errors import CheckpointError, OptionError, a_kind, did_you_mean, raise_problems, shown
+from spmd.folders import as_path, make_folder
 from spmd.hosts import guard
 from spmd.hosts.handshake import first_of_all
 from spmd.run.copies import Copier, has_room_for
@@ -62,6 +63,7 @@ class Checkpoint:
     mode: str = "min"
 
     def __post_init__(self):
+        as_path(self.path, "checkpoint")
         if self.mode not in ("min", "max"):
             raise OptionError(f'Checkpoint: no mode "{self.mode}".\n    cure: {did_you_mean(self.mode, ("min", "max"))}')
         for name in ("every", "keep"):
@@ -76,7 +78,7 @@ def as_checkpoint(given: Any) -> Checkpoint | None:
         return given
     if isinstance(given, str | Path):
         return Checkpoint(given)
-    raise OptionError(f"checkpoint={given!r} is {a_kind(given)}; a folder, or a spmd.Checkpoint.")
+    raise OptionError(f"checkpoint={shown(given)} is {a_kind(given)}; a folder, or a spmd.Checkpoint.")
 
 
 class _Failures(logging.Handler):
@@ -126,7 +128,7 @@ class Store:
             create=False,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=_all_processes()),
         )
-        (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder / "checkpoints", CheckpointError)
         self._writing, self._written = 0, _nothing()
         self._threaded: bool | None = None  # known from the first save on: with a copy beside it, peaks say no more
         self._copier: Copier | None = None

@@ -1,10 +1,14 @@
 """Where metrics are written: JSON lines always, TensorBoard when asked for."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmd.errors import OptionError, a_kind, import_extra
+import jax
+
+from spmd.errors import OptionError, a_kind, import_extra, naming, shown
+from spmd.folders import as_path, make_folder, writing
 
 
 class Logger(Protocol):
@@ -30,12 +34,16 @@ class JsonLines:
       >>> log = JsonLines(path); log.write({"step": 1, "loss": 0.5}); log.close()
       >>> path.read_text()
       '{"step": 1, "loss": 0.5}\\n'
+
+    Raises:
+      OptionError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path):
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", buffering=1)  # line by line: a killed run has written whole lines
+        path = as_path(path, "JsonLines: path")
+        make_folder(path.parent, OptionError)
+        with writing(path, OptionError):
+            self._file = path.open("a", encoding="utf-8", buffering=1)  # line by line: a killed run has written whole lines
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line."""
@@ -57,10 +65,13 @@ class TensorBoard:
 
     Raises:
       MissingExtraError: tensorboardX is not installed.
+      OptionError: the folder cannot be made.
     """
 
     def __init__(self, folder: str | Path):
-        self._writer = import_extra("tensorboardX", "tensorboard").SummaryWriter(str(folder))
+        library, folder = import_extra("tensorboardX", "tensorboard"), as_path(folder, "TensorBoard: folder")
+        make_folder(folder, OptionError)
+        self._writer = library.SummaryWriter(str(folder))
 
     def write(self, record: dict[str, Any]) -> None:
         """Every number of the record as a scalar at its step."""
@@ -73,6 +84,28 @@ class TensorBoard:
         self._writer.close()
 
 
+def write(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
+    """One record to each of them; they may use JAX as they please.
+
+    Raises:
+      CallbackError: one of them raises.
+    """
+    logger = None
+    with jax.transfer_guard("allow"), naming(lambda: f"step {record['step']}: logger {type(logger).__name__}.write"):
+        for logger in loggers:
+            logger.write(record)
+
+
+def close(logger: Logger) -> None:
+    """Let a logger go.
+
+    Raises:
+      CallbackError: it raises.
+    """
+    with naming(lambda: f"logger {type(logger).__name__}.close"):
+        logger.close()
+
+
 def check_loggers(loggers: Any) -> list[Logger]:
     """The loggers as a list.
 
@@ -80,8 +113,8 @@ def check_loggers(loggers: Any) -> list[Logger]:
       OptionError: one without `write` and `close`, or a class in place of its instance.
     """
     if not isinstance(loggers, list | tuple):
-        raise OptionError(f"loggers={loggers!r} is {a_kind(loggers)}.\n    cure: a list of them.")
+        raise OptionError(f"loggers={shown(loggers)} is {a_kind(loggers)}.\n    cure: a list of them.")
     for one in loggers:
         if isinstance(one, type) or not (callable(getattr(one, "write", None)) and callable(getattr(one, "close", None))):
-            raise OptionError(f"logger {one!r} has no write(record) and close().\n    cure: such as spmd.loggers.JsonLines(path).")
+            raise OptionError(f"logger {shown(one)} has no write(record) and close().\n    cure: such as spmd.loggers.JsonLines(path).")
     return list(loggers)

@@ -16,11 +16,11 @@ from spmd.data.loader import Source
 from spmd.data.prefetch import prefetch
 from spmd.errors import DivergedError, OptionError, did_you_mean
 from spmd.hosts import even, guard
-from spmd.run.callbacks import Callback, Info, TerminateOnNaN, lifted, restore
+from spmd.run.callbacks import Callback, Info, TerminateOnNaN, notify, restore, saved
 from spmd.run.checkpoint import Store
 from spmd.run.history import History
 from spmd.run.length import Length, allowing
-from spmd.run.loggers import Logger
+from spmd.run.loggers import Logger, close, write
 from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.signals import ENDED, INTERRUPTED, interruptible
@@ -192,9 +192,7 @@ class Loop:
             if due:
                 metrics = {**self._means(sums), **self.program.constants(step - 1)}
                 info = self._info(step, epoch, metrics, rows[offset], exact=newest and step == self.step)
-                with lifted(due):
-                    for callback in due:
-                        callback.on_step(info)
+                notify(due, "on_step", info)
             self._window += sums
             self._seen = (step, epoch)
             if step % self.length.log_every == 0:
@@ -276,14 +274,14 @@ class Loop:
         self._guard.at("save", self.step)
         with self.pace.apart():
             self.history.flush()  # before: a run that resumes from here finds all steps before it
-            saved = self.store.save(self.state, self.step, self._meta(), metrics)
+            new = self.store.save(self.state, self.step, self._meta(), metrics)
         self._guard.at("step", self.step)
-        if saved:
+        if new:
             self._tell("on_checkpoint")
 
     def _meta(self) -> dict[str, Any]:
         """Everything beside the arrays that a resumed run needs."""
-        kept = [[type(callback).__name__, callback.save()] for callback in self.callbacks]
+        kept = saved(self.callbacks, self.step)
         return {**self.meta, "position": dataclasses.asdict(self.position), "callbacks": kept, "pace": self.pace.saved()}
 
     def _rescue(self, error: BaseException, *, save: bool) -> None:
@@ -311,7 +309,7 @@ class Loop:
     def _close(self, *, apart: bool = False) -> None:
         with contextlib.ExitStack() as closing:  # each is closed, though another may fail
             for logger in self.loggers:
-                closing.callback(logger.close)
+                closing.callback(close, logger)
             if self.store is not None and not apart:
                 closing.callback(self.store.close)
             closing.callback(self.history.close)
@@ -382,9 +380,7 @@ class Loop:
 
     def _tell(self, event: str, metrics: dict[str, float] | None = None) -> None:
         info = self._info(self.step, self._number, metrics or {}, 0, exact=True)
-        with lifted(self.callbacks):
-            for callback in self.callbacks:
-                getattr(callback, event)(info)
+        notify(self.callbacks, event, info)
 
     def _tell_stop(self) -> None:
         if not self._stopped:
@@ -396,5 +392,4 @@ class Loop:
             self._read()
 
     def _log(self, record: dict[str, Any]) -> None:
-        for logger in self.loggers:
-            logger.write(record)
+        write(self.loggers, record)

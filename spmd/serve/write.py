@@ -15,6 +15,7 @@ import jax
 import jax.export
 
 from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, import_extra
+from spmd.folders import as_path, make_folder, obstacle
 from spmd.hosts.handshake import first_of_all
 from spmd.mesh import MeshSpec
 from spmd.run.manifest import seal
@@ -110,9 +111,10 @@ def export(
         )
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise OptionError(f"batch={batch!r}: a whole number of rows, from 1; or None, for any number.")
-    chosen = _platforms(platforms)
+    chosen, target = _platforms(platforms), as_path(folder, "folder").absolute()
     import_extra("flatbuffers", "export")
-    forward, target = forward_of(trainer, state, inputs), Path(folder).absolute()
+    _together(lambda: _check_free(target) if jax.process_index() == 0 else None)
+    forward = forward_of(trainer, state, inputs)
     low = [weights == "int8" and is_quantised(path, leaf, stacked=path in forward.stacked) for path, leaf in _named(forward)]
     exported = _exported(forward, low, chosen, batch)
     about = {
@@ -128,7 +130,6 @@ def export(
         "mesh": str(MeshSpec.parse(trainer.mesh)),
         "versions": _versions(),
     }
-    _together(lambda: _check_free(target) if jax.process_index() == 0 else None)
     before = trainer.evaluate(state, check) if check is not None else {}
     arrays, size = _write(target, forward, low, exported, about)
     after = trainer.evaluate(_rounded(trainer, state, forward, low), check) if check is not None else {}
@@ -205,9 +206,9 @@ def _versions() -> dict[str, str]:
 
 
 def _check_free(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        what = "holds files already" if target.is_dir() else "is a file"
-        raise ExportError(f"{target} {what}.\n    cure: another folder; or remove it, if it is not wanted any more.")
+    why = obstacle(target) or (f"{target} holds files already" if target.is_dir() and any(target.iterdir()) else None)
+    if why is not None:
+        raise ExportError(f"{why}.\n    cure: another folder; or remove it, if it is not wanted any more.")
 
 
 def _together(action: Any) -> Any:
@@ -234,7 +235,7 @@ def _write(
 
     def begin(opened: contextlib.ExitStack) -> Writer:
         if writes:
-            working.mkdir(parents=True)
+            make_folder(working, ExportError)
         return opened.enter_context(Writer(working / WEIGHTS if writes else None))
 
     try:

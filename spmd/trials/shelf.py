@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import CheckpointError, Problem, raise_problems
+from spmd.folders import reason
 from spmd.run.checkpoint import Checkpoint, Store
 from spmd.trials.course import Chunk
 
@@ -38,7 +39,7 @@ class Shelf:
             before = json.loads(file.read_text(encoding="utf-8"))
             names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
         except OSError as error:
-            raise CheckpointError(f"{folder} cannot be used: {error}.\n    cure: a folder that can be written to.") from error
+            raise CheckpointError(f"{folder} cannot be used: {reason(folder, error)}.\n    cure: another folder.") from error
         except (ValueError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{file} is damaged, so what the sweep was is not known.\n    cure: another folder.") from error
         problems = [Problem(name, [_differ(str(before.get(name)), str(about.get(name)))]) for name in names]

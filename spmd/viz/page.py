@@ -7,6 +7,7 @@ from typing import Any
 
 from spmd.api import Result
 from spmd.cell import table
+from spmd.folders import as_path, write_text
 from spmd.layout.summary import COLUMNS, notes, rows
 from spmd.viz.drawing import curve
 from spmd.viz.placing import mesh_table
@@ -75,7 +76,7 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
       >>> "<h1>Ones &amp; zeros</h1>" in page.read_text(encoding="utf-8")
       True
     """
-    path, resolved = Path(path), result.trainer.resolved
+    path, resolved = as_path(path, "path"), result.trainer.resolved
     layout = resolved.layout
     lead = f"{layout.source}: {layout.description} {_steps(result)} on {resolved.mesh.size} devices, {resolved.workers} workers"
     page = PAGE.format(
@@ -89,9 +90,7 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
         toml=_safe(layout.to_toml()),
         checkpoints=_checkpoints(checkpoint),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
+    return write_text(path, page)
 
 
 def _safe(text: Any) -> str:

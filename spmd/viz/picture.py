@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError
+from spmd.folders import as_path, make_folder, writing
 
 DOTS = 130  # per inch of what is written and shown
 
@@ -28,11 +29,12 @@ class Picture:
         Raises:
           OptionError: a suffix that says nothing.
         """
-        path, kinds = Path(path), self.figure.canvas.get_supported_filetypes()
+        path, kinds = as_path(path, "path"), self.figure.canvas.get_supported_filetypes()
         if path.suffix.removeprefix(".").lower() not in kinds:
             raise OptionError(f'"{path}": its suffix does not say what kind of picture it is.\n    cure: such as .png, .svg or .pdf.')
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.figure.savefig(path, dpi=DOTS)
+        make_folder(path.parent, OptionError)
+        with writing(path, OptionError):
+            self.figure.savefig(path, dpi=DOTS)
         return path
 
     def png(self) -> bytes:

@@ -69,8 +69,11 @@ def test_a_fault_on_a_host_is_told_and_the_run_ends_well(hosts, tmp_path):
     run = hosts(*words, names=names, suffix=".toml", options=["--max-restarts", 2])
     assert run.code == 0, run.text
     assert len(set(run.hashes)) == 1 and len(run.hashes) == 2, run.text
-    assert re.search(r"(?m)^\[chief:0\] spmd 0: process 1 on \S+ failed at step 2\d \(\w+\): ValueError: boom on process 1", run.text)
-    assert re.search(r"(?m)^spmd launch: process 1 at step 2\d: ValueError: boom on process 1", run.text)
+    assert re.search(
+        r"(?m)^\[chief:0\] spmd 0: process 1 on \S+ failed at step 2\d \(\w+\): CallbackError: .* raises ValueError: boom on process 1",
+        run.text,
+    )
+    assert re.search(r"(?m)^spmd launch: process 1 at step 2\d: CallbackError: .* raises ValueError: boom on process 1", run.text)
     assert "[worker:0] spmd 1: process 1 of 2 (spmd launch), process 0 at 127.0.0.1:" in run.text
     assert not agents("127.0.0.1", tmp_path) and not agents("127.0.0.2", tmp_path)
 

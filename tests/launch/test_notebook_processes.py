@@ -248,7 +248,7 @@ def test_bad_options_are_told(options, message):
 
 def test_without_cloudpickle(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(errors.MissingExtraError, match=r"cure: pip install 'spmd\[notebooks\]'"):
+    with pytest.raises(errors.MissingExtraError, match=r"cure: in the checkout of spmd: pip install '\.\[notebooks\]'"):
         spmd.launch.local(processes=2, simulate=2)
 
 

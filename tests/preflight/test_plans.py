@@ -157,7 +157,8 @@ def test_a_compiler_that_is_not_there_is_told_first(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     text = str(made(target="2x4xh100"))
     assert text.splitlines()[0] == (
-        "an ESTIMATE by XLA:CPU: the compiler for NVIDIA H100 SXM5 80 GB is not installed (pip install 'spmd[gpu-compiler]')"
+        "an ESTIMATE by XLA:CPU: the compiler for NVIDIA H100 SXM5 80 GB is not installed "
+        "(in the checkout of spmd: pip install '.[gpu-compiler]')"
     )
     assert compiler_of(load("tpu_v5e"))[0] == "cpu"
 

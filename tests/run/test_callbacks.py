@@ -10,7 +10,7 @@ from small import Recorder, fit, fit_net, host, labelled, numbers, same
 
 import spmd
 from spmd import callbacks
-from spmd.errors import DivergedError, OptionError
+from spmd.errors import CallbackError, DivergedError, OptionError
 
 BUILT_IN = {
     "Callback": lambda: callbacks.Callback(),
@@ -354,5 +354,5 @@ def test_what_would_do_nothing_is_refused():
     def stops(info):
         info.stop = True
 
-    with pytest.raises(AttributeError, match="stop"):
+    with pytest.raises(CallbackError, match=r"callback stops\.on_step raises AttributeError: .*stop"):
         fit_net(labelled(32), epochs=1, callbacks=[stops])

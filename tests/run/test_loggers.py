@@ -8,7 +8,7 @@ import pytest
 from small import fit, fit_net, labelled, numbers
 
 import spmd
-from spmd.errors import OptionError
+from spmd.errors import CallbackError, OptionError
 from spmd.run.loggers import JsonLines, TensorBoard
 
 
@@ -100,7 +100,8 @@ def test_every_logger_is_closed_once_whatever_happens(outcome):
         raise RuntimeError("mine")
 
     loggers = [Memory(), Broken(), Memory()]
-    with pytest.raises(RuntimeError if outcome == "raises" else OSError, match="mine" if outcome == "raises" else "cannot close"):
+    text = "callback fail.on_step raises RuntimeError: mine" if outcome == "raises" else "logger Broken.close raises OSError: cannot close"
+    with pytest.raises(CallbackError, match=text):
         fit(steps=3, loggers=loggers, callbacks=[fail] if outcome == "raises" else [])
     assert [log.closed for log in loggers] == [1, 1, 1]
 
@@ -166,8 +167,9 @@ def test_a_logger_that_raises_does_not_lose_the_state(tmp_path):
         def write(self, record):
             raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space left") as raised:
+    with pytest.raises(CallbackError, match=r"^step 2: logger Full\.write raises OSError: no space left") as raised:
         fit(epochs=2, loggers=[Full()], log_every=2, checkpoint=tmp_path)
+    assert isinstance(raised.value.__cause__, OSError)
     assert raised.value.__notes__ == [f"spmd: the state after step 3 was saved in {tmp_path}."]
 
 
@@ -177,4 +179,16 @@ def test_the_extra_is_named_when_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(spmd.errors.MissingExtraError) as raised:
         TensorBoard("runs")
-    assert str(raised.value) == "tensorboardX is not installed.\n    cure: pip install 'spmd[tensorboard]'"
+    assert str(raised.value) == "tensorboardX is not installed.\n    cure: in the checkout of spmd: pip install '.[tensorboard]'."
+
+
+def test_write_lets_a_logger_use_jax():
+    import jax.numpy as jnp
+
+    class Norms(Memory):
+        def write(self, record):
+            super().write({**record, "twice": float(jnp.asarray(record["loss"]) * jnp.ones(()) * 2)})
+
+    memory = Norms()
+    fit(steps=2, loggers=[memory], log_every=1)
+    assert [record["twice"] for record in memory.records] == [2 * record["loss"] for record in memory.records]

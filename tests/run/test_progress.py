@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from small import fit, numbers
 
-from spmd.errors import OptionError
+from spmd.errors import CallbackError, OptionError
 from spmd.run import progress
 from spmd.run.progress import NoProgress, make_progress
 
@@ -69,7 +69,7 @@ def test_an_error_leaves_the_terminal_as_it_was(console):
     def fail(info):
         raise RuntimeError("mine")
 
-    with pytest.raises(RuntimeError, match="mine"):
+    with pytest.raises(CallbackError, match=r"callback fail\.on_step raises RuntimeError: mine"):
         fit(epochs=2, callbacks=[fail])
     assert console.file.getvalue().count(HIDE) == console.file.getvalue().count(SHOW) == 1
 

@@ -5,11 +5,13 @@ import json
 import os
 import signal
 import time
+import traceback
 
 import pytest
 from job import started, train
 from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
 
+from spmd.errors import CallbackError
 from spmd.run.checkpoint import Store
 
 pytestmark = pytest.mark.optimized  # processes of their own compile as users do
@@ -28,11 +30,12 @@ def test_a_callback_that_raises_does_not_lose_the_state(event, step, saved, tmp_
     error = RuntimeError("mine")
     recorder = Recorder()
     options = {"epochs": 3, "eval_data": numbers(40, 1)}
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(CallbackError) as raised:
         fit(**options, checkpoint=tmp_path, callbacks=[recorder, Fail(event, step, error)])
-    assert raised.value is error
-    assert "_maybe" in [entry.name for entry in raised.traceback]
-    assert error.__notes__ == [f"spmd: the state after step {saved} was saved in {tmp_path}."]
+    assert str(raised.value) == f"step {step}: callback Fail.{event} raises RuntimeError: mine"
+    assert raised.value.__cause__ is error
+    assert "_maybe" in [entry.name for entry in traceback.extract_tb(error.__traceback__)]
+    assert raised.value.__notes__ == [f"spmd: the state after step {saved} was saved in {tmp_path}."]
     assert [event for event, _ in recorder.events].count("stop") == 1
     rest, whole = fit(**options, checkpoint=tmp_path, resume=True), fit(**options)
     assert same(rest.state, whole.state)
@@ -40,10 +43,9 @@ def test_a_callback_that_raises_does_not_lose_the_state(event, step, saved, tmp_
 
 
 def test_an_error_before_the_first_step_saves_nothing(tmp_path):
-    error = RuntimeError("mine")
-    with pytest.raises(RuntimeError):
-        fit(checkpoint=tmp_path, callbacks=[Fail("on_start", 0, error)])
-    assert not getattr(error, "__notes__", [])
+    with pytest.raises(CallbackError) as raised:
+        fit(checkpoint=tmp_path, callbacks=[Fail("on_start", 0, RuntimeError("mine"))])
+    assert not getattr(raised.value, "__notes__", [])
     assert same(fit(checkpoint=tmp_path).state, fit().state)
 
 
@@ -68,18 +70,19 @@ def test_a_state_that_cannot_be_saved_is_told_beside_the_error(tmp_path, monkeyp
 
     monkeypatch.setattr(Store, "save", full)
     error = RuntimeError("mine")
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(CallbackError) as raised:
         fit(checkpoint=tmp_path, callbacks=[Fail("on_step", 1, error)])
-    assert raised.value is error
-    assert error.__notes__ == ["spmd: and the state after step 2 could not be saved: OSError: no space left"]
+    assert raised.value.__cause__ is error
+    assert raised.value.__notes__ == ["spmd: and the state after step 2 could not be saved: OSError: no space left"]
 
 
 def test_a_second_error_on_the_way_out_is_told_beside_the_first():
     first = RuntimeError("mine")
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(CallbackError) as raised:
         fit(callbacks=[Fail("on_step", 1, first), Fail("on_stop", 2, ValueError("another"))])
-    assert raised.value is first
-    assert first.__notes__ == ["spmd: and on_stop failed: ValueError: another"]
+    assert raised.value.__cause__ is first
+    second = "step 2: callback Fail.on_stop raises ValueError: another"
+    assert raised.value.__notes__ == [f"spmd: and on_stop failed: CallbackError: {second}"]
 
 
 # Ctrl-C ---------------------------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def test_options_that_cannot_be_meant(results, digits, tmp_path):
 def test_the_extra_is_named(results, folders, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
     for call in (lambda: results["functional"].export(tmp_path / "model"), lambda: spmd.load_exported(folders["functional"])):
-        with pytest.raises(MissingExtraError, match=re.escape("pip install 'spmd[export]'")):
+        with pytest.raises(MissingExtraError, match=re.escape("pip install '.[export]'")):
             call()
 
 

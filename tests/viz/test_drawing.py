@@ -57,5 +57,5 @@ def test_a_value_that_is_not_finite_leaves_a_gap(tmp_path):
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(spmd.errors.MissingExtraError, match=r"pip install 'spmd\[examples\]'"):
+    with pytest.raises(spmd.errors.MissingExtraError, match=r"pip install '\.\[examples\]'"):
         viz.curve(history(3), tmp_path / "curve.png")
