@@ -1,11 +1,13 @@
 """The roll call, each process a thread here: who is missing, who is there twice, who is another, and who is none of ours."""
 
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,22 +26,67 @@ def port():
         return probe.getsockname()[1]
 
 
-def called(port, ranks, *, timeout=20.0, size=None, sizes=(), facts=(), token="secret", said=None):
+class Clock:
+    """One that stands until it is moved, or somebody sleeps by it."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(roll_call, "time", found)
+    return found
+
+
+def told(port, rank, size, at=None):
+    """Where a process believes to be, and what it says of itself."""
+    world = World(rank, max(size, rank + 1), f"127.0.0.1:{port}", "test", rank, size, token="secret")
+    return world, Card(rank, size, f"host{rank if at is None else at}", FACTS)
+
+
+def called(port, ranks, *, timeout=60.0, size=None, sizes=(), facts=()):
     """What each of the ranks came to: an address, or the error."""
     size = size or len(ranks)
 
     def one(at):
-        rank = ranks[at]
-        own = dict(sizes).get(at, size)
-        world = World(rank, max(own, rank + 1), f"127.0.0.1:{port}", "test", rank, own, token=token)
-        card = Card(rank, own, f"host{at}", {**FACTS, **dict(facts).get(at, {})})
+        world, card = told(port, ranks[at], dict(sizes).get(at, size), at)
+        card = dataclasses.replace(card, facts={**FACTS, **dict(facts).get(at, {})})
         try:
-            return roll_call.call_roll(world, card, timeout=timeout, say=(said.append if said is not None else lambda text: None))
+            return roll_call.call_roll(world, card, timeout=timeout, say=lambda text: None)
         except ClusterError as error:
             return error
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(one, range(len(ranks))))
+
+
+def connected(port):
+    """A connection to process 0, as soon as it listens."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=60)
+        except OSError:
+            assert time.monotonic() < until, "nobody listens"
+            time.sleep(0.01)
+
+
+def line(rank, size, **more):
+    """What a process says who comes, in bytes."""
+    return json.dumps({"token": "secret", "rank": rank, "size": size, "name": f"host{rank}", "facts": FACTS, **more}).encode() + b"\n"
+
+
+def heard(connection):
+    """The answer to it."""
+    with connection, connection.makefile("rb") as answer:
+        return json.loads(answer.readline())
 
 
 def test_a_name_may_get_its_address_late(port, monkeypatch):
@@ -52,14 +99,20 @@ def test_a_name_may_get_its_address_late(port, monkeypatch):
         return resolved(world)
 
     monkeypatch.setattr(roll_call, "resolved", late)
+    monkeypatch.setattr(roll_call, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(0.01)))
     found = called(port, [0, 1])
     assert len(asked) == 3 and len(set(found)) == 1 and found[0].startswith("127.0.0.1:")
 
 
-def test_a_name_without_an_address_is_not_waited_for_for_ever():
-    world = World(0, 2, "no.such.host.invalid:4000", "test", 0, 2)
+def test_a_name_without_an_address_is_not_waited_for_for_ever(port, monkeypatch, clock):
+    def never(world):
+        raise AbsentError("it has no address")
+
+    monkeypatch.setattr(roll_call, "resolved", never)
+    said = []
     with pytest.raises(AbsentError, match="has no address"):
-        roll_call.call_roll(world, Card(0, 2, "host", FACTS), timeout=0.6, say=lambda text: None)
+        roll_call.call_roll(*told(port, 0, 2), timeout=25.0, say=said.append)
+    assert clock.now == 25.0 and said == [f"waiting for an address of 127.0.0.1 ({spent} s of 25)" for spent in (10, 20)]
 
 
 def test_all_hear_of_the_same_fresh_port(port):
@@ -79,113 +132,98 @@ def test_all_hear_of_the_same_fresh_port(port):
         ({"ranks": [0, 1], "facts": {1: {"extra": "\x1b[31m"}}}, r"extra is none in process 0 on host0, and \x1b[31m in process 1"),
     ],
 )
-def test_what_is_wrong_is_told_to_all(port, options, message):
-    started = time.monotonic()
+def test_what_is_wrong_is_told_to_all(port, options, message, monkeypatch):
+    monkeypatch.setattr(roll_call, "LINGER", 0.0)  # all are there
     found = called(port, **options)
     assert all(isinstance(error, ClusterError) and message in str(error) and "\x1b" not in str(error) for error in found)
-    assert time.monotonic() - started < 10
 
 
-def test_the_missing_are_named(port, monkeypatch):
-    monkeypatch.setattr(roll_call, "TOLD", 0.5)
-    monkeypatch.setattr(roll_call, "LINGER", 0.5)
+def test_the_missing_are_named_also_to_those_who_come_a_little_late(port, monkeypatch, clock):
+    """Time stands until process 2 has been heard; then until process 1 has, which comes when the others were given up."""
+    world, card = told(port, 0, 4)
+    look, said, late = roll_call._Desk._look, [], []
+
+    def looked(desk, seconds):
+        look(desk, seconds)
+        if desk.problem and not late:
+            late.append(connected(port))
+            late[0].sendall(line(1, 4))
+        clock.now += 10.0 * (2 in desk.cards and (1 in desk.cards or not late))
+
+    monkeypatch.setattr(roll_call._Desk, "_look", looked)
+    monkeypatch.setattr(roll_call, "LINGER", 30.0)
+    with roll_call._Desk(world, card, "127.0.0.1") as desk:
+        there = connected(port)
+        there.sendall(line(2, 4))
+        with pytest.raises(AbsentError, match=r"processes \[1, 3\] of 4 did not come in 20 s"):
+            desk.meet(20.0, said.append)
+    assert said == ["waiting for processes [1, 3] (10 s of 20)"]
+    assert heard(there) == heard(late[0]) == {"problem": "processes [1, 3] of 4 did not come in 20 s"}
+
+
+def test_nobody_calls(port, clock):
     said = []
-    found = called(port, [0, 2], size=4, timeout=2.0, said=said)
-    assert all("processes [1, 3] of 4 did not come in 2 s" in str(error) for error in found)
-    assert any(line.startswith("waiting for processes [1, 3] (") and line.endswith("s of 2)") for line in said)
+    with pytest.raises(AbsentError, match=rf"no answer from process 0 at 127\.0\.0\.1:{port} in 25 s"):
+        roll_call.call_roll(*told(port, 1, 2), timeout=25.0, say=said.append)
+    assert said == [f"waiting for process 0 at 127.0.0.1:{port} ({spent} s of 25)" for spent in (10, 20)]
 
 
-def test_nobody_calls(port, monkeypatch):
-    monkeypatch.setattr(roll_call, "TOLD", 0.3)
-    said = []
-    (error,) = called(port, [1], size=2, timeout=1.0, said=said)
-    assert f"no answer from process 0 at 127.0.0.1:{port} in 1 s" in str(error)
-    assert said and said[0].startswith(f"waiting for process 0 at 127.0.0.1:{port} (")
-
-
-def test_a_port_that_is_taken_is_named(port):
+def test_a_port_that_is_taken_is_named_at_once(port, clock):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        started = time.monotonic()
-        (error,) = called(port, [0], size=2)
-    assert f"port {port} of 127.0.0.1 cannot be listened at: Address already in use" in str(error) and time.monotonic() - started < 2
+        with pytest.raises(AbsentError, match=rf"port {port} of 127\.0\.0\.1 cannot be listened at: Address already in use"):
+            roll_call.call_roll(*told(port, 0, 2), timeout=60.0, say=lambda text: None)
+    assert clock.now == 0.0, "nothing was waited for"
 
 
 def test_strangers_change_nothing(port):
     """Another token, no JSON, too much, numbers and depths that no reader likes, nothing at all: none is told anything, nor counts."""
 
-    def stranger(line):
-        for _ in range(100):
+    def answered(said):
+        with connected(port) as connection:
             try:
-                connection = socket.create_connection(("127.0.0.1", port), timeout=20)
-            except OSError:
-                time.sleep(0.05)
-                continue
-            with connection:
-                try:
-                    connection.sendall(line)
-                    return connection.recv(100)
-                except ConnectionError:  # sent away before it had said all
-                    return b""
-        return b"it never got there"
+                connection.sendall(said)
+                return connection.recv(100)
+            except ConnectionError:  # sent away before it had said all
+                return b""
 
-    card = {"rank": 1, "size": 2, "name": "x", "facts": FACTS}
-    lines = [json.dumps({"token": "guess", **card}).encode() + b"\n", b"GET / HTTP/1.1\n", b"[1]\n", b"x" * 100_000, b"[" * 50_000 + b"\n"]
-    lines += [json.dumps({"token": "secret", **card, "rank": wrong}).encode() + b"\n" for wrong in (float("inf"), float("nan"), None, "x")]
-    heard = {}
-    late = threading.Timer(3.0, lambda: heard.update(last=called(port, [1], size=2)))
+    strange = [line(1, 2, token="guess"), b"GET / HTTP/1.1\n", b"[1]\n", b"x" * 100_000, b"[" * 50_000 + b"\n"]
+    strange += [line(wrong, 2) for wrong in (float("inf"), float("nan"), None, "x")]
     with ThreadPoolExecutor(12) as pool:
-        silent = pool.submit(stranger, b"")
         first = pool.submit(called, port, [0], size=2)
-        answers = [pool.submit(stranger, line) for line in lines]
-        late.start()
-        assert all(answer.result(timeout=20) == b"" for answer in answers)
-        (address,) = first.result(timeout=30)
-        assert silent.result(timeout=30) == b""
-    late.join()
-    assert heard["last"] == [address] and isinstance(address, str)
+        with connected(port) as silent:
+            assert list(pool.map(answered, strange)) == [b""] * len(strange)
+            assert not first.done()
+            last = called(port, [1], size=2)
+            assert first.result(timeout=60) == last and isinstance(last[0], str)
+            assert silent.recv(1) == b""
 
 
-def test_one_that_goes_and_comes_again_is_not_there_twice(port):
+def test_one_that_goes_and_comes_again_is_not_there_twice(port, monkeypatch):
     """A process that was ended while it waited, and was started anew."""
-    line = json.dumps({"token": "secret", "rank": 1, "size": 3, "name": "host1", "facts": FACTS}).encode() + b"\n"
+    events = {name: threading.Event() for name in ("_hear", "_forget")}
+    for name, event in events.items():
+        real = getattr(roll_call._Desk, name)
+        monkeypatch.setattr(roll_call._Desk, name, lambda desk, *given, real=real, event=event: (real(desk, *given), event.set()))
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(called, port, [0], size=3)
-        for _ in range(100):
-            try:
-                connection = socket.create_connection(("127.0.0.1", port), timeout=5)
-                break
-            except OSError:
-                time.sleep(0.05)
-        connection.sendall(line)
-        time.sleep(0.5)
-        connection.close()
-        time.sleep(0.5)
+        with connected(port) as connection:
+            connection.sendall(line(1, 3))
+            assert events["_hear"].wait(60)
+        assert events["_forget"].wait(60)
         rest = pool.submit(called, port, [1, 2], size=3)
-        assert isinstance(first.result(timeout=30)[0], str) and rest.result(timeout=30) == first.result() * 2
+        assert isinstance(first.result(timeout=60)[0], str) and rest.result(timeout=60) == first.result() * 2
 
 
-def test_very_many_that_say_nothing_keep_nobody_out(port):
-    silent = []
-    with ThreadPoolExecutor(2) as pool:
+def test_very_many_that_say_nothing_keep_nobody_out(port, monkeypatch):
+    accept, accepted = roll_call._Desk._open, threading.Semaphore(0)
+    monkeypatch.setattr(roll_call._Desk, "_open", lambda desk: (accept(desk), accepted.release()))
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as opened:
         first = pool.submit(called, port, [0], size=2)
-        until = time.monotonic() + 20
-        while len(silent) < 3 * roll_call.SILENT and time.monotonic() < until:
-            try:
-                silent.append(socket.create_connection(("127.0.0.1", port), timeout=5))
-            except OSError:
-                time.sleep(0.02)
-        assert len(silent) == 3 * roll_call.SILENT
-        time.sleep(0.5)
-        closed = 0
-        for connection in silent:
-            connection.setblocking(False)
-            try:
-                closed += connection.recv(1) == b""
-            except BlockingIOError:
-                pass
-        assert closed >= roll_call.SILENT, "the oldest were sent away"
-        assert pool.submit(called, port, [1], size=2).result(timeout=30) == first.result(timeout=30)
-    for connection in silent:
-        connection.close()
+        silent = []
+        for _ in range(3 * roll_call.SILENT):
+            silent.append(opened.enter_context(connected(port)))
+            assert accepted.acquire(timeout=60)
+        assert [connection.recv(1) for connection in silent[: roll_call.SILENT]] == [b""] * roll_call.SILENT, "the oldest are sent away"
+        assert pool.submit(called, port, [1], size=2).result(timeout=60) == first.result(timeout=60)
