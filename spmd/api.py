@@ -351,24 +351,31 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
     Raises:
       CheckpointError: the data is cut or ordered in another way than the saved run's, so it could not be gone on with.
     """
-    step = store.sound() if store is not None else None
+    step, damaged = store.intact() if store is not None else (None, {})
+    if store is not None and step is None:
+        store.put_aside(damaged)
     if store is None or step is None:
         return trainer.init(), Position(), [], [], Pace()
     saved = store.meta(step)
+    with store.reading(step):
+        position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
+        data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
+        pace = Pace(saved.get("pace") if restarted() else None)  # a run that somebody has resumed may have rested for days
     problems = [
-        Problem(name, [f"saved {saved['data'].get(name)!r}, now {meta['data'].get(name)!r}"])
-        for name in dict.fromkeys([*saved["data"], *meta["data"]])
-        if saved["data"].get(name) != meta["data"].get(name)
+        Problem(name, [f"saved {data.get(name)!r}, now {meta['data'].get(name)!r}"])
+        for name in dict.fromkeys([*data, *meta["data"]])
+        if data.get(name) != meta["data"].get(name)
     ]
     raise_problems(CheckpointError, f"the run in {store.folder} cannot be gone on with: its data was cut in another way", problems)
-    before = {"mesh": saved["mesh"], **saved["options"]}
     changed = [
-        f"{name} was {before[name]}, is {now}" for name, now in {"mesh": meta["mesh"], **meta["options"]}.items() if before[name] != now
+        f"{name} was {options.get(name)}, is {now}"
+        for name, now in {"mesh": meta["mesh"], **meta["options"]}.items()
+        if options.get(name) != now
     ]
-    changed += ["the layout was another"] if saved["layout"] != meta["layout"] else []
+    changed += ["the layout was another"] if layout != meta["layout"] else []
     state, told = trainer.load(store, step)
-    pace = Pace(saved.get("pace") if restarted() else None)  # a run that somebody has resumed may have rested for days
-    return state, Position(**saved["position"]), saved["callbacks"], [*changed, *told], pace
+    store.put_aside(damaged)  # not before it is certain that the run is resumed
+    return state, position, callbacks, [*changed, *told], pace
 
 
 def _outputs(

@@ -30,9 +30,10 @@ from spmd.layout.summary import notes, summary
 from spmd.layout.toml import loads
 from spmd.mesh import make_mesh
 from spmd.nn.schedule import Schedule
-from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
+from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.length import allowing
 from spmd.run.loop import IN_FLIGHT
+from spmd.run.reader import Reader
 from spmd.run.remembered import check_meetings
 from spmd.run.repack import written
 from spmd.train.placed import Options, Placed
@@ -209,23 +210,22 @@ class Trainer:
         config = as_checkpoint(checkpoint)
         if config is None or not Path(config.path).is_dir():
             raise CheckpointError(f"checkpoint={checkpoint!r}: there is no such folder.")
-        store = Store(config)
-        try:
-            chosen = store.step(step)
-            if (why := store.damage(chosen)) is not None:
-                others = ", ".join(str(other) for other in store.steps() if other != chosen) or "none"
-                raise CheckpointError(f"the checkpoint of step {chosen} in {store.folder} is damaged: {why}.\n    cure: another: {others}.")
-            state, told = self.load(store, chosen)
-        finally:
-            store.release()
+        reader = Reader(config.path)
+        chosen = reader.step(step)
+        if (why := reader.damage(chosen)) is not None:
+            others = ", ".join(str(other) for other in reader.steps() if other != chosen) or "none"
+            raise CheckpointError(f"the checkpoint of step {chosen} in {reader.folder} is damaged: {why}.\n    cure: another: {others}.")
+        state, told = self.load(reader, chosen)
         for line in told:
             logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
         return state
 
-    def load(self, store: Store, step: int) -> tuple[State, list[str]]:
-        """The state of a step in a store, and in words what of the codecs' memory did not fit."""
-        check_meetings(loads(store.meta(step)["layout"]).parameter_server, self.layout.parameter_server, step)
-        return store.restore(step, self.abstract_state, self._placed.init_memory, self._placed.packing)
+    def load(self, reader: Reader, step: int) -> tuple[State, list[str]]:
+        """The state of a step, and in words what of the codecs' memory did not fit."""
+        with reader.reading(step):
+            layout = loads(reader.meta(step)["layout"])
+        check_meetings(layout.parameter_server, self.layout.parameter_server, step)
+        return reader.restore(step, self.abstract_state, self._placed.init_memory, self._placed.packing)
 
     @property
     def packing(self) -> dict[str, Any] | None:

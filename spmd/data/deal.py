@@ -29,6 +29,11 @@ class Position:
     parts: int = 0
     workers: int = 0
 
+    def __post_init__(self):
+        wrong = [name for name in ("epoch", "batch", "parts", "workers") if type(value := getattr(self, name)) is not int or value < 0]
+        if wrong:
+            raise ValueError(f"position: {', '.join(wrong)}")
+
     def passed(self, have: np.ndarray | None) -> None:
         """One step is over; `have` says who was dealt rows."""
         self.batch += 1

@@ -4,11 +4,14 @@ It tells damage (a bit that has flipped, a file that was cut off, or is missing)
 """
 
 import hashlib
+import io
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 NAME = "manifest.json"
 LATER = ("commit_success.txt", "_CHECKPOINT_METADATA", NAME)  # at the top; Orbax writes these after, and nothing of a state is in them
@@ -39,13 +42,14 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
       part, parts: only this part of the contents is read; sizes and names are all looked at.
     """
     try:
-        told = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        told = read_json(folder / NAME)
         files: Mapping[str, Sequence] = {str(name): (int(size), str(digest)) for name, (size, digest) in told["files"].items()}
-    except FileNotFoundError:
-        return "it has no manifest"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        there = listed(folder)
+        sizes = {name: (folder / name).stat().st_size for name in there if name in files and not (folder / name).is_symlink()}
+    except FileNotFoundError as error:
+        return "it has no manifest" if error.filename == str(folder / NAME) else f"{error.filename} was removed while it was read"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"its manifest cannot be read: {type(error).__name__}"
-    there = listed(folder)
     for name in files:
         if name not in there:
             return f"{name} is missing"
@@ -54,8 +58,8 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
             return f"{name} is not in its manifest"
         if (folder / name).is_symlink():
             return f"{name} is a link"
-        if (size := (folder / name).stat().st_size) != files[name][0]:
-            return f"{name} has {size} bytes of {files[name][0]}"
+        if sizes[name] != files[name][0]:
+            return f"{name} has {sizes[name]} bytes of {files[name][0]}"
     try:
         found = _read(folder, there[part::parts])
     except OSError as error:
@@ -63,11 +67,33 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     return next((f"{name} is not what was written" for name, one in found.items() if one[1] != files[name][1]), None)
 
 
+def read_json(path: Path) -> Any:
+    """What a file of JSON holds.
+
+    Raises:
+      OSError: it is not there, or is no file: to open a pipe would wait for whoever writes into it.
+      ValueError: it is not JSON.
+    """
+    with _opened(path) as file:
+        try:
+            return json.loads(file.read().decode("utf-8"))
+        except RecursionError as error:
+            raise ValueError("nested too deep") from error
+
+
+def _opened(path: Path) -> io.BufferedReader:
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a regular file")
+    return file
+
+
 def _read(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 of files, in hexadecimal."""
 
     def one(name: str) -> tuple[int, str]:
-        with (folder / name).open("rb") as file:
+        with _opened(folder / name) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return file.tell(), digest
 

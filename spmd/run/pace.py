@@ -25,7 +25,7 @@ class Pace:
     """
 
     def __init__(self, carried: list[float] | None = None):
-        self._trained, self._began = (0.0, time.time()) if carried is None else carried
+        self._trained, self._began = (0.0, time.time()) if carried is None else map(float, carried)
         self.waited = self._apart = 0.0
         self._first: float | None = None  # when the first step was done
         self._marked: tuple[int, float, int, float] | None = None  # step, time, samples, waited: at the last record

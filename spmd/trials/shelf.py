@@ -74,9 +74,12 @@ class Shelf:
         if place is None or not (place / "checkpoints").is_dir():
             return False
         with self.opened(rung, chunk) as store:
-            step = None if store is None else store.sound()
-            if store is None or step is None:
+            if store is None:
                 return False
+            step, damaged = store.intact()
+            store.put_aside(damaged)
+            if step is None:
+                return False  # it is done again
             run.states, _ = store.restore(step, run.packed.abstract(len(run.slots)))
             run.measured, run.step = [_history(place / f"history-{step}.npy")], step
         return True

@@ -1,0 +1,191 @@
+"""One owner per run folder: who is refused, who takes over, and what each finds. Time is a fake; other machines are names in the file."""
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from spmd.errors import CheckpointError
+from spmd.run import owner
+from spmd.run.owner import BEAT, GONE, NAME, Owner, Ownership
+
+
+class Time:
+    """A clock that goes on when somebody waits, and does something at each wait."""
+
+    def __init__(self, meanwhile=lambda now: None):
+        self.now, self.meanwhile = 0.0, meanwhile
+
+    def clock(self):
+        return self.now
+
+    def wait(self, seconds):
+        self.now += seconds
+        self.meanwhile(self.now)
+
+
+def own(folder, meanwhile=lambda now: None):
+    time = Time(meanwhile)
+    found = Ownership(folder, time.clock, time.wait)
+    found.waited = time.now
+    return found
+
+
+def recorded(folder):
+    return Owner(**json.loads((folder / NAME).read_text()))
+
+
+def left_by(folder, **changes):
+    """What an owner that never let go has left."""
+    mine = own(folder)
+    text = json.dumps(dataclasses.asdict(dataclasses.replace(recorded(folder), **changes)))
+    mine.release()
+    (folder / NAME).write_text(text)
+
+
+def inode(folder):
+    """The file's inode does not change where it is written to in place."""
+    (folder / NAME).touch()
+    return (folder / NAME).stat().st_ino
+
+
+ELSEWHERE = {"machine": "another boot pid:[1]", "host": "node7", "process": 12}
+
+
+def test_file_names_host_process_and_time(tmp_path):
+    mine = own(tmp_path)
+    found = recorded(tmp_path)
+    assert found.process == os.getpid() and found.host and found.since.endswith("UTC") and found.machine and found.born
+    mine.release()
+    assert not (tmp_path / NAME).exists()
+    mine.release()
+
+
+def test_second_owner_is_refused_while_first_lives(tmp_path):
+    mine = own(tmp_path)
+    with pytest.raises(CheckpointError) as raised:
+        own(tmp_path)
+    assert str(raised.value) == (
+        f"{tmp_path} belongs to another run: {recorded(tmp_path)}.\n    cure: another folder; or resume=True after that process has ended."
+    )
+    mine.check()
+    mine.release()
+    own(tmp_path).release()
+
+
+def test_owner_that_was_killed_is_replaced_at_once(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        born = owner._born(process.pid)
+        left_by(tmp_path, process=process.pid, born=born)
+        with pytest.raises(CheckpointError, match=f"belongs to another run: process {process.pid} on"):
+            left_by_file = json.loads((tmp_path / NAME).read_text()) | {"file": inode(tmp_path)}
+            (tmp_path / NAME).write_text(json.dumps(left_by_file))
+            own(tmp_path)
+        process.kill()
+        process.wait(timeout=30)
+    mine = own(tmp_path)
+    assert mine.waited == 0
+    mine.release()
+
+
+def test_another_process_of_the_same_number_is_no_owner(tmp_path):
+    (tmp_path / NAME).touch()
+    left_by(tmp_path, born="1")
+    mine = own(tmp_path)
+    assert mine.waited == 0
+    mine.release()
+
+
+def test_copy_of_a_folder_in_use_has_no_owner(tmp_path):
+    (tmp_path / "run").mkdir()
+    mine = own(tmp_path / "run")
+    copy = own(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
+    assert copy.waited == 0
+    mine.check()
+    copy.release()
+    mine.release()
+
+
+def test_owner_elsewhere_is_refused_at_its_next_heartbeat(tmp_path):
+    left_by(tmp_path, **ELSEWHERE)
+
+    def beats(now):
+        text = json.loads((tmp_path / NAME).read_text())
+        if now >= 3 * BEAT:
+            (tmp_path / NAME).write_text(json.dumps(text | {"beat": 1}))
+
+    with pytest.raises(CheckpointError, match="process 12 on node7"):
+        own(tmp_path, beats)
+    assert recorded(tmp_path).process == 12
+
+
+def test_owner_elsewhere_without_heartbeat_is_replaced(tmp_path, caplog):
+    left_by(tmp_path, **ELSEWHERE)
+    with caplog.at_level(logging.WARNING, logger="spmd"):
+        mine = own(tmp_path)
+    assert GONE <= mine.waited <= GONE + BEAT and recorded(tmp_path).process == os.getpid()
+    assert "belonged to process 12 on node7" in caplog.text
+    mine.release()
+
+
+def test_owner_elsewhere_that_lets_go_is_replaced_then(tmp_path):
+    left_by(tmp_path, **ELSEWHERE)
+    mine = own(tmp_path, lambda now: (tmp_path / NAME).unlink(missing_ok=True) if now == BEAT else None)
+    assert mine.waited == BEAT
+    mine.release()
+
+
+def test_of_two_who_wait_one_takes_over(tmp_path):
+    """The second finds another text at the end of its wait, not the one that it has watched."""
+    left_by(tmp_path, **ELSEWHERE)
+    first = []
+
+    def other(now):
+        if now == GONE:
+            first.append(own(tmp_path))
+
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+        own(tmp_path, other)
+    first[0].check()
+    first[0].release()
+
+
+def test_owner_that_slept_through_a_takeover_finds_it(tmp_path):
+    mine = own(tmp_path)
+    text = json.dumps(dataclasses.asdict(dataclasses.replace(recorded(tmp_path), token="another", **ELSEWHERE)))
+    (tmp_path / NAME).write_text(text)
+    mine.beat()
+    with pytest.raises(CheckpointError, match="does not belong to this run any more, but to process 12 on node7"):
+        mine.check()
+    mine.release()
+    assert (tmp_path / NAME).read_text() == text
+
+
+def test_heartbeat_counts_up_in_place(tmp_path):
+    mine = own(tmp_path)
+    before = (tmp_path / NAME).stat().st_ino
+    mine.beat()
+    mine.beat()
+    assert recorded(tmp_path).beat == 2 and (tmp_path / NAME).stat().st_ino == before
+    mine.check()
+    mine.release()
+
+
+@pytest.mark.parametrize("text", [b"x", b"{}", b"[" * 3000, b'{"host": 1}', b"\xff\0"])
+def test_file_that_cannot_be_read_is_watched_like_one_of_another_machine(text, tmp_path):
+    (tmp_path / NAME).write_bytes(text)
+    mine = own(tmp_path)
+    assert mine.waited >= GONE
+    mine.release()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_file_that_is_none_is_an_error(make, tmp_path):
+    make(tmp_path / NAME)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/{NAME} cannot be written: "):
+        own(tmp_path)
