@@ -13,26 +13,25 @@ from typing import Any
 import jax
 
 from spmd.comm.server.meetings import unmet
-from spmd.data.deal import Position, check_source
+from spmd.data.deal import check_source
 from spmd.data.loader import Source, is_arrays, settled, source
 from spmd.data.residence import Resident, on_devices
-from spmd.errors import CheckpointError, OptionError, Problem, did_you_mean, raise_problems
+from spmd.errors import CheckpointError, OptionError, did_you_mean
 from spmd.folders import writing
 from spmd.hosts.arrival import join, restarted, shrunk
 from spmd.hosts.guard import TERMINATED, current
 from spmd.hosts.handshake import agree, program_facts
-from spmd.hosts.replicas import check_replicas
 from spmd.layout.declare import Layout, spec_text
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
 from spmd.preflight.room import check_room
+from spmd.resume import open_store, start
 from spmd.run.callbacks import Callback, as_callbacks, name_of, watched
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.history import History
 from spmd.run.length import Length
 from spmd.run.loggers import JsonLines, Logger, check_loggers, write
 from spmd.run.loop import Loop
-from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.signals import ENDED
 from spmd.serve.write import ExportReport, export
@@ -199,8 +198,8 @@ def fit(
     _agree(program, reader, hooks, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
-        store = _open(config, opened, resume=resume or (config is not None and restarted()))
-        state, position, saved, changed, pace = _start(store, trainer, meta)
+        store = open_store(config, opened, resume=resume or (config is not None and restarted()))
+        state, position, saved, changed, pace = start(store, trainer, meta)
         loop = Loop(
             program,
             reader,
@@ -317,65 +316,6 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
     for who, name in wanted:
         if name not in known:
             raise OptionError(f'{who}: there is no metric "{name}".\n    cure: {did_you_mean(name, known)}')
-
-
-def _open(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool) -> Store | None:
-    """The run's checkpoints; what is there already is gone on with, or is an error, never overwritten."""
-    watch = current()
-    watch.at("compile", 0)  # from here on all processes do the same, and none may be waited for without end
-    opened.callback(watch.at, "script", 0)
-    if config is None:
-        if resume:
-            raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
-        return None
-    store = Store(config)
-    opened.callback(store.release)
-    if store.latest() is not None and not resume:
-        raise CheckpointError(
-            f"{store.folder} already holds a run, up to step {store.latest()}.\n    cure: resume=True to go on with it, or another folder."
-        )
-    return store
-
-
-def _start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str], Pace]:
-    """As `_begin`; copies that several processes have of the state are equal."""
-    begun = _begin(store, trainer, meta)
-    if jax.process_count() > 1:
-        check_replicas(begun[0], "before the first step")
-    return begun
-
-
-def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str], Pace]:
-    """The state to begin with, the place in the data where it stood, what callbacks had saved, which options changed, and the time spent.
-
-    Raises:
-      CheckpointError: the data is cut or ordered in another way than the saved run's, so it could not be gone on with.
-    """
-    step, damaged = store.intact() if store is not None else (None, {})
-    if store is not None and step is None:
-        store.put_aside(damaged)
-    if store is None or step is None:
-        return trainer.init(), Position(), [], [], Pace()
-    saved = store.meta(step)
-    with store.reading(step):
-        position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
-        data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
-        pace = Pace(saved.get("pace") if restarted() else None)  # a run that somebody has resumed may have rested for days
-    problems = [
-        Problem(name, [f"saved {data.get(name)!r}, now {meta['data'].get(name)!r}"])
-        for name in dict.fromkeys([*data, *meta["data"]])
-        if data.get(name) != meta["data"].get(name)
-    ]
-    raise_problems(CheckpointError, f"the run in {store.folder} cannot be gone on with: its data was cut in another way", problems)
-    changed = [
-        f"{name} was {options.get(name)}, is {now}"
-        for name, now in {"mesh": meta["mesh"], **meta["options"]}.items()
-        if options.get(name) != now
-    ]
-    changed += ["the layout was another"] if layout != meta["layout"] else []
-    state, told = trainer.load(store, step)
-    store.put_aside(damaged)  # not before it is certain that the run is resumed
-    return state, position, callbacks, [*changed, *told], pace
 
 
 def _outputs(

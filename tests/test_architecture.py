@@ -24,7 +24,7 @@ LEVELS = [
     {"train", "data", "hosts"},
     {"preflight", "run"},
     # callbacks, loggers, losses and metrics only give rooms below a public name
-    {"api.py", "trainer.py", "trials", "serve", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
+    {"api.py", "resume.py", "trainer.py", "trials", "serve", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
     {"launch", "viz"},
     {"__init__.py", "__main__.py"},
 ]
@@ -33,6 +33,8 @@ SIDEWAYS = {
     ("layout", "mesh.py"),  # a layout is checked against axis sizes
     ("model", "layout"),  # only the path patterns: see below
     ("train", "data"),  # a program is made for a batch, which is checked first
+    ("api.py", "resume.py"),
+    ("resume.py", "trainer.py"),
     ("api.py", "trainer.py"),  # `fit` is a face over the trainer
     ("trials", "api.py"),  # what comes of a trial is what `fit` would have given
     ("trials", "trainer.py"),

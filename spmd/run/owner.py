@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spmd.errors import CheckpointError, escaped
+from spmd.folders import writing
 
 NAME = "owner.json"
 BEAT = 5.0  # seconds between two heartbeats
@@ -72,12 +73,8 @@ class Ownership:
             0,
             uuid.uuid4().hex,
         )
-        try:
+        with writing(self._path, CheckpointError):
             self._acquire(clock, wait)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path} cannot be written: {error.strerror or error}.\n    cure: a folder that can be written to."
-            ) from error
         self._released = threading.Event()
         threading.Thread(target=self._keep_alive, name="spmd owner", daemon=True).start()
 

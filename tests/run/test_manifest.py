@@ -131,11 +131,21 @@ def test_the_newest_that_is_whole_is_gone_on_with(run, saved, kind, caplog):
     assert np.array_equal(np.asarray(result.state.params["w"]), np.asarray(again.state.params["w"])), "what was lost was trained again"
 
 
-def test_nothing_that_is_whole_is_left(run):
+def test_resume_with_only_damaged_checkpoints_is_refused(run):
+    """To lose all steps must be asked for; the fix that the error names works."""
     for step in (2, 4, 6):
         (run / "checkpoints" / str(step) / NAME).unlink()
-    result = fit(run, steps=2, resume=True)
-    assert int(result.state.step) == 2 and sorted(path.name for path in (run / "damaged").iterdir()) == ["2", "4", "6"]
+    before = sorted(run.rglob("*"))
+    with pytest.raises(CheckpointError) as raised:
+        fit(run, steps=2, resume=True)
+    assert str(raised.value) == (
+        f"every checkpoint in {run} is damaged\n3 problems:\n\n"
+        "  step 6\n      it has no manifest\n\n  step 4\n      it has no manifest\n\n  step 2\n      it has no manifest\n\n"
+        f"    cure: another copy of the folder; or remove {run}/checkpoints, and the run starts at step 0."
+    )
+    assert sorted(run.rglob("*")) == before
+    shutil.rmtree(run / "checkpoints")
+    assert int(fit(run, steps=2, resume=True).state.step) == 2
 
 
 def test_a_damaged_step_that_is_asked_for_is_refused(run):

@@ -187,5 +187,5 @@ def test_file_that_cannot_be_read_is_watched_like_one_of_another_machine(text, t
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_file_that_is_none_is_an_error(make, tmp_path):
     make(tmp_path / NAME)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/{NAME} cannot be written: "):
+    with pytest.raises(CheckpointError, match=rf"the file {tmp_path}/{NAME} cannot be written: "):
         own(tmp_path)
