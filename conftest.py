@@ -1,26 +1,58 @@
 """Eight CPU devices for every test, and settings that turn carelessness into failures."""
 
 import functools
+import hashlib
 import os
+import platform
 import shutil
 import tempfile
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
-# many tests compile the same program: it is kept for this run, for pytest's workers and for the processes that tests start
-os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.mkdtemp(
-    prefix=f"spmd-compiled-{os.getpid()}-"
-)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-os.environ["SPMD_CACHE"] = str(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "plans")
+# Plans and programs of the processes that tests start are kept for one run: such a process may be killed while it writes.
+if "SPMD_TEST_CACHE" not in os.environ:  # pytest's workers share that of the process that began the run
+    os.environ["SPMD_TEST_CACHE"] = tempfile.mkdtemp(prefix="spmd-tests-")
+RUN_CACHE = Path(os.environ["SPMD_TEST_CACHE"])
+os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(RUN_CACHE), "SPMD_CACHE": str(RUN_CACHE / "plans")}
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 
 import jax
 import jax._src.compiler
+import jax._src.lru_cache
 import pytest
 
 import spmd
 
 spmd.simulate_devices(8)
+
+
+def _kept_programs() -> Path:
+    """Where the programs that the tests themselves compile are kept from run to run; other versions and processors have other ones."""
+    cpu = Path("/proc/cpuinfo")
+    features = {line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))} if cpu.exists() else set()
+    machine = hashlib.sha256("\n".join([platform.machine(), *sorted(features)]).encode()).hexdigest()[:12]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "spmd-tests" / f"jax-{jax.__version__}-{machine}"
+
+
+def _put(self, key: str, value: bytes) -> None:
+    """`LRUCache.put` that other processes see entirely or not at all."""
+    path = Path(str(self.path)) / f"{key}-cache"
+    partial = path.with_name(f"{key}.{os.getpid()}")
+    partial.write_bytes(value)
+    partial.replace(path)
+
+
+def _bound(folder: Path, most: int) -> None:
+    """Remove the programs that were written first until what is left has at most so many bytes."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.stat().st_mtime, reverse=True):
+        most -= entry.stat().st_size
+        if most < 0:
+            Path(entry.path).unlink(missing_ok=True)
+
+
+jax._src.lru_cache.LRUCache.put = _put
+jax.config.update("jax_compilation_cache_dir", str(_kept_programs()))
 
 # Compiling is most of what tests do, and takes a third of the time with these. `make test-all` compiles all as users do. Tests that say
 # "optimized" always do: those that compare two programs to the last bit, or where a rounding decides what comes next.
@@ -66,11 +98,17 @@ def pytest_runtest_setup(item):
         _overrides.update(_quick() if quick else {})
 
 
+def pytest_configure(config):
+    """Once a run: the kept programs are bounded."""
+    _kept_programs().mkdir(parents=True, exist_ok=True)
+    if not hasattr(config, "workerinput"):
+        _bound(_kept_programs(), 2 << 30)
+
+
 def pytest_unconfigure(config):
-    """What this process has made it takes away."""
-    folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
-    if folder.name.startswith(f"spmd-compiled-{os.getpid()}-"):
-        shutil.rmtree(folder, ignore_errors=True)
+    """What this run has made for itself is removed by the process that began it."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(RUN_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

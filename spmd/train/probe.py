@@ -46,20 +46,27 @@ def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> N
 def _difference(optimizer: optax.GradientTransformation, storage: Storage) -> float:
     """The largest difference of an update, of its parameter's largest, above noise; infinite where packed ones cannot even be updated."""
     inner, rng, worst = optax.with_extra_args_support(optimizer), np.random.default_rng(0), 0.0
-    update = jax.jit(lambda grads, state, params: inner.update(grads, state, params, value=jnp.float32(1)))
-    pack, unpack, init = jax.jit(storage.pack), jax.jit(storage.unpack), jax.jit(inner.init)
     draw = lambda: jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32).astype(x.dtype), storage.like)
+
+    @jax.jit
+    def begin(params: Tree) -> tuple:
+        return inner.init(params), inner.init(storage.pack(params))
+
+    @jax.jit
+    def update(grads: Tree, params: Tree, whole: Any, packed: Any) -> tuple:
+        updates, whole = inner.update(grads, whole, params, value=jnp.float32(1))
+        rows, packed = inner.update(storage.pack(grads), packed, storage.pack(params), value=jnp.float32(1))
+        return updates, storage.unpack(rows), whole, packed
+
     try:
         params = draw()
-        packed = pack(params)
-        one, other = init(params), init(packed)
+        whole, packed = begin(params)
         moved = tried = 0
         while moved < STEPS and tried < MOST:
             tried += 1
-            grads = draw()
-            (updates, one), (rows, other) = update(grads, one, params), update(pack(grads), other, packed)
+            updates, unpacked, whole, packed = update(draw(), params, whole, packed)
             moved += any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(updates))
-            for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(unpack(rows)), strict=True):
+            for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(unpacked), strict=True):
                 noise, a, b = max(NOISE, float(jnp.finfo(a.dtype).eps)), np.asarray(a, np.float64), np.asarray(b, np.float64)
                 off = np.abs(a - b).max(initial=0) / max(np.abs(a).max(initial=0), 1e-12)
                 worst = max(worst, off if off > noise else 0.0) if math.isfinite(off) else math.inf
