@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 WORKERS ?= 2
+TESTS ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check docs soak bench clean help
+.PHONY: demo test test-system test-all check docs soak bench clean help
 
 help:
 	@echo "make demo      train a digits CNN over 8 simulated devices; results in runs/demo/"
-	@echo "make test      the tests (minutes, 2 cores)"
-	@echo "make test-all  the tests and the slow ones"
+	@echo "make test      the quick tests (at most 5 minutes on 2 cores; WORKERS=8 uses more)"
+	@echo "make test-system  whole runs: processes, notebooks, pages, examples, long trainings"
+	@echo "make test-all  all tests, the slow ones too, compiled as users do"
 	@echo "make check     formatting, lint, types, architecture, documentation"
 	@echo "make docs      the documentation site, in site/"
 	@echo "make soak      20 minutes of faults at random; the run must end in the same bits"
@@ -25,11 +27,15 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(RUN) examples/demo.py
 
+# TESTS="tests/comm tests/train" runs a part.
 test: $(STAMP)
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not system" $(TESTS)
+
+test-system: $(STAMP)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "system and not slow" $(TESTS)
 
 test-all: $(STAMP)
-	SPMD_TEST_OPTIMIZED=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile
+	SPMD_TEST_OPTIMIZED=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 check: $(STAMP)
 	$(RUN) -m ruff check .

@@ -10,10 +10,10 @@ from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
 # Plans and programs of the processes that tests start are kept for one run: such a process may be killed while it writes.
-if "SPMD_TEST_CACHE" not in os.environ:  # pytest's workers share that of the process that began the run
-    os.environ["SPMD_TEST_CACHE"] = tempfile.mkdtemp(prefix="spmd-tests-")
-RUN_CACHE = Path(os.environ["SPMD_TEST_CACHE"])
-os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(RUN_CACHE), "SPMD_CACHE": str(RUN_CACHE / "plans")}
+# Pytest's workers share it with the process that began the run.
+os.environ["SPMD_TEST_CACHE"] = os.environ.get("SPMD_TEST_CACHE") or tempfile.mkdtemp(prefix="spmd-tests-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["SPMD_TEST_CACHE"]
+os.environ["SPMD_CACHE"] = os.path.join(os.environ["SPMD_TEST_CACHE"], "plans")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 
 import jax
@@ -108,7 +108,7 @@ def pytest_configure(config):
 def pytest_unconfigure(config):
     """What this run has made for itself is removed by the process that began it."""
     if not hasattr(config, "workerinput"):
-        shutil.rmtree(RUN_CACHE, ignore_errors=True)
+        shutil.rmtree(os.environ["SPMD_TEST_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ from spmd.launch.cluster import read_hosts
 from spmd.layout import toml
 from spmd.layout.gradients import OPTIONS
 
+pytestmark = pytest.mark.system
+
 ALL = [block for page in PAGES for block in blocks(page)]
 PYTHON = [block for block in ALL if block.language == "python" and not block.note.startswith(("tensorflow", "no-run"))]
 RUN = ("layouts", "targets")  # commands that are quick, whatever follows; and those that only print: --dry-run, --kubernetes

@@ -3,8 +3,11 @@
 import re
 
 import numpy as np
+import pytest
 
 from examples import async_sync_split
+
+pytestmark = pytest.mark.system
 
 
 def test_the_three_ways(capsys):

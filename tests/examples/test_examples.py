@@ -11,6 +11,8 @@ from flax import nnx
 import spmd
 from spmd.tree import flatten
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[2]
 LAYOUTS = ("data_parallel", "data_parallel_bf16", "fsdp", "zero1", "tensor_parallel", "fsdp_tensor_parallel")
 CODED = ("fsdp_bf16", "hierarchical_int8", "power_sgd")  # as parameters are placed, these are others of the list above

@@ -7,6 +7,8 @@ import pytest
 
 from spmd.tree import flatten
 
+pytestmark = pytest.mark.system
+
 SMALL = {
     "rnn_wavefront": "--layers 4 --width 16 --length 24 --text 12000 --batch-size 32 --steps 8",
     "gpt_pipeline": "--depth 4 --width 16 --length 16 --text 12000 --batch-size 32 --steps 8",

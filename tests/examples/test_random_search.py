@@ -4,6 +4,8 @@ import pytest
 
 from examples import random_search
 
+pytestmark = pytest.mark.system
+
 
 @pytest.mark.parametrize("split", [2, *(pytest.param(split, marks=pytest.mark.slow) for split in (0, 1, 3))])
 def test_the_best_three_are_better_together(split, capsys):

@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 from launched import launch
 
+pytestmark = pytest.mark.system
+
 SLOW, JOB = pytest.mark.slow, Path(__file__).parent / "equal_job.py"
 SERVED = """
 [batch]

@@ -63,6 +63,7 @@ def agents(name, tag):
     return own
 
 
+@pytest.mark.system
 def test_a_fault_on_a_host_is_told_and_the_run_ends_well(hosts, tmp_path):
     names = ["[jobs]", 'chief = ["127.0.0.1"]', 'worker = ["127.0.0.2"]']
     words = ["--folder", tmp_path / "run", "--fault", "raise"]

@@ -34,6 +34,7 @@ def undisturbed(tmp_path_factory):
     return run.hashes[0]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("fault", "rank", "told"),
     [
@@ -67,6 +68,7 @@ def test_a_fault_is_told_and_the_run_ends_in_the_same_bits(undisturbed, tmp_path
     print(f"FIGURE {fault} on process {rank}: all down after {down:.1f} s, step 26 made again after {again:.1f} s")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -220,6 +222,7 @@ print("WEIGHT", round(float(result.state.params["w"][0, 0]), 3))
 """
 
 
+@pytest.mark.system
 def test_who_has_called_jax_distributed_is_joined(tmp_path):
     """As a script may that knows nothing of `spmd launch`."""
     address = f"127.0.0.1:{free_port('127.0.0.1')}"

@@ -21,6 +21,8 @@ from spmd import errors
 from spmd.launch import parcel
 from spmd.launch.running import KEPT, Lines, reason
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = pytest.mark.slow
 SCRIPT = """

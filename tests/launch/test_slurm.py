@@ -143,6 +143,7 @@ def undisturbed(tmp_path_factory):
     return hashes(text)[0]
 
 
+@pytest.mark.system
 def test_a_job_runs(cluster):
     code, text = batch("--folder", cluster / "run", options=["--env", "STUB_TELLS=a b"])
     assert code == 0, text

@@ -67,6 +67,7 @@ def test_trains_as_on_one_device(mesh, reduction, order):
         assert trainer.evaluate(trainer.init(), batches("gpt")[0])["loss"] == pytest.approx(plain[0][0], rel=1e-5)
 
 
+@pytest.mark.system
 def test_a_codec_is_around_it():
     """bfloat16 rounds each gradient by at most 2^-8 of it, momentum sums up ten times that: 5 % of the way that training went."""
     trainer = trainer_of("data=4,context=2", spmd.Gradients("reduce_scatter", "bfloat16"))
@@ -75,6 +76,7 @@ def test_a_codec_is_around_it():
     assert 1e-4 < max(far.values()) < 5e-2
 
 
+@pytest.mark.system
 def test_what_travels():
     """Keys and values around the ring, one reduction of gradients over `context` and one over `data`; no activation is gathered."""
     shallow = lambda: gpt.GPT(vocab=128, width=32, depth=1, heads=4, length=LENGTH, rngs=nnx.Rngs(0))

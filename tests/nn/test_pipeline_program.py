@@ -120,6 +120,7 @@ def temporaries(mesh, layout, rows, **more):
     return memory_of(mesh, layout, rows, **more).temp_size_in_bytes
 
 
+@pytest.mark.system
 def test_activations_of_1f1b_do_not_grow_with_microbatches():
     """Rows of a microbatch stay the same, microbatches grow from 4 to 32."""
     sizes = {
@@ -130,6 +131,7 @@ def test_activations_of_1f1b_do_not_grow_with_microbatches():
     assert sizes["gpipe"][1] > 3 * sizes["gpipe"][0]
 
 
+@pytest.mark.system
 def test_parameters_fall_with_the_stages():
     """With plain SGD what the compiled step takes is parameters, and a batch that is the same on all meshes."""
     one, two, four = (memory_of(f"data=1,stage={stages}", piped(), 8).argument_size_in_bytes for stages in (1, 2, 4))

@@ -25,6 +25,7 @@ def plain():
     return {kind: run(*layers(kind), WHOLE) for kind in KINDS}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("mesh", [(2, 4), pytest.param((4, 2), marks=SLOW), pytest.param((1, 8), marks=SLOW)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pipeline_is_the_stack(plain, kind, mesh):
@@ -97,6 +98,7 @@ def test_results_may_travel_while_the_next_tick_is_computed(plain, kind):
     assert schedule.forward.ticks == schedule.microbatches + 2 * (4 - 1)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["gpt", pytest.param("cnn", marks=SLOW)])
 def test_a_circular_pipeline_is_the_stack(plain, kind):
     how = cutting((2, 2), unroll=kind == "cnn", schedule="circular", groups=2, microbatches=4)
@@ -136,6 +138,7 @@ def test_one_stage_is_a_scan():
     assert "ppermute" in str(jax.make_jaxpr(cut)(params, x))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("how", [pytest.param(WHOLE, marks=SLOW), cutting((2, 4), time_chunk=5)], ids=["plain", "wavefront"])
 @pytest.mark.parametrize("kind", ["lstm", pytest.param("gru", marks=SLOW)])
 def test_lengths_states_and_dropout(kind, how):
@@ -166,6 +169,7 @@ def test_a_last_state_has_its_gradient(unroll):
     assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", [pytest.param("lstm", marks=SLOW), "gpt"])
 def test_dropout_draws_what_it_draws_on_one_device(kind):
     y, grads = run(*layers(kind, 4, dropout=0.3), WHOLE)
@@ -188,6 +192,7 @@ def test_what_stands_beside_reaches_every_layer():
     assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
 
 
+@pytest.mark.system
 def test_both_ways_side_by_side():
     rngs = nnx.Rngs(0)
     layer = spmd.nn.Bidirectional(*(nnx.OptimizedLSTMCell(3, WIDTH, rngs=rngs) for _ in range(2)))

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.system
+
 SETUP = """
 import numpy as np, optax, spmd
 x = np.random.default_rng(0).normal(size=(256, 8)).astype("float32")

@@ -17,6 +17,8 @@ from spmd.preflight.target import Cluster
 from spmd.preflight.timeline import asynchronous
 from tests.train.plain import MODELS, batches
 
+pytestmark = pytest.mark.system
+
 GPU = pytest.mark.skipif(
     importlib.util.find_spec(PLUGIN) is None,
     reason=f"package {PLUGIN} is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",

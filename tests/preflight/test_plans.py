@@ -397,6 +397,7 @@ def test_a_damaged_cache_is_made_anew(damage, tmp_path, monkeypatch):
     assert made().memory == before and [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
+@pytest.mark.system
 def test_a_worker_does_not_outlive_who_asked(tmp_path):
     """It reads a request that never comes; when its standard input is closed it goes."""
     os.mkfifo(tmp_path / "request.pickle")
@@ -419,6 +420,7 @@ def new(tmp_path, monkeypatch):
     return lambda target="2xcpu", **options: made(**{"target": target, "mesh": "data=-1,model=2"} | options)
 
 
+@pytest.mark.system
 def test_plans_share_a_process_that_serves_them(new, monkeypatch):
     """Another only for more devices than it simulates, for other flags, or when it is gone; figures are the same from any."""
     helper.stop()  # it may simulate any number
@@ -442,6 +444,7 @@ def test_plans_share_a_process_that_serves_them(new, monkeypatch):
     assert helper._kept.process is not third
 
 
+@pytest.mark.system
 def test_a_process_that_dies_is_replaced_and_errors_are_no_reason_to_end(new, monkeypatch):
     new()
     served = helper._kept.process
@@ -458,6 +461,7 @@ def test_a_process_that_dies_is_replaced_and_errors_are_no_reason_to_end(new, mo
     assert helper._kept.process is living
 
 
+@pytest.mark.system
 def test_a_process_that_is_killed_twice_is_told(new, monkeypatch):
     start = helper._start
 
@@ -472,6 +476,7 @@ def test_a_process_that_is_killed_twice_is_told(new, monkeypatch):
         new()
 
 
+@pytest.mark.system
 def test_what_is_printed_when_python_starts_is_no_answer(new, monkeypatch, tmp_path):
     (tmp_path / "hello").mkdir()
     (tmp_path / "hello" / "sitecustomize.py").write_text("print('hello', flush=True)")
@@ -483,6 +488,7 @@ def test_what_is_printed_when_python_starts_is_no_answer(new, monkeypatch, tmp_p
     helper.stop()
 
 
+@pytest.mark.system
 def test_plans_of_threads_wait_for_each_other_and_one_inside_another_is_refused(new):
     optimizers = [optax.adam(0.3), optax.adam(0.4), optax.adam(0.6)]
     with ThreadPoolExecutor(3) as pool:
@@ -500,6 +506,7 @@ def test_plans_of_threads_wait_for_each_other_and_one_inside_another_is_refused(
     assert inside
 
 
+@pytest.mark.system
 def test_more_open_files_than_select_can_name(new):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 1200:

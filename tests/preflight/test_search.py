@@ -28,6 +28,8 @@ from spmd.train.placed import Options, Placed
 from tests.preflight.test_plans import SMALL
 from tests.train.plain import MODELS, batches
 
+pytestmark = pytest.mark.system
+
 WIDE, ROWS = 128, 256
 MODEL = spmd.FunctionalModel(
     lambda key: {"up": jnp.zeros((64, WIDE)), "middle": jnp.zeros((WIDE, WIDE)), "down": jnp.zeros((WIDE, 8))},

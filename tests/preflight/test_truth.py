@@ -18,7 +18,7 @@ from spmd.preflight.target import Cluster
 from spmd.preflight.traffic import traffic_of
 from tests.train.plain import MODELS, batches
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.system]
 
 ADAM = optax.adamw(1e-3)
 

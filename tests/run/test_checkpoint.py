@@ -402,6 +402,7 @@ def test_the_layout_stands_beside(tmp_path):
 # asynchronous saving --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_steps_that_follow_do_not_change_what_is_being_saved(tmp_path):
     """The state is donated to the next step while it is still being written: 16 MiB, so that this takes a while."""
     trainer = spmd.Trainer(linear(500_000), loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1))

@@ -106,6 +106,7 @@ def test_every_logger_is_closed_once_whatever_happens(outcome):
     assert [log.closed for log in loggers] == [1, 1, 1]
 
 
+@pytest.mark.system
 def test_a_record_is_the_exact_mean_since_the_last_one():
     memory = Memory()
     result = fit_net(labelled(80), epochs=3, loggers=[memory], log_every=4)

@@ -21,6 +21,7 @@ def resumed(path, **options):
     return fit(epochs=3, checkpoint=path, resume=True, **options)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "event, step, saved",
     [("on_step", 1, 2), ("on_step", 4, 5), ("on_eval", 3, 3), ("on_eval", 6, 6), ("on_checkpoint", 3, 3), ("on_stop", 9, 9)],
@@ -152,6 +153,7 @@ def undisturbed():
         return train()
 
 
+@pytest.mark.system
 def test_ctrl_c_of_a_real_process(tmp_path, undisturbed):
     with started(timeout=90, checkpoint=str(tmp_path), epochs=100_000) as process:
         lines_until(process, "step 7")
@@ -164,6 +166,7 @@ def test_ctrl_c_of_a_real_process(tmp_path, undisturbed):
     assert whole_steps(tmp_path)[-1] == int(last[1])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "every, kill",
     [
@@ -211,6 +214,7 @@ def test_killed_while_a_large_state_is_written(tmp_path):
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "6"}  # what was unfinished is swept away
 
 
+@pytest.mark.system
 def test_3000_small_steps_on_8_devices_finish():
     """In a process of its own: with more than 2 steps in flight, XLA's CPU devices wait for each other for ever and abort."""
     with started(timeout=60, small_steps=3000) as process:

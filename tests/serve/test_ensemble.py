@@ -85,6 +85,7 @@ def test_duplicates_say_what_the_member_says(three, digits, combine, count):
     assert np.array_equal(combined(values, combine), wanted), "to the bit, where the sum is exact"
 
 
+@pytest.mark.system
 def test_equal_members_lie_over_the_devices_and_others_follow(mixed, digits):
     ensemble = spmd.Ensemble(mixed)
     assert ensemble.names == tuple(mixed)

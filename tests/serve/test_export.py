@@ -75,6 +75,7 @@ np.savez(sys.argv[2], **found)
 """
 
 
+@pytest.mark.system
 def test_another_process_that_has_no_code_says_the_same_to_the_bit(folders, digits, tmp_path):
     images = digits[1]["image"]
     np.save(tmp_path / "images.npy", images)

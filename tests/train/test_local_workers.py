@@ -137,6 +137,7 @@ DILOCO = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "server", [pytest.param(DILOCO[name], id=name, marks=[pytest.mark.slow] * (name in ("local sgd", "many workers"))) for name in DILOCO]
 )
@@ -284,6 +285,7 @@ def test_no_step_is_compiled_twice_whether_they_meet_or_not():
     assert trainer.prepare(None)[0].compilations() == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "server",
     [{"mode": "local", "every": 3}, pytest.param({"mode": "elastic", "every": 3}, marks=pytest.mark.slow)],

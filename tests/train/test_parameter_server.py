@@ -53,6 +53,7 @@ def test_synchronous_is_an_all_reduce_to_the_last_bit(workers, optimizer):
         assert leaf.ndim == 0 or {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}, "a row on each server"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("placement", [pytest.param(name, marks=[pytest.mark.slow] * (name == "largest_first")) for name in PLACEMENTS[1:]])
 def test_whole_parameters_on_servers_give_the_same_bits(placement):
     assert equal(train(trainer_of(served(placement=placement))), train(trainer_of(ALL_REDUCE)))
@@ -87,6 +88,7 @@ def test_many_workers_at_one_device_are_one_large_batch():
     assert far(one, other) < 1e-6, "the mean is summed in another order"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("codec", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8", pytest.param("sign", marks=pytest.mark.slow)])
 def test_a_codec_travels_to_the_servers(codec):
     options = {"error_feedback": True, "weights": "bfloat16"}
@@ -111,6 +113,7 @@ class Counted:
 ONE_BY_ONE = {"local": {"every": 1, "outer_rate": 1.0, "outer_momentum": 0.0}, "asynchronous": {}}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("mode", [pytest.param("local", marks=pytest.mark.slow), "asynchronous"])
 @pytest.mark.parametrize(
     "each, dtype",
@@ -148,6 +151,7 @@ def test_a_parameter_may_have_no_elements(mode):
 # spares --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_no_spares_is_plain_synchronous_to_the_last_bit():
     assert equal(train(trainer_of(served(spares=0, compute_time="exponential"))), train(trainer_of(served())))
 
@@ -157,6 +161,7 @@ def rows_of_kept(trainer, step, workers=8):
     return (kept[:, None] * (ROWS // workers) + np.arange(ROWS // workers)).reshape(-1)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_an_update_is_of_the_workers_that_were_waited_for_and_nothing_else(poison):
     """What the dropped ones hold is no number: it reaches neither the weights nor the metrics."""
@@ -175,6 +180,7 @@ def test_an_update_is_of_the_workers_that_were_waited_for_and_nothing_else(poiso
     assert all(np.abs(one[path] - two[path]).max() < 1e-6 for path in one)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kept, spares, seconds", [(96, 0, 5.147), (96, 4, 3.104), (90, 10, 2.258)])
 def test_a_hundred_workers_on_one_device_step_in_the_time_of_the_last_one_that_is_waited_for(kept, spares, seconds):
     """A worker is a row. The seconds are H(N + b) - H(b); the largest of many Exp(1) has a sigma of 1.28, so 0.4 % over 4,000 steps."""
@@ -231,6 +237,7 @@ def test_where_the_data_ends_the_update_is_of_those_who_have_some():
 # asynchronous --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_one_worker_alone_is_plain_sgd_to_the_last_bit():
     assert equal(train(trainer_of(served(mode="asynchronous"), 1)), train(trainer_of(spmd.Layout(), 1)))
 
@@ -304,6 +311,7 @@ def replay(trainer, rows, optimizer, workers, steps):
 USUAL = ("exponential", "many", "equal", "warmed up", "fetching", "network", "compensated", "scaled")  # what others of the list do as well
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in USUAL)) for kind in ASYNCHRONOUS])
 def test_a_run_is_what_a_few_lines_of_numpy_make_of_its_schedule(kind):
     optimizer, rng = optax.sgd(0.02, momentum=0.5), np.random.default_rng(3)
@@ -326,6 +334,7 @@ def test_a_run_is_what_a_few_lines_of_numpy_make_of_its_schedule(kind):
         assert max(np.abs(other[name] - wanted[name]).max() for name in wanted) > 1e-3, "the arms differ"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("optimizer", [pytest.param(MOMENTUM, marks=pytest.mark.slow), ADAMW], ids=["momentum", "adamw"])
 def test_softsync_of_one_with_equal_workers_is_synchronous(optimizer):
     one, other = train(trainer_of(served(mode="softsync", splits=1), optimizer=optimizer)), train(trainer_of(served(), optimizer=optimizer))
@@ -338,6 +347,7 @@ def test_bounded_by_nothing_is_synchronous():
     assert far(one, train(trainer_of(served(), optimizer=optax.sgd(0.1)))) < 1e-6, "eight eighths of a step"
 
 
+@pytest.mark.system
 def test_no_compensation_is_plain_asynchronous_to_the_last_bit():
     one = train(trainer_of(served(mode="asynchronous", delay_compensation=0)))
     assert equal(one, train(trainer_of(served(mode="asynchronous"))))
@@ -351,6 +361,7 @@ def test_where_parameters_are_kept_changes_no_asynchronous_run(placement):
     assert far(one, other) < 1e-5, "one kernel or several: last bits, which a diverging run makes larger"
 
 
+@pytest.mark.system
 def test_compensation_is_right_to_second_order_on_minus_log():
     """f = -log w has f'' = f' f', so with lambda = 1 the corrected gradient is off by O(delta^2), and the plain one by O(delta).
 
@@ -385,6 +396,7 @@ def test_codecs_and_feedback_travel_in_asynchronous_rounds():
     assert 0 < apart < 0.05 * moved, "weights are rounded to 2^-8, and so is what depends on them"
 
 
+@pytest.mark.system
 def test_what_is_applied_and_what_is_kept_are_all_gradients_of_a_worker():
     """Frozen weights, equal workers: the sum of what arrived from each, plus its residual, is the sum of its gradients."""
     layout = served("int8", error_feedback=True, mode="asynchronous")
@@ -487,6 +499,7 @@ def same_state(one, other):
 SPARES = pytest.param({"spares": 2, "compute_time": "exponential"}, marks=pytest.mark.slow)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("server", [SPARES, LATE], ids=["spares", "asynchronous"])
 def test_the_same_run_twice_and_one_that_was_stopped_end_in_the_same_bits(server, tmp_path):
     layout = served("int8", error_feedback=True, **server)
@@ -500,6 +513,7 @@ def test_the_same_run_twice_and_one_that_was_stopped_end_in_the_same_bits(server
     assert not same_state(whole.state, other.state)
 
 
+@pytest.mark.system
 def test_evaluation_and_prediction_are_of_the_servers_weights():
     result = fit(served(**LATE), epochs=2, eval_data=data(64, 1), metrics={"accuracy": spmd.metrics.accuracy})
     batch = data(64, 1)
@@ -525,6 +539,7 @@ def test_what_the_clock_says_is_among_the_metrics():
     }
 
 
+@pytest.mark.system
 def test_no_step_is_compiled_twice():
     trainer = trainer_of(served(**LATE), optimizer=optax.sgd(0.05))
     for _ in trainer.steps(data(640), batch_size=32):
@@ -532,6 +547,7 @@ def test_no_step_is_compiled_twice():
     assert trainer.prepare(None)[0].compilations() == 1
 
 
+@pytest.mark.system
 def test_the_servers_state_is_a_share_of_the_whole_one():
     """As the compiled program has it: a device's arguments, of which parameters and AdamW's moments are a row of each."""
     sizes = {}
@@ -565,6 +581,7 @@ def test_a_run_that_was_dealt_out_goes_on_where_it_stood(tmp_path):
     assert not seen[116:].any()
 
 
+@pytest.mark.system
 def test_what_would_lose_rows_on_resume_is_refused(tmp_path):
     slow = {"mode": "asynchronous", "compute_time": "exponential"}
     fit(served(**slow), tmp_path / "dealt", steps=3)

@@ -170,6 +170,7 @@ def test_accumulation_and_half_precision(plain, schedule):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("model", "mesh", "schedule"),
     [
@@ -192,6 +193,7 @@ def _still(model):
     return model
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("back", [False, pytest.param(True, marks=SLOW)], ids=["there", "back"])
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=SLOW), "circular"])
 def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedule, back, plain):
@@ -292,6 +294,7 @@ class Pairs(nnx.Module):
         return self.embed.attend(self.blocks((self.embed(tokens), mask), how={"on": True, "scale": self.embed.embedding[0]})[0])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=SLOW), "1f1b"])
 def test_whole_numbers_go_through_a_pipeline(schedule):
     """And arrays beside settings, in what is given by name."""

@@ -84,6 +84,7 @@ def draws(mesh, reduction, accumulate=1, seed=0, steps=2):
     return np.stack(seen)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_random_numbers_are_the_same_on_every_mesh_and_differ_between_rows(accumulate):
     alone = draws("data=1", "compiler", accumulate)
@@ -269,6 +270,7 @@ def scans(jaxpr):
 # precision, remat, donation -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32(layout):
     make = lambda: MLP(width=64, norm=True, rngs=nnx.Rngs(0))

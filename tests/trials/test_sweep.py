@@ -49,6 +49,7 @@ def test_abreast_they_are_equal_up_to_rounding():
     assert close(mine, its, 1e-4) and not close(mine[0], its[1], 1e-4)
 
 
+@pytest.mark.system
 def test_what_runs_beside_a_trial_does_not_matter():
     whole, some = sweep(keep=6, mesh="net=8"), (0, 5)
     wanted = {number: whole.trials[number].result().state.params for number in some}
@@ -96,6 +97,7 @@ def test_a_trial_that_diverges_is_told_and_changes_no_other():
     assert [row["trial"] for row in found.rows()][-1] == 1
 
 
+@pytest.mark.system
 def test_halving_drops_the_worse_and_leaves_the_others_as_they_were():
     halved = sweep(trials=9, search=spmd.Halving(factor=3), epochs=3, keep=2)
     whole = sweep(trials=9, epochs=3, keep=9)
@@ -118,6 +120,7 @@ class StoppedError(Exception):
     pass
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "search", [pytest.param("random", marks=pytest.mark.slow), spmd.Halving(factor=2, rungs=2)], ids=["random", "halving"]
 )
@@ -149,6 +152,7 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
     assert again.to_csv() == whole.to_csv() and close(again.best[0].result().state.params, whole.best[0].result().state.params)
 
 
+@pytest.mark.system
 def test_the_best_are_runs_that_can_be_gone_on_with(tmp_path):
     found = sweep(keep=2, checkpoint=tmp_path)
     tried = found.best[0]
@@ -180,6 +184,7 @@ def test_the_table_has_every_trial_the_best_first():
     assert found.best[0].number == rows[0]["trial"]
 
 
+@pytest.mark.system
 def test_the_best_answer_together():
     found = sweep(space={**RATES, "seed": range(9)}, keep=2, epochs=1)
     together, test = found.ensemble(), labelled(50, 1)
