@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -97,11 +98,28 @@ def abstractly(function: Callable[..., Any], what: str, *args: Any) -> Any:
         raise
     except Exception as error:
         raise ModelError(
-            f"{what} cannot be traced without data: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}\n"
+            known_cause(error)
+            or f"{what} cannot be traced without data: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}\n"
             "    It is traced with abstract arrays, to know every shape before anything is allocated.\n"
             "    cure: use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value; "
             "the error above has the line."
         ) from error
+
+
+def known_cause(error: Exception) -> str:
+    """What is wrong and how to fix it, of errors of JAX that are not about shapes; "" of others."""
+    message = str(error)
+    if isinstance(error, NameError) and (axis := re.search(r"unbound axis name: (\w+)", message)):
+        return (
+            f'the model or the loss runs a collective over an axis "{axis[1]}" (such as jax.lax.pmean), which is not bound here.\n'
+            "    cure: take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already."
+        )
+    if "with_sharding_constraint" in message and "mesh" in message:
+        return (
+            "the model calls with_sharding_constraint by a name that it imported, so spmd cannot tell it of the mesh.\n"
+            "    cure: call it as jax.lax.with_sharding_constraint, or take it out."
+        )
+    return ""
 
 
 def with_mode(function: Callable[..., Any], kwargs: dict[str, Any], *, training: bool) -> dict[str, Any]:

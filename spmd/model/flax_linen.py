@@ -99,7 +99,7 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         if isinstance(module, linen.BatchNorm):
-            object.__setattr__(module, "axis_name", module.axis_name or call.sync_axes or None)
+            object.__setattr__(module, "axis_name", call.sync_axes or None)
         if call.dtype is not None and getattr(module, "dtype", call.dtype) is None:
             object.__setattr__(module, "dtype", call.dtype)
         if path in active:  # called by `again`

@@ -63,7 +63,8 @@ class NnxModel(Model):
             return []
         undo = " If .eval() set that, call model.train() first." if self._given else ""
         more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
-        return [f"note: batch statistics are frozen, by use_running_average=True: {self._frozen[0]}{more}.{undo}"]
+        first = next(iter(self._frozen))
+        return [f"note: batch statistics are frozen, by use_running_average=True: {first}{more}.{undo}"]
 
     def _split(self, module: nnx.Module) -> Variables:
         self._frozen = _frozen(module, given=self._given)
@@ -84,7 +85,7 @@ class NnxModel(Model):
             modules[path].use_running_average = True  # type: ignore[attr-defined]
         for sub in modules.values():
             if isinstance(sub, nnx.BatchNorm):
-                sub.axis_name = sub.axis_name or call.sync_axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
+                sub.axis_name = call.sync_axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
             if call.dtype is not None and _follows_inputs(sub):
                 sub.dtype = call.dtype  # type: ignore[attr-defined]
         for pattern in call.remat_modules:
@@ -134,8 +135,8 @@ def _frozen(module: nnx.Module, *, given: bool) -> tuple[str, ...]:
     one in which everything is, is trained all the same.
     """
     modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
-    averages = {path: sub.use_running_average for path, sub in modules.items() if hasattr(sub, "use_running_average")}
-    dropout = [sub.deterministic for sub in modules.values() if isinstance(getattr(sub, "deterministic", None), bool)]
+    averages = {path: vars(sub)["use_running_average"] for path, sub in modules.items() if "use_running_average" in vars(sub)}
+    dropout = [switch for sub in modules.values() if isinstance(switch := getattr(sub, "deterministic", None), bool)]
     evaluating = given and bool(dropout) and all((*averages.values(), *dropout))
     return () if evaluating else tuple(path for path, kept in averages.items() if kept is True)
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmd.errors import LayoutError
 from spmd.layout.forward import Experts, Pipeline, Sequence
+from spmd.nn.constraints import manual_axes, own_constraints
 from spmd.nn.schedule import Schedule
 
 
@@ -137,14 +138,10 @@ def under(cutting: Cutting) -> Iterator[Cutting]:
     """Calls of a model inside are cut so."""
     token = _CURRENT.set(cutting)
     try:
-        yield cutting
+        with own_constraints(cutting.mesh):
+            yield cutting
     finally:
         _CURRENT.reset(token)
-
-
-def manual_axes() -> tuple[str, ...]:
-    """The mesh axes along which the code that is being traced sees one device's piece."""
-    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def rows_over(axes: tuple[str, ...]) -> PartitionSpec:

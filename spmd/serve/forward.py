@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd.data.batches import check_leaves
 from spmd.errors import DataError, ExportError, OptionError, SpmdError
 from spmd.model.base import Call, Variables
+from spmd.nn.context import WHOLE, under
 from spmd.train.placed import Placed
 from spmd.train.precision import cast, compute_dtype
 from spmd.train.state import State
@@ -59,7 +60,8 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     def function(arrays: list, given: Tree) -> Tree:
         found = jax.tree.unflatten(tree, arrays)
         bound = placed.given.bind(dataclasses.replace(found, params=cast(found.params, dtype)), Call(training=False, dtype=dtype))
-        return bound(given)
+        with under(WHOLE):
+            return bound(given)
 
     wanted = abstract(_heard(placed, abstract(variables)) if inputs is None else inputs)
     check_leaves(wanted, "the inputs")
@@ -90,7 +92,8 @@ def _heard(placed: Placed, variables: Variables) -> Tree:
 
     def loss(variables: Variables, sample: Tree) -> None:
         model = placed.given.bind(variables, Call(training=False))
-        placed.objective.for_training()(_Heard(model, calls), sample, jax.random.key(0))
+        with under(WHOLE):
+            placed.objective.for_training()(_Heard(model, calls), sample, jax.random.key(0))
 
     try:
         jax.eval_shape(loss, variables, placed.sample)

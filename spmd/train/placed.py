@@ -27,7 +27,7 @@ from spmd.mesh import MeshSpec
 from spmd.model.base import Model, Variables, abstractly
 from spmd.model.flax_linen import LinenModel
 from spmd.model.wrap import wrap
-from spmd.nn.context import Cutting
+from spmd.nn.context import WHOLE, Cutting, under
 from spmd.nn.order import Ordered, OrderedModel, order_of
 from spmd.train.objective import Objective
 from spmd.train.precision import compute_dtype
@@ -103,7 +103,8 @@ class Placed:
     def _run(self, model: Any) -> None:
         """Call the loss on zeros, for a model that shows its shapes only when it is called."""
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._sample)
-        self.objective.for_training()(model, zeros, jax.random.key(0))
+        with under(WHOLE):
+            self.objective.for_training()(model, zeros, jax.random.key(0))
 
     @functools.cached_property
     def model(self) -> Model:

@@ -22,7 +22,7 @@ from spmd.data.batches import check_batch, check_leaves
 from spmd.errors import DataError, LayoutError, LossError, ModelError, OptimizerError, SpmdError
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import pspec
-from spmd.model.base import Call, Variables
+from spmd.model.base import Call, Variables, known_cause
 from spmd.nn.context import under
 from spmd.nn.schedule import Schedule
 from spmd.train.accumulate import has_convolution
@@ -94,7 +94,8 @@ class Program:
             shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(self.sample).items())
             message = str(error).strip().splitlines()[0] if str(error).strip() else ""
             raise LossError(
-                f"the loss fails on a batch of {{{shapes}}}: {type(error).__name__}: {message}\n"
+                known_cause(error)
+                or f"the loss fails on a batch of {{{shapes}}}: {type(error).__name__}: {message}\n"
                 "    cure: the error above has the line; check that the model takes these shapes."
             ) from error
         return shapes, jaxpr

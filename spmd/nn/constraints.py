@@ -1,0 +1,101 @@
+"""What a model says of its own about where arrays are: constraints written for a loop in which the compiler sees the whole mesh.
+
+Inside a step they are given to the compiler over the mesh axes that are still its own: a manual region has sharded its arrays over the
+others already. Flax's boxes around parameters are opened without a constraint, since the layout says where parameters are.
+"""
+
+import contextlib
+import contextvars
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax.core import meta
+from flax.linen import spmd as logical
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from spmd.errors import ModelError, did_you_mean
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The mesh axes along which the code that is being traced sees one device's piece."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+@contextlib.contextmanager
+def own_constraints(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
+    """Inside, `jax.lax.with_sharding_constraint` of a model's own code speaks of this mesh; of none it says nothing.
+
+    Other threads are not affected: there the functions do what they always do.
+    """
+    token = _MESH.set((mesh,))
+    _replace(1)
+    try:
+        yield
+    finally:
+        _replace(-1)
+        _MESH.reset(token)
+
+
+_MESH: contextvars.ContextVar[tuple[Mesh | AbstractMesh | None] | None] = contextvars.ContextVar("own_constraints", default=None)
+_LOCK, _USERS = threading.Lock(), [0]
+_constrain = jax.lax.with_sharding_constraint
+
+
+def _with_sharding_constraint(x: Any, shardings: Any) -> Any:
+    """As `jax.lax.with_sharding_constraint`."""
+    inside = _MESH.get()
+    if inside is None:
+        return _constrain(x, shardings)
+    placed = lambda sharding, subtree: jax.tree.map(lambda leaf: _placed(leaf, sharding, inside[0]), subtree)
+    return jax.tree.map(placed, shardings, x, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec))
+
+
+def _placed(x: jax.Array, sharding: Any, mesh: Mesh | AbstractMesh | None) -> jax.Array:
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if spec is None or mesh is None:
+        return x
+    if not isinstance(spec, PartitionSpec):
+        return _constrain(x, sharding)
+    manual = manual_axes()
+    entries = [_left(entry, size, manual, mesh) for entry, size in zip(spec, x.shape, strict=False)]
+    if not any(size > 1 for axis, size in mesh.shape.items() if axis not in manual):
+        return x
+    return _constrain(x, NamedSharding(jax.sharding.get_abstract_mesh() if manual else mesh, PartitionSpec(*entries)))
+
+
+def _left(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Any:
+    """What one entry of a spec says to the compiler, for a dim of this size."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    axes = (entry,) if isinstance(entry, str) else tuple(entry)
+    for axis in axes:
+        if axis not in mesh.shape:
+            known = ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
+            raise ModelError(
+                f'the model calls with_sharding_constraint with mesh axis "{axis}", which mesh {known} does not have.\n'
+                f"    cure: {did_you_mean(axis, mesh.shape)} Or a mesh and a layout with that axis."
+            )
+    free = tuple(axis for axis in axes if axis not in manual)
+    return free if size % math.prod(mesh.shape[axis] for axis in free) == 0 else PartitionSpec.UNCONSTRAINED
+
+
+def _unboxed(box: Any, apply_constraint: bool = True) -> Any:
+    """As `unbox` of flax's boxes."""
+    return box.value if _MESH.get() is not None else _UNBOX[type(box)](box, apply_constraint)
+
+
+_UNBOX = {kind: kind.unbox for kind in (meta.Partitioned, logical.LogicallyPartitioned)}
+
+
+def _replace(more: int) -> None:
+    """Count who is inside, in all threads: the first one replaces the functions, and the last one puts them back."""
+    with _LOCK:
+        before, _USERS[0] = _USERS[0] > 0, _USERS[0] + more
+        if before == (_USERS[0] > 0):
+            return
+        jax.lax.with_sharding_constraint = _constrain if before else _with_sharding_constraint
+        for kind, unbox in _UNBOX.items():
+            kind.unbox = unbox if before else _unboxed  # type: ignore[method-assign]

@@ -1,0 +1,213 @@
+"""Models written for other loops: their own sharding constraints, boxed parameters, axis names."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import spmd
+
+X = np.random.default_rng(0).normal(size=(16, 8, 8)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 4, 16).astype("int32")
+BATCH = (X, Y)
+
+
+def trained(model, layout="data_parallel", mesh="data=8", *, reduction=None, steps=2, **options):
+    """The trainer and its parameters after some steps, on as many of the 8 devices as the mesh has."""
+    layout = spmd.Layout.load(layout)
+    if reduction is not None:
+        layout = dataclasses.replace(layout, gradients=spmd.Gradients(reduction))
+    devices = jax.devices()[: spmd.MeshSpec.parse(mesh).size]
+    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.1)} | options
+    trainer = spmd.Trainer(model, mesh=spmd.make_mesh(mesh, devices=devices), layout=layout, **options)
+    state = trainer.init(BATCH)
+    for _ in range(steps):
+        state, _ = trainer.step(state, BATCH)
+    return trainer, state
+
+
+def assert_as_on_one_device(model, layout, mesh, reduction=None, plain=None):
+    """Trained like a model without constraints on one device, and moved by it."""
+    one = trained(plain or model, mesh="data=1")[1].params
+    start = trained(plain or model, mesh="data=1", steps=0)[1].params
+    many = trained(model, layout, mesh, reduction=reduction)[1].params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), many, one)
+    assert any(not np.allclose(a, b) for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(one), strict=True))
+
+
+# boxed parameters ------------------------------------------------------------------------------------------------------
+
+
+class Attention(linen.Module):
+    """Kernels are initialised flat, with names for the dims that they have afterwards."""
+
+    wrap: object = linen.with_partitioning
+    names: tuple = ("embed", "heads", "kv")
+
+    @linen.compact
+    def __call__(self, x):
+        init = self.wrap(linen.initializers.xavier_uniform(), self.names)
+        x = x + linen.MultiHeadDotProductAttention(2, kernel_init=init, out_kernel_init=linen.initializers.xavier_uniform())(x)
+        return linen.Dense(4)(x.mean(1))
+
+
+KV = dataclasses.replace(spmd.Layout.load("tensor_parallel"), default=spmd.Default())
+KV = dataclasses.replace(KV, axes=(*KV.axes, ("kv", None)))
+
+
+@pytest.mark.parametrize(
+    "wrap, layout, mesh",
+    [
+        (linen.with_partitioning, "data_parallel", "data=8"),
+        (linen.with_partitioning, "fsdp", "data=8"),
+        (linen.with_logical_partitioning, KV, "data=4,model=2"),
+    ],
+    ids=["data parallel", "fsdp", "logical"],
+)
+def test_boxed_kernels_that_are_initialised_flat(wrap, layout, mesh):
+    assert_as_on_one_device(Attention(wrap), layout, mesh)
+
+
+def test_boxes_that_name_mesh_axes():
+    assert_as_on_one_device(Attention(names=(None, "data", None)), "data_parallel", "data=8")
+
+
+# constraints of the model's own ----------------------------------------------------------------------------------------
+
+
+class Constrained(nnx.Module):
+    def __init__(self, spec, rngs):
+        self.up, self.out, self.spec = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs), spec
+
+    def __call__(self, x):
+        x = self.up(x)
+        x = x if self.spec is None else jax.lax.with_sharding_constraint(x, self.spec)
+        return self.out(nnx.relu(x).mean(1))
+
+
+class LogicallyConstrained(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        with linen.logical_axis_rules([("batch", "data"), ("mlp", "model")]):
+            x = linen.with_logical_constraint(linen.Dense(16)(x), ("batch", None, "mlp"))
+        return linen.Dense(4)(linen.relu(x).mean(1))
+
+
+TWO = "data=4,model=2"
+OVER = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize(
+    "spec, mesh, reduction",
+    [
+        (P("data"), "data=8", "all_reduce"),
+        (P("data", None, "model"), TWO, "reduce_scatter"),
+        (P("data", None, "model"), TWO, "compiler"),
+        (P(("data", "model")), TWO, "all_reduce"),
+        (P(None, P.UNCONSTRAINED, "model"), TWO, "compiler"),
+        (NamedSharding(OVER, P("data", "model")), TWO, "all_reduce"),
+    ],
+)
+def test_own_constraints_are_given_to_the_compiler(spec, mesh, reduction):
+    of = lambda spec: lambda: Constrained(spec, nnx.Rngs(0))
+    assert_as_on_one_device(of(spec), "data_parallel", mesh, reduction, plain=of(None))
+
+
+def test_own_constraints_shard_the_axes_that_are_left():
+    """Half of the hidden units on each device, which is what the constraint asks for."""
+    texts = []
+    for spec in (P("data", None, "model"), None):
+        trainer, _ = trained(lambda spec=spec: Constrained(spec, nnx.Rngs(0)), mesh=TWO, steps=0)
+        texts.append(trainer.prepare(BATCH)[0].compiled().as_text())
+    assert "f32[4,8,8]" in texts[0] and "f32[4,8,16]" not in texts[0] and "f32[4,8,16]" in texts[1]
+
+
+def test_logical_constraints():
+    assert_as_on_one_device(LogicallyConstrained(), "data_parallel", TWO)
+
+
+def test_own_constraints_hold_in_evaluation_and_prediction():
+    trainer, state = trained(lambda: Constrained(P("data", None, "model"), nnx.Rngs(0)), mesh=TWO)
+    plain, same = trained(lambda: Constrained(None, nnx.Rngs(0)), mesh=TWO)
+    assert trainer.evaluate(state, BATCH)["loss"] == pytest.approx(plain.evaluate(same, BATCH)["loss"], rel=1e-6)
+    np.testing.assert_allclose(trainer.predict(state, X), plain.predict(same, X), atol=1e-6)
+
+
+def test_a_constraint_over_an_axis_that_the_mesh_lacks():
+    with pytest.raises(spmd.errors.ModelError) as caught:
+        trained(lambda: Constrained(P("dta"), nnx.Rngs(0)))
+    assert str(caught.value) == (
+        'the model calls with_sharding_constraint with mesh axis "dta", which mesh data=8 does not have.\n'
+        '    cure: did you mean "data"? Or a mesh and a layout with that axis.'
+    )
+
+
+def test_a_constraint_that_was_imported_by_name():
+    imported = jax.lax.with_sharding_constraint
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.out = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return imported(self.out(x.mean(1)), P("data"))
+
+    with pytest.raises(spmd.errors.LossError, match=r"cure: call it as jax\.lax\.with_sharding_constraint, or take it out\."):
+        trained(lambda: Model())
+
+
+def test_outside_of_a_step_constraints_are_those_of_jax():
+    before = jax.lax.with_sharding_constraint, linen.Partitioned.unbox
+    trained(lambda: Constrained(P("data"), nnx.Rngs(0)))
+    assert (jax.lax.with_sharding_constraint, linen.Partitioned.unbox) == before
+
+
+# axis names ------------------------------------------------------------------------------------------------------------
+
+
+class LinenNorm(linen.Module):
+    axis_name: str | None = "batch"
+
+    @linen.compact
+    def __call__(self, x, train: bool):
+        x = linen.BatchNorm(use_running_average=not train, axis_name=self.axis_name)(linen.Dense(16)(x))
+        return linen.Dense(4)(x.mean(1))
+
+
+class NnxNorm(nnx.Module):
+    def __init__(self, axis_name, rngs):
+        self.up, self.out = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, axis_name=axis_name, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.norm(self.up(x)).mean(1))
+
+
+@pytest.mark.parametrize(
+    "make, reduction",
+    [(lambda name: LinenNorm(name), "all_reduce"), (lambda name: lambda: NnxNorm(name, nnx.Rngs(0)), "compiler")],
+    ids=["linen", "nnx"],
+)
+def test_the_axis_name_of_batch_norm_is_bound_to_the_workers(make, reduction):
+    assert_as_on_one_device(make("batch"), "data_parallel", "data=8", reduction, plain=make(None))
+
+
+def test_another_collective_of_the_model_is_named_as_the_cause():
+    class Summed(nnx.Module):
+        def __init__(self, rngs):
+            self.out = nnx.Linear(8, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return jax.lax.pmean(self.out(x.mean(1)), "batch")
+
+    with pytest.raises(spmd.errors.LossError) as caught:
+        trained(lambda: Summed(nnx.Rngs(0)))
+    assert str(caught.value) == (
+        'the model or the loss runs a collective over an axis "batch" (such as jax.lax.pmean), which is not bound here.\n'
+        "    cure: take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already."
+    )
