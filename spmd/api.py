@@ -16,7 +16,7 @@ from spmd.comm.server.meetings import unmet
 from spmd.data.deal import check_source
 from spmd.data.loader import Source, is_arrays, settled, source
 from spmd.data.residence import Resident, on_devices
-from spmd.errors import CheckpointError, OptionError, did_you_mean
+from spmd.errors import CheckpointError, OptionError, check_whole, did_you_mean
 from spmd.folders import writing
 from spmd.hosts.arrival import join, restarted, shrunk
 from spmd.hosts.guard import TERMINATED, current
@@ -295,8 +295,8 @@ def _length(epochs: int | None, steps: int | None, eval_every: int | None, log_e
         ("log_every", log_every, 1),
         ("prefetch", prefetch, 0),
     ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise OptionError(f"{name}={value!r}: a whole number from {least}.")
+        if value is not None:
+            check_whole(value, name, least)
     return Length(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
 
 

@@ -29,6 +29,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import numbers
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -199,13 +200,19 @@ class _Short(reprlib.Repr):
         return super().repr1(x, level)
 
 
-def shown(value: Any) -> str:
+def brief(value: Any) -> str:
     """A value of the user's, as an error shows it: never more than a line.
 
-    >>> shown("fdsp"), shown(list(range(100))), shown(len)
+    >>> brief("fdsp"), brief(list(range(100))), brief(len)
     ("'fdsp'", '[0, 1, 2, 3, 4, 5, 6, 7, ...]', 'len')
     """
     return _clipped(" ".join(_Short().repr(value).split("\n")), VALUE)
+
+
+def check_whole(value: Any, name: str, least: int = 1) -> None:
+    """Refuse what is no whole number from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise OptionError(f"{name}={brief(value)}: a whole number from {least}.")
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, SpmdError, a_kind, shown
+from spmd.errors import OptionError, SpmdError, a_kind, brief
 
 
 def as_path(value: Any, name: str) -> Path:
@@ -19,10 +19,10 @@ def as_path(value: Any, name: str) -> Path:
     'digits'
     """
     if not isinstance(value, str | os.PathLike):
-        raise OptionError(f"{name}={shown(value)} is {a_kind(value)}.\n    cure: a path.")
+        raise OptionError(f"{name}={brief(value)} is {a_kind(value)}.\n    cure: a path.")
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError(f"{name}={shown(text)} names nothing that could be on a disk.\n    cure: a path, such as runs/digits.")
+        raise OptionError(f"{name}={brief(text)} names nothing that could be on a disk.\n    cure: a path, such as runs/digits.")
     return Path(text)
 
 

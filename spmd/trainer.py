@@ -18,11 +18,11 @@ from spmd.comm.report import notes as exchange_notes
 from spmd.comm.report import server_notes
 from spmd.comm.server.account import Account
 from spmd.comm.server.events import Events
-from spmd.data.batches import Batch, HostBatch, Placer, check_leaves, check_like
+from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, check_leaves, check_like
 from spmd.data.deal import Position, epoch_of
 from spmd.data.loader import is_arrays, settled, source
 from spmd.data.prefetch import prefetch
-from spmd.errors import CheckpointError, DataError, OptionError
+from spmd.errors import CheckpointError, DataError, OptionError, brief, check_whole
 from spmd.hosts import even, guard
 from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved
@@ -38,7 +38,7 @@ from spmd.run.remembered import check_meetings
 from spmd.run.repack import written
 from spmd.train.placed import Options, Placed
 from spmd.train.program import Program, prepared
-from spmd.train.state import State, whole_moments
+from spmd.train.state import State, check_alive, whole_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract
 
@@ -185,7 +185,7 @@ class Trainer:
           ModelError: the model cannot be traced without data.
         """
         if batch is not None:
-            self._placed.learn(abstract(batch))
+            self._placed.learn(abstract(as_arrays(batch, "the batch")))
         return self._placed.init()
 
     @property
@@ -209,7 +209,7 @@ class Trainer:
         """
         config = as_checkpoint(checkpoint)
         if config is None or not Path(config.path).is_dir():
-            raise CheckpointError(f"checkpoint={checkpoint!r}: there is no such folder.")
+            raise CheckpointError(f"checkpoint={brief(checkpoint)}: there is no such folder.")
         reader = Reader(config.path)
         chosen = reader.step(step)
         if (why := reader.damage(chosen)) is not None:
@@ -252,6 +252,7 @@ class Trainer:
 
     def place(self, batch: Tree) -> Batch:
         """A host batch on the mesh. Buffers are copied, so they may be reused at once."""
+        batch = as_arrays(batch, "the batch")
         rows = check_leaves(batch, "the batch")
         whole = rows * jax.process_count()  # of several processes each brings its own part
         program, placer = self.prepare(jax.tree.map(lambda x: jax.ShapeDtypeStruct((whole, *x.shape[1:]), x.dtype), abstract(batch)))
@@ -310,8 +311,10 @@ class Trainer:
                   print(info.step, info.metrics["loss"])
         """
         reader = source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.options.seed)
+        check_whole(epochs, "epochs", 0)
         program, placer = settled(reader, self.prepare(reader.sample()))
         state = self.init() if state is None else state
+        check_alive(state)
         count = int(state.step)
         for epoch in range(epochs):
             rounds = epoch_of(reader, program.clock, Position(epoch), count, pad=program.pad_training)
@@ -381,12 +384,6 @@ class Trainer:
                 out = jax.device_get(program.predict(state, placer(HostBatch(arrays, len(index), index)).leaves))
             outputs.append(jax.tree.map(lambda x: x[: len(index)], out))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
-
-
-def check_alive(state: State) -> None:
-    """A state that a step has consumed must not be used again: it can end the process inside the runtime."""
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
-        raise OptionError("this state was consumed by a step.\n    cure: go on with the one that the step returned: state, metrics = ...")
 
 
 def _check_present(clock: Events | None, step: int, batch: Batch) -> None:

@@ -909,6 +909,130 @@ spmd.losses.cross_entropy: no key is known as the inputs; the batch has a, y.
     fits(model=linen.Dense(10), data={"a": X, "y": Y}, loss=spmd.losses.cross_entropy.on(inputs="a", targets="y"))
 
 
+# what a stranger tries ------------------------------------------------------------------------------------------------
+
+
+class Tensor:
+    """What PyTorch gives, as far as it is seen from here: on an accelerator, numpy cannot read it."""
+
+    __module__ = "torch"
+
+    def __init__(self, array, *, here=True):
+        self.array, self.shape, self.dtype, self.here = array, array.shape, "torch.float32", here
+
+    def __array__(self, dtype=None, copy=None):
+        if not self.here:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy.")
+        return self.array
+
+
+def test_lists_of_numbers_in_the_place_of_arrays():
+    rows = [[float(number) for number in range(64)] for _ in range(32)]
+    assert (
+        told(errors.DataError, fit, data=rows, batch_size=None)
+        == """\
+the first batch is a list of 64 floats, and no array.
+    cure: numpy.asarray(...), of shape [rows, ...]."""
+    )
+    assert (
+        told(errors.DataError, fit, data={"x": rows, "y": [0] * 32})
+        == """\
+the data: x is a list of 32 lists of 64 floats, y is a list of 32 ints, and no array.
+    cure: numpy.asarray(...), of shape [rows, ...]."""
+    )
+    fits(data=(np.asarray(rows, np.float32), np.asarray([0] * 32)))
+
+
+def test_tensors_on_an_accelerator():
+    for data, what in (((Tensor(X, here=False), Y), "the data"), ([(Tensor(X[:8], here=False), Y[:8])], "the first batch")):
+        assert (
+            told(errors.DataError, fit, data=data, batch_size=None if isinstance(data, list) else 8)
+            == f"""\
+{what}: 0 is a torch.Tensor, which numpy cannot read: TypeError: can't convert cuda:0 device type tensor to numpy.
+    cure: arrays in the host's memory, such as tensor.detach().cpu().numpy()."""
+        )
+
+
+def test_tensors_on_the_host_are_read():
+    import spmd.data.loader as loader
+
+    batches = loader.source([(Tensor(X[:8]), Y[:8])], batch_size=None, shuffle=None, seed=0)
+    assert all(isinstance(batch.leaves[0], np.ndarray) for batch in batches.epoch(0))
+
+
+def test_a_module_of_pytorch():
+    Net = type("Net", (), {"__module__": "torch.nn", "__call__": lambda self, x: x})
+    for model in (Net(), Net, lambda: Net()):
+        assert told(errors.ModelError, fit, model=model).startswith("the model is a Net of PyTorch, which JAX cannot trace.\n    cure: ")
+
+
+def test_data_functions_that_cannot_be_called():
+    assert told(errors.DataError, fit, data=lambda path: [(X, Y)], batch_size=None).startswith(
+        "the function given as data takes arguments: path."
+    )
+    assert told(errors.DataError, fit, data=lambda: None, batch_size=None).startswith("the function that was given as data returned None.")
+
+
+def test_a_metric_that_fails_is_named():
+    def ratio(model, batch):
+        raise ValueError("boom")
+
+    more = {"metrics": {"ratio": ratio}, "eval_data": (X, Y)}
+    assert (
+        told(errors.LossError, fit, **more)
+        == """\
+metric "ratio" fails on a batch of {0: float32[8, 64], 1: int32[8]}: ValueError: boom
+    cure: the error above has the line; check that the model takes these shapes."""
+    )
+    more["metrics"] = {"ratio": lambda model, batch: "much"}
+    assert told(errors.LossError, fit, **more).startswith('metric "ratio" returned a str; wanted a scalar')
+
+
+def test_an_array_of_a_trace_that_is_over():
+    kept = []
+
+    def loss(model, batch):
+        kept.append(model(batch[0]).sum())
+        return kept[0]
+
+    text = told(errors.LossError, fit, loss=loss)
+    assert re.match(
+        r"the model, the loss or a metric uses an array of a trace that is over, made at \S+test_errors\.py:\d+, in \S*loss\.\n", text
+    )
+    assert text.endswith("cure: return it as a metric, (loss, {name: array}); or keep it in an nnx.Variable, such as nnx.BatchStat.")
+
+
+def test_a_value_in_an_error_is_no_longer_than_a_line():
+    for option in (
+        "mesh",
+        "layout",
+        "model",
+        "loss",
+        "metrics",
+        "steps",
+        "checkpoint",
+        "callbacks",
+        "loggers",
+        "progress",
+        "shuffle",
+        "seed",
+    ):
+        for value in (X, X.tolist(), "x" * 40_000, {"x": X.tolist()}):
+            if option == "checkpoint" and isinstance(value, str):
+                continue  # a path, and refused as one
+            with pytest.raises(errors.SpmdError) as caught:
+                fit(**{option: value})
+            assert max(map(len, str(caught.value).splitlines())) < 1100 and len(str(caught.value)) < 1800, option
+
+
+@pytest.mark.parametrize("state", [None, {}, 3], ids=repr)
+def test_what_is_no_state(state):
+    text = told(errors.OptionError, fits().step, state, (X[:8], Y[:8]))
+    assert text.startswith(f"state={state} is a") or text.startswith(
+        "state=None is None.\n    cure: what trainer.init() or a step returns."
+    )
+
+
 # the tree of errors ---------------------------------------------------------------------------------------------------
 
 

@@ -3,19 +3,19 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.errors import DataError, Problem, raise_problems
+from spmd.errors import DataError, Problem, a_kind, brief, first_line, listed, raise_problems
 from spmd.layout.check import spec_problems
 from spmd.layout.declare import Layout, Spec, spec_axes, spec_text
 from spmd.layout.resolve import owners, pspec, rule_name
 from spmd.mesh import MeshSpec
-from spmd.tree import Tree, describe, dtype_of, flatten
+from spmd.tree import Tree, describe, dtype_of, flatten, map_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,50 @@ class Batch:
     have: np.ndarray | None = None
 
 
+def as_arrays(tree: Tree, what: str) -> Tree:
+    """The tree with what other libraries call an array (a tensor on the host, a column of a table) as one of numpy's.
+
+    Raises:
+      DataError: numpy cannot read it.
+    """
+    ours = np.ndarray | jax.Array | jax.ShapeDtypeStruct | np.generic
+
+    def read(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, ours) or not hasattr(leaf, "__array__"):
+            return leaf
+        try:
+            return np.asarray(leaf)
+        except Exception as error:
+            kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__name__}"
+            raise DataError(
+                f"{what}: {path or 'it'} is a {kind}, which numpy cannot read: {first_line(error)}\n"
+                "    cure: arrays in the host's memory, such as tensor.detach().cpu().numpy()."
+            ) from error
+
+    return tree if all(isinstance(leaf, ours) for leaf in jax.tree.leaves(tree)) else map_paths(read, tree)
+
+
+def _lists(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Lists and tuples that hold nothing but numbers or words, at any depth; of nested ones the outermost."""
+    if isinstance(node, list | tuple) and node and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(node)):
+        yield path, node
+    elif isinstance(node, dict | list | tuple):
+        for name, inner in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _lists(inner, f"{path}/{name}".lstrip("/"))
+
+
+def _counted(node: Any) -> str:
+    """A list of lists in words, by the first of each.
+
+    >>> _counted([[1.0, 2.0], [3.0, 4.0]])
+    'a list of 2 lists of 2 floats'
+    """
+    inner, plural = node[0], "s" if len(node) > 1 else ""
+    if isinstance(inner, list | tuple) and inner:
+        return f"{a_kind(node)} of {len(node)} {_counted(inner).removeprefix('a ').replace(' ', plural + ' ', 1)}"
+    return f"{a_kind(node)} of {len(node)} {type(inner).__name__}{plural}"
+
+
 def check_leaves(tree: Tree, what: str) -> int:
     """The number of rows, the same in every leaf.
 
@@ -60,13 +104,17 @@ def check_leaves(tree: Tree, what: str) -> int:
     """
     leaves = flatten(tree)
     if not leaves:
-        raise DataError(f"{what} holds no arrays: {tree!r}.\n    cure: a dict or tuple of arrays of shape [rows, ...].")
+        raise DataError(f"{what} holds no arrays: {brief(tree)}.\n    cure: a dict or tuple of arrays of shape [rows, ...].")
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
+    lists = {path: _counted(node) for path, node in _lists(tree)} if scalars else {}
+    if lists:
+        told = f" is {lists['']}" if "" in lists else f": {listed(f'{path} is {it}' for path, it in lists.items())}"
+        raise DataError(f"{what}{told}, and no array.\n    cure: numpy.asarray(...), of shape [rows, ...].")
     if scalars:
-        raise DataError(f"{what}: {', '.join(scalars)} has no dim 0 to cut into rows.\n    cure: arrays of shape [rows, ...].")
+        raise DataError(f"{what}: {listed(scalars)} has no dim 0 to cut into rows.\n    cure: arrays of shape [rows, ...].")
     strange = [f"{path or 'the batch'} {describe(leaf)}" for path, leaf in leaves.items() if dtype_of(leaf).kind in "OSUMmT"]
     if strange:
-        raise DataError(f"{what}: {', '.join(strange)} cannot go onto a device.\n    cure: numbers in its place, or leave it out.")
+        raise DataError(f"{what}: {listed(strange)} cannot go onto a device.\n    cure: numbers in its place, or leave it out.")
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
         problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."]) for path, size in sizes.items()]
@@ -85,7 +133,7 @@ def check_like(tree: Tree, sample: Tree, what: str) -> None:
       DataError: what differs; the step is compiled for one kind of batch.
     """
     if jax.tree.structure(tree) != jax.tree.structure(sample):
-        raise DataError(f"{what} holds {', '.join(flatten(tree))}; the first one held {', '.join(flatten(sample))}.")
+        raise DataError(f"{what} holds {listed(flatten(tree))}; the first one held {listed(flatten(sample))}.")
     for leaf, first in zip(jax.tree.leaves(tree), jax.tree.leaves(sample), strict=True):
         if np.shape(leaf)[1:] != first.shape[1:] or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype:
             raise DataError(

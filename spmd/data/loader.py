@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import itertools
-import numbers
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -11,10 +10,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from spmd.data.batches import HostBatch, Placer, check_leaves, check_like
+from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_like
 from spmd.data.bucketing import Buckets
 from spmd.data.records import Records, tell_skipped
-from spmd.errors import DataError, OptionError
+from spmd.errors import DataError, OptionError, a_kind, brief, check_whole, listed
+from spmd.model.wrap import missing_arguments
 from spmd.tree import Tree, describe, flatten
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class IterableSource:
         self._make: Callable[[], Any] = data if callable(data) and not hasattr(data, "__iter__") else lambda: data
         self._first: Iterator | None = self._iterate()
         try:
-            sample = next(self._first)
+            sample = as_arrays(next(self._first), "the first batch")
         except StopIteration:
             raise DataError(
                 "the data is empty: it yields no batch.\n"
@@ -114,7 +114,10 @@ class IterableSource:
         self.steps_per_epoch: int | None = length
 
     def _iterate(self) -> Iterator:
-        return iter(self._make())
+        made = self._make()
+        if not hasattr(made, "__iter__") and not hasattr(made, "__getitem__"):
+            raise DataError(f"the function that was given as data returned {a_kind(made)}.\n    cure: an iterator or a list of batches.")
+        return iter(made)
 
     def sample(self) -> Tree:
         """The shapes of the first batch, over all processes."""
@@ -136,6 +139,7 @@ class IterableSource:
             count += 1
             if count <= start:
                 continue
+            leaves = as_arrays(leaves, f"batch {count} of epoch {number + 1}")
             rows = check_leaves(leaves, f"batch {count} of epoch {number + 1}")
             if rows == 0:
                 raise DataError(f"batch {count} of epoch {number + 1} has 0 rows.")
@@ -242,9 +246,9 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
       OptionError: an option that this kind of data cannot follow.
     """
     if data is None or isinstance(data, str):
-        raise DataError(f"data={data!r}: give a dict or tuple of arrays, an iterable of batches, or a grain data set.")
-    if shuffle not in (None, True, False):
-        raise OptionError(f"shuffle={shuffle!r}: True, False, or None (True for arrays).")
+        raise DataError(f"data={brief(data)}: give a dict or tuple of arrays, an iterable of batches, or a grain data set.")
+    if shuffle is not None and not isinstance(shuffle, bool):
+        raise OptionError(f"shuffle={brief(shuffle)}: True, False, or None (True for arrays).")
     if not is_arrays(data):
         if isinstance(data, Records) and shuffle not in (None, data.reading.shuffle):
             raise OptionError(
@@ -261,18 +265,22 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
             )
         if isinstance(data, Records):
             return _records(data, batch_size, short_ok=short_ok)
+        if callable(data) and not hasattr(data, "__iter__") and (missing := missing_arguments(data)):
+            raise DataError(
+                f"the function given as data takes arguments: {listed(missing)}.\n    cure: a function of none: lambda: batches(...)."
+            )
         if not hasattr(data, "__iter__") and not callable(data):
-            raise DataError(f"the data is a {type(data).__name__}: not arrays, and it cannot be iterated.")
+            raise DataError(f"the data is {a_kind(data)}: not arrays, and it cannot be iterated.")
         return IterableSource(data, batch_size)
-    arrays = jax.tree.map(lambda x: x if isinstance(x, np.ndarray) else np.asarray(x), data)
+    arrays = as_arrays(data, "the data")
     examples = check_leaves(arrays, "the data")
+    arrays = jax.tree.map(np.asarray, arrays)
     if examples == 0:
         shapes = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(arrays).items())
         raise DataError(f"the data is empty: {shapes}.\n    cure: look at what it was read or filtered from.")
     if batch_size is None:
         raise OptionError("batch_size is missing: arrays have to be cut into batches.\n    cure: such as batch_size=128.")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Integral) or batch_size < 1:
-        raise OptionError(f"batch_size={batch_size!r}: a whole number from 1.")
+    check_whole(batch_size, "batch_size")
     if examples < batch_size and not short_ok:
         raise DataError(
             f"the data has {examples} examples, fewer than one batch of {batch_size}.\n    cure: batch_size={examples} or less."

@@ -1,6 +1,7 @@
 """Layouts as text: TOML to `Layout` and back, remembering on which line each rule stands."""
 
 import dataclasses
+import os
 import re
 import tomllib
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import LayoutError, Problem, a_kind, closest, did_you_mean, raise_problems
+from spmd.errors import LayoutError, Problem, a_kind, brief, closest, did_you_mean, raise_problems
 from spmd.layout.clock import shown
 from spmd.layout.declare import (
     WHOLE,
@@ -72,16 +73,16 @@ def load(source: str | Path | Layout) -> Layout:
     if not isinstance(source, str | Path):
         known = ", ".join(shipped())
         raise LayoutError(
-            f"layout={source!r} is {a_kind(source)}.\n    cure: a path to a TOML file, a spmd.Layout, or one of the shipped: {known}."
+            f"layout={brief(source)} is {a_kind(source)}.\n    cure: a path to a TOML file, a spmd.Layout, or one of the shipped: {known}."
         )
     known, path = shipped(), Path(source)
     if str(source) in known:
         path = known[str(source)]
-    elif path.suffix != ".toml" and not path.is_file():
+    elif path.suffix != ".toml" and not os.path.isfile(path):
         cure = did_you_mean(str(source), known).replace("known:", "a path to a TOML file, or one of the shipped:")
         raise LayoutError(f'no layout "{source}" is shipped, and no such file exists.\n    cure: {cure}')
-    elif not path.is_file():
-        near = closest(path.name, [other.name for other in path.parent.glob("*.toml")]) if path.parent.is_dir() else None
+    elif not os.path.isfile(path):
+        near = closest(path.name, [other.name for other in path.parent.glob("*.toml")]) if os.path.isdir(path.parent) else None
         cure = f'did you mean "{path.parent / near}"?' if near else "check the path; shipped: " + ", ".join(known) + "."
         raise LayoutError(f"layout file {path} does not exist.\n    cure: {cure}")
     try:

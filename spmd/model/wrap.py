@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from flax import linen, nnx
 
-from spmd.errors import ModelError, a_kind
+from spmd.errors import ModelError, a_kind, brief
 from spmd.model.base import Model, abstractly
 from spmd.model.flax_linen import LinenModel
 from spmd.model.flax_nnx import NnxModel
@@ -19,6 +19,7 @@ def wrap(model: Any) -> Model:
     Raises:
       ModelError: not an nnx.Module, a linen.Module, a FunctionalModel, nor a function of no arguments returning one.
     """
+    _check_library(model if isinstance(model, type) else type(model))
     if isinstance(model, type):
         raise ModelError(
             f"model={model.__name__} is a class.\n    cure: pass a function that builds it: lambda: {model.__name__}(rngs=nnx.Rngs(0))."
@@ -35,20 +36,30 @@ def wrap(model: Any) -> Model:
         kind = _built_kind(model)
         return NnxModel(cast(Callable[[], nnx.Module], model)) if issubclass(kind, nnx.Module) else wrap(model())
     raise ModelError(
-        f"model={model!r} is {a_kind(model)}.\n    cure: an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), "
+        f"model={brief(model)} is {a_kind(model)}.\n    cure: an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), "
         "or a function of no arguments that returns one."
     )
+
+
+def _check_library(kind: type) -> None:
+    """Refuse the modules of PyTorch by their name; they can be called, but not traced."""
+    if any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__):
+        raise ModelError(
+            f"the model is a {kind.__name__} of PyTorch, which JAX cannot trace.\n"
+            "    cure: the same network as an nnx.Module; its weights can be brought along, nnx.Param(tensor.detach().cpu().numpy())."
+        )
 
 
 def _built_kind(factory: Callable[[], Any]) -> type:
     """The type that a factory returns, found by tracing it without allocating anything."""
     found: list[Any] = []
-    missing = _missing_arguments(factory)
+    missing = missing_arguments(factory)
     if missing:
         raise ModelError(
             f"the model's factory takes arguments: {', '.join(missing)}.\n    cure: a function of none: lambda: factory({missing[0]}=...)."
         )
     abstractly(lambda: found.append(factory()), "the model's factory")
+    _check_library(type(found[0]))
     if not isinstance(found[0], nnx.Module | linen.Module | FunctionalModel):
         raise ModelError(
             f"the model's factory returned {a_kind(found[0])}.\n    cure: return an nnx.Module, a linen.Module or a spmd.FunctionalModel."
@@ -56,8 +67,8 @@ def _built_kind(factory: Callable[[], Any]) -> type:
     return type(found[0])
 
 
-def _missing_arguments(factory: Callable[..., Any]) -> list[str]:
-    """The arguments without which the factory cannot be called."""
+def missing_arguments(factory: Callable[..., Any]) -> list[str]:
+    """The arguments without which a function of the user's cannot be called."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):

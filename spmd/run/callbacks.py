@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from spmd.errors import CallbackError, DivergedError, OptionError, a_kind, did_you_mean, naming, shown
+from spmd.errors import CallbackError, DivergedError, OptionError, a_kind, brief, did_you_mean, naming
 from spmd.hosts.replicas import check_replicas
 
 
@@ -265,7 +265,7 @@ def as_callbacks(given: Any) -> list[Callback]:
       OptionError: something that is neither.
     """
     if not isinstance(given, list | tuple):
-        raise OptionError(f"callbacks={shown(given)} is {a_kind(given)}.\n    cure: a list of them.")
+        raise OptionError(f"callbacks={brief(given)} is {a_kind(given)}.\n    cure: a list of them.")
     callbacks: list[Callback] = []
     for one in given:
         if isinstance(one, Callback):
@@ -273,13 +273,13 @@ def as_callbacks(given: Any) -> list[Callback]:
         elif callable(one) and not isinstance(one, type):
             callbacks.append(Each(one))
         else:
-            raise OptionError(f"callback {shown(one)} is neither a spmd.callbacks.Callback nor a function of info.")
+            raise OptionError(f"callback {brief(one)} is neither a spmd.callbacks.Callback nor a function of info.")
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         for name in dir(one) if isinstance(one, Callback) else ():
             if name.startswith("on_") and name not in hooks:
                 raise OptionError(f"callback {type(one).__name__}: nothing calls {name}.\n    cure: {did_you_mean(name, hooks)}")
         if isinstance(callbacks[-1].every, bool) or not isinstance(callbacks[-1].every, int) or callbacks[-1].every < 1:
-            raise OptionError(f"callback {shown(one)}: every={shown(callbacks[-1].every)}; a number of steps, from 1.")
+            raise OptionError(f"callback {brief(one)}: every={brief(callbacks[-1].every)}; a number of steps, from 1.")
     if not any(isinstance(one, TerminateOnNaN) for one in callbacks):
         callbacks.insert(0, TerminateOnNaN())
     return callbacks
@@ -300,7 +300,7 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
 
 def name_of(callback: Any) -> str:
     """What the user knows a callback as: its class, or the function that it calls."""
-    return shown(callback.function) if isinstance(callback, Each) else type(callback).__name__
+    return brief(callback.function) if isinstance(callback, Each) else type(callback).__name__
 
 
 def watched(callback: Callback) -> tuple[str, ...]:
@@ -312,7 +312,7 @@ def watched(callback: Callback) -> tuple[str, ...]:
     with naming(lambda: f"callback {name_of(callback)}.watches"):
         found = callback.watches()
     if isinstance(found, str) or not all(isinstance(name, str) for name in found):
-        raise OptionError(f"callback {name_of(callback)} watches {shown(found)}.\n    cure: a tuple of names, such as ('loss',).")
+        raise OptionError(f"callback {name_of(callback)} watches {brief(found)}.\n    cure: a tuple of names, such as ('loss',).")
     return tuple(found)
 
 
@@ -329,7 +329,7 @@ def saved(callbacks: Sequence[Callback], step: int) -> list[list[Any]]:
         try:
             json.dumps(entry)
         except (TypeError, ValueError) as error:
-            why = f"step {step}: callback {name_of(callback)}.save gives {shown(entry)}, which a checkpoint cannot hold: {error}."
+            why = f"step {step}: callback {name_of(callback)}.save gives {brief(entry)}, which a checkpoint cannot hold: {error}."
             raise CallbackError(f"{why}\n    cure: plain numbers, words, lists and dicts, such as float(value).") from error
         kept.append([type(callback).__name__, entry])
     return kept

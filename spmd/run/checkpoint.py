@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from spmd.errors import CheckpointError, OptionError, a_kind, did_you_mean, shown
+from spmd.errors import CheckpointError, OptionError, a_kind, brief, did_you_mean
 from spmd.folders import as_path, make_folder
 from spmd.hosts import guard
 from spmd.hosts.handshake import first_of_all
@@ -76,7 +76,7 @@ def as_checkpoint(given: Any) -> Checkpoint | None:
         return given
     if isinstance(given, str | Path):
         return Checkpoint(given)
-    raise OptionError(f"checkpoint={shown(given)} is {a_kind(given)}; a folder, or a spmd.Checkpoint.")
+    raise OptionError(f"checkpoint={brief(given)} is {a_kind(given)}; a folder, or a spmd.Checkpoint.")
 
 
 class _Failures(logging.Handler):

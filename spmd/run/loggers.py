@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import jax
 
-from spmd.errors import OptionError, a_kind, import_extra, naming, shown
+from spmd.errors import OptionError, a_kind, brief, import_extra, naming
 from spmd.folders import as_path, make_folder, writing
 
 
@@ -113,8 +113,8 @@ def check_loggers(loggers: Any) -> list[Logger]:
       OptionError: one without `write` and `close`, or a class in place of its instance.
     """
     if not isinstance(loggers, list | tuple):
-        raise OptionError(f"loggers={shown(loggers)} is {a_kind(loggers)}.\n    cure: a list of them.")
+        raise OptionError(f"loggers={brief(loggers)} is {a_kind(loggers)}.\n    cure: a list of them.")
     for one in loggers:
         if isinstance(one, type) or not (callable(getattr(one, "write", None)) and callable(getattr(one, "close", None))):
-            raise OptionError(f"logger {shown(one)} has no write(record) and close().\n    cure: such as spmd.loggers.JsonLines(path).")
+            raise OptionError(f"logger {brief(one)} has no write(record) and close().\n    cure: such as spmd.loggers.JsonLines(path).")
     return list(loggers)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from spmd.errors import OptionError
+from spmd.errors import OptionError, brief
 from spmd.run.sketch import MOST, panel, spark
 from spmd.tree import format_bytes
 
@@ -194,8 +194,8 @@ def _in_kernel() -> bool:
 
 def make_progress(wanted: bool | str) -> NoProgress | Progress:
     """`True` shows progress anywhere, `False` nowhere, `"auto"` in a terminal or a notebook."""
-    if wanted not in (True, False, "auto"):
-        raise OptionError(f'progress={wanted!r}.\n    cure: True, False or "auto".')
+    if not isinstance(wanted, bool) and not (isinstance(wanted, str) and wanted == "auto"):
+        raise OptionError(f'progress={brief(wanted)}.\n    cure: True, False or "auto".')
     if wanted is False:
         return NoProgress()
     from rich.console import Console

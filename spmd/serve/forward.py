@@ -14,8 +14,8 @@ from spmd.model.base import Call, Variables
 from spmd.nn.context import WHOLE, under
 from spmd.train.placed import Placed
 from spmd.train.precision import cast, compute_dtype
-from spmd.train.state import State
-from spmd.trainer import Trainer, check_alive
+from spmd.train.state import State, check_alive
+from spmd.trainer import Trainer
 from spmd.tree import Tree, abstract, describe, flatten
 
 
@@ -93,7 +93,7 @@ def _heard(placed: Placed, variables: Variables) -> Tree:
     def loss(variables: Variables, sample: Tree) -> None:
         model = placed.given.bind(variables, Call(training=False))
         with under(WHOLE):
-            placed.objective.for_training()(_Heard(model, calls), sample, jax.random.key(0))
+            placed.objective.for_training().call(_Heard(model, calls), sample, jax.random.key(0))
 
     try:
         jax.eval_shape(loss, variables, placed.sample)

@@ -1,16 +1,19 @@
 """What is minimised and what is measured, as (sum, count) pairs over rows."""
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import LossError, a_kind
+from spmd.errors import LossError, SpmdError, a_kind, brief, first_line
+from spmd.model.base import known_cause
 from spmd.train.metrics import PerExample, Sums, as_sum
-from spmd.tree import describe
+from spmd.tree import describe, flatten
 
 LOSS = "loss"
 RESERVED = (LOSS, "wire_bytes", "compression_ratio", "residual_norm", "mean_error")  # names that a step's own metrics have
@@ -30,7 +33,7 @@ class Objective:
     def __post_init__(self):
         if not callable(self.loss):
             raise LossError(
-                f"loss={self.loss!r} is {a_kind(self.loss)}, not a function (model, batch[, rng]).\n"
+                f"loss={brief(self.loss)} is {a_kind(self.loss)}, not a function (model, batch[, rng]).\n"
                 "    cure: such as spmd.losses.mean_squared_error."
             )
         for name, metric in self.metrics.items():
@@ -48,6 +51,11 @@ class Objective:
         return dataclasses.replace(self, metrics=shared)
 
     def __call__(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
+        """As `call`; what the user's functions raise comes out as a `LossError` that names them."""
+        with naming_in_trace("the loss", batch):
+            return self.call(model, batch, rng)
+
+    def call(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
         """The loss as the user's function gave it, and every metric by name; calls the model."""
         shared = _Memo(model)  # for functions that only call the model, so that they call it once
         pick = lambda function: shared if isinstance(function, PerExample) else model
@@ -65,11 +73,61 @@ class Objective:
         if twice:
             raise LossError(f'the loss also returns a metric "{twice[0]}", which is the name of another.\n    cure: another name for it.')
         value = tuple(map(jnp.asarray, value)) if isinstance(value, tuple) else jnp.asarray(value)
-        return value, {**extra, **{name: metric(pick(metric), batch) for name, metric in self.metrics.items()}}
+        for name, metric in self.metrics.items():
+            with naming_in_trace(f'metric "{name}"', batch):
+                extra = {**extra, name: metric(pick(metric), batch)}
+        for name, measured in extra.items():
+            numbers = measured if isinstance(measured, tuple | list) else (measured,)
+            if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
+                raise LossError(
+                    f'metric "{name}" returned {a_kind(measured)}; wanted a scalar, one value per example, or a (sum, count) pair.\n'
+                    "    cure: an array or a number."
+                )
+        return value, extra
 
     def sums(self, value: jax.Array, extra: Mapping[str, Any], weights: jax.Array) -> Sums:
         """The loss and every metric as (sum, count) over the rows of weight 1."""
         return {name: as_sum(name, metric, weights) for name, metric in {LOSS: value, **extra}.items()}
+
+
+@contextlib.contextmanager
+def naming_in_trace(what: str, batch: Any) -> Iterator[None]:
+    """Around a call of the user's loss or metric under a trace: what it raises comes out as a `LossError` that names it."""
+    try:
+        yield
+    except SpmdError:
+        raise
+    except jax.errors.UnexpectedTracerError as error:
+        raise _leaked(what, error) from error
+    except Exception as error:
+        shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(batch).items())
+        raise LossError(
+            known_cause(error)
+            or f"{what} fails on a batch of {{{shapes}}}: {first_line(error)}\n"
+            "    cure: the error above has the line; check that the model takes these shapes."
+        ) from error
+
+
+class NamingLeaks:
+    """Around a call of a compiled function, which may be traced there: JAX finds arrays of other traces when it is done."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, jax.errors.UnexpectedTracerError):
+            raise _leaked("the model, the loss or a metric", error) from error
+
+
+def _leaked(what: str, error: Exception) -> LossError:
+    frames = re.findall(r"(?m)^(\S+:\d+):\d+ \((\S+)\)$", str(error))
+    made = next((f"{line}, in {name}" for line, name in reversed(frames) if "/flax/" not in line), None)
+    return LossError(
+        f"{what} uses an array of a trace that is over{f', made at {made}' if made else ''}.\n"
+        "    A step is traced and then runs compiled, so what a model, a loss or a metric keeps in an attribute, a list or a global is a\n"
+        "    tracer, which has no value.\n"
+        "    cure: return it as a metric, (loss, {name: array}); or keep it in an nnx.Variable, such as nnx.BatchStat."
+    )
 
 
 class _Memo:

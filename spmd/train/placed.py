@@ -19,7 +19,7 @@ from spmd.comm.report import server_bytes
 from spmd.comm.server.events import Events
 from spmd.comm.server.storage import Storage
 from spmd.comm.server.stored import StoredModel
-from spmd.errors import ModelError, OptionError
+from spmd.errors import ModelError, OptionError, brief
 from spmd.layout.check import fit_layout
 from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved
@@ -47,9 +47,9 @@ class Options:
     def __post_init__(self):
         compute_dtype(self.precision)
         if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
-            raise OptionError(f"accumulate={self.accumulate!r}: a number of microbatches, from 1.")
+            raise OptionError(f"accumulate={brief(self.accumulate)}: a number of microbatches, from 1.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise OptionError(f"seed={self.seed!r}: a whole number from 0 to 2**32 - 1.")
+            raise OptionError(f"seed={brief(self.seed)}: a whole number from 0 to 2**32 - 1.")
 
 
 class Placed:
@@ -70,7 +70,7 @@ class Placed:
         platform: str | None = None,
     ):
         if metrics is not None and not isinstance(metrics, Mapping):
-            raise OptionError(f"metrics={metrics!r} is not a dict.\n    cure: {{name: function(model, batch)}}.")
+            raise OptionError(f"metrics={brief(metrics)} is not a dict.\n    cure: {{name: function(model, batch)}}.")
         self._given, self.options = wrap(model), options
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
         self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
@@ -104,7 +104,7 @@ class Placed:
         """Call the loss on zeros, for a model that shows its shapes only when it is called."""
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._sample)
         with under(WHOLE):
-            self.objective.for_training()(model, zeros, jax.random.key(0))
+            self.objective.for_training().call(model, zeros, jax.random.key(0))
 
     @functools.cached_property
     def model(self) -> Model:

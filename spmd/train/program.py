@@ -19,24 +19,25 @@ from spmd.comm.reduction import constrain
 from spmd.comm.report import exact_bytes
 from spmd.comm.server.events import Events
 from spmd.data.batches import check_batch, check_leaves
-from spmd.errors import DataError, LayoutError, LossError, ModelError, OptimizerError, SpmdError
+from spmd.errors import DataError, LayoutError, ModelError, OptimizerError
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import pspec
-from spmd.model.base import Call, Variables, known_cause
+from spmd.model.base import Call, Variables
 from spmd.nn.context import under
 from spmd.nn.schedule import Schedule
 from spmd.train.accumulate import has_convolution
 from spmd.train.activations import Activations, Seen
 from spmd.train.local import LocalStep
 from spmd.train.metrics import pack
-from spmd.train.objective import LOSS, Objective, check_loss
+from spmd.train.objective import LOSS, NamingLeaks, Objective, check_loss, naming_in_trace
 from spmd.train.placed import Placed
 from spmd.train.precision import cast, compute_dtype
 from spmd.train.serve import ServedStep
 from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, many
-from spmd.tree import Tree, abstract, describe, flatten, map_paths
+from spmd.tree import Tree, abstract, map_paths
 
+LEAKS = NamingLeaks()
 KERNELS = ("cu_threefry2x32", "cu_threefry2x32_ffi")  # of jax itself, which `jax.export` would not promise to know in years to come
 
 
@@ -86,18 +87,8 @@ class Program:
                 return objective(placed.model.bind(variables, asked), batch, key)
 
         variables = abstract(placed.abstract_state.variables)
-        try:
+        with naming_in_trace("the loss", self.sample):
             jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(variables, self.sample)
-        except SpmdError:
-            raise
-        except Exception as error:
-            shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(self.sample).items())
-            message = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            raise LossError(
-                known_cause(error)
-                or f"the loss fails on a batch of {{{shapes}}}: {type(error).__name__}: {message}\n"
-                "    cure: the error above has the line; check that the model takes these shapes."
-            ) from error
         return shapes, jaxpr
 
     def _check_pipeline(self, *, stats: bool) -> None:
@@ -192,19 +183,23 @@ class Program:
                 f"a batch of {weights.shape[0]} rows, which {self.placed.exchange.simulated} workers do not divide, while not all count.\n"
                 "    cure: a loss with one value per example and no batch statistics, which can leave padding out; or drop the batch."
             )
-        return self._function(("step", weights.shape[0], split))(state, batch, weights, events)
+        with LEAKS:
+            return self._function(("step", weights.shape[0], split))(state, batch, weights, events)
 
     def many(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """`rows.shape[0]` updates in one call on resident data; metrics are float32[steps, 2, names]."""
-        return self._function(("many", weights.shape[1], True))(state, data, rows, weights, events)
+        with LEAKS:
+            return self._function(("many", weights.shape[1], True))(state, data, rows, weights, events)
 
     def evaluate(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
         """Sums and counts of loss and metrics, float32[2, eval_names], in evaluation mode."""
-        return self._function(("evaluate",))(state.params, state.stats, state.rngs, batch, weights)
+        with LEAKS:
+            return self._function(("evaluate",))(state.params, state.stats, state.rngs, batch, weights)
 
     def predict(self, state: State, inputs: Tree) -> Tree:
         """The model's outputs in evaluation mode, whole on every device."""
-        return self._function(("predict",))(state.params, state.stats, state.rngs, inputs)
+        with LEAKS:
+            return self._function(("predict",))(state.params, state.stats, state.rngs, inputs)
 
     def _function(self, key: tuple) -> Callable:
         if key not in self._compiled:
@@ -264,7 +259,8 @@ class Program:
 
     @property
     def _traced(self) -> Any:
-        return self._function(("step", self.rows, True)).trace(*self.arguments)  # type: ignore[attr-defined]
+        with LEAKS:
+            return self._function(("step", self.rows, True)).trace(*self.arguments)  # type: ignore[attr-defined]
 
     def compiled(self) -> Any:
         """A step on a full batch, compiled; on several devices, or one that is no CPU, `step` then runs this program."""

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.errors import OptimizerError, a_kind
+from spmd.errors import OptimizerError, OptionError, a_kind, brief
 from spmd.layout.resolve import Resolved, pspec
 from spmd.model.base import Model, Variables
 from spmd.tree import Tree, flatten, path_of
@@ -158,3 +158,11 @@ def place_copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """A copy of `leaf` on the mesh; no buffer of the caller's is shared, so donating it is safe."""
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], copy=True))
+
+
+def check_alive(state: State) -> None:
+    """A state that a step has consumed must not be used again: it can end the process inside the runtime."""
+    if not isinstance(state, State):
+        raise OptionError(f"state={brief(state)} is {a_kind(state)}.\n    cure: what trainer.init() or a step returns.")
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise OptionError("this state was consumed by a step.\n    cure: go on with the one that the step returned: state, metrics = ...")

@@ -94,7 +94,7 @@ BAD_ARRAYS = {
         DataError,
         "data='digits.npz': give a dict or tuple of arrays, an iterable of batches, or a grain data set.",
     ),
-    "a number": (7, {}, DataError, "the data is a int: not arrays, and it cannot be iterated."),
+    "a number": (7, {}, DataError, "the data is an int: not arrays, and it cannot be iterated."),
     "no leaves": ({}, {}, DataError, "the data holds no arrays: {}.\n    cure: a dict or tuple of arrays of shape [rows, ...]."),
     "no examples": (
         numbered(0),
