@@ -18,6 +18,7 @@ from pathlib import Path
 from spmd.errors import CompileError
 
 LOG = "log"  # in a request's folder: what compilers print
+TOLD = 1.0  # seconds between two words about how long it takes
 DEVICES = 8  # simulated ones at least, so that most plans can share a process
 READ = ("CUDA", "JAX", "LD_", "LIBTPU", "NVIDIA", "PJRT", "PYTHON", "TF_", "TMPDIR", "TPU", "XLA")  # how names begin that count
 
@@ -69,7 +70,7 @@ def ask(folder: Path, own: dict[str, str], devices: int, what: str, timeout: flo
         raise CompileError(
             f"a plan was asked for while another is compiled in the same thread, for {what}.\n    cure: one after the other."
         )
-    while not _lock.acquire(timeout=1.0):
+    while not _lock.acquire(timeout=TOLD):
         _check_time(began, timeout, what, say)
     try:
         _holder = threading.get_ident()
@@ -155,7 +156,7 @@ def _answered(helper: Helper, folder: Path, began: float, what: str, timeout: fl
         return False
     with selectors.DefaultSelector() as selector:
         selector.register(helper.replies, selectors.EVENT_READ)
-        while not selector.select(min(1.0, max(0.0, began + timeout - time.monotonic()))):
+        while not selector.select(min(TOLD, max(0.0, began + timeout - time.monotonic()))):
             _check_time(began, timeout, what, say)
     return bool(os.read(helper.replies, 1))
 

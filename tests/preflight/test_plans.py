@@ -1,5 +1,6 @@
 """Plans as a user sees them: the report, explanations, the command, and what is refused."""
 
+import contextlib
 import dataclasses
 import html
 import itertools
@@ -8,11 +9,15 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 import xml.etree.ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -163,17 +168,47 @@ def test_a_compiler_that_is_not_there_is_told_first(monkeypatch):
     assert compiler_of(load("tpu_v5e"))[0] == "cpu"
 
 
-def test_a_compiler_that_takes_too_long_is_stopped():
-    with pytest.raises(CompileError, match=r"compiling for 1x8xcpu with XLA:CPU took more than 0\.01 s\."):
-        made(optimizer=optax.adam(0.25), timeout=0.01)
-    assert helper._kept is None
+@pytest.fixture
+def new(tmp_path, monkeypatch):
+    """Plans that no cache has."""
+    monkeypatch.setenv("SPMD_CACHE", str(tmp_path / "plans"))
+    return lambda target="2xcpu", **options: made(**{"target": target, "mesh": "data=-1,model=2"} | options)
 
 
-def test_progress_is_told():
-    said = []
-    helper.stop()  # a fresh process takes more than a second
-    made(optimizer=optax.adam(0.125), say=said.append)
-    assert said and said[0].startswith("compiling for 1x8xcpu with XLA:CPU: 1 s of at most 600")
+@pytest.fixture
+def stopped(monkeypatch):
+    """The next process that compiles is stopped as it starts: it is in the list, and goes on when it is let, or after a minute."""
+    start, processes = helper._start, []
+    late = threading.Timer(60, lambda: [process.send_signal(signal.SIGCONT) for process in processes])
+
+    def stop(*given):
+        found = start(*given)
+        found.process.send_signal(signal.SIGSTOP)
+        processes.append(found.process)
+        return found
+
+    helper.stop()
+    monkeypatch.setattr(helper, "_start", stop)
+    monkeypatch.setattr(helper, "TOLD", 0.01)
+    late.start()
+    yield processes
+    late.cancel()
+
+
+def test_a_compiler_that_takes_too_long_is_stopped(new, stopped, monkeypatch):
+    said, clock = [], itertools.chain([0.0, 5.0], itertools.repeat(10.0))
+    monkeypatch.setattr(helper, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(CompileError, match=r"compiling for 1x2xcpu with XLA:CPU took more than 10 s\."):
+        new(timeout=10, say=said.append)
+    assert not said and helper._kept is None and [process.wait(60) for process in stopped] == [-signal.SIGKILL]
+
+
+def test_progress_is_told(new, stopped, monkeypatch):
+    """The clock says a second more each time that it is asked, until the process goes on."""
+    said, clock = [], itertools.chain(range(4), itertools.repeat(4))
+    monkeypatch.setattr(helper, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    new(say=lambda line: said.append(line) or stopped[0].send_signal(signal.SIGCONT))
+    assert said[0] == "compiling for 1x2xcpu with XLA:CPU: 2 s of at most 600"
 
 
 def test_nothing_is_allocated_at_the_models_size():
@@ -404,20 +439,32 @@ def test_a_worker_does_not_outlive_who_asked(tmp_path):
     command = [sys.executable, "-P", "-m", "spmd.preflight.worker", "1", "1"]
     environment = os.environ | {"PYTHONPATH": str(Path(spmd.__file__).parents[1])}
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, stdout=subprocess.DEVNULL) as process:
-        process.stdin.write(f"{tmp_path}\n".encode())
-        process.stdin.flush()
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
-        assert (tmp_path / "log").is_file()
-        process.stdin.close()
-        assert process.wait(timeout=30) == 1
+        try:
+            process.stdin.write(f"{tmp_path}\n".encode())
+            process.stdin.flush()
+            with written(tmp_path / "request.pickle", process):  # it reads there now
+                assert (tmp_path / "log").is_file() and process.poll() is None
+                process.stdin.close()
+                assert process.wait(timeout=60) == 1
+        finally:
+            process.kill()
 
 
-@pytest.fixture
-def new(tmp_path, monkeypatch):
-    """Plans that no cache has."""
-    monkeypatch.setenv("SPMD_CACHE", str(tmp_path))
-    return lambda target="2xcpu", **options: made(**{"target": target, "mesh": "data=-1,model=2"} | options)
+@contextlib.contextmanager
+def written(fifo, process):
+    """The end of a pipe that is written, once a process reads the other."""
+    until = time.monotonic() + 120
+    while True:
+        try:
+            file = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError:
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.01)
+    try:
+        yield
+    finally:
+        os.close(file)
 
 
 @pytest.mark.system
@@ -489,21 +536,24 @@ def test_what_is_printed_when_python_starts_is_no_answer(new, monkeypatch, tmp_p
 
 
 @pytest.mark.system
-def test_plans_of_threads_wait_for_each_other_and_one_inside_another_is_refused(new):
+def test_plans_of_threads_wait_for_each_other(new):
     optimizers = [optax.adam(0.3), optax.adam(0.4), optax.adam(0.6)]
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda optimizer: new(optimizer=optimizer), optimizers))
     assert len({str(plan.memory) for plan in found}) == 1
-    inside = []
+
+
+@pytest.mark.system
+def test_a_plan_inside_another_is_refused(new, stopped):
+    refused = []
 
     def say(line):
-        with pytest.raises(CompileError, match="while another is compiled in the same thread"):
-            new(optimizer=optax.adam(0.7))
-        inside.append(line)
+        with pytest.raises(CompileError, match="while another is compiled in the same thread") as caught:
+            new(optimizer=optax.adam(0.7), timeout=30)
+        refused.append(caught.value)
+        stopped[0].send_signal(signal.SIGCONT)
 
-    helper.stop()  # a fresh process takes more than a second
-    new(optimizer=optax.adam(0.8), say=say)
-    assert inside
+    assert new(say=say).fits and refused
 
 
 @pytest.mark.system
