@@ -1,29 +1,41 @@
 """Reading ahead: bounded, closed whatever happens, and honest about errors."""
 
+import queue
+import sys
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from spmd.data.prefetch import prefetch
+
+MODULE = sys.modules[prefetch.__module__]
 
 
 def readers():
     return [thread for thread in threading.enumerate() if thread.name == "spmd-prefetch"]
 
 
-def settled(read):
-    """The length of `read` once it has stopped growing."""
-    before, since = -1, time.monotonic()
-    while len(read) != before or time.monotonic() - since < 0.15:
-        if len(read) != before:
-            before, since = len(read), time.monotonic()
-        time.sleep(0.01)
-    return before
+@pytest.fixture
+def blocked(monkeypatch):
+    """What the reader would hand over and cannot, since nobody has taken what is there: each once, as soon as it is so."""
+    found = queue.SimpleQueue()
+
+    class Queue(queue.Queue):
+        newest = None
+
+        def put(self, entry, timeout):
+            if self.full() and entry is not self.newest:
+                self.newest = entry
+                found.put(entry)
+            super().put(entry, timeout=timeout)
+
+    monkeypatch.setattr(MODULE, "queue", SimpleNamespace(Queue=Queue, Full=queue.Full))
+    return lambda: found.get(timeout=60)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_the_reader_is_never_more_than_depth_and_one_ahead(depth):
+def test_prefetch_reads_depth_and_one_ahead(depth, blocked):
     read = []
 
     def numbers():
@@ -32,10 +44,10 @@ def test_the_reader_is_never_more_than_depth_and_one_ahead(depth):
             yield number
 
     with prefetch(numbers(), lambda number: number * number, depth) as squares:
-        assert settled(read) == depth + 1  # it does read ahead, up to the bound
+        assert blocked() == (depth**2, None) and len(read) == depth + 1
         for taken in range(1, 4):
             assert next(squares) == (taken - 1) ** 2
-            assert settled(read) == taken + depth + 1
+            assert blocked() == ((taken + depth) ** 2, None) and len(read) == taken + depth + 1
         assert list(squares) == [number * number for number in range(3, 20)]
     assert not readers()
 
@@ -127,14 +139,17 @@ def test_a_reader_that_fails_while_it_is_closed_does_not_fail_in_silence():
     assert not readers()
 
 
-def test_an_error_nobody_asked_for_does_not_hang_the_leaving():
+def test_an_error_nobody_asked_for_does_not_hang_the_leaving(blocked):
+    error = ValueError("never read")
+
     def soon_broken():
         yield 1
-        raise ValueError("never read")
+        yield 2
+        raise error
 
     with prefetch(soon_broken(), lambda number: number, 1) as numbers:
-        assert next(numbers) == 1
-        time.sleep(0.05)
+        assert blocked() == (2, None) and next(numbers) == 1
+        assert blocked()[1] is error
     assert not readers()
 
 
