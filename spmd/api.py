@@ -124,7 +124,8 @@ def fit(
 
     Args:
       model: a function of no arguments that builds an `nnx.Module` (its arrays are then made in place on the mesh), an
-        `nnx.Module`, a `linen.Module` or a `FunctionalModel`. A model that is given whole is copied, never changed.
+        `nnx.Module`, a `linen.Module` or a `FunctionalModel`. One that holds weights (an `nnx.Module`, `linen_module.bind(variables)`,
+        `functional_model.bind(params)`, `result.model`) starts from them; they are copied, never changed.
       data: dict or tuple of arrays [examples, ...]; an iterable of batches, or a function that returns one; a grain data
         set; or `spmd.data.resident(arrays)`.
       loss: `loss(model, batch)` or `loss(model, batch, rng)`; one value per example, or a scalar (the mean over the rows

@@ -17,12 +17,11 @@ from spmd.comm.log import WireLog
 from spmd.comm.report import notes as exchange_notes
 from spmd.comm.report import server_notes
 from spmd.comm.server.account import Account
-from spmd.comm.server.events import Events
 from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, check_leaves, check_like
-from spmd.data.deal import Position, epoch_of
+from spmd.data.deal import Position, check_present, epoch_of
 from spmd.data.loader import is_arrays, settled, source
 from spmd.data.prefetch import prefetch
-from spmd.errors import CheckpointError, DataError, OptionError, brief, check_whole
+from spmd.errors import CheckpointError, DataError, OptionError, brief, check_whole, did_you_mean
 from spmd.hosts import even, guard
 from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved
@@ -35,7 +34,7 @@ from spmd.run.length import allowing
 from spmd.run.loop import IN_FLIGHT
 from spmd.run.reader import Reader
 from spmd.run.remembered import check_meetings
-from spmd.run.repack import written
+from spmd.run.repack import PARAMS, written
 from spmd.train.placed import Options, Placed
 from spmd.train.program import Program, prepared
 from spmd.train.state import State, check_alive, whole_moments
@@ -143,8 +142,11 @@ class Trainer:
         if self._program is None:
             raise OptionError("trainer.wire before the first batch: what travels depends on it.\n    cure: trainer.prepare(batch) first.")
         if not self._placed.exchange.reduction.manual and not self.schedules:
-            alone = self.resolved.workers == 1
-            why = "a single worker exchanges nothing" if alone else 'under reduction "compiler" XLA places the collectives'
+            why = (
+                "a single worker exchanges nothing"
+                if self.resolved.workers == 1
+                else 'under reduction "compiler" XLA places the collectives'
+            )
             raise OptionError(
                 f'trainer.wire: {why}.\n    cure: several workers and  [gradients] reduction = "all_reduce"  or "reduce_scatter".'
             )
@@ -193,12 +195,14 @@ class Trainer:
         """Shape, dtype and sharding of the state; nothing is allocated."""
         return self._placed.abstract_state
 
-    def restore(self, checkpoint: str | Path | Checkpoint, *, step: int | str = "latest") -> State:
-        """The state of a checkpoint that `fit` wrote, laid out for this trainer's mesh and layout.
+    def restore(self, checkpoint: str | Path | Checkpoint, *, step: int | str = "latest", only: str | None = None) -> State:
+        """The state of a checkpoint that `fit` wrote, laid out for this trainer's mesh and layout. Nothing in the folder is changed.
 
         Args:
           checkpoint: the run's folder.
           step: "latest", "best" (for a run with `Checkpoint(best=...)`), or a number.
+          only: "params": parameters and batch statistics alone, in a new state at step 0 of this trainer's optimizer, whatever the
+            run's optimizer was. `fit(trainer.rebuild(state), ...)` trains from there.
 
         Raises:
           CheckpointError: there is no such checkpoint, or it does not fit this model and optimizer (a table says where).
@@ -208,13 +212,14 @@ class Trainer:
           trainer.evaluate(state, test_data, batch_size=128)
         """
         config = as_checkpoint(checkpoint)
+        if only not in (None, PARAMS):
+            raise OptionError(f"only={only!r}.\n    cure: {did_you_mean(str(only), (PARAMS,))}")
         if config is None or not Path(config.path).is_dir():
             raise CheckpointError(f"checkpoint={brief(checkpoint)}: there is no such folder.")
         reader = Reader(config.path)
         chosen = reader.step(step)
-        if (why := reader.damage(chosen)) is not None:
-            others = ", ".join(str(other) for other in reader.steps() if other != chosen) or "none"
-            raise CheckpointError(f"the checkpoint of step {chosen} in {reader.folder} is damaged: {why}.\n    cure: another: {others}.")
+        if only is not None:
+            return self._placed.begin(*reader.restore_params(chosen, self.abstract_state, self._placed.packing))
         state, told = self.load(reader, chosen)
         for line in told:
             logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
@@ -230,8 +235,7 @@ class Trainer:
     @property
     def packing(self) -> dict[str, Any] | None:
         """How the state keeps parameters, for a checkpoint; None where it does as the model has them."""
-        found = self._placed.packing
-        return None if found is None else written(found)
+        return None if (found := self._placed.packing) is None else written(found)
 
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""
@@ -257,9 +261,8 @@ class Trainer:
         whole = rows * jax.process_count()  # of several processes each brings its own part
         program, placer = self.prepare(jax.tree.map(lambda x: jax.ShapeDtypeStruct((whole, *x.shape[1:]), x.dtype), abstract(batch)))
         if whole > program.rows:
-            raise DataError(
-                f"a batch of {whole} rows, after a first one of {program.rows}.\n    cure: the first batch must be the largest."
-            )
+            cure = "the first batch must be the largest"
+            raise DataError(f"a batch of {whole} rows, after a first one of {program.rows}.\n    cure: {cure}.")
         check_like(batch, program.sample, "this batch")
         return placer(HostBatch(batch, rows))
 
@@ -277,7 +280,7 @@ class Trainer:
         check_alive(state)
         program, placer = self.prepare(placed.leaves)
         number = self._number(state)
-        _check_present(program.clock, number, placed)
+        check_present(program.clock, number, placed)
         with placer.carrying():
             events = placer.all_everywhere(program.events(number, placed.rows, placed.have))
             state, packed = program.step(state, placed.leaves, placed.weights, events, split=placed.split)
@@ -384,14 +387,3 @@ class Trainer:
                 out = jax.device_get(program.predict(state, placer(HostBatch(arrays, len(index), index)).leaves))
             outputs.append(jax.tree.map(lambda x: x[: len(index)], out))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
-
-
-def _check_present(clock: Events | None, step: int, batch: Batch) -> None:
-    """Rows of workers who are busy elsewhere would be lost in silence."""
-    if clock is None or not clock.dealt or batch.have is not None or clock.round(step).takes.all():
-        return
-    absent = int((~clock.round(step).takes).sum())
-    raise OptionError(
-        f"step {step + 1}: {absent} of {clock.workers} workers take no part in this round, and their rows of the batch would be lost.\n"
-        "    cure: fit(), or trainer.steps(), which deal rows out to those who do."
-    )

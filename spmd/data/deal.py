@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from spmd.comm.server.events import Events
-from spmd.data.batches import HostBatch
+from spmd.data.batches import Batch, HostBatch
 from spmd.data.loader import ArraySource, Source
-from spmd.errors import DataError
+from spmd.errors import DataError, OptionError
 
 
 @dataclasses.dataclass
@@ -194,3 +194,14 @@ def _dealt(lots: list[_Part], have: np.ndarray, unit: int) -> HostBatch:
         return HostBatch(lots[0].batch.leaves, count, index, None, have, weights)
     join = lambda *leaves: np.concatenate([np.asarray(leaf)[part] for leaf, part in zip(leaves, rows, strict=True)])
     return HostBatch(jax.tree.map(join, *(lots[at].batch.leaves for at in turn)), count, None, None, have, weights)
+
+
+def check_present(clock: Events | None, step: int, batch: Batch) -> None:
+    """Rows of workers who are busy elsewhere would be lost in silence."""
+    if clock is None or not clock.dealt or batch.have is not None or clock.round(step).takes.all():
+        return
+    absent = int((~clock.round(step).takes).sum())
+    raise OptionError(
+        f"step {step + 1}: {absent} of {clock.workers} workers take no part in this round, and their rows of the batch would be lost.\n"
+        "    cure: fit(), or trainer.steps(), which deal rows out to those who do."
+    )

@@ -5,23 +5,43 @@ from typing import Any
 
 import jax
 from flax import linen
+from flax.core import unfreeze
 
-from spmd.errors import ModelError
+from spmd.errors import ModelError, Problem, raise_problems
 from spmd.layout.match import matches
 from spmd.model.base import Call, Model, Variables, abstractly, no_such_module, with_mode
-from spmd.tree import Tree, path_of
+from spmd.tree import Tree, describe, flatten, path_of
 
 
 class LinenModel(Model):
-    """A Flax linen module; its shapes are found by running the loss once, abstractly, on the first batch."""
+    """A Flax linen module; its shapes are found by running the loss once, abstractly, on the first batch. A bound one brings its arrays."""
 
     def __init__(self, module: linen.Module):
+        self._given: Variables | None = None
+        if module.scope is not None:
+            module, variables = module.unbind()
+            self._given = _split(variables)
         self._module = module
         self._rematerialised: set[str] = set()
 
+    @property
+    def concrete(self) -> Variables | None:
+        return self._given
+
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
-        variables = linen.meta.unbox(self._boxed(key, run))
-        return Variables(variables.pop("params", {}), variables, {})
+        made = _split(self._boxed(key, run))
+        if self._given is None:
+            return made
+        shapes = lambda it: {path.removeprefix("stats/"): describe(leaf).partition("[")[2] for path, leaf in flatten(it).items()}
+        has, needs = shapes(self._given), shapes(made)
+        shape = lambda known, path: f"[{known[path]}" if path in known else "nothing"
+        problems = [
+            Problem(path, [f"given {shape(has, path)}, the module makes {shape(needs, path)}"])
+            for path in dict.fromkeys([*needs, *has])
+            if has.get(path) != needs.get(path)
+        ]
+        raise_problems(ModelError, "the arrays that the linen module is bound to are not those that it makes by itself", problems)
+        return self._given
 
     def _boxed(self, key: Any, run: Callable[[Any], Any]) -> dict:
         probe = _LinenInit(self._module, key)
@@ -54,6 +74,12 @@ class LinenModel(Model):
 
     def rebuild(self, variables: Variables) -> linen.Module:
         return self._module.bind({"params": variables.params, **variables.stats})
+
+
+def _split(variables: Any) -> Variables:
+    """A linen module's collections; what is no parameter changes with a call."""
+    plain = dict(linen.meta.unbox(unfreeze(variables)))
+    return Variables(plain.pop("params", {}), plain, {})
 
 
 class _LinenInit:

@@ -26,12 +26,20 @@ class FunctionalModel:
     init: Callable[..., Tree]
     apply: Callable[..., Any]
 
+    def bind(self, params: Tree) -> "FunctionCall":
+        """The model with these parameters: to be called, or to be trained from there, by `fit(model.bind(params), ...)`."""
+        return FunctionCall(self.apply, params, Call(training=False))
+
 
 class FunctionModel(Model):
-    """A `FunctionalModel` behind the common interface."""
+    """A `FunctionalModel` behind the common interface; `params`, if it was given with them."""
 
-    def __init__(self, model: FunctionalModel):
-        self._model = model
+    def __init__(self, model: FunctionalModel, params: Tree = None):
+        self._model, self._params = model, params
+
+    @property
+    def concrete(self) -> Variables | None:
+        return None if self._params is None else Variables(self._params, {}, {})
 
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         del run
@@ -64,6 +72,11 @@ class FunctionCall:
 
     def __init__(self, apply: Callable[..., Any], params: Tree, call: Call):
         self._apply, self.params, self._call, self._calls = apply, params, call, 0
+
+    @property
+    def given(self) -> FunctionModel:
+        """The model that begins with these parameters."""
+        return FunctionModel(FunctionalModel(lambda key: self.params, self._apply), self.params)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the function."""

@@ -10,7 +10,7 @@ from spmd.errors import ModelError, a_kind, brief
 from spmd.model.base import Model, abstractly
 from spmd.model.flax_linen import LinenModel
 from spmd.model.flax_nnx import NnxModel
-from spmd.model.functional import FunctionalModel, FunctionModel
+from spmd.model.functional import FunctionalModel, FunctionCall, FunctionModel
 
 
 def wrap(model: Any) -> Model:
@@ -32,6 +32,8 @@ def wrap(model: Any) -> Model:
         return LinenModel(model)
     if isinstance(model, FunctionalModel):
         return FunctionModel(model)
+    if isinstance(model, FunctionCall):
+        return model.given
     if callable(model):
         kind = _built_kind(model)
         return NnxModel(cast(Callable[[], nnx.Module], model)) if issubclass(kind, nnx.Module) else wrap(model())

@@ -1,6 +1,7 @@
 """A run's checkpoints, read: nothing in the folder is changed, whoever writes there at the same time."""
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -22,7 +23,7 @@ from spmd.tree import Tree, abstract, describe, flatten, map_paths
 
 FORMAT = 3
 WITHOUT_MANIFEST = 2  # the format before; its checkpoints are read as they are
-META = "meta/metadata"
+META, STATS = "meta/metadata", "stats"
 NEEDED = ("step", "arrays")
 KINDS = {  # what stands there
     "step": int,
@@ -105,11 +106,18 @@ class Reader:
             raise CheckpointError(f"{where} cannot be read: {why}\n    cure: another step, or another copy.") from error
 
     def step(self, which: int | str) -> int:
-        """The step that is meant by "latest", "best" or a number.
+        """The step that is meant by "latest", "best" or a number, its files as they were written.
 
         Raises:
-          CheckpointError: there is none, or the run did not say what is best.
+          CheckpointError: there is none, it is damaged, or the run did not say what is best.
         """
+        chosen = self._chosen(which)
+        if (why := self.damage(chosen)) is not None:
+            others = ", ".join(str(other) for other in self.steps() if other != chosen) or "none"
+            raise CheckpointError(f"the checkpoint of step {chosen} in {self.folder} is damaged: {why}.\n    cure: another: {others}.")
+        return chosen
+
+    def _chosen(self, which: int | str) -> int:
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {self.folder}.")
@@ -181,28 +189,51 @@ class Reader:
         with self.reading(step):
             return self._restored(step, meta, wanted, memory, packing)
 
+    def restore_params(self, step: int, wanted: State, packing: Packing | None = None) -> tuple[Tree, Tree]:
+        """Parameters and batch statistics alone, placed as `wanted` says, whatever the optimizer was.
+
+        Raises:
+          CheckpointError: arrays of the model that are missing, too many, or of another shape or dtype; all of them, in a table.
+        """
+        meta = self.meta(step)
+        with self.reading(step):
+            reading, move, *_ = self._state(step, meta, wanted, packing, of="model")
+            flat = move(self._read(step, {STATE: reading})[STATE])
+            found = {
+                part: map_paths(lambda path, leaf, part=part: _take(flat, f"{part}/{path}", leaf), tree)
+                for part, tree in ((PARAMS, wanted.params), (STATS, wanted.stats))
+            }
+            return found[PARAMS], found[STATS]
+
     def _restored(
         self, step: int, meta: dict[str, Any], wanted: State, memory: Callable[[Tree], Tree], packing: Packing | None
     ) -> tuple[State, list[str]]:
         arrays, mesh = by_path(wanted), wanted.step.sharding.mesh
-        saved, packed = meta["arrays"], meta.get("storage")
+        reading, move, repacked, words = self._state(step, meta, wanted, packing, of="model and optimizer")
+        remembered, fitting, told = memory_to_read(meta["arrays"], arrays, mesh, repacked=repacked)
+        restored = self._read(step, {**remembered, STATE: reading})
+        flat = move(restored.pop(STATE))
+        flat |= {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if path in fitting}
+        flat |= {path: resplit(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
+        params = map_paths(lambda path, leaf: _take(flat, f"{PARAMS}/{path}", leaf), wanted.params)
+        fresh = memory(params) if any(path not in flat for path in arrays) else {}
+        flat = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()} | flat
+        return map_paths(functools.partial(_take, flat), wanted), [words, *told] if repacked and told else told
+
+    def _state(
+        self, step: int, meta: dict[str, Any], wanted: State, packing: Packing | None, of: str
+    ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]], bool, str]:
+        """How to read the arrays of a state, all or those of the model; what places them as wanted; whether it packs them anew."""
+        model = lambda path: path.partition("/")[0] in (PARAMS, STATS)
+        kept = model if of == "model" else lambda path: item_of(path) == STATE
+        mine = lambda given: {path: it for path, it in given.items() if kept(path)}
+        saved, arrays, packed = mine(meta["arrays"]), mine(by_path(wanted)), meta.get("storage")
         new = packing or Plain(abstract(wanted.params))
         old = packing_of(packed, new.like)
-        mine = lambda given: {path: it for path, it in given.items() if item_of(path) == STATE}
-        moves = Repacking(mine(saved), mine(arrays), old, new, mesh) if old != new else None
-        self._check_fit(step, mine(saved), {path: describe(leaf) for path, leaf in mine(arrays).items()}, packed, old, moves)
-        reading, fitting, told = memory_to_read(saved, arrays, mesh, repacked=moves is not None)
-        reading[STATE] = mine(arrays) if moves is None else moves.to_read()
-        restored = self._read(step, reading)
-        flat = restored.pop(STATE) if moves is None else moves.move(restored.pop(STATE))
-        flat |= {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if path in fitting}
-        empty = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-        flat |= {path: resplit(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
-        params = map_paths(lambda path, leaf: flat[f"params/{path}"] if leaf.size else empty(leaf), wanted.params)
-        fresh = memory(params) if any(path not in flat for path in arrays) else {}
-        fresh = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()}
-        told = [f"parameters were {in_words(old)}, and are now {in_words(new)}", *told] if moves and told else told
-        return map_paths(lambda path, leaf: {**fresh, **flat}[path] if leaf.size else empty(leaf), wanted), told
+        moves = Repacking(saved, arrays, old, new, wanted.step.sharding.mesh) if old != new else None
+        self._check_fit(step, saved, {path: describe(leaf) for path, leaf in arrays.items()}, packed, old, moves, of)
+        words = f"parameters were {in_words(old)}, and are now {in_words(new)}"
+        return (arrays, lambda flat: flat, False, words) if moves is None else (moves.to_read(), moves.move, True, words)
 
     def _read(self, step: int, wanted: Mapping[str, Tree]) -> dict[str, dict[str, jax.Array]]:
         """Arrays of a checkpoint, by item and path, placed as `wanted` says; there may be more in an item."""
@@ -216,7 +247,7 @@ class Reader:
         return {item: dict(found[item]) for item in wanted}
 
     def _check_fit(
-        self, step: int, saved: dict[str, str], wanted: dict[str, str], packed: Any, old: Packing, moves: Repacking | None
+        self, step: int, saved: dict[str, str], wanted: dict[str, str], packed: Any, old: Packing, moves: Repacking | None, of: str
     ) -> None:
         what = f"the checkpoint of step {step} in {self.folder}" + ("" if packed is None and moves is None else f", {in_words(old)},")
         problems = [] if packed is None and moves is None else misfits_of_parameters(saved, packed, old)
@@ -227,7 +258,12 @@ class Reader:
             problems = misfits(saved, wanted, served=isinstance(old, Storage)) if moves is None else moves.problems()
         fits = len(set(saved) | set(wanted)) - len(problems)
         note = f"{fits} arrays fit" if moves is None and not packed else ""
-        raise_problems(CheckpointError, f"{what} does not fit this model and optimizer", problems, note)
+        raise_problems(CheckpointError, f"{what} does not fit this {of}", problems, note)
+
+
+def _take(flat: Mapping[str, Any], path: str, like: Any) -> Any:
+    """An array by path; one without elements is made, since it is not saved."""
+    return flat[path] if like.size else jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
 
 
 def orbax() -> Any:

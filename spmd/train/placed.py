@@ -32,7 +32,19 @@ from spmd.nn.order import Ordered, OrderedModel, order_of
 from spmd.train.objective import Objective
 from spmd.train.precision import compute_dtype
 from spmd.train.probe import check_packed
-from spmd.train.state import Opening, State, check_optimizer, checksums, each_its_own, make_state, opened_from, opener, state_shardings
+from spmd.train.state import (
+    Opening,
+    State,
+    check_optimizer,
+    checksums,
+    each_its_own,
+    make_state,
+    opened_at,
+    opened_from,
+    opener,
+    place_copy,
+    state_shardings,
+)
 from spmd.tree import Tree, flatten
 
 
@@ -227,6 +239,16 @@ class Placed:
             return opened_from(given, self.opening, self.options.seed, self.shardings, self.exchange.init)
         with nnx.use_eager_sharding(False):
             return self._opener()
+
+    def begin(self, params: Tree, stats: Tree) -> State:
+        """A new state of these parameters and statistics, which are on the mesh already and are consumed."""
+        given, seed, at = self.model.concrete, self.options.seed, self.shardings
+        if given is not None:
+            rngs = jax.tree.map(place_copy, given.rngs, at.rngs)
+        else:
+            with nnx.use_eager_sharding(False):
+                rngs = jax.jit(lambda: self.model.init(jax.random.key(seed), self._run).rngs, out_shardings=at.rngs)()
+        return opened_at(Variables(params, stats, rngs), self.opening, seed, at, self.exchange.init)
 
     def opened(self, build: Callable[[], Any], optimizer: Any, seed: Any) -> State:
         """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that may be traced."""

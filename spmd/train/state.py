@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.errors import OptimizerError, OptionError, a_kind, brief
 from spmd.layout.resolve import Resolved, pspec
 from spmd.model.base import Model, Variables
-from spmd.tree import Tree, flatten, path_of
+from spmd.tree import Tree, describe, flatten, path_of
 
 Memory = Callable[[Any, Tree], Tree]  # from a key and the parameters to what the exchange remembers at step 0
 Opening = Callable[[Tree], Any]  # from the parameters to the optimizer's state at step 0
@@ -134,7 +134,11 @@ def whole_moments(abstract: State, resolved: Resolved) -> list[str]:
 def opened_from(given: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:
     """The state at step 0 of a model that was given whole: its arrays are copied, never taken."""
     with_shardings = Variables(shardings.params, shardings.stats, shardings.rngs)
-    variables = jax.tree.map(place_copy, given, with_shardings)
+    return opened_at(jax.tree.map(place_copy, given, with_shardings), opening, seed, shardings, memory)
+
+
+def opened_at(variables: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:
+    """The state at step 0 of arrays that are on the mesh already; they are consumed."""
     return jax.jit(lambda v: _fresh(make_state(v, opening, seed, memory)), out_shardings=shardings, donate_argnums=0)(variables)
 
 
@@ -145,8 +149,18 @@ def opener(model: Model, opening: Opening, seed: int, run: Callable[[Any], Any],
 
 def checksums(given: Variables) -> dict[str, str]:
     """Facts that decide the state at step 0 of a model that was given whole."""
-    sums = {path: zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data) for path, leaf in flatten(given).items()}
-    return {f"initial {path}": f"of checksum {number:08x}" for path, number in sums.items()}
+    facts = {}
+    for path, leaf in flatten(given).items():
+        if _spread(leaf):
+            facts[f"initial {path}"] = f"{describe(leaf)} over all processes"  # no process has all of it; it is one array for all
+        else:
+            facts[f"initial {path}"] = f"of checksum {zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data):08x}"
+    return facts
+
+
+def _spread(leaf: Any) -> bool:
+    """Whether parts of an array are only in other processes."""
+    return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
 def _fresh(state: State) -> State:
@@ -156,7 +170,10 @@ def _fresh(state: State) -> State:
 
 def place_copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """A copy of `leaf` on the mesh; no buffer of the caller's is shared, so donating it is safe."""
+    if _spread(leaf):
+        return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
     host = np.asarray(leaf)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], copy=True))
 
 

@@ -1,0 +1,163 @@
+"""Training starts from the weights that it is given, whatever kind of model has them; and from a checkpoint's under another optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import spmd
+from spmd.errors import CheckpointError, ModelError, OptionError
+from spmd.tree import flatten
+
+X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+DATA = {"x": X, "y": X[:, :2]}
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=False):
+        return linen.Dense(2)(linen.BatchNorm(use_running_average=not train)(linen.Dense(8)(x)))
+
+
+class Boxed(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(2, kernel_init=linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp")))(x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.norm, self.out = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.norm(self.up(x)))
+
+
+MODELS = {
+    "linen": Linen,
+    "linen with names": Boxed,
+    "nnx": lambda: lambda: Nnx(nnx.Rngs(0)),
+    "functional": lambda: spmd.FunctionalModel(
+        lambda key: {"w": jax.random.normal(key, (4, 2))}, lambda params, x: x @ jnp.asarray(params["w"])
+    ),
+}
+
+
+def fit(model, steps=2, optimizer=None, **options):
+    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optimizer or optax.adam(0.01), "batch_size": 16, **options}
+    return spmd.fit(model, DATA, steps=steps, **options)
+
+
+def values(tree):
+    return {path: np.asarray(leaf) for path, leaf in flatten(tree).items()}
+
+
+def same(left, right):
+    left, right = values(left), values(right)
+    return left.keys() == right.keys() and all(np.array_equal(left[path], right[path]) for path in left)
+
+
+def kinds(*fast):
+    return [kind if kind in fast else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS]
+
+
+@pytest.mark.parametrize("kind", kinds("linen", "functional"))
+def test_fit_starts_from_the_model_of_a_result(kind):
+    """A rate of 0 leaves the weights as they were given; another seed would have drawn others."""
+    result = fit(MODELS[kind](), seed=1)
+    before = jax.device_get((result.state.params, result.state.stats))
+    again = fit(result.model, optimizer=optax.sgd(0.0), seed=2, steps=1)
+    assert same(again.state.params, before[0]) and not same(fit(MODELS[kind](), optimizer=optax.sgd(0.0), seed=2).state.params, before[0])
+    assert same(result.state.params, before[0]) and same(result.state.stats, before[1]), "what is given is copied"
+    assert int(again.state.step) == 1
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("data_parallel", marks=pytest.mark.slow)])
+def test_given_linen_weights_go_on_like_the_run_that_made_them(layout):
+    """Batch statistics are given too: without momentum nothing else carries over from step to step."""
+    options = {"optimizer": optax.sgd(0.1), "layout": layout, "shuffle": False}
+    whole, half = fit(Linen(), steps=4, **options), fit(Linen(), steps=2, **options)
+    rest = fit(half.model, steps=2, **options)
+    assert same(rest.state.params, whole.state.params) and same(rest.state.stats, whole.state.stats)
+
+
+def test_linen_module_bound_to_numpy_arrays():
+    module = Linen()
+    variables = jax.tree.map(np.asarray, module.init(jax.random.key(3), X))
+    result = fit(module.bind(variables), optimizer=optax.sgd(0.0), steps=1)
+    assert same(result.state.params, variables["params"])
+
+
+def test_functional_model_bound_to_weights():
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 2))}, lambda params, x: x @ params["w"])
+    weights = {"w": np.full((4, 2), 0.5, np.float64)}
+    result = fit(model.bind(weights), optimizer=optax.sgd(0.0), steps=1)
+    assert same(result.state.params, {"w": np.full((4, 2), 0.5, np.float32)})
+
+
+def test_arrays_that_a_bound_module_lacks_are_a_table():
+    module = Linen()
+    params = dict(module.init(jax.random.key(3), X)["params"])
+    params["Dense_1"] = {"kernel": np.zeros((8, 5), np.float32)}
+    with pytest.raises(ModelError) as raised:
+        fit(module.bind({"params": params}))
+    assert str(raised.value) == (
+        "the arrays that the linen module is bound to are not those that it makes by itself\n4 problems:\n\n"
+        "  params/Dense_1/bias\n      given nothing, the module makes [8]\n\n"
+        "  params/Dense_1/kernel\n      given [8, 5], the module makes [4, 8]\n\n"
+        "  batch_stats/BatchNorm_0/mean\n      given nothing, the module makes [8]\n\n"
+        "  batch_stats/BatchNorm_0/var\n      given nothing, the module makes [8]"
+    )
+
+
+def trainer(model, optimizer, **options):
+    made = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optimizer, **options)
+    made.prepare({name: leaf[:16] for name, leaf in DATA.items()})
+    return made
+
+
+@pytest.mark.parametrize("kind", kinds("nnx"))
+def test_restore_of_params_under_another_optimizer(kind, tmp_path):
+    saved = fit(MODELS[kind](), checkpoint=tmp_path, seed=1).state
+    other = trainer(MODELS[kind](), optax.sgd(0.1, momentum=0.9), seed=2)
+    with pytest.raises(CheckpointError, match="does not fit this model and optimizer"):
+        other.restore(tmp_path)
+    state = other.restore(tmp_path, only="params")
+    assert same(state.params, saved.params) and same(state.stats, saved.stats) and int(state.step) == 0
+    fresh = other.init()
+    assert same(state.opt, jax.tree.map(jnp.zeros_like, fresh.opt)) and same(state.key, fresh.key) and same(state.rngs, fresh.rngs)
+    state, _ = other.step(state, {name: leaf[:16] for name, leaf in DATA.items()})
+    assert int(state.step) == 1 and not same(state.params, saved.params)
+    assert int(fit(other.rebuild(state), steps=1).state.step) == 1
+
+
+@pytest.mark.parametrize(
+    "there, here",
+    [
+        pytest.param("data_parallel", "fsdp", marks=pytest.mark.slow),
+        ("fsdp", "parameter_server"),
+        pytest.param("parameter_server", "data_parallel", marks=pytest.mark.slow),
+    ],
+)
+def test_restore_of_params_under_another_layout(there, here, tmp_path):
+    model = MODELS["nnx"]()
+    saved = fit(model, checkpoint=tmp_path, layout=there)
+    other = trainer(model, optax.sgd(0.1), layout=here)
+    found = other.rebuild(other.restore(tmp_path, only="params"))
+    assert same(nnx.to_pure_dict(nnx.state(found)), nnx.to_pure_dict(nnx.state(saved.model)))
+
+
+def test_restore_of_params_of_another_model_is_a_table(tmp_path):
+    fit(MODELS["nnx"](), checkpoint=tmp_path)
+    wider = lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(CheckpointError) as raised:
+        trainer(wider, optax.sgd(0.1)).restore(tmp_path, only="params")
+    assert str(raised.value).startswith(f"the checkpoint of step 2 in {tmp_path} does not fit this model\n")
+    assert "opt/" not in str(raised.value) and "stats/norm/mean" in str(raised.value)
+
+
+def test_restore_of_what_is_not_known(tmp_path):
+    with pytest.raises(OptionError, match=r'only=.param.\.\n    cure: did you mean "params"\?'):
+        trainer(MODELS["nnx"](), optax.sgd(0.1)).restore(tmp_path, only="param")
