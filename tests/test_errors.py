@@ -563,7 +563,7 @@ layouts/tensor_parallel.toml does not fit this model on mesh data=4, model=2
 
   down/kernel   float32[32, 10]   axes (mlp, heads): spec ["model", "model"]
       mesh axis "model" is used 2 times; an array can be cut over it once.
-      cure: map one of its logical axes to another mesh axis, or to "-".
+      cure: map one of its logical axes to another mesh axis, or to "-", or a rule  path = "down/kernel"  spec = ["model", "-"].
 
   long/kernel   float32[64, 10]   axes (embed, -, vocab)
       3 logical axis names for 2 dims.
@@ -575,7 +575,7 @@ layouts/tensor_parallel.toml does not fit this model on mesh data=4, model=2
 
   up/kernel   float32[64, 32]   axes (embed, mpl)
       logical axis "mpl" is not in [axes].
-      cure: did you mean "mlp"? Or add  mpl = "-"  to [axes], to keep it whole."""
+      cure: did you mean "mlp"? Or add  mpl = "-"  to [axes], or a rule  path = "up/kernel"  spec = ["-", "-"]."""
     )
     shipped = spmd.Layout.load("tensor_parallel")
     axes = (*((name, None if name == "heads" else axis) for name, axis in shipped.axes), ("mpl", None))

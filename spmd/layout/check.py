@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-from spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
+from spmd.errors import LayoutError, Problem, closest, raise_problems
 from spmd.layout.activations import data_axis_problems
 from spmd.layout.check_resolved import resolved_problems
-from spmd.layout.cure import listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
-from spmd.layout.declare import Layout, Rule, Spec, keep_axes, spec_axes, spec_text
+from spmd.layout.cure import fitting_spec, listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
+from spmd.layout.declare import WHOLE, Entry, Layout, Rule, Spec, entry_axes, keep_axes, spec_axes, spec_text
 from spmd.layout.match import covering, matches
-from spmd.layout.resolve import Names, Resolved, choose, one_layer, owners, resolve, rule_name
+from spmd.layout.resolve import Names, Resolved, choose, each_name, named_spec, names_text, one_layer, owners, resolve, rule_name
 from spmd.mesh import MeshSpec, axis_problem
 from spmd.tree import describe
 
@@ -244,7 +244,10 @@ def _told(
     where = f"{paths[0]}   {describe(params[paths[0]])}" + (f"   {misfit.chosen_by}" if misfit.chosen_by else "")
     more = [f"and {len(paths) - 1} more: {listed(paths[1:])}."] if len(paths) > 1 else []
     cure, rules, pattern = misfit.cure, layout.params, covering(paths, params)
-    if misfit.spec is not None:
+    if misfit.spec is not None and misfit.cure:  # of logical axis names
+        fitted = spec_text(fitting_spec(misfit.spec, misfit.shape, mesh))
+        cure = f"{misfit.cure}, or {rule_cure(rules, None, pattern, fitted)}."
+    elif misfit.spec is not None:
         spec, width = spec_cure(misfit.spec, misfit.shape, mesh)
         rule = misfit.claimed[0] if misfit.claimed else None
         alone = rule is not None and sum(claimed == (rule,) for claimed in claims.values()) == len(paths)
@@ -258,20 +261,47 @@ def _told(
 
 
 def _names_problem(layout: Layout, leaf: jax.ShapeDtypeStruct, names: Names, mesh: MeshSpec) -> Misfit | None:
-    """Logical axis names that the layout does not map, or maps to one mesh axis twice."""
-    axes = dict(layout.axes)
-    chosen_by = f"axes ({', '.join(name or '-' for name in names)})"
-    shape, array = leaf.shape, describe(leaf)
-    unknown = next((name for name in names if name and name not in axes), None)
-    if unknown:
-        cure = f'{did_you_mean(unknown, axes)} Or add  {unknown} = "-"  to [axes], to keep it whole.'
-        return Misfit((f'logical axis "{unknown}" is not in [axes].',), shape, array, chosen_by, cure=cure)
-    if len(names) != len(shape):
+    """Logical axis names that the layout does not map, or maps to one mesh axis twice. Fewer names than dims say nothing of the last."""
+    axes, shape = dict(layout.axes), leaf.shape
+    array, chosen_by = describe(leaf), f"axes ({names_text(names)})"
+    if len(names) > len(shape):
         why = f"{len(names)} logical axis names for {len(shape)} dims."
         return Misfit((why,), shape, array, chosen_by, cure="one name per dim, None for none.")
-    spec = tuple(axes[name] if name else None for name in names)
+    missing = [name for name in dict.fromkeys(each_name(names)) if name not in axes]
+    if missing:
+        why = tuple(f'logical axis "{name}" is not in [axes].' for name in missing)
+        spec, cure = _with_names(axes, names, missing, shape, mesh)
+        return Misfit(why, shape, array, chosen_by, spec=spec, cure=cure)
+    spec = named_spec(names, axes)
     lines = [line for line in _axis_lines(spec, mesh)[0] if "times" in line]
     if lines:
-        cure = 'map one of its logical axes to another mesh axis, or to "-".'
-        return Misfit(tuple(lines), shape, array, f"{chosen_by}: spec {spec_text(spec)}", cure=cure)
+        cure = 'map one of its logical axes to another mesh axis, or to "-"'
+        return Misfit(tuple(lines), shape, array, f"{chosen_by}: spec {spec_text(spec)}", spec=_once(spec), cure=cure)
     return None
+
+
+def _with_names(axes: Mapping[str, Entry], names: Names, missing: list[str], shape: tuple[int, ...], mesh: MeshSpec) -> tuple[Spec, str]:
+    """The spec where `[axes]` keeps names whole that it lacks, and changes to it that were tried; "" where none of them fits."""
+    fits = lambda more: not _spec_lines(named_spec(names, {**axes, **more}), shape, mesh)
+    whole, cures = dict.fromkeys(missing), []
+    near = {name: close for name in missing if (close := closest(name, axes))}
+    if len(near) == len(missing) and fits({name: axes[close] for name, close in near.items()}):
+        cures.append("did you mean " + " and ".join(f'"{close}"' for close in near.values()) + "?")
+    same = {name: name for name in missing if name in mesh.names}
+    added = {**whole, **same} if fits({**whole, **same}) else whole
+    if fits(added):
+        entries = "  and  ".join(f'{name} = "{axis or WHOLE}"' for name, axis in added.items())
+        cures.append(f"{'Or add' if cures else 'add'}  {entries}  to [axes]")
+    return _once(named_spec(names, {**axes, **whole})), " ".join(cures)
+
+
+def _spec_lines(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> list[str]:
+    """What is wrong with a spec for an array of this shape."""
+    return _axis_lines(spec, mesh)[0] or spec_problems(spec, shape, mesh)
+
+
+def _once(spec: Spec) -> Spec:
+    """The spec with every mesh axis where it is named first, and nowhere else."""
+    seen: set[str] = set()
+    kept = [tuple(axis for axis in entry_axes(entry) if not (axis in seen or seen.add(axis))) for entry in spec]
+    return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in kept)

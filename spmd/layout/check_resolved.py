@@ -9,7 +9,7 @@ from spmd.errors import Problem
 from spmd.layout.cure import listed
 from spmd.layout.declare import entry_axes, mixed, spec_axes, spec_text
 from spmd.layout.gradients import GradientRule
-from spmd.layout.resolve import Names, Resolved, how_it_travels, resolve
+from spmd.layout.resolve import Names, Resolved, each_name, how_it_travels, resolve
 from spmd.mesh import MeshSpec
 from spmd.tree import describe, format_bytes
 
@@ -39,7 +39,7 @@ def _idle_problems(resolved: Resolved, names: Mapping[str, Names], fits: Callabl
         lines = [f'nothing is sharded over "{axis}", so its {mesh.sizes[axis]} devices would all do the same work.']
         logical = ", ".join(declared[axis])
         if logical:
-            carried = sorted({name for of in names.values() for name in of if isinstance(name, str)})
+            carried = sorted({name for of in names.values() for name in each_name(of)})
             have = f"they carry {listed(carried)}" if carried else "they carry none"
             lines.append(f'[axes] shards {logical} over "{axis}", and no parameter has such a logical axis name: {have}.')
         cures = [f"logical axis names ({logical}) on the model's parameters"] if logical else []

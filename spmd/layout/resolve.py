@@ -14,7 +14,7 @@ from spmd.layout.match import compiled
 from spmd.mesh import MeshSpec
 from spmd.tree import nbytes
 
-Names = tuple[str | None, ...]  # a parameter's logical axis names, one per dim
+Names = tuple[str | tuple[str, ...] | None, ...]  # a parameter's logical axis names, one or several per dim; dims after the last have none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +139,32 @@ def choose(layout: Layout, path: str, shape: tuple[int, ...], names: Names | Non
         return layout.params[claimed[0]].spec, rule_name(layout.params, claimed[0])
     axes = dict(layout.axes)
     if names and axes:
-        return tuple(axes.get(name) if name else None for name in names), f"axes ({', '.join(name or '-' for name in names)})"
+        return named_spec(names, axes), f"axes ({names_text(names)})"
     kind, _, axis = layout.default.params.partition(":")
     if kind != "shard":
         return (), f"default {kind}"
     spec = shard_further((), shape, axis, mesh)
     return spec, f"default shard:{axis}" if spec else f"default shard:{axis}, but no dim divides by {mesh.sizes[axis]}"
+
+
+def named_spec(names: Names, axes: Mapping[str, Entry]) -> Spec:
+    """The spec that `[axes]` makes of logical axis names.
+
+    >>> named_spec(("mlp", None, ("heads", "kv")), {"mlp": "model", "heads": "data", "kv": None})
+    ('model', None, 'data')
+    """
+    mapped = (tuple(axis for name in entry_axes(entry) for axis in entry_axes(axes.get(name))) for entry in names)
+    return tuple(None if not entry else entry[0] if len(entry) == 1 else entry for entry in mapped)
+
+
+def each_name(names: Names) -> tuple[str, ...]:
+    """Every logical axis name there is, in order."""
+    return tuple(name for entry in names for name in entry_axes(entry))
+
+
+def names_text(names: Names) -> str:
+    """Logical axis names as tables and errors show them."""
+    return ", ".join(" and ".join(entry_axes(entry)) or "-" for entry in names)
 
 
 def shard_further(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh: MeshSpec) -> Spec:

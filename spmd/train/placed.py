@@ -175,7 +175,8 @@ class Placed:
 
     @functools.cached_property
     def _names(self) -> dict[str, tuple]:
-        return self._given.names(jax.random.key(0), self._run)
+        named = self._given.names(jax.random.key(0), self._run)  # flax takes PartitionSpec.UNCONSTRAINED among them
+        return {path: tuple(name if isinstance(name, str | tuple) else None for name in names) for path, names in named.items()}
 
     @functools.cached_property
     def _fitted(self) -> Resolved:

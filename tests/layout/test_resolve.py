@@ -8,7 +8,7 @@ import pytest
 from spmd.errors import LayoutError
 from spmd.layout import resolve as resolving
 from spmd.layout.check import fit_layout
-from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Rule
+from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Rule, spec_text
 from spmd.layout.resolve import shard_further
 from spmd.layout.summary import notes, rows, summary
 from spmd.layout.toml import shipped
@@ -87,6 +87,48 @@ def test_a_path_rule_wins_over_logical_axes_and_these_over_the_default():
         "half": ((None, "model"), "axes (-, mlp)"),
         "plain": (("data", None), "default shard:data"),
     }
+
+
+def test_names_fewer_than_dims_say_nothing_of_the_last_dims():
+    layout = Layout(axes=(("embed", None), ("heads", "model")))
+    found = placed(layout, shapes(query=(8, 4, 6), bias=(4, 6)), {"query": ("embed", "heads"), "bias": ("heads",)})
+    assert {path: (place.spec, place.chosen_by) for path, place in found.items()} == {
+        "query": ((None, "model"), "axes (embed, heads)"),
+        "bias": (("model",), "axes (heads)"),
+    }
+
+
+def test_several_names_of_one_dim():
+    layout = Layout(axes=(("heads", "model"), ("kv", None), ("embed", "data")))
+    place = placed(layout, shapes(w=(8, 8)), {"w": (("heads", "kv"), "embed")})["w"]
+    assert (place.spec, place.chosen_by) == (("model", "data"), "axes (heads and kv, embed)")
+
+
+UNKNOWN = Layout(axes=(("embed", "data"), ("heads", "model")), source="mine.toml")
+
+
+@pytest.mark.parametrize(
+    "names, shape, cure, spec, added",
+    [
+        (("embed", "kv"), (8, 6), 'add  kv = "-"  to [axes]', ("data", None), {"kv": None}),
+        (("kv", "wide"), (8, 6), 'add  kv = "-"  and  wide = "-"  to [axes]', (None, None), {"kv": None, "wide": None}),
+        (("embed", "model"), (8, 6), 'add  model = "model"  to [axes]', ("data", None), {"model": "model"}),
+        (("heads", "model"), (8, 6), 'add  model = "-"  to [axes]', ("model", None), {"model": None}),
+        (("embad", "heads"), (8, 6), 'did you mean "embed"? Or add  embad = "-"  to [axes]', (None, "model"), {"embad": None}),
+        (("embad", "heads"), (9, 6), 'add  embad = "-"  to [axes]', (None, "model"), {"embad": None}),
+        (("embed", "kv"), (9, 6), "", (None, None), None),
+    ],
+)
+def test_a_name_that_axes_lacks_is_answered_with_fixes_that_fit(names, shape, cure, spec, added):
+    all_shapes, all_names = shapes(w=shape, other=(8, 8)), {"w": names, "other": ("embed", "heads")}
+    with pytest.raises(LayoutError) as caught:
+        placed(UNKNOWN, all_shapes, all_names)
+    rule = f'a rule  path = "w"  spec = {spec_text(spec)}'
+    wanted = f"{cure}, or {rule}." if cure else f"{rule}, or a width divisible by 4, such as 12."
+    assert str(caught.value).partition("cure: ")[2] == wanted
+    placed(dataclasses.replace(UNKNOWN, params=(Rule("w", spec),)), all_shapes, all_names)
+    if added is not None:
+        placed(dataclasses.replace(UNKNOWN, axes=(*UNKNOWN.axes, *added.items())), all_shapes, all_names)
 
 
 def test_names_count_for_nothing_in_a_layout_without_axes():
