@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 
@@ -49,6 +50,36 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, registries):
         if block.page == page:
             exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), vars(module))
     assert jax.device_count() == 8
+
+
+def first_program(page):
+    """What a reader pastes: the first Python of a page, before which nothing is hidden."""
+    block = next(block for block in PYTHON if block.page == page)
+    assert block.note == "", f"{block}: hidden code comes before the first program"
+    return block.text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_program_of_a_page_learns_and_triggers_no_note(page, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType("first_program")
+    with caplog.at_level("INFO", "spmd"):
+        exec(compile(first_program(page), page, "exec"), vars(module))
+    assert not [record.getMessage() for record in caplog.records if record.name.startswith("spmd")]
+    losses = module.result.history["loss"]
+    quarter = len(losses) // 4
+    assert quarter and sum(losses[-quarter:]) < 0.7 * sum(losses[:quarter]), losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_program_of_a_page_runs_in_an_empty_folder(page, tmp_path):
+    (tmp_path / "program.py").write_text(first_program(page), encoding="utf-8")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "SPMD_"))}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and "loss" in run.stdout, run.stdout + run.stderr
+    assert "note:" not in run.stderr and "warning" not in run.stderr.lower(), run.stderr
 
 
 def test_a_block_that_is_not_run_says_why():
