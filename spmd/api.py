@@ -260,7 +260,7 @@ def _agree(program: Program, reader: Source, hooks: list[Callback], options: Map
     facts |= {f"array {path}": f"{describe(leaf)} {spec_text(leaf.sharding.spec)}" for path, leaf in arrays.items()}
     given, text = program.placed.init_facts()
     with current().during("compile"):
-        agree(facts | reader.contents() | given | program_facts(text, "the initial values") | program_facts(program.text(), "the step"))
+        agree(facts | given | program_facts(text, "the initial values") | program_facts(program.text(), "the step"))
 
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

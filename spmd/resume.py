@@ -1,6 +1,7 @@
 """How a run begins: in an empty folder at step 0, or where a checkpoint says that it stood."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
     """The state to begin with, the place in the data where it stood, what callbacks had saved, which options changed, and the time spent.
 
     Raises:
-      CheckpointError: the data is cut or ordered in another way than the saved run's, so it could not be gone on with.
+      CheckpointError: the data is not the saved run's, or comes in other batches or another order.
     """
     step, damaged = store.intact() if store is not None else (None, {})
     if store is not None and step is None and damaged:
@@ -60,12 +61,11 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
         pace = Pace(saved.get("pace") if restarted() else None)  # a run that somebody has resumed may have rested for days
-    problems = [
-        Problem(name, [f"saved {data.get(name)!r}, now {meta['data'].get(name)!r}"])
-        for name in dict.fromkeys([*data, *meta["data"]])
-        if data.get(name) != meta["data"].get(name)
-    ]
-    raise_problems(CheckpointError, f"the run in {store.folder} cannot be gone on with: its data was cut in another way", problems)
+    now = meta["data"]
+    other = [name for name in dict.fromkeys([*data, *now]) if data.get(name) != now.get(name)]
+    problems = {name: Problem(name, [f"saved {data.get(name)!r}, now {now.get(name)!r}"]) for name in other}
+    headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
+    raise_problems(CheckpointError, headline, [problem for name, problem in problems.items() if not name.startswith("contents")])
     changed = [
         f"{name} was {options.get(name)}, is {now}"
         for name, now in {"mesh": meta["mesh"], **meta["options"]}.items()
@@ -73,5 +73,8 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
     ]
     changed += ["the layout was another"] if layout != meta["layout"] else []
     state, told = trainer.load(store, step)
+    cure = "the data that the run began with; or another folder, for a run on this data."
+    changed_data = [dataclasses.replace(problem, cure=cure) for problem in problems.values()]
+    raise_problems(CheckpointError, headline, changed_data)  # last: where the model has changed too, that says more
     store.put_aside(damaged)  # not before it is certain that the run is resumed
     return state, position, callbacks, [*changed, *told], pace

@@ -23,7 +23,7 @@ class ArrayRecordFiles(Format):
     def __init__(self, paths: tuple[str, ...], into: "Decoder | Parser", *, skip: bool):
         sources = import_extra("grain", "data").sources
         self.paths, self._sources = paths, [_opened(sources.ArrayRecordDataSource, path) for path in paths]
-        self.counts, self.bytes = [len(source) for source in self._sources], sum(Path(path).stat().st_size for path in paths)
+        self.counts, self.sizes = [len(source) for source in self._sources], [Path(path).stat().st_size for path in paths]
         self._first, self._into = np.cumsum([0, *self.counts]), into
         if sum(self.counts):
             if isinstance(into, Decoder):

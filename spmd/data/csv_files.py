@@ -67,7 +67,7 @@ class CsvFiles(Format):
     what = "CSV file"
 
     def __init__(self, offsets: Offsets, separator: str, names: list[str], groups: dict[str, Column | list[Column]]):
-        self.paths, self.counts, self.bytes = offsets.paths, offsets.counts, sum(offsets.sizes)
+        self.paths, self.counts, self.sizes = offsets.paths, offsets.counts, offsets.sizes
         self._offsets, self._separator, self._names, self._groups = offsets, separator, names, groups
         self._blocks: dict[tuple[np.dtype, bool], list[Column]] = {}
         columns = {column.name: column for group in groups.values() for column in (group if isinstance(group, list) else [group])}

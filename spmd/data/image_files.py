@@ -22,7 +22,7 @@ class ImageFiles(Format):
 
     def __init__(self, paths: tuple[str, ...], labels: np.ndarray, size: tuple[int, int], channels: int):
         import_extra("PIL.Image", "images")
-        self.paths, self.counts, self.bytes = paths, [1] * len(paths), sum(os.path.getsize(path) for path in paths)
+        self.paths, self.counts, self.sizes = paths, [1] * len(paths), [os.path.getsize(path) for path in paths]
         self._labels, self._size, self._channels = labels, size, channels
         self.fields = {"image": Field((*size, channels), np.dtype(np.float32)), "label": Field((), np.dtype(np.int32))}
 

@@ -3,13 +3,13 @@
 import base64
 import dataclasses
 import itertools
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from spmd.data import contents
 from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_like
 from spmd.data.bucketing import Buckets
 from spmd.data.records import Records, tell_skipped
@@ -18,7 +18,6 @@ from spmd.model.wrap import missing_arguments
 from spmd.tree import Tree, describe, flatten
 
 T = TypeVar("T")
-ROWS = 64  # of arrays, that are looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +61,9 @@ class ArraySource:
             yield HostBatch(self.arrays, len(index), index)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a resumed run to go on with the same data."""
-        return {"examples": self.examples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed}
-
-    def contents(self) -> dict[str, str]:
-        """A checksum of some rows of each array, the first and the last among them: they are the same in all processes."""
-        rows = np.unique(np.linspace(0, self.examples - 1, ROWS, dtype=np.int64))
-        crc = lambda leaf: f"{zlib.crc32(np.ascontiguousarray(leaf[rows]).tobytes()):08x}"
-        return {f"rows of the data, {ROWS} of all, {path}".strip(", "): crc(leaf) for path, leaf in flatten(self.arrays).items()}
+        """What must be the same for a resumed run to go on with the same data; of each array, a hash (`contents.of_arrays`)."""
+        hashes = {f"contents {path}".strip(): digest for path, digest in contents.of_arrays(self.arrays).items()}
+        return {"examples": self.examples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed, **hashes}
 
 
 _ONCE = (
@@ -156,10 +150,6 @@ class IterableSource:
         """What must be the same for a resumed run to go on with the same data."""
         return {"batch_size": self.batch_size, "batches": self.steps_per_epoch}
 
-    def contents(self) -> dict[str, str]:
-        """Nothing: each process reads its own rows."""
-        return {}
-
 
 def _to_json(state: Any) -> Any:
     """A reader's state as JSON can hold it: grain's `DataLoader` gives bytes, its data sets give a dict."""
@@ -213,10 +203,6 @@ class RecordSource:
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a resumed run to go on with the same data."""
         return self.records.facts()
-
-    def contents(self) -> dict[str, str]:
-        """Nothing more: how many records each file has is in `fingerprint`."""
-        return {}
 
 
 def settled(reader: "Source", prepared: tuple[T, Placer]) -> tuple[T, Placer]:

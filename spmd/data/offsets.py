@@ -5,6 +5,8 @@ import concurrent.futures
 import contextlib
 import glob
 import hashlib
+import json
+import logging
 import os
 import threading
 import weakref
@@ -13,9 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
+from spmd import sealed
+from spmd.data import contents
 from spmd.errors import DataError, OptionError, a_kind
+from spmd.folders import as_path, make_folder
 
 CHUNK = 1 << 24  # bytes of a file that are looked at together
+SAMPLED = 16  # blocks of a file, by whose contents its index is known to be of it
 OPEN = 256  # files that are kept open, if there are no more
 _PACKED = {b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz"}
 
@@ -72,8 +78,8 @@ class Offsets:
     """
 
     def __init__(self, paths: tuple[str, ...], scan: Scan, kind: str, cache: str | Path | None = None, *, whole: bool = False):
-        if cache is not None and os.path.exists(cache) and not os.path.isdir(cache):
-            raise OptionError(f"index={str(cache)!r} is a file.\n    cure: a folder.")
+        if cache is not None:
+            make_folder(as_path(cache, "index"), OptionError)
         self.paths = paths
         self.sizes = [os.path.getsize(path) for path in paths]
         with concurrent.futures.ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1), "spmd-index") as pool:
@@ -159,20 +165,24 @@ def _close(descriptors: dict[str, int]) -> None:
 
 
 def _cached(folder: Path, path: str, kind: str, scan: Scan, *, whole: bool) -> tuple[np.ndarray, np.ndarray]:
-    """What a scan finds, from a file that an earlier run has left; a file that was changed since has another name there."""
-    about = os.stat(path)
-    name = hashlib.sha256(repr((kind, os.path.abspath(path), about.st_size, about.st_mtime_ns)).encode()).hexdigest()[:32]
-    kept = folder / f"{name}.npy"
+    """What a scan finds, from a file that an earlier run has left; made anew if the data was changed since, or that file was."""
+    about, log = os.stat(path), logging.getLogger("spmd")
+    facts = [kind, os.path.abspath(path), about.st_size, about.st_mtime_ns, contents.of_files([path], [about.st_size], SAMPLED)]
+    kept = folder / f"{hashlib.sha256(repr(facts[:2]).encode()).hexdigest()[:32]}.index"
     is_short = lambda ends: whole and (int(ends[-1]) if len(ends) else 0) < about.st_size  # looked for each time, to warn each time
-    if kept.is_file():
-        starts, ends = np.load(kept)
-        if not is_short(ends):
-            return starts, ends
+    try:
+        found = sealed.read(kept)
+        head, _, numbers = (found or b"\n").partition(b"\n")
+        if found is not None and json.loads(head) == facts:
+            starts, ends = np.frombuffer(numbers, "<i8").reshape(2, -1)
+            if not is_short(ends):
+                return starts, ends
+    except sealed.Damaged as why:
+        log.warning("the index of %s is damaged and is built again: %s (%s).", path, why, kept)
     starts, ends = scan(path)
-    if is_short(ends):
-        return starts, ends
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{name}.{os.getpid()}.{threading.get_ident()}.part.npy"
-    np.save(part, np.stack([starts, ends]))
-    os.replace(part, kept)  # whole or not at all, whoever else writes it
+    if not is_short(ends):
+        try:
+            sealed.write(kept, json.dumps(facts).encode() + b"\n" + np.stack([starts, ends]).astype("<i8").tobytes())
+        except OSError as error:
+            log.warning("the index of %s cannot be kept, so the next run looks for its records again: %s.", path, error)
     return starts, ends

@@ -25,7 +25,7 @@ class ParquetFiles(Format):
 
     def __init__(self, paths: tuple[str, ...], columns: Sequence[str] | None, defaults: Mapping[str, Any]):
         types = import_extra("pyarrow.types", "parquet")
-        self.paths, self.bytes = paths, sum(os.path.getsize(path) for path in paths)
+        self.paths, self.sizes = paths, [os.path.getsize(path) for path in paths]
         about = [self._opened(path) for path in paths]
         self.counts = [one.metadata.num_rows for one in about]
         self._groups = [(file, group) for file, one in enumerate(about) for group in range(one.metadata.num_row_groups)]

@@ -8,11 +8,12 @@ import dataclasses
 import itertools
 import logging
 import numbers
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from spmd.data import contents
 from spmd.data.order import Order
 from spmd.errors import DataError, OptionError, did_you_mean
 
@@ -41,7 +42,7 @@ class Format(abc.ABC):
       what: what its files are called, in words.
       paths: its files.
       counts: how many records each holds.
-      bytes: of all files.
+      sizes: of each, in bytes.
       fields: what a record becomes.
       together: records that cost less when they are read at once; small batches are put together up to so many.
     """
@@ -49,7 +50,7 @@ class Format(abc.ABC):
     what: str
     paths: tuple[str, ...]
     counts: list[int]
-    bytes: int
+    sizes: Sequence[int]
     fields: dict[str, Field]
     together: int = 1024
 
@@ -116,6 +117,7 @@ class Records:
         self.examples = sum(format.counts)
         if not self.examples:
             raise DataError(f"no {format.what} has a record: {_some(format.paths)}.\n    cure: look at what they were written from.")
+        self._contents = contents.of_files(format.paths, format.sizes)
         self.order = Order(self.examples, reading.shuffle, reading.seed)
         self.fields = format.fields
 
@@ -146,9 +148,10 @@ class Records:
         return Batches(self, number, start)
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same for a run to go on with the same data."""
+        """What must be the same for a run to be resumed with the same data; of the contents, a hash (`contents.of_files`)."""
         files = "" if len(self.format.counts) > 8 else ", ".join(map(str, self.format.counts))
-        about = {"examples": self.examples, "files": len(self.format.paths), "records of each file": files, "bytes": self.format.bytes}
+        about = {"examples": self.examples, "files": len(self.format.paths), "records of each file": files, "bytes": sum(self.format.sizes)}
+        about["contents"] = self._contents
         return {**about, "batch_size": self.batch_size, "shuffle": self.reading.shuffle, "seed": self.reading.seed}
 
     def read(self, number: int, start: int = 0, here: np.ndarray | None = None) -> Iterator[Taken]:

@@ -26,7 +26,7 @@ class TFRecordFiles(Format):
     what = "TFRecord file"
 
     def __init__(self, offsets: Offsets, features: Mapping[str, Feature]):
-        self.paths, self.counts, self.bytes = offsets.paths, offsets.counts, sum(offsets.sizes)
+        self.paths, self.counts, self.sizes = offsets.paths, offsets.counts, offsets.sizes
         self._offsets, self._parser = offsets, Parser(features)
         self.fields = self._parser.fields()
 

@@ -51,7 +51,7 @@ def _bench(options: argparse.Namespace) -> str:
     if not waits:
         raise OptionError(f"there is one batch, of {rows} records: nothing to measure.\n    cure: a smaller --batch-size.")
     took = sum(waits)
-    each = data.format.bytes / data.examples
+    each = sum(data.format.sizes) / data.examples
     lines = [
         repr(data),
         f"found in {found:.2f} s; the first batch after {1000 * first:.1f} ms",

@@ -100,7 +100,7 @@ def test_data_that_is_cut_in_another_way_cannot_be_gone_on_with(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         fit(numbers(64), batch_size=16, shuffle=False, seed=1, steps=8, checkpoint=tmp_path, resume=True)
     assert str(raised.value) == (
-        f"the run in {tmp_path} cannot be gone on with: its data was cut in another way\n"
+        f"the run in {tmp_path} cannot be resumed: its data is not the same\n"
         "4 problems:\n"
         "\n"
         "  examples\n"
