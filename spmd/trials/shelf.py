@@ -1,8 +1,10 @@
 """What a sweep keeps on disk, so that one that was killed goes on: what it is, and each chunk of trials at its newest step."""
 
 import contextlib
+import functools
+import io
 import json
-import os
+import logging
 import re
 import shutil
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd import sealed
 from spmd.errors import CheckpointError, Problem, raise_problems
 from spmd.folders import reason
 from spmd.run.checkpoint import Checkpoint, Store
@@ -29,44 +32,47 @@ class Shelf:
         file = folder / ABOUT
         try:
             if not file.exists():
-                if folder.exists() and any(folder.iterdir()):
+                if folder.exists() and any(not one.name.startswith(".") for one in folder.iterdir()):
                     raise CheckpointError(f"{folder} is not empty, and holds no sweep.\n    cure: another folder.")
                 folder.mkdir(parents=True, exist_ok=True)
-                _write(file, dict(about))
+                sealed.write(file, _json(dict(about)))
                 return
             if not resume:
                 raise CheckpointError(f"{folder} already holds a sweep.\n    cure: resume=True to go on with it, or another folder.")
-            before = json.loads(file.read_text(encoding="utf-8"))
-            names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
+            before = json.loads(sealed.read(file) or b"{}")
         except OSError as error:
             raise CheckpointError(f"{folder} cannot be used: {reason(folder, error)}.\n    cure: another folder.") from error
-        except (ValueError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{file} is damaged, so what the sweep was is not known.\n    cure: another folder.") from error
+        except sealed.Damaged as why:
+            raise CheckpointError(f"{file} is damaged, so what the sweep was is not known: {why}.\n    cure: another folder.") from why
+        names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
         problems = [Problem(name, [_differ(str(before.get(name)), str(about.get(name)))]) for name in names]
-        raise_problems(CheckpointError, f"the sweep in {folder} cannot be gone on with: it was another", problems)
+        raise_problems(CheckpointError, f"the sweep in {folder} cannot be resumed: it was another", problems)
 
-    @property
+    @functools.cached_property
     def cleared(self) -> bool:
-        """Whether the sweep came to its end, so that only the best have states."""
-        return self._folder is not None and (self._folder / END).exists()
+        """Whether only the best have states, since the sweep came to its end, and nothing that needs other states is to be done again."""
+        if self._folder is None or not (self._folder / END).exists():
+            return False
+        chunks = json.loads(self._read(self._folder / END) or b"null")
+        return chunks is not None and all(self.finished(rung, chunk) is not None for rung, chunk in chunks if rung)
 
     def place(self, rung: int, chunk: int) -> Path | None:
         """Where a chunk of a rung is kept."""
         return None if self._folder is None else self._folder / "chunks" / f"{rung}-{chunk}"
 
     def finished(self, rung: int, chunk: int) -> tuple[np.ndarray, list[dict[str, float]]] | None:
-        """The measurements and evaluations of a chunk that was brought to its end."""
+        """The measurements and evaluations of a chunk that was brought to its end, if they are as they were written."""
         place = self.place(rung, chunk)
-        if place is None or not (place / DONE).exists():
-            return None
-        return _history(place / "end.npy"), json.loads((place / DONE).read_text(encoding="utf-8"))
+        evaluations = None if place is None else self._read(place / DONE)
+        history = None if place is None or evaluations is None else self._read(place / "end.npy")
+        return None if history is None or evaluations is None else (_history(history), json.loads(evaluations))
 
     def finish(self, rung: int, chunk: int, history: np.ndarray, evaluations: list[dict[str, float]]) -> None:
         """A chunk is at its end."""
         place = self.place(rung, chunk)
         if place is not None:
-            _save(place / "end.npy", history)
-            _write(place / DONE, evaluations)
+            sealed.write(place / "end.npy", _npy(history))
+            sealed.write(place / DONE, _json(evaluations))
 
     def resumed(self, rung: int, chunk: int, run: Chunk) -> bool:
         """Bring a chunk to where it was saved last, if it was."""
@@ -80,9 +86,13 @@ class Shelf:
             store.put_aside(damaged)
             if step is None:
                 return False  # it is done again
-            run.states, _ = store.restore(step, run.packed.abstract(len(run.slots)))
-            run.measured, run.step = [_history(place / f"history-{step}.npy")], step
-        return True
+            history = self._read(place / f"history-{step}.npy")
+            if history is not None:
+                run.states, _ = store.restore(step, run.packed.abstract(len(run.slots)))
+                run.measured, run.step = [_history(history)], step
+                return True
+        shutil.rmtree(place / "checkpoints")  # states whose measurements are lost
+        return False
 
     @contextlib.contextmanager
     def opened(self, rung: int, chunk: int):
@@ -106,7 +116,7 @@ class Shelf:
         if store is None or place is None:
             return
         newest, held = place / f"history-{run.step}.npy", store.latest()
-        _save(newest, run.history)
+        sealed.write(newest, _npy(run.history))
         store.save(run.states, run.step, {}, {})
         for old in place.glob("history-*.npy"):
             if old != newest and old.name != f"history-{held}.npy":  # the newest whole checkpoint may still be that one
@@ -115,9 +125,18 @@ class Shelf:
     def clear(self) -> None:
         """Only the end is wanted of chunks: their states go."""
         if self._folder is not None:
-            _write(self._folder / END, {})
-            for place in (self._folder / "chunks").glob("*/checkpoints"):
-                shutil.rmtree(place)
+            places = sorted((self._folder / "chunks").glob("*[0-9]-[0-9]*"))
+            sealed.write(self._folder / END, _json([list(map(int, place.name.split("-"))) for place in places]))
+            for place in places:
+                shutil.rmtree(place / "checkpoints", ignore_errors=True)
+
+    def _read(self, file: Path) -> bytes | None:
+        """What was written; None where nothing was, or not that: then it is a warning."""
+        try:
+            return sealed.read(file)
+        except sealed.Damaged as why:
+            logging.getLogger("spmd").warning("%s is damaged, and what it is of is done again: %s.", file, why)
+            return None
 
 
 def _differ(was: str, now: str) -> str:
@@ -145,28 +164,15 @@ def spelled(values: Mapping[str, Any]) -> str:
     return str(found)
 
 
-def _history(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}.\n    cure: without the folder it is in, that part is done again."
-        ) from error
+def _json(what: Any) -> bytes:
+    return json.dumps(what, indent=1).encode()
 
 
-def _save(path: Path, array: np.ndarray) -> None:
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("wb") as file:
-        np.save(file, array, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
 
 
-def _write(path: Path, what: Any) -> None:
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(what, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _history(content: bytes) -> np.ndarray:
+    return np.load(io.BytesIO(content), allow_pickle=False)
