@@ -1,6 +1,8 @@
 """The policy of starting again, over what attempts came to."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,11 +74,23 @@ def test_what_processes_have_left(tmp_path):
 
 @pytest.mark.parametrize(("ends", "code", "heard"), [("kill -9 $$", -9, False), ("exit 3", 3, True)], ids=["killed", "failed"])
 def test_one_that_was_killed_leaves_nothing_to_be_told_by_the_others(tmp_path, monkeypatch, ends, code, heard):
-    monkeypatch.setattr(group, "KILLED", 0.2)
+    """Beside one that was killed the other is ended soon, by a clock that goes on once it is asked; beside one that failed it may leave."""
+    clock, ended = SimpleNamespace(now=None), []
+
+    def monotonic():
+        clock.now = clock.now or 0.0
+        return clock.now
+
+    def sleep(seconds):
+        clock.now = clock.now if heard or clock.now is None else clock.now + group.KILLED / 4
+        time.sleep(0.01)
+
+    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
     wait = f"while [ ! -e {tmp_path}/gone ]; do sleep 0.02; done"
-    commands = {0: (["sh", "-c", f"{wait}; sleep 1; echo told"], {}), 1: (["sh", "-c", f"touch {tmp_path}/gone; {ends}"], {})}
+    last = "echo told" if heard else "exec sleep 1000"
+    commands = {0: (["sh", "-c", f"{wait}; {last}"], {}), 1: (["sh", "-c", f"touch {tmp_path}/gone; {ends}"], {})}
     lines = []
     with group.started(commands, lambda rank: f"[{rank}] ", write=lines.append) as both:
-        codes = both.wait(grace=5.0)
+        codes = both.wait(grace=5.0, send=lambda number: (ended.append(clock.now), both.signal(number)))
     assert both.first == {1: code} and codes == {0: 0 if heard else -9, 1: code}
-    assert lines == (["[0] told\n"] if heard else [])
+    assert lines == (["[0] told\n"] if heard else []) and ended == ([] if heard else [1.25 * group.KILLED])

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import spmd
+from spmd.run.checkpoint import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,9 +25,11 @@ class Report(spmd.callbacks.Callback):
     def _event(self, name, info):
         print(name, info.step, flush=True)
         if self.kill == f"{name} {info.step}":
-            until = time.monotonic() + 10
-            while name == "checkpoint" and not list(self.folder.glob(f"checkpoints/{info.step}*")) and time.monotonic() < until:
-                time.sleep(0.001)  # a thread begins to write it
+            until = time.monotonic() + 120
+            while name == "checkpoint" and not list(self.folder.glob(f"checkpoints/{info.step}*")):  # a thread begins to write it
+                if time.monotonic() > until:
+                    os._exit(3)
+                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step(self, info):
@@ -36,10 +39,24 @@ class Report(spmd.callbacks.Callback):
         self._event("checkpoint", info)
 
 
+def kill_before_seal(step):
+    """Die when all of a checkpoint is written, but not committed yet."""
+    seal = Store._seal
+
+    def sealed(store):
+        if store._writing == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seal(store)
+
+    Store._seal = sealed
+
+
 def train(*, checkpoint=None, every=None, resume=False, kill=None, epochs=4, wide=0, callbacks=()):
-    """The run: batch statistics, dropout, shuffling, a short last batch. `wide` makes the state large, so that saving takes long."""
+    """The run: batch statistics, dropout, shuffling, a short last batch. `wide` makes the state large."""
     from small import Net, fit_net, labelled
 
+    if kill and kill.startswith("seal "):
+        kill_before_seal(int(kill.removeprefix("seal ")))
     options = {} if checkpoint is None else {"checkpoint": spmd.Checkpoint(checkpoint, every=every), "resume": resume}
     if wide:
         import optax

@@ -1,6 +1,7 @@
 """Live progress: silent where nobody watches, a bar in a terminal, plain lines on request."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -42,16 +43,21 @@ def console(monkeypatch):
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 
 
-def test_a_terminal_shows_a_bar(console):
+def test_a_terminal_shows_a_bar(console, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     shown = make_progress("auto")
     shown.start(0, 40)
     assert shown.due()
+    now[0] += 10.0
     shown.update(20, 1, {"loss": 0.12345, "accuracy": 0.5}, 640)
     assert not shown.due()  # redrawn a few times per second, not at every step
+    now[0] += progress.REFRESH
+    assert shown.due()
     shown.say("step 20: eval_loss 0.5")
     shown.close()
     text = console.file.getvalue()
-    for part in ("20/40", "epoch 2", "loss 0.1235", "accuracy 0.5", "samples/s", "step 20: eval_loss 0.5", "━"):
+    for part in ("20/40", "epoch 2", "loss 0.1235", "accuracy 0.5", "64 samples/s", "step 20: eval_loss 0.5", "━"):
         assert part in text, text
     assert text.count(HIDE) == text.count(SHOW) == 1  # hidden, and back
 

@@ -184,19 +184,17 @@ def test_nobody_holds_a_copy_while_the_disk_is_written(tmp_path, monkeypatch):
 
     def slow(folder):
         writing.set()
-        go.wait(30)
+        go.wait(120)
         sealed(folder)
 
     monkeypatch.setattr(copies.Copier, "__call__", copied)
     monkeypatch.setattr(checkpoint, "seal", slow)
     state, store = fit(steps=1).state, Store(spmd.Checkpoint(tmp_path))
     store.save(state, 1, {}, {})
-    assert writing.wait(30)
-    for _ in range(100):  # Orbax may be about to return
-        gc.collect()
-        if not any(ref() for ref in held):
-            break
-        time.sleep(0.05)
+    assert writing.wait(120)
+    until = time.monotonic() + 60
+    while gc.collect() >= 0 and any(ref() for ref in held) and time.monotonic() < until:  # Orbax may be about to return
+        time.sleep(0.01)
     alive = sum(ref() is not None for ref in held)
     go.set()
     store.close()

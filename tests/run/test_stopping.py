@@ -110,9 +110,9 @@ def test_ctrl_c_twice_interrupts_at_once_and_still_saves(tmp_path):
     def press(info):
         if info.step == 4:
             signal.raise_signal(signal.SIGINT)
-            for _ in range(1000):  # two that come before the first is handled count as one
-                if info._control.stop_reason is not None:
-                    break
+            until = time.monotonic() + 60
+            while not info._control._guard.asked:  # two that come before the first is handled count as one
+                assert time.monotonic() < until
                 time.sleep(0.001)
             signal.raise_signal(signal.SIGINT)
 
@@ -155,7 +155,7 @@ def undisturbed():
 
 @pytest.mark.system
 def test_ctrl_c_of_a_real_process(tmp_path, undisturbed):
-    with started(timeout=90, checkpoint=str(tmp_path), epochs=100_000) as process:
+    with started(timeout=400, checkpoint=str(tmp_path), epochs=100_000) as process:
         lines_until(process, "step 7")
         os.kill(process.pid, signal.SIGINT)
         out, errors = process.communicate()
@@ -180,7 +180,7 @@ def test_ctrl_c_of_a_real_process(tmp_path, undisturbed):
 def test_killed_and_resumed_is_never_disturbed(every, kill, tmp_path, undisturbed):
     """kill -9, as the power would fail. A checkpoint that is not whole does not count; the one before it is gone on from."""
     options = {"checkpoint": str(tmp_path), "every": every}
-    with started(timeout=90, kill=kill, **options) as process:
+    with started(timeout=400, kill=kill, **options) as process:
         if kill == "by us":
             lines_until(process, "step 6")
             os.kill(process.pid, signal.SIGKILL)
@@ -202,22 +202,22 @@ def test_the_run_that_is_killed_is_sensitive_to_its_seed(undisturbed):
 
 
 @pytest.mark.slow
-def test_killed_while_a_large_state_is_written(tmp_path):
-    """Megabytes are being written when the process dies: what is half there is not taken for a checkpoint."""
-    options = {"checkpoint": str(tmp_path), "every": 2, "wide": 100_000}
-    with started(timeout=90, kill="checkpoint 4", **options) as process:
+def test_resume_skips_a_checkpoint_that_was_not_committed(tmp_path):
+    """All is written and nothing is committed when the process dies: it is not taken for a checkpoint."""
+    options = {"checkpoint": str(tmp_path), "every": 2, "wide": 10_000}
+    with started(timeout=400, kill="seal 4", **options) as process:
         process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert whole_steps(tmp_path) == [2] and len(list((tmp_path / "checkpoints").iterdir())) == 2  # one is unfinished
     rest = train(**options, resume=True, epochs=2)
-    assert same(rest.state, train(wide=100_000, epochs=2).state)
+    assert same(rest.state, train(wide=10_000, epochs=2).state)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "6"}  # what was unfinished is swept away
 
 
 @pytest.mark.system
 def test_3000_small_steps_on_8_devices_finish():
     """In a process of its own: with more than 2 steps in flight, XLA's CPU devices wait for each other for ever and abort."""
-    with started(timeout=60, small_steps=3000) as process:
+    with started(timeout=400, small_steps=3000) as process:
         out, errors = process.communicate()
     assert process.returncode == 0, errors[-2000:]
     assert out.split() == ["done", "3000", "3000"]
