@@ -966,6 +966,16 @@ def test_a_module_of_pytorch():
         assert told(errors.ModelError, fit, model=model).startswith("the model is a Net of PyTorch, which JAX cannot trace.\n    cure: ")
 
 
+@pytest.mark.parametrize("package", ["keras.src.models", "tensorflow.keras", "haiku._src", "equinox._module"])
+def test_a_model_of_another_library(package):
+    """The fixes were tried with the libraries themselves."""
+    Base = type("Base", (), {"__module__": package, "__call__": lambda self, x: x})
+    Net = type("Net", (Base,), {"__module__": "mine"})
+    for model in (Net(), lambda: Net()):
+        text = told(errors.ModelError, fit, model=model)
+        assert re.match(r"the model is a Net of (Keras|haiku|Equinox), which .*\n    cure: .*spmd.FunctionalModel\(lambda key: ", text)
+
+
 def test_data_functions_that_cannot_be_called():
     assert told(errors.DataError, fit, data=lambda path: [(X, Y)], batch_size=None).startswith(
         "the function given as data takes arguments: path."

@@ -72,6 +72,10 @@ class Model(abc.ABC):
         """What a person should know of how the model is trained."""
         return []
 
+    def check_workers(self) -> None:
+        """Refuse a model whose statistics would silently be of one worker's rows, where each worker is to see its own."""
+        return
+
     @abc.abstractmethod
     def bind(self, variables: Variables, call: Call) -> Any:
         """The model with these arrays in it, ready to be called inside a trace; what the loss receives."""

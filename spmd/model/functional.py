@@ -7,50 +7,77 @@ from typing import Any
 
 import jax
 
-from spmd.errors import ModelError
+from spmd.errors import ModelError, a_kind
 from spmd.model.base import Call, Model, Variables, with_mode
-from spmd.tree import Tree
+from spmd.tree import Tree, describe, flatten
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionalModel:
     """A model as two functions: `init(key) -> params`, `apply(params, *inputs) -> outputs`.
 
-    `apply` may take the keywords `rng` and `train`; they are passed when it does.
+    `apply` may take the keywords `rng`, `train` and `axis_name`; they are passed when it does. `axis_name` are the mesh axes of the
+    workers, of which each sees its own rows, for `jax.lax.pmean` and the like; None where all rows are seen.
+
+    Args:
+      stateful: the model has state that a call changes, such as batch statistics: `init(key) -> (params, state)` and
+        `apply(params, state, *inputs) -> (outputs, state)`. State has no gradient; floats are averaged over the workers after a step,
+        and of integers the largest is kept. What evaluation changes is dropped.
 
     Example:
       >>> import jax.numpy as jnp
       >>> model = FunctionalModel(init=lambda key: {"w": jnp.zeros((4, 2))}, apply=lambda params, x: x @ params["w"])
     """
 
-    init: Callable[..., Tree]
+    init: Callable[..., Any]
     apply: Callable[..., Any]
+    stateful: bool = False
 
-    def bind(self, params: Tree) -> "FunctionCall":
+    def bind(self, params: Tree, state: Tree = None) -> "FunctionCall":
         """The model with these parameters: to be called, or to be trained from there, by `fit(model.bind(params), ...)`."""
-        return FunctionCall(self.apply, params, Call(training=False))
+        if self.stateful != (state is not None):
+            raise ModelError(f"bind: the model is {'' if self.stateful else 'not '}stateful.\n    cure: {self._bound}.")
+        return FunctionCall(self, params, state, Call(training=False))
+
+    @property
+    def _bound(self) -> str:
+        return "model.bind(params, state)" if self.stateful else "model.bind(params), or FunctionalModel(..., stateful=True)"
 
 
 class FunctionModel(Model):
-    """A `FunctionalModel` behind the common interface; `params`, if it was given with them."""
+    """A `FunctionalModel` behind the common interface; `variables`, if it was given with them."""
 
-    def __init__(self, model: FunctionalModel, params: Tree = None):
-        self._model, self._params = model, params
+    def __init__(self, model: FunctionalModel, variables: Variables | None = None):
+        self._model, self._variables = model, variables
 
     @property
     def concrete(self) -> Variables | None:
-        return None if self._params is None else Variables(self._params, {}, {})
+        return self._variables
 
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         del run
-        return Variables(self._model.init(key), {}, {})
+        if self._variables is not None:
+            return self._variables
+        made = self._model.init(key)
+        if not self._model.stateful:
+            return Variables(made, {}, {})
+        params, state = _pair(made, "init", "(params, state)")
+        return Variables(params, state, {})
 
     def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
         del key, run
         return {}
 
+    def check_workers(self) -> None:
+        if self._model.stateful and "axis_name" not in inspect.signature(self._model.apply).parameters:
+            raise ModelError(
+                "the model has state, and each worker calls it with its own rows: batch statistics would be of these rows alone.\n"
+                "    cure: a keyword axis_name=None of apply, over which batch statistics are averaged (jax.lax.pmean, or BatchNorm's own "
+                'option), and which other state may ignore; or  [gradients] reduction = "compiler".'
+            )
+
     def bind(self, variables: Variables, call: Call) -> "FunctionCall":
-        return FunctionCall(self._model.apply, variables.params, call)
+        return FunctionCall(self._model, variables.params, variables.stats, call)
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         if patterns:
@@ -60,30 +87,57 @@ class FunctionModel(Model):
             )
 
     def stats_of(self, bound: "FunctionCall") -> Tree:
-        del bound
-        return {}
+        return bound.state
 
     def rebuild(self, variables: Variables) -> "FunctionCall":
-        return FunctionCall(self._model.apply, variables.params, Call(training=False))
+        return self.bind(variables, Call(training=False))
 
 
 class FunctionCall:
-    """A functional model with its parameters: call it as `model(x)`; `params` is the tree."""
+    """A functional model with its arrays: call it as `model(x)`; `params` and `state` are the trees."""
 
-    def __init__(self, apply: Callable[..., Any], params: Tree, call: Call):
-        self._apply, self.params, self._call, self._calls = apply, params, call, 0
+    def __init__(self, model: FunctionalModel, params: Tree, state: Tree, call: Call):
+        self._model, self.params, self.state, self._call, self._calls = model, params, {} if state is None else state, call, 0
 
     @property
     def given(self) -> FunctionModel:
-        """The model that begins with these parameters."""
-        return FunctionModel(FunctionalModel(lambda key: self.params, self._apply), self.params)
+        """The model that begins with these arrays."""
+        return FunctionModel(self._model, Variables(self.params, self.state, {}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the function."""
-        kwargs = with_mode(self._apply, kwargs, training=self._call.training)
-        if "rng" in inspect.signature(self._apply).parameters and self._call.key is not None:
-            kwargs.setdefault("rng", self._call.localize(jax.random.fold_in(self._call.key, self._calls)))
+        call, apply = self._call, self._model.apply
+        kwargs, known = with_mode(apply, kwargs, training=call.training), inspect.signature(apply).parameters
+        if "rng" in known and call.key is not None:
+            kwargs.setdefault("rng", call.localize(jax.random.fold_in(call.key, self._calls)))
             self._calls += 1
-        if self._call.dtype is not None:  # flax layers cast their own inputs; here nobody else does
-            args = jax.tree.map(lambda x: x.astype(self._call.dtype) if getattr(x, "dtype", None) == "float32" else x, args)
-        return self._apply(self.params, *args, **kwargs)
+        if "axis_name" in known:
+            kwargs.setdefault("axis_name", call.sync_axes or None)
+        if call.dtype is not None:  # flax layers cast their own inputs; here nobody else does
+            args = jax.tree.map(lambda x: x.astype(call.dtype) if getattr(x, "dtype", None) == "float32" else x, args)
+        if not self._model.stateful:
+            return apply(self.params, *args, **kwargs)
+        outputs, state = _pair(apply(self.params, self.state, *args, **kwargs), "apply", "(outputs, state)")
+        _check_state(self.state, state)
+        self.state = state if call.training else self.state
+        return outputs
+
+
+def _pair(made: Any, function: str, wanted: str) -> tuple:
+    """What a stateful model's function returned."""
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ModelError(f"{function} of a stateful model returned {a_kind(made)}.\n    cure: {wanted}, a tuple of two.")
+    return made
+
+
+def _check_state(before: Tree, after: Tree) -> None:
+    """State must keep its tree and its shapes."""
+    old, new = flatten(before), flatten(after)
+    for path in [*old, *new]:
+        if path not in old or path not in new or old[path].shape != new[path].shape:
+            here, there = (describe(arrays[path]) if path in arrays else "nothing" for arrays in (old, new))
+            raise ModelError(
+                f"apply was given a state with {path} = {here}, and returned one with {there}.\n    cure: a state of equal shapes."
+            )
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise ModelError("apply returned a state in another kind of tree than it was given.\n    cure: the same dicts, lists and tuples.")

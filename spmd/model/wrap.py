@@ -43,13 +43,42 @@ def wrap(model: Any) -> Model:
     )
 
 
+LIBRARIES = {  # by package: its name, why its models cannot be trained as they are, and what can be done
+    "torch": (
+        "PyTorch",
+        "which JAX cannot trace",
+        "the same network as an nnx.Module; its weights can be brought along, nnx.Param(tensor.detach().cpu().numpy())",
+    ),
+    "keras": (
+        "Keras",
+        "which keeps its arrays itself, where spmd trains trees of arrays",
+        'under KERAS_BACKEND="jax": spmd.FunctionalModel(lambda key: ([v.value for v in model.trainable_variables], '
+        "[v.value for v in model.non_trainable_variables]), "
+        "lambda params, state, x, train: model.stateless_call(params, state, x, training=train), stateful=True)",
+    ),
+    "haiku": (
+        "haiku",
+        "which spmd knows as a FunctionalModel",
+        "spmd.FunctionalModel(lambda key: f.init(key, x), lambda params, x, rng=None: f.apply(params, rng, x)); "
+        "of transform_with_state: stateful=True and  lambda params, state, x, rng=None: f.apply(params, state, rng, x)",
+    ),
+    "equinox": (
+        "Equinox",
+        "which does not say what of it is trained",
+        "params, static = equinox.partition(model, equinox.is_inexact_array) and  "
+        "spmd.FunctionalModel(lambda key: params, lambda params, x: jax.vmap(equinox.combine(params, static))(x))",
+    ),
+}
+ALIASES = {"tensorflow": "keras", "tf_keras": "keras"}
+
+
 def _check_library(kind: type) -> None:
-    """Refuse the modules of PyTorch by their name; they can be called, but not traced."""
-    if any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__):
-        raise ModelError(
-            f"the model is a {kind.__name__} of PyTorch, which JAX cannot trace.\n"
-            "    cure: the same network as an nnx.Module; its weights can be brought along, nnx.Param(tensor.detach().cpu().numpy())."
-        )
+    """Refuse the models of other libraries by their packages' names; most of them can be called, and would be taken for factories."""
+    packages = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    library = next((LIBRARIES[name] for name in (ALIASES.get(package, package) for package in packages) if name in LIBRARIES), None)
+    if library is not None:
+        name, why, cure = library
+        raise ModelError(f"the model is a {kind.__name__} of {name}, {why}.\n    cure: {cure}.")
 
 
 def _built_kind(factory: Callable[[], Any]) -> type:

@@ -58,6 +58,8 @@ class Program:
         placed.cutting.check_used(placed.resolved.layout.source)
         self._check_pipeline(stats=stats)
         placed.exchange.prove()
+        if placed.exchange.reduction.manual and not (placed.exchange.asynchronous or placed.exchange.local):
+            placed.given.check_workers()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
         seen.check(self.rows, placed.exchange.simulated * placed.options.accumulate)
         self._packed = (LOSS, *extra)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -211,3 +212,75 @@ def test_another_collective_of_the_model_is_named_as_the_cause():
         'the model or the loss runs a collective over an axis "batch" (such as jax.lax.pmean), which is not bound here.\n'
         "    cure: take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already."
     )
+
+
+# functional models with state ------------------------------------------------------------------------------------------
+
+
+def normed(params, state, x, *, train, axis_name=None):
+    """A layer with batch statistics, and a counter of calls in training."""
+    x = (x @ params["up"]).mean(1)
+    mean = x.mean(0) if axis_name is None else jax.lax.pmean(x.mean(0), axis_name)
+    mean = mean if train else state["mean"]
+    after = {"mean": 0.5 * state["mean"] + 0.5 * mean, "calls": state["calls"] + 1}
+    return (x - mean) @ params["out"], after
+
+
+def normed_init(key):
+    params = {"up": jax.random.normal(key, (8, 16)), "out": jax.random.normal(key, (16, 4))}
+    return params, {"mean": jnp.zeros(16), "calls": jnp.int32(0)}
+
+
+NORMED = spmd.FunctionalModel(normed_init, normed, stateful=True)
+
+
+@pytest.mark.parametrize("layout, reduction", [("data_parallel", None), ("fsdp", None), ("data_parallel", "compiler")])
+def test_a_functional_model_with_state(layout, reduction):
+    assert_as_on_one_device(NORMED, layout, "data=8", reduction)
+    trainer, state = trained(NORMED, layout, reduction=reduction)
+    wanted = trained(NORMED, mesh="data=1")[1].stats
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), state.stats, wanted)
+    assert state.stats["calls"] == 2 and np.abs(np.asarray(state.stats["mean"])).max() > 0
+    before = trainer.evaluate(state, BATCH)["loss"]
+    assert trainer.evaluate(state, BATCH)["loss"] == before, "evaluation changes no state"
+
+
+def test_a_functional_model_with_state_goes_on_from_what_came_out():
+    trainer, state = trained(NORMED, steps=1)
+    model = trainer.rebuild(state)
+    np.testing.assert_allclose(model(X), trainer.predict(state, X), atol=1e-6)
+    again = trained(model, steps=0)[1]
+    jax.tree.map(np.testing.assert_array_equal, (again.params, again.stats), (state.params, state.stats))
+    assert trained(NORMED.bind(state.params, state.stats), steps=0)[1].stats["calls"] == 1
+
+
+def test_state_of_one_workers_rows_alone_is_refused():
+    alone = spmd.FunctionalModel(normed_init, lambda params, state, x, train: normed(params, state, x, train=train), stateful=True)
+    with pytest.raises(spmd.errors.ModelError, match="batch statistics would be of these rows alone") as caught:
+        trained(alone)
+    assert "cure: a keyword axis_name=None of apply" in str(caught.value) and 'reduction = "compiler"' in str(caught.value)
+    assert_as_on_one_device(alone, "data_parallel", "data=8", "compiler")
+
+
+@pytest.mark.parametrize(
+    "init, apply, told",
+    [
+        (lambda key: {"w": jnp.ones(4)}, normed, "init of a stateful model returned a dict.\n    cure: (params, state), a tuple of two."),
+        (normed_init, lambda p, s, x, axis_name: x, "apply of a stateful model returned"),
+        (
+            normed_init,
+            lambda p, s, x, axis_name: (x, {"calls": s["calls"]}),
+            "a state with mean = float32[16], and returned one with nothing.",
+        ),
+        (normed_init, lambda p, s, x, axis_name: (x, s | {"mean": x[0, 0]}), "mean = float32[16], and returned one with float32[8]."),
+    ],
+)
+def test_state_that_does_not_fit_is_refused(init, apply, told):
+    with pytest.raises(spmd.errors.ModelError) as caught:
+        trained(spmd.FunctionalModel(init, apply, stateful=True))
+    assert told in str(caught.value)
+
+
+def test_binding_wants_state_where_there_is_some():
+    with pytest.raises(spmd.errors.ModelError, match=r"cure: model\.bind\(params, state\)"):
+        NORMED.bind({})
