@@ -37,6 +37,12 @@ def batches(items: Iterable[T], what: str, timeout: float = 1800.0) -> Iterator[
     for count, batch in enumerate(items, 1):
         taken[number] = count
         yield batch
+    with guard.current().busy(False):
+        _wait_for_all(number, count, what, timeout)
+
+
+def _wait_for_all(number: int, count: int, what: str, timeout: float) -> None:
+    """Until all have ended; each after so many batches."""
     rank, size, _ = coordination.place()
     coordination.put(f"even/{number}/{rank}", str(count))
     pause, until = 0.001, time.monotonic() + timeout
@@ -47,7 +53,7 @@ def batches(items: Iterable[T], what: str, timeout: float = 1800.0) -> Iterator[
             if theirs != count:
                 raise DataError(_uneven(what, {rank: count, other: theirs}, more=other if other in further else None))
         if len(ended) == size:
-            del taken[number]
+            del guard.current().taken[number]
             return
         if time.monotonic() > until:
             raise AbsentError(f"{what} has not ended in all processes after {timeout:g} s.\n    cure: the logs of the others.")

@@ -12,13 +12,11 @@ import json
 import math
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -26,13 +24,14 @@ import jax
 from spmd.errors import AbsentError, ClusterError, SpmdError, escaped
 from spmd.hosts import coordination
 from spmd.hosts.limits import Limits
+from spmd.hosts.records import LIFE, STALL, WAIT, kind_of, report, text_of
+from spmd.hosts.stragglers import Comparison
 
 FAILED, USAGE, PEER, STALLED, DISAGREED, TERMINATED = 1, 2, 42, 43, 78, 143  # exit codes; docs/clusters.md has them all
 LOOK = 0.25  # seconds between two looks, of up to 500 processes
 LINGER = 3.0  # seconds that who fails, and process 0, which has the service, stay at most so that others can read why
 GRACE = 30.0  # seconds for all to say at which step they could stop
 ALONE = 10.0  # seconds without progress, while another has come to the end of its script: it will not come
-COMPARED, SLOW = 30.0, 0.2  # seconds between two looks at who waits for data; the share of time from which it is told
 LONGEST = 4000  # letters of an error that are told
 TIMES = 10.0  # a step stalls at so many times the mean, if that is more than the limit
 
@@ -46,11 +45,13 @@ class Guard:
         self.asked, self.began = "", False
         self.taken: dict[int, int] = {}  # of data that each process reads for itself (`hosts/even.py`): batches so far, by its number
         self.waited = 0.0  # seconds that the run has waited for data
+        self.stopped: str | None = None  # why this process leaves its run, where it has decided that alone
+        self._busy = False  # whether it does what needs no other process: reads data, or runs a user's callback
         self._now = ("script", 0, time.monotonic())  # phase, step, and when there was progress last: read and written together
 
     def begin(self, step: int) -> None:
         """A run begins, or goes on, at a step."""
-        self.asked, self.began = "", True
+        self.asked, self.began, self.stopped = "", True, None
         if self.rank == 0:
             report("began", {"step": step}, again=False)
         self.at("compile", step)
@@ -68,6 +69,15 @@ class Guard:
             yield
         finally:
             self.at(before, self.step)
+
+    @contextlib.contextmanager
+    def busy(self, own: bool = True) -> Iterator[None]:
+        """Whether in the block this process does what needs no other."""
+        before, self._busy = self._busy, own
+        try:
+            yield
+        finally:
+            self._busy = before
 
     @property
     def phase(self) -> str:
@@ -93,9 +103,19 @@ class Guard:
         del step, stride
         return bool(self.asked)
 
+    def over(self) -> None:
+        """This process has come to the end of its script; what it does from now on may only be a consequence of that."""
+        self._live("done")
+
+    def _live(self, end: str = "") -> None:
+        """A sign of life, for who has started several."""
+
     def failed(self, error: BaseException, code: int = FAILED) -> None:
         """An error that nobody has caught: whoever waits for this process is told."""
-        report(f"{self.rank}", {"step": self.step, "error": _text(error)[:LONGEST], "code": code})
+        self._report(text_of(error)[:LONGEST], kind_of(error), code)
+
+    def _report(self, text: str, kind: str, code: int) -> None:
+        report(f"{self.rank}", {"step": self.step, "phase": self.phase, "kind": kind, "error": text, "code": code})
 
 
 class Together(Guard):
@@ -110,8 +130,8 @@ class Together(Guard):
         self._mark: int | None = None  # how far this process goes without having heard of the others
         self._last: int | None = None  # where all stop
         self._done: float | None = None  # when the first of the others was heard to have ended
-        self._told_done = False
-        self._compared, self._waits = time.monotonic(), dict[int, float]()  # when processes were compared last; how long each had waited
+        self._told_done, self._ended, self._lived = False, False, -math.inf
+        self._comparison = Comparison()
         self._look, self._over = LOOK * max(1.0, size / 500), threading.Event()
         self._threads = [threading.Thread(target=target, name="spmd guard", daemon=True) for target in (self._watch, self._time)]
 
@@ -133,6 +153,7 @@ class Together(Guard):
 
         A thread that is inside JAX when Python takes itself apart would end the process with signal 6.
         """
+        self.over()
         try:
             coordination.put(f"now/done/{self.rank}", "")
             coordination.shutdown()
@@ -203,7 +224,7 @@ class Together(Guard):
         with self._leaving:
             self._end_in(3 * LINGER, code)  # first: what comes may hang, as a file system does
             super().failed(error, code)
-            self._tell(_text(error))
+            self._tell(text_of(error))
             self._leave(code)
 
     def _tell(self, text: str) -> None:
@@ -218,6 +239,7 @@ class Together(Guard):
 
         Process 0, which has the service, says that it has read, and is always the last.
         """
+        self._live("left")
         self._end_in(2 * LINGER, code)
         until, seen = time.monotonic() + LINGER, f"seen/{self.rank}"
         missing = lambda: self.size - 1 - len(coordination.below("seen/").keys() - {str(self.rank)})
@@ -243,8 +265,9 @@ class Together(Guard):
                 beat = {"phase": phase, "step": step, "since": round(time.monotonic() - changed, 2), "at": time.time()}
                 coordination.put(f"beat/{self.rank}", json.dumps({**beat, "taken": dict(self.taken), "waited": self.waited}))
                 self._hear(coordination.below("now/"))
-                if self.rank == 0 and phase == "step" and time.monotonic() - self._compared >= COMPARED:
-                    self._compare()
+                if self.rank == 0 and phase == "step" and self._comparison.due():
+                    for line in self._comparison.lines({int(rank): json.loads(text) for rank, text in coordination.below("beat/").items()}):
+                        self._say(line)
                 lost = None
             except Exception as error:
                 lost = lost or time.monotonic()
@@ -252,21 +275,21 @@ class Together(Guard):
                     self._say(f"process 0, which has the coordination service, is gone: {escaped(str(error), 300)}")
                     self._leave(PEER, last=False)
 
-    def _compare(self) -> None:
-        """Name processes that wait for data while the others do not: all are as fast as they are."""
-        now, before = time.monotonic(), self._waits
-        self._waits = {int(rank): float(json.loads(text)["waited"]) for rank, text in coordination.below("beat/").items()}
-        seconds, self._compared = now - self._compared, now
-        shares = {rank: (waited - before[rank]) / seconds for rank, waited in self._waits.items() if rank in before}
-        for rank, share in stragglers(shares).items():
-            self._say(f"process {rank} waits for data {share:.0%} of the time, others do not: all are as slow as it is")
-
     def _time(self) -> None:
         """Look for a stall, in a thread that asks nobody: a process 0 that is frozen does not answer, nor break off."""
         while not self._over.wait(self._look):
             phase, _, changed = self._now
+            if time.monotonic() - self._lived >= LIFE:
+                self._live()
             if time.monotonic() - changed > self._limit(phase):
                 self._stall(phase, changed, self._limit(phase))
+
+    def _live(self, end: str = "") -> None:
+        """A sign of life for who has started this process; the last one says how it has left."""
+        if not self._ended:
+            self._ended, self._lived = bool(end), time.monotonic()
+            record = {"phase": self.phase, "step": self.step, "since": time.monotonic() - self._now[2], "busy": self._busy}
+            report(f"life.{self.rank}", {**record, "stopped": self.stopped, "end": end})
 
     def _hear(self, told: Mapping[str, str]) -> None:
         """A failure of another; or a wish to stop."""
@@ -315,7 +338,7 @@ class Together(Guard):
             self._end_in(2 * LINGER, code)
             self._say(f"{said or text}; the threads of this process:")
             faulthandler.dump_traceback(all_threads=True)
-            report(f"{self.rank}", {"step": self.step, "error": text, "code": code})
+            self._report(text, STALL if code == STALLED and self._busy else WAIT, code)
             now = time.time()
             for rank, beat in sorted((int(rank), json.loads(told)) for rank, told in coordination.below("beat/").items()):
                 where = f"process {rank}: step {beat['step']}, {escaped(str(beat['phase']), 20)}"
@@ -329,16 +352,6 @@ class Together(Guard):
         timer = threading.Timer(seconds, os._exit, (code,))
         timer.daemon = True
         timer.start()
-
-
-def stragglers(shares: Mapping[int, float]) -> dict[int, float]:
-    """Of the shares of time that processes wait for data, by rank, those that are large where most are not.
-
-    >>> stragglers({0: 0.02, 1: 0.64, 2: 0.03}), stragglers({0: 0.6, 1: 0.64})
-    ({1: 0.64}, {})
-    """
-    usual = statistics.median(shares.values()) if len(shares) > 2 else min(shares.values(), default=0.0)
-    return {rank: share for rank, share in sorted(shares.items()) if share > max(SLOW, 2 * usual)}
 
 
 _current = Guard()
@@ -355,19 +368,6 @@ def watch(rank: int, size: int, limits: Limits, say: Callable[[str], None]) -> N
     found = Together(rank, size, limits, say)
     found.start()
     _current = found
-
-
-def report(name: str, record: dict[str, Any], *, again: bool = True) -> None:
-    """Leave a record for who has started this process, in the folder $SPMD_REPORT, if there is one."""
-    folder = os.environ.get("SPMD_REPORT")
-    path = Path(folder) / f"{name}.json" if folder else None
-    if path is not None and path.parent.is_dir() and (again or not path.exists()):
-        with contextlib.suppress(OSError):  # who fails has more to tell than that
-            path.write_text(json.dumps({"at": time.time(), **record}), encoding="utf-8")
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def limit(limits: Limits) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from spmd.errors import escaped
 from spmd.hosts.guard import DISAGREED, PEER, TERMINATED, USAGE
+from spmd.launch import cause
+from spmd.launch.cause import ABORTED, ALL
 
-ALL = -1  # in the place of a rank: all processes together, where only the command that has started them ends with a code (srun)
 NO_PROGRESS = 3  # restarts in a row that began at the same step
 LOST = 255  # code of processes whose host is gone, or could not be reached; as ssh has it
 LONGEST = 60.0  # seconds between two attempts
@@ -26,6 +27,7 @@ class Attempt:
       began: the step that its first run began at; None where none began.
       failures: by rank, at which step what failed, as far as processes could tell, the first first.
       first: exit codes of those that ended first.
+      early: who was the reason for these failures without reporting one, in words (`spmd.launch.cause`); None: nobody.
       fewer: whether it had fewer hosts than there are; what does not fit those may fit all.
       asked: the signal by which somebody asked the whole group to end; None: nobody did.
     """
@@ -36,15 +38,17 @@ class Attempt:
     first: Mapping[int, int] = dataclasses.field(default_factory=dict)
     asked: int | None = None
     fewer: bool = False
+    early: tuple[int, str] | None = None
 
     @property
     def why(self) -> str:
-        """The failure in words: how the first ended that ended by itself, where it could not tell; what a process has told first."""
+        """The root cause in words, and what came of it first: who failed without a word, or how the first ended that ended by itself."""
         told = [f"process {rank} at step {step}: {' '.join(text.split())[:400]}" for rank, (step, text) in self.failures.items()]
         ended = [(rank, code) for rank, code in (*self.first.items(), *sorted(self.codes.items())) if code]
         own = [(rank, code) for rank, code in ended if code != PEER] or ended
         untold = [_ended(rank, code) for rank, code in own[:1] if code < 0 or code == LOST or not told]
-        return escaped("; ".join([*untold, *told[:1]]))
+        causes = ([] if self.early is None else [self.early[1]]) + [*untold, *told[:1]]
+        return escaped("; consequence: ".join(causes[:2]))
 
     @property
     def signature(self) -> tuple[int, str] | None:
@@ -67,7 +71,7 @@ def _ended(rank: int, code: int) -> str:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """What processes left in the folder that they were given (`spmd.hosts.guard.report`), as it is; each has a "name"."""
+    """What processes left in the folder that they were given (`spmd.hosts.records.report`), as it is; each has a "name"."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -79,15 +83,17 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def attempted(told: Iterable[Mapping[str, Any]], codes: Mapping[int, int], first: Mapping[int, int], asked: int | None = None) -> Attempt:
     """An attempt, from what its processes left (`records`) and ended with; what a process said that it would end with counts more."""
-    failures, began, said = [], None, {}
+    told = list(told)
+    failed, living, began = cause.failures(told), cause.lives(told), None
     for record in told:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            if record["name"] == "began":
-                began = int(record["step"])
-            else:
-                failures.append((float(record["at"]), int(record["name"]), (int(record["step"]), str(record["error"]))))
-                said[int(record["name"])] = int(record["code"])
-    return Attempt({**codes, **said}, began, {rank: what for _, rank, what in sorted(failures)}, first, asked)
+            began = int(record["step"]) if record["name"] == "began" else began
+    last = lambda rank: living[rank].at if rank in living else 0.0
+    by_others = {rank for rank, code in first.items() if code == ABORTED and failed and last(rank) > failed[0].at}
+    first = {rank: first[rank] for rank in sorted(first, key=last) if rank not in by_others}
+    early = cause.early(failed, living, first)
+    said = {one.rank: one.code for one in failed}
+    return Attempt({**codes, **said}, began, {one.rank: one.what for one in failed}, first, asked, early=early)
 
 
 def repeated(attempt: Callable[[int], Attempt], most: int, say: Callable[[str], None]) -> int:

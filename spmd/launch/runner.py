@@ -32,9 +32,11 @@ def main(words: Sequence[str]) -> None:
         else:
             sys.path.insert(0, str(Path(name).resolve().parent))
             runpy.run_path(name, run_name="__main__")
+        guard.current().over()
     except BaseException as error:
         code = guard.exit_code(error)
         if code in (0, guard.TERMINATED):  # all others come to the same end
+            guard.current().over()
             raise
         if not isinstance(error, SystemExit) or isinstance(error.code, str):
             guard.show(error)

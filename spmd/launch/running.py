@@ -92,6 +92,7 @@ class Running:
         self._group, self._ends, self._late = Group({}), {}, False
         self._first: dict[int, int] = {}  # exit codes of those that ended first
         self._told: Mapping[int, tuple[int, str]] = {}  # what failed at which step, as processes have left it
+        self._early: tuple[int, str] | None = None  # who was the reason for that, and has left nothing
         self._folder: Path | None = None
         self._settled = math.inf  # when those that have not failed are waited for no more
 
@@ -166,7 +167,9 @@ class Running:
                     self.lines.show()
                     time.sleep(LOOK)
                 self._first = self._first or self.ended()
-                self._told = attempted(records(self._folder), {}, {}).failures if self._folder else {}
+                if self._folder is not None:
+                    came_to = attempted(records(self._folder), {}, self._first)
+                    self._told, self._early = came_to.failures, came_to.early
         finally:
             with contextlib.suppress(Exception):  # standard output may be gone at the end of a program
                 self.lines.show()
@@ -177,7 +180,8 @@ class Running:
     def why(self, answers: Mapping[int, bytes]) -> tuple[int | None, str, str]:
         """Who failed first, how, and its traceback, once all have ended and given these answers."""
         failures = {rank: pickle.loads(text[1:]) for rank, text in answers.items() if text.startswith(pipes.FAILED)}
-        return reason(failures, self._first, self._told, set(answers)) or (None, self._gone(), "")
+        early = None if self._early is None else (*self._early, "")
+        return early or reason(failures, self._first, self._told, set(answers)) or (None, self._gone(), "")
 
 
 def reason(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from spmd.errors import CallbackError, DivergedError, OptionError, a_kind, brief, did_you_mean, naming
+from spmd.hosts import guard
 from spmd.hosts.replicas import check_replicas
 
 
@@ -293,7 +294,10 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
     """
     callback, moving = None, any(not callback.moves_nothing for callback in callbacks)
     with naming(lambda: f"step {info.step}: callback {name_of(callback)}.{event}"):
-        with jax.transfer_guard("allow") if moving else contextlib.nullcontext():
+        with contextlib.ExitStack() as block:
+            if moving:
+                block.enter_context(jax.transfer_guard("allow"))
+                block.enter_context(guard.current().busy())  # where a user's callback hangs, it is why
             for callback in callbacks:
                 getattr(callback, event)(info)
 

@@ -319,7 +319,7 @@ class Loop:
 
     def stop(self, reason: str) -> None:
         """Leave after the step in hand. Of several processes all must say so at the same step; what only one knows is asked for."""
-        self.stop_reason = self.stop_reason or reason
+        self.stop_reason = self._guard.stopped = self.stop_reason or reason
 
     def ask(self, reason: str) -> None:
         """Leave soon, all processes after the same step."""

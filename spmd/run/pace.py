@@ -45,7 +45,8 @@ class Pace:
         while True:
             began = time.monotonic()
             try:
-                item = next(reader)
+                with guard.current().busy():
+                    item = next(reader)
             except StopIteration:
                 return
             finally:

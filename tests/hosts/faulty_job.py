@@ -1,6 +1,7 @@
 """A small training script with faults: run by `spmd launch` in the tests, and by hand."""
 
 import argparse
+import ctypes
 import hashlib
 import os
 import signal
@@ -88,6 +89,14 @@ def main():
             raise ValueError(f"boom on process {rank}")
         if given.fault == "exit":
             sys.exit(3)
+        if given.fault == "exit 0":
+            sys.exit(0)
+        if given.fault == "os exit":
+            os._exit(0)
+        if given.fault == "stop":
+            info.stop("enough")
+        if given.fault == "GIL":
+            ctypes.PyDLL(None).sleep(1000)  # unlike CDLL, it lets no other thread run
         if given.fault == "sleep":
             time.sleep(1000)
         if given.fault == "wait":  # for what the test does meanwhile

@@ -68,6 +68,27 @@ def test_a_fault_is_told_and_the_run_ends_in_the_same_bits(undisturbed, tmp_path
     print(f"FIGURE {fault} on process {rank}: all down after {down:.1f} s, step 26 made again after {again:.1f} s")
 
 
+@SLOW
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("os exit", r"ended with code 0 before the end of its script, last heard of in \w+ after step \d+"),
+        ("STOP", r"was killed, stopped, or held by code that keeps the GIL, last heard of in \w+ after step \d+"),
+        ("GIL", r"was killed, stopped, or held by code that keeps the GIL, last heard of in \w+ after step \d+"),
+        ("stop", r"left its run alone after step 2\d \(info.stop: enough\)"),
+        ("exit 0", r"came to the end of its script after step 2\d, and others did not"),
+        ("sleep", "(at step 25: stalled in step|made no progress in step after step 25, and waited for no other)"),
+    ],
+)
+def test_the_process_that_failed_first_is_blamed(tmp_path, fault, what, rank):
+    run = job("--folder", tmp_path / "run", "--fault", fault, "--rank", rank, stall="step=5", seconds=90)
+    told = [line for _, line in run.lines if line.startswith("spmd launch: process")]
+    print("FIGURE", told)
+    assert run.code not in (0, None) and "HASH" not in run.text, run.text
+    assert re.match(f"spmd launch: process {rank} {what}", told[-1]), run.text
+
+
 @pytest.mark.system
 @pytest.mark.parametrize(
     ("fault", "told"),

@@ -49,7 +49,7 @@ def test_none_was_asked_for():
         (
             attempt(-9, failures={0: (26, "Gloo:\n reset \x1b[1m")}),
             42,
-            r"process 1 ended with signal 9; process 0 at step 26: Gloo: reset \x1b[1m",
+            r"process 1 ended with signal 9; consequence: process 0 at step 26: Gloo: reset \x1b[1m",
         ),
         (Attempt({0: 42, 1: 7}), 42, "process 1 ended with code 7"),
         (Attempt({0: -9, 1: 5}, first={1: 5}), 5, "process 1 ended with code 5"),
