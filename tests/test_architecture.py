@@ -2,9 +2,13 @@
 
 import ast
 import dataclasses
+import graphlib
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,18 +77,24 @@ def file_of(module):
     return None
 
 
-def nodes(tree):
-    """Every node that runs; what stands under `if TYPE_CHECKING` is for editors only."""
+def nodes(tree, *, functions=True):
+    """Every node that runs, in functions too; what stands under `if TYPE_CHECKING` is for editors only."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             continue
         yield child
-        yield from nodes(child)
+        if functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from nodes(child, functions=functions)
 
 
-def imports(name):
+def module_of(name):
+    """The module that is in a file."""
+    return "spmd." + name.removesuffix(".py").replace("/", ".") if name != "__init__.py" else "spmd"
+
+
+def imports(name, *, functions=True):
     """(line, module) of every import of the library in a file; `from package import module` counts as the module."""
-    for node in nodes(TREES[name]):
+    for node in nodes(TREES[name], functions=functions):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "spmd")
         elif isinstance(node, ast.ImportFrom):
@@ -248,6 +258,41 @@ def test_no_word_of_a_machine_in_the_sources():
     assert not found
 
 
+def packages(name):
+    """The `__init__.py` that run before a file does."""
+    parts = name.split("/")[:-1]
+    return {"/".join([*parts[:at], "__init__.py"]) for at in range(len(parts) + 1)} - {name}
+
+
+def test_no_imports_go_round():
+    """So every module can be the first that is imported: what it needs, packages too, never needs it while it is half there."""
+    needs = {}
+    for name in FILES:
+        needs[name] = {file_of(module) for _, module in imports(name, functions=False)} - {name}
+        needs[name] |= set().union(*map(packages, needs[name])) - packages(name) - {name}
+    assert len(list(graphlib.TopologicalSorter(needs).static_order())) == len(FILES)
+
+
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("__main__")])
-def test_every_module_imports_by_itself(name):
-    importlib.import_module("spmd." + name.removesuffix(".py").replace("/", ".") if name != "__init__.py" else "spmd")
+def test_every_module_imports(name):
+    importlib.import_module(module_of(name))
+
+
+FIRST = """
+import importlib, os, sys
+import flax.linen, flax.nnx, jax, numpy, optax, orbax.checkpoint
+for name in sys.argv[1:]:
+    if not (child := os.fork()):
+        importlib.import_module(name)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+
+
+@pytest.mark.slow
+def test_every_module_imports_first():
+    """Each in a fork of a process that has imported nothing else of the library."""
+    names = [module_of(name) for name in FILES if not name.startswith("__main__")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run([sys.executable, "-c", FIRST, *names], env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr

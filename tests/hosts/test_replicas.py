@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from spmd.errors import ClusterError
+from spmd.hosts import replicas
 from spmd.hosts.replicas import SMALL, check_replicas
 
 
@@ -46,9 +47,23 @@ def state(mesh):
     }
 
 
-def test_copies_that_are_equal(mesh):
+@pytest.fixture
+def weighed(monkeypatch):
+    """Each table of checksums, [devices, columns], that was compared."""
+    found, summed = [], replicas._summed
+
+    def noted(*given):
+        return lambda *leaves: found.append(np.asarray(summed(*given)(*leaves))) or found[-1]
+
+    monkeypatch.setattr(replicas, "_summed", noted)
+    return found
+
+
+def test_copies_that_are_equal(mesh, weighed):
     check_replicas(state(mesh), "now")
     check_replicas({}, "now")
+    (table,) = weighed
+    assert sorted(len(set(sums)) for sums in table.T.tolist()) == [1, 2, 2, 8], "of each way in which arrays are cut, how many pieces"
 
 
 def one_bit(shard):
@@ -123,6 +138,9 @@ def test_all_that_differ_are_named(mesh):
     assert sorted(lines) == sorted(str(caught.value).splitlines()[1:-1])
 
 
-def test_pieces_of_which_there_is_one_cannot_differ(mesh):
-    given = state(mesh)
-    check_replicas({"all": changed(given["all"], 3, one_bit)}, "now")
+def test_pieces_of_which_there_is_one_cannot_differ(mesh, weighed):
+    given = state(mesh)["all"]
+    for leaf in (given, changed(given, 3, one_bit)):
+        check_replicas({"all": leaf}, "now")
+    before, after = weighed
+    assert np.flatnonzero((before != after).any(axis=1)).tolist() == [3], "it was seen"
