@@ -23,6 +23,7 @@ from spmd.preflight.timeline import Timeline, timeline_of
 from spmd.preflight.traffic import Traffic, traffic_of
 from spmd.train.placed import Options, Placed
 from spmd.train.program import Program, prepared
+from spmd.train.state import owner_of
 from spmd.tree import Tree, describe, flatten, format_bytes
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ class Plan:
         place = self.program.placed.resolved.placements[path]
         spec, ways = place.spec, place.copies(self.mesh)
         piece = leaf.sharding.shard_shape(leaf.shape)
-        moments = [(name, found) for name, found in flatten(state.opt).items() if name.endswith(path) and found.shape == leaf.shape]
+        resolved = self.program.placed.resolved
+        moments = [(name, found) for name, found in flatten(state.opt).items() if owner_of(name, found, resolved) is place]
         lines = [
             f"{path}  {describe(leaf)}, {format_bytes(place.nbytes)}",
             f"  spec {spec_text(spec) if any(spec) else 'whole'}, chosen by {place.chosen_by}",

@@ -103,7 +103,7 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
     def moment(keys: tuple, leaf: Any) -> NamedSharding:
         if local:
             return NamedSharding(mesh, PartitionSpec(resolved.data_axes))
-        place = _owner(path_of(keys), leaf, resolved)
+        place = owner_of(path_of(keys), leaf, resolved)
         return whole if place is None else NamedSharding(mesh, pspec(place.state_spec))
 
     rest = jax.tree.map(lambda _: whole, abstract)
@@ -115,7 +115,7 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
     )
 
 
-def _owner(path: str, leaf: Any, resolved: Resolved):
+def owner_of(path: str, leaf: Any, resolved: Resolved):
     """The parameter an optimizer leaf belongs to: its path ends with the parameter's, and the shapes are equal.
 
     Of several the one with the longest path: Adam's `mu/w` is of `mu/w`, if there is such a parameter of its shape, and else of `w`.
@@ -128,7 +128,7 @@ def _owner(path: str, leaf: Any, resolved: Resolved):
 def whole_moments(abstract: State, resolved: Resolved) -> list[str]:
     """Optimizer leaves larger than a scalar that belong to no parameter's shape and so stay whole (factored moments)."""
     whole = {path: leaf for path, leaf in flatten(abstract.opt).items() if leaf.ndim and leaf.sharding.is_fully_replicated}
-    return [path for path, leaf in whole.items() if _owner(path, leaf, resolved) is None]
+    return [path for path, leaf in whole.items() if owner_of(path, leaf, resolved) is None]
 
 
 def opened_from(given: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:

@@ -111,6 +111,21 @@ def test_the_report():
     assert "assumed: 100% of peak in products" in text
 
 
+def test_explain_lists_moments_of_that_parameter_alone():
+    """Not those of a parameter whose name only ends like its own, and has its shape."""
+    shapes = {"norm": {"scale": (8,)}, "out_norm": {"scale": (8,)}, "blocks": {"norm": {"scale": (8,)}}}
+    model = spmd.FunctionalModel(
+        lambda key: jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple)),
+        lambda params, x: x * params["norm"]["scale"] * params["out_norm"]["scale"] * params["blocks"]["norm"]["scale"],
+    )
+    batch = {name: jax.ShapeDtypeStruct((32, 8), "float32") for name in "xy"}
+    options = {"target": "8xcpu", "mesh": "data=8", "optimizer": optax.adam(0.1), "loss": spmd.losses.mean_squared_error}
+    plan = spmd.plan(model, batch, **options)
+    moments = lambda path: [line.split(":")[0].strip() for line in plan.explain(path).splitlines() if line.startswith("  0/")]
+    assert moments("norm/scale") == ["0/mu/norm/scale", "0/nu/norm/scale"]
+    assert moments("blocks/norm/scale") == ["0/mu/blocks/norm/scale", "0/nu/blocks/norm/scale"]
+
+
 def test_explain_and_placements():
     plan = made()
     assert plan.explain("up").splitlines() == [
