@@ -329,10 +329,11 @@ class Program:
             sent = {**sent, "wire_bytes": sent["wire_bytes"] - sum(self._at_meeting(early, where) for where in clock.apart(step))}
         return {**sent, **clock.told(step)}
 
-    @functools.cache  # noqa: B019 (a program lives as long as its trainer)
-    def _at_meeting(self, early: bool, where: str) -> int:
-        """Bytes that each device sends where some parameters meet."""
-        return self.wire.bytes(0 if early else self.placed.resolved.layout.gradients.start_step, where)
+    @functools.cached_property
+    def _at_meeting(self) -> Callable[[bool, str], int]:
+        """Bytes that each device sends where some parameters are synchronised, by whether that is before `start_step`, and where."""
+        start = self.placed.resolved.layout.gradients.start_step
+        return functools.cache(lambda early, where: self.wire.bytes(0 if early else start, where))
 
     @functools.cached_property
     def _constants(self) -> tuple[dict[str, float], dict[str, float]]:

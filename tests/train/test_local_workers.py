@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -381,3 +383,14 @@ def test_evaluation_is_of_the_servers_weights():
     state, _ = trainer.step(trainer.init(), data())
     assert trainer.evaluate(state, data())["loss"] == trainer.evaluate(trainer.init(), data())["loss"], "nobody has met yet"
     assert any("meet" in line for line in trainer.notes())
+
+
+def test_program_is_freed_with_its_trainer():
+    """What it knows of bytes at synchronisations is kept with it, not with its class."""
+    trainer = trainer_by_hand(optax.sgd(0.1), mode="local", every=2)
+    program, _ = trainer.prepare((data()["x"], data()["y"]))
+    assert program.constants(0)["wire_bytes"] != program.constants(1)["wire_bytes"]
+    ref = weakref.ref(program)
+    del trainer, program
+    gc.collect()
+    assert ref() is None
