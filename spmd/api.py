@@ -200,25 +200,26 @@ def fit(
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
         store = open_store(config, opened, resume=resume or (config is not None and restarted()))
-        state, position, saved, changed, pace = start(store, trainer, meta)
+        begun = start(store, trainer, meta)
         loop = Loop(
             program,
             reader,
             placer,
             length,
-            state,
+            begun.state,
             None if eval_data is None else functools.partial(trainer.evaluate, data=eval_data),
             hooks,
-            *_outputs(store, trainer, sinks, shown, state, changed, room),
+            *_outputs(store, trainer, sinks, shown, begun.state, begun.changed, room),
             store,
             meta,
             prefetch,
             data=on_devices(given, trainer.mesh) if isinstance(data, Resident) else None,
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
-            step=int(state.step),
-            position=position,
-            pace=pace,
-            saved_callbacks=saved,
+            step=int(begun.state.step),
+            position=begun.position,
+            pace=begun.pace,
+            owes_evaluation=begun.owes_evaluation,
+            saved_callbacks=begun.callbacks,
         )
         if store is not None and jax.process_index() == 0:
             loop.history.record_in(store.folder, after=loop.step)

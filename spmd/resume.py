@@ -35,16 +35,37 @@ def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resum
     return store
 
 
-def start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str], Pace]:
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a run begins with.
+
+    Attributes:
+      state: new, or that of the checkpoint.
+      position: in the data.
+      callbacks: (class name, what it had saved).
+      changed: which options are not those of the checkpoint, and what of the codecs' memory did not fit, in words.
+      pace: the time spent before.
+      owes_evaluation: whether a signal ended the run before an evaluation that was due.
+    """
+
+    state: State
+    position: Position = dataclasses.field(default_factory=Position)
+    callbacks: list = dataclasses.field(default_factory=list)
+    changed: list[str] = dataclasses.field(default_factory=list)
+    pace: Pace = dataclasses.field(default_factory=Pace)
+    owes_evaluation: bool = False
+
+
+def start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> Start:
     """As `_begin`; copies that several processes have of the state are equal."""
     begun = _begin(store, trainer, meta)
     if jax.process_count() > 1:
-        check_replicas(begun[0], "before the first step")
+        check_replicas(begun.state, "before the first step")
     return begun
 
 
-def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple[State, Position, list, list[str], Pace]:
-    """The state to begin with, the place in the data where it stood, what callbacks had saved, which options changed, and the time spent.
+def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> Start:
+    """From the newest checkpoint that is intact, or from step 0 where there is none.
 
     Raises:
       CheckpointError: the data is not the saved run's, or comes in other batches or another order.
@@ -55,11 +76,12 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
         cure = f"\n\n    cure: another copy of the folder; or remove {store.folder}/checkpoints, and the run starts at step 0."
         raise CheckpointError(problems_text(f"every checkpoint in {store.folder} is damaged", problems) + cure)
     if store is None or step is None:
-        return trainer.init(), Position(), [], [], Pace()
+        return Start(trainer.init())
     saved = store.meta(step)
     with store.reading(step):
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
+        owes = saved.get("owes_evaluation") is True
         pace = Pace(saved.get("pace") if restarted() else None)  # a run that somebody has resumed may have rested for days
     now = meta["data"]
     other = [name for name in dict.fromkeys([*data, *now]) if data.get(name) != now.get(name)]
@@ -77,4 +99,4 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> tuple
     changed_data = [dataclasses.replace(problem, cure=cure) for problem in problems.values()]
     raise_problems(CheckpointError, headline, changed_data)  # last: where the model has changed too, that says more
     store.put_aside(damaged)  # not before it is certain that the run is resumed
-    return state, position, callbacks, [*changed, *told], pace
+    return Start(state, position, callbacks, [*changed, *told], pace, owes)

@@ -1,13 +1,14 @@
 """Data sets that fit: kept whole on every device, so that many steps run in one call with nothing to send."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.data.batches import check_leaves, narrow
+from spmd.data.batches import HostBatch, check_leaves, narrow
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree
 
@@ -53,3 +54,15 @@ def on_devices(arrays: Tree, mesh: Mesh) -> Tree:
         return jax.make_array_from_callback(host.shape, whole, lambda at: host[at].copy())
 
     return jax.tree.map(put, arrays)
+
+
+def numbered(batches: Sequence[HostBatch], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row numbers and weights [batches, size] of batches of resident data. A short batch is padded with its first row, at weight 0."""
+    index, weights = np.zeros((len(batches), size), np.int32), np.ones((len(batches), size), np.float32)
+    for row, batch in enumerate(batches):
+        index[row, : len(cast(np.ndarray, batch.index))] = cast(np.ndarray, batch.index)
+        if batch.weights is not None:
+            weights[row] = batch.weights
+        elif batch.rows < size:
+            index[row, batch.rows :], weights[row, batch.rows :] = index[row, 0], 0.0
+    return index, weights

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,41 @@ from spmd.hosts import guard
 from spmd.hosts.replicas import check_replicas
 
 
+class Measured(dict):
+    """Metrics that are measured already: what a callback would put in here is refused, since nobody would see it."""
+
+    def _refuse(self, *given: Any, **named: Any) -> Any:
+        raise OptionError(
+            "info.metrics cannot be changed here: it would show nowhere.\n"
+            "    cure: fit(metrics=...), or (value, {name: metric}) from the loss; in on_eval, what is added is recorded."
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+
+def as_numbers(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
+    """Metrics as callbacks have left them after an evaluation.
+
+    Raises:
+      OptionError: one of them is no number.
+    """
+    found = {}
+    for name, value in metrics.items():
+        try:
+            with jax.transfer_guard("allow"):
+                found[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise OptionError(f"step {step}: on_eval has put {brief(value)} into info.metrics[{name!r}].\n    cure: a number.") from None
+    return found
+
+
 class Info:
     """What a callback is told: where the run is, what was measured, and the means to stop or save.
 
     Attributes:
       step: updates made when the metrics were measured.
       epoch: number of the epoch, from 0.
-      metrics: floats by name; for `on_step` those of this step, for `on_eval` those of the evaluation.
+      metrics: floats by name; for `on_step` those of this step, for `on_eval` those of the evaluation, to which a callback may add.
       rows: examples in the step's batch, over all workers.
     """
 
@@ -56,7 +84,7 @@ class Info:
         self._control.ask(reason)
 
     def stop_at(self, step: int) -> None:
-        """Stop in good order after exactly this many updates; `stop` is a step late where metrics are read late."""
+        """Stop in good order after exactly this many updates, or at once where there were more; `stop` may be a step late."""
         self._control.stop_at(step)
 
     @property
@@ -167,6 +195,21 @@ class TerminateOnNaN(Callback):
                     f'step {info.step}: metric "{name}" is {info.metrics[name]}. {info.last_checkpoint}\n'
                     "    cure: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step."
                 )
+
+
+def check_first(callbacks: Sequence[Callback], loss: float) -> None:
+    """Whether the first loss is finite, where somebody watches it: then not the training is the cause.
+
+    Raises:
+      DivergedError: it is not.
+    """
+    watches = any("loss" in callback.watches() for callback in callbacks if isinstance(callback, TerminateOnNaN))
+    if watches and not math.isfinite(loss):
+        raise DivergedError(
+            f"the loss is {loss} at the first step.\n"
+            "    cure: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
+            "or an initialisation that is too large."
+        )
 
 
 class EarlyStopping(Callback):

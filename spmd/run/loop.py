@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,9 +14,10 @@ from spmd.data.batches import Batch, HostBatch, Placer
 from spmd.data.deal import Position, epoch_of
 from spmd.data.loader import Source
 from spmd.data.prefetch import prefetch
+from spmd.data.residence import numbered
 from spmd.errors import DivergedError, OptionError, did_you_mean
 from spmd.hosts import even, guard
-from spmd.run.callbacks import Callback, Info, TerminateOnNaN, notify, restore, saved
+from spmd.run.callbacks import Callback, Info, Measured, as_numbers, check_first, notify, restore, saved
 from spmd.run.checkpoint import Store
 from spmd.run.history import History
 from spmd.run.length import Length, allowing
@@ -53,6 +54,7 @@ class Loop:
     position: Position = dataclasses.field(default_factory=Position)
     stop_reason: str | None = None
     pace: Pace = dataclasses.field(default_factory=Pace)
+    owes_evaluation: bool = False  # one that was due when a signal ended the run before
     saved_callbacks: list[list[Any]] = dataclasses.field(default_factory=list)  # (class name, what it saved), from a checkpoint
 
     def __post_init__(self):
@@ -78,10 +80,12 @@ class Loop:
             with interruptible(self._guard.ask), jax.transfer_guard("disallow"):
                 self._tell("on_start")
                 restore(self.callbacks, self.saved_callbacks)
+                if self.owes_evaluation:
+                    self._measure()
                 while not self._leaves() and not self._done():
                     self._epoch()
                 self._drain()
-                if self.stop_reason not in (INTERRUPTED, ENDED):
+                if not self._hurries():
                     self._measure()
                 self._record()
                 self._show()
@@ -109,12 +113,16 @@ class Loop:
                 call = call if self._own_is_enough() else next(calls, None)
                 if call is None:
                     break
-                # 3. whatever is due at this step
+                # 3. a run that a signal ends saves first: what is due may take longer than it is given
+                if self._hurries():
+                    return
+                # 4. whatever is due at this step
                 self._after_step()
-                # 4. leave between two steps, never inside one
+                # 5. leave between two steps, never inside one
                 if self._leaves() or self._steps_done():
                     return
-        self._end_of_epoch()
+        if not self._hurries():
+            self._end_of_epoch()
 
     @contextlib.contextmanager
     def _calls(self, batches: Iterator) -> Iterator[Iterator[Callable[[], None]]]:
@@ -144,24 +152,21 @@ class Loop:
     def _resident_calls(self, batches: list[HostBatch]) -> Iterator[Callable[[], None]]:
         """An epoch on data that lives on the devices: many steps per call; what is left over goes one by one."""
         while batches:
-            count = min(self.steps_per_call, self._until_due(), len(batches))
-            if count == self.steps_per_call and (self.placer.pad or batches[count - 1].rows == self.program.rows):
-                yield functools.partial(self._call, batches[:count])
-            else:
-                count = 1
-                yield functools.partial(self._dispatch, self.placer(batches[0]))
-            del batches[:count]
+            yield functools.partial(self._next_resident, batches)
+
+    def _next_resident(self, batches: list[HostBatch]) -> None:
+        """The next call, taken from the list. How many steps it has is decided now: what was due before may have moved the run's end."""
+        count = min(self.steps_per_call, self._until_due(), len(batches))
+        if count == self.steps_per_call and (self.placer.pad or batches[count - 1].rows == self.program.rows):
+            self._call(batches[:count])
+        else:
+            count = 1
+            self._dispatch(self.placer(batches[0]))
+        del batches[:count]
 
     def _call(self, batches: list[HostBatch]) -> None:
         """`len(batches)` steps in one call; only row numbers travel. A short batch is padded with rows of weight 0."""
-        size = self.program.rows
-        index, weights = np.zeros((len(batches), size), np.int32), np.ones((len(batches), size), np.float32)
-        for row, batch in enumerate(batches):
-            index[row, : len(cast(np.ndarray, batch.index))] = cast(np.ndarray, batch.index)
-            if batch.weights is not None:
-                weights[row] = batch.weights
-            elif batch.rows < size:
-                index[row, batch.rows :], weights[row, batch.rows :] = index[row, 0], 0.0
+        index, weights = numbered(batches, self.program.rows)
         index, weights = self.placer.everywhere(index), self.placer.everywhere(weights)
         first = self.step + 1
         told = [self.program.events(self.step + offset, batch.rows, batch.have) for offset, batch in enumerate(batches)]
@@ -184,14 +189,14 @@ class Loop:
         self.history.add_steps(first, packed)
         self._samples += sum(rows)
         if first == 1:
-            self._check_first(packed[0])
+            check_first(self.callbacks, self._means(packed[0])["loss"])
         newest = first + len(packed) - 1 == self.step
         for offset, sums in enumerate(packed):
             step = first + offset
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
-                metrics = {**self._means(sums), **self.program.constants(step - 1)}
-                info = self._info(step, epoch, metrics, rows[offset], exact=newest and step == self.step)
+                metrics = Measured({**self._means(sums), **self.program.constants(step - 1)})
+                info = Info(self, step, epoch, metrics, rows[offset], exact=newest and step == self.step)
                 notify(due, "on_step", info)
             self._window += sums
             self._seen = (step, epoch)
@@ -211,18 +216,8 @@ class Loop:
         step, epoch = self._seen
         if self._window[1].any():
             speed = self.pace.record(step, self._samples)
-            self._log({"step": step, "epoch": epoch, **self._means(self._window), **self.program.constants(step - 1), **speed})
+            write(self.loggers, {"step": step, "epoch": epoch, **self._means(self._window), **self.program.constants(step - 1), **speed})
             self._window = np.zeros_like(self._window)
-
-    def _check_first(self, sums: np.ndarray) -> None:
-        means = self._means(sums)
-        watched = any("loss" in callback.watches() for callback in self.callbacks if isinstance(callback, TerminateOnNaN))
-        if watched and not np.isfinite(means["loss"]):
-            raise DivergedError(
-                f"the loss is {means['loss']} at the first step.\n"
-                "    cure: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
-                "or an initialisation that is too large."
-            )
 
     def _after_step(self) -> None:
         """Evaluate, then save: a checkpoint is judged by the evaluation of its own step."""
@@ -255,16 +250,20 @@ class Loop:
         with self.pace.apart(), jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
             self._evaluated = {f"eval_{name}": value for name, value in self.evaluate(self.state).items()}
         self._guard.at("step", self.step)
-        self.history.add_evaluation(self.step, self._evaluated)
-        self._log({"step": self.step, "epoch": self._number, **self._evaluated})
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in self._evaluated.items())
-        self.progress.say(f"step {self.step}: {shown}")
-        self._tell("on_eval", self._evaluated)
+        measured = dict(self._evaluated)
+        try:
+            self._tell("on_eval", measured)
+            self._evaluated = as_numbers(measured, self.step)  # with what callbacks have added
+        finally:
+            self.history.add_evaluation(self.step, self._evaluated)
+            write(self.loggers, {"step": self.step, "epoch": self._number, **self._evaluated})
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in self._evaluated.items())
+            self.progress.say(f"step {self.step}: {shown}")
 
     def _save(self) -> None:
         if self.store is None:
             return
-        if self.store.config.best is not None:
+        if self.store.config.best is not None and not self._hurries():
             self._measure()  # a checkpoint without a value could never be the best
         self._drain()
         metrics = dict(self._evaluated) if self.step == self._measured_at else {}
@@ -282,7 +281,8 @@ class Loop:
     def _meta(self) -> dict[str, Any]:
         """Everything beside the arrays that a resumed run needs."""
         kept = saved(self.callbacks, self.step)
-        return {**self.meta, "position": dataclasses.asdict(self.position), "callbacks": kept, "pace": self.pace.saved()}
+        found = {"position": dataclasses.asdict(self.position), "callbacks": kept, "pace": self.pace.saved()}
+        return {**self.meta, **found, "owes_evaluation": self._measured_at != self.step and self._evaluates()}
 
     def _rescue(self, error: BaseException, *, save: bool) -> None:
         """Save what there is and close; what fails meanwhile is told beside the error, not instead of it.
@@ -331,8 +331,17 @@ class Loop:
             self.stop_reason = self._guard.asked
         return self.stop_reason is not None
 
+    def _hurries(self) -> bool:
+        """Whether it stops because of a signal: soon, who has sent it sends another that cannot be followed."""
+        return self._leaves() and self.stop_reason in (INTERRUPTED, ENDED)
+
+    def _evaluates(self) -> bool:
+        """Whether an evaluation is due at this step of an epoch, for itself or to judge a checkpoint."""
+        judged = self.store.config.every if self.store is not None and self.store.config.best is not None else None
+        return any(every is not None and self.step % every == 0 for every in (self.length.eval_every, judged))
+
     def stop_at(self, step: int) -> None:
-        """Leave after this many updates, neither earlier nor later."""
+        """Leave after this many updates; at once where there were more already."""
         self.length = dataclasses.replace(self.length, steps=step if self.length.steps is None else min(step, self.length.steps))
 
     def last_checkpoint(self) -> str:
@@ -375,12 +384,9 @@ class Loop:
     def _means(self, sums: np.ndarray) -> dict[str, float]:
         return dict(zip(self.program.names, (sums[0] / sums[1]).tolist(), strict=True))
 
-    def _info(self, step: int, epoch: int, metrics: dict[str, float], rows: int, *, exact: bool) -> Info:
-        return Info(self, step, epoch, metrics, rows, exact=exact)
-
     def _tell(self, event: str, metrics: dict[str, float] | None = None) -> None:
-        info = self._info(self.step, self._number, metrics or {}, 0, exact=True)
-        notify(self.callbacks, event, info)
+        metrics = Measured() if metrics is None else metrics
+        notify(self.callbacks, event, Info(self, self.step, self._number, metrics, 0, exact=True))
 
     def _tell_stop(self) -> None:
         if not self._stopped:
@@ -390,6 +396,3 @@ class Loop:
     def _drain(self) -> None:
         while self._unread:
             self._read()
-
-    def _log(self, record: dict[str, Any]) -> None:
-        write(self.loggers, record)

@@ -1,6 +1,7 @@
 """What a callback is told, when, and what it may do."""
 
 import inspect
+import json
 import math
 
 import numpy as np
@@ -135,6 +136,39 @@ def test_elsewhere_the_state_is_there(event, tmp_path):
     assert seen and all(step == count for step, count in seen)
 
 
+# metrics --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_on_eval_adds_to_metrics_is_recorded(tmp_path):
+    def add(info):
+        info.metrics["eval_bleu"] = np.float32(0.5 * info.step)
+
+    callback, seen = callbacks.Callback(), callbacks.Callback()
+    callback.on_eval = add
+    told = []
+    seen.on_eval = lambda info: told.append(info.metrics["eval_bleu"])
+    result = fit(epochs=2, eval_data=numbers(40, 1), callbacks=[callback, seen], checkpoint=spmd.Checkpoint(tmp_path, best="eval_loss"))
+    assert result.history["eval_bleu"] == told == [1.5, 3.0]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["eval_bleu"] for line in lines if "eval_loss" in line] == [1.5, 3.0]
+    assert json.loads((tmp_path / "checkpoints" / "6" / "metrics" / "metrics").read_text())["eval_bleu"] == 3.0
+
+
+def test_what_on_eval_adds_that_is_no_number_is_refused():
+    callback = callbacks.Callback()
+    callback.on_eval = lambda info: info.metrics.update(note="good")
+    with pytest.raises(OptionError, match=r"step 3: on_eval has put 'good' into info\.metrics\['note'\]"):
+        fit(epochs=1, eval_data=numbers(40, 1), callbacks=[callback])
+
+
+@pytest.mark.parametrize("event", ["on_start", "on_step", "on_stop"])
+@pytest.mark.parametrize("change", [lambda metrics: metrics.update(mine=1.0), lambda metrics: metrics.setdefault("mine", 1.0)])
+def test_metrics_that_would_show_nowhere_are_refused(event, change):
+    kind = type("Adds", (callbacks.Callback,), {event: lambda self, info: change(info.metrics)})
+    with pytest.raises(spmd.SpmdError, match=r"info\.metrics cannot be changed here: it would show nowhere"):
+        fit(steps=2, callbacks=[kind()])
+
+
 # stopping -------------------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +183,19 @@ def test_stop_at_a_step_is_exact(step):
 def test_stop_at_a_step_is_exact_with_many_steps_per_call():
     result = fit(spmd.data.resident(numbers(), steps_per_call=3), epochs=3, callbacks=[callbacks.StopAt(step=5)])
     assert int(result.state.step) == 5
+
+
+@pytest.mark.parametrize("event, at, stop", [("on_eval", 8, 9), ("on_checkpoint", 8, 10), ("on_step", 8, 11)])
+def test_stop_at_asked_for_between_calls_of_many_steps_is_exact(event, at, stop, tmp_path):
+    """The next call of 8 steps was decided before the evaluation that wants the run to end."""
+    callback = callbacks.Callback()
+    callback.every = at
+    setattr(callback, event, lambda info: info.stop_at(stop) if info.step == at else None)
+    if event == "on_step":
+        callback = callbacks.Each(lambda info: info.stop_at(stop) if info.step == at else None, every=at)
+    data, checkpoint = spmd.data.resident(numbers(32 * 24), steps_per_call=8), spmd.Checkpoint(tmp_path, every=8)
+    result = fit(data, epochs=3, eval_data=numbers(40, 1), eval_every=8, checkpoint=checkpoint, callbacks=[callback])
+    assert int(result.state.step) == len(result.history) == stop
 
 
 def test_stop_at_a_step_that_has_passed_trains_no_further(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from job import started, train
 from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
 
+import spmd
 from spmd.errors import CallbackError
 from spmd.run.checkpoint import Store
 
@@ -120,6 +121,40 @@ def test_ctrl_c_twice_interrupts_at_once_and_still_saves(tmp_path):
         fit(epochs=3, checkpoint=tmp_path, callbacks=[press])
     assert raised.value.__notes__ == [f"spmd: the state after step 5 was saved in {tmp_path}."]
     assert same(resumed(tmp_path).state, fit(epochs=3).state)
+
+
+class Evaluation:
+    """Evaluation data that notes which checkpoints were on disk whenever it was read."""
+
+    def __init__(self, folder):
+        self.folder, self.found = folder, []
+
+    def __call__(self):
+        self.found.append(whole_steps(self.folder))
+        yield numbers(32, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "step, evaluated, every, eval_every",
+    [(2, 0, None, None), (5, 1, 5, None), (5, 1, None, 5), (6, 1, None, None)],
+    ids=["mid-epoch", "where it saves", "where it evaluates", "epoch's end"],
+)
+def test_a_signal_saves_before_it_evaluates(number, step, evaluated, every, eval_every, tmp_path):
+    """Checkpoints are judged by a metric; still no evaluation may keep the last one from being written. The resumed run makes up for it."""
+
+    def run(folder, **options):
+        evaluation = Evaluation(folder)
+        checkpoint = spmd.Checkpoint(folder, best="eval_loss", keep=100, every=every)
+        return evaluation, lambda: fit(epochs=3, eval_data=evaluation, eval_every=eval_every, checkpoint=checkpoint, **options)
+
+    evaluation, cut = run(tmp_path / "cut", callbacks=[lambda info: signal.raise_signal(number) if info.step == step - 1 else None])
+    with pytest.raises(SystemExit) if number == signal.SIGTERM else contextlib.nullcontext():
+        cut()
+    assert whole_steps(tmp_path / "cut")[-1] == step and len(evaluation.found) == evaluated
+    whole, rest = run(tmp_path / "whole")[1](), run(tmp_path / "cut", resume=True)[1]()
+    assert same(rest.state, whole.state)
+    assert rest.history.evaluations == [row for row in whole.history.evaluations if row["step"] >= step]
 
 
 def test_outside_the_main_thread_signals_are_left_alone():
