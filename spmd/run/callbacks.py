@@ -198,11 +198,7 @@ class TerminateOnNaN(Callback):
 
 
 def check_first(callbacks: Sequence[Callback], loss: float) -> None:
-    """Whether the first loss is finite, where somebody watches it: then not the training is the cause.
-
-    Raises:
-      DivergedError: it is not.
-    """
+    """Raise `DivergedError` where somebody watches the loss and the first one is not finite: training is not the cause then."""
     watches = any("loss" in callback.watches() for callback in callbacks if isinstance(callback, TerminateOnNaN))
     if watches and not math.isfinite(loss):
         raise DivergedError(
