@@ -15,6 +15,7 @@ import jax
 from spmd.comm.server.meetings import unmet
 from spmd.data.deal import check_source
 from spmd.data.loader import Source, is_arrays, settled, source
+from spmd.data.records import Records
 from spmd.data.residence import Resident, on_devices
 from spmd.errors import CheckpointError, OptionError, check_whole, did_you_mean
 from spmd.folders import writing
@@ -192,8 +193,7 @@ def fit(
     hooks, sinks, shown = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     config = as_checkpoint(checkpoint)
-    _check_evaluation(eval_data, eval_every, config, trainer)
-    evaluated = [f"eval_{name}" for name in program.eval_names] if eval_data is not None else []
+    evaluated = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
     meta = about_run(trainer, reader, Options(precision, accumulate, seed))
     _agree(program, reader, hooks, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
@@ -302,13 +302,16 @@ def _length(epochs: int | None, steps: int | None, eval_every: int | None, log_e
     return Length(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
 
 
-def _check_evaluation(eval_data: Any, eval_every: int | None, config: Checkpoint | None, trainer: Trainer) -> None:
-    """Options that only an evaluation could follow need one, and it must fit."""
-    if is_arrays(eval_data):
-        trainer.check_evaluation(eval_data)
+def _check_evaluation(
+    eval_data: Any, eval_every: int | None, config: Checkpoint | None, trainer: Trainer, program: Program
+) -> tuple[str, ...]:
+    """What the evaluation measures. Options that only an evaluation could follow need one, and it must fit."""
     for name, value in (("eval_every", eval_every), ("Checkpoint(best=...)", config.best if config is not None else None)):
         if eval_data is None and value is not None:
             raise OptionError(f"{name} is {value!r}, but there is nothing to evaluate.\n    cure: eval_data=..., or leave it out.")
+    if eval_data is None:
+        return ()
+    return trainer.check_evaluation(eval_data) if is_arrays(eval_data) or isinstance(eval_data, Records) else program.eval_names
 
 
 def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...]) -> None:

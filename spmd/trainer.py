@@ -17,7 +17,7 @@ from spmd.comm.log import WireLog
 from spmd.comm.report import notes as exchange_notes
 from spmd.comm.report import server_notes
 from spmd.comm.server.account import Account
-from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, check_leaves, check_like
+from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, check_leaves, check_like, kind_of
 from spmd.data.deal import Position, check_present, epoch_of
 from spmd.data.loader import is_arrays, settled, source
 from spmd.data.prefetch import prefetch
@@ -35,6 +35,7 @@ from spmd.run.loop import IN_FLIGHT
 from spmd.run.reader import Reader
 from spmd.run.remembered import check_meetings
 from spmd.run.repack import PARAMS, written
+from spmd.train.evaluation import evaluation_program
 from spmd.train.placed import Options, Placed
 from spmd.train.program import Program, prepared
 from spmd.train.state import State, check_alive, whole_moments
@@ -114,7 +115,7 @@ class Trainer:
         self._placed = Placed(model, loss, metrics, optimizer, self.mesh, self.layout, Options(precision, accumulate, seed))
         self._program: Program | None = None
         self._placer: Placer | None = None
-        self._evaluations: dict[int, tuple[Program, Placer]] = {}
+        self._evaluations: dict[Any, tuple[Program, Placer]] = {}  # by the kind of batch
         self._in_flight: collections.deque[Metrics] = collections.deque()
         self._last: tuple[Callable[[], State | None], int] = (lambda: None, 0)  # the newest state, if it is still there, and its step
 
@@ -346,19 +347,18 @@ class Trainer:
                 total += jax.device_get(packed)
         return dict(zip(program.eval_names, (total[0] / total[1]).tolist(), strict=True))
 
-    def check_evaluation(self, data: Any) -> None:
-        """Trace the evaluation of these arrays, so that what is wrong with them is told before training."""
-        reader = source(data, batch_size=self._eval_rows(data, None), shuffle=False, seed=0, short_ok=True)
-        _ = self._evaluation(reader.sample())[0].eval_names
+    def check_evaluation(self, data: Any) -> tuple[str, ...]:
+        """Names of what evaluation measures on arrays or records, which is traced: what does not fit is raised before training."""
+        reader = source(data, batch_size=self._eval_rows(data, None), shuffle=False if is_arrays(data) else None, seed=0, short_ok=True)
+        return self._evaluation(reader.sample())[0].eval_names
 
     def _evaluation(self, sample: Tree) -> tuple[Program, Placer]:
         """The functions for evaluation batches like `sample`; they fix nothing about the batches that are trained on."""
-        rows = jax.tree.leaves(sample)[0].shape[0]
-        if rows not in self._evaluations:
-            same = self._program is not None and self._program.rows == rows
-            program = self._program if self._program is not None and same else Program(self._placed, sample)
-            self._evaluations[rows] = (program, self._make_placer(program, pad=program.pad_eval))
-        return self._evaluations[rows]
+        kind = kind_of(sample)
+        if kind not in self._evaluations:
+            program = evaluation_program(self._placed, sample, self._program)
+            self._evaluations[kind] = (program, self._make_placer(program, pad=program.pad_eval))
+        return self._evaluations[kind]
 
     def _eval_rows(self, data: Any, batch_size: int | None) -> int | None:
         return self._program.rows if batch_size is None and self._program is not None and is_arrays(data) else batch_size
@@ -371,6 +371,7 @@ class Trainer:
 
         Raises:
           OptionError: no step was prepared yet, so the batch size is not known.
+          DataError: the model fails on inputs of these shapes.
         """
         check_alive(state)
         if self._program is None:
@@ -381,6 +382,7 @@ class Trainer:
             raise DataError("the inputs are empty: 0 rows.")
         placer = Placer(self.mesh, lambda path: (data,), data, program.rows, pad=True)
         arrays, outputs = jax.tree.map(np.asarray, inputs), []
+        program.check_inputs(jax.tree.map(lambda x: jax.ShapeDtypeStruct((program.rows, *x.shape[1:]), x.dtype), abstract(arrays)))
         for first in range(0, rows, program.rows):
             index = np.arange(first, min(first + program.rows, rows))
             with placer.carrying():

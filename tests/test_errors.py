@@ -983,6 +983,31 @@ def test_data_functions_that_cannot_be_called():
     assert told(errors.DataError, fit, data=lambda: None, batch_size=None).startswith("the function that was given as data returned None.")
 
 
+def test_data_to_evaluate_that_does_not_fit():
+    assert (
+        told(errors.DataError, fit, eval_data=(X[:, :32], Y))
+        == """\
+the data to evaluate does not fit: the loss fails on a batch of {0: float32[8, 32], 1: int32[8]}: TypeError: dot_general requires contracting dimensions to have the same shape, got (32,) and (64,).
+1 problem:
+
+  0   float32[8, 32]
+      is float32[8, 64] in batches for training.
+      cure: batches like those for training, but for the number of rows."""
+    )
+    assert len(fit(eval_data=(X[:3], Y[:3])).history.evaluations) == 1
+
+
+def test_inputs_to_predict_that_do_not_fit():
+    result = fit()
+    assert (
+        told(errors.DataError, result.predict, X[:, :32])
+        == """\
+predict: the model fails on float32[8, 32]: TypeError: dot_general requires contracting dimensions to have the same shape, got (32,) and (64,).
+    cure: what the loss calls the model with; the batches that it was trained on hold 0 float32[8, 64], 1 int32[8]."""
+    )
+    assert len(result.predict(X)) == len(X)
+
+
 def test_a_metric_that_fails_is_named():
     def ratio(model, batch):
         raise ValueError("boom")

@@ -142,6 +142,24 @@ def check_like(tree: Tree, sample: Tree, what: str) -> None:
             )
 
 
+def kind_of(sample: Tree) -> Any:
+    """What a program is compiled for: the leaves of a batch, their shapes and dtypes; hashable."""
+    return jax.tree.structure(sample), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(sample))
+
+
+def differences(sample: Tree, trained: Tree) -> list[Problem]:
+    """How batches differ from those that are trained on, in more than the number of rows."""
+    given, first, found = flatten(sample), flatten(trained), []
+    for path in dict.fromkeys([*given, *first]):
+        if path not in given:
+            found.append(Problem(path or "the array", [f"is missing; batches for training hold {describe(first[path])}."]))
+        elif path not in first:
+            found.append(Problem(f"{path}   {describe(given[path])}".strip(), ["is not in batches for training."]))
+        elif (given[path].shape[1:], given[path].dtype) != (first[path].shape[1:], first[path].dtype):
+            found.append(Problem(f"{path}   {describe(given[path])}".strip(), [f"is {describe(first[path])} in batches for training."]))
+    return found
+
+
 def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -> None:
     """Check a full batch against the layout's batch specs.
 

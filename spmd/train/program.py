@@ -18,8 +18,8 @@ from spmd.comm.log import WireLog, read
 from spmd.comm.reduction import constrain
 from spmd.comm.report import exact_bytes
 from spmd.comm.server.events import Events
-from spmd.data.batches import check_batch, check_leaves
-from spmd.errors import DataError, LayoutError, ModelError, OptimizerError
+from spmd.data.batches import check_batch, check_leaves, kind_of
+from spmd.errors import DataError, LayoutError, ModelError, OptimizerError, SpmdError, first_line
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import pspec
 from spmd.model.base import Call, Variables
@@ -35,7 +35,7 @@ from spmd.train.precision import cast, compute_dtype
 from spmd.train.serve import ServedStep
 from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, many
-from spmd.tree import Tree, abstract, map_paths
+from spmd.tree import Tree, abstract, describe, flatten, map_paths
 
 LEAKS = NamingLeaks()
 KERNELS = ("cu_threefry2x32", "cu_threefry2x32_ffi")  # of jax itself, which `jax.export` would not promise to know in years to come
@@ -73,6 +73,7 @@ class Program:
         self._donated = () if self._unroll else (0,)
         self._cutting = dataclasses.replace(placed.cutting, unroll=self._unroll, schedules={})
         self._compiled: dict[tuple, Callable] = {}
+        self._fitting: set[Any] = set()  # kinds of inputs that the model was traced on
 
     def _trace(self, objective: Objective, seen: Seen, *, training: bool) -> tuple[tuple, Any]:
         """What an objective returns on a full batch, as shapes, and its jaxpr."""
@@ -202,6 +203,28 @@ class Program:
         """The model's outputs in evaluation mode, whole on every device."""
         with LEAKS:
             return self._function(("predict",))(state.params, state.stats, state.rngs, inputs)
+
+    def check_inputs(self, inputs: Tree) -> None:
+        """Trace the model on inputs of these shapes.
+
+        Raises:
+          DataError: it fails on them.
+        """
+        if (kind := kind_of(inputs)) in self._fitting:
+            return
+        state = abstract(self.placed.abstract_state)
+        try:
+            with LEAKS:
+                jax.eval_shape(self._outputs, state.params, state.stats, state.rngs, inputs)
+        except SpmdError:
+            raise
+        except Exception as error:
+            spelled = lambda tree: ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(tree).items())
+            raise DataError(
+                f"predict: the model fails on {spelled(inputs)}: {first_line(error)}\n"
+                f"    cure: what the loss calls the model with; the batches that it was trained on hold {spelled(self.placed.sample)}."
+            ) from error
+        self._fitting.add(kind)
 
     def _function(self, key: tuple) -> Callable:
         if key not in self._compiled:

@@ -11,8 +11,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.residence import on_devices
-from spmd.errors import LayoutError, LossError, ModelError, OptimizerError, SpmdError
+from spmd.errors import LayoutError, ModelError, OptimizerError, SpmdError
 from spmd.layout.declare import spec_axes
+from spmd.train.evaluation import naming_differences
 from spmd.train.placed import Placed
 from spmd.train.program import prepared
 from spmd.train.state import State
@@ -192,23 +193,16 @@ class Packed:
         """Trace the evaluation, before anything is trained.
 
         Raises:
-          LossError: it fails on what is evaluated.
+          DataError: it fails on what is evaluated, which is not like what is trained on.
         """
         if self.study.evaluated is None:
             return
         sample, slots, at = self.study.evaluated.sample(), self.mesh.shape[NET], NamedSharding(self.mesh, PartitionSpec())
         rows = jax.tree.leaves(sample)[0].shape[0]
         given = abstract((sample, np.zeros(rows, np.float32)))
-        try:
-            placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), given)
+        placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), given)
+        with naming_differences(sample, self.placed.sample):
             self._evaluation(rows).trace(self.abstract(slots), *placed)
-        except SpmdError:
-            raise
-        except Exception as error:
-            shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(sample).items())
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            cure = "arrays as those that it is trained on"
-            raise LossError(f"eval_data: the loss fails on a batch of {{{shapes}}}: {why}\n    cure: {cure}.") from error
 
     def _several(self, each: Any, *trees: Tree) -> Any:
         return self.program.several(each, *trees, abreast=self._abreast)

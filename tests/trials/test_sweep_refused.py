@@ -7,7 +7,7 @@ import pytest
 from swept import ADAM, CLASSES, FEATURES, FEEDBACK, MODELS, RATES, Net, labelled, sweep
 
 import spmd
-from spmd.errors import CheckpointError, DataError, LayoutError, LossError, MeshError, ModelError, OptimizerError, OptionError, RoomError
+from spmd.errors import CheckpointError, DataError, LayoutError, MeshError, ModelError, OptimizerError, OptionError, RoomError
 from spmd.trials.contest import Contest
 
 
@@ -58,8 +58,8 @@ from spmd.trials.contest import Contest
         ),
         (
             {"eval_data": {"x": labelled()["x"][:, :4], "y": labelled()["y"]}},
-            LossError,
-            "eval_data: the loss fails on a batch of {x: ",
+            DataError,
+            "the data to evaluate does not fit: the loss fails on a batch of {x: float32[32, 4], y: int32[32]}: TypeError",
         ),
         ({"metrics": [spmd.metrics.accuracy]}, OptionError, "metrics is a list"),
         ({"optimizer": lambda learning_rate: optax.inject_hyperparams(optax.adam)(learning_rate)}, OptimizerError, "no optax.inject_hyper"),

@@ -1,0 +1,129 @@
+"""Evaluation and prediction on data unlike those for training: measured by a program of their own, or refused with what differs."""
+
+import logging
+
+import numpy as np
+import optax
+import pytest
+import written
+from flax import nnx
+
+import spmd
+from spmd.errors import DataError, LossError, OptionError
+
+WIDTH, ROWS = 4, 16
+
+
+def rows(count=ROWS, width=WIDTH, **more):
+    x = np.random.default_rng(count).normal(size=(count, width)).astype(np.float32)
+    return {"x": x, "y": x[:, :1], **more}
+
+
+def loss(model, batch):
+    """Measures `far` where there is a weight."""
+    errors = ((model(batch["x"]) - batch["y"]) ** 2)[:, 0]
+    return errors, {"far": errors * batch["weight"]} if "weight" in batch else {}
+
+
+def options(**more):
+    return {"loss": loss, "optimizer": optax.sgd(0.1), "batch_size": 8, **more}
+
+
+def net():
+    return nnx.Linear(WIDTH, 1, rngs=nnx.Rngs(0))
+
+
+def trained(data=None, **more):
+    return spmd.fit(net, rows() if data is None else data, **options(**more))
+
+
+def never(*given, **more):
+    raise AssertionError("a step was made")
+
+
+WIDER = r"""the data to evaluate does not fit: the loss fails on a batch of {x: float32\[8, 5\], y: float32\[8, 1\]}: .*
+1 problem:
+
+  x   float32\[8, 5\]
+      is float32\[8, 4\] in batches for training\.
+      cure: batches like those for training, but for the number of rows\."""
+OTHER_KEYS = r"""the data to evaluate does not fit: the loss fails on a batch of {.*}: KeyError: 'x'
+3 problems:
+
+  image   float32\[8, 4\]
+      is not in batches for training\.
+
+  y   int32\[8, 1\]
+      is float32\[8, 1\] in batches for training\.
+
+  x
+      is missing; batches for training hold float32\[8, 4\]\."""
+BAD = {
+    "another width": (rows(width=5), WIDER),
+    "other keys": ({"image": rows()["x"], "y": np.zeros((ROWS, 1), np.int32)}, OTHER_KEYS),
+}
+
+
+@pytest.mark.parametrize("data, text", BAD.values(), ids=BAD.keys())
+def test_arrays_to_evaluate_that_do_not_fit_are_refused_before_training(data, text, monkeypatch):
+    monkeypatch.setattr("spmd.train.program.Program.step", never)
+    with pytest.raises(DataError, match=text):
+        trained(eval_data=data)
+
+
+def test_records_to_evaluate_that_do_not_fit_are_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("spmd.train.program.Program.step", never)
+    names = [f"x{at}" for at in range(5)]
+    path = written.csv(tmp_path / "a.csv", [",".join(["1.5"] * 6)] * 9, ",".join([*names, "y"]))
+    data = spmd.data.csv(path, columns={"x": names, "y": ["y"]}, batch_size=8)
+    with pytest.raises(DataError, match=WIDER):
+        trained(eval_data=data)
+
+
+def test_batches_to_evaluate_that_do_not_fit_are_refused_at_the_first_evaluation():
+    seen = []
+    with pytest.raises(DataError, match=WIDER):
+        trained(eval_data=[rows(8, 5)], callbacks=[lambda info: seen.append(info.step)], eval_every=1)
+    assert len(seen) <= 1
+
+
+def test_evaluation_of_other_keys_has_its_own_metrics(caplog):
+    result = trained(rows(weight=np.full(ROWS, 2, np.float32)))
+    with caplog.at_level(logging.WARNING, "spmd"):
+        few = result.evaluate(rows(8), batch_size=8)
+    assert list(few) == ["loss"] and "evaluation does not measure far: the loss returns it for batches of weight, x, y" in caplog.text
+    many = result.evaluate(rows(8, weight=np.full(8, 3, np.float32)), batch_size=8)
+    assert many["loss"] == few["loss"] and many["far"] == pytest.approx(3 * few["loss"])
+
+
+def test_evaluation_of_another_dtype_or_length_has_its_own_program():
+    mean = lambda model, batch: (model(batch["x"].astype(np.float32).mean(axis=1)[:, None])[:, 0] - batch["y"][:, 0]) ** 2
+    result = spmd.fit(lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), rows(), **options(loss=mean))
+    doubled = {**rows(), "x": np.repeat(rows()["x"], 2, axis=1)}
+    whole = {"x": np.round(rows()["x"]).astype(np.int32), "y": rows()["y"]}
+    rounded = {"x": whole["x"].astype(np.float32), "y": whole["y"]}
+    assert result.evaluate(doubled, batch_size=8)["loss"] == pytest.approx(result.evaluate(rows(), batch_size=8)["loss"])
+    assert result.evaluate(whole, batch_size=8) == result.evaluate(rounded, batch_size=8) != result.evaluate(rows(), batch_size=8)
+
+
+def test_a_metric_that_the_evaluation_does_not_have_cannot_be_watched(tmp_path):
+    with pytest.raises(OptionError, match='Checkpoint: there is no metric "eval_far"'):
+        trained(rows(weight=np.ones(ROWS, np.float32)), eval_data=rows(), checkpoint=spmd.Checkpoint(tmp_path, best="eval_far"))
+
+
+def test_inputs_to_predict_that_do_not_fit_are_refused():
+    result = trained()
+    text = (
+        r"predict: the model fails on float32\[8, 5\]: TypeError: .*\n    cure: what the loss calls the model with; "
+        r"the batches that it was trained on hold x float32\[8, 4\], y float32\[8, 1\]\."
+    )
+    for inputs, told in [(rows(width=5)["x"], text), (rows(), r"predict: the model fails on x float32\[8, 4\], y float32\[8, 1\]: ")]:
+        with pytest.raises(DataError, match=told):
+            result.predict(inputs)
+    assert result.predict(rows(20)["x"]).shape == (20, 1)
+
+
+def test_evaluation_before_any_training_says_what_fails():
+    trainer = spmd.Trainer(net, loss=loss, optimizer=optax.sgd(0.1))
+    with pytest.raises(LossError, match=r"the loss fails on a batch of {x: float32\[8, 5\]"):
+        trainer.evaluate(trainer.init(), rows(width=5), batch_size=8)
