@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+os.environ.pop("COLUMNS", None)  # tables in goldens are as wide as they want
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
 # Plans and programs of the processes that tests start are kept for one run: such a process may be killed while it writes.
 # Pytest's workers share it with the process that began the run.

@@ -1,6 +1,9 @@
-"""What objects show at the end of a notebook's cell: HTML in one style and in the page's own ink, on white and on black."""
+"""What objects show: tables of text that fit the terminal; in a notebook's cell HTML in one style and in the page's own ink."""
 
 import html
+import re
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -61,6 +64,84 @@ class Text(str):
 
     def _repr_html_(self) -> Html | None:
         return self._shown
+
+
+UNBOUND = 100_000  # columns of a file or a pipe, which can be as wide as it wants
+NARROW = 6  # characters to which a column may shrink
+# What a cell is broken into, from good to bad: behind spaces (but not in a list), slashes and underscores; behind commas too; anywhere.
+PIECES = (r"(?:, |[^ /_])+[ /_]*|[ /_]+", r"[^ ,/_]+[ ,/_]*|[ ,/_]+", r"(?s).")
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, or of $COLUMNS."""
+    return shutil.get_terminal_size((UNBOUND, 24)).columns
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = False, ruled: bool = False, width: int | None = None) -> list[str]:
+    """Rows of cells as lines whose columns are aligned. Where that is wider than the terminal the widest cells take several lines.
+
+    Args:
+      right: cells end where their column ends, not begin where it begins.
+      ruled: a line below the first row.
+      width: of the whole; None: the terminal's.
+
+    >>> print("\\n".join(aligned([("path", "array"), ("blocks/0/kernel", "float32[8, 8]")], ruled=True, width=24)))
+    path       array
+    ----------------
+    blocks/0/  float32[8, 8]
+    kernel
+    """
+    width = terminal_width() if width is None else width
+    widths, lines = _widths(rows, width), []
+    for row in rows:
+        cells = [_wrapped(cell, wide) for cell, wide in zip(row, widths, strict=True)]
+        for at in range(max(map(len, cells))):
+            parts = [cell[at] if at < len(cell) else "" for cell in cells]
+            padded = [part.rjust(wide) if right else part.ljust(wide) for part, wide in zip(parts, widths, strict=True)]
+            lines.append("  ".join(padded).rstrip())
+        if ruled and len(rows) > 1 and row is rows[0]:
+            lines.append("-" * max(map(len, lines)))
+    return lines
+
+
+def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Characters for each column; those give way first whose cells can be broken well, and of them the widest."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    for pieces in PIECES:
+        least = [max(NARROW, *(len(piece.rstrip()) for cell in column for piece in re.findall(pieces, cell))) for column in columns]
+        while sum(widths) + 2 * (len(widths) - 1) > width:
+            rest = [at for at, wide in enumerate(widths) if wide > least[at]]
+            if not rest:
+                break
+            widths[max(rest, key=lambda at: widths[at])] -= 1
+    return widths
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """A cell's text in lines."""
+    if len(text) <= width:
+        return [text]
+    found = (re.findall(pieces, text) for pieces in PIECES)
+    fitting = next(words for words in found if max(len(word.rstrip()) for word in words) <= width)
+    lines = [""]
+    for word in fitting:
+        if lines[-1] and len(lines[-1] + word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return [line.rstrip() for line in lines]
+
+
+def filled(text: str, *, width: int | None = None) -> str:
+    """A text whose lines are no wider than the terminal; those that are continue in the next line, indented.
+
+    >>> print(filled("fits: 3 GiB of 80 GiB on each device", width=20))
+    fits: 3 GiB of 80
+      GiB on each device
+    """
+    width = terminal_width() if width is None else width
+    wrap = lambda line: textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), break_on_hyphens=False)
+    return "\n".join(wrap(line) if len(line) > width else line for line in text.split("\n"))
 
 
 def framed(body: str) -> Html:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import spmd
 from spmd import viz
 from spmd.api import Result
+from spmd.cell import aligned, filled
 from spmd.errors import MeshError, OptionError
 from spmd.nn.schedule import make_schedule
 from spmd.run.history import History
@@ -32,6 +33,42 @@ def layout():
     rules = (spmd.Rule(f"{ODD}/**/kernel", (None, "model"), except_=(f"{ODD}/head",), line=7),)
     words = {"gradients": spmd.Gradients(rules=(spmd.GradientRule(f"{ODD}/embed", "int8"),)), "default": spmd.Default("shard:data")}
     return spmd.Layout(f"for {ODD}", (("data", -1), ("model", 2)), params=rules, axes=((ODD, "model"),), name=ODD, **words)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_aligned_fits_its_width_and_loses_nothing(width):
+    rows = [
+        ("parameter", "array", "spec", "chosen by", "bytes/device"),
+        ("decoder/blocks/0/attention/query/kernel", "float32[768, 12, 64]", '["data", "model", "-"]', "rule 2, line 14", "16.0 KiB"),
+        ("x" * 50, "float32[]", "whole", "default shard:data, but no dim divides by 4", "40 B"),
+    ]
+    lines = aligned(rows, width=width)
+    letters = lambda parts: sorted(re.sub(r"\s", "", "".join(parts)))
+    assert max(map(len, lines)) <= width and letters(lines) == letters(sum(rows, ()))
+    assert (len(lines) == 3) == (width == 200)
+
+
+def test_filled_breaks_only_lines_that_are_too_long():
+    text = "a short line\n  " + "word " * 30
+    lines = filled(text, width=40).splitlines()
+    assert lines[0] == "a short line" and max(map(len, lines)) <= 40 and lines[2].startswith("    word")
+    assert filled(text, width=1000) == text
+
+
+def test_tables_fit_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    layer = lambda: {"a rather long name of a kernel": jax.numpy.zeros((64, 64)), "bias": jax.numpy.zeros((64,))}
+    model = spmd.FunctionalModel(
+        lambda key: {"decoder": [layer(), layer()]}, lambda params, x: x @ params["decoder"][0]["a rather long name of a kernel"]
+    )
+    trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), mesh="data=8", layout="fsdp")
+    trainer.prepare({"x": jax.ShapeDtypeStruct((8, 64), "float32"), "y": jax.ShapeDtypeStruct((8, 64), "float32")})
+    values = {"learning_rate": 0.123456, "weight_decay": 0.00123456, "momentum": 0.9, "an_option_with_a_long_name": "nesterov"}
+    tried = Tried(Trial(0, values, 0), 0.5, {}, history("loss"), "done", None)
+    for shown in (trainer.summary(), trainer.wire, Sweep([tried], [], ("eval_loss", "min"), 1)):
+        assert max(map(len, str(shown).splitlines())) <= 60, str(shown)
+    monkeypatch.delenv("COLUMNS")
+    assert max(map(len, str(trainer.summary()).splitlines())) > 90
 
 
 def sweep():

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from spmd.cell import aligned, filled
 from spmd.tree import format_bytes
 
 KINDS = {
@@ -93,13 +94,11 @@ class WireLog:
             )
             for op in self.ops
         ]
-        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
         total = f"{self.bytes():,} bytes sent by each device per step"
         total += f"; {self.bytes(0):,} before step {self.start_step}" if self.start_step else ""
         met = self.bytes(where="send/") + self.bytes(where="receive/")
         total += f"; {self.bytes() - met:,} in steps in which no parameters meet" if met else ""
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", total])
+        return filled("\n".join([*aligned([header, *rows], ruled=True), "", total]))
 
     __repr__ = __str__
 

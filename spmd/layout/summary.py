@@ -2,7 +2,7 @@
 
 import html
 
-from spmd.cell import Text, framed, table
+from spmd.cell import Text, aligned, filled, framed, table
 from spmd.layout.declare import spec_text
 from spmd.layout.resolve import Resolved
 from spmd.tree import format_bytes
@@ -29,8 +29,6 @@ def summary(resolved: Resolved) -> Text:
     """The whole table, its totals and notes, as text; in a notebook's cell a table."""
     header = COLUMNS
     body = rows(resolved)
-    widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *body]]
     declared = resolved.layout.gradients
     gradients = f"gradients by {declared.reduction}, codec {declared.codec}"
     gradients += f" ({len(declared.rules)} rules)" if declared.rules else ""
@@ -39,7 +37,7 @@ def summary(resolved: Resolved) -> Text:
     said = notes(resolved)
     paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in said)
     shown = framed(f'<p>{html.escape(title)}</p><div class="wide">{table(header, body)}</div>{paragraphs}')
-    return Text("\n".join([title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", *said]), shown)
+    return Text(filled("\n".join([title, "", *aligned([header, *body], ruled=True), "", *said])), shown)
 
 
 def notes(resolved: Resolved) -> list[str]:

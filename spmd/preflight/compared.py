@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+from spmd.cell import aligned
 from spmd.errors import OptionError, a_kind
 from spmd.preflight.planned import Plan
 from spmd.preflight.report import seconds
@@ -27,8 +28,7 @@ class Comparison:
         for name, values in self.figures.items():
             shares = [f" ({value / values[0]:.2f})" if values[0] and at else "" for at, value in enumerate(values)]
             rows.append((name, *(_shown(name)(value) + share for value, share in zip(values, shares, strict=True))))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(aligned(rows))
 
     __repr__ = __str__
 

@@ -1,5 +1,6 @@
 """A plan in words: what fits, what travels, what takes the time, and on which assumptions."""
 
+from spmd.cell import filled
 from spmd.preflight.planned import Plan
 from spmd.tree import format_bytes
 
@@ -15,7 +16,7 @@ def text(plan: Plan) -> str:
         ("pipelines", "\n".join(f"{name}: {str(found).splitlines()[0]}." for name, found in plan.schedules.items())),
         ("notes", "\n".join(plan.notes)),
     )
-    return "\n\n".join([headline(plan), *(f"{title.upper()}\n{body}" for title, body in sections if body)])
+    return filled("\n\n".join([headline(plan), *(f"{title.upper()}\n{body}" for title, body in sections if body)]))
 
 
 def _asked(plan: Plan) -> str:

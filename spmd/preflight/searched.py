@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spmd.cell import aligned, filled
 from spmd.data.batches import check_batch, check_leaves
 from spmd.errors import CompileError, LayoutError, ModelError, OptionError, SpmdError, first_problem
 from spmd.folders import as_path, write_text
@@ -132,9 +133,8 @@ class Search:
 
     def __str__(self) -> str:
         rows = self.rows()
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self.head, "", *(lines if self.plans else [self.verdict]), "", "rejected", *self.reasons()])
+        lines = aligned(rows) if self.plans else [self.verdict]
+        return filled("\n".join([self.head, "", *lines, "", "rejected", *self.reasons()]))
 
     __repr__ = __str__
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from spmd.cell import aligned, filled
 from spmd.comm.log import SENT
 from spmd.mesh import MeshSpec
 from spmd.preflight.hlo import Array, Instruction, Module, collective_kind, groups, payload
@@ -95,12 +96,10 @@ class Traffic:
         if not self.transfers:
             return "nothing travels."
         header, rows = traffic_rows(self)
-        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
         parts = [f"{format_bytes(self.bytes(purpose))} of {purpose}" for purpose in PURPOSES if self.bytes(purpose)]
         total = f"{self.bytes():,} bytes sent by each device per step: {', '.join(parts)}"
         total += f"; {format_bytes(self.between)} to other nodes" if self.between else ""
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", f"{total}."])
+        return filled("\n".join([*aligned([header, *rows], ruled=True), "", f"{total}."]))
 
 
 def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

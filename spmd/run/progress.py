@@ -3,7 +3,7 @@
 import io
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from spmd.tree import format_bytes
 
 REFRESH = 0.2  # seconds between two redraws: a step costs one look at the clock
 WIDE = 200  # characters of a notebook's line, which the page wraps; in the page's own ink
+BARS = ((120, 24), (70, 10), (0, 4))  # from a width on, characters of the bar
+TIME = 12  # characters of the time left and of what is between the columns
 SELDOM = 5.0  # seconds between two lines of a log
 
 PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0">{code}</pre>'
@@ -40,26 +42,38 @@ class NoProgress:
 
 
 class Bar:
-    """Step, a bar, metrics, samples per second and time left, drawn by rich on whatever `paint` paints on."""
+    """Step, time left, a bar, metrics and samples per second, drawn by rich on whatever `paint` paints on.
+
+    Step and time are always there; of the rest what the width has room for, the first things first.
+    """
 
     def __init__(self, console: Any, paint: Any):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
-        text = TextColumn("{task.fields[text]}", markup=False)
+        fixed, text = (lambda: Column(no_wrap=True)), TextColumn("{task.fields[text]}", markup=False)
+        bar = BarColumn(bar_width=next(size for width, size in BARS if console.width >= width), table_column=fixed())
         self._progress = Progress(
-            MofNCompleteColumn(), BarColumn(bar_width=24), text, TimeRemainingColumn(), console=console, auto_refresh=False
+            MofNCompleteColumn(table_column=fixed()),
+            bar,
+            TimeRemainingColumn(table_column=fixed()),
+            text,
+            console=console,
+            auto_refresh=False,
         )
         self._task, self._paint = None, paint
+        self._room = lambda: console.width - (bar.bar_width or 0) - TIME
 
     def start(self, step: int, total: int | None) -> None:
         """Draw the bar at `step` of `total` (None: not known)."""
+        self._count = lambda step: 2 * len(str(total)) + 1 if total is not None else len(f"{step}/?")
         self._task = self._progress.add_task("", total=total, completed=step, text="compiling")
         self._paint.start(self._progress)
 
-    def draw(self, step: int, text: str, losses: Mapping[int, float]) -> None:
+    def draw(self, step: int, parts: Sequence[str], losses: Mapping[int, float]) -> None:
         """Move the bar."""
         if self._task is not None:
-            self._progress.update(self._task, completed=step, text=text)
+            self._progress.update(self._task, completed=step, text=_fitting(parts, self._room() - self._count(step)))
             self._paint.refresh(self._progress, losses)
 
     def say(self, text: str) -> None:
@@ -83,8 +97,8 @@ class Terminal:
         progress.refresh()
 
     def say(self, progress: Any, text: str) -> None:
-        """A line above the bar."""
-        progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """A line above the bar, or several that break between words."""
+        progress.console.print(text, markup=False, highlight=False)
 
     def stop(self, progress: Any) -> None:
         """Leave the last picture."""
@@ -126,9 +140,9 @@ class Lines:
         """Remember where it ends."""
         self._total = total
 
-    def draw(self, step: int, text: str, losses: Mapping[int, float]) -> None:
+    def draw(self, step: int, parts: Sequence[str], losses: Mapping[int, float]) -> None:
         """One more line."""
-        self.say(f"step {step}{f'/{self._total}' if self._total else ''}  {text}")
+        self.say("  ".join([f"step {step}{f'/{self._total}' if self._total else ''}", *parts]))
 
     def say(self, text: str) -> None:
         """One line, however long."""
@@ -163,12 +177,12 @@ class Progress:
             rate = (samples - self._seen) / (now - self._since)
             self._rate = rate if self._seen == 0 else 0.7 * self._rate + 0.3 * rate
         self._seen, self._since = samples, now
-        numbers = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        numbers = [f"{name} {value:.4g}" for name, value in metrics.items()]
         self._losses |= {step: metrics["loss"]} if "loss" in metrics else {}
         if len(self._losses) > MOST:
             self._losses = dict(list(self._losses.items())[::2])
-        curve = f"  {spark(list(self._losses.values()))}" if len(self._losses) > 1 else ""
-        self._surface.draw(step, f"epoch {epoch + 1}  {numbers}  {self._rate:,.0f} samples/s{_memory()}{curve}", self._losses)
+        curve = [spark(list(self._losses.values()))] if len(self._losses) > 1 else []
+        self._surface.draw(step, [f"epoch {epoch + 1}", *numbers, f"{self._rate:,.0f} samples/s", *_memory(), *curve], self._losses)
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -179,11 +193,24 @@ class Progress:
         self._surface.close()
 
 
-def _memory() -> str:
+def _fitting(parts: Sequence[str], room: int) -> str:
+    """As many of the parts as there is room for, in their order.
+
+    >>> _fitting(["epoch 1", "loss 0.25", "1,000 samples/s"], room=20)
+    'epoch 1  loss 0.25'
+    """
+    text = ""
+    for part in parts:
+        longer = f"{text}  {part}" if text else part
+        text = longer if len(longer) <= room else text
+    return text
+
+
+def _memory() -> list[str]:
     """The most that a device of this process has held, of those that say so."""
     told = [device.memory_stats() or {} for device in jax.local_devices()]
     held = max((one.get("peak_bytes_in_use", 0) for one in told), default=0)
-    return f"  {format_bytes(held)} per device" if held else ""
+    return [f"{format_bytes(held)} per device"] if held else []
 
 
 def _in_kernel() -> bool:

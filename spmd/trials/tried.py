@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.api import Result
-from spmd.cell import framed, table
+from spmd.cell import aligned, framed, table
 from spmd.errors import OptionError
 from spmd.run.history import History
 from spmd.run.sketch import spark
@@ -114,10 +114,9 @@ class Sweep:
         return out.getvalue()
 
     def __str__(self) -> str:
-        cells = self._cells()
-        wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, wide, strict=True)) for row in cells]
-        return "\n".join(lines)
+        whole, short = (aligned(rows, right=True) for rows in (self._cells(), [row[:-1] for row in self._cells()]))
+        fits = len(whole) == len(self.trials) + 1  # one line each; curves are what can be missed in a narrow terminal
+        return "\n".join(whole if fits else short)
 
     __repr__ = __str__
 

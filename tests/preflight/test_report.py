@@ -45,6 +45,18 @@ def test_the_report_word_for_word(name, monkeypatch):
     assert f"{made(name)}\n" == (KEPT / f"{name}.txt").read_text(encoding="utf-8")
 
 
+def test_the_report_fits_the_terminal(monkeypatch):
+    compiled = Compiled(**json.loads((KEPT / "tensor.json").read_text(encoding="utf-8")))
+    monkeypatch.setattr(planned, "compile_step", lambda *args, **options: compiled)
+    plan = made("tensor")
+    side_by_side = spmd.compare(plan, plan, plan)
+    assert max(map(len, str(plan).splitlines())) > 90 and max(map(len, str(side_by_side).splitlines())) > 60
+    for width in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        for shown in (plan, side_by_side):
+            assert max(map(len, str(shown).splitlines())) <= width, str(shown)
+
+
 if __name__ == "__main__":
     for case in CASES:
         plan = made(case)

@@ -224,6 +224,9 @@ def test_a_search_as_a_user_sees_it(device, tmp_path, monkeypatch):
     assert found.best.fits and found.best.timeline.seconds == min(plan.timeline.seconds for _, plan in found.plans)
     assert len(found.plans) + len(found.rejected) == len(list(space("data_parallel", "fsdp", "pipeline", devices=2).all()))
     assert str(found) == str(spmd.search(MODEL, BATCH, **options))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(found).splitlines())) <= 80
+    monkeypatch.delenv("COLUMNS")
     path = found.save(tmp_path / "deep" / "mine.toml")
     assert spmd.Layout.load(path) == found.layout and dict(found.layout.mesh) == {"data": 2}
     first, second = path.read_text(encoding="utf-8").splitlines()[:2]

@@ -1,6 +1,7 @@
 """Live progress: silent where nobody watches, a bar in a terminal, plain lines on request."""
 
 import io
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +61,23 @@ def test_a_terminal_shows_a_bar(console, monkeypatch):
     for part in ("20/40", "epoch 2", "loss 0.1235", "accuracy 0.5", "64 samples/s", "step 20: eval_loss 0.5", "━"):
         assert part in text, text
     assert text.count(HIDE) == text.count(SHOW) == 1  # hidden, and back
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 150])
+def test_a_bar_always_shows_the_step_and_the_time_left(width, monkeypatch):
+    made = Console(file=io.StringIO(), force_terminal=True, width=width)
+    monkeypatch.setattr("rich.console.Console", lambda *given, **options: made)
+    shown, clock = make_progress(True), iter(range(100, 300))
+    monkeypatch.setattr(shown._surface._progress, "get_time", lambda: float(next(clock)))
+    shown.start(0, 12000)
+    for step in (57, 570, 5700):
+        shown.update(step, 30, {"loss": 1.2761234, "accuracy": 0.71881234, "eval_loss": 0.08728, "eval_accuracy": 0.5}, 64 * step)
+    shown.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", made.file.getvalue())
+    assert "57/12000" in text and "5700/12000" in text and "…" not in text
+    assert re.search(r"5700/12000 \S+ \d:\d\d:\d\d epoch 31", text), text
+    assert max(len(line) for line in re.split(r"[\r\n]+", text)) <= width
+    assert ("epoch 31" in text) and ("loss 1.276" in text) == (width >= 80)
 
 
 def test_a_run_draws_itself_in_a_terminal_and_leaves_it_as_it_was(console, monkeypatch):
