@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Protocol
+
+from spmd.launch import keeper
 
 SETTLE = 4.0  # seconds that the others have to leave by themselves, once one has failed
 KILLED = 1.0  # the same, once one was killed: nobody told them, and all that they can tell is that it is gone
@@ -116,12 +119,14 @@ def started(
       inherited: file descriptors by rank that a process has besides.
       group: an empty one that signals go to already; what it was asked meanwhile its processes are.
     """
-    group, readers = group or Group({}), []
+    group, readers, kept, cookie = group or Group({}), [], contextlib.ExitStack(), secrets.token_hex(16)
     try:
+        kept.enter_context(keeper.keeping(cookie))
         for rank, (command, environment) in commands.items():
+            cookies = ",".join(filter(None, (environment.get(keeper.NAME), cookie)))
             process = subprocess.Popen(
                 command,
-                env=dict(environment),
+                env={**environment, keeper.NAME: cookies},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -141,6 +146,7 @@ def started(
         group.signal(signal.SIGKILL)  # also what those that have ended have left behind
         for process in group.processes.values():
             process.wait()
+        kept.close()
         until = time.monotonic() + 5.0  # what they have left behind may keep their output open
         for reader in readers:
             reader.join(timeout=max(0.1, until - time.monotonic()))

@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -45,9 +46,11 @@ def main(words: Sequence[str]) -> None:
 
 
 def _end_with(launcher: int) -> None:
-    """Leave when the launcher is gone, however it went: nobody would end this process."""
+    """Leave when the launcher is gone, however it went, with what this process has started: nobody else may (`keeper.py`)."""
     while launcher in (0, os.getppid()):
         time.sleep(1.0)
+    if os.getpgrp() == os.getpid():  # this process leads its group: nobody else's processes are in it
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(guard.PEER)
 
 

@@ -50,7 +50,7 @@ class Harm:
 
     def harm(self, launcher, fault):
         """One fault, of one of the processes; what is damaged is the newest checkpoint, and then one of them is killed."""
-        words = ["pgrep", "-P", str(launcher.pid)]
+        words = ["pgrep", "-P", str(launcher.pid), "-f", "spmd.launch.runner"]
         victims = sorted(map(int, subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()))
         if len(victims) < 2:
             return

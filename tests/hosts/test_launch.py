@@ -189,7 +189,7 @@ def test_what_it_started_ends_with_the_launcher(tmp_path):
     def end(process, run):
         while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
             time.sleep(0.02)
-        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+        children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spmd.launch.runner"], capture_output=True, text=True, check=True)
         seen.extend(map(int, children.stdout.split()))
         process.kill()
 
@@ -281,7 +281,9 @@ def test_nothing_listens_beyond_the_chosen_address(tmp_path):
     def look(process, run):
         while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
             time.sleep(0.02)
-        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid), "-f", "spmd.launch.runner"], capture_output=True, text=True, check=True
+        ).stdout.split()
         found.extend((pid, address) for pid in [*children, process.pid] for address in listening(pid))
 
     run = job("--folder", tmp_path / "run", "--fault", "wait", meanwhile=look)

@@ -1,0 +1,89 @@
+"""What a launcher has started ends with it, however it ends, and nothing else does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spmd.launch import keeper
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="Linux only")
+
+LAUNCHER = """
+import subprocess, sys, time
+from spmd.launch.group import started
+other = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(other.pid, flush=True)
+script = "sleep 600 & setsid sleep 600 & echo $$ $!; wait"
+with started({0: (["sh", "-c", script], {}), 1: (["sh", "-c", "kill -STOP $$"], {})}, lambda rank: f"{rank} ") as group:
+    sys.stdout.write(" ".join(["ranks", *(str(process.pid) for process in group.processes.values())]) + "\\n")
+    sys.stdout.flush()
+    time.sleep(600)
+"""
+
+
+def alive(number):
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_killed_launcher_leaves_no_process_behind(tmp_path):
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True)
+    other = int(launcher.stdout.readline())
+    try:
+        lines = [launcher.stdout.readline().split() for _ in range(2)]
+        ranks = next(list(map(int, words[1:])) for words in lines if words[0] == "ranks")
+        detached = next(int(words[2]) for words in lines if words[0] == "0")
+        group = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _group(path.name) == ranks[0]]
+        assert len(group) >= 2 and alive(detached) and all(map(alive, ranks))
+        launcher.kill()
+        launcher.wait()
+        everything = {*ranks, *group, detached}
+        assert until(lambda: not any(map(alive, everything))), [number for number in everything if alive(number)]
+        assert alive(other), "it was the launcher's, and none of the group's"
+    finally:
+        launcher.kill()
+        launcher.wait()
+        launcher.stdout.close()
+        os.kill(other, signal.SIGKILL)
+
+
+def _group(number):
+    try:
+        return os.getpgid(int(number))
+    except OSError:
+        return None
+
+
+def test_processes_are_found_by_their_cookie_alone():
+    own = lambda value: subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], **value})
+    mine, nested, others, none = processes = [own(v) for v in ({keeper.NAME: "abc"}, {keeper.NAME: "x,abc,y"}, {keeper.NAME: "abcd"}, {})]
+    try:
+        assert until(lambda: {mine.pid, nested.pid} <= set(keeper.with_cookie("abc")))
+        assert set(keeper.with_cookie("abc")) == {mine.pid, nested.pid} and keeper.with_cookie("abcd") == [others.pid] and alive(none.pid)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_keeper_ends_with_the_block():
+    children = lambda: (
+        subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "keeper.py"], capture_output=True, text=True, check=False).stdout
+    )
+    with keeper.keeping("a-cookie"):
+        assert until(children)
+    assert not children()
