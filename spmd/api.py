@@ -22,6 +22,7 @@ from spmd.folders import writing
 from spmd.hosts.arrival import join, restarted, shrunk
 from spmd.hosts.guard import TERMINATED, current
 from spmd.hosts.handshake import agree, program_facts
+from spmd.hosts.records import report
 from spmd.layout.declare import Layout, spec_text
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
@@ -160,7 +161,7 @@ def fit(
     Raises:
       SpmdError: one of its kinds, before anything is compiled; every problem at once, with a cure.
       ClusterError: the processes of a run of several do not agree, or do not come.
-      SystemExit: with 143, after SIGTERM, when the state is saved.
+      SystemExit: with 143, after SIGTERM; with a checkpoint folder, when the state is saved.
       RoomError: a step needs more memory than a device has.
       DivergedError: the loss is not finite.
 
@@ -227,6 +228,8 @@ def fit(
     loop.run()
     _tell_unmet(program.clock.declared if program.clock is not None else None, loop.step)
     if loop.stop_reason == ENDED:
+        if store is not None and jax.process_index() == 0:
+            report("saved", {"step": loop.step})
         raise SystemExit(TERMINATED)
     return Result(loop.state, loop.history, loop.stop_reason, trainer)
 

@@ -28,6 +28,7 @@ class Attempt:
       failures: by rank, at which step what failed, as far as processes could tell, the first first.
       first: exit codes of those that ended first.
       early: who was the reason for these failures without reporting one, in words (`spmd.launch.cause`); None: nobody.
+      saved: the step that is on disk since somebody asked the run to end; None: it has not said that there is one.
       fewer: whether it had fewer hosts than there are; what does not fit those may fit all.
       asked: the signal by which somebody asked the whole group to end; None: nobody did.
     """
@@ -39,6 +40,7 @@ class Attempt:
     asked: int | None = None
     fewer: bool = False
     early: tuple[int, str] | None = None
+    saved: int | None = None
 
     @property
     def why(self) -> str:
@@ -46,7 +48,7 @@ class Attempt:
         told = [f"process {rank} at step {step}: {' '.join(text.split())[:400]}" for rank, (step, text) in self.failures.items()]
         ended = [(rank, code) for rank, code in (*self.first.items(), *sorted(self.codes.items())) if code]
         own = [(rank, code) for rank, code in ended if code != PEER] or ended
-        untold = [_ended(rank, code) for rank, code in own[:1] if code < 0 or code == LOST or not told]
+        untold = [_ended(rank, code, self.saved) for rank, code in own[:1] if code < 0 or code == LOST or not told]
         causes = ([] if self.early is None else [self.early[1]]) + [*untold, *told[:1]]
         return escaped("; consequence: ".join(causes[:2]))
 
@@ -56,18 +58,22 @@ class Attempt:
         return next(iter(self.failures.values()), None)
 
 
-def _ended(rank: int, code: int) -> str:
+def _ended(rank: int, code: int, saved: int | None = None) -> str:
     """In words.
 
-    >>> _ended(1, -9), _ended(0, 143)
-    ('process 1 ended with signal 9', 'process 0 ended with code 143: it was asked to end by SIGTERM, and has saved')
+    >>> _ended(1, -9), _ended(0, 143, 20)
+    ('process 1 ended with signal 9', 'process 0 ended with code 143: it was asked to end by SIGTERM, and has saved step 20')
     """
     if code == LOST:
         return "hosts are missing" if rank == ALL else f"the host of process {rank} is gone"
     who = "the step of srun" if rank == ALL else f"process {rank}"
     if code < 0:
         return f"{who} ended with signal {-code}"
-    return f"{who} ended with code {code}" + (": it was asked to end by SIGTERM, and has saved" if code == TERMINATED else "")
+    return f"{who} ended with code {code}" + (f": it was asked to end by SIGTERM{_saved(saved)}" if code == TERMINATED else "")
+
+
+def _saved(step: int | None) -> str:
+    return "" if step is None else f", and has saved step {step}"
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -84,16 +90,17 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def attempted(told: Iterable[Mapping[str, Any]], codes: Mapping[int, int], first: Mapping[int, int], asked: int | None = None) -> Attempt:
     """An attempt, from what its processes left (`records`) and ended with; what a process said that it would end with counts more."""
     told = list(told)
-    failed, living, began = cause.failures(told), cause.lives(told), None
+    failed, living, steps = cause.failures(told), cause.lives(told), dict[str, int]()
     for record in told:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            began = int(record["step"]) if record["name"] == "began" else began
+            steps[record["name"]] = int(record["step"])
     last = lambda rank: living[rank].at if rank in living else 0.0
     by_others = {rank for rank, code in first.items() if code == ABORTED and failed and last(rank) > failed[0].at}
     first = {rank: first[rank] for rank in sorted(first, key=last) if rank not in by_others}
     early = cause.early(failed, living, first)
     said = {one.rank: one.code for one in failed}
-    return Attempt({**codes, **said}, began, {one.rank: one.what for one in failed}, first, asked, early=early)
+    what = {one.rank: one.what for one in failed}
+    return Attempt({**codes, **said}, steps.get("began"), what, first, asked, early=early, saved=steps.get("saved"))
 
 
 def repeated(attempt: Callable[[int], Attempt], most: int, say: Callable[[str], None]) -> int:
@@ -138,7 +145,7 @@ def stop_because(attempts: Sequence[Attempt], most: int) -> str | None:
     if USAGE in codes and not last.fewer:
         return "what was wrong before training began would be so again"
     if TERMINATED in codes:
-        return "it was asked to end, and has saved"
+        return f"it was asked to end{_saved(last.saved)}"
     if len(attempts) > 1 and last.signature is not None and last.signature == attempts[-2].signature:
         return "the same error came at the same step twice"
     tried = [attempt for attempt in attempts if set(attempt.codes.values()) != {LOST}]

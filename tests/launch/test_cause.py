@@ -134,7 +134,7 @@ LOST_IT = f"was killed, stopped, or held by code that keeps the GIL, {HEARD}"
             [life(0, 100.0, end="done"), life(1, 100.0, end="done")],
             {0: 143, 1: 143},
             {0: 143},
-            "process 0 ended with code 143: it was asked to end by SIGTERM, and has saved",
+            "process 0 ended with code 143: it was asked to end by SIGTERM",
             id="all were asked to end",
         ),
     ],

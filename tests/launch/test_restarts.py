@@ -1,11 +1,15 @@
 """The policy of starting again, over what attempts came to."""
 
 import json
+import signal
 import time
 from types import SimpleNamespace
 
+import numpy as np
+import optax
 import pytest
 
+import spmd
 from spmd.launch import group
 from spmd.launch.restarts import ALL, Attempt, attempted, exit_code, records, stop_because
 
@@ -23,7 +27,8 @@ def attempt(code=1, began=0, failures=BOOM):
         ([attempt(-9, failures={})] * 3, None),
         ([attempt(78)], "processes that do not agree would not agree the next time either"),
         ([attempt(2)], "what was wrong before training began would be so again"),
-        ([attempt(143)], "it was asked to end, and has saved"),
+        ([attempt(143)], "it was asked to end"),
+        ([Attempt({0: 143, 1: 143}, 0, saved=40)], "it was asked to end, and has saved step 40"),
         ([attempt(), attempt(began=20)], "the same error came at the same step twice"),
         ([attempt(), attempt(failures={1: (27, "ValueError: boom")})], None),
         ([attempt(), attempt(failures={0: (26, "OSError: other")})], None),
@@ -55,7 +60,8 @@ def test_none_was_asked_for():
         (Attempt({0: -9, 1: 5}, first={1: 5}), 5, "process 1 ended with code 5"),
         (Attempt({0: -9, 1: 255}, first={1: 255}), 255, "the host of process 1 is gone"),
         (Attempt({ALL: 255}), 255, "hosts are missing"),
-        (Attempt({0: 143, 1: 143}), 143, "process 0 ended with code 143: it was asked to end by SIGTERM, and has saved"),
+        (Attempt({0: 143, 1: 143}), 143, "process 0 ended with code 143: it was asked to end by SIGTERM"),
+        (Attempt({0: 143}, saved=7), 143, "process 0 ended with code 143: it was asked to end by SIGTERM, and has saved step 7"),
     ],
 )
 def test_what_is_told(given, code, why):
@@ -70,6 +76,21 @@ def test_what_processes_have_left(tmp_path):
     found = attempted(records(tmp_path), {0: 1, 1: 1, 2: -9}, {2: -9})
     assert found.began == 20 and list(found.failures.items()) == [(0, (25, "first")), (1, (26, "second"))]
     assert found.signature == (25, "first")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_only_what_was_saved_is_told(saves, tmp_path, monkeypatch):
+    """A run without a checkpoint folder that is asked to end saves nothing, and says nothing of the kind."""
+    (tmp_path / "told").mkdir()
+    monkeypatch.setenv("SPMD_REPORT", str(tmp_path / "told"))
+    model = spmd.FunctionalModel(lambda key: {"w": np.zeros((4, 1), np.float32)}, lambda params, x: x @ params["w"])
+    data = {"x": np.ones((32, 4), np.float32), "y": np.ones((32, 1), np.float32)}
+    options = {"checkpoint": tmp_path / "run"} if saves else {}
+    with pytest.raises(SystemExit):
+        end = lambda info: signal.raise_signal(signal.SIGTERM) if info.step == 2 else None
+        spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, callbacks=[end], **options)
+    found = attempted(records(tmp_path / "told"), {0: 143}, {0: 143}, signal.SIGTERM)
+    assert found.why == "process 0 ended with code 143: it was asked to end by SIGTERM" + (", and has saved step 3" if saves else "")
 
 
 @pytest.mark.parametrize(("ends", "code", "heard"), [("kill -9 $$", -9, False), ("exit 3", 3, True)], ids=["killed", "failed"])
