@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from spmd.launch import keeper
 SETTLE = 4.0  # seconds that the others have to leave by themselves, once one has failed
 KILLED = 1.0  # the same, once one was killed: nobody told them, and all that they can tell is that it is gone
 LOOK = 0.05
+COLOUR, RESET = re.compile(r"\x1b\[[0-9;:]{0,64}m"), "\x1b[0m"
+CONTROL = re.compile(rf"({COLOUR.pattern})|[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 
 
 class Signalled(Protocol):
@@ -96,9 +99,20 @@ class Group:
 
 
 def to_stdout(line: str) -> None:
-    """Write a line where this program prints."""
-    sys.stdout.write(line)
+    """Write what a process has printed where this program prints, without what could do more to a terminal than colour it."""
+    sys.stdout.write(neutral(line))
     sys.stdout.flush()
+
+
+def neutral(line: str) -> str:
+    r"""A line whose control characters are spelled out, but for tabs, line ends and colours, which end with the line.
+
+    >>> neutral("\x1b[31mred\x1b[2J\x07\n")
+    '\x1b[31mred\\x1b[2J\\x07\x1b[0m\n'
+    """
+    text = line.rstrip("\n")
+    shown = CONTROL.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text)
+    return shown + (RESET if COLOUR.search(text) and not text.endswith(RESET) else "") + line[len(text) :]
 
 
 @contextlib.contextmanager
