@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.comm.server.clock import Times
 from spmd.errors import LayoutError, OptionError, SpmdError
+from spmd.layout.clock import Network
 from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.server import FRACTIONS, KINDS, OF_MODE, ParameterServer
@@ -346,6 +348,11 @@ UNREAD = {
 
 @pytest.mark.parametrize("text, python, said, cures", UNREAD.values(), ids=UNREAD)
 def test_a_table_that_means_nothing(text, python, said, cures):
+    assert_refused(text, python, said, cures)
+
+
+def assert_refused(text, python, said, cures):
+    """In both spellings, with the same words; what cures it is accepted."""
     assert told(table(text)) == unread(said)
     line, without = said.split(": ", 1)
     assert line.startswith("  line ")
@@ -387,10 +394,19 @@ def test_a_link_that_means_nothing(network):
     fits(table('network = { bandwidth = "10Gb/s", latency = "50us" }'))
 
 
-@pytest.mark.parametrize("network", [{"bandwidth": "1.5 MB/s"}, {"bandwidth": "100b/s"}, {"latency": "0s"}, {"latency": "1e-3ms"}], ids=str)
-def test_a_link_that_means_something(network):
-    fits(table(f"network = {toml(network)}"))
-    fits(in_python(network=network))
+@pytest.mark.parametrize(
+    ("network", "means"),
+    [
+        ({"bandwidth": "1.5 MB/s"}, Network(bandwidth=1.5e6)),
+        ({"bandwidth": "100b/s"}, Network(bandwidth=12.5)),
+        ({"latency": "0s"}, Network()),
+        ({"latency": "1e-3ms"}, Network(latency=1e-6)),
+    ],
+    ids=str,
+)
+def test_a_link_that_means_something(network, means):
+    for layout in (table(f"network = {toml(network)}"), in_python(network=network)):
+        assert Network.parse(fits(layout).layout.parameter_server.network) == means
 
 
 # wrong types ---------------------------------------------------------------------------------------------------------
@@ -509,7 +525,7 @@ def test_a_number_that_no_float_holds(line):
     "seconds", [[1, 2, 3, 4], (1, 2, 3, 4), list(np.arange(1.0, 5.0)), tuple(np.arange(1.0, 5.0)), tuple(np.ones(4, np.float32))]
 )
 def test_seconds_of_any_kind(seconds):
-    fits(in_python(compute_time=seconds))
+    assert fits(in_python(compute_time=seconds)).layout.parameter_server.compute_time == tuple(float(each) for each in seconds)
 
 
 # what does not go together -------------------------------------------------------------------------------------------
@@ -596,23 +612,15 @@ CLASHES = {
 
 @pytest.mark.parametrize("text, python, said, cures", CLASHES.values(), ids=CLASHES)
 def test_an_option_of_another_mode(text, python, said, cures):
-    test_a_table_that_means_nothing(text, python, said, cures)
+    assert_refused(text, python, said, cures)
 
 
 @pytest.mark.parametrize("mode", ["synchronous", *LATE, *LOCAL])
 def test_options_of_every_mode(mode):
-    fits(
-        in_python(
-            mode=mode,
-            servers=2,
-            workers=8,
-            warmup_steps=0 if mode in LOCAL else 3,
-            seed=7,
-            compute_time="exponential(1)",
-            network=LINK,
-            **NEEDED.get(mode, {}),
-        )
-    )
+    options = {"servers": 2, "workers": 8, "warmup_steps": 0 if mode in LOCAL else 3, "seed": 7, "compute_time": "exponential(1)"}
+    options |= {"mode": mode, "network": LINK, **NEEDED.get(mode, {})}
+    found = fits(in_python(**options)).layout.parameter_server
+    assert {key: getattr(found, key) for key in options} == options | {"network": tuple(LINK.items())}
 
 
 # each: lines of [gradients], the same in Python, what is told of a file, cures
@@ -1023,8 +1031,11 @@ def test_a_trace_that_is_none(form, content, folder):
 def test_a_trace(folder):
     (folder / "times.csv").write_text("1,2,3,4\n" * 3)
     np.save("times.npy", np.ones((3, 8)))
-    fits(table('compute_time = "times.csv"'))
-    fits(table('workers = 8\ncompute_time = "times.npy"'))
+    for text, workers in (('compute_time = "times.csv"', 4), ('workers = 8\ncompute_time = "times.npy"', 8)):
+        trainer = fits(table(text))
+        wanted = [1.0, 2.0, 3.0, 4.0] if workers == 4 else [1.0] * 8
+        times = Times(trainer.layout.parameter_server.compute_time, workers, 0)
+        assert [times.of(worker, 0) for worker in range(workers)] == wanted
 
 
 @pytest.mark.parametrize("text", ["exponential(1,,)", "lognormal(1,,2)", "constant(,1)"])

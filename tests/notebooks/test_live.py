@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from spmd.run.progress import REFRESH
+
 pytestmark = pytest.mark.system
 
 SETUP = """
@@ -32,15 +34,15 @@ def kernel(tmp_path, monkeypatch):
     client = manager.blocking_client()
     client.start_channels()
     try:
-        client.wait_for_ready(timeout=60)
+        client.wait_for_ready(timeout=300)
         yield manager, client
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
 
 
-def messages(client, code, meanwhile=lambda message: None, seconds=60):
-    """What the kernel says while it runs a cell: (time, message) each."""
+def messages(client, code, meanwhile=lambda message: None, seconds=400):
+    """What the kernel says while it runs a cell: (when it said so, message) each."""
     asked, found, until = client.execute(code), [], time.monotonic() + seconds
     while time.monotonic() < until:
         try:
@@ -49,7 +51,7 @@ def messages(client, code, meanwhile=lambda message: None, seconds=60):
             continue
         if message["parent_header"].get("msg_id") != asked:
             continue
-        found.append((time.monotonic(), message))
+        found.append((message["header"]["date"].timestamp(), message))
         meanwhile(message)
         if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
             return found
@@ -69,18 +71,16 @@ def test_what_is_shown_stays_in_place_and_an_interrupt_keeps_the_state(kernel, t
 
     def interrupt(message):
         if message["msg_type"] == "update_display_data":
-            began.append(time.monotonic())
-            if len(began) > 8 and began[-1] - began[0] > 1.5:
-                began.clear()
+            began.append(message)
+            if len(began) == 9:
                 manager.interrupt_kernel()
 
     found = messages(client, "result = fit(10**7); print('ENDED', result.stop_reason, int(result.state.step)); result", interrupt)
     shown = text(found)
     reached = int(re.search(r"ENDED interrupted (\d+)", shown).group(1))
     updates = [(at, message) for at, message in found if message["msg_type"] == "update_display_data"]
-    assert len(updates) > 8
-    for at, _ in updates:
-        assert len([other for other, _ in found if at <= other < at + 1]) < 20, "messages of one second"
+    assert len(updates) > 8 and len(found) < len(updates) + 10
+    assert len(updates) <= (updates[-1][0] - updates[0][0]) / REFRESH + 3, "by the kernel's clock, however late they are read"
     assert len({message["content"]["transient"]["display_id"] for _, message in updates}) == 1
     newest = updates[-1][1]["content"]["data"]
     assert "<polyline" in newest["text/html"] and "samples/s" in newest["text/plain"] and re.search("[▁▂▃▄▅▆▇█]{2,}", newest["text/plain"])
