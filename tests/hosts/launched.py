@@ -34,7 +34,7 @@ class Run:
         return next(at for at, line in self.lines if re.search(pattern, line))
 
 
-def launch(*words, seconds=150, meanwhile=lambda process, run: None, small=None, **environment):
+def launch(*words, seconds=400, meanwhile=lambda process, run: None, small=None, **environment):
     """Run `spmd launch`; everything is reaped, whatever happens.
 
     A folder that is `small` holds 320 KiB while it runs, in a mount namespace of its own; what is in it is copied to `kept` beside it.

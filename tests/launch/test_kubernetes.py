@@ -127,7 +127,7 @@ def pods(folder, *words):
     ]
     try:
         with ThreadPoolExecutor(2) as pool:
-            texts = list(pool.map(lambda process: process.communicate(timeout=150)[0], processes))
+            texts = list(pool.map(lambda process: process.communicate(timeout=400)[0], processes))
     finally:
         for process in processes:
             process.kill()

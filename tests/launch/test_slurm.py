@@ -98,7 +98,7 @@ def cluster(tmp_path, monkeypatch):
                 os.kill(number, signal.SIGKILL)
 
 
-def run(*words, seconds=150, meanwhile=lambda process, lines: None, **environment):
+def run(*words, seconds=400, meanwhile=lambda process, lines: None, **environment):
     """Run `spmd launch` and give its exit code and what it printed; whatever is left of it is ended."""
     own = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
     process = subprocess.Popen(
@@ -208,14 +208,14 @@ def test_sigterm_to_the_launcher_reaches_the_tasks_not_srun(cluster, monkeypatch
 
 def test_sigterm_before_any_task_runs_ends_srun(cluster, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    (cluster / "bin" / "srun").write_text("#!/bin/sh\necho waiting for resources\nexec sleep 100\n")
+    (cluster / "bin" / "srun").write_text("#!/bin/sh\necho waiting for resources\nexec sleep 1000\n")
 
     def ask(process, lines):
         while not lines and process.poll() is None:
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
 
-    code, text = run("--srun", "--max-restarts", 3, JOB, meanwhile=ask, seconds=60)
+    code, text = run("--srun", "--max-restarts", 3, JOB, meanwhile=ask)
     assert code == 143 and "not started again: it was asked to end by signal 15" in text, text
 
 

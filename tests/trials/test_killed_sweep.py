@@ -19,7 +19,7 @@ def started(folder):
 
 def ended(process):
     try:
-        out, errors = process.communicate(timeout=90)
+        out, errors = process.communicate(timeout=400)
     finally:
         process.kill()
         process.wait()
@@ -29,7 +29,7 @@ def ended(process):
 
 def killed(process, enough):
     """SIGKILL when `enough()` has come true."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     try:
         while not enough() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.005)
