@@ -30,6 +30,7 @@ import dataclasses
 import difflib
 import importlib
 import numbers
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -206,7 +207,7 @@ def brief(value: Any) -> str:
     >>> brief("fdsp"), brief(list(range(100))), brief(len)
     ("'fdsp'", '[0, 1, 2, 3, 4, 5, 6, 7, ...]', 'len')
     """
-    return _clipped(" ".join(_Short().repr(value).split("\n")), VALUE)
+    return _clipped(re.sub(r" at 0x[0-9a-f]+", "", " ".join(_Short().repr(value).split("\n"))), VALUE)
 
 
 def check_whole(value: Any, name: str, least: int = 1) -> None:

@@ -377,6 +377,7 @@ class Trainer:
         if self._program is None:
             raise OptionError("predict() before the first batch: the batch size is not known.\n    cure: trainer.prepare(batch) first.")
         program, data = self._program, self.resolved.data_axes
+        inputs = as_arrays(inputs, "the inputs")
         rows = check_leaves(inputs, "the inputs")
         if rows == 0:
             raise DataError("the inputs are empty: 0 rows.")

@@ -931,7 +931,7 @@ def test_lists_of_numbers_in_the_place_of_arrays():
     assert (
         told(errors.DataError, fit, data=rows, batch_size=None)
         == """\
-the first batch is a list of 64 floats, and no array.
+the first batch: a list of 64 floats, and no array.
     cure: numpy.asarray(...), of shape [rows, ...]."""
     )
     assert (
@@ -951,6 +951,24 @@ def test_tensors_on_an_accelerator():
 {what}: 0 is a torch.Tensor, which numpy cannot read: TypeError: can't convert cuda:0 device type tensor to numpy.
     cure: arrays in the host's memory, such as tensor.detach().cpu().numpy()."""
         )
+
+
+def test_an_array_that_was_donated():
+    gone = jnp.asarray(X)
+    gone.delete()
+    text = "the data: 0 float32[32, 64] was deleted: a call that it was donated to has consumed it."
+    assert told(errors.DataError, fit, data=(gone, Y)) == text
+
+
+def test_tensors_in_other_places():
+    trainer = fits()
+    for action in (
+        lambda: spmd.data.resident((Tensor(X, here=False), Y)),
+        lambda: trainer.predict(trainer.init(), Tensor(X, here=False)),
+        lambda: trainer.place((Tensor(X[:8], here=False), Y[:8])),
+        lambda: trainer.evaluate(trainer.init(), (Tensor(X, here=False), Y)),
+    ):
+        assert "is a torch.Tensor, which numpy cannot read: " in told(errors.DataError, action)
 
 
 def test_tensors_on_the_host_are_read():

@@ -1,6 +1,7 @@
 """Folders and files that cannot be made or written: refused with what is in the way."""
 
 import os
+import pathlib
 import re
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import spmd
 from spmd.errors import CheckpointError, ExportError, OptionError
-from spmd.folders import obstacle
+from spmd.folders import obstacle, write_text
 from spmd.run.checkpoint import Checkpoint, Store
 from spmd.run.loggers import JsonLines, TensorBoard
 from spmd.serve.write import _check_free
@@ -61,6 +62,15 @@ def test_json_lines_refuse_a_folder_in_the_place_of_their_file(here):
 def test_export_refuses_a_folder_before_it_works(path, here):
     with pytest.raises(ExportError, match=rf"^{BAD[path]}\.\n    cure: another folder"):
         _check_free(here / path)
+
+
+def test_files_that_reports_are_saved_to_are_refused_the_same_way():
+    with pytest.raises(OptionError, match=r"^the folder file/under cannot be made: \S*/file is a file\.\n    cure: another path\.$"):
+        write_text(pathlib.Path("file/under/report.html"), "text")
+    with pytest.raises(
+        OptionError, match=r"^the file lost cannot be written: \S*/lost is a link to /nowhere/at/all, which does not exist\."
+    ):
+        write_text(pathlib.Path("lost"), "text")
 
 
 @pytest.mark.parametrize("value", [None, 3, "", "a\0b", b"runs"], ids=repr)

@@ -56,11 +56,13 @@ def as_arrays(tree: Tree, what: str) -> Tree:
     """The tree with what other libraries call an array (a tensor on the host, a column of a table) as one of numpy's.
 
     Raises:
-      DataError: numpy cannot read it.
+      DataError: numpy cannot read it, or it was deleted.
     """
     ours = np.ndarray | jax.Array | jax.ShapeDtypeStruct | np.generic
 
     def read(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise DataError(f"{what}: {path or 'it'} {describe(leaf)} was deleted: a call that it was donated to has consumed it.")
         if isinstance(leaf, ours) or not hasattr(leaf, "__array__"):
             return leaf
         try:
@@ -72,7 +74,8 @@ def as_arrays(tree: Tree, what: str) -> Tree:
                 "    cure: arrays in the host's memory, such as tensor.detach().cpu().numpy()."
             ) from error
 
-    return tree if all(isinstance(leaf, ours) for leaf in jax.tree.leaves(tree)) else map_paths(read, tree)
+    usual = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
+    return tree if usual else map_paths(read, tree)
 
 
 def _lists(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -108,8 +111,8 @@ def check_leaves(tree: Tree, what: str) -> int:
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
     lists = {path: _counted(node) for path, node in _lists(tree)} if scalars else {}
     if lists:
-        told = f" is {lists['']}" if "" in lists else f": {listed(f'{path} is {it}' for path, it in lists.items())}"
-        raise DataError(f"{what}{told}, and no array.\n    cure: numpy.asarray(...), of shape [rows, ...].")
+        told = lists.get("") or listed(f"{path} is {it}" for path, it in lists.items())
+        raise DataError(f"{what}: {told}, and no array.\n    cure: numpy.asarray(...), of shape [rows, ...].")
     if scalars:
         raise DataError(f"{what}: {listed(scalars)} has no dim 0 to cut into rows.\n    cure: arrays of shape [rows, ...].")
     strange = [f"{path or 'the batch'} {describe(leaf)}" for path, leaf in leaves.items() if dtype_of(leaf).kind in "OSUMmT"]

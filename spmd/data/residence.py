@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.data.batches import HostBatch, check_leaves, narrow
+from spmd.data.batches import HostBatch, as_arrays, check_leaves, narrow
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree
 
@@ -41,6 +41,7 @@ def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
         raise OptionError(f"steps_per_call={steps_per_call!r}: a whole number from 1.")
     if not jax.tree.leaves(arrays) or not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(arrays)):
         raise DataError("resident() takes a dict or tuple of arrays.")
+    arrays = as_arrays(arrays, "the data")
     check_leaves(arrays, "the data")
     return Resident(arrays, steps_per_call)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from spmd.errors import CheckpointError, OptionError, a_kind, brief, did_you_mean
+from spmd.errors import CheckpointError, OptionError, SpmdError, a_kind, brief, did_you_mean, first_line
 from spmd.folders import as_path, make_folder
 from spmd.hosts import guard
 from spmd.hosts.handshake import first_of_all
@@ -280,7 +280,9 @@ class Store(Reader):
             with contextlib.suppress(Exception):
                 self._manager.wait_until_finished()  # which raises to each thread once
             self._saved = self.latest()
-            raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {type(error).__name__}: {error}") from error
+            if isinstance(error, SpmdError):
+                raise
+            raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {first_line(error)}") from error
         if self._saved is not None and not self._path(self._saved).exists():
             missing, self._saved = self._saved, None
             raise CheckpointError(f"the checkpoint of step {missing} is not on disk in {self.folder}; there are {self.steps()}.")

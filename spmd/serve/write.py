@@ -206,7 +206,7 @@ def _versions() -> dict[str, str]:
 
 
 def _check_free(target: Path) -> None:
-    why = obstacle(target) or (f"{target} holds files already" if target.is_dir() and any(target.iterdir()) else None)
+    why = obstacle(target) or (f"{target} holds files already" if os.path.isdir(target) and any(target.iterdir()) else None)
     if why is not None:
         raise ExportError(f"{why}.\n    cure: another folder; or remove it, if it is not wanted any more.")
 

@@ -11,6 +11,7 @@ from typing import Any
 from spmd.api import Result
 from spmd.cell import aligned, framed, table
 from spmd.errors import OptionError
+from spmd.folders import as_path, write_text
 from spmd.run.history import History
 from spmd.run.sketch import spark
 from spmd.serve.ensemble import Ensemble
@@ -110,7 +111,7 @@ class Sweep:
         writer.writeheader()
         writer.writerows(rows)
         if path is not None:
-            Path(path).write_text(out.getvalue(), encoding="utf-8")
+            write_text(as_path(path, "path"), out.getvalue())
         return out.getvalue()
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ import pytest
 from small import fit, numbers, same
 
 import spmd
-from spmd.errors import CheckpointError, DivergedError
+from spmd.errors import CallbackError, CheckpointError, DivergedError
 from spmd.hosts import guard
 from spmd.hosts.limits import Limits
 from spmd.run import checkpoint, copies
@@ -134,7 +134,7 @@ def test_a_copy_that_nobody_saves_is_dropped(error, tmp_path):
 
     each = spmd.callbacks.Each(fail)
     each.exact = True
-    with pytest.raises(error, match="no more"):
+    with pytest.raises(CallbackError if error is ValueError else error, match="no more"):
         fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[each])
     store, like = Store(spmd.Checkpoint(tmp_path)), fit(steps=1).trainer.abstract_state
     assert store.steps() == ([2] if error is DivergedError else [2, 4])
