@@ -36,6 +36,7 @@ from spmd.run.reader import Reader
 from spmd.run.remembered import check_meetings
 from spmd.run.repack import PARAMS, written
 from spmd.train.evaluation import evaluation_program
+from spmd.train.metrics import means
 from spmd.train.placed import Options, Placed
 from spmd.train.program import Program, prepared
 from spmd.train.state import State, check_alive, whole_moments
@@ -60,8 +61,7 @@ class Metrics(Mapping[str, float]):
 
     @functools.cached_property
     def _values(self) -> dict[str, float]:
-        sums, counts = jax.device_get(self._packed)
-        return dict(zip(self._names, (sums / counts).tolist(), strict=True)) | dict(self._constants)
+        return dict(zip(self._names, means(*jax.device_get(self._packed)).tolist(), strict=True)) | dict(self._constants)
 
     def wait(self) -> None:
         """Until the step is done; nothing is fetched."""
@@ -345,7 +345,7 @@ class Trainer:
                     total += jax.device_get(pending.popleft())
             for packed in pending:
                 total += jax.device_get(packed)
-        return dict(zip(program.eval_names, (total[0] / total[1]).tolist(), strict=True))
+        return dict(zip(program.eval_names, means(*total).tolist(), strict=True))
 
     def check_evaluation(self, data: Any) -> tuple[str, ...]:
         """Names of what evaluation measures on arrays or records, which is traced: what does not fit is raised before training."""

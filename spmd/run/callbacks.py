@@ -235,7 +235,7 @@ class EarlyStopping(Callback):
 
     def on_step(self, info: Info) -> None:
         """Look at a training metric."""
-        if not self.metric.startswith("eval_"):
+        if not self.metric.startswith("eval_") and self.metric in info.metrics:  # not where nothing was counted
             self._look(info)
 
     def on_eval(self, info: Info) -> None:

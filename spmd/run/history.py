@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd.errors import OptionError
 from spmd.run.sketch import panel, spark
+from spmd.train.metrics import means
 
 DETAIL = 100_000  # newest steps that are kept one by one
 BLOCK = 1000  # steps that are written, and averaged, together
@@ -131,19 +132,19 @@ class History:
         """One dict per step: its number and its metrics. Of a long run those of windows, which have "steps" too, come first."""
         known = tuple(self.known())
         for step, steps, (sums, counts), values in self._windows:
-            measured = zip(self._names, (sums / counts).tolist(), strict=True)
+            measured = zip(self._names, means(sums, counts).tolist(), strict=True)
             yield {"step": step, "steps": steps, **dict(measured), **dict(zip(known, (values / steps).tolist(), strict=True))}
         for part in self._parts():
             for step, (sums, counts), values in part:
-                measured = zip(self._names, (sums / counts).tolist(), strict=True)
+                measured = zip(self._names, means(sums, counts).tolist(), strict=True)
                 yield {"step": int(step), **dict(measured), **dict(zip(known, values.tolist(), strict=True))}
 
     def __getitem__(self, name: str) -> list[float]:
         if name in self._names:
             column = self._names.index(name)
-            old = [float(sums[column] / counts[column]) for _, _, (sums, counts), _ in self._windows]
-            means = (part["packed"][:, 0, column] / part["packed"][:, 1, column] for part in self._parts())
-            return old + [value for part in means for value in part.tolist()]
+            old = [float(means(sums, counts)[column]) for _, _, (sums, counts), _ in self._windows]
+            newest = (means(part["packed"][:, 0, column], part["packed"][:, 1, column]) for part in self._parts())
+            return old + [value for part in newest for value in part.tolist()]
         if name in self.known():
             column = tuple(self.known()).index(name)
             old = [float(values[column] / steps) for _, steps, _, values in self._windows]

@@ -25,7 +25,7 @@ from spmd.run.loggers import Logger, close, write
 from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.signals import ENDED, INTERRUPTED, interruptible
-from spmd.train.metrics import fetch
+from spmd.train.metrics import fetch, means
 from spmd.train.program import Program
 from spmd.train.state import State
 
@@ -382,7 +382,8 @@ class Loop:
         return min([*left, self.length.steps - self.step] if self.length.steps is not None else left, default=self.steps_per_call)
 
     def _means(self, sums: np.ndarray) -> dict[str, float]:
-        return dict(zip(self.program.names, (sums[0] / sums[1]).tolist(), strict=True))
+        found = zip(self.program.names, means(*sums).tolist(), sums[1], strict=True)
+        return {name: value for name, value, count in found if count}  # a mean over nothing is no number, and no NaN to stop for
 
     def _tell(self, event: str, metrics: dict[str, float] | None = None) -> None:
         metrics = Measured() if metrics is None else metrics

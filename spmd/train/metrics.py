@@ -137,6 +137,11 @@ def add(left: Sums, right: Sums) -> Sums:
     return jax.tree.map(jnp.add, left, right)
 
 
+def means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Sums over counts on the host; NaN where nothing was counted, which is no sign of divergence and is left out of logs."""
+    return np.divide(sums, counts, out=np.full(np.shape(sums), np.nan), where=np.asarray(counts) != 0)
+
+
 def fetch() -> Callable[[jax.Array], np.ndarray]:
     """What brings sums to the host: two numbers per metric, which it has to know, and so may move."""
     if jax.default_backend() == "cpu":

@@ -80,8 +80,7 @@ class Step:
         self, state: State, events: Tree, grads: Tree, memory: Tree, measured: jax.Array, stats: Tree, sums: jax.Array
     ) -> tuple[State, jax.Array]:
         """The optimizer's step with the gradients that have met."""
-        loss = sums[0, self.names.index(LOSS)] / sums[1, self.names.index(LOSS)]
-        updates, opt = self.optimizer.update(grads, state.opt, state.params, value=loss)
+        updates, opt = self.optimizer.update(grads, state.opt, state.params, value=mean(*sums[:, self.names.index(LOSS)]))
         memory = jax.tree.map(functools.partial(jnp.where, skipped(opt)), state.exchange, memory)
         params = optax.apply_updates(state.params, spread(self.exchange, updates))
         return State(state.step + 1, params, opt, stats, state.rngs, state.key, memory), measurements(sums, measured, events)
@@ -139,7 +138,7 @@ class Step:
         # what was differentiated is a sum over rows: divided by the workers' mean count it becomes, averaged over workers, the mean
         with jax.named_scope("metrics"):
             count = wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1)
-        return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, sums
+        return jax.tree.map(lambda g: mean(g, count).astype(g.dtype), grads), stats, sums
 
     def _present(self, events: Tree) -> jax.Array:
         """bool[m], which of this position's workers take part in the step."""
@@ -161,8 +160,7 @@ class Step:
             number, here, pieces, rows = inputs
             (grads, sums), after = self._simulated(pieces, state, stats, rows, first + number, data)
             kept = lambda x: jnp.where(here, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
-            count = jnp.where(sums[LOSS][1] == 0, 1.0, sums[LOSS][1])  # rows of weight 0 only: a gradient of zero
-            grads = jax.tree.map(lambda g: kept((g / count).astype(g.dtype)), grads)
+            grads = jax.tree.map(lambda g: kept(mean(g, sums[LOSS][1]).astype(g.dtype)), grads)
             return jax.tree.map(lambda new, old: jnp.where(here, new, old), after, stats), (grads, kept(pack(sums, self.names)))
 
         inputs = (jnp.arange(self.simulated), self._present(events), held, apart((batch, weights), self.simulated))
@@ -172,8 +170,7 @@ class Step:
 
     def _losses(self, sums: jax.Array) -> jax.Array:
         """Every worker's mean loss, of their metrics [workers, 2, names]."""
-        total, count = sums[:, 0, self.names.index(LOSS)], sums[:, 1, self.names.index(LOSS)]
-        return total / jnp.where(count == 0, 1.0, count)
+        return mean(*jnp.moveaxis(sums[:, :, self.names.index(LOSS)], 1, 0))
 
     def _simulated(
         self, pieces: Tree, state: State, stats: Tree, rows: tuple, number: Any, axes: tuple[str, ...]
@@ -254,7 +251,9 @@ class Step:
         layout = self.resolved.layout
         model_key, loss_key = jax.random.split(key)
         activations = Activations(self.resolved, self.scene.mesh)
-        call = Call(True, model_key, localize, axes, layout.remat.modules, remat_policy(layout.remat.saves), self.dtype, activations)
+        call = Call(
+            self.training, model_key, localize, axes, layout.remat.modules, remat_policy(layout.remat.saves), self.dtype, activations
+        )
         with under(cutting or self.cutting):
             bound = self.model.bind(Variables(params, stats, state.rngs), call)
             value, extra = self.objective(bound, batch, localize(loss_key))
@@ -286,6 +285,11 @@ class Step:
     def _map(self, function: Callable, *trees: Tree) -> Tree:
         """`function(placement, leaf, ...)` over trees of parameters."""
         return map_paths(lambda path, *leaves: function(self.resolved.placements[path], *leaves), *trees)
+
+
+def mean(total: jax.Array, count: jax.Array) -> jax.Array:
+    """A sum over its count; of nothing that counts it is zero, whatever the sum is: a gradient of 0 / 0 would make every weight NaN."""
+    return jnp.where(count == 0, jnp.zeros_like(total), total / jnp.where(count == 0, jnp.ones_like(count), count))
 
 
 def measurements(sums: jax.Array, measured: jax.Array, events: Tree) -> jax.Array:

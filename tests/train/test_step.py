@@ -1,6 +1,7 @@
 """What a step promises beyond equalling one device: random numbers, short batches, microbatches, precision, donation."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -573,3 +574,35 @@ def test_moments_lie_as_their_own_parameters_do_whatever_those_are_called():
     trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), mesh="data=8", layout="fsdp")
     moments = {path: leaf.sharding.spec for path, leaf in flatten(trainer.abstract_state.opt).items() if leaf.ndim}
     assert len(moments) == 4 and all(spec[0] == "data" for spec in moments.values())
+
+
+# batches in which nothing counts -------------------------------------------------------------------------------------
+
+
+def masked(model, batch):
+    return (spmd.losses.cross_entropy(model, batch) * batch["mask"]).sum(), batch["mask"].sum()
+
+
+@pytest.mark.parametrize(("mesh", "reduction"), [("data=1", "compiler"), ("data=8", "all_reduce")])
+def test_step_that_counts_nothing_has_gradient_zero(mesh, reduction):
+    trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), mesh=mesh, loss=masked, reduction=reduction, optimizer=optax.sgd(0.1))
+    state = trainer.init()
+    before = jax.device_get(state.params)
+    state, metrics = trainer.step(state, data() | {"mask": np.zeros(ROWS, np.float32)})
+    assert np.isnan(metrics["loss"])  # a mean over nothing
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+    state, metrics = trainer.step(state, data() | {"mask": (np.arange(ROWS) < 4).astype("float32")})  # one worker has all that counts
+    assert np.isfinite(metrics["loss"])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state.params)))
+
+
+def test_fit_leaves_mean_over_nothing_out_of_logs(tmp_path):
+    batch = data(64) | {"mask": np.repeat(np.float32([0, 1]), 32)}
+    result = spmd.fit(
+        lambda: MLP(rngs=nnx.Rngs(0)), batch, loss=masked, optimizer=SGD, mesh="data=8", batch_size=32, shuffle=False, log_every=1,
+        checkpoint=tmp_path, progress=False, callbacks=[spmd.callbacks.EarlyStopping("loss", patience=5)],
+    )  # fmt: skip
+    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {record["step"]: np.isfinite(record["loss"]) for record in logged if "loss" in record} == {2: True}
+    assert np.isnan(result.history["loss"][0])
+    assert np.isfinite(result.history["loss"][1])
