@@ -18,6 +18,8 @@ from spmd.layout.forward import Experts, Pipeline, Sequence
 from spmd.nn.constraints import manual_axes, own_constraints
 from spmd.nn.schedule import Schedule
 
+MIXTURE = "mixture"  # in `Cutting.used`: tokens are routed in groups, wherever the experts are
+
 
 @dataclasses.dataclass(frozen=True)
 class Cutting:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from spmd.comm import wire
 from spmd.errors import DataError, OptionError
-from spmd.nn.context import Cutting, current, manual_axes
+from spmd.nn.context import MIXTURE, Cutting, current, manual_axes
 from spmd.tree import describe
 
 
@@ -91,6 +91,7 @@ class MixtureOfExperts(nnx.Module):
             wanted = f"[rows, {router.shape[0]}] or [rows, length, {router.shape[0]}]"
             raise OptionError(f"MixtureOfExperts: x is {describe(x)}.\n    cure: {wanted}.")
         cutting = current()
+        cutting.used.add(MIXTURE)
         axis = cutting.experts.axis
         if axis is not None:
             cutting.used.add("experts")

@@ -68,7 +68,7 @@ class Loop:
         self._seen, self._stopped = (self.step, self.position.epoch), False
         self._measured_at = -1
         self._callbacks = [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]
-        self._fetch = fetch()
+        self._fetch, self.program.comparison.say = fetch(), self.progress.say
         self._exact = [c.every for c in self._callbacks if (c.exact if c.exact is not None else c.every > 1)]
         self.steps_per_call = min([self.steps_per_call, *self._marks(), *self._full_steps()])
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import EnsembleError, Problem, raise_problems
 from spmd.serve.forward import traced, whole, with_rows
-from spmd.train.accumulate import has_convolution
+from spmd.train.accumulate import equations, has_convolution
 from spmd.tree import Tree, abstract, describe, flatten
 
 NET = "net"
@@ -79,7 +79,7 @@ def groups_of(nets: Sequence[Net], rows: int) -> list[Group]:
         jaxpr = traced(net.function, net.arrays, inputs)
         outputs.append([describe(out) for out in jaxpr.out_avals])
         plain = len(jaxpr.out_avals) == 1 and jaxpr.out_avals[0].ndim >= 2 and jnp.issubdtype(jaxpr.out_avals[0].dtype, jnp.floating)
-        convolved.append(net.program is not None or has_convolution(jaxpr.jaxpr))  # an exported program cannot be vectorised
+        convolved.append(net.program is not None or has_convolution(equations(jaxpr.jaxpr)))  # an exported program cannot be vectorised
         if not plain or outputs[-1] != outputs[0]:
             wanted = f"the first gives {outputs[0][0]}" if plain else "wanted one array of logits [rows, ..., classes]"
             raise EnsembleError(f"member {net.name} gives {', '.join(outputs[-1])} for {rows} rows; {wanted}.")

@@ -1,6 +1,6 @@
 """Microbatches: gradients of a large batch in the memory of a small one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -44,13 +44,16 @@ def accumulate(
     return total, carry
 
 
-def has_convolution(jaxpr: Any) -> bool:
-    """Whether a jaxpr, or any inside it, holds a convolution."""
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr, and of those inside it."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "conv_general_dilated":
-            return True
+        yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
             inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns") and has_convolution(inner):
-                return True
-    return False
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def has_convolution(found: Iterable[Any]) -> bool:
+    """Whether one of these equations is a convolution."""
+    return any(equation.primitive.name == "conv_general_dilated" for equation in found)

@@ -90,9 +90,10 @@ class Placed:
         self._layout = layout
         self._sample: Tree = None
 
-    def moved(self, mesh: AbstractMesh, layout: Layout, *, accumulate: int | None = None) -> "Placed":
-        """The same under another layout on another mesh without devices; the model is not traced again."""
-        options = self.options if accumulate is None else dataclasses.replace(self.options, accumulate=accumulate)
+    def moved(self, mesh: Any, layout: Layout, *, accumulate: int | None = None, precision: str | None = None) -> "Placed":
+        """The same under another layout or mesh, which may be one without devices; the model is not traced again."""
+        changed = {name: value for name, value in (("accumulate", accumulate), ("precision", precision)) if value is not None}
+        options = dataclasses.replace(self.options, **changed)
         other = Placed(self._given, self.objective.loss, self.objective.metrics, self.optimizer, mesh, layout, options, self.platform)
         other.learn(self._sample)
         other._own, other._names = self._own, self._names  # type: ignore[misc]  # as traced here
@@ -158,6 +159,11 @@ class Placed:
         if self.storage is None:
             return self._own
         return dataclasses.replace(self._own, params=jax.eval_shape(self.storage.pack, self._own.params))
+
+    @property
+    def abstract_variables(self) -> Variables:
+        """Shapes and dtypes of the arrays of the model as it was given, packed in no way."""
+        return self._own
 
     @functools.cached_property
     def _own(self) -> Variables:

@@ -25,7 +25,7 @@ from spmd.layout.resolve import pspec
 from spmd.model.base import Call, Variables
 from spmd.nn.context import under
 from spmd.nn.schedule import Schedule
-from spmd.train.accumulate import has_convolution
+from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
 from spmd.train.local import LocalStep
 from spmd.train.metrics import pack
@@ -35,6 +35,7 @@ from spmd.train.precision import cast, compute_dtype
 from spmd.train.serve import ServedStep
 from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, many
+from spmd.train.whole_batch import Comparison, parts_of
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 
 LEAKS = NamingLeaks()
@@ -53,7 +54,7 @@ class Program:
         stats = bool(jax.tree.leaves(placed.abstract_state.stats))
         seen = Seen(placed.resolved)
         self.schedules: dict[str, Schedule] = {}  # of a step on a full batch, by stack
-        (value, extra), jaxpr = self._trace(self._train, seen, training=True)
+        (value, extra), self._jaxpr = self._trace(self._train, seen, training=True)
         self._check_update()
         placed.cutting.check_used(placed.resolved.layout.source)
         self._check_pipeline(stats=stats)
@@ -68,7 +69,7 @@ class Program:
         self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
         # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step by copying the donated
         # kernels of convolutions and of the layers behind them: there loops are unrolled, and the state is not donated
-        self.convolutions = has_convolution(jaxpr.jaxpr)
+        self.convolutions = has_convolution(equations(self._jaxpr.jaxpr))
         self._unroll = self.convolutions and placed.platform == "cpu"
         self._donated = () if self._unroll else (0,)
         self._cutting = dataclasses.replace(placed.cutting, unroll=self._unroll, schedules={})
@@ -81,8 +82,7 @@ class Program:
         shares = placed.options.accumulate * placed.exchange.simulated // placed.resolved.workers
         cutting = dataclasses.replace(placed.cutting, shares=shares, schedules=self.schedules if training else {})
 
-        def call(variables: Variables, batch: Tree) -> tuple:
-            key = jax.random.key(0)
+        def call(variables: Variables, batch: Tree, key: Any) -> tuple:
             variables = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
             remat = placed.resolved.layout.remat.modules if training else ()
             with under(cutting):
@@ -91,7 +91,7 @@ class Program:
 
         variables = abstract(placed.abstract_state.variables)
         with naming_in_trace("the loss", self.sample):
-            jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(variables, self.sample)
+            jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(variables, self.sample, jax.eval_shape(lambda: jax.random.key(0)))
         return shapes, jaxpr
 
     def _check_pipeline(self, *, stats: bool) -> None:
@@ -179,8 +179,21 @@ class Program:
         """Which arguments of a step are donated: the state, but for convolutions on a CPU."""
         return self._donated
 
+    @functools.cached_property
+    def comparison(self) -> Comparison:
+        """Of the first batch seen in parts, as by this step, with the same batch seen at once."""
+        step = lambda placed, rows: Program(placed, self.sample)._step(rows, True)
+        parts = parts_of(self.placed, self._step(self.rows, True).microbatches)
+        return Comparison(self.placed, self._train, self.sample, parts, step, self._jaxpr)
+
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
-        """One update; `state` is donated (but for convolutions on a CPU). Metrics are float32[2, names], sums over counts."""
+        """One update; `state` is donated (but for convolutions on a CPU). Metrics are float32[2, names], sums over counts.
+
+        Raises:
+          LossError: before the first update, where a loss that sees rows in parts is not that of the batch.
+        """
+        if split:
+            self.comparison.once(state, batch, weights)
         if "present" in events and not split:
             raise DataError(
                 f"a batch of {weights.shape[0]} rows, which {self.placed.exchange.simulated} workers do not divide, while not all count.\n"
@@ -191,6 +204,7 @@ class Program:
 
     def many(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """`rows.shape[0]` updates in one call on resident data; metrics are float32[steps, 2, names]."""
+        self.comparison.once(state, data, weights, rows)
         with LEAKS:
             return self._function(("many", weights.shape[1], True))(state, data, rows, weights, events)
 

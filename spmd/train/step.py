@@ -55,6 +55,7 @@ class Step:
     split: bool = True  # False: every worker computes all rows (a last batch that the workers do not divide)
     held: bool = False  # each worker computes at weights that it holds, whole and its own
     cutting: Cutting = WHOLE  # how the forward pass is cut
+    training: bool = True  # False: the model in evaluation mode
 
     @property
     def scene(self) -> Scene:
@@ -75,6 +76,11 @@ class Step:
         """`update` by each worker inside a manual region over all axes of the mesh: `batch` and `weights` are its own rows, and
         every parameter and moment is whole."""
         return self._applied(state, events, *self._together(state, batch, weights, events))
+
+    def loss_and_gradients(self, state: State, batch: Tree, weights: jax.Array) -> tuple[jax.Array, Tree]:
+        """The mean loss and its gradients, before the optimizer; without a parameter server's clock."""
+        grads, _, _, _, sums = self._gradients(state, batch, weights, {})
+        return mean(*sums[:, self.names.index(LOSS)]), grads
 
     def _applied(
         self, state: State, events: Tree, grads: Tree, memory: Tree, measured: jax.Array, stats: Tree, sums: jax.Array

@@ -70,6 +70,20 @@ class Packed:
                 "    cure: no float() of such a value, and no optax.inject_hyperparams: it is an argument of the program already."
             ) from error
 
+    def compare(self) -> None:
+        """See that a loss which sees rows in parts trains as on whole batches, on the devices of one trial.
+
+        Raises:
+          LossError: it does not.
+        """
+        if not self.program.comparison.needed:
+            return
+        mesh = Mesh(self.mesh.devices.reshape(-1)[: self.placed.mesh.size], (DATA,), axis_types=(AxisType.Auto,))
+        placed, sample = self.placed.moved(mesh, self.study.layout), self.study.data.sample()
+        rows = jax.tree.leaves(sample)[0].shape[0]
+        batch = jax.tree.map(lambda leaf: np.asarray(leaf[:rows]), self.study.data.arrays)
+        prepared(placed, sample).comparison.once(placed.init(), batch, np.ones(rows, np.float32))
+
     def _one(self) -> dict[str, Any]:
         return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.study.traced(self.first)}
 

@@ -210,6 +210,7 @@ def _packed(study: Study, first: Trial, devices: Mesh, resident: Callable[[], An
     try:
         packed = Packed(study, first, devices, resident)
         packed.check_evaluation()
+        packed.compare()
     except SpmdError as error:
         if study.written(first):
             error.add_note(f"of trial {first.number}: {', '.join(f'{name}={value!r}' for name, value in first.values.items())}")

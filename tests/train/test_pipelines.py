@@ -11,7 +11,7 @@ from flax import nnx
 
 import spmd
 from spmd import Gradients, Layout, Pipeline
-from spmd.errors import CheckpointError, DataError, LayoutError, ModelError
+from spmd.errors import CheckpointError, DataError, LayoutError, LossError, ModelError
 from spmd.layout.toml import loads
 from tests.nn.pipes import WIDTH, Block, apart
 
@@ -224,6 +224,24 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
     result = make(*then)(3, tmp_path)
     found = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
     assert int(result.state.step) == 3 and apart(jax.device_get(found), plain[Tied][0]) < 1e-5
+
+
+@pytest.mark.parametrize("joins", [True, pytest.param(False, marks=SLOW)])
+def test_1f1b_pipeline_refuses_loss_that_joins_rows(joins, caplog):
+    def loss(model, batch):
+        logits, targets = model(batch["tokens"])[:, -1], batch["targets"][:, -1]
+        found = -jax.nn.log_softmax(logits)[jnp.arange(len(targets)), targets]
+        return jnp.average(found, weights=1.0 + targets) if joins else found.mean()
+
+    layout, mesh = piped("compiler", schedule="1f1b", microbatches=2), spmd.make_mesh("data=1,stage=2", devices=jax.devices()[:2])
+    trainer = spmd.Trainer(lambda: Tied(nnx.Rngs(0), depth=2), loss=loss, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh)
+    caplog.set_level("INFO", "spmd")
+    if joins:
+        with pytest.raises(LossError, match=r'1f1b pipeline:(.|\n)*cure: \[pipeline\] schedule = "gpipe", which was tried'):
+            trainer.step(trainer.init(), tokens())
+    else:
+        trainer.step(trainer.init(), tokens())
+        assert "compared on the first batch, seen in the microbatches of a 1f1b pipeline and at once" in caplog.text
 
 
 @pytest.mark.parametrize("layout", [piped(schedule="circular", groups=2), "parameter_server", "diloco", "pipeline"], ids=str)

@@ -1,0 +1,148 @@
+"""A proof, from the traced loss alone, that rows may be seen in parts: that the mean over parts is the mean over the batch.
+
+The loss is traced for two numbers of rows, and both jaxprs are walked side by side. Each value is `PerRow` (some dim holds the rows, and
+each entry depends on its own row only), `Fixed` (no data in it), `Summed` (a sum over rows of `PerRow` values) or None, which is "not
+proved", never "wrong": such a loss is measured (`spmd.train.whole_batch`). Two traces, because one cannot tell `loss.sum() / len(x)` from
+`loss.sum() / 64`: what differs between them tells to which power of the number of rows a value grows.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.train.row_rules import RULES
+from spmd.train.row_values import SIMPLE, Fixed, PerRow, Sizes, Summed, Value, joined, moved_dim, simple
+
+MOST_ELEMENTS = 4096  # of a captured array that is not one and the same object in both traces, to be compared by value
+INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk(Sizes):
+    """Two traces of one function, side by side."""
+
+    def jaxpr(self, first: Any, second: Any, given: Sequence[Value], consts: Sequence[Value]) -> Sequence[Value]:
+        """What a jaxpr returns for these values."""
+        if [e.primitive.name for e in first.eqns] != [e.primitive.name for e in second.eqns]:
+            return [None] * len(first.outvars)
+        seen: dict[Any, Value] = dict(zip([*first.constvars, *first.invars], [*consts, *given], strict=True))
+
+        def read(one: Any, other: Any) -> Value:
+            if hasattr(one, "val") and hasattr(other, "val"):
+                return self.constant(one.val, other.val)
+            return None if hasattr(one, "val") or hasattr(other, "val") else seen[one]
+
+        for one, other in zip(first.eqns, second.eqns, strict=True):
+            values = [read(a, b) for a, b in zip(one.invars, other.invars, strict=True)]
+            found = [
+                self.checked(v, a.aval, b.aval)
+                for v, a, b in zip(self.equation(one, other, values), one.outvars, other.outvars, strict=True)
+            ]
+            seen.update(zip(one.outvars, found, strict=True))
+        return [read(a, b) for a, b in zip(first.outvars, second.outvars, strict=True)]
+
+    def closed(self, first: Any, second: Any, given: Sequence[Value]) -> Sequence[Value]:
+        """`jaxpr` of a closed one, or of one without constants."""
+        if not hasattr(first, "consts"):
+            return self.jaxpr(first, second, given, [])
+        if len(first.consts) != len(second.consts):
+            return [None] * len(first.jaxpr.outvars)
+        consts = [self.constant(a, b) for a, b in zip(first.consts, second.consts, strict=True)]
+        return self.jaxpr(first.jaxpr, second.jaxpr, given, consts)
+
+    def constant(self, first: Any, second: Any) -> Value:
+        """A captured array or a literal."""
+        if jax.dtypes.issubdtype(getattr(first, "dtype", np.dtype("float32")), jax.dtypes.extended):
+            return Fixed() if first is second else None
+        if np.shape(first) != np.shape(second):
+            return None
+        if np.ndim(first):
+            same = first is second or (np.size(first) <= MOST_ELEMENTS and np.array_equal(np.asarray(first), np.asarray(second)))
+            return Fixed() if same else None
+        power = self.growth(float(np.real(first)), float(np.real(second)))
+        return None if power is None else Fixed(power=power)
+
+    def checked(self, value: Value, first: Any, second: Any) -> Value:
+        """The value, if its shape depends on the number of rows in no other way than it says."""
+        one, other = getattr(first, "shape", None), getattr(second, "shape", None)
+        if value is None or one is None or other is None or len(one) != len(other):
+            return None
+        free = {value.dim} if isinstance(value, PerRow) else value.uniform if isinstance(value, Fixed) else set()
+        if any(a != b and dim not in free for dim, (a, b) in enumerate(zip(one, other, strict=True))):
+            return None
+        if isinstance(value, PerRow):
+            a, b = one[value.dim], other[value.dim]
+            fits = a % (self.rows * value.inner) == 0 and a * self.others == b * self.rows
+            return value if fits else None
+        return value
+
+    def equation(self, one: Any, other: Any, values: list[Value]) -> Sequence[Value]:
+        """What an equation returns; None for what is not known."""
+        name = one.primitive.name
+        if name == "scan":
+            return self.scan(one, other, values)
+        if name == "cond":
+            return self.cond(one, other, values)
+        inner = next((one.params[key] for key in INNER if hasattr(one.params.get(key), "eqns")), None)
+        if inner is not None and name != "shard_map" and len(getattr(inner, "jaxpr", inner).invars) == len(values):
+            return self.closed(inner, next(other.params[key] for key in INNER if key in other.params), values)
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return [None] * len(one.outvars)
+        if name in SIMPLE:
+            return [simple(name, one, other, known)] * len(one.outvars)
+        if name in RULES:
+            return [RULES[name](self, one, other, known)] * len(one.outvars)
+        return self.unknown(one, other, values)
+
+    def unknown(self, one: Any, other: Any, values: list[Value]) -> Sequence[Value]:
+        """Whatever is computed without data, at shapes and numbers that are no function of the number of rows, is `Fixed`."""
+        avals = [(a.aval, b.aval) for a, b in zip([*one.invars, *one.outvars], [*other.invars, *other.outvars], strict=True)]
+        still = all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in avals)
+        if not still or not all(isinstance(value, Fixed) and not value.power for value in values):
+            return [None] * len(one.outvars)
+        return [Fixed(key=any(isinstance(value, Fixed) and value.key for value in values))] * len(one.outvars)
+
+    def scan(self, one: Any, other: Any, values: list[Value]) -> Sequence[Value]:
+        """A loop over some other dim than the rows; what it carries is looked at until it does not change."""
+        consts, carried = one.params["num_consts"], one.params["num_carry"]
+        none = [None] * len(one.outvars)
+        if one.params["length"] != other.params["length"]:
+            return none
+        xs = [moved_dim(value, -1) for value in values[consts + carried :]]
+        carry, ys = values[consts : consts + carried], []
+        for _ in range(4):
+            found = self.closed(one.params["jaxpr"], other.params["jaxpr"], [*values[:consts], *carry, *xs])
+            after = [joined(a, b) for a, b in zip(carry, found[:carried], strict=True)]
+            ys = [moved_dim(value, 1) for value in found[carried:]]
+            if after == carry:
+                return [*carry, *ys]
+            carry = after
+        return none
+
+    def cond(self, one: Any, other: Any, values: list[Value]) -> Sequence[Value]:
+        """Branches that are chosen without data."""
+        if not isinstance(values[0], Fixed) or len(one.params["branches"]) != len(other.params["branches"]):
+            return [None] * len(one.outvars)
+        branches = zip(one.params["branches"], other.params["branches"], strict=True)
+        first, *rest = [self.closed(a, b, values[1:]) for a, b in branches]
+        for found in rest:
+            first = [joined(a, b) for a, b in zip(first, found, strict=True)]
+        return first
+
+
+def proved(first: Any, second: Any, given: Sequence[Value], rows: int, others: int, outputs: int) -> bool:
+    """Whether a loss, traced for `rows` and for `others` rows, is a mean over rows that may be taken in parts.
+
+    Its outputs are one value per row, a scalar, or (sum, count). `given` says what the inputs are.
+    """
+    found = Walk(rows, others).closed(first, second, given)[:outputs]
+    if outputs == 2:
+        total, count = found
+        counted = isinstance(count, Summed) and isinstance(total, Summed) and count.power == total.power
+        return counted or (isinstance(total, Summed) and isinstance(count, Fixed) and count.power == total.power + 1)
+    shape = first.out_avals[0].shape
+    return found[0] == PerRow(0) if shape else found[0] == Summed(-1) or (isinstance(found[0], Fixed) and not found[0].power)

@@ -1,0 +1,305 @@
+"""A loss that sees rows in parts is that of the whole batch, or is refused with both numbers and a fix that works."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from spmd.errors import LossError
+from spmd.train import rows, whole_batch
+from spmd.train.row_values import PerRow
+from tests.train import plain
+
+ROWS, FEATURES, CLASSES = 32, 4, 3
+CE = optax.softmax_cross_entropy_with_integer_labels
+
+
+def data(seed=0):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 6, ROWS)
+    return {
+        "x": random.normal(size=(ROWS, FEATURES)).astype("float32"),
+        "y": random.integers(0, CLASSES, ROWS).astype("int32"),
+        "reward": random.normal(size=ROWS).astype("float32"),
+        "tokens": random.integers(0, CLASSES, (ROWS, 6)).astype("int32"),
+        "mask": (np.arange(6) < lengths[:, None]).astype("float32"),
+    }
+
+
+MODEL = spmd.FunctionalModel(
+    lambda key: {"w": jax.random.normal(key, (FEATURES, CLASSES)), "b": jnp.zeros(CLASSES)}, lambda params, x: x @ params["w"] + params["b"]
+)
+
+
+def contrastive(model, batch):
+    z = model(batch["x"])
+    return CE(z @ jnp.roll(z, 1, axis=1).T, jnp.arange(len(z))).mean()
+
+
+def contrastive_rows(model, batch):
+    z = model(batch["x"])
+    return CE(z @ jnp.roll(z, 1, axis=1).T, jnp.arange(len(z)))
+
+
+def summed(model, batch):
+    return CE(model(batch["x"]), batch["y"]).sum()
+
+
+def divided(model, batch):
+    return CE(model(batch["x"]), batch["y"]).sum() / ROWS
+
+
+def weighted(model, batch):
+    return jnp.average(CE(model(batch["x"]), batch["y"]), weights=1.0 + batch["y"])
+
+
+def weighted_pair(model, batch):
+    weights = 1.0 + batch["y"]
+    return (CE(model(batch["x"]), batch["y"]) * weights).sum(), weights.sum()
+
+
+def per_token(model, batch):
+    logits = jnp.broadcast_to(model(batch["x"])[:, None], (*batch["tokens"].shape, CLASSES))
+    return CE(logits, batch["tokens"]) * batch["mask"]
+
+
+def token_mean(model, batch):
+    return per_token(model, batch).sum() / batch["mask"].sum()
+
+
+def token_pair(model, batch):
+    return per_token(model, batch).sum(), batch["mask"].sum()
+
+
+def normalised(model, batch):
+    advantage = (batch["reward"] - batch["reward"].mean()) / (batch["reward"].std() + 1e-6)
+    return -(advantage * jax.nn.log_softmax(model(batch["x"]))[:, 0]).mean()
+
+
+def trainer_of(loss, model=MODEL, layout="data_parallel", mesh="data=8", reduction=None, **options):
+    layout = spmd.Layout.load(layout)
+    if reduction is not None:
+        layout = dataclasses.replace(layout, gradients=spmd.Gradients(reduction))
+    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
+    return spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.5), mesh=mesh, layout=layout, **options)
+
+
+def trained(trainer, steps=3):
+    state, losses = trainer.init(data()), []
+    for seed in range(steps):
+        state, metrics = trainer.step(state, data(seed))
+        losses.append(metrics["loss"])
+    return losses, jax.device_get(state.params)
+
+
+def numbers(error):
+    """Losses seen in parts and at once, and the norm of the gradients' difference, as the error gives them."""
+    found = re.findall(r"loss (\S+), norm|of the gradients: (\S+)\n", str(error))
+    return [float(one or other) for one, other in found]
+
+
+JOINING = {
+    "in-batch negatives": (contrastive, None),
+    "one value per row that joins rows": (contrastive_rows, None),
+    "a sum": (summed, None),
+    "a sum over a number of rows written into it": (divided, None),
+    "a weighted mean": (weighted, weighted_pair),
+    "a mean over tokens": (token_mean, token_pair),
+    "normalised over the batch": (normalised, None),
+}
+
+
+@pytest.mark.parametrize("case", JOINING)
+def test_compare_refuses_loss_that_joins_rows(case):
+    loss, _ = JOINING[case]
+    trainer = trainer_of(loss)
+    state = trainer.init()
+    with pytest.raises(LossError) as raised:
+        trainer.step(state, data())
+    params, batch = jax.device_get(state.params), data()  # the state was not consumed
+    value = lambda rows: np.mean(loss(lambda x: MODEL.apply(params, x), jax.tree.map(lambda leaf: leaf[rows], batch)))
+    parts = np.mean([value(slice(first, first + ROWS // 8)) for first in range(0, ROWS, ROWS // 8)])
+    np.testing.assert_allclose(numbers(raised.value)[:2], [parts, value(slice(None))], rtol=1e-4)
+    assert numbers(raised.value)[2] > 1e-3
+    assert '[gradients] reduction = "compiler", which was tried' in str(raised.value)
+
+
+@pytest.mark.parametrize("case", ["in-batch negatives", "a sum", "a mean over tokens"])
+def test_fixes_that_compare_offers_train_as_one_device(case):
+    loss, pair = JOINING[case]
+    losses, params = trained(trainer_of(loss, mesh="data=1"))
+    fixed = [trainer_of(loss, reduction="compiler"), *([] if pair is None else [trainer_of(pair)])]
+    for trainer in fixed:
+        found, weights = trained(trainer)
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), weights, params)
+
+
+def test_compare_refuses_accumulation_and_offers_what_works():
+    with pytest.raises(LossError, match=r"seen in 4 microbatches:(.|\n)*cure: accumulate=1, which was tried"):
+        trained(trainer_of(token_mean, mesh="data=1", accumulate=4))
+    with pytest.raises(
+        LossError, match=r"seen by 2 workers, in 2 microbatches:(.|\n)*cure: .*compiler\" and accumulate=1, which was tried"
+    ):
+        trained(trainer_of(token_mean, mesh="data=2", accumulate=2))
+    trained(trainer_of(token_pair, mesh="data=1", accumulate=4), 1)
+
+
+def test_compare_refuses_simulated_workers():
+    layout = dataclasses.replace(spmd.Layout.load("parameter_server"), parameter_server=spmd.ParameterServer(workers=8))
+    with pytest.raises(LossError, match=r"seen by 8 workers:(.|\n)*cure: \[gradients\] reduction = \"compiler\", which was tried"):
+        trained(trainer_of(token_mean, layout=layout, mesh="data=1"))
+
+
+def test_compare_sees_what_equal_rows_hide():
+    """With a head of zeros, and as many tokens everywhere, every way to take the mean gives the same loss."""
+    model = dataclasses.replace(MODEL, init=lambda key: jax.tree.map(jnp.zeros_like, MODEL.init(key)))
+    with pytest.raises(LossError) as raised:
+        trained(trainer_of(weighted, model))
+    one, other, apart = numbers(raised.value)
+    assert one == other == pytest.approx(np.log(CLASSES), abs=1e-5)
+    assert apart > 1e-2
+
+
+class Net(nnx.Module):
+    def __init__(self, dropout=0.0, norm=False, experts=False, dtype=None, rngs=None):
+        self.hidden = nnx.Linear(FEATURES, 8, dtype=dtype, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs) if norm else None
+        self.experts = spmd.nn.MixtureOfExperts(8, 16, 4, k=1, capacity_factor=1.0, rngs=rngs) if experts else None
+        self.drop, self.out = nnx.Dropout(dropout, rngs=rngs), nnx.Linear(8, CLASSES, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.hidden(x))
+        x = self.norm(x) if self.norm is not None else x
+        x = self.experts(x)[0] if self.experts is not None else x
+        return self.out(self.drop(x))
+
+
+def looked_up(model, batch):
+    """A mean over rows which the proof does not know."""
+    return -jax.nn.log_softmax(model(batch["x"]).astype("float32"))[jnp.arange(len(batch["y"])), batch["y"]].mean()
+
+
+KINDS = {
+    "plain": ({}, {}),
+    "statistics": ({"norm": True}, {}),
+    "statistics of microbatches": ({"norm": True}, {"accumulate": 2}),
+    "dropout of microbatches": ({"dropout": 0.5}, {"accumulate": 2}),
+    "experts of microbatches": ({"experts": True}, {"accumulate": 2}),
+    "half precision": ({"dtype": jnp.bfloat16}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compare_accepts_mean_over_rows_that_is_not_proved(kind, caplog):
+    model, options = KINDS[kind]
+    caplog.set_level("INFO", "spmd")
+    trained(trainer_of(looked_up, lambda: Net(**model, rngs=nnx.Rngs(0)), mesh="data=4", **options), 1)
+    assert "compared on the first batch" in caplog.text
+    assert re.search(r"equal but for rounding, gradients too \(\d+\.\d s", caplog.text)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_fit_refuses_before_training_and_says_what_was_compared(resident, capsys, tmp_path):
+    given = spmd.data.resident(data(), steps_per_call=2) if resident else data()
+    options = {"optimizer": optax.sgd(0.1), "mesh": "data=8", "batch_size": 16, "steps": 2, "shuffle": False, "progress": True}
+    with pytest.raises(LossError, match="the 16 rows of a batch"):
+        spmd.fit(MODEL, given, loss=token_mean, checkpoint=tmp_path / "run", **options)
+    assert not list((tmp_path / "run").glob("[0-9]*"))  # nothing was trained, and nothing saved
+    spmd.fit(MODEL, given, loss=looked_up, **options)
+    assert "compared on the first batch, seen by 8 workers" in capsys.readouterr().err
+
+
+def test_sweep_refuses_loss_that_joins_rows():
+    with pytest.raises(LossError, match="seen by 4 workers"):
+        spmd.sweep(
+            lambda: MODEL,
+            data(),
+            loss=token_mean,
+            optimizer=lambda rate: optax.sgd(rate),
+            space={"rate": [0.1, 0.2]},
+            search="grid",
+            steps=1,
+            batch_size=16,
+            mesh="net=2,data=4",
+        )
+
+
+# the proof -----------------------------------------------------------------------------------------------------------
+
+
+def is_proved(loss, *names):
+    """Of a function of leaves of the batch."""
+    batch = [data()[name] for name in names]
+    trace = lambda count: jax.make_jaxpr(loss)(*[jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) for leaf in batch])
+    first, second = trace(16), trace(32)
+    return rows.proved(first, second, [PerRow(0)] * len(batch), 16, 32, len(first.out_avals))
+
+
+W = np.arange(FEATURES * CLASSES, dtype=np.float32).reshape(FEATURES, CLASSES)
+MEANS = {
+    "one value per row": (lambda x, y: CE(x @ W, y), "x", "y"),
+    "their mean": (lambda x, y: CE(x @ W, y).mean(), "x", "y"),
+    "a sum over the number of rows": (lambda x: jnp.square(x).sum() / len(x), "x"),
+    "a pair with the number of rows": (lambda x: (jnp.square(x).sum(), 1.0 * x.size), "x"),
+    "a pair with a sum of weights": (lambda x, m: ((x.sum(1)[:, None] * m).sum(), m.sum()), "x", "mask"),
+    "a pair with a sum of ones": (lambda x: (x.sum(), jnp.ones_like(x).sum()), "x"),
+    "with a penalty of weights": (lambda x: jnp.square(x).mean() + (W**2).sum(), "x"),
+    "a product of two columns": (lambda x, r: (x[:, 0] @ r) / len(r), "x", "reward"),
+    "a loop over time": (lambda t: jax.lax.scan(lambda c, x: (c + x, c * x), jnp.zeros(t.shape[0]), t.T)[0].mean(), "mask"),
+    "row by row": (lambda x: jax.vmap(lambda row: jnp.sort(row)[::-1] @ row)(x), "x"),
+    "flattened": (lambda m: m.reshape(-1).reshape(m.shape).T.mean(), "mask"),
+    "recomputed": (lambda x: jax.checkpoint(jnp.sin)(x).mean(), "x"),
+    "a branch": (lambda x: jax.lax.cond(W.sum() > 0, jnp.sin, jnp.cos, x).mean(), "x"),
+    "an embedding": (lambda t: jnp.asarray(W)[t].mean(), "tokens"),
+}
+OTHERS = {
+    "a sum": (lambda x: jnp.square(x).sum(), "x"),
+    "a sum over a number": (lambda x: jnp.square(x).sum() / 16, "x"),
+    "rows times their number": (lambda x: x.sum(1) * len(x), "x"),
+    "rows by their place": (lambda r: r * jnp.linspace(0.0, 1.0, len(r)), "reward"),
+    "rows in another order": (lambda r: r[::-1], "reward"),
+    "rows by their neighbours": (lambda r: r - jnp.roll(r, 1), "reward"),
+    "sorted rows": (lambda r: jnp.sort(r), "reward"),
+    "running sums": (lambda r: jnp.cumsum(r), "reward"),
+    "centred rows": (lambda r: r - r.mean(), "reward"),
+    "a variance": (lambda x: jnp.var(x), "x"),
+    "the square of a mean": (lambda x: x.mean() ** 2, "x"),
+    "the largest row": (lambda r: r.max(), "reward"),
+    "a ratio of sums": (lambda x, m: x.sum() / m.sum(), "x", "mask"),
+    "a pair with a number": (lambda x: (x.sum(), 64.0), "x"),
+    "products of rows": (lambda x: (x @ x.T).mean(), "x"),
+    "a loop over rows": (lambda r: jax.lax.scan(lambda c, x: (c * x, c), 1.0, r)[0], "reward"),
+    "a branch by the data": (lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x).mean(), "x"),
+    "its own random numbers": (lambda x: (x * jax.random.normal(jax.random.key(0), x.shape)).mean(), "x"),
+}
+
+
+@pytest.mark.parametrize("case", MEANS)
+def test_proved_knows_mean_over_rows(case):
+    assert is_proved(*MEANS[case])
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_proved_does_not_believe(case):
+    assert not is_proved(*OTHERS[case])
+
+
+@pytest.mark.parametrize("name", plain.MODELS)
+def test_shipped_loss_is_proved_for(name):
+    """So nothing is compared, and nothing more compiled."""
+    trainer = trainer_of(spmd.losses.cross_entropy, plain.MODELS[name])
+    program, _ = trainer.prepare(plain.batches(name)[0])
+    assert not program.comparison.needed
+
+
+def test_proof_is_made_only_where_rows_are_seen_in_parts(monkeypatch):
+    monkeypatch.setattr(whole_batch, "is_mean_over_rows", lambda *args: pytest.fail("nothing is seen in parts"))
+    for trainer in (trainer_of(summed, mesh="data=1"), trainer_of(summed, reduction="compiler")):
+        assert not trainer.prepare(data())[0].comparison.needed
