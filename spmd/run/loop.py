@@ -189,7 +189,7 @@ class Loop:
         self.history.add_steps(first, packed)
         self._samples += sum(rows)
         if first == 1:
-            check_first(self.callbacks, self._means(packed[0])["loss"])
+            check_first(self.callbacks, self._means(packed[0]).get("loss", 0.0))
         newest = first + len(packed) - 1 == self.step
         for offset, sums in enumerate(packed):
             step = first + offset
