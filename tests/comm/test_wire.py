@@ -120,7 +120,7 @@ class Found:
 def collectives(program):
     """Every collective of a lowered program and how often it runs in a step; loops and calls are multiplied out."""
     module, found = program.compiler_ir("stablehlo"), collections.Counter()
-    functions = {str(op.name).strip('"'): op for op in module.body.operations}
+    functions = {str(op.name).strip('"'): op for op in module.body.operations if op.operation.name == "func.func"}
 
     def walk(operations, times, branch):
         for op in operations:
@@ -135,7 +135,7 @@ def collectives(program):
                 for number, region in enumerate(op.regions):
                     walk(walk_region(region), times, number)
             elif name.removeprefix("stablehlo.") in KINDS:
-                groups = tuple(map(tuple, np.array(op.attributes["replica_groups"]).tolist()))
+                groups = groups_in(op.attributes["replica_groups"], module)
                 for operand in op.operands:
                     *shape, dtype = str(operand.type).removeprefix("tensor<").removesuffix(">").split("x")
                     one = Found(name.removeprefix("stablehlo."), groups, DTYPES[dtype], tuple(map(int, shape)), branch)
@@ -153,6 +153,25 @@ def collectives(program):
 
     walk(body(functions["main"]), 1, None)
     return found
+
+
+def groups_in(attribute, module):
+    """Which devices exchange: since jax 0.11 StableHLO has axes of a mesh in place of the numbers of devices."""
+    if "replica_group_mesh_axes" not in str(attribute):
+        return tuple(map(tuple, np.array(attribute).tolist()))
+    name, axes = re.search(r"mesh = @(\w+), axes = \[(.*)\]", str(attribute)).groups()
+    meshes = {op.operation.attributes["sym_name"].value: op.operation for op in module.body.operations if op.operation.name == "sdy.mesh"}
+    mesh = str(meshes[name].attributes["mesh"])
+    assert "device_ids" not in mesh and "sub_axis" not in axes, "devices in order, axes undivided"
+    sizes = {axis: int(size) for axis, size in re.findall(r'"(\w+)"=(\d+)', mesh)}
+    return along(sizes, re.findall(r'name = "(\w+)"', axes))
+
+
+def along(sizes, axes):
+    """Groups of devices along axes of a mesh of these sizes."""
+    order = [list(sizes).index(axis) for axis in (*[axis for axis in sizes if axis not in axes], *axes)]
+    grid = np.arange(math.prod(sizes.values())).reshape(*sizes.values()).transpose(order)
+    return tuple(map(tuple, grid.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()))
 
 
 def logged(log):
@@ -180,6 +199,9 @@ def groups_of(line, devices):
         numbers = lambda text: list(map(int, text.split(",")))
         grid = np.arange(devices).reshape(numbers(iota[2]))
         return (grid.transpose(numbers(iota[3])) if iota[3] else grid).reshape(numbers(iota[1])).tolist()
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}:]*)\}", line)
+    if mesh:
+        return along({axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}, re.findall(r"'(\w+)'", mesh[2]))
     assert "replica_groups={}" in line, line
     return [list(range(devices))]
 

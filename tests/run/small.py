@@ -59,8 +59,8 @@ def same(left, right):
 
 
 def host(tree):
-    """A copy on the host that nothing can change."""
-    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+    """A copy on the host that nothing can change; of a copy, for jax 0.11 keeps an array from donation that numpy has looked at."""
+    return jax.tree.map(lambda x: np.array(jnp.copy(x)), tree)
 
 
 class Recorder(spmd.callbacks.Callback):
