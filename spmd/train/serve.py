@@ -21,6 +21,7 @@ from spmd.layout.resolve import pspec
 from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, measurements
 from spmd.tree import Tree, flatten, map_paths
+from spmd.xla import shard_map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +56,12 @@ class ServedStep(Step):
             arrived, memory = deliver(exchange, flatten(grads), state.exchange, self._present(events))
             return arrived, memory, stats, sums
 
-        return jax.shard_map(
+        return shard_map(
             position,
             mesh=self.scene.mesh,
             in_specs=(specs, rows, PartitionSpec(data), whole),
             out_specs=(PartitionSpec(data), memory, whole, PartitionSpec(data)),
-            axis_names=set(data),
-            check_vma=False,
+            axis_names=data,
         )(dataclasses.replace(state, params=None, opt=None), batch, weights, events)
 
     def _serve(self, state: State, arrived: Tree, memory: Tree, losses: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
@@ -82,6 +82,7 @@ class ServedStep(Step):
             mean, rate, due, left = (_gather if gathers else _alone)(memory, grads, event)
             # 2. the update, which counts when it is due
             mean = jax.tree.unflatten(jax.tree.structure(params), list(mean.values()))
+            mean = lax.optimization_barrier(mean)  # fused with it, the update would be rounded otherwise
             updates, moved = self.optimizer.update(mean, opt, params, value=losses[who])
             if declared.staleness_scale != "none" or share < 1:
                 updates = jax.tree.map(lambda u: (rate * share * u).astype(u.dtype), updates)

@@ -37,6 +37,12 @@ def served(codec="exact", error_feedback=False, weights="exact", **server):
 ALL_REDUCE = spmd.Layout(gradients=spmd.Gradients("all_reduce"))
 
 
+def unfused(optimizer=MOMENTUM):
+    """The same on gradients that are computed before the update; fused with it, as servers never do, their mean is rounded otherwise."""
+    update = lambda grads, *rest, **named: optimizer.update(jax.lax.optimization_barrier(grads), *rest, **named)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
 def trainer_of(layout, workers=8, optimizer=MOMENTUM, **options):
     mesh = spmd.make_mesh(f"data={workers}", devices=jax.devices()[:workers])
     loss = options.pop("loss", spmd.losses.cross_entropy)

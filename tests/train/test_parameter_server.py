@@ -30,6 +30,7 @@ from tests.train.served import (
     served,
     train,
     trainer_of,
+    unfused,
 )
 
 pytestmark = pytest.mark.optimized
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.optimized
 def test_synchronous_is_an_all_reduce_to_the_last_bit(workers, optimizer):
     trainer = trainer_of(served(), workers, optimizer)
     ours = train(trainer)
-    assert equal(ours, train(trainer_of(ALL_REDUCE, workers, optimizer)))
+    assert equal(ours, train(trainer_of(ALL_REDUCE, workers, unfused(optimizer))))
     kinds = {op.kind for op in trainer.wire.ops if op.where.startswith("push")}
     assert kinds == {"reduce_scatter"}, "the arms differ: gradients go to servers"
     numbers = sum(place.shape[1] for place in trainer.resolved.placements.values())
@@ -56,7 +57,7 @@ def test_synchronous_is_an_all_reduce_to_the_last_bit(workers, optimizer):
 @pytest.mark.system
 @pytest.mark.parametrize("placement", [pytest.param(name, marks=[pytest.mark.slow] * (name == "largest_first")) for name in PLACEMENTS[1:]])
 def test_whole_parameters_on_servers_give_the_same_bits(placement):
-    assert equal(train(trainer_of(served(placement=placement))), train(trainer_of(ALL_REDUCE)))
+    assert equal(train(trainer_of(served(placement=placement))), train(trainer_of(ALL_REDUCE, optimizer=unfused())))
 
 
 def test_adamw_on_packed_parameters_differs_in_the_last_bit_at_most():
@@ -77,7 +78,7 @@ def test_clipping_by_global_norm_is_of_whole_gradients():
 @pytest.mark.slow
 def test_fewer_servers_keep_the_same_bits():
     trainer = trainer_of(served(servers=3))
-    assert equal(train(trainer), train(trainer_of(ALL_REDUCE)))
+    assert equal(train(trainer), train(trainer_of(ALL_REDUCE, optimizer=unfused())))
     rows = np.asarray(trainer.init().params["hidden"]["kernel"])
     assert rows.shape == (8, FEATURES * 33 // 3) and rows[:3].all() and not rows[3:].any()
 
@@ -239,7 +240,7 @@ def test_where_the_data_ends_the_update_is_of_those_who_have_some():
 
 @pytest.mark.system
 def test_one_worker_alone_is_plain_sgd_to_the_last_bit():
-    assert equal(train(trainer_of(served(mode="asynchronous"), 1)), train(trainer_of(spmd.Layout(), 1)))
+    assert equal(train(trainer_of(served(mode="asynchronous"), 1)), train(trainer_of(spmd.Layout(), 1, unfused())))
 
 
 def linear(workers, layout, optimizer, steps, rng):
