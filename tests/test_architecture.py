@@ -21,7 +21,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 LEVELS = [
-    {"errors.py", "tree.py", "rng.py", "cell.py", "sealed.py"},
+    {"errors.py", "tree.py", "rng.py", "cell.py", "sealed.py", "xla.py"},
     {"folders.py", "mesh.py", "model", "layout"},
     {"comm"},
     {"nn"},
@@ -174,6 +174,11 @@ def test_collectives_are_called_in_one_file():
                 found += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if alias.name in COLLECTIVES]
     assert not found, f"collectives outside comm/wire.py: {found}"
     assert any(isinstance(node, ast.Attribute) and node.attr in COLLECTIVES for node in ast.walk(TREES["comm/wire.py"]))
+
+
+def test_regions_by_device_are_made_in_one_file():
+    found = [name for name, path in FILES.items() if re.search(r"\bjax\.shard_map\(", path.read_text(encoding="utf-8"))]
+    assert found == ["xla.py"], f"jax.shard_map( in {found}; spmd.xla.shard_map takes arrays without elements"
 
 
 def test_no_assert_statements():

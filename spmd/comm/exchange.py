@@ -24,6 +24,7 @@ from spmd.comm.server.assign import assign
 from spmd.layout.declare import Spec, keep_axes, spec_axes
 from spmd.layout.resolve import Resolved, pspec
 from spmd.tree import Tree, flatten, map_paths
+from spmd.xla import shard_map
 
 RESIDUAL = "residual"  # what a worker's codec has lost so far: float32[workers, *parameter], over workers on dim 0
 HELD = "held"  # the weights that each worker has read: [positions, workers, row], over the servers' positions on dim 0
@@ -196,9 +197,7 @@ class Exchange:
         of_grads = {path: pspec(self.items[path].rest) for path in grads}
         of_memory = jax.tree.map(lambda spec: pspec(keep_axes(spec, rest)), self.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
         specs = (of_grads, of_memory)
-        return jax.shard_map(
-            self._meet, in_specs=(*specs, PartitionSpec()), out_specs=(*specs, PartitionSpec(rest)), axis_names=set(rest), check_vma=False
-        )
+        return shard_map(self._meet, in_specs=(*specs, PartitionSpec()), out_specs=(*specs, PartitionSpec(rest)), axis_names=rest)
 
     def _meet(self, grads: dict[str, Any], memory: dict[str, Any], step: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
         """All buckets; exactly before `start_step`."""

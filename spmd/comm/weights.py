@@ -14,6 +14,7 @@ from spmd.comm.reduction import Scene, constrain
 from spmd.layout.declare import Spec, entry_axes, keep_axes, mixed, spec_axes
 from spmd.layout.resolve import Placement, pspec
 from spmd.tree import Tree, flatten
+from spmd.xla import shard_map
 
 
 def needs_gather(place: Placement, scene: Scene) -> bool:
@@ -71,7 +72,7 @@ def spread(exchange: Exchange, updates: Tree) -> Tree:
         data = scene.data_axes
         before = {path: pspec(keep_axes(places[path].state_spec, data)) for path in cut}
         after = {path: pspec(keep_axes(places[path].spec, data)) for path in cut}
-        here |= jax.shard_map(local, mesh=scene.mesh, in_specs=(before,), out_specs=after, axis_names=set(data), check_vma=False)(cut)
+        here |= shard_map(local, mesh=scene.mesh, in_specs=(before,), out_specs=after, axis_names=data)(cut)
     return jax.tree.unflatten(jax.tree.structure(updates), list(here.values()))
 
 
@@ -96,4 +97,4 @@ def _joined(scene: Scene, spec: Spec, piece: Any, axes: tuple[str, ...]) -> Any:
     # on each device's own piece along the remaining axes, so that only that piece travels: left to the partitioner, a
     # collective on an array cut over the model axis gathers it there first
     rest = pspec(keep_axes(spec, scene.rest))
-    return jax.shard_map(local, in_specs=rest, out_specs=rest, axis_names=set(scene.rest), check_vma=False)(piece)
+    return shard_map(local, in_specs=rest, out_specs=rest, axis_names=scene.rest)(piece)

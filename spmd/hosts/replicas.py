@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import ClusterError
 from spmd.tree import Tree, flatten
+from spmd.xla import shard_map
 
 SHOWN = 8  # arrays that are told
 SMALL = 65536  # words; shards up to that are weighed as one vector, a copy that no device notices
@@ -85,7 +86,7 @@ def _summed(mesh: Mesh, specs: tuple[PartitionSpec, ...], columns: tuple[tuple[i
     def sums(*shards: jax.Array) -> jax.Array:
         return jnp.stack([_checksum([_words(shards[place]) for place in column]) for column in columns])[None]
 
-    table = jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(mesh.axis_names), check_vma=False)
+    table = shard_map(sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(mesh.axis_names))
     return jax.jit(table, out_shardings=NamedSharding(mesh, PartitionSpec()), compiler_options=QUICK)
 
 

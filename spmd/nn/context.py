@@ -17,6 +17,7 @@ from spmd.errors import LayoutError
 from spmd.layout.forward import Experts, Pipeline, Sequence
 from spmd.nn.constraints import manual_axes, own_constraints
 from spmd.nn.schedule import Schedule
+from spmd.xla import shard_map
 
 MIXTURE = "mixture"  # in `Cutting.used`: tokens are routed in groups, wherever the experts are
 
@@ -108,7 +109,7 @@ class Cutting:
         def wide(*given: Any) -> Any:
             dtypes = jax.tree.map(lambda leaf: leaf.dtype, given)
             narrowed = lambda *wide: function(*jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), wide, dtypes))
-            run = jax.shard_map(narrowed, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
+            run = shard_map(narrowed, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
             specs = [in_specs] * len(given) if isinstance(in_specs, PartitionSpec) else in_specs
             return run(*(tree if _names_all(spec, axes) else jax.tree.map(_widened, tree) for tree, spec in zip(given, specs, strict=True)))
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from spmd.model.base import Call, Model, Variables
 from spmd.tree import Tree, flatten, map_paths
+from spmd.xla import move_bits
 
 
 def stage_order(layers: int, stages: int, groups: int) -> np.ndarray:
@@ -43,7 +44,7 @@ class Ordered:
 
     def _taken(self, params: Tree, rows: Callable[[np.ndarray], np.ndarray]) -> Tree:
         take = lambda leaf: leaf[rows(stage_order(leaf.shape[0], self.stages, self.groups))]
-        return map_paths(lambda path, leaf: take(leaf) if path in self.paths else leaf, params)
+        return move_bits(lambda tree: map_paths(lambda path, leaf: take(leaf) if path in self.paths else leaf, tree), params)
 
     def alone(self, path: str, leaf: Any) -> "Ordered":
         """The same for one parameter by itself."""

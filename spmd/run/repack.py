@@ -21,6 +21,7 @@ from spmd.errors import Problem
 from spmd.layout.cure import listed
 from spmd.nn.order import Ordered
 from spmd.tree import Tree, describe, flatten, map_paths
+from spmd.xla import from_bits, to_bits
 
 PARAMS, OPT = "params", "opt"  # of a state, where parameters and what mirrors them are
 SAME_STAGES = "the [pipeline] stages and groups that it had"
@@ -120,25 +121,16 @@ class Group:
 
     def unpack(self, array: jax.Array) -> list[jax.Array]:
         """The parameters, in the order of `leaves`."""
-        tree = self._packing.unpack(jax.tree.map(lambda _: _bits(array), self._stored))
+        tree = self._packing.unpack(jax.tree.map(lambda _: to_bits(array), self._stored))
         leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
         leaves = [leaf if self._one_by_one is None else lax.with_sharding_constraint(leaf, self._one_by_one) for leaf in leaves]
-        return [_numbers(leaf, array.dtype) for leaf in leaves]
+        return [from_bits(leaf, array.dtype) for leaf in leaves]
 
     def pack(self, params: list[jax.Array]) -> jax.Array:
         """The stored array of parameters in that order."""
         given, dtype = iter(params), params[0].dtype
-        tree = jax.tree.map(lambda leaf: _bits(next(given) if leaf.size else jnp.zeros(leaf.shape, dtype)), self._like)
-        return _numbers(jax.tree.leaves(self._packing.pack(tree))[0], dtype)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """Whole numbers of the same bits. As floats, a sum of zeros by which the partitioner may move them would lose the sign of a zero."""
-    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _numbers(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+        tree = jax.tree.map(lambda leaf: to_bits(next(given) if leaf.size else jnp.zeros(leaf.shape, dtype)), self._like)
+        return from_bits(jax.tree.leaves(self._packing.pack(tree))[0], dtype)
 
 
 def _apart(packing: Packing) -> bool:

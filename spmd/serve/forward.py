@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.data.batches import check_leaves
 from spmd.errors import DataError, ExportError, OptionError, SpmdError
@@ -17,6 +16,7 @@ from spmd.train.precision import cast, compute_dtype
 from spmd.train.state import State, check_alive
 from spmd.trainer import Trainer
 from spmd.tree import Tree, abstract, describe, flatten
+from spmd.xla import replicated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def whole(leaf: Any) -> np.ndarray:
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
     if not leaf.is_fully_replicated:
-        leaf = jax.jit(lambda x: x, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)  # type: ignore[attr-defined]
+        leaf = replicated(leaf)
     return np.asarray(leaf.addressable_data(0))
 
 

@@ -14,6 +14,7 @@ from spmd.errors import EnsembleError, Problem, raise_problems
 from spmd.serve.forward import traced, whole, with_rows
 from spmd.train.accumulate import equations, has_convolution
 from spmd.tree import Tree, abstract, describe, flatten
+from spmd.xla import shard_map
 
 NET = "net"
 ROWS = 4  # of inputs with which members are traced, to be told apart
@@ -133,7 +134,7 @@ class Stacked:
             return jnp.stack([function(jax.tree.map(lambda leaf: leaf[at], own), given) for at in range(count)])
 
         specs = (PartitionSpec(NET), PartitionSpec())
-        run = jax.shard_map(each, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec(NET), check_vma=False)
+        run = shard_map(each, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec(NET))
         return run(arrays, inputs)[: len(group.nets)]
 
 

@@ -22,6 +22,7 @@ from spmd.layout.resolve import pspec
 from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, measurements
 from spmd.tree import Tree, flatten, map_paths
+from spmd.xla import shard_map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +48,12 @@ class LocalStep(Step):
             with jax.named_scope("metrics"):
                 return dataclasses.replace(state, step=state.step + 1), wire.all_reduce(sums, data)
 
-        state, sums = jax.shard_map(
+        state, sums = shard_map(
             position,
             mesh=self.scene.mesh,
             in_specs=(specs, rows, PartitionSpec(data), whole),
             out_specs=(specs, whole),
-            axis_names=set(data),
-            check_vma=False,
+            axis_names=data,
         )(state, batch, weights, events)
         return state, measurements(sums, jnp.zeros((2, 0)), events)
 

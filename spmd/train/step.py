@@ -35,6 +35,7 @@ from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
 from spmd.train.state import State
 from spmd.tree import Tree, flatten, map_paths
+from spmd.xla import shard_map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +106,12 @@ class Step:
         rows = map_paths(lambda path, x: cut(batch_spec(self.resolved, path)) if self.split else whole, batch)
         specs = dataclasses.replace(jax.tree.map(lambda _: whole, state), params=params, opt=None, exchange=memory)
 
-        return jax.shard_map(
+        return shard_map(
             self._together,
             mesh=self.scene.mesh,
             in_specs=(specs, rows, PartitionSpec(data) if self.split else whole, whole),
             out_specs=(pushed, memory, whole, whole, whole),
-            axis_names=set(data),
-            check_vma=False,
+            axis_names=data,
         )(dataclasses.replace(state, opt=None), batch, weights, events)
 
     def _together(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:

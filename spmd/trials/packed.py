@@ -20,6 +20,7 @@ from spmd.train.state import State
 from spmd.tree import Tree, abstract, describe, flatten
 from spmd.trials.space import SEED
 from spmd.trials.study import Study, Trial
+from spmd.xla import shard_map
 
 NET, DATA = "net", "data"
 
@@ -224,9 +225,7 @@ class Packed:
     def _function(self, key: tuple, local: Any, specs: tuple, outputs: int, donated: tuple[int, ...] = ()) -> Any:
         if key not in self._compiled:
             out = PartitionSpec(NET)
-            mapped = jax.shard_map(
-                local, mesh=self.mesh, in_specs=specs, out_specs=(out,) * outputs if outputs > 1 else out, check_vma=False
-            )
+            mapped = shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=(out,) * outputs if outputs > 1 else out)
             self._compiled[key] = jax.jit(mapped, donate_argnums=donated)
         return self._compiled[key]
 

@@ -16,6 +16,7 @@ from spmd.layout.declare import Layout
 from spmd.layout.resolve import Placement, Resolved
 from spmd.mesh import MeshSpec
 from spmd.tree import Tree, flatten, map_paths, nbytes
+from spmd.xla import move_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,9 @@ class Storage:
 
     def pack(self, params: Tree) -> Tree:
         """Parameters (or their gradients) as they are stored."""
+        return move_bits(self._packed, params)
+
+    def _packed(self, params: Tree) -> Tree:
         if self.sliced:
             return jax.tree.map(self._cut, params)
         flat = flatten(params)
@@ -85,6 +89,10 @@ class Storage:
 
     def unpack(self, stored: Tree) -> Tree:
         """The model's parameters, from what is stored."""
+        return move_bits(self.views, stored)
+
+    def views(self, stored: Tree) -> Tree:
+        """The same with a gradient, for a model that computes with them; XLA may lose subnormal numbers."""
         if self.sliced:
             return jax.tree.map(
                 lambda leaf, rows: rows[: self.servers].reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape), self.like, stored

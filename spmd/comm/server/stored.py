@@ -39,7 +39,7 @@ class StoredModel(Model):
 
     def bind(self, variables: Variables, call: Call) -> Any:
         """The model itself, with its parameters unpacked."""
-        return self._model.bind(self._unpacked(variables), call)
+        return self._model.bind(dataclasses.replace(variables, params=self.storage.views(variables.params)), call)
 
     def stats_of(self, bound: Any) -> Tree:
         """The model's own."""
