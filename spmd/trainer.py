@@ -329,7 +329,11 @@ class Trainer:
                     yield StepInfo(count, metrics, state)  # type: ignore[arg-type]
 
     def evaluate(self, state: State, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
-        """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short."""
+        """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short.
+
+        Raises:
+          DataError: the loss or a metric fails on such batches, and they differ from those that are trained on.
+        """
         rows, shuffle = self._eval_rows(data, batch_size), False if is_arrays(data) else None
         reader = source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
         check_alive(state)

@@ -75,7 +75,7 @@ def test_parquet(tmp_path):
 def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_text("")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingExtraError, match=r"spmd\[parquet\]"):
+    with pytest.raises(MissingExtraError, match=r"\[parquet\]"):
         spmd.data.parquet(tmp_path / "a.parquet", batch_size=1)
 
 
