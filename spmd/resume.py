@@ -84,6 +84,9 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> Start
         owes = saved.get("owes_evaluation") is True
         pace = Pace(saved.get("pace") if restarted() else None)  # a run that somebody has resumed may have rested for days
     now = meta["data"]
+    hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
+    unseen = [] if hashed else [name for name in now if name.startswith("contents")]
+    now = {name: value for name, value in now.items() if name not in unseen}
     other = [name for name in dict.fromkeys([*data, *now]) if data.get(name) != now.get(name)]
     problems = {name: Problem(name, [f"saved {data.get(name)!r}, now {now.get(name)!r}"]) for name in other}
     headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
@@ -94,6 +97,7 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> Start
         if options.get(name) != now
     ]
     changed += ["the layout was another"] if layout != meta["layout"] else []
+    changed += ["the checkpoint has no hash of its data, so the contents of the data were not compared"] if unseen else []
     state, told = trainer.load(store, step)
     cure = "the data that the run began with; or another folder, for a run on this data."
     changed_data = [dataclasses.replace(problem, cure=cure) for problem in problems.values()]

@@ -130,6 +130,18 @@ def test_arrays_of_other_contents_are_not_resumed(tmp_path):
         fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume=True)
 
 
+def test_checkpoint_without_hashes_is_resumed_with_a_warning(tmp_path, monkeypatch):
+    """As earlier versions wrote them."""
+    data = {"x": np.zeros((32, 16), np.float32), "y": np.zeros((32, 1), np.float32)}
+    with monkeypatch.context() as before:
+        before.setattr(contents, "of_arrays", lambda arrays: {})
+        fit(data, batch_size=16, steps=1, checkpoint=tmp_path / "run")
+    fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume=True)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (resumed,) = [json.loads(line) for line in lines if "resumed" in line]
+    assert resumed["changed"] == ["the checkpoint has no hash of its data, so the contents of the data were not compared"]
+
+
 def test_a_sample_of_large_files_has_their_ends_and_blocks_between(tmp_path, monkeypatch):
     monkeypatch.setattr(contents, "BLOCK", 4)
     raw = [bytes(range(100)), b"", bytes(range(50)), b"z"]
