@@ -162,6 +162,10 @@ class Reader:
                     "    cure: the version of spmd that wrote it."
                 )
             wrong = [name for name, kind in KINDS.items() if (name in meta or name in NEEDED) and not isinstance(meta[name], kind)]
+            best = meta.get("best") or ["", "min"]
+            wrong += [] if len(best) == 2 and isinstance(best[0], str) and best[1] in ("min", "max") else ["best"]
+            kept = meta.get("callbacks", [])
+            wrong += [] if all(isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) for one in kept) else ["callbacks"]
             wrong += [f"array {path}" for path, text in meta["arrays"].items() if not re.fullmatch(SHAPE, str(text))]
             if wrong:
                 raise ValueError(f"{META}: {', '.join(wrong[:5])}")
@@ -244,6 +248,10 @@ class Reader:
         args = {item: ocp.args.PyTreeRestore(leaves, how(leaves), partial_restore=True) for item, leaves in wanted.items()}
         with ocp.Checkpointer(handler, multiprocessing_options=options) as opened:
             found = opened.restore(self._path(step), args=ocp.args.Composite(**args))
+        for item, leaves in wanted.items():  # what Orbax finds no entry for it gives back as it was asked for
+            lost = [path for path in leaves if not isinstance(found[item].get(path), jax.Array)]
+            if lost:
+                raise ValueError(f"{item}: {', '.join(lost[:5])} is not in it")
         return {item: dict(found[item]) for item in wanted}
 
     def _check_fit(

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,32 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import ExportError, OptionError, a_kind, import_extra
-from spmd.run.manifest import damage
+from spmd.errors import ExportError, OptionError, a_kind, brief, import_extra
+from spmd.run.manifest import damage, read_json
 from spmd.serve.forward import check_batch_size, check_inputs, in_chunks, joined
 from spmd.serve.weights import Stored, read_arrays
 from spmd.serve.write import ABOUT, FORMAT, PROGRAM, WEIGHTS
-from spmd.tree import Tree
+from spmd.tree import Tree, describe
 
-NEEDED = ("platforms", "batch", "inputs", "outputs", "weights", "versions", "arrays")
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+
+
+def _shapes(value: Any) -> bool:
+    dims = lambda shape: isinstance(shape, list) and len(shape) > 1 and all(type(size) is int for size in shape[2:])
+    return isinstance(value, dict) and all(dims(shape) and isinstance(shape[0], str) for shape in value.values())
+
+
+NEEDED: dict[str, Callable[[Any], bool]] = {  # and what may stand there
+    "platforms": _texts,
+    "batch": lambda value: value is None or (type(value) is int and value > 0),
+    "inputs": _shapes,
+    "outputs": _shapes,
+    "weights": lambda value: isinstance(value, str),
+    "versions": lambda value: isinstance(value, dict) and isinstance(value.get("jax"), str),
+    "arrays": lambda value: isinstance(value, list),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,16 +150,30 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     except Exception as error:
         cure = f"jax {about['versions']['jax']}, with which it was written"
         raise ExportError(f"jax {jax.__version__} cannot read the program in {folder}: {error}\n    cure: {cure}.") from error
-    shapes = jax.tree.unflatten(program.in_tree, program.in_avals)[0][1]
-    # dim 0 may be a symbol: 1 stands for any
-    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((about["batch"] or 1, *x.shape[1:]), x.dtype), shapes)
     try:
         stored = [Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in about["arrays"]]
         arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
-    except (zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
+        inputs = _inputs(program, arrays, about["batch"])
+    except Exception as error:
         why = f"{WEIGHTS} does not hold what {ABOUT} says: {type(error).__name__}: {error}"
         raise ExportError(f"the exported model in {folder} is damaged: {why}.\n    cure: export it again, or another copy.") from error
     return ExportedModel(place, about, inputs, arrays, program)
+
+
+def _inputs(program: jax.export.Exported, arrays: list[Any], batch: int | None) -> Tree:
+    """Shapes of what the program takes beside these arrays.
+
+    Raises:
+      ValueError: it takes other arrays, or another number of rows.
+    """
+    (takes, inputs), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+    if jax.tree.map(describe, takes) != jax.tree.map(describe, arrays):
+        raise ValueError("the program takes other arrays")
+    rows = {leaf.shape[0] if isinstance(leaf.shape[0], int) else None for leaf in jax.tree.leaves(inputs)}
+    if rows != {batch}:
+        raise ValueError(f"the program takes another number of rows than {batch}")
+    # dim 0 may be a symbol: 1 stands for any
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch or 1, *x.shape[1:]), x.dtype), inputs)
 
 
 def _placed(values: np.ndarray, device: Any) -> jax.Array:
@@ -153,15 +183,19 @@ def _placed(values: np.ndarray, device: Any) -> jax.Array:
 def _about(place: Path) -> dict[str, Any]:
     """What stands beside the program, if this version can read it."""
     try:
-        about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+        about = read_json(place / ABOUT)
         found = int(about["format"])
         missing = [name for name in NEEDED if name not in about] if found == FORMAT else []
+        wrong = [name for name, fits in NEEDED.items() if not (missing or fits(about[name]))] if found == FORMAT else []
     except FileNotFoundError:
         raise ExportError(f"{place} is no exported model: it has no {ABOUT}.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ExportError(f"the exported model in {place} is damaged: {ABOUT} cannot be read: {type(error).__name__}.") from error
     if missing:
         raise ExportError(f"the exported model in {place} is damaged: {ABOUT} lacks {', '.join(missing)}.\n    cure: export it again.")
+    if wrong:
+        why = f"{ABOUT}: {wrong[0]} is {brief(about[wrong[0]])}"
+        raise ExportError(f"the exported model in {place} is damaged: {why}.\n    cure: export it again, or another copy.")
     if found != FORMAT:
         cure = "the version of spmd that wrote it, or a later one"
         raise ExportError(f"the exported model in {place} is of format {found}; this version reads {FORMAT}.\n    cure: {cure}.")
