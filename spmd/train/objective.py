@@ -108,7 +108,7 @@ def naming_in_trace(what: str, batch: Any) -> Iterator[None]:
         ) from error
 
 
-class NamingLeaks:
+class _NamingLeaks(contextlib.ContextDecorator):
     """Around a call of a compiled function, which may be traced there: JAX finds arrays of other traces when it is done."""
 
     def __enter__(self):
@@ -117,6 +117,9 @@ class NamingLeaks:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if isinstance(error, jax.errors.UnexpectedTracerError):
             raise _leaked("the model, the loss or a metric", error) from error
+
+
+LEAKS = _NamingLeaks()
 
 
 def _leaked(what: str, error: Exception) -> LossError:

@@ -1,4 +1,4 @@
-"""Whether an optimizer may be given parameters as servers keep them, packed into rows: tried, not guessed."""
+"""What an optimizer can do, tried and not guessed: whether a step can call it, and with parameters packed as servers keep them."""
 
 import inspect
 import math
@@ -11,13 +11,24 @@ import numpy as np
 import optax
 
 from spmd.comm.server.storage import Storage
-from spmd.errors import OptimizerError
+from spmd.errors import OptimizerError, first_line
 from spmd.tree import Tree
 
 LONGEST = 160  # of a dim in the trial: longer than 128, from which optax factors second moments
 NOISE = 1e-5  # sums of float32 in another order; of what is rounded more coarsely, one rounding
 STEPS = 2  # with updates: the second sees what the first has left in the state
 MOST = 130  # without: a schedule that warms up, gradients that are gathered
+
+
+def check_update(optimizer: optax.GradientTransformation, params: Tree) -> None:
+    """An optimizer that wants more than gradients, parameters and the loss cannot be used; `params` are shapes."""
+    try:
+        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p, value=jnp.float32(0)), params)
+    except Exception as error:
+        raise OptimizerError(
+            f"the optimizer's update fails on gradients, parameters and value=loss: {first_line(error)}\n"
+            "    cure: one that needs no more than these; a line search that calls the loss itself is not supported."
+        ) from error
 
 
 def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> None:

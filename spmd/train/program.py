@@ -19,7 +19,7 @@ from spmd.comm.reduction import constrain
 from spmd.comm.report import exact_bytes
 from spmd.comm.server.events import Events
 from spmd.data.batches import check_batch, check_leaves, kind_of
-from spmd.errors import DataError, LayoutError, ModelError, OptimizerError, SpmdError, first_line
+from spmd.errors import DataError, LayoutError, ModelError, SpmdError, first_line
 from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import pspec
 from spmd.model.base import Call, Variables
@@ -29,16 +29,16 @@ from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
 from spmd.train.local import LocalStep
 from spmd.train.metrics import pack
-from spmd.train.objective import LOSS, NamingLeaks, Objective, check_loss, naming_in_trace
+from spmd.train.objective import LEAKS, LOSS, Objective, check_loss, naming_in_trace
 from spmd.train.placed import Placed
 from spmd.train.precision import cast, compute_dtype
+from spmd.train.probe import check_update
 from spmd.train.serve import ServedStep
 from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, many
 from spmd.train.whole_batch import Comparison, parts_of
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 
-LEAKS = NamingLeaks()
 KERNELS = ("cu_threefry2x32", "cu_threefry2x32_ffi")  # of jax itself, which `jax.export` would not promise to know in years to come
 
 
@@ -55,7 +55,7 @@ class Program:
         seen = Seen(placed.resolved)
         self.schedules: dict[str, Schedule] = {}  # of a step on a full batch, by stack
         (value, extra), self._jaxpr = self._trace(self._train, seen, training=True)
-        self._check_update()
+        check_update(placed.optimizer, abstract(placed.abstract_state.params))
         placed.cutting.check_used(placed.resolved.layout.source)
         self._check_pipeline(stats=stats)
         placed.exchange.prove()
@@ -116,18 +116,6 @@ class Program:
                 'statistics.\n    cure: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".'
             )
 
-    def _check_update(self) -> None:
-        """An optimizer that wants more than gradients, parameters and the loss cannot be used."""
-        params, init = abstract(self.placed.abstract_state.params), self.placed.optimizer.init
-        try:
-            jax.eval_shape(lambda p: self.placed.optimizer.update(p, init(p), p, value=jnp.float32(0)), params)
-        except Exception as error:
-            raise OptimizerError(
-                f"the optimizer's update fails on gradients, parameters and value=loss: {type(error).__name__}: "
-                f"{str(error).splitlines()[0]}\n"
-                "    cure: one that needs no more than these; a line search that calls the loss itself is not supported."
-            ) from error
-
     @functools.cached_property
     def eval_names(self) -> tuple[str, ...]:
         """Names of everything that evaluation measures."""
@@ -186,6 +174,7 @@ class Program:
         parts = parts_of(self.placed, self._step(self.rows, True).microbatches)
         return Comparison(self.placed, self._train, self.sample, parts, step, self._jaxpr)
 
+    @LEAKS
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
         """One update; `state` is donated (but for convolutions on a CPU). Metrics are float32[2, names], sums over counts.
 
@@ -199,24 +188,23 @@ class Program:
                 f"a batch of {weights.shape[0]} rows, which {self.placed.exchange.simulated} workers do not divide, while not all count.\n"
                 "    cure: a loss with one value per example and no batch statistics, which can leave padding out; or drop the batch."
             )
-        with LEAKS:
-            return self._function(("step", weights.shape[0], split))(state, batch, weights, events)
+        return self._function(("step", weights.shape[0], split))(state, batch, weights, events)
 
+    @LEAKS
     def many(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """`rows.shape[0]` updates in one call on resident data; metrics are float32[steps, 2, names]."""
         self.comparison.once(state, data, weights, rows)
-        with LEAKS:
-            return self._function(("many", weights.shape[1], True))(state, data, rows, weights, events)
+        return self._function(("many", weights.shape[1], True))(state, data, rows, weights, events)
 
+    @LEAKS
     def evaluate(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
         """Sums and counts of loss and metrics, float32[2, eval_names], in evaluation mode."""
-        with LEAKS:
-            return self._function(("evaluate",))(state.params, state.stats, state.rngs, batch, weights)
+        return self._function(("evaluate",))(state.params, state.stats, state.rngs, batch, weights)
 
+    @LEAKS
     def predict(self, state: State, inputs: Tree) -> Tree:
         """The model's outputs in evaluation mode, whole on every device."""
-        with LEAKS:
-            return self._function(("predict",))(state.params, state.stats, state.rngs, inputs)
+        return self._function(("predict",))(state.params, state.stats, state.rngs, inputs)
 
     def check_inputs(self, inputs: Tree) -> None:
         """Trace the model on inputs of these shapes.
@@ -298,8 +286,7 @@ class Program:
 
     @property
     def _traced(self) -> Any:
-        with LEAKS:
-            return self._function(("step", self.rows, True)).trace(*self.arguments)  # type: ignore[attr-defined]
+        return self._function(("step", self.rows, True)).trace(*self.arguments)  # type: ignore[attr-defined]
 
     def compiled(self) -> Any:
         """A step on a full batch, compiled; on several devices, or one that is no CPU, `step` then runs this program."""
