@@ -123,6 +123,12 @@ def known_cause(error: Exception) -> str:
             "the model calls with_sharding_constraint by a name that it imported, so spmd cannot tell it of the mesh.\n"
             "    cure: call it as jax.lax.with_sharding_constraint, or take it out."
         )
+    if "PartitionSpec" in message and "mesh context" in message:
+        return (
+            "the model shards its arrays itself, by out_sharding, which needs a mesh with explicit axes; here the layout "
+            "says where arrays are.\n"
+            "    cure: the model without shardings of its own, and [[activations]] for what its submodules return."
+        )
     return ""
 
 

@@ -162,6 +162,19 @@ def test_a_constraint_that_was_imported_by_name():
         trained(lambda: Model())
 
 
+def test_explicit_sharding_is_named_as_the_cause():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.out = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.out(x.mean(1), out_sharding=P("fsdp", None))
+
+    with pytest.raises(spmd.errors.LossError, match=r"by out_sharding, which needs a mesh with explicit axes") as caught:
+        trained(lambda: Model())
+    assert "cure: the model without shardings of its own" in str(caught.value)
+
+
 def test_outside_of_a_step_constraints_are_those_of_jax():
     before = jax.lax.with_sharding_constraint, linen.Partitioned.unbox
     trained(lambda: Constrained(P("data"), nnx.Rngs(0)))
