@@ -22,8 +22,9 @@ MOST = 130  # without: a schedule that warms up, gradients that are gathered
 
 def check_update(optimizer: optax.GradientTransformation, params: Tree) -> None:
     """An optimizer that wants more than gradients, parameters and the loss cannot be used; `params` are shapes."""
+    inner = optax.with_extra_args_support(optimizer)
     try:
-        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p, value=jnp.float32(0)), params)
+        jax.eval_shape(lambda p: inner.update(p, inner.init(p), p, value=jnp.float32(0)), params)
     except Exception as error:
         raise OptimizerError(
             f"the optimizer's update fails on gradients, parameters and value=loss: {first_line(error)}\n"
