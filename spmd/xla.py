@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 def to_bits(x: jax.Array) -> jax.Array:
@@ -46,7 +46,12 @@ def replicated(x: jax.Array) -> jax.Array:
 
 
 def shard_map(
-    function: Callable[..., Any], *, in_specs: Any, out_specs: Any, mesh: Mesh | None = None, axis_names: Collection[str] = ()
+    function: Callable[..., Any],
+    *,
+    in_specs: Any,
+    out_specs: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_names: Collection[str] = (),
 ) -> Callable[..., Any]:
     """`jax.shard_map` that checks no replication; specs name no axes but the manual ones.
 
