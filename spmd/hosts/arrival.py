@@ -12,6 +12,7 @@ from spmd.errors import ClusterError
 from spmd.hosts import coordination, guard
 from spmd.hosts.limits import Limits
 from spmd.hosts.roll_call import Card, call_roll
+from spmd.hosts.secret import with_token
 from spmd.hosts.world import World, detect
 
 HEARTBEAT, SHUTDOWN = 30.0, 300.0  # seconds: of a process that says nothing; and for all to reach their end
@@ -58,10 +59,12 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: Limits |
         _joined = world or World(rank, size, address, "jax.distributed")
         guard.watch(rank, size, limits, _say(rank))
         return _joined
+    given = world is not None
     world = detect() if world is None else world
     if world is None or world.size == 1:
         return None
     say = _say(world.rank)
+    world = world if given or "SPMD_TOKEN" in os.environ else with_token(world, say)
     if coordination.too_late():
         raise ClusterError(
             f"{world}: JAX has looked for devices already, so it will never see those of other processes.\n"

@@ -9,6 +9,7 @@ nothing else, and is closed before training.
 import dataclasses
 import hmac
 import json
+import secrets
 import selectors
 import socket
 import time
@@ -75,6 +76,8 @@ class _Desk:
         self.cards: dict[int, Card] = {0: card}
         self.lines: dict[socket.socket, bytearray] = {}  # of those who have not said all
         self.waiting: dict[socket.socket, int] = {}  # by rank, those who have
+        self.nonces: dict[socket.socket, str] = {}  # what their answers are proved with
+        self.strangers = 0  # who did not know the token
         self.problem, self.absent = "", False
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         self.door = socket.socket(family, socket.SOCK_STREAM)
@@ -109,10 +112,10 @@ class _Desk:
             missing = ", ".join(str(rank) for rank in range(self.world.size) if rank not in self.cards)
             if now - began >= timeout:
                 self.absent = True
-                self.problem = f"processes [{missing}] of {self.world.size} did not come in {timeout:g} s"
+                self.problem = f"processes [{missing}] of {self.world.size} did not come in {timeout:g} s{self._turned_away()}"
             elif now - told >= TOLD:
                 told = now
-                say(f"waiting for processes [{missing}] ({now - began:.0f} s of {timeout:g})")
+                say(f"waiting for processes [{missing}] ({now - began:.0f} s of {timeout:g}){self._turned_away()}")
         if self.problem:
             self._refuse()
             kind = AbsentError if self.absent else ClusterError
@@ -120,8 +123,14 @@ class _Desk:
         port = free_port(self.address)
         place = f"[{self.address}]:{port}" if ":" in self.address else f"{self.address}:{port}"
         for connection in self.waiting:
-            _send(connection, {"go": place})
+            self._answer(connection, {"go": place})
         return place
+
+    def _turned_away(self) -> str:
+        return f"; {self.strangers} connections did not know this job's token" if self.strangers else ""
+
+    def _answer(self, connection: socket.socket, said: dict[str, Any]) -> None:
+        _send(connection, {**said, "proof": _proof(self.world.token, f"answer {self.nonces[connection]}", said)})
 
     def _refuse(self) -> None:
         """Tell all who are there, and those who come in the next seconds, what is wrong."""
@@ -130,7 +139,7 @@ class _Desk:
             for connection in list(self.waiting):
                 self.waiting.pop(connection)
                 self.selector.unregister(connection)
-                _send(connection, {"problem": self.problem})
+                self._answer(connection, {"problem": self.problem})
                 connection.close()
             if time.monotonic() >= until or len(self.cards) >= self.world.size:
                 return
@@ -174,6 +183,7 @@ class _Desk:
     def _forget(self, connection: socket.socket) -> None:
         self.selector.unregister(connection)
         self.lines.pop(connection, None)
+        self.nonces.pop(connection, None)
         rank = self.waiting.pop(connection, None)
         if rank is not None:
             del self.cards[rank]  # it may come again
@@ -182,15 +192,18 @@ class _Desk:
     def _hear(self, connection: socket.socket, line: bytes) -> None:
         try:
             said = json.loads(line)
-            known = hmac.compare_digest(str(said.pop("token")).encode(), self.world.token.encode())
+            proof, nonce = str(said.pop("proof")), str(said.pop("nonce"))
+            known = hmac.compare_digest(proof.encode(), _proof(self.world.token, nonce, said).encode())
             facts = {escaped(str(name), 100): escaped(str(value), 300) for name, value in said["facts"].items()}
             card = Card(int(said["rank"]), int(said["size"]), escaped(str(said["name"]), 300), facts)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            known, card = False, None
+            known, card, nonce = False, None, ""
         if card is None or not known:  # not one of ours: it is told nothing, and changes nothing
+            self.strangers += 1
             self.lines[connection] = bytearray()
             self._forget(connection)
             return
+        self.nonces[connection] = nonce
         self.problem = self.problem or self._wrong(card)
         self.waiting[connection] = card.rank
         self.cards.setdefault(card.rank, card)
@@ -213,20 +226,24 @@ class _Desk:
 def _ask(world: World, card: Card, timeout: float, say: Callable[[str], None]) -> str:
     """Say who this is as soon as somebody listens, and wait for the answer."""
     began = told = time.monotonic()
-    line = {"token": world.token, **dataclasses.asdict(card)}
+    said = dataclasses.asdict(card)
     while True:
+        nonce = secrets.token_hex(16)
         left = began + timeout - time.monotonic()
         if left <= 0:
             raise AbsentError(
                 f"{world}: no answer from process 0 at {world.address} in {timeout:g} s.\n"
-                "    cure: is it started, and is that its address; may this host reach it?"
+                "    cure: is it started, and is that its address; may this host reach it; and do both know the same token (SPMD_TOKEN)?"
             )
         try:
             with socket.create_connection((world.host, world.port), timeout=min(left, 5.0)) as connection:
-                _send(connection, line)
+                _send(connection, {**said, "nonce": nonce, "proof": _proof(world.token, nonce, said)})
                 answer = _answer(connection, began + timeout + LINGER)  # process 0 knows more, and says it at its own time
         except OSError:
             answer = None
+        proof = str(answer.pop("proof", "")) if answer is not None else ""
+        if not hmac.compare_digest(proof.encode(), _proof(world.token, f"answer {nonce}", answer or {}).encode()):
+            answer = None  # of somebody who does not know the token
         if answer is not None and "go" in answer:
             return str(answer["go"])
         if answer is not None:
@@ -237,6 +254,11 @@ def _ask(world: World, card: Card, timeout: float, say: Callable[[str], None]) -
         if time.monotonic() - told >= TOLD:
             told = time.monotonic()
             say(f"waiting for process 0 at {world.address} ({told - began:.0f} s of {timeout:g})")
+
+
+def _proof(token: str, nonce: str, said: dict[str, Any]) -> str:
+    """That who says this knows the token, which is not sent itself; the nonce makes it of no use for another answer."""
+    return hmac.new(token.encode(), f"{nonce} {json.dumps(said, sort_keys=True)}".encode(), "sha256").hexdigest()
 
 
 def _answer(connection: socket.socket, until: float) -> dict[str, Any] | None:

@@ -78,15 +78,19 @@ def connected(port):
             time.sleep(0.01)
 
 
-def line(rank, size, **more):
+def line(rank, size, token="secret"):
     """What a process says who comes, in bytes."""
-    return json.dumps({"token": "secret", "rank": rank, "size": size, "name": f"host{rank}", "facts": FACTS, **more}).encode() + b"\n"
+    said = {"rank": rank, "size": size, "name": f"host{rank}", "facts": FACTS}
+    return json.dumps({**said, "nonce": "n", "proof": roll_call._proof(token, "n", said)}).encode() + b"\n"
 
 
 def heard(connection):
     """The answer to it."""
     with connection, connection.makefile("rb") as answer:
-        return json.loads(answer.readline())
+        found = json.loads(answer.readline())
+        proof = found.pop("proof")
+    assert proof == roll_call._proof("secret", "answer n", found)
+    return found
 
 
 def test_a_name_may_get_its_address_late(port, monkeypatch):
@@ -198,6 +202,30 @@ def test_strangers_change_nothing(port):
             last = called(port, [1], size=2)
             assert first.result(timeout=60) == last and isinstance(last[0], str)
             assert silent.recv(1) == b""
+
+
+def test_process_0_that_does_not_know_the_token_is_not_believed(port, clock):
+    """A stranger who has taken the port learns no token, and sends nobody to a service of its own."""
+    heard = []
+
+    def squat(door):
+        while True:
+            try:
+                connection, _ = door.accept()
+            except OSError:
+                return
+            with connection, connection.makefile("rb") as lines:
+                heard.append(lines.readline())
+                connection.sendall(json.dumps({"go": "127.0.0.1:1", "proof": json.loads(heard[-1])["proof"]}).encode() + b"\n")
+
+    with socket.create_server(("127.0.0.1", port)) as door:
+        squatter = threading.Thread(target=squat, args=(door,), daemon=True)
+        squatter.start()
+        with pytest.raises(AbsentError, match="do both know the same token"):
+            roll_call.call_roll(*told(port, 1, 2), timeout=1.0, say=lambda text: None)
+        door.shutdown(socket.SHUT_RDWR)
+        squatter.join(60)
+    assert heard and not any(b"secret" in one for one in heard)
 
 
 def test_one_that_goes_and_comes_again_is_not_there_twice(port, monkeypatch):

@@ -160,8 +160,8 @@ def test_a_fault_is_told_and_the_job_ends_in_the_same_bits(cluster, undisturbed,
     assert code == 0, text
     assert hashes(text) == [undisturbed] * 2, text
     told = {
-        "raise": r"spmd launch: process 1 at step 2\d: ValueError: boom on process 1",
-        "KILL": "spmd launch: (the step of srun ended with signal|process 0 at step)",
+        "raise": r"spmd launch: process 1 at step 2\d: .*ValueError: boom on process 1",
+        "KILL": "spmd launch: process 1 was killed, stopped, or held by code that keeps the GIL",
     }
     assert re.search(told[fault], text), text
     assert "spmd launch: restart 1 of at most 2" in text and "restart 2" not in text
