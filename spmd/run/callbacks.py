@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -23,7 +23,7 @@ class Measured(dict):
             "    cure: fit(metrics=...), or (value, {name: metric}) from the loss; in on_eval, what is added is recorded."
         )
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = cast(Any, _refuse)
 
 
 def as_numbers(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
