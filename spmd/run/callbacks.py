@@ -172,7 +172,7 @@ class Each(Callback):
 
 
 class TerminateOnNaN(Callback):
-    """Raise as soon as a watched metric is not finite. In every run by default, watching the loss.
+    """Raise as soon as a watched metric is not finite, in training or in an evaluation. In every run by default, watching the loss.
 
     Example:
       >>> watch_nothing = TerminateOnNaN(metrics=())
@@ -189,22 +189,25 @@ class TerminateOnNaN(Callback):
 
     def on_step(self, info: Info) -> None:
         """Raise `DivergedError` on the first value that is not finite."""
-        for name in self.metrics:
-            if not math.isfinite(info.metrics.get(name, 0.0)):
-                raise DivergedError(
-                    f'step {info.step}: metric "{name}" is {info.metrics[name]}. {info.last_checkpoint}\n'
-                    "    cure: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step."
-                )
+        self._look(info, "", "a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step.")
+
+    def on_eval(self, info: Info) -> None:
+        """The same for an evaluation's."""
+        self._look(info, "eval_", "a look at the evaluation's data for NaN, for targets that are no class, or for nothing that counts.")
+
+    def _look(self, info: Info, prefix: str, cure: str) -> None:
+        for name, value in ((prefix + name, info.metrics.get(prefix + name)) for name in self.metrics):
+            if value is not None and not math.isfinite(value):
+                raise DivergedError(f'step {info.step}: metric "{name}" is {value}. {info.last_checkpoint}\n    cure: {cure}')
 
 
 def check_first(callbacks: Sequence[Callback], loss: float) -> None:
     """Raise `DivergedError` where somebody watches the loss and the first one is not finite: training is not the cause then."""
-    watches = any("loss" in callback.watches() for callback in callbacks if isinstance(callback, TerminateOnNaN))
-    if watches and not math.isfinite(loss):
+    if not math.isfinite(loss) and any("loss" in each.watches() for each in callbacks if isinstance(each, TerminateOnNaN)):
         raise DivergedError(
             f"the loss is {loss} at the first step.\n"
-            "    cure: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
-            "or an initialisation that is too large."
+            "    cure: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, or an initialisation "
+            "that is too large."
         )
 
 

@@ -27,6 +27,7 @@ from spmd.nn.context import under
 from spmd.nn.schedule import Schedule
 from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
+from spmd.train.gradient import check_gradient
 from spmd.train.local import LocalStep
 from spmd.train.metrics import pack
 from spmd.train.objective import LEAKS, LOSS, Objective, check_loss, naming_in_trace
@@ -71,7 +72,7 @@ class Program:
         # kernels of convolutions and of the layers behind them: there loops are unrolled, and the state is not donated
         self.convolutions = has_convolution(equations(self._jaxpr.jaxpr))
         self._unroll = self.convolutions and placed.platform == "cpu"
-        self._donated = () if self._unroll else (0,)
+        self.donated = () if self._unroll else (0,)  # of a step's arguments
         self._cutting = dataclasses.replace(placed.cutting, unroll=self._unroll, schedules={})
         self._compiled: dict[tuple, Callable] = {}
         self._fitting: set[Any] = set()  # kinds of inputs that the model was traced on
@@ -162,25 +163,15 @@ class Program:
         """What `evaluate` gives, under a trace."""
         return self._measure(state.params, state.stats, state.rngs, batch, weights)
 
-    @property
-    def donated(self) -> tuple[int, ...]:
-        """Which arguments of a step are donated: the state, but for convolutions on a CPU."""
-        return self._donated
-
     @functools.cached_property
     def comparison(self) -> Comparison:
         """Of the first batch seen in parts, as by this step, with the same batch seen at once."""
         step = lambda placed, rows: Program(placed, self.sample)._step(rows, True)
-        parts = parts_of(self.placed, self._step(self.rows, True).microbatches)
-        return Comparison(self.placed, self._train, self.sample, parts, step, self._jaxpr)
+        return Comparison(self.placed, self._train, self.sample, parts_of(self.placed, self._step(self.rows, True)), step, self._jaxpr)
 
     @LEAKS
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
-        """One update; `state` is donated (but for convolutions on a CPU). Metrics are float32[2, names], sums over counts.
-
-        Raises:
-          LossError: before the first update, where a loss that sees rows in parts is not that of the batch.
-        """
+        """One update; `state` is donated (but for convolutions on a CPU). Metrics are float32[2, names], sums over counts."""
         if split:
             self.comparison.once(state, batch, weights)
         if "present" in events and not split:
@@ -236,11 +227,11 @@ class Program:
     def _build(self, key: tuple) -> Callable:
         placed, whole = self.placed, NamedSharding(self.placed.mesh, PartitionSpec())
         if key[0] == "step":
-            return jax.jit(self._step(key[1], key[2]).update, donate_argnums=self._donated, out_shardings=(placed.shardings, whole))
+            return jax.jit(self._step(key[1], key[2]).update, donate_argnums=self.donated, out_shardings=(placed.shardings, whole))
         if key[0] == "many":
             step = self._step(key[1], key[2])
             steps = functools.partial(many, lambda s, b, w, e: self._kept(step.update(s, self._as_batch(b), w, e)), unroll=self._unroll)
-            return jax.jit(steps, donate_argnums=self._donated, out_shardings=(placed.shardings, whole))
+            return jax.jit(steps, donate_argnums=self.donated, out_shardings=(placed.shardings, whole))
         return jax.jit(self._measure if key[0] == "evaluate" else self._outputs, out_shardings=whole)
 
     def _kept(self, result: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
@@ -307,7 +298,7 @@ class Program:
         frames = jax.config.jax_traceback_in_locations_limit  # type: ignore[attr-defined]
         jax.config.update("jax_traceback_in_locations_limit", 1)  # the same step is the same text, whoever asks for it
         try:
-            return export(*leaves), tuple(range(len(state) if self._donated else 0))
+            return export(*leaves), tuple(range(len(state) if self.donated else 0))
         finally:
             jax.config.update("jax_traceback_in_locations_limit", frames)
 
@@ -386,6 +377,7 @@ def prepared(placed: Placed, sample: Tree) -> Program:
     sample = abstract(sample)
     check_leaves(sample, "the batch")
     placed.learn(sample)
-    resolved = placed.resolved  # the layout's own problems come first: the batch is checked against its axes
-    check_batch(sample, resolved.layout, resolved.mesh, placed.options.accumulate)
-    return Program(placed, sample)
+    check_batch(sample, placed.resolved.layout, placed.resolved.mesh, placed.options.accumulate)  # after the layout's own problems
+    program = Program(placed, sample)
+    check_gradient(program._jaxpr.jaxpr, len(jax.tree.leaves(placed.abstract_state.params)))
+    return program

@@ -70,11 +70,11 @@ class Parts:
         return ", ".join(said + (["in the microbatches of a 1f1b pipeline"] if self.ticks else []))
 
 
-def parts_of(placed: Placed, microbatches: int) -> Parts:
+def parts_of(placed: Placed, step: Step) -> Parts:
     """The parts of a step of this model under its layout."""
     exchange, positions = placed.exchange, placed.resolved.workers
     workers = positions if exchange.reduction.manual else 1
-    return Parts(workers, exchange.simulated // positions, microbatches, placed.cutting.by_hand)
+    return Parts(workers, exchange.simulated // positions, step.microbatches, placed.cutting.by_hand)
 
 
 def is_mean_over_rows(placed: Placed, loss: Objective, sample: Tree, parts: Parts, traced: Any = None) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 
 import spmd
-from spmd.errors import ModelError
+from spmd.errors import DivergedError, LossError, ModelError
 from spmd.tree import flatten
 
 ROWS = 32
@@ -606,3 +606,39 @@ def test_fit_leaves_mean_over_nothing_out_of_logs(tmp_path):
     assert {record["step"]: np.isfinite(record["loss"]) for record in logged if "loss" in record} == {2: True}
     assert np.isnan(result.history["loss"][0])
     assert np.isfinite(result.history["loss"][1])
+
+
+# losses without a gradient -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: (batch["x"] ** 2).mean(axis=1),
+        lambda model, batch: jax.lax.stop_gradient(model(batch["x"])).mean(axis=1),
+        lambda model, batch: (model(batch["x"]).argmax(axis=1) != batch["y"]).astype("float32"),
+        lambda model, batch: jnp.round(model(batch["x"])).mean(),
+    ],
+    ids=["no parameter", "stopped", "argmax", "rounded"],
+)
+def test_prepare_refuses_loss_without_gradient(loss):
+    with pytest.raises(LossError, match="the loss has no gradient: by none of the 4 parameters"):
+        trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), loss=loss).prepare(data())
+
+
+def test_prepare_accepts_straight_through_gradient():
+    def loss(model, batch):
+        out = model(batch["x"])
+        return (out + jax.lax.stop_gradient(jnp.round(out) - out)).mean(axis=1)
+
+    trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), loss=loss).prepare(data())
+
+
+def test_fit_raises_when_evaluation_is_not_finite():
+    bad = data(8) | {"x": np.full((8, 6), np.nan, np.float32)}
+    options = {"optimizer": SGD, "mesh": "data=8", "batch_size": 32, "steps": 1, "progress": False, "eval_data": bad}
+    make = lambda: MLP(rngs=nnx.Rngs(0))
+    with pytest.raises(DivergedError, match='step 1: metric "eval_loss" is nan'):
+        spmd.fit(make, data(), loss=spmd.losses.cross_entropy, **options)
+    watch_nothing = [spmd.callbacks.TerminateOnNaN(metrics=())]
+    assert np.isnan(spmd.fit(make, data(), loss=spmd.losses.cross_entropy, callbacks=watch_nothing, **options).history["eval_loss"][-1])
