@@ -1,9 +1,13 @@
 """Losses that fit the common shapes of batches; any function `(model, batch[, rng])` does as well."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from spmd.train.metrics import PerExample, per_row, same_shape
+from spmd.errors import DataError
+from spmd.train.metrics import PerExample, same_shape
 
 
 def _cross_entropy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -12,16 +16,44 @@ def _cross_entropy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     # compared, not looked up: XLA's partitioner aborts on a look-up in logits whose classes and rows are cut over two axes of a mesh
     chosen = jnp.where(classes == targets[..., None], logits, 0.0).sum(axis=-1)
     chosen = jnp.where((targets >= 0) & (targets < len(classes)), chosen, jnp.nan)
-    return per_row(jax.nn.logsumexp(logits, axis=-1) - chosen)
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
 def _mean_squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     same_shape("mean_squared_error", outputs, targets)
-    return per_row(jnp.square(outputs.astype(jnp.float32) - targets.astype(jnp.float32)))
+    return jnp.square(outputs.astype(jnp.float32) - targets.astype(jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _range(loss: PerExample, batch: Any) -> jax.Array:
+    """The smallest and the largest target that counts."""
+    targets, counts = loss.split(batch)[1], loss.counts(batch)
+    return jnp.stack([jnp.where(counts, targets, 0).min(), jnp.where(counts, targets, 0).max()])
+
+
+def check_targets(loss: Any, classes: int, batch: Any) -> None:
+    """Refuse targets of a placed batch that are no class.
+
+    Raises:
+      DataError: there are some, for `cross_entropy`.
+    """
+    if not isinstance(loss, PerExample) or loss.function is not _cross_entropy:
+        return
+    low, high = map(int, jax.device_get(_range(loss, batch)))
+    if low < 0 or high >= classes:
+        ignored = " Those that do not count: cross_entropy.on(ignore=-100), or on(mask=...)." if low < 0 else ""
+        raise DataError(
+            f"{loss.name}: targets from {low} to {high}, and the model gives {classes} logits, for classes 0 to {classes - 1}.\n"
+            f"    cure: classes counted from 0, or a model with {max(high + 1, 1)} logits.{ignored}"
+        )
 
 
 cross_entropy = PerExample(_cross_entropy, "spmd.losses.cross_entropy")
-"""Softmax cross-entropy of logits [batch, ..., classes] against integer targets [batch, ...], in float32."""
+"""Softmax cross-entropy of logits [batch, ..., classes] against integer targets [batch, ...], in float32.
+
+`cross_entropy.on(mask="mask")` and `cross_entropy.on(ignore=-100)` take the mean over the tokens that count, over all workers. A target
+outside [0, classes) that is not ignored makes the loss NaN, and so ends the run; the first batch is looked at before, by value and range.
+"""
 
 mean_squared_error = PerExample(_mean_squared_error, "spmd.losses.mean_squared_error")
 """Mean of (output - target)² over everything but dim 0, in float32."""

@@ -25,23 +25,37 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum over rows, number 
 class PerExample:
     """A loss or metric that calls the model once on the inputs and compares with the targets, row by row.
 
-    `function(outputs, targets)` gives one value per row. Those that share `inputs` share one forward pass, and so are
-    measured during training at no cost.
+    `function(outputs, targets)` gives one value per row, or one for each position of a row, [rows, ...], of which the row's is the mean.
+    Those that share `inputs` share one forward pass, and so are measured during training at no cost.
+
+    With `mask` or `ignore` the mean is over the positions that count, over all rows of the batch, as (sum, count).
 
     Example:
       >>> mine = accuracy.on(inputs="pixels", targets="digit")
       >>> mine.inputs
       'pixels'
+      >>> accuracy.on(mask="mask", ignore=-100).ignore
+      -100
     """
 
     function: Callable[[Any, Any], jax.Array]
     name: str
     inputs: str | None = None
     targets: str | None = None
+    mask: str | None = None
+    ignore: int | None = None
 
-    def on(self, *, inputs: str, targets: str) -> "PerExample":
-        """The same function, reading these keys of a dict batch."""
-        return dataclasses.replace(self, inputs=inputs, targets=targets)
+    def on(
+        self, *, inputs: str | None = None, targets: str | None = None, mask: str | None = None, ignore: int | None = None
+    ) -> "PerExample":
+        """The same function, reading these keys of a dict batch.
+
+        Args:
+          mask: the key of an array like the targets, 0 or False where a position does not count.
+          ignore: the target of positions that do not count, such as -100.
+        """
+        given = {"inputs": inputs, "targets": targets, "mask": mask, "ignore": ignore}
+        return dataclasses.replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Inputs and targets of a batch: a pair, or a dict with keys that are known or were named with `on`.
@@ -69,10 +83,36 @@ class PerExample:
             f'    cure: name them: {self.name}.on(inputs="...", targets="...").'
         )
 
-    def __call__(self, model: Any, batch: Any) -> jax.Array:
-        """One value per row; calls the model."""
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """One value per row, or (sum, count) over the positions that count; calls the model."""
         inputs, targets = self.split(batch)
-        return self.function(model(inputs), targets)
+        if self.mask is None and self.ignore is None:
+            values = self.function(model(inputs), targets)
+            return per_row(values) if getattr(values, "ndim", 0) > 1 else values
+        counts = self.counts(batch)
+        values = self.function(model(inputs), jnp.where(counts, targets, jnp.zeros_like(targets)))
+        if values.shape != counts.shape:
+            raise LossError(
+                f"{self.name}: {describe(values)} for targets {describe(targets)}, so positions cannot be left out.\n"
+                "    cure: a function with one value for each target."
+            )
+        return jnp.where(counts, values.astype(jnp.float32), 0.0).sum(), counts.sum(dtype=jnp.float32)
+
+    def counts(self, batch: Any) -> jax.Array:
+        """Which targets count, as `mask` and `ignore` say."""
+        targets = self.split(batch)[1]
+        counts = jnp.ones(targets.shape, bool) if self.ignore is None else targets != self.ignore
+        if self.mask is None:
+            return counts
+        if not isinstance(batch, dict) or self.mask not in batch:
+            cure = did_you_mean(self.mask, batch) if isinstance(batch, dict) else "a batch that is a dict, with the mask under a name."
+            raise DataError(f'{self.name}: the batch has no mask "{self.mask}".\n    cure: {cure}')
+        mask = batch[self.mask]
+        if mask.shape != targets.shape:
+            raise LossError(
+                f"{self.name}: the mask is {describe(mask)}, the targets are {describe(targets)}.\n    cure: one mask for each."
+            )
+        return counts & (mask != 0)
 
 
 def per_row(values: jax.Array) -> jax.Array:
@@ -92,12 +132,12 @@ def same_shape(name: str, outputs: jax.Array, targets: jax.Array) -> None:
 
 def _accuracy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     same_shape("accuracy", outputs[..., 0], targets)
-    return per_row(outputs.argmax(axis=-1) == targets)
+    return (outputs.argmax(axis=-1) == targets).astype(jnp.float32)
 
 
 def _mean_absolute_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     same_shape("mean_absolute_error", outputs, targets)
-    return per_row(jnp.abs(outputs.astype(jnp.float32) - targets.astype(jnp.float32)))
+    return jnp.abs(outputs.astype(jnp.float32) - targets.astype(jnp.float32))
 
 
 accuracy = PerExample(_accuracy, "spmd.metrics.accuracy")

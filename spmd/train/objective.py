@@ -29,6 +29,7 @@ class Objective:
 
     loss: Callable[..., Any]
     metrics: Mapping[str, Callable[..., Any]]
+    outputs: list[tuple[int, ...]] = dataclasses.field(default_factory=list, compare=False)  # shapes that the model has given to the loss
 
     def __post_init__(self):
         if not callable(self.loss):
@@ -60,6 +61,7 @@ class Objective:
         shared = _Memo(model)  # for functions that only call the model, so that they call it once
         pick = lambda function: shared if isinstance(function, PerExample) else model
         value = call_loss(self.loss, pick(self.loss), batch, rng)
+        self.outputs[:] = [outputs.shape for _, outputs in shared.seen if hasattr(outputs, "shape")][:1]
         extra: dict[str, Any] = {}
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
             value, extra = value
@@ -137,14 +139,14 @@ class _Memo:
     """The model, called once per distinct input: a loss and its metrics share the forward pass."""
 
     def __init__(self, model: Any):
-        self._model, self._seen = model, []
+        self._model, self.seen = model, []
 
     def __call__(self, inputs: Any) -> Any:
-        for known, outputs in self._seen:
+        for known, outputs in self.seen:
             if known is inputs:
                 return outputs
-        self._seen.append((inputs, self._model(inputs)))
-        return self._seen[-1][1]
+        self.seen.append((inputs, self._model(inputs)))
+        return self.seen[-1][1]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -24,6 +24,7 @@ from spmd.model.base import Call, Variables
 from spmd.nn.context import MIXTURE, WHOLE, under
 from spmd.train.accumulate import equations
 from spmd.train.activations import Seen
+from spmd.train.losses import check_targets
 from spmd.train.objective import Objective
 from spmd.train.placed import Placed
 from spmd.train.precision import cast, compute_dtype
@@ -161,18 +162,21 @@ class Comparison:
     made: bool = False
 
     def once(self, state: State, batch: Tree, weights: Any, rows: jax.Array | None = None) -> None:
-        """Make it, on the first batch; where the loss is proved to be a mean over rows, or sees no parts, there is nothing to do.
+        """Look at the first batch: at its targets; and, where the loss sees rows in parts and is not proved a mean over them, at both ways.
 
         Args:
           rows: int32[steps, rows], which rows of `batch` (then a whole data set) are those of some steps; `weights` are too.
 
         Raises:
           LossError: the two are not the same, with what was found to help.
+          DataError: targets that are no class.
         """
         if self.made:
             return
         self.made = True
         with jax.transfer_guard("allow"):
+            for shape in self.loss.outputs:
+                check_targets(self.loss.loss, shape[-1], batch)
             if not self.needed:
                 return
             if rows is not None:

@@ -303,3 +303,44 @@ def test_proof_is_made_only_where_rows_are_seen_in_parts(monkeypatch):
     monkeypatch.setattr(whole_batch, "is_mean_over_rows", lambda *args: pytest.fail("nothing is seen in parts"))
     for trainer in (trainer_of(summed, mesh="data=1"), trainer_of(summed, reduction="compiler")):
         assert not trainer.prepare(data())[0].comparison.needed
+
+
+# targets that do not count, and that are no class ----------------------------------------------------------------------
+
+
+class PerToken(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Embed(CLASSES, CLASSES, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.table(tokens)
+
+
+def token_batch(ignore=None):
+    batch = data()
+    targets = np.roll(batch["tokens"], 1, axis=1)
+    targets = targets if ignore is None else np.where(batch["mask"] > 0, targets, ignore).astype("int32")
+    return {"tokens": batch["tokens"], "targets": targets, **({"mask": batch["mask"]} if ignore is None else {})}
+
+
+@pytest.mark.parametrize("ignore", [None, -100])
+def test_cross_entropy_leaves_out_tokens_that_do_not_count(ignore):
+    loss = spmd.losses.cross_entropy.on(mask="mask") if ignore is None else spmd.losses.cross_entropy.on(ignore=ignore)
+    right = spmd.metrics.accuracy.on(mask=loss.mask, ignore=loss.ignore)
+    plain, batch = token_batch(), token_batch(ignore)
+    logits = np.asarray(PerToken(nnx.Rngs(0))(plain["tokens"]))
+    wanted = (np.asarray(CE(logits, plain["targets"])) * plain["mask"]).sum() / plain["mask"].sum()
+    hits = ((logits.argmax(-1) == plain["targets"]) * plain["mask"]).sum() / plain["mask"].sum()
+    trainer = trainer_of(loss, lambda: PerToken(nnx.Rngs(0)), metrics={"right": right})
+    assert not trainer.prepare(batch)[0].comparison.needed
+    state, metrics = trainer.step(trainer.init(), batch)
+    np.testing.assert_allclose([metrics["loss"], metrics["right"]], [wanted, hits], rtol=1e-5)
+    assert np.isfinite(trainer.evaluate(state, batch)["loss"])
+
+
+@pytest.mark.parametrize(("value", "range_"), [(7, "targets from 0 to 7"), (-100, r"targets from -100 to 2(.|\n)*on\(ignore=-100\)")])
+def test_step_refuses_targets_that_are_no_class(value, range_):
+    trainer, batch = trainer_of(spmd.losses.cross_entropy, lambda: PerToken(nnx.Rngs(0))), token_batch()
+    batch["targets"][3, 2] = value
+    with pytest.raises(spmd.errors.DataError, match=range_):
+        trainer.step(trainer.init(), {name: batch[name] for name in ("tokens", "targets")})
