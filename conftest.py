@@ -39,6 +39,7 @@ def _kept_programs() -> Path:
 def _put(self, key: str, value: bytes) -> None:
     """`LRUCache.put` that other processes see entirely or not at all."""
     path = Path(str(self.path)) / f"{key}-cache"
+    path.parent.mkdir(parents=True, exist_ok=True)  # whoever removes the folder need not look for tests that run
     partial = path.with_name(f"{key}.{os.getpid()}")
     partial.write_bytes(value)
     partial.replace(path)
