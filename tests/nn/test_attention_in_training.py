@@ -76,16 +76,22 @@ def test_a_codec_is_around_it():
     assert 1e-4 < max(far.values()) < 5e-2
 
 
+CONTEXT, DATA = "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}"
+SPELLED = {"[2,4]<=[8]": CONTEXT, "mesh['data'=2,'context'=4] {'context'}": CONTEXT, "mesh['data'=2,'context'=4] {'data'}": DATA}
+
+
 @pytest.mark.system
 def test_what_travels():
     """Keys and values around the ring, one reduction of gradients over `context` and one over `data`; no activation is gathered."""
     shallow = lambda: gpt.GPT(vocab=128, width=32, depth=1, heads=4, length=LENGTH, rngs=nnx.Rngs(0))
     trainer = trainer_of("data=2,context=4", spmd.Gradients("all_reduce"), model=shallow)
     found = collections.defaultdict(collections.Counter)  # how often which number of floats, by kind and devices
-    for shape, kind, groups in re.findall(r" = (.+?) (all-gather|all-to-all|all-reduce)\(.*?replica_groups=(\S+?),? ", compiled(trainer)):
+    for shape, kind, groups in re.findall(
+        r" = (.+?) (all-gather|all-to-all|all-reduce)\(.*?replica_groups=(mesh\[.*?\] \{.*?\}|\S+?),? ", compiled(trainer)
+    ):
         sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", shape)]
-        found[kind, groups.replace("[2,4]<=[8]", "{{0,1,2,3},{4,5,6,7}}")].update(sizes)
-    context, data, positions = "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}", LENGTH * 32
+        found[kind, SPELLED.get(groups, groups)].update(sizes)
+    context, data, positions = CONTEXT, DATA, LENGTH * 32
     assert found.pop(("all-gather", context)) == {positions: 1}, "of the table of positions, as long as a sequence, and no rows"
     gradients = collections.Counter(leaf.size for leaf in jax.tree.leaves(trainer.init().params))
     assert found.pop(("all-reduce", context)) == gradients - collections.Counter([positions]) + collections.Counter([ROWS // 2]), (
