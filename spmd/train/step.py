@@ -143,8 +143,8 @@ class Step:
             (grads, sums), stats = accumulate(one, state.stats, parts, self.simulated, unroll=self.unroll)
         # what was differentiated is a sum over rows: divided by the workers' mean count it becomes, averaged over workers, the mean
         with jax.named_scope("metrics"):
-            count = wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1)
-        return jax.tree.map(lambda g: mean(g, count).astype(g.dtype), grads), stats, sums
+            count = nonzero(wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1))
+        return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, sums
 
     def _present(self, events: Tree) -> jax.Array:
         """bool[m], which of this position's workers take part in the step."""
@@ -166,7 +166,8 @@ class Step:
             number, here, pieces, rows = inputs
             (grads, sums), after = self._simulated(pieces, state, stats, rows, first + number, data)
             kept = lambda x: jnp.where(here, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
-            grads = jax.tree.map(lambda g: kept(mean(g, sums[LOSS][1]).astype(g.dtype)), grads)
+            count = nonzero(sums[LOSS][1])
+            grads = jax.tree.map(lambda g: kept((g / count).astype(g.dtype)), grads)
             return jax.tree.map(lambda new, old: jnp.where(here, new, old), after, stats), (grads, kept(pack(sums, self.names)))
 
         inputs = (jnp.arange(self.simulated), self._present(events), held, apart((batch, weights), self.simulated))
@@ -294,8 +295,13 @@ class Step:
 
 
 def mean(total: jax.Array, count: jax.Array) -> jax.Array:
-    """A sum over its count; of nothing that counts it is zero, whatever the sum is: a gradient of 0 / 0 would make every weight NaN."""
-    return jnp.where(count == 0, jnp.zeros_like(total), total / jnp.where(count == 0, jnp.ones_like(count), count))
+    """A sum over its count; of nothing that counts it is zero: a gradient of 0 / 0 would make every weight NaN."""
+    return total / nonzero(count)
+
+
+def nonzero(count: jax.Array) -> jax.Array:
+    """A count to divide by: infinity in place of zero. It is chosen here and not in what divides, which then rounds as by any number."""
+    return lax.optimization_barrier(jnp.where(count == 0, jnp.inf, count))
 
 
 def measurements(sums: jax.Array, measured: jax.Array, events: Tree) -> jax.Array:
