@@ -108,7 +108,7 @@ class Walk(Sizes):
 
     def scan(self, one: Any, other: Any, values: list[Value]) -> Sequence[Value]:
         """A loop over some other dim than the rows; what it carries is looked at until it does not change."""
-        consts, carried = one.params["num_consts"], one.params["num_carry"]
+        consts, carried = _scanned(one.params)
         none = [None] * len(one.outvars)
         if one.params["length"] != other.params["length"]:
             return none
@@ -132,6 +132,14 @@ class Walk(Sizes):
         for found in rest:
             first = [joined(a, b) for a, b in zip(first, found, strict=True)]
         return first
+
+
+def _scanned(params: dict[str, Any]) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many are carried: numbers in jax 0.10, flat trees in 0.11."""
+    if "ft_in" not in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carried, _ = (len(list(tree)) for tree in params["ft_in"].elts)
+    return consts, carried
 
 
 def proved(first: Any, second: Any, given: Sequence[Value], rows: int, others: int, outputs: int) -> bool:
