@@ -58,14 +58,16 @@ CASES = [
 ]
 SLOTS = {"zeros": STEPS} | {(path, value): STEPS + 1 + n for n, (path, value) in enumerate(itertools.product(SHAPES, ("nan", "inf")))}
 
-FAST = {("all_reduce", "data=8"), ("reduce_scatter", "data=4,model=2")}  # of every codec; of some, nodes too
+ONE, OTHER = ("all_reduce", "data=8"), ("reduce_scatter", "data=4,model=2")  # of every codec one in the quick suite, in turn
 
 
 def parametrized(*without):
-    """Every case but those of some choices; the fast suite has each codec under both reductions, and nodes with two codecs."""
+    """Every case but those of some choices; CI has each codec under both reductions, and nodes with two codecs."""
     nodes = {("int8", "reduce_scatter", "node=2,data=4"), ("bfloat16", "all_reduce", "node=2,data=4")}
     cases = [case for case in CASES if case[0] not in without]
-    marks = {case: [] if case[1:] in FAST or case in nodes else [pytest.mark.slow] for case in cases}
+    quick = {(choice, *(ONE, OTHER)[number % 2]) for number, choice in enumerate(CHOICES)}
+    in_ci = {(choice, *way) for choice in CHOICES for way in (ONE, OTHER)} | nodes
+    marks = {case: [] if case in quick else [pytest.mark.system if case in in_ci else pytest.mark.slow] for case in cases}
     named = lambda case: "-".join(case).replace(" ", "_")
     return pytest.mark.parametrize("case", [pytest.param(case, marks=marks[case], id=named(case)) for case in cases])
 

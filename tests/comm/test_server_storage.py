@@ -39,7 +39,10 @@ MODELS = {
 }
 COUNTS = [(positions, servers) for positions in (1, 2, 3) for servers in range(1, positions + 1)] + [(8, 5)]
 every_model = pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS.keys())
-every_count = pytest.mark.parametrize("positions, servers", COUNTS)
+QUICK = [(1, 1), (3, 2), (8, 5)]
+every_count = pytest.mark.parametrize(
+    "positions, servers", [pytest.param(*c, marks=[pytest.mark.system] * (c not in QUICK)) for c in COUNTS]
+)
 
 
 def bits_of(x):
@@ -139,6 +142,7 @@ def test_a_whole_parameter_lies_on_its_owner_s_row(shapes, placement, positions,
         assert all(taken[server, :load].all() for server, load in enumerate(found.load))  # one after another, no gaps
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("placement", [pytest.param(name, marks=[pytest.mark.slow] * (name == "round_robin")) for name in PLACEMENTS])
 def test_gradients_are_packed_as_parameters_are_and_under_jit(placement):
     params, storage = make(MODELS["mixed"], placement, 4, 3)

@@ -576,7 +576,7 @@ def linear_trainer(grads, mesh, **layout):
     ],
     ids=["whole", "scattered", "model", "fsdp and model", "node"],
 )
-@pytest.mark.parametrize("codec", ["bfloat16", "int8", "top_k", "power_sgd"])
+@pytest.mark.parametrize("codec", ["int8", "power_sgd", *(pytest.param(name, marks=pytest.mark.system) for name in ("bfloat16", "top_k"))])
 def test_the_error_and_the_residuals_that_are_told_are_those_that_there_are(mesh, reduction, layout, codec):
     """What was given is known (rows and residuals), what came out is read from the parameters, both in float64."""
     inside = {"exact_axes": ("data",)} if mesh.startswith("node") else {}
@@ -606,7 +606,7 @@ def test_the_error_and_the_residuals_that_are_told_are_those_that_there_are(mesh
         np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(norm), rtol=1e-5)
 
 
-@pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("reduction", ["all_reduce", pytest.param("reduce_scatter", marks=pytest.mark.system)])
 @pytest.mark.parametrize("codec", LOSSY)
 def test_devices_that_hold_the_same_piece_hold_the_same_bits(codec, reduction):
     """Of parameters, moments and the codecs' memory: some are cut over model, some are whole there."""

@@ -53,6 +53,7 @@ CASES = [
 ]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("mesh", "reduction", "order"), CASES)
 def test_trains_as_on_one_device(mesh, reduction, order):
     """To 1e-5 of the largest number of each parameter, as every layout."""

@@ -179,6 +179,7 @@ def trained(reduction, mesh, name):
     return trainer, losses, state
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "reduction", ["all_reduce", pytest.param("reduce_scatter", marks=pytest.mark.slow), pytest.param("compiler", marks=pytest.mark.slow)]
 )

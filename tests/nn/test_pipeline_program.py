@@ -176,6 +176,7 @@ def test_nothing_gathers_weights_or_logits():
     assert not [dims for dims in gathered if dims in weights or (dims and dims[-1] == 16)]
 
 
+@pytest.mark.system
 def test_recurrent_weights_are_reduced_once_per_step():
     """Not once per step of time."""
 

@@ -89,6 +89,7 @@ def test_two_stacks_of_what_was_repeated_once_have_weights_of_their_own():
     np.testing.assert_array_equal(one.layers.kernel[...], other.layers.kernel[...])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["lstm", pytest.param("gpt", marks=SLOW)])
 def test_results_may_travel_while_the_next_tick_is_computed(plain, kind):
     how = cutting((2, 4), overlap=True, **KINDS[kind])

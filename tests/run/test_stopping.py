@@ -232,6 +232,7 @@ def test_killed_and_resumed_is_never_disturbed(every, kill, tmp_path, undisturbe
         json.loads(line)
 
 
+@pytest.mark.system
 def test_the_run_that_is_killed_is_sensitive_to_its_seed(undisturbed):
     assert not same(fit_net(labelled(80), epochs=4, seed=1).state, undisturbed.state)
 

@@ -109,6 +109,7 @@ def test_any_number_of_members_on_any_number_of_devices(three, digits, members, 
     np.testing.assert_allclose(ensemble.members(images), wanted, atol=1e-6)
 
 
+@pytest.mark.system
 def test_convolutions_are_not_vectorised_and_dense_layers_are(three, mixed, digits):
     """Vectorised over members, a convolution would be a grouped one."""
     trainer, state = mixed["convolved"].trainer, mixed["convolved"].state

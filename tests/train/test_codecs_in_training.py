@@ -55,6 +55,7 @@ def host(tree):
     return {path: np.asarray(leaf) for path, leaf in flatten(jax.device_get(tree)).items()}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("rows", [pytest.param(ROWS, marks=pytest.mark.slow), ROWS - 5], ids=["full", "short"])
 def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
     """A short batch of 27 rows: workers 0 to 5 have 4 rows, worker 6 has 3, worker 7 has none; the mean is over rows."""
@@ -187,6 +188,7 @@ def test_each_worker_keeps_its_own_residual_on_its_own_device():
     assert all(not np.array_equal(apart[0], apart[n]) and apart[n].any() for n in (1, 2, 3))
 
 
+@pytest.mark.system
 def test_parameters_stay_equal_on_all_workers():
     state, _ = train(trainer_of(layout("sign", error_feedback=True)), 5)
     for leaf in jax.tree.leaves(state.params):

@@ -67,6 +67,7 @@ CASES = [
 ]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("name", "layout", "mesh", "reduction"),
     [

@@ -221,6 +221,7 @@ def test_an_elastic_meeting_conserves_the_sum_of_all_weights_exactly():
         assert not np.array_equal(z, centre)
 
 
+@pytest.mark.system
 def test_an_elastic_run_is_what_a_plain_loop_makes_of_it():
     trainer, steps, rate = trainer_by_hand(MOMENTUM, mode="elastic", every=2), 5, 0.9 / 8
     wanted = ByHand(MOMENTUM, trainer.rebuild(trainer.init()).params, 8)

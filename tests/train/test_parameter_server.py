@@ -60,6 +60,7 @@ def test_whole_parameters_on_servers_give_the_same_bits(placement):
     assert equal(train(trainer_of(served(placement=placement))), train(trainer_of(ALL_REDUCE, optimizer=unfused())))
 
 
+@pytest.mark.system
 def test_adamw_on_packed_parameters_differs_in_the_last_bit_at_most():
     """XLA:CPU fuses the bias correction's scalars into a kernel that is the only one to need them, and apart where several do; this is
     so without any server, for the same numbers in one array or in four. One unit in the last place of a weight, per step."""
@@ -222,6 +223,7 @@ def test_running_averages_are_of_those_who_are_waited_for():
     np.testing.assert_allclose(found["var"], 0.9, rtol=1e-6)
 
 
+@pytest.mark.system
 def test_where_the_data_ends_the_update_is_of_those_who_have_some():
     """13 rows: three workers with 4, one with 1; four have none, whoever is fast."""
     trainer, plain = trainer_of(served(spares=6, compute_time="exponential")), trainer_of(spmd.Layout(), 1)
@@ -663,6 +665,7 @@ def test_a_trace_is_long_enough_when_it_has_a_row_for_each_round(server, epochs,
             assert int(spmd.fit(counting.model, rows, layout=layout, **options).state.step) == (rounds if "mode" not in server else 30)
 
 
+@pytest.mark.system
 def test_a_trace_that_is_too_short_is_told_before_the_first_step(tmp_path):
     np.save(tmp_path / "times.npy", np.ones((5, 8)))
     for server, most in (({}, 5), ({"mode": "asynchronous"}, 4)):  # rows of the next round are dealt while one runs

@@ -126,6 +126,7 @@ FAST = (
 )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[SLOW] * (case not in FAST)) for case in CASES])
 def test_a_pipeline_trains_what_one_device_trains(plain, case):
     """Dropout too: a microbatch draws what its rows would have drawn in the whole batch."""
@@ -226,6 +227,7 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
     assert int(result.state.step) == 3 and apart(jax.device_get(found), plain[Tied][0]) < 1e-5
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("joins", [True, pytest.param(False, marks=SLOW)])
 def test_1f1b_pipeline_refuses_loss_that_joins_rows(joins, caplog):
     def loss(model, batch):

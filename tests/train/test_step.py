@@ -120,6 +120,7 @@ def key_per_row(model, batch, rng):
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"] + noise), batch["y"])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("loss", [shared_mask, pytest.param(scalar_draw, marks=pytest.mark.slow), key_per_row])
 def test_draws_that_do_not_hold_rows_are_the_same_on_every_mesh(loss):
     """A mask shared over the batch, a number for all, a key per row: with 16 rows on each of 2 workers."""
@@ -216,6 +217,7 @@ def token_mean(model, batch):
     return (value * weight).sum(), weight.sum()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_pair_is_an_exact_mean_over_what_it_counts(accumulate):
     make = lambda: MLP(rngs=nnx.Rngs(0))

@@ -27,6 +27,7 @@ def alone(kind, tried):
     )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_trial_is_what_fit_trains_alone(kind):
     found = sweep(kind, space={**RATES, "seed": range(6)}, keep=6, mesh="net=8")

@@ -71,6 +71,7 @@ def test_a_finished_sweep_with_a_changed_digit_ends_in_the_same_table(tmp_path, 
     assert "done.json is damaged" in caplog.text
 
 
+@pytest.mark.system
 def test_measurements_that_are_damaged_are_made_again(tmp_path, caplog, monkeypatch):
     more = {"trials": 2, "checkpoint": tmp_path, "epochs": 2}
     monkeypatch.setattr(Shelf, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
