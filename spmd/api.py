@@ -27,7 +27,7 @@ from spmd.layout.declare import Layout, spec_text
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
 from spmd.preflight.room import check_room
-from spmd.resume import open_store, start
+from spmd.resume import CHANGED_DATA, open_store, resume_wanted, start
 from spmd.run.callbacks import Callback, as_callbacks, name_of, watched
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
 from spmd.run.history import History
@@ -110,7 +110,7 @@ def fit(
     eval_every: int | None = None,
     metrics: Mapping[str, Callable[..., Any]] | None = None,
     checkpoint: str | Path | Checkpoint | None = None,
-    resume: bool = False,
+    resume: bool | str = False,
     callbacks: Sequence[Any] = (),
     loggers: Sequence[Any] = (),
     log_every: int = 10,
@@ -142,7 +142,8 @@ def fit(
       eval_data, eval_every: evaluated every so many steps; at the end of each epoch when None; and at the end of the run.
       metrics: `{name: function(model, batch)}`, measured in evaluation; those that share the loss's forward pass
         (`spmd.metrics`) in training too.
-      checkpoint: a folder, or a `Checkpoint` that says how often. `resume=True` goes on from the newest one there.
+      checkpoint: a folder, or a `Checkpoint` that says how often. `resume=True` resumes from the newest one there, on the same
+        data; `resume="changed_data"` also where the contents of the data have changed, such as a row that was repaired.
       callbacks: `spmd.callbacks.Callback`s or functions of `info`.
       loggers: beside the JSON lines that go to `metrics.jsonl` in the checkpoint folder.
       log_every: steps per record; a record is the mean over them.
@@ -200,8 +201,8 @@ def fit(
     _agree(program, reader, hooks, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
-        store = open_store(config, opened, resume=resume or (config is not None and restarted()))
-        begun = start(store, trainer, meta)
+        store = open_store(config, opened, resume=resume_wanted(resume) or (config is not None and restarted()))
+        begun = start(store, trainer, meta, changed_data=resume == CHANGED_DATA)
         loop = Loop(
             program,
             reader,

@@ -16,6 +16,21 @@ from spmd.run.pace import Pace
 from spmd.train.state import State
 from spmd.trainer import Trainer
 
+CHANGED_DATA = "changed_data"  # resume=, where other contents of the data are meant
+
+
+def resume_wanted(resume: bool | str) -> bool:
+    """Whether `fit(resume=...)` asks to resume.
+
+    Raises:
+      OptionError: it is neither a bool nor "changed_data".
+    """
+    if not isinstance(resume, bool) and resume != CHANGED_DATA:
+        raise OptionError(
+            f'resume={resume!r}\n    cure: True, False, or "{CHANGED_DATA}" to resume where the contents of the data have changed.'
+        )
+    return bool(resume)
+
 
 def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool) -> Store | None:
     """The run's checkpoints; what is there already is gone on with, or is an error, never overwritten."""
@@ -56,15 +71,15 @@ class Start:
     owes_evaluation: bool = False
 
 
-def start(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> Start:
+def start(store: Store | None, trainer: Trainer, meta: dict[str, Any], *, changed_data: bool) -> Start:
     """As `_begin`; copies that several processes have of the state are equal."""
-    begun = _begin(store, trainer, meta)
+    begun = _begin(store, trainer, meta, changed_data)
     if jax.process_count() > 1:
         check_replicas(begun.state, "before the first step")
     return begun
 
 
-def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> Start:
+def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_data: bool) -> Start:
     """From the newest checkpoint that is intact, or from step 0 where there is none.
 
     Raises:
@@ -99,8 +114,10 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any]) -> Start
     changed += ["the layout was another"] if layout != meta["layout"] else []
     changed += ["the checkpoint has no hash of its data, so the contents of the data were not compared"] if unseen else []
     state, told = trainer.load(store, step)
-    cure = "the data that the run began with; or another folder, for a run on this data."
-    changed_data = [dataclasses.replace(problem, cure=cure) for problem in problems.values()]
-    raise_problems(CheckpointError, headline, changed_data)  # last: where the model has changed too, that says more
+    if changed_data:
+        changed += [f"{name} of the data have changed" for name in problems]
+    else:  # raised last: where the model has changed too, that says more
+        cure = f'the data that the run began with; or resume="{CHANGED_DATA}" to resume on this data.'
+        raise_problems(CheckpointError, headline, [dataclasses.replace(problem, cure=cure) for problem in problems.values()])
     store.put_aside(damaged)  # not before it is certain that the run is resumed
     return Start(state, position, callbacks, [*changed, *told], pace, owes)

@@ -128,6 +128,16 @@ def test_arrays_of_other_contents_are_not_resumed(tmp_path):
     data["y"][7] = 1
     with pytest.raises(CheckpointError, match=r"1 problem:\n\n  contents y\n"):
         fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume=True)
+    fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume="changed_data")
+    assert _changed(tmp_path / "run") == ["contents y of the data have changed"]
+    with pytest.raises(OptionError, match=r"^resume='yes'\n    cure: True, False, or \"changed_data\""):
+        fit(data, batch_size=16, steps=3, checkpoint=tmp_path / "run", resume="yes")
+
+
+def _changed(folder):
+    """What the run said had changed when it was resumed."""
+    (resumed,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "resumed" in line]
+    return resumed["changed"]
 
 
 def test_checkpoint_without_hashes_is_resumed_with_a_warning(tmp_path, monkeypatch):
@@ -137,9 +147,7 @@ def test_checkpoint_without_hashes_is_resumed_with_a_warning(tmp_path, monkeypat
         before.setattr(contents, "of_arrays", lambda arrays: {})
         fit(data, batch_size=16, steps=1, checkpoint=tmp_path / "run")
     fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume=True)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    (resumed,) = [json.loads(line) for line in lines if "resumed" in line]
-    assert resumed["changed"] == ["the checkpoint has no hash of its data, so the contents of the data were not compared"]
+    assert _changed(tmp_path / "run") == ["the checkpoint has no hash of its data, so the contents of the data were not compared"]
 
 
 def test_a_sample_of_large_files_has_their_ends_and_blocks_between(tmp_path, monkeypatch):

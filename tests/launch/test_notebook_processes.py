@@ -273,7 +273,7 @@ def test_lines_that_nobody_waits_for_are_counted(capsys):
     lines.add("[1] a line with \x1e in it\n")
     lines.add(f"[1] half{lines.next_mark()}\n")
     lines.until(1)
-    assert capsys.readouterr().out == "[1] a line with \x1e in it\n[1] half\n"
+    assert capsys.readouterr().out == "[1] a line with \\x1e in it\n[1] half\n"
 
 
 def test_pieces_of_one_process_alone_are_put_together():

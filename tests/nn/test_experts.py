@@ -90,7 +90,7 @@ def test_equals_one_device(mesh, k):
     """With room for all, the result, the loss and all gradients are those of one device."""
     cutting, moe = cutting_of(mesh), moe_of(k)
     near(program(cutting, moe)(tokens()), program(Cutting(), moe)(tokens()))
-    assert cutting.used == {"experts"}
+    assert cutting.used == {"experts", "mixture"}
 
 
 def test_groups_decide_who_is_dropped():

@@ -348,7 +348,8 @@ def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_n
     assert store.steps() == [1, 2, 3, 4]
     store.close()
     assert recorder.events[-1][0] == "stop"
-    rest = fit(numbers(320), shuffle=False, checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100), resume=True)
+    repaired = {"checkpoint": spmd.Checkpoint(tmp_path, every=1, keep=100), "resume": "changed_data"}
+    rest = fit(numbers(320), shuffle=False, **repaired)
     assert same(rest.state, fit(numbers(320), shuffle=False).state)
 
 

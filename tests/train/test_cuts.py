@@ -118,6 +118,7 @@ def sequence(trainer, ops):
 INTENDED = {"spatial": spatial, "conv_data_dense_model": dense, "sequence_parallel": sequence}
 
 
+@pytest.mark.optimized  # compiled quickly, the arms are further apart than a codec explains: 0.18 of the way instead of 0.001
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 @pytest.mark.parametrize(("name", "layout", "mesh"), [CASES[0][:3], CASES[4][:3], CASES[7][:3]], ids=lambda value: str(value))
