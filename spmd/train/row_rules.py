@@ -73,9 +73,12 @@ def _reduce(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
         return Summed(value.power) if sums else None
     if value.power and one.primitive.name not in ("reduce_sum", "reduce_max", "reduce_min"):
         return None
-    if isinstance(value, Fixed) and one.primitive.name == "reduce_prod" and a != b:
+    if isinstance(value, Fixed) and one.primitive.name in ("reduce_prod", "reduce_xor") and a != b:
         return None
-    grown = sum(sizes.growth(a[dim], b[dim]) or 0 for dim in axes if a[dim] != b[dim]) if isinstance(value, Fixed) and sums else 0
+    grows = [sizes.growth(a[dim], b[dim]) for dim in axes if a[dim] != b[dim]] if isinstance(value, Fixed) and sums else []
+    if None in grows:
+        return None
+    grown = sum(filter(None, grows))
     found = _renumbered(value, left)
     return dataclasses.replace(found, power=found.power + grown) if found is not None else None
 
@@ -113,13 +116,13 @@ def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
     touched = {dim for dim, (a, b) in enumerate(zip(old, new, strict=True)) if a != b} | set(one.params.get("dimensions", ()))
     touched |= {dim for dim, (low, high, _) in enumerate(one.params.get("padding_config", ())) if low or high}
     touched |= {dim for dim, size in enumerate(one.params.get("window_dimensions", ())) if size != 1}
-    extra = values[1:] if one.primitive.name != "dynamic_slice" else []
+    touched |= {dim for dim, edges in enumerate(one.params.get("padding", ())) if any(edges)}
     if any(not isinstance(value, Fixed) for value in values[1:]):
         return None
     kept = values[0]
     if isinstance(kept, Summed):
         return kept if one.primitive.name == "slice" else None
-    if kept.power or any(v.power for v in extra):
+    if any(v.power for v in values):
         return None
     if isinstance(kept, PerRow):
         return None if kept.dim in touched else kept
@@ -202,7 +205,7 @@ def _stack(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
 
 def _gather(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
     """A look-up in a table, of whole rows of data, or for each row in its own."""
-    del sizes, other
+    del sizes
     numbers, (table, index) = one.params["dimension_numbers"], values
     out, taken, shape = one.outvars[0].aval.ndim, one.params["slice_sizes"], one.invars[0].aval.shape
     looked = [dim for dim in range(out) if dim not in numbers.offset_dims]  # those of the index, in order
@@ -211,6 +214,8 @@ def _gather(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     offsets = dict(zip([dim for dim in range(len(shape)) if dim not in gone], numbers.offset_dims, strict=True))
     if isinstance(table, Fixed):
+        if shape != other.invars[0].aval.shape:
+            return None  # what lies outside depends on it
         paired = set(numbers.start_indices_batching_dims)
         if isinstance(index, PerRow):
             return None if index.dim in paired or index.dim == len(looked) else PerRow(looked[index.dim], index.inner)
@@ -236,7 +241,20 @@ def _bits(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
         return None
     if key.key and a and a[0] % sizes.rows == 0 and sizes.growth(a[0], b[0]) == 1:
         return PerRow(0, a[0] // sizes.rows)
-    return Fixed()
+    return None if key.key and _taken_for_rows(sizes, b) else Fixed()
+
+
+def _taken_for_rows(sizes: Sizes, shape: tuple[int, ...]) -> bool:
+    """Whether a draw that is none of rows has their number, so that workers take it for theirs."""
+    return bool(shape) and shape[0] % sizes.others == 0
+
+
+def _split_key(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
+    """Of the step's own key as many as a part has rows would be keys of rows."""
+    key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
+    if not isinstance(key, Fixed) or key.power or a != b or one.invars[0].aval.ndim:
+        return None
+    return None if key.key and _taken_for_rows(sizes, b) else Fixed(key=key.key)
 
 
 RULES: dict[str, Callable[[Sizes, Any, Any, list[Known]], Value]] = {
@@ -249,6 +267,7 @@ RULES: dict[str, Callable[[Sizes, Any, Any, list[Known]], Value]] = {
     "gather": _gather,
     "iota": _iota,
     "random_bits": _bits,
+    "random_split": _split_key,
     "psum": _psum,
     "stack": _stack,
     "dynamic_update_slice": _update,

@@ -1,13 +1,13 @@
 """A proof, from the traced loss alone, that rows may be seen in parts: that the mean over parts is the mean over the batch.
 
-The loss is traced for two numbers of rows, and both jaxprs are walked side by side. Each value is `PerRow` (some dim holds the rows, and
-each entry depends on its own row only), `Fixed` (no data in it), `Summed` (a sum over rows of `PerRow` values) or None, which is "not
-proved", never "wrong": such a loss is measured (`spmd.train.whole_batch`). Two traces, because one cannot tell `loss.sum() / len(x)` from
-`loss.sum() / 64`: what differs between them tells to which power of the number of rows a value grows.
+The loss is traced for two numbers of rows, those of a batch and of a part, and both jaxprs are walked side by side. Each value is `PerRow`
+(some dim holds the rows, and each entry depends on its own row only), `Fixed` (no data in it), `Summed` (a sum over rows of `PerRow`
+values) or None, which is "not proved", never "wrong": such a loss is measured (`spmd.train.whole_batch`). Two traces, because one cannot
+tell `loss.sum() / len(x)` from `loss.sum() / 64`: what differs between them tells to which power of the number of rows a value grows.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,19 @@ from spmd.train.row_rules import RULES
 from spmd.train.row_values import SIMPLE, Fixed, PerRow, Sizes, Summed, Value, joined, moved_dim, simple
 
 MOST_ELEMENTS = 4096  # of a captured array that is not one and the same object in both traces, to be compared by value
+OWN_GRADIENT = ("custom_vjp_call", "custom_vjp_call_jaxpr")
+SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # of these the results' shapes tell
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk(Sizes):
-    """Two traces of one function, side by side."""
+    """Two traces of one function, side by side.
+
+    `draws`: of each draw, by its equation in the first trace, whether it is the same for a row whoever holds it, or for all rows.
+    """
+
+    draws: dict[int, bool] = dataclasses.field(default_factory=dict, compare=False)
 
     def jaxpr(self, first: Any, second: Any, given: Sequence[Value], consts: Sequence[Value]) -> Sequence[Value]:
         """What a jaxpr returns for these values."""
@@ -86,6 +93,8 @@ class Walk(Sizes):
             return self.scan(one, other, values)
         if name == "cond":
             return self.cond(one, other, values)
+        if name in OWN_GRADIENT and not all(isinstance(value, Fixed) for value in values):
+            return [None] * len(one.outvars)  # what goes back is not in the trace
         inner = next((one.params[key] for key in INNER if hasattr(one.params.get(key), "eqns")), None)
         if inner is not None and name != "shard_map" and len(getattr(inner, "jaxpr", inner).invars) == len(values):
             return self.closed(inner, next(other.params[key] for key in INNER if key in other.params), values)
@@ -94,9 +103,24 @@ class Walk(Sizes):
             return [None] * len(one.outvars)
         if name in SIMPLE:
             return [simple(name, one, other, known)] * len(one.outvars)
+        if not self.alike(one.params, other.params):
+            return [None] * len(one.outvars)
         if name in RULES:
-            return [RULES[name](self, one, other, known)] * len(one.outvars)
+            found = RULES[name](self, one, other, known)
+            if name == "random_bits":
+                own = isinstance(known[0], Fixed) and known[0].key and found is not None
+                self.draws[id(one)] = own and self.draws.get(id(one), True)  # what is called twice is one equation
+            return [found] * len(one.outvars)
         return self.unknown(one, other, values)
+
+    def alike(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+        """Whether an equation does the same in both traces, but for shapes; what it calls is compared as text, and by its constants."""
+        same = lambda a, b: a is b or str(a) == str(b)
+        consts = lambda params: [c for p in jax.tree.leaves([*params.values()], is_leaf=_closed) if _closed(p) for c in p.consts]
+        pairs = zip(consts(first), consts(second), strict=False)
+        return all(same(first[key], second.get(key)) for key in first if key not in SIZED) and all(
+            isinstance(found, Fixed) and not found.power for found in (self.constant(a, b) for a, b in pairs)
+        )
 
     def unknown(self, one: Any, other: Any, values: list[Value]) -> Sequence[Value]:
         """Whatever is computed without data, at shapes and numbers that are no function of the number of rows, is `Fixed`."""
@@ -142,12 +166,18 @@ def _scanned(params: dict[str, Any]) -> tuple[int, int]:
     return consts, carried
 
 
-def proved(first: Any, second: Any, given: Sequence[Value], rows: int, others: int, outputs: int) -> bool:
+def _closed(value: Any) -> bool:
+    return hasattr(value, "consts") and hasattr(value, "jaxpr")
+
+
+def proved(
+    first: Any, second: Any, given: Sequence[Value], rows: int, others: int, outputs: int, draws: dict[int, bool] | None = None
+) -> bool:
     """Whether a loss, traced for `rows` and for `others` rows, is a mean over rows that may be taken in parts.
 
-    Its outputs are one value per row, a scalar, or (sum, count). `given` says what the inputs are.
+    Its outputs are one value per row, a scalar, or (sum, count). `given` says what the inputs are, `draws` takes what is found of these.
     """
-    found = Walk(rows, others).closed(first, second, given)[:outputs]
+    found = Walk(rows, others, {} if draws is None else draws).closed(first, second, given)[:outputs]
     if outputs == 2:
         total, count = found
         counted = isinstance(count, Summed) and isinstance(total, Summed) and count.power == total.power

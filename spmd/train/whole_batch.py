@@ -22,6 +22,7 @@ from spmd.layout.gradients import Gradients
 from spmd.layout.server import ParameterServer
 from spmd.model.base import Call, Variables
 from spmd.nn.context import MIXTURE, WHOLE, under
+from spmd.nn.layer_stack import cut_rows
 from spmd.train.accumulate import equations
 from spmd.train.activations import Seen
 from spmd.train.losses import check_targets
@@ -37,6 +38,7 @@ from spmd.tree import Tree, abstract
 COARSE = (jnp.bfloat16, jnp.float16)
 RELATIVE = 1e-4  # of loss and gradients, below which nothing is a difference
 NOISE = 100.0  # times the effect of rounding the weights in another way is more than rounding
+RELATIVE_COARSE, NOISE_COARSE = 1e-2, 4.0  # the same where something is computed in fewer bits than float32 has
 SPREAD = 4.0  # times the effect of other random numbers is more than these
 JITTER = 0.02  # standard deviation of what replaces the entries of arrays that are constant, such as heads that begin at zero
 
@@ -57,7 +59,12 @@ class Parts:
     @property
     def several(self) -> bool:
         """Whether there is more than one part."""
-        return self.ticks or self.workers * self.simulated * self.microbatches > 1
+        return self.ticks or self.count > 1
+
+    @property
+    def count(self) -> int:
+        """How many parts a batch has, before a 1f1b pipeline cuts them."""
+        return self.workers * self.simulated * self.microbatches
 
     @property
     def of_position(self) -> bool:
@@ -78,8 +85,16 @@ def parts_of(placed: Placed, step: Step) -> Parts:
     return Parts(workers, exchange.simulated // positions, step.microbatches, placed.cutting.by_hand)
 
 
-def is_mean_over_rows(placed: Placed, loss: Objective, sample: Tree, parts: Parts, traced: Any = None) -> bool:
-    """Whether that can be proved from the traced loss; statistics that workers synchronise may join rows.
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What the traced loss tells: `mean`: it is a mean over rows; `draws`: parts draw for their rows what the whole batch does."""
+
+    mean: bool
+    draws: bool
+
+
+def proof_of(placed: Placed, loss: Objective, sample: Tree, parts: Parts, traced: Any = None) -> Proof:
+    """What can be proved from the traced loss; statistics that workers synchronise may join rows.
 
     `traced`: the jaxpr of a call like the one below on `sample`, if there is one: then only one more is made.
     """
@@ -104,33 +119,47 @@ def is_mean_over_rows(placed: Placed, loss: Objective, sample: Tree, parts: Part
     given = [*map(lambda _: Fixed(), jax.tree.leaves((variables.params, variables.stats)))]
     given += [*map(lambda _: KEY, jax.tree.leaves(variables.rngs)), *map(lambda _: PerRow(0), jax.tree.leaves(sample)), KEY]
     try:
-        second = trace(2 * rows)
+        fewest = rows // parts.count
+        fewest = cut_rows(placed.cutting, jax.ShapeDtypeStruct((fewest,), jnp.float32)).rows if parts.ticks else fewest
+        fewest = max(fewest, 2)  # what is written for dims of size 1 says too little
+        others = fewest if fewest < rows else 2 * rows
+        second = trace(others)
         usable = traced is not None and not synchronised and len(traced.jaxpr.invars) == len(given)
-        if usable and proved(traced, second, given, rows, 2 * rows, outputs[0]):
-            return True
-        return proved(trace(rows), second, given, rows, 2 * rows, outputs[0])
+        if usable and proved(traced, second, given, rows, others, outputs[0]):
+            return Proof(mean=True, draws=True)
+        first, draws = trace(rows), {}
+        mean = proved(first, second, given, rows, others, outputs[0], draws)
+        cut = parts.microbatches > 1 or parts.ticks or placed.resolved.layout.stage_axis is not None  # into parts with keys of their own
+        return Proof(mean, not cut and all(draws.get(id(found), False) for found in _random(first)))
     except Exception:  # another number of rows does not suit it, or it wants the mesh: then it is measured
-        return False
+        return Proof(mean=False, draws=False)
+
+
+def _random(traced: Any) -> list[Any]:
+    """Every equation that draws an array."""
+    return [found for found in equations(traced.jaxpr) if found.primitive.name == "random_bits" and found.outvars[0].aval.shape]
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """Of a batch that is seen in parts, and at once: losses, norms of gradients, the norm of the gradients' difference.
 
-    `noise`: how much loss and gradients of the batch change with the last bits of the weights.
+    `noise`: how much loss and gradients of the batch change with the last bits of the weights, which are those of bfloat16 where `coarse`.
     """
 
     losses: tuple[float, float]
     norms: tuple[float, float]
     apart: float
     noise: tuple[float, float] = (0.0, 0.0)
+    coarse: bool = False
 
     @property
     def differ(self) -> bool:
         """Whether rounding cannot be the whole difference; NaN is none."""
         loss = (abs(self.losses[0] - self.losses[1]), max(map(abs, self.losses)), self.noise[0])
+        relative, times = (RELATIVE_COARSE, NOISE_COARSE) if self.coarse else (RELATIVE, NOISE)
         return any(
-            off > RELATIVE * size and off > NOISE * noise for off, size, noise in (loss, (self.apart, max(self.norms), self.noise[1]))
+            off > relative * size and off > times * noise for off, size, noise in (loss, (self.apart, max(self.norms), self.noise[1]))
         )
 
     def beyond(self, other: "Figures") -> bool:
@@ -189,7 +218,12 @@ class Comparison:
     @property
     def needed(self) -> bool:
         """Whether the loss sees rows in parts and is not proved to be a mean over them."""
-        return self.parts.several and not is_mean_over_rows(self.placed, self.loss, self.sample, self.parts, self.traced)
+        return self.parts.several and not self.proof.mean
+
+    @functools.cached_property
+    def proof(self) -> Proof:
+        """What its trace tells of the loss."""
+        return proof_of(self.placed, self.loss, self.sample, self.parts, self.traced)
 
     def check(self, state: State, batch: Tree, weights: jax.Array) -> str:
         """What was found, for the log; raises as `once` does."""
@@ -215,14 +249,9 @@ class Comparison:
         return "note: the loss draws other random numbers for parts of a batch, so it could not be compared with that of the whole batch."
 
     @property
-    def coarse(self) -> bool:
-        """Whether something is computed in fewer bits than float32 has."""
-        return any(getattr(var.aval, "dtype", None) in COARSE for found in equations(self.traced.jaxpr) for var in found.outvars)
-
-    @property
     def draws(self) -> bool:
         """Whether the loss draws random arrays, which may be others for parts."""
-        return any(found.primitive.name == "random_bits" and found.outvars[0].aval.shape for found in equations(self.traced.jaxpr))
+        return bool(_random(self.traced)) and not self.proof.draws
 
     @property
     def groups(self) -> bool:
@@ -258,9 +287,10 @@ class Comparison:
         found = Figures(*_read(_numbers(loss, grads, *right)))
         if not found.differ:
             return found
-        moved = dataclasses.replace(state, params=_rounded(state.params, 2.0**-8 if self.coarse else 2.0**-22))
+        coarse = _coarse(other, state)
+        moved = dataclasses.replace(state, params=_rounded(state.params, 2.0**-8 if coarse else 2.0**-22))
         near = Figures(*_read(_numbers(*other(moved), *right)))
-        return dataclasses.replace(found, noise=(abs(near.losses[0] - near.losses[1]), near.apart))
+        return dataclasses.replace(found, noise=(abs(near.losses[0] - near.losses[1]), near.apart), coarse=coarse)
 
     def spread(self, whole: Way, state: State) -> Figures:
         """The whole batch with other random numbers."""
@@ -283,6 +313,12 @@ class Comparison:
             f"    cure: {' and '.join(changes)}, which was tried and sees them at once; or a loss that returns (sum, count), both "
             "summed over the rows it is given, or one value per row that depends on no other row."
         )
+
+
+def _coarse(way: Way, state: State) -> bool:
+    """Whether the model computes something in fewer bits than float32 has; a way does not, whatever the precision of the run is."""
+    made = equations(jax.make_jaxpr(way)(state).jaxpr)
+    return any(getattr(var.aval, "dtype", None) in COARSE for found in made for var in found.outvars)
 
 
 def _loss_and_gradients(step: Step, state: State, *, batch: Tree, weights: jax.Array) -> tuple[jax.Array, Tree]:

@@ -130,6 +130,26 @@ def test_compare_refuses_loss_that_joins_rows(case):
     assert '[gradients] reduction = "compiler", which was tried' in str(raised.value)
 
 
+def noisy(model, batch, rng):
+    """A mean over tokens, with noise in the inputs that is the same however many workers there are."""
+    return token_mean(model, {**batch, "x": batch["x"] + 3 * jax.random.normal(rng, batch["x"].shape)})
+
+
+@pytest.mark.parametrize(("loss", "options"), [(token_mean, {"precision": "bfloat16"}), (weighted, {"precision": "bfloat16"}), (noisy, {})])
+def test_compare_sees_through_rounding_and_noise(loss, options):
+    with pytest.raises(LossError, match="no mean over rows"):
+        trained(trainer_of(loss, **options), 1)
+
+
+def test_draw_with_as_many_entries_as_a_part_has_rows_is_not_believed():
+    """Workers take it for the draws of their rows (`spmd.rng`), so they do not share it."""
+    masked = lambda model, batch, rng: CE(model(batch["x"] * jax.random.normal(rng, (FEATURES,))), batch["y"]).mean()
+    comparison = trainer_of(masked).prepare(data())[0].comparison
+    assert comparison.needed
+    assert comparison.draws
+    assert not trainer_of(masked, mesh="data=4").prepare(data())[0].comparison.needed
+
+
 @pytest.mark.parametrize("case", ["in-batch negatives", "a sum", "a mean over tokens"])
 def test_fixes_that_compare_offers_train_as_one_device(case):
     loss, pair = JOINING[case]
@@ -238,8 +258,22 @@ def is_proved(loss, *names):
     """Of a function of leaves of the batch."""
     batch = [data()[name] for name in names]
     trace = lambda count: jax.make_jaxpr(loss)(*[jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) for leaf in batch])
-    first, second = trace(16), trace(32)
-    return rows.proved(first, second, [PerRow(0)] * len(batch), 16, 32, len(first.out_avals))
+    first, second = trace(16), trace(4)  # of a batch and of a part
+    return rows.proved(first, second, [PerRow(0)] * len(batch), 16, 4, len(first.out_avals))
+
+
+@jax.custom_vjp
+def clipped_together(x):
+    """What goes back is divided by its norm over all rows."""
+    return x
+
+
+clipped_together.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.linalg.norm(g),))
+
+
+def grown(count):
+    """A number that a loop without data finds from another."""
+    return jax.lax.while_loop(lambda at: at[0] < count, lambda at: (at[0] + 1, at[1] * 1.1), (0, 1.0))[1]
 
 
 W = np.arange(FEATURES * CLASSES, dtype=np.float32).reshape(FEATURES, CLASSES)
@@ -277,6 +311,13 @@ OTHERS = {
     "products of rows": (lambda x: (x @ x.T).mean(), "x"),
     "a loop over rows": (lambda r: jax.lax.scan(lambda c, x: (c * x, c), 1.0, r)[0], "reward"),
     "a branch by the data": (lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x).mean(), "x"),
+    "rows over at least 8": (lambda x: x.mean(1).sum() / max(len(x), 8), "x"),
+    "another temperature for few rows": (lambda x: (x * (0.1 if len(x) >= 8 else 1.0)).mean(), "x"),
+    "a loop as long as there are rows": (lambda x: x.mean() * grown(len(x)), "x"),
+    "an entry by the number of rows": (lambda x: x.mean() * jnp.linspace(1.0, 2.0, 64)[len(x)], "x"),
+    "more ones than rows": (lambda x: x.mean() * jnp.ones(len(x) + 1).sum(), "x"),
+    "ones for all pairs": (lambda x: x.mean() * jnp.ones(len(x) ** 2).sum(), "x"),
+    "a gradient of its own": (lambda x: clipped_together(x).mean(), "x"),
     "its own random numbers": (lambda x: (x * jax.random.normal(jax.random.key(0), x.shape)).mean(), "x"),
 }
 
@@ -300,7 +341,7 @@ def test_shipped_loss_is_proved_for(name):
 
 
 def test_proof_is_made_only_where_rows_are_seen_in_parts(monkeypatch):
-    monkeypatch.setattr(whole_batch, "is_mean_over_rows", lambda *args: pytest.fail("nothing is seen in parts"))
+    monkeypatch.setattr(whole_batch, "proof_of", lambda *args: pytest.fail("nothing is seen in parts"))
     for trainer in (trainer_of(summed, mesh="data=1"), trainer_of(summed, reduction="compiler")):
         assert not trainer.prepare(data())[0].comparison.needed
 
