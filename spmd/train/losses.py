@@ -1,13 +1,22 @@
 """Losses that fit the common shapes of batches; any function `(model, batch[, rng])` does as well."""
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import DataError
+from spmd.errors import DataError, LossError
 from spmd.train.metrics import PerExample, same_shape
+from spmd.tree import describe
+
+
+def _whole(targets: jax.Array) -> jax.Array | bool:
+    """Which targets are whole numbers; those of files may be, as floats."""
+    if jnp.issubdtype(targets.dtype, jnp.complexfloating):
+        raise LossError(f"cross_entropy: the targets are {describe(targets)}.\n    cure: integers.")
+    return targets == jnp.floor(targets) if jnp.issubdtype(targets.dtype, jnp.floating) else True
 
 
 def _cross_entropy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -15,7 +24,7 @@ def _cross_entropy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     logits, classes = outputs.astype(jnp.float32), jnp.arange(outputs.shape[-1])
     # compared, not looked up: XLA's partitioner aborts on a look-up in logits whose classes and rows are cut over two axes of a mesh
     chosen = jnp.where(classes == targets[..., None], logits, 0.0).sum(axis=-1)
-    chosen = jnp.where((targets >= 0) & (targets < len(classes)), chosen, jnp.nan)
+    chosen = jnp.where((targets >= 0) & (targets < len(classes)) & _whole(targets), chosen, jnp.nan)
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
@@ -26,9 +35,9 @@ def _mean_squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _range(loss: PerExample, batch: Any) -> jax.Array:
-    """The smallest and the largest target that counts."""
-    targets, counts = loss.split(batch)[1], loss.counts(batch)
-    return jnp.stack([jnp.where(counts, targets, 0).min(), jnp.where(counts, targets, 0).max()])
+    """The smallest and the largest target that counts; and of those that are no whole number one, or 0."""
+    targets = jnp.where(loss.counts(batch), loss.split(batch)[1], 0)
+    return jnp.stack([targets.min(), targets.max(), jnp.where(_whole(targets), 0, targets).max()])
 
 
 def check_targets(loss: Any, classes: int, batch: Any) -> None:
@@ -39,7 +48,12 @@ def check_targets(loss: Any, classes: int, batch: Any) -> None:
     """
     if not isinstance(loss, PerExample) or loss.function is not _cross_entropy:
         return
-    low, high = map(int, jax.device_get(_range(loss, batch)))
+    low, high, part = map(float, jax.device_get(_range(loss, batch)))
+    if part != 0 and math.isfinite(part):
+        raise DataError(f"{loss.name}: a target is {part:g}, which is no whole number.\n    cure: classes, counted from 0.")
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise DataError(f"{loss.name}: targets from {low:g} to {high:g}.\n    cure: a look at the data for NaN and infinity.")
+    low, high = math.floor(low), math.ceil(high)
     if low < 0 or high >= classes:
         ignored = " Those that do not count: cross_entropy.on(ignore=-100), or on(mask=...)." if low < 0 else ""
         raise DataError(

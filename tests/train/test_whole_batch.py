@@ -1,5 +1,6 @@
 """A loss that sees rows in parts is that of the whole batch, or is refused with both numbers and a fix that works."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -385,3 +386,15 @@ def test_step_refuses_targets_that_are_no_class(value, range_):
     batch["targets"][3, 2] = value
     with pytest.raises(spmd.errors.DataError, match=range_):
         trainer.step(trainer.init(), {name: batch[name] for name in ("tokens", "targets")})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(1.5, "a target is 1.5, which is no whole"), (np.inf, "to inf"), (-0.5, "from -1 to"), (7.0, "0 to 7"), (2.0, None)],
+)
+def test_step_takes_whole_numbers_as_targets(value, words):
+    trainer, batch = trainer_of(spmd.losses.cross_entropy), data()
+    batch = {"x": batch["x"], "y": batch["y"].astype("float32")}
+    batch["y"][3] = value
+    with contextlib.nullcontext() if words is None else pytest.raises(spmd.errors.DataError, match=words):
+        assert np.isfinite(trainer.step(trainer.init(), batch)[1]["loss"])
