@@ -100,6 +100,18 @@ def pytest_runtest_setup(item):
         _overrides.update(_quick() if quick else {})
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
+def pytest_collection_modifyitems(items):
+    """Of the cases of a `sampled` test all but every n-th run with the system tests."""
+    seen: dict[str, int] = {}
+    for item in items:
+        if (sampled := item.get_closest_marker("sampled")) and not item.get_closest_marker("slow"):
+            name = item.nodeid.partition("[")[0]
+            seen[name] = number = seen.get(name, -1) + 1
+            if number % sampled.args[0]:
+                item.add_marker("system")
+
+
 def pytest_configure(config):
     """Once a run: the kept programs are bounded."""
     _kept_programs().mkdir(parents=True, exist_ok=True)

@@ -455,6 +455,7 @@ def test_the_mean_of_sizes_that_do_not_divide_is_what_plain_numpy_computes(codec
     assert not np.array_equal(mean, whole.mean(0).reshape(shape))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["int8", "float8", "sign"])
 @pytest.mark.parametrize("width", [1, 7, 16, 18, 40])
 def test_a_block_that_is_not_full_is_encoded_as_if_it_were_alone(name, width):
@@ -467,6 +468,7 @@ def test_a_block_that_is_not_full_is_encoded_as_if_it_were_alone(name, width):
     assert width == 1 or not np.array_equal(alone, rows[:, last:])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice not in ("exact", "bfloat16 ring", "power_sgd")])
 def test_one_encoding_stays_within_the_stated_error(choice):
     codec, rng = make_codec(*CHOICES[choice]), np.random.default_rng(8)

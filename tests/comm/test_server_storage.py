@@ -75,6 +75,7 @@ def make(shapes, placement, positions, servers):
 # packing -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -231,6 +231,7 @@ def meshes_and_reductions():
         yield pytest.param(*case, marks=[pytest.mark.slow] * (case not in fast))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("mesh", "reduction"), list(meshes_and_reductions()))
 def test_the_log_has_the_collectives_of_the_lowered_step_and_no_others(mesh, codec, reduction):
@@ -430,6 +431,7 @@ def partitioners_own():
     return of
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", [pytest.param(codec, marks=[pytest.mark.slow] * (codec in ("sign", "float8"))) for codec in LOSSY])
 def test_no_codec_sends_anything_over_the_model_axis(partitioners_own, codec):
     """Neither as traced, nor lowered, nor after the partitioner and the optimiser."""
@@ -537,6 +539,7 @@ def test_wire_bytes_change_at_start_step_and_after_a_state_is_taken_up_again():
     assert trainer.step(kept, batch())[1]["wire_bytes"] == sparse, "an older state is known by its own step"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", ["exact rules", "bfloat16", "top_k"])
 def test_diagnostics_add_three_metrics(tmp_path, codec):
     grads = gradients("int8" if codec == "exact rules" else codec, diagnostics=True)
@@ -565,6 +568,7 @@ def linear_trainer(grads, mesh, **layout):
     return spmd.Trainer(model, loss=loss, optimizer=optax.sgd(1.0), mesh=mesh, layout=layout)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "mesh, reduction, layout",
     [
@@ -606,6 +610,7 @@ def test_the_error_and_the_residuals_that_are_told_are_those_that_there_are(mesh
         np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(norm), rtol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduction", ["all_reduce", pytest.param("reduce_scatter", marks=pytest.mark.system)])
 @pytest.mark.parametrize("codec", LOSSY)
 def test_devices_that_hold_the_same_piece_hold_the_same_bits(codec, reduction):

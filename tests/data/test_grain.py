@@ -67,6 +67,7 @@ def test_batches_train_as_a_list_of_them_does(make):
     assert not same(result.state, fit(examples(COUNT), batch_size=BATCH, shuffle=False, epochs=2).state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stop, prefetch", [(2, 2), (3, 2), (4, 0)], ids=["mid-epoch", "epoch's end", "second epoch, no thread"])
 def test_stopped_and_resumed_is_never_stopped(make, stop, prefetch, tmp_path):
     whole = undisturbed(make)

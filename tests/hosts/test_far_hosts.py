@@ -139,6 +139,7 @@ def test_what_ends_the_launcher_ends_all(hosts, tmp_path, whom):
         assert max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) > 25
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("does", "told"),
     [

@@ -39,6 +39,7 @@ def traced(kind, how, grad=False):
     return jax.make_jaxpr(run)(params, x).jaxpr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "kind, stages, options, ticks",
     [

@@ -118,6 +118,7 @@ def test_what_idle_stages_compute_is_never_seen(unroll):
     assert np.isfinite(y).all() and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk", [1, 5, 12, None], ids=lambda chunk: f"chunk-{chunk}")
 def test_chunks_of_time_change_nothing(plain, chunk):
     """One step; a length that leaves a remainder, which is masked; all steps at once; what the library chooses."""

@@ -44,6 +44,7 @@ def undisturbed(kind):
     return RUNS[kind](epochs=3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stop", [4, 6], ids=["mid-epoch", "epoch's end"])
 @pytest.mark.parametrize("kind", RUNS)
 def test_stopped_and_resumed_is_never_stopped(kind, stop, tmp_path):
@@ -161,6 +162,7 @@ def trained(place):
     return state, host(state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "there, here",
     [

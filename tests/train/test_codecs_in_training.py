@@ -112,6 +112,7 @@ WITH = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [pytest.param("data=8", marks=pytest.mark.slow), "data=4,model=2"])
 @pytest.mark.parametrize("options", WITH.values(), ids=WITH.keys())
 def test_a_codec_combines_with_everything_else_of_a_step(options, mesh):
@@ -125,6 +126,7 @@ def test_a_codec_combines_with_everything_else_of_a_step(options, mesh):
     assert ours[1:] != exact[1:]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"precision": "bfloat16"}], ids=["plain", "accumulation", "bfloat16"])
 def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(options, mesh):

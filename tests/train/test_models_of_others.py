@@ -103,6 +103,7 @@ TWO = "data=4,model=2"
 OVER = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "spec, mesh, reduction",
     [

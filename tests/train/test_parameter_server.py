@@ -434,6 +434,7 @@ class Counting:
         return -model(batch["row"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("given", ["arrays", "batches", "resident"])
 @pytest.mark.parametrize("examples", [256, 250], ids=["whole", "remainder"])
 def test_every_row_is_used_once_an_epoch_whoever_is_slow(given, examples):
@@ -705,6 +706,7 @@ def test_an_optimizer_that_looks_at_elements_may_be_served(optimizer):
 DEAR = ("adafactor", "muon", "lamb, gathered")  # to compile
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DEAR)) for name in NOT_FINE])
 def test_one_that_looks_at_parameters_is_refused_by_name(name):
     optimizer, placement, named = NOT_FINE[name]

@@ -184,6 +184,7 @@ SHORT = [  # rows, reduction, loss, norm, programs; each of them in the fast sui
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rows", "reduction", "loss", "norm", "programs"), SHORT)
 def test_a_short_batch_is_exact(rows, reduction, loss, norm, programs):
     """Masked, or at its own size where it cannot be masked: the update is that of one device on those rows alone."""
@@ -232,6 +233,7 @@ def test_a_pair_is_an_exact_mean_over_what_it_counts(accumulate):
 # microbatches ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp", "zero1"])
 @pytest.mark.parametrize("loss", [spmd.losses.cross_entropy, mean_loss], ids=["per-example", "scalar"])
 def test_accumulation_equals_the_whole_batch(layout, loss):
@@ -292,6 +294,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32(layout):
     np.testing.assert_allclose(low, high, rtol=2e-2)  # bfloat16 keeps 8 bits: a relative rounding of 2**-8 per operation
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["whole", "modules", "dots"])
 @pytest.mark.parametrize("layout", [pytest.param("data_parallel", marks=pytest.mark.slow), "fsdp"])
 def test_remat_changes_memory_not_results(kind, layout):
@@ -533,6 +536,7 @@ def test_metrics_of_the_loss_and_shared_metrics_are_exact_means():
     assert metrics["accuracy"] == pytest.approx(right)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("examples", [ROWS, 3 * ROWS + 5, 7])
 def test_evaluation_is_the_exact_mean_over_all_rows(examples):
     trainer = trainer_of(

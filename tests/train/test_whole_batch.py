@@ -217,6 +217,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compare_accepts_mean_over_rows_that_is_not_proved(kind, caplog):
     model, options = KINDS[kind]
