@@ -1,5 +1,5 @@
 """Losses for the common shapes of batches."""
 
-from spmd.train.losses import cross_entropy, mean_squared_error
+from spmd.train.losses import cross_entropy, mean_squared_error, of_parts
 
-__all__ = ["cross_entropy", "mean_squared_error"]
+__all__ = ["cross_entropy", "mean_squared_error", "of_parts"]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,30 @@ import jax.numpy as jnp
 from spmd.errors import DataError, LossError
 from spmd.train.metrics import PerExample, same_shape
 from spmd.tree import describe
+
+
+def of_parts(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare that a loss is meant for the rows of one part of a batch: a worker's, or a microbatch's.
+
+    A loss that joins rows is refused where a step sees them in parts, since its mean over parts is not the loss of the batch. Where that
+    is what you want, such as negatives from a worker's own rows, this says so, and nothing is compared.
+
+    Args:
+      loss: `loss(model, batch[, rng])`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> own = of_parts(lambda model, batch: jnp.square(batch - batch.mean()).mean())
+      >>> own.of_parts
+      True
+    """
+
+    @functools.wraps(loss)
+    def same(*args: Any, **named: Any) -> Any:
+        return loss(*args, **named)
+
+    same.of_parts = True  # type: ignore[attr-defined]
+    return same
 
 
 def _whole(targets: jax.Array) -> jax.Array | bool:

@@ -8,6 +8,7 @@ tell `loss.sum() / len(x)` from `loss.sum() / 64`: what differs between them tel
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ from spmd.train.row_rules import RULES
 from spmd.train.row_values import SIMPLE, Fixed, PerRow, Sizes, Summed, Value, joined, moved_dim, simple
 
 MOST_ELEMENTS = 4096  # of a captured array that is not one and the same object in both traces, to be compared by value
-OWN_GRADIENT = ("custom_vjp_call", "custom_vjp_call_jaxpr")
+OWN_GRADIENT = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+JAX = str(Path(jax.__file__).parent)
 SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # of these the results' shapes tell
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -93,8 +95,8 @@ class Walk(Sizes):
             return self.scan(one, other, values)
         if name == "cond":
             return self.cond(one, other, values)
-        if name in OWN_GRADIENT and not all(isinstance(value, Fixed) for value in values):
-            return [None] * len(one.outvars)  # what goes back is not in the trace
+        if name in OWN_GRADIENT and not _row_by_row(one) and not all(isinstance(value, Fixed) for value in values):
+            return [None] * len(one.outvars)  # its gradient is not in the trace
         inner = next((one.params[key] for key in INNER if hasattr(one.params.get(key), "eqns")), None)
         if inner is not None and name != "shard_map" and len(getattr(inner, "jaxpr", inner).invars) == len(values):
             return self.closed(inner, next(other.params[key] for key in INNER if key in other.params), values)
@@ -168,6 +170,12 @@ def _scanned(params: dict[str, Any]) -> tuple[int, int]:
 
 def _closed(value: Any) -> bool:
     return hasattr(value, "consts") and hasattr(value, "jaxpr")
+
+
+def _row_by_row(equation: Any) -> bool:
+    """Whether this is one of JAX's own functions with a rule of their own, such as relu, whose gradients join no rows."""
+    defined = getattr(getattr(equation.params.get("call_jaxpr"), "jaxpr", None), "debug_info", None)
+    return equation.primitive.name == "custom_jvp_call" and (getattr(defined, "func_filename", None) or "").startswith(JAX)
 
 
 def proved(

@@ -211,14 +211,19 @@ class Comparison:
             if rows is not None:
                 batch = jax.jit(lambda data, rows: jax.tree.map(lambda x: x[rows[0]], data))(batch, rows)
                 weights = weights[0]
-            line = self.check(state, batch, weights)
+            try:
+                line = self.check(state, batch, weights)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                line = "note: the loss is not known to be a mean over rows, and there is no memory to see the batch at once and compare."
             logging.getLogger("spmd").log(logging.WARNING if line.startswith("note:") else logging.INFO, line)
             self.say(line)
 
     @property
     def needed(self) -> bool:
-        """Whether the loss sees rows in parts and is not proved to be a mean over them."""
-        return self.parts.several and not self.proof.mean
+        """Whether the loss sees rows in parts, is not meant to, and is not proved to be a mean over them."""
+        return self.parts.several and not getattr(self.loss.loss, "of_parts", False) and not self.proof.mean
 
     @functools.cached_property
     def proof(self) -> Proof:
@@ -311,7 +316,8 @@ class Comparison:
             + line("seen at once:", 1)
             + f"    norm of the difference of the gradients: {found.apart:.6g}\n"
             f"    cure: {' and '.join(changes)}, which was tried and sees them at once; or a loss that returns (sum, count), both "
-            "summed over the rows it is given, or one value per row that depends on no other row."
+            "summed over the rows it is given, or one value per row that depends on no other row. Where the loss of a part is what "
+            "you want: loss=spmd.losses.of_parts(loss)."
         )
 
 

@@ -106,7 +106,7 @@ def train(folder, name, *, layout, mesh=None, exact=True, data="arrays", count=R
         options.setdefault("epochs", 2)
     if "checkpoint" in options:
         options["checkpoint"] = spmd.Checkpoint(options["checkpoint"], every=options.pop("every", None))
-    make = lambda: Net(nnx.Rngs(0), exact)
+    make, loss = lambda: Net(nnx.Rngs(0), exact), spmd.losses.of_parts(loss) if exact else loss  # the grid's rounding is of parts
     result = spmd.fit(
         make, **read(data, count), loss=loss, optimizer=optax.sgd(rate, momentum=0.5), mesh=mesh_of(mesh), layout=layout,
         **options, progress=False,

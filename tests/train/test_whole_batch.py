@@ -131,6 +131,23 @@ def test_compare_refuses_loss_that_joins_rows(case):
     assert '[gradients] reduction = "compiler", which was tried' in str(raised.value)
 
 
+def test_a_loss_that_is_meant_for_parts_is_not_compared():
+    trainer = trainer_of(spmd.losses.of_parts(normalised))
+    _, metrics = trainer.step(trainer.init(), data())
+    plainly = trainer_of(normalised, reduction="compiler")
+    assert abs(metrics["loss"] - plainly.step(plainly.init(), data())[1]["loss"]) > 1e-3
+
+
+def test_a_comparison_without_memory_is_reported(monkeypatch, caplog):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(whole_batch.Comparison, "check", full)
+    trainer = trainer_of(normalised)
+    trainer.step(trainer.init(), data())
+    assert [text for text in caplog.messages if "no memory to see the batch at once" in text]
+
+
 def noisy(model, batch, rng):
     """A mean over tokens, with noise in the inputs that is the same however many workers there are."""
     return token_mean(model, {**batch, "x": batch["x"] + 3 * jax.random.normal(rng, batch["x"].shape)})
@@ -273,6 +290,15 @@ def clipped_together(x):
 clipped_together.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.linalg.norm(g),))
 
 
+@jax.custom_jvp
+def centred_tangents(x):
+    """Its own gradient joins rows, too."""
+    return x
+
+
+centred_tangents.defjvp(lambda x, t: (x[0], t[0] - t[0].mean(0)))
+
+
 def grown(count):
     """A number that a loop without data finds from another."""
     return jax.lax.while_loop(lambda at: at[0] < count, lambda at: (at[0] + 1, at[1] * 1.1), (0, 1.0))[1]
@@ -293,6 +319,7 @@ MEANS = {
     "flattened": (lambda m: m.reshape(-1).reshape(m.shape).T.mean(), "mask"),
     "recomputed": (lambda x: jax.checkpoint(jnp.sin)(x).mean(), "x"),
     "a branch": (lambda x: jax.lax.cond(W.sum() > 0, jnp.sin, jnp.cos, x).mean(), "x"),
+    "a function of JAX with a gradient of its own": (lambda x: jax.nn.relu(x).mean(), "x"),
     "an embedding": (lambda t: jnp.asarray(W)[t].mean(), "tokens"),
 }
 OTHERS = {
@@ -320,6 +347,7 @@ OTHERS = {
     "more ones than rows": (lambda x: x.mean() * jnp.ones(len(x) + 1).sum(), "x"),
     "ones for all pairs": (lambda x: x.mean() * jnp.ones(len(x) ** 2).sum(), "x"),
     "a gradient of its own": (lambda x: clipped_together(x).mean(), "x"),
+    "tangents of its own": (lambda x: jnp.square(centred_tangents(x)).mean(), "x"),
     "its own random numbers": (lambda x: (x * jax.random.normal(jax.random.key(0), x.shape)).mean(), "x"),
 }
 
