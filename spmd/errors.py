@@ -30,8 +30,12 @@ import dataclasses
 import difflib
 import importlib
 import numbers
+import os
 import re
 import reprlib
+import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -233,6 +237,15 @@ def first_line(error: BaseException) -> str:
     'ValueError: boom'
     """
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}".rstrip(": ")
+
+
+def place_of(error: BaseException) -> str:
+    """The user's own line that an exception passed last, as a line of an error; "" where there is none."""
+    libraries = (os.path.dirname(__file__), *sysconfig.get_paths().values(), sys.base_prefix + f"{os.sep}lib", "<frozen")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
+    return (
+        f"\n    in {frames[-1].filename.removeprefix(os.getcwd() + os.sep)}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    )
 
 
 @contextlib.contextmanager

@@ -844,6 +844,52 @@ the model's factory cannot be traced without data: TracerBoolConversionError: At
     )
 
 
+class Wide(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.up = nnx.Linear(64, {10: width}[10], rngs=rngs)
+
+    def __call__(self, x):
+        return self.up(x)
+
+
+def line_of(function):
+    return inspect.getsourcelines(function)[1]
+
+
+def test_model_factory_that_raises_an_ordinary_error():
+    """What is meant for tracers does not help here. The place is the user's line, not one of flax's."""
+
+    def build():
+        return Wide(rngs=nnx.Rngs(0))
+
+    with pytest.raises(errors.ModelError) as raised:
+        fit(model=build)
+    assert str(raised.value) == (
+        "the model's factory raises TypeError: Wide.__init__() missing 1 required positional argument: 'width'\n"
+        f"    in {__file__}, line {line_of(build) + 1}: return Wide(rngs=nnx.Rngs(0))\n"
+        "    cure: fix that line; the error above has the whole traceback."
+    )
+    assert type(raised.value.__cause__) is TypeError
+    fits(model=lambda: Wide(10, rngs=nnx.Rngs(0)))
+
+
+def test_model_init_that_raises_an_ordinary_error():
+    def init(key):
+        return {"w": {}["missing"]}
+
+    text = told(errors.ModelError, fit, model=spmd.FunctionalModel(init, apply))
+    place = f"in {__file__}, line {line_of(init) + 1}: "
+    assert text.splitlines()[:2] == ["the model raises KeyError: 'missing'", f'    {place}return {{"w": {{}}["missing"]}}']
+
+
+def test_model_factory_whose_numpy_error_comes_from_a_tracer():
+    def build():
+        kernel = np.zeros(3)
+        kernel[0] = Wide(10, rngs=nnx.Rngs(0)).up.kernel[0, 0]
+
+    assert told(errors.ModelError, fit, model=build).startswith("the model's factory cannot be traced without data: ")
+
+
 class Converts(linen.Module):
     @linen.compact
     def __call__(self, x):

@@ -17,11 +17,10 @@ import inspect
 import os
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean
+from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, place_of
 from spmd.launch import data_command, launch_command, plan_command
 from spmd.layout.toml import load, shipped
 
@@ -50,10 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _line_of(error: SpmdError) -> str:
     """Where in the user's own files an error began, when it began as another one: the traceback is not shown."""
-    here = os.getcwd() + os.sep
-    frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
-    own = [frame for frame in frames if frame.filename.startswith(here)]
-    return f"\n    in {own[-1].filename.removeprefix(here)}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    place = place_of(error.__cause__) if error.__cause__ else ""
+    return "" if place in str(error) else place
 
 
 def _parser() -> argparse.ArgumentParser:

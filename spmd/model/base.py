@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spmd.errors import ModelError, SpmdError
+from spmd.errors import ModelError, SpmdError, first_line, place_of
 from spmd.tree import Tree
 
 STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0
@@ -101,13 +101,34 @@ def abstractly(function: Callable[..., Any], what: str, *args: Any) -> Any:
     except (SpmdError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise ModelError(
-            known_cause(error)
-            or f"{what} cannot be traced without data: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}\n"
-            "    It is traced with abstract arrays, to know every shape before anything is allocated.\n"
-            "    cure: use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value; "
-            "the error above has the line."
-        ) from error
+        raise ModelError(known_cause(error) or (_untraceable if _needs_values(error) else _failed)(what, error)) from error
+
+
+VALUE_ERRORS = (  # what JAX raises where a program needs the value of an abstract array
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.UnexpectedTracerError,
+)
+
+
+def _needs_values(error: BaseException | None) -> bool:
+    """Whether an exception is one of these, or was raised because of one, as numpy does."""
+    return error is not None and (isinstance(error, VALUE_ERRORS) or _needs_values(error.__cause__))
+
+
+def _untraceable(what: str, error: Exception) -> str:
+    return (
+        f"{what} cannot be traced without data: {first_line(error)}\n"
+        "    It is traced with abstract arrays, to know every shape before anything is allocated.\n"
+        "    cure: use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value; "
+        "the error above has the line."
+    )
+
+
+def _failed(what: str, error: Exception) -> str:
+    return f"{what} raises {first_line(error)}{place_of(error)}\n    cure: fix that line; the error above has the whole traceback."
 
 
 def known_cause(error: Exception) -> str:
