@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spmd.errors import MeshError, a_kind, brief, did_you_mean
+from spmd.xla import simulate_cpus
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -181,8 +182,7 @@ def simulate_devices(count: int) -> None:
         raise MeshError(f"simulate_devices({count}): at least one device is needed.\n    cure: such as spmd.simulate_devices(8).")
     try:
         if not jax.distributed.is_initialized():  # several processes were told by who started them; what counts is how many all have
-            jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", count)
+            simulate_cpus(count)
     except RuntimeError:
         pass  # JAX has started: what counts is what it started with
     found = jax.devices()

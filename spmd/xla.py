@@ -1,6 +1,7 @@
 """Where XLA does not do what its operations say, and what is done about it; each with the versions in which it was seen."""
 
 import functools
+import os
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -8,6 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+
+def simulate_cpus(count: int) -> None:
+    """Let JAX start with `count` CPU devices, and with enough threads that programs in flight cannot block one another.
+
+    XLA:CPU starts `max(devices, processors)` threads. A collective holds one on every device until all devices have reached it: a loop
+    that dispatches programs without waiting fills them with parts of different collectives, and after 40 seconds XLA ends the process
+    (jaxlib 0.10, 0.11). It takes the number of processors from NPROC when that is set, which nothing else in JAX reads; a value of the
+    user's own stays.
+
+    Raises:
+      RuntimeError: JAX has started already.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+    os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
 
 
 def to_bits(x: jax.Array) -> jax.Array:

@@ -1,5 +1,9 @@
 """What XLA does not do as its operations say, and what is done about it."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,3 +67,25 @@ def test_shard_map_takes_arrays_without_elements():
     assert shapes[0] == ({"full": (2,), "empty": (2, 0)}, (0,))
     assert found["empty"].shape == (4, 0) and found["empty"].dtype == jnp.int32 and total == 0
     assert found["sum"].tolist() == [0, 2, 4, 6]
+
+
+FREE_RUNNING = """
+import jax, spmd
+spmd.simulate_devices(8)
+mesh, data = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec("data")
+x = jax.device_put(jax.numpy.ones(64), jax.sharding.NamedSharding(mesh, data))
+step = jax.jit(jax.shard_map(lambda x: jax.lax.pmean(x, "data"), mesh=mesh, in_specs=data, out_specs=data, check_vma=False))
+for _ in range(2000):
+    x = step(x)
+print(x.sum())
+"""
+
+
+@pytest.mark.system
+def test_simulated_devices_run_a_loop_that_never_waits():
+    flags = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=10 --xla_cpu_collective_call_terminate_timeout_seconds=20"
+    clean = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    command = [sys.executable, "-c", FREE_RUNNING]
+    done = subprocess.run(command, env=clean | {"XLA_FLAGS": flags}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["64.0"]

@@ -9,10 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-
 from spmd.hosts import guard
 from spmd.hosts.arrival import join
+from spmd.xla import simulate_cpus
 
 
 def main(words: Sequence[str]) -> None:
@@ -20,8 +19,7 @@ def main(words: Sequence[str]) -> None:
     threading.Thread(target=_end_with, args=(int(os.environ.get("SPMD_LAUNCHER", "0")),), daemon=True).start()
     try:
         if simulated := os.environ.get("SPMD_SIMULATE"):
-            jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", int(simulated))
+            simulate_cpus(int(simulated))
         if os.environ.get("SLURM_PROCID") == "0" and "SPMD_PROCESSES" not in os.environ:  # by it the signals of `launch/srun.py` come here
             guard.report("srun", {"id": f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"})
         join()
