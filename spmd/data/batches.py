@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.data.narrow import OutOfRange, narrow, refuse
 from spmd.errors import DataError, Problem, a_kind, brief, first_line, listed, raise_problems
 from spmd.layout.check import spec_problems
 from spmd.layout.declare import Layout, Spec, spec_axes, spec_text
@@ -243,7 +244,10 @@ class Placer:
     def __call__(self, host: HostBatch) -> Batch:
         """The batch on the mesh; host buffers are copied, so the caller may reuse them at once."""
         with jax.transfer_guard_host_to_device("allow"):  # the one place in the loop where rows are meant to move
-            return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
+            try:
+                return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
+            except OutOfRange:
+                refuse(host.leaves, host.index, "the batch" if host.index is None else "the data")
 
     def rows_here(self) -> np.ndarray | None:
         """int64[n]: which rows of a full batch the devices of this process hold, ascending; None in one process: all."""
@@ -295,7 +299,7 @@ class Placer:
             )
         leaves, structure = jax.tree.flatten(host.leaves)
         placed = [
-            jax.make_array_from_process_local_data(sharding, np.array(leaf, copy=True), (size, *np.shape(leaf)[1:]))
+            jax.make_array_from_process_local_data(sharding, narrow(np.asarray(leaf), copy=True), (size, *np.shape(leaf)[1:]))
             for leaf, sharding in zip(leaves, self._shardings_of(host.leaves, structure), strict=True)
         ]
         return Batch(jax.tree.unflatten(structure, placed), self.weights(size, size, True), size, True, host.position)
@@ -324,23 +328,6 @@ _SKIPPED = (
     "{} of the {} records of a batch were skipped, and neither a loss that gives one number for all its rows nor batch statistics can "
     "leave out what stands in their place.\n    cure: a loss with one value per example and no batch statistics; or sound files."
 )
-
-
-def narrow(values: np.ndarray, *, copy: bool) -> np.ndarray:
-    """Host values in the dtype that jax gives them: without `jax_enable_x64`, 64 bits become 32.
-
-    Raises:
-      DataError: whole numbers that 32 bits do not hold; they would wrap around.
-    """
-    dtype = jax.dtypes.canonicalize_dtype(values.dtype)
-    if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
-        least, most, limits = values.min(), values.max(), np.iinfo(dtype)
-        if least < limits.min or most > limits.max:
-            raise DataError(
-                f"{values.dtype} values from {least} to {most} do not fit {dtype}, which jax makes of them.\n"
-                "    cure: smaller numbers (such as an index into a table of them), or jax.config.update('jax_enable_x64', True)."
-            )
-    return values.astype(dtype, copy=copy)
 
 
 def _own(leaf: Any, index: np.ndarray | None) -> np.ndarray:

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.data.batches import HostBatch, as_arrays, check_leaves, narrow
+from spmd.data.batches import HostBatch, as_arrays, check_leaves
+from spmd.data.narrow import OutOfRange, narrow, refuse
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree
 
@@ -54,7 +55,10 @@ def on_devices(arrays: Tree, mesh: Mesh) -> Tree:
         host = narrow(np.asarray(leaf), copy=True)
         return jax.make_array_from_callback(host.shape, whole, lambda at: host[at].copy())
 
-    return jax.tree.map(put, arrays)
+    try:
+        return jax.tree.map(put, arrays)
+    except OutOfRange:
+        refuse(arrays, None, "the data")
 
 
 def numbered(batches: Sequence[HostBatch], size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,9 @@ from linear import FEATURES, aligned, examples, fit, same, trainer
 import spmd
 from spmd.data import batches
 from spmd.data.batches import HostBatch, Placer
+from spmd.data.narrow import narrow
+from spmd.data.residence import on_devices
+from spmd.errors import DataError
 from spmd.layout.declare import Batch
 
 
@@ -24,6 +27,58 @@ def placer(mesh="data=8", rows=16, *, pad=True):
 
 def host(rows):
     return HostBatch(examples(rows), rows)
+
+
+# dtypes that jax makes narrower --------------------------------------------------------------------------------------
+
+WIDE = {
+    "labels": (np.int64, 2**40, "int32 of int64, which holds -2147483648 to 2147483647"),
+    "unsigned": (np.uint64, 2**32, "uint32 of uint64, which holds 0 to 4294967295"),
+    "floats": (np.float64, 1e300, "float32 of float64, which holds -3.40"),
+}
+
+
+def wide_rows(kind):
+    dtype, value, _ = WIDE[kind]
+    y = np.zeros((16, 2), dtype)
+    y[11, 1] = value
+    return {"x": np.zeros((16, 2), np.float32), "y": y}
+
+
+@pytest.mark.parametrize("way", ["whole", "indexed", "one device", "of one process", "resident"])
+@pytest.mark.parametrize("kind", WIDE)
+def test_placer_names_value_that_narrower_dtype_does_not_hold(kind, way, monkeypatch):
+    data, place = wide_rows(kind), placer()
+    what = "the data" if way in ("indexed", "resident") else "the batch"
+    with pytest.raises(DataError) as raised:
+        if way == "resident":
+            on_devices(data, spmd.make_mesh("data=8"))
+        elif way == "of one process":
+            monkeypatch.setattr(place, "_many_processes", True)
+            place(HostBatch(data, 16))
+        elif way == "one device":
+            Placer(one_device(), lambda path: ("data",), ("data",), 16, pad=True)(HostBatch(data, 16))
+        else:
+            place(HostBatch(data, 16, np.arange(16)[::-1] if way == "indexed" else None))
+    value, made = WIDE[kind][1:]
+    text = str(raised.value)
+    assert text.startswith(f"y: row 11 of {what} holds {value}. jax makes {made}")
+    assert "jax_enable_x64" in text
+
+
+def test_narrow_keeps_values_that_fit():
+    batch = placer()(HostBatch({"y": np.arange(16), "z": np.full(16, np.inf), "n": np.full(16, np.nan)}, 16))
+    assert np.array_equal(batch.leaves["y"], np.arange(16)) and np.isinf(batch.leaves["z"]).all() and np.isnan(batch.leaves["n"]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint32, np.float32, bool])
+def test_narrow_does_not_read_dtypes_that_jax_keeps(dtype):
+    class Unread(np.ndarray):
+        def min(self, *args, **named):
+            raise AssertionError
+
+    values = np.ones(4, dtype).view(Unread)
+    assert narrow(values, copy=False) is values
 
 
 # padding and weights -------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Where batches come from: arrays cut in an order of their own, and iterables of every kind."""
 
 import numpy as np
-import optax
 import pytest
 from linear import examples, fit, same
 
@@ -293,19 +292,6 @@ def test_an_error_of_the_users_reader_comes_out_with_its_own_lines(prefetch):
     with pytest.raises(OSError, match="the disk is gone") as raised:
         fit(broken_reader, steps=10, prefetch=prefetch)
     assert "broken_reader" in [entry.name for entry in raised.traceback]
-
-
-def test_numbers_that_32_bits_do_not_hold_are_refused():
-    data = {"x": np.zeros((8, 2), np.float32), "y": np.arange(8) + 2**31 - 4}
-    with pytest.raises(DataError, match=r"int64 values from \d+ to \d+ do not fit int32"):
-        spmd.fit(
-            spmd.FunctionalModel(lambda key: {"w": np.zeros((2, 1), np.float32)}, lambda p, x: x @ p["w"]),
-            data,
-            loss=lambda model, batch: model(batch["x"])[:, 0] * batch["y"],
-            optimizer=optax.sgd(0.1),
-            batch_size=8,
-            mesh={"data": 8},
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Host arrays in the dtypes that jax gives them: without `jax_enable_x64`, 64 bits become 32, and what 32 bits do not hold is refused."""
+
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from spmd.errors import DataError
+from spmd.tree import Tree, flatten
+
+
+class OutOfRange(Exception):
+    """A value that the narrower dtype does not hold."""
+
+
+def narrow(values: np.ndarray, *, copy: bool) -> np.ndarray:
+    """Host values in the dtype that jax gives them; arrays whose dtype jax keeps are not looked at.
+
+    Raises:
+      OutOfRange: a whole number that would wrap around, or a finite one that would become infinite.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(values.dtype)
+    if dtype == values.dtype:
+        return values.astype(dtype, copy=copy)
+    if values.dtype.kind in "iu" and values.size:
+        limits = np.iinfo(dtype)
+        if values.min() < limits.min or values.max() > limits.max:
+            raise OutOfRange
+    try:
+        with np.errstate(over="raise"):
+            return values.astype(dtype, copy=copy)
+    except FloatingPointError:
+        raise OutOfRange from None
+
+
+def refuse(leaves: Tree, index: np.ndarray | None, what: str) -> NoReturn:
+    """Raise `DataError` for the first value of the rows `index` of `leaves` (all of them without) that `narrow` refuses.
+
+    Args:
+      what: whose rows are numbered, in words.
+    """
+    for path, leaf in flatten(leaves).items():
+        leaf = np.asarray(leaf)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if dtype == leaf.dtype:
+            continue
+        for row in range(len(leaf)) if index is None else index:
+            if not _fits(leaf[row]):
+                value = next(value for value in leaf[row].flat if not _fits(value))
+                limits = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
+                smaller = "an index into a table of the values" if dtype.kind in "iu" else "the values divided by a constant"
+                raise DataError(
+                    f"{path or 'the array'}: row {row} of {what} holds {value}. jax makes {dtype} of {leaf.dtype}, which holds "
+                    f"{limits.min} to {limits.max}.\n"
+                    f"    cure: smaller numbers, such as {smaller}; or jax.config.update('jax_enable_x64', True)."
+                )
+    raise AssertionError("every value fits")
+
+
+def _fits(values: Any) -> bool:
+    try:
+        narrow(np.asarray(values), copy=False)
+    except OutOfRange:
+        return False
+    return True
