@@ -38,6 +38,10 @@ KINDS = {  # what stands there
     "callbacks": list,
     "pace": list | None,
 }
+MODEL_FITS = (
+    'parameters and batch statistics fit. Trainer.restore(folder, only="params") gives them in a new state of this optimizer, at step 0; '
+    "fit(trainer.rebuild(state), ...) trains from there, into another folder."
+)
 SHAPE = r"\w+\[(\d+(, \d+)*)?\]"
 
 
@@ -213,7 +217,13 @@ class Reader:
         self, step: int, meta: dict[str, Any], wanted: State, memory: Callable[[Tree], Tree], packing: Packing | None
     ) -> tuple[State, list[str]]:
         arrays, mesh = by_path(wanted), wanted.step.sharding.mesh
-        reading, move, repacked, words = self._state(step, meta, wanted, packing, of="model and optimizer")
+        try:
+            reading, move, repacked, words = self._state(step, meta, wanted, packing, of="model and optimizer")
+        except CheckpointError as error:
+            with contextlib.suppress(CheckpointError):
+                self._state(step, meta, wanted, packing, of="model")
+                error = CheckpointError(f"{error}\n\n    cure: {MODEL_FITS}")
+            raise error from None
         remembered, fitting, told = memory_to_read(meta["arrays"], arrays, mesh, repacked=repacked)
         restored = self._read(step, {**remembered, STATE: reading})
         flat = move(restored.pop(STATE))

@@ -122,8 +122,15 @@ def trainer(model, optimizer, **options):
 def test_restore_of_params_under_another_optimizer(kind, tmp_path):
     saved = fit(MODELS[kind](), checkpoint=tmp_path, seed=1).state
     other = trainer(MODELS[kind](), optax.sgd(0.1, momentum=0.9), seed=2)
-    with pytest.raises(CheckpointError, match="does not fit this model and optimizer"):
+    with pytest.raises(CheckpointError, match="does not fit this model and optimizer") as raised:
         other.restore(tmp_path)
+    assert (
+        str(raised.value)
+        .partition("\n\n    cure: ")[2]
+        .startswith(
+            'parameters and batch statistics fit. Trainer.restore(folder, only="params") gives them in a new state of this optimizer,'
+        )
+    )
     state = other.restore(tmp_path, only="params")
     assert same(state.params, saved.params) and same(state.stats, saved.stats) and int(state.step) == 0
     fresh = other.init()
@@ -156,6 +163,20 @@ def test_restore_of_params_of_another_model_is_a_table(tmp_path):
         trainer(wider, optax.sgd(0.1)).restore(tmp_path, only="params")
     assert str(raised.value).startswith(f"the checkpoint of step 2 in {tmp_path} does not fit this model\n")
     assert "opt/" not in str(raised.value) and "stats/norm/mean" in str(raised.value)
+
+
+def test_restore_of_another_model_does_not_offer_its_params(tmp_path):
+    fit(MODELS["nnx"](), checkpoint=tmp_path)
+    with pytest.raises(CheckpointError) as raised:
+        trainer(lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1)).restore(tmp_path)
+    assert "only=" not in str(raised.value)
+
+
+def test_resume_under_another_optimizer_offers_the_params(tmp_path):
+    model = MODELS["nnx"]()
+    fit(model, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match=r'cure: parameters and batch statistics fit\. Trainer\.restore\(folder, only="params"\)'):
+        fit(model, checkpoint=tmp_path, resume=True, optimizer=optax.sgd(0.1))
 
 
 def test_restore_of_what_is_not_known(tmp_path):
