@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -60,9 +60,36 @@ def _mean_squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _range(loss: PerExample, batch: Any) -> jax.Array:
-    """The smallest and the largest target that counts; and of those that are no whole number one, or 0."""
+    """The smallest and the largest target that counts; of those that are no whole number one, or 0; how many are NaN."""
     targets = jnp.where(loss.counts(batch), loss.split(batch)[1], 0)
-    return jnp.stack([targets.min(), targets.max(), jnp.where(_whole(targets), 0, targets).max()])
+    nans = jnp.isnan(targets)  # which a maximum over devices may drop
+    return jnp.stack([targets.min(), targets.max(), jnp.where(_whole(targets) | nans, 0, targets).max(), nans.sum(dtype=targets.dtype)])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _no_mask(function: PerExample, batch: Any) -> jax.Array:
+    """How many entries of a mask are neither 0 nor 1, the largest of them, and how many are NaN, which a maximum over devices may drop."""
+    strange, mask = function.no_mask(batch), batch[function.mask].astype(jnp.float32)
+    return jnp.stack([strange.sum(), jnp.where(strange & ~jnp.isnan(mask), mask, -jnp.inf).max(), jnp.isnan(mask).sum()])
+
+
+def check_masks(functions: Iterable[Any], batch: Any) -> None:
+    """Refuse masks of a placed batch that are more than yes and no.
+
+    Raises:
+      DataError: there are some, for a loss or metric of `on(mask=...)`.
+    """
+    masked = {one.mask: one for one in functions if isinstance(one, PerExample) and one.mask is not None}
+    for name, function in masked.items():
+        count, value, nans = map(float, jax.device_get(_no_mask(function, batch)))
+        if count:
+            raise DataError(
+                f'{function.name}: {count:g} of the {math.prod(batch[name].shape)} entries of the mask "{name}", '
+                f"{describe(batch[name])}, are neither 0 nor 1, such as "
+                f"{math.nan if nans else value:g}.\n"
+                "    cure: a mask of bool, or of 0 and 1. For weights, a loss of your own that returns "
+                "((weights * values).sum(), weights.sum())."
+            )
 
 
 def check_targets(loss: Any, classes: int, batch: Any) -> None:
@@ -73,9 +100,11 @@ def check_targets(loss: Any, classes: int, batch: Any) -> None:
     """
     if not isinstance(loss, PerExample) or loss.function is not _cross_entropy:
         return
-    low, high, part = map(float, jax.device_get(_range(loss, batch)))
+    low, high, part, nans = map(float, jax.device_get(_range(loss, batch)))
     if part != 0 and math.isfinite(part):
         raise DataError(f"{loss.name}: a target is {part:g}, which is no whole number.\n    cure: classes, counted from 0.")
+    if nans:
+        raise DataError(f"{loss.name}: {nans:g} targets are NaN.\n    cure: a look at the data, or cross_entropy.on(mask=...).")
     if not (math.isfinite(low) and math.isfinite(high)):
         raise DataError(f"{loss.name}: targets from {low:g} to {high:g}.\n    cure: a look at the data for NaN and infinity.")
     low, high = math.floor(low), math.ceil(high)
@@ -91,7 +120,8 @@ cross_entropy = PerExample(_cross_entropy, "spmd.losses.cross_entropy")
 """Softmax cross-entropy of logits [batch, ..., classes] against integer targets [batch, ...], in float32.
 
 `cross_entropy.on(mask="mask")` and `cross_entropy.on(ignore=-100)` take the mean over the tokens that count, over all workers. A target
-outside [0, classes) that is not ignored makes the loss NaN, and so ends the run; the first batch is looked at before, by value and range.
+outside [0, classes) that is not ignored makes the loss NaN, and so ends the run, and so does a mask that is neither 0 nor 1; the first
+batch is checked before, by value and range.
 """
 
 mean_squared_error = PerExample(_mean_squared_error, "spmd.losses.mean_squared_error")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import DataError, LossError, did_you_mean
+from spmd.errors import DataError, LossError, OptionError, brief, did_you_mean
 from spmd.tree import describe
 
 INPUTS = ("x", "inputs", "input", "image", "images", "tokens", "features", "input_ids")
@@ -51,9 +51,14 @@ class PerExample:
         """The same function, reading these keys of a dict batch.
 
         Args:
-          mask: the key of an array like the targets, 0 or False where a position does not count.
+          mask: the key of an array like the targets, of bool or of 0 and 1: 0 or False where a position does not count.
           ignore: the target of positions that do not count, such as -100.
+
+        Raises:
+          OptionError: `ignore` is no whole number.
         """
+        if ignore is not None and (isinstance(ignore, bool) or not isinstance(ignore, int | np.integer)):
+            raise OptionError(f"{self.name}.on(ignore={brief(ignore)}): a target is a whole number.\n    cure: such as ignore=-100.")
         given = {"inputs": inputs, "targets": targets, "mask": mask, "ignore": ignore}
         return dataclasses.replace(self, **{name: value for name, value in given.items() if value is not None})
 
@@ -96,14 +101,34 @@ class PerExample:
                 f"{self.name}: {describe(values)} for targets {describe(targets)}, so positions cannot be left out.\n"
                 "    cure: a function with one value for each target."
             )
-        return jnp.where(counts, values.astype(jnp.float32), 0.0).sum(), counts.sum(dtype=jnp.float32)
+        values = jnp.where(self.no_mask(batch), jnp.nan, jnp.where(counts, values.astype(jnp.float32), 0.0))
+        return values.sum(), counts.sum(dtype=jnp.float32)
 
     def counts(self, batch: Any) -> jax.Array:
         """Which targets count, as `mask` and `ignore` say."""
         targets = self.split(batch)[1]
-        counts = jnp.ones(targets.shape, bool) if self.ignore is None else targets != self.ignore
-        if self.mask is None:
+        mask = self._mask(batch)
+        counts = jnp.ones(targets.shape, bool) if mask is None else mask != 0
+        if self.ignore is None:
             return counts
+        if jnp.issubdtype(targets.dtype, jnp.integer) and not (limits := jnp.iinfo(targets.dtype)).min <= self.ignore <= limits.max:
+            raise LossError(
+                f"{self.name}.on(ignore={self.ignore}): the targets are {describe(targets)}, from {limits.min} to {limits.max}, "
+                f"so none can be {self.ignore}.\n"
+                "    cure: targets of a dtype that holds it, such as int32, made before they are marked; or the number that marks them."
+            )
+        return counts & (targets != self.ignore)
+
+    def no_mask(self, batch: Any) -> jax.Array:
+        """Where the mask is neither 0 nor 1."""
+        mask = self._mask(batch)
+        return jnp.zeros((), bool) if mask is None or mask.dtype == bool else (mask != 0) & (mask != 1)
+
+    def _mask(self, batch: Any) -> jax.Array | None:
+        """The mask, like the targets; None without one."""
+        if self.mask is None:
+            return None
+        targets = self.split(batch)[1]
         if not isinstance(batch, dict) or self.mask not in batch:
             cure = did_you_mean(self.mask, batch) if isinstance(batch, dict) else "a batch that is a dict, with the mask under a name."
             raise DataError(f'{self.name}: the batch has no mask "{self.mask}".\n    cure: {cure}')
@@ -112,7 +137,7 @@ class PerExample:
             raise LossError(
                 f"{self.name}: the mask is {describe(mask)}, the targets are {describe(targets)}.\n    cure: one mask for each."
             )
-        return counts & (mask != 0)
+        return mask
 
 
 def per_row(values: jax.Array) -> jax.Array:

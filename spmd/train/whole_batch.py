@@ -25,7 +25,7 @@ from spmd.nn.context import MIXTURE, WHOLE, under
 from spmd.nn.layer_stack import cut_rows
 from spmd.train.accumulate import equations
 from spmd.train.activations import Seen
-from spmd.train.losses import check_targets
+from spmd.train.losses import check_masks, check_targets
 from spmd.train.objective import Objective
 from spmd.train.placed import Placed
 from spmd.train.precision import cast, compute_dtype
@@ -198,12 +198,13 @@ class Comparison:
 
         Raises:
           LossError: the two are not the same, with what was found to help.
-          DataError: targets that are no class.
+          DataError: targets that are no class, or masks that are not 0 and 1.
         """
         if self.made:
             return
         self.made = True
         with jax.transfer_guard("allow"):
+            check_masks((self.loss.loss, *self.loss.metrics.values()), batch)
             for shape in self.loss.outputs:
                 check_targets(self.loss.loss, shape[-1], batch)
             if not self.needed:

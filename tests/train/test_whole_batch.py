@@ -409,6 +409,51 @@ def test_cross_entropy_leaves_out_tokens_that_do_not_count(ignore):
     assert np.isfinite(trainer.evaluate(state, batch)["loss"])
 
 
+@pytest.mark.parametrize("where", ["loss", "metric"])
+@pytest.mark.parametrize(("value", "said"), [(np.nan, "nan"), (0.5, "0.5"), (2, "2"), (-np.inf, "-inf")])
+def test_step_refuses_masks_that_are_not_0_and_1(value, said, where):
+    masked = spmd.losses.cross_entropy.on(mask="mask"), spmd.metrics.accuracy.on(mask="mask")
+    loss, right = (masked[0], spmd.metrics.accuracy) if where == "loss" else (spmd.losses.cross_entropy, masked[1])
+    trainer, batch = trainer_of(loss, lambda: PerToken(nnx.Rngs(0)), metrics={"right": right}), token_batch()
+    batch["mask"] = batch["mask"].astype("float32")
+    batch["mask"][3, 2] = batch["mask"][5, 1] = value
+    with pytest.raises(spmd.errors.DataError) as raised:
+        trainer.step(trainer.init(), batch)
+    name = masked[0].name if where == "loss" else masked[1].name
+    assert str(raised.value).startswith(
+        f'{name}: 2 of the {batch["mask"].size} entries of the mask "mask", float32{list(batch["mask"].shape)}, are neither 0 nor 1, '
+        f"such as {said}.\n    cure: a mask of bool, or of 0 and 1."
+    ), raised.value
+
+
+def test_loss_is_nan_where_mask_of_later_batch_is_not_0_and_1():
+    loss = spmd.losses.cross_entropy.on(mask="mask")
+    trainer, batch = trainer_of(loss, lambda: PerToken(nnx.Rngs(0))), token_batch()
+    state, metrics = trainer.step(trainer.init(), {**batch, "mask": batch["mask"].astype("float32")})
+    assert np.isfinite(metrics["loss"])
+    assert np.isnan(trainer.step(state, {**batch, "mask": np.where(batch["mask"] > 0, 1.0, 0.5).astype("float32")})[1]["loss"])
+
+
+@pytest.mark.parametrize("ignore", ["-100", -100.0, True])
+def test_on_refuses_ignore_that_is_no_whole_number(ignore):
+    with pytest.raises(spmd.errors.OptionError, match=r"^spmd.losses.cross_entropy.on\(ignore=.*\): a target is a whole number"):
+        spmd.losses.cross_entropy.on(ignore=ignore)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ignore", "fits"), [("uint8", -100, False), ("uint8", 255, True), ("int8", -100, True), ("int8", 200, False)]
+)
+def test_step_refuses_ignore_that_targets_cannot_hold(dtype, ignore, fits):
+    trainer = trainer_of(spmd.losses.cross_entropy.on(ignore=ignore), lambda: PerToken(nnx.Rngs(0)))
+    batch = {
+        name: value.astype(dtype if name == "targets" else value.dtype) for name, value in token_batch(ignore if fits else None).items()
+    }
+    limits = np.iinfo(dtype)
+    words = rf"ignore={ignore}\): the targets are {dtype}\[.*\], from {limits.min} to {limits.max}, so none can be {ignore}"
+    with contextlib.nullcontext() if fits else pytest.raises(spmd.errors.LossError, match=words):
+        assert np.isfinite(trainer.step(trainer.init(), batch)[1]["loss"])
+
+
 @pytest.mark.parametrize(("value", "range_"), [(7, "targets from 0 to 7"), (-100, r"targets from -100 to 2(.|\n)*on\(ignore=-100\)")])
 def test_step_refuses_targets_that_are_no_class(value, range_):
     trainer, batch = trainer_of(spmd.losses.cross_entropy, lambda: PerToken(nnx.Rngs(0))), token_batch()
@@ -419,7 +464,14 @@ def test_step_refuses_targets_that_are_no_class(value, range_):
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(1.5, "a target is 1.5, which is no whole"), (np.inf, "to inf"), (-0.5, "from -1 to"), (7.0, "0 to 7"), (2.0, None)],
+    [
+        (1.5, "a target is 1.5, which is no whole"),
+        (np.inf, "to inf"),
+        (np.nan, "1 targets are NaN"),
+        (-0.5, "from -1 to"),
+        (7.0, "0 to 7"),
+        (2.0, None),
+    ],
 )
 def test_step_takes_whole_numbers_as_targets(value, words):
     trainer, batch = trainer_of(spmd.losses.cross_entropy), data()
