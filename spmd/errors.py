@@ -259,6 +259,15 @@ def naming(who: Callable[[], str]) -> Iterator[None]:
         raise CallbackError(f"{who()} raises {first_line(error)}") from error
 
 
+@contextlib.contextmanager
+def noting(error: BaseException, what: str) -> Iterator[None]:
+    """In the block, which is there because of `error`, what fails as well becomes a note beside it."""
+    try:
+        yield
+    except Exception as second:
+        error.add_note(f"spmd: and {what}: {type(second).__name__}: {second}")
+
+
 def escaped(text: str, most: int = 2000) -> str:
     r"""What another process said, for a terminal: no control characters, and no more than so many letters.
 

@@ -288,12 +288,14 @@ class Store(Reader):
             raise CheckpointError(f"the checkpoint of step {missing} is not on disk in {self.folder}; there are {self.steps()}.")
 
     def release(self) -> None:
-        """Let go of the folder without a word about what is in it."""
-        self._thread.shutdown()
-        if "_manager" in vars(self):
-            self._manager.close()
-        if self._ownership is not None:
-            self._ownership.release()
+        """Let go of the folder without a word about what is in it, also where Ctrl-C interrupts the waiting."""
+        try:
+            self._thread.shutdown()
+            if "_manager" in vars(self):
+                self._manager.close()
+        finally:
+            if self._ownership is not None:
+                self._ownership.release()
 
     def close(self) -> None:
         """Wait, and let go of the folder."""

@@ -15,7 +15,7 @@ from spmd.data.deal import Position, epoch_of
 from spmd.data.loader import Source
 from spmd.data.prefetch import prefetch
 from spmd.data.residence import numbered
-from spmd.errors import DivergedError, OptionError, did_you_mean
+from spmd.errors import DivergedError, OptionError, did_you_mean, noting
 from spmd.hosts import even, guard
 from spmd.run.callbacks import Callback, Info, Measured, as_numbers, check_first, notify, restore, saved
 from spmd.run.checkpoint import Store
@@ -291,20 +291,18 @@ class Loop:
         """
         apart = jax.process_count() > 1 and not isinstance(error, DivergedError)
         try:
-            self._unread.clear()
-            if save and not apart and self.store is not None and self.step > self._first_step:
-                self.store.save(self.state, self.step, self._meta(), {})
-                self.store.wait()
-                error.add_note(f"spmd: the state after step {self.step} was saved in {self.store.folder}.")
-        except Exception as second:
-            error.add_note(f"spmd: and the state after step {self.step} could not be saved: {type(second).__name__}: {second}")
-        try:
-            self._tell_stop()
-        except Exception as second:
-            error.add_note(f"spmd: and on_stop failed: {type(second).__name__}: {second}")
-        with contextlib.suppress(Exception):
-            self._close(apart=apart)
-        self._guard.at("script", self.step)
+            with noting(error, f"the state after step {self.step} could not be saved"):
+                self._unread.clear()
+                if save and not apart and self.store is not None and self.step > self._first_step:
+                    self.store.save(self.state, self.step, self._meta(), {})
+                    self.store.wait()
+                    error.add_note(f"spmd: the state after step {self.step} was saved in {self.store.folder}.")
+            with noting(error, "on_stop failed"):
+                self._tell_stop()
+        finally:  # another Ctrl-C may end the saving, and no later run could have the folder
+            with contextlib.suppress(Exception):
+                self._close(apart=apart)
+            self._guard.at("script", self.step)
 
     def _close(self, *, apart: bool = False) -> None:
         with contextlib.ExitStack() as closing:  # each is closed, though another may fail

@@ -26,6 +26,8 @@ BEAT = 5.0  # seconds between two heartbeats
 GONE = 60.0  # seconds without a heartbeat after which an owner on another machine is gone; network file systems may cache for half of it
 LONGEST = 4096  # bytes of the file that are looked at
 
+_held: dict[str, threading.Thread] = {}  # by token: the thread of this process that took the folder
+
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
@@ -73,8 +75,13 @@ class Ownership:
             0,
             uuid.uuid4().hex,
         )
-        with writing(self._path, CheckpointError):
-            self._acquire(clock, wait)
+        _held[self._me.token] = threading.current_thread()
+        try:
+            with writing(self._path, CheckpointError):
+                self._acquire(clock, wait)
+        except BaseException:
+            del _held[self._me.token]
+            raise
         self._released = threading.Event()
         threading.Thread(target=self._keep_alive, name="spmd owner", daemon=True).start()
 
@@ -90,10 +97,7 @@ class Ownership:
                     self._write(file)
                     return
             if lives or (watched is not None and text != watched):
-                raise CheckpointError(
-                    f"{self._folder} belongs to another run: {owner or 'unknown'}.\n"
-                    "    cure: another folder; or resume=True after that process has ended."
-                )
+                raise CheckpointError(_refusal(self._folder, owner))
             if watched is None:
                 watched, since = text, clock()
                 logging.getLogger("spmd").warning(
@@ -123,11 +127,14 @@ class Ownership:
         if self._released.is_set():
             return
         self._released.set()
-        with contextlib.suppress(OSError, CheckpointError):
-            self.check()
-            with self._opened() as file:
-                if self._mine(file):
-                    self._path.unlink()
+        try:
+            with contextlib.suppress(OSError, CheckpointError):
+                self.check()
+                with self._opened() as file:
+                    if self._mine(file):
+                        self._path.unlink()
+        finally:
+            _held.pop(self._me.token, None)
 
     def _keep_alive(self) -> None:
         while not self._released.wait(BEAT):
@@ -192,8 +199,28 @@ def _lives(owner: Owner, inode: int) -> bool | None:
     """Whether an owner's process still runs; None: that cannot be known here."""
     if owner.machine != _machine():
         return None
+    if owner.process == os.getpid():  # a thread that has ended, or a fork's parent, left it without letting go
+        thread = _held.get(owner.token)
+        return owner.file == inode and thread is not None and thread.is_alive()
     born = _born(owner.process)
     return owner.file == inode and born is not None and born == owner.born
+
+
+def _refusal(folder: Path, owner: Owner | None) -> str:
+    """Why a folder that has an owner cannot be had."""
+    thread = None if owner is None else _held.get(owner.token)
+    if thread is None:
+        cure = "another folder; or resume=True after that process has ended."
+        return f"{folder} belongs to another run: {owner or 'unknown'}.\n    cure: {cure}"
+    who = f"{folder} is in use by this same process ({owner})"
+    if thread is threading.current_thread():
+        return (
+            f"{who}: a run that this thread has started has not ended; this call is inside it, as in a callback, or it was not closed.\n"
+            "    cure: another folder for this run; or call it after the first has returned."
+        )
+    return (
+        f'{who}: a run in its thread "{thread.name}" has not ended.\n    cure: another folder; or resume=True after that run has returned.'
+    )
 
 
 def _machine() -> str:

@@ -1,5 +1,6 @@
 """One owner per run folder: who is refused, who takes over, and what each finds. Time is a fake; other machines are names in the file."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -7,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -66,16 +68,75 @@ def test_file_names_host_process_and_time(tmp_path):
     mine.release()
 
 
-def test_second_owner_is_refused_while_first_lives(tmp_path):
+def test_second_owner_in_the_same_thread_is_refused(tmp_path):
     mine = own(tmp_path)
     with pytest.raises(CheckpointError) as raised:
         own(tmp_path)
     assert str(raised.value) == (
-        f"{tmp_path} belongs to another run: {recorded(tmp_path)}.\n    cure: another folder; or resume=True after that process has ended."
+        f"{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run that this thread has started has not ended; this call is "
+        "inside it, as in a callback, or it was not closed.\n"
+        "    cure: another folder for this run; or call it after the first has returned."
     )
     mine.check()
     mine.release()
     own(tmp_path).release()
+
+
+@contextlib.contextmanager
+def thread_that_owns(folder):
+    """A thread that owns the folder until the block ends."""
+    began, end, mine = threading.Event(), threading.Event(), []
+
+    def run():
+        mine.append(own(folder))
+        began.set()
+        end.wait(60)
+
+    thread = threading.Thread(target=run, name="trainer-1")
+    thread.start()
+    try:
+        assert began.wait(60)
+        yield mine[0]
+    finally:
+        end.set()
+        thread.join(60)
+
+
+def test_second_owner_in_another_thread_is_told_which(tmp_path):
+    with thread_that_owns(tmp_path) as mine:
+        with pytest.raises(CheckpointError) as raised:
+            own(tmp_path)
+        assert str(raised.value) == (
+            f'{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run in its thread "trainer-1" has not ended.\n'
+            "    cure: another folder; or resume=True after that run has returned."
+        )
+        mine.check()
+        mine.release()
+        own(tmp_path).release()
+
+
+def test_owner_of_a_thread_that_has_ended_is_replaced(tmp_path):
+    with thread_that_owns(tmp_path) as before:
+        pass
+    mine = own(tmp_path)
+    assert mine.waited == 0
+    with pytest.raises(CheckpointError, match="does not belong to this run any more"):
+        before.check()
+    before.release()
+    mine.check()
+    mine.release()
+
+
+def test_owner_of_this_process_that_nobody_holds_is_replaced(tmp_path):
+    (tmp_path / NAME).touch()
+    mine = own(tmp_path)
+    text = (tmp_path / NAME).read_text()
+    mine.release()
+    (tmp_path / NAME).touch()
+    (tmp_path / NAME).write_text(json.dumps(json.loads(text) | {"file": inode(tmp_path)}))
+    mine = own(tmp_path)
+    assert mine.waited == 0
+    mine.release()
 
 
 def test_owner_that_was_killed_is_replaced_at_once(tmp_path):

@@ -6,7 +6,7 @@ import threading
 import optax
 import pytest
 from job import started
-from small import fit, linear, same
+from small import Fail, fit, linear, same
 
 import spmd
 from spmd.errors import CheckpointError
@@ -58,9 +58,31 @@ def test_restore_leaves_an_unfinished_save_alone(tmp_path, monkeypatch):
 def test_second_fit_is_refused_and_leaves_an_unfinished_save_alone(resume, tmp_path, monkeypatch):
     with half_written(tmp_path, monkeypatch):
         before = entries(tmp_path)
-        with pytest.raises(CheckpointError, match=r"belongs to another run: process \d+ on "):
+        with pytest.raises(CheckpointError, match=r"is in use by this same process \(process \d+ on "):
             fit(steps=8, checkpoint=tmp_path, resume=resume)
         assert entries(tmp_path) == before
+
+
+def test_fit_inside_a_fit_on_the_same_folder_is_refused(tmp_path):
+    def inner(info):
+        fit(steps=2, checkpoint=tmp_path, resume=True)
+
+    with pytest.raises(CheckpointError, match="this call is inside it, as in a callback"):
+        fit(steps=2, checkpoint=tmp_path, callbacks=[inner])
+    assert int(fit(steps=3, checkpoint=tmp_path, resume=True).state.step) == 3
+
+
+def test_fit_interrupted_while_it_saves_lets_go_of_the_folder(tmp_path, monkeypatch):
+    """The second Ctrl-C, while what there is after the first is written. The traceback keeps the run alive, as in a notebook."""
+    monkeypatch.setattr(Store, "wait", lambda store: (_ for _ in ()).throw(KeyboardInterrupt))
+    kept = []
+    try:
+        fit(checkpoint=tmp_path, callbacks=[Fail("on_step", 1, RuntimeError("mine"))])
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    assert kept and not (tmp_path / "owner.json").exists()
+    monkeypatch.undo()
+    assert int(fit(steps=3, checkpoint=tmp_path, resume=True).state.step) == 3
 
 
 def test_fit_that_is_refused_changes_nothing(tmp_path):
