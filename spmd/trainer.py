@@ -32,7 +32,7 @@ from spmd.nn.schedule import Schedule
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.length import allowing
 from spmd.run.loop import IN_FLIGHT
-from spmd.run.reader import Reader
+from spmd.run.reader import Reader, check_folder
 from spmd.run.remembered import check_meetings
 from spmd.run.repack import PARAMS, written
 from spmd.train.evaluation import evaluation_program
@@ -215,8 +215,9 @@ class Trainer:
         config = as_checkpoint(checkpoint)
         if only not in (None, PARAMS):
             raise OptionError(f"only={only!r}.\n    cure: {did_you_mean(str(only), (PARAMS,))}")
-        if config is None or not Path(config.path).is_dir():
+        if config is None:
             raise CheckpointError(f"checkpoint={brief(checkpoint)}: there is no such folder.")
+        check_folder(config.path)
         reader = Reader(config.path)
         chosen = reader.step(step)
         if only is not None:

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from spmd.comm.server.storage import Storage
-from spmd.errors import CheckpointError, SpmdError, raise_problems
+from spmd.errors import CheckpointError, SpmdError, brief, raise_problems
+from spmd.folders import obstacle
 from spmd.hosts.handshake import first_of_all
 from spmd.run.manifest import NAME, damage, read_json
 from spmd.run.remembered import STATE, item_of, memory_to_read, resplit
@@ -277,6 +278,20 @@ class Reader:
         fits = len(set(saved) | set(wanted)) - len(problems)
         note = f"{fits} arrays fit" if moves is None and not packed else ""
         raise_problems(CheckpointError, f"{what} does not fit this {of}", problems, note)
+
+
+def check_folder(path: str | Path) -> None:
+    """Refuse as a run's folder what is none.
+
+    Raises:
+      CheckpointError: it is a file, or in a file's place, and the text names the run that it is part of; or there is nothing.
+    """
+    if Path(path).is_dir():
+        return
+    why = obstacle(Path(path))
+    run = next((place for place in Path(path).absolute().parents if (place / "checkpoints").is_dir()), None) if why else None
+    what = f"checkpoint={brief(str(path))}: {why or 'there is no such folder'}"
+    raise CheckpointError(f"{what}, and not the folder of a run.\n    cure: {run}, which it is in." if run else f"{what}.")
 
 
 def _take(flat: Mapping[str, Any], path: str, like: Any) -> Any:

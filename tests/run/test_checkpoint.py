@@ -11,7 +11,7 @@ from flax import nnx
 from small import FEATURES, Net, fit, fit_net, host, labelled, linear, numbers, same
 
 import spmd
-from spmd.errors import CheckpointError, OptionError
+from spmd.errors import CheckpointError, OptionError, brief
 from spmd.run.checkpoint import Checkpoint, Store
 from spmd.tree import flatten
 
@@ -355,6 +355,26 @@ def test_a_checkpoint_that_is_not_there(tmp_path):
             trainer.restore(path)
     with pytest.raises(OptionError, match=r"checkpoint=5 is an int; a folder, or a spmd\.Checkpoint\."):
         fit(epochs=1, checkpoint=5)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/3/meta/metadata"])
+def test_restore_of_a_file_names_the_run_that_it_is_in(name, tmp_path):
+    trainer = fit(epochs=1, checkpoint=tmp_path).trainer
+    with pytest.raises(CheckpointError) as raised:
+        trainer.restore(tmp_path / name)
+    file = tmp_path / name
+    assert str(raised.value) == (
+        f"checkpoint={brief(str(file))}: {file} is a file, and not the folder of a run.\n    cure: {tmp_path}, which it is in."
+    )
+    assert int(trainer.restore(tmp_path).step) == 3
+
+
+def test_restore_of_a_file_that_is_in_no_run(tmp_path):
+    trainer, file = fit(epochs=1).trainer, tmp_path / "weights.npz"
+    file.touch()
+    with pytest.raises(CheckpointError) as raised:
+        trainer.restore(file)
+    assert str(raised.value) == f"checkpoint={brief(str(file))}: {file} is a file."
 
 
 def test_options_that_changed_are_told_when_a_run_goes_on(tmp_path, capsys):
