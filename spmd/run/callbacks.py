@@ -4,42 +4,14 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from spmd.errors import CallbackError, DivergedError, OptionError, a_kind, brief, did_you_mean, naming
 from spmd.hosts import guard
 from spmd.hosts.replicas import check_replicas
-
-
-class Measured(dict):
-    """Metrics that are measured already: what a callback would put in here is refused, since nobody would see it."""
-
-    def _refuse(self, *given: Any, **named: Any) -> Any:
-        raise OptionError(
-            "info.metrics cannot be changed here: it would show nowhere.\n"
-            "    cure: fit(metrics=...), or (value, {name: metric}) from the loss; in on_eval, what is added is recorded."
-        )
-
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = cast(Any, _refuse)
-
-
-def as_numbers(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
-    """Metrics as callbacks have left them after an evaluation.
-
-    Raises:
-      OptionError: one of them is no number.
-    """
-    found = {}
-    for name, value in metrics.items():
-        try:
-            with jax.transfer_guard("allow"):
-                found[str(name)] = float(value)
-        except (TypeError, ValueError):
-            raise OptionError(f"step {step}: on_eval has put {brief(value)} into info.metrics[{name!r}].\n    cure: a number.") from None
-    return found
 
 
 class Info:
@@ -91,6 +63,11 @@ class Info:
     def last_checkpoint(self) -> str:
         """Where the newest checkpoint is, in words."""
         return self._control.last_checkpoint()
+
+    @property
+    def suspects(self) -> str:
+        """What in a batch is known to make this loss NaN, to end a sentence with."""
+        return self._control.program.suspects
 
 
 class Callback:
@@ -189,7 +166,8 @@ class TerminateOnNaN(Callback):
 
     def on_step(self, info: Info) -> None:
         """Raise `DivergedError` on the first value that is not finite."""
-        self._look(info, "", "a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step.")
+        batch = f"a look at the batch of this step{info.suspects}"
+        self._look(info, "", f"a lower learning rate, gradient clipping (optax.clip_by_global_norm), or {batch}.")
 
     def on_eval(self, info: Info) -> None:
         """The same for an evaluation's."""

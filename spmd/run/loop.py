@@ -17,11 +17,12 @@ from spmd.data.prefetch import prefetch
 from spmd.data.residence import numbered
 from spmd.errors import DivergedError, OptionError, did_you_mean, noting
 from spmd.hosts import even, guard
-from spmd.run.callbacks import Callback, Info, Measured, as_numbers, check_first, notify, restore, saved
+from spmd.run.callbacks import Callback, Info, check_first, notify, restore, saved
 from spmd.run.checkpoint import Store
 from spmd.run.history import History
 from spmd.run.length import Length, allowing
 from spmd.run.loggers import Logger, close, write
+from spmd.run.measured import Measured, as_numbers
 from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.signals import ENDED, INTERRUPTED, interruptible

@@ -92,6 +92,19 @@ def check_masks(functions: Iterable[Any], batch: Any) -> None:
             )
 
 
+def suspects(loss: Any, outputs: Iterable[tuple[int, ...]]) -> str:
+    """What in a batch makes a declared loss NaN, to end a sentence with; empty where nothing is known of it.
+
+    Args:
+      outputs: shapes that the model has given to it.
+    """
+    if not isinstance(loss, PerExample) or loss.function is not _cross_entropy:
+        return ""
+    classes = "".join(f", 0 to {shape[-1] - 1}" for shape in outputs)
+    mask = "" if loss.mask is None else f', and where the mask "{loss.mask}" is neither 0 nor 1'
+    return f": {loss.name} is NaN where a target is not one of the model's classes{classes}{mask}"
+
+
 def check_targets(loss: Any, classes: int, batch: Any) -> None:
     """Refuse targets of a placed batch that are no class.
 

@@ -29,6 +29,7 @@ from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
 from spmd.train.gradient import check_gradient
 from spmd.train.local import LocalStep
+from spmd.train.losses import suspects
 from spmd.train.metrics import pack
 from spmd.train.objective import LEAKS, LOSS, Objective, check_loss, naming_in_trace
 from spmd.train.placed import Placed
@@ -168,6 +169,11 @@ class Program:
         """Of the first batch seen in parts, as by this step, with the same batch seen at once."""
         step = lambda placed, rows: Program(placed, self.sample)._step(rows, True)
         return Comparison(self.placed, self._train, self.sample, parts_of(self.placed, self._step(self.rows, True)), step, self._jaxpr)
+
+    @property
+    def suspects(self) -> str:
+        """What in a batch is known to make the loss NaN, to end a sentence with."""
+        return suspects(self._train.loss, self._train.outputs)
 
     @LEAKS
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:

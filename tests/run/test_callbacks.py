@@ -353,6 +353,23 @@ def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_n
     assert same(rest.state, fit(numbers(320), shuffle=False).state)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_terminate_on_nan_names_classes_of_cross_entropy(masked):
+    mask, data = {"mask": np.ones(96, bool)} if masked else {}, numbers(96)
+    data = {"x": data["x"], "y": np.zeros(96, np.int32), **mask}
+    data["y"][70] = 7
+    model = spmd.FunctionalModel(lambda key: {"w": np.ones((data["x"].shape[1], 3), np.float32)}, lambda params, x: x @ params["w"])
+    loss = spmd.losses.cross_entropy.on(mask="mask") if masked else spmd.losses.cross_entropy
+    with pytest.raises(DivergedError) as raised:
+        spmd.fit(model, data, loss=loss, optimizer=optax.sgd(0.1), batch_size=32, epochs=1, shuffle=False, progress=False)
+    also = ', and where the mask "mask" is neither 0 nor 1' if masked else ""
+    assert str(raised.value) == (
+        'step 3: metric "loss" is nan. There is no checkpoint.\n'
+        "    cure: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step: "
+        f"spmd.losses.cross_entropy is NaN where a target is not one of the model's classes, 0 to 2{also}."
+    )
+
+
 def test_a_run_without_checkpoints_says_so():
     with pytest.raises(DivergedError, match=r'^step 3: metric "loss" is nan\. There is no checkpoint\.'):
         fit(spoilt(3), shuffle=False)
