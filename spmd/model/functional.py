@@ -1,14 +1,15 @@
 """Models as two plain functions."""
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from spmd.errors import ModelError, a_kind
-from spmd.model.base import Call, Model, Variables, with_mode
+from spmd.errors import ModelError, Problem, a_kind, problems_text
+from spmd.model.base import Call, Model, Variables, abstractly, with_mode
 from spmd.tree import Tree, describe, flatten
 
 
@@ -37,7 +38,17 @@ class FunctionalModel:
         """The model with these parameters: to be called, or to be trained from there, by `fit(model.bind(params), ...)`."""
         if self.stateful != (state is not None):
             raise ModelError(f"bind: the model is {'' if self.stateful else 'not '}stateful.\n    cure: {self._bound}.")
+        given = {"params": params, "state": state} if self.stateful else {"params": params}
+        made = given
+        with contextlib.suppress(ModelError):  # arrays that are given need no init that can be traced
+            made = abstractly(self._made, "the model", jax.eval_shape(lambda: jax.random.key(0)))
+        _check_given(given, made)
         return FunctionCall(self, params, state, Call(training=False))
+
+    def _made(self, key: Any) -> dict[str, Tree]:
+        """What `init` makes, by name."""
+        made = self.init(key)
+        return dict(zip(("params", "state"), _pair(made, "init", "(params, state)"), strict=True)) if self.stateful else {"params": made}
 
     @property
     def _bound(self) -> str:
@@ -58,11 +69,8 @@ class FunctionModel(Model):
         del run
         if self._variables is not None:
             return self._variables
-        made = self._model.init(key)
-        if not self._model.stateful:
-            return Variables(made, {}, {})
-        params, state = _pair(made, "init", "(params, state)")
-        return Variables(params, state, {})
+        made = self._model._made(key)
+        return Variables(made["params"], made.get("state", {}), {})
 
     def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
         del key, run
@@ -128,6 +136,20 @@ def _pair(made: Any, function: str, wanted: str) -> tuple:
     if not isinstance(made, tuple) or len(made) != 2:
         raise ModelError(f"{function} of a stateful model returned {a_kind(made)}.\n    cure: {wanted}, a tuple of two.")
     return made
+
+
+def _check_given(given: Mapping[str, Tree], made: Mapping[str, Tree]) -> None:
+    """Arrays that a model is bound to must have the shapes of those that it makes; dtypes may differ."""
+    here, there = flatten(given), flatten(made)
+    shape = lambda arrays, path: describe(arrays[path]) if path in arrays else "nothing"
+    problems = [
+        Problem(path, [f"given {shape(here, path)}, init makes {shape(there, path)}"])
+        for path in dict.fromkeys([*there, *here])
+        if shape(here, path).partition("[")[2] != shape(there, path).partition("[")[2]
+    ]
+    if problems:
+        text = problems_text("bind: the arrays that are given are not of the shapes that init makes", problems)
+        raise ModelError(f"{text}\n\n    cure: arrays of the shapes that init makes; or a FunctionalModel whose init makes these.")
 
 
 def _check_state(before: Tree, after: Tree) -> None:

@@ -112,6 +112,29 @@ def test_arrays_that_a_bound_module_lacks_are_a_table():
     )
 
 
+@pytest.mark.parametrize("stateful", [False, True])
+def test_bind_of_other_shapes_than_init_makes_is_a_table(stateful):
+    params, state = {"w": jnp.zeros((4, 2)), "b": jnp.zeros(2)}, {"mean": jnp.zeros(4)}
+    init = lambda key: (params, state) if stateful else params
+    model = spmd.FunctionalModel(init, lambda params, *inputs: inputs[-1] @ params["w"], stateful=stateful)
+    arrays = {"w": np.zeros((2, 4), np.float32)}, *([{"mean": np.zeros((1, 4), np.float32)}] if stateful else [])
+    with pytest.raises(ModelError) as raised:
+        model.bind(*arrays)
+    assert str(raised.value) == (
+        f"bind: the arrays that are given are not of the shapes that init makes\n{2 + stateful} problems:\n\n"
+        "  params/b\n      given nothing, init makes float32[2]\n\n"
+        "  params/w\n      given float32[2, 4], init makes float32[4, 2]\n\n"
+        + "  state/mean\n      given float32[1, 4], init makes float32[4]\n\n" * stateful
+        + "    cure: arrays of the shapes that init makes; or a FunctionalModel whose init makes these."
+    )
+    model.bind(*((params, state) if stateful else (params,)))
+
+
+def test_bind_needs_no_init_that_can_be_traced():
+    model = spmd.FunctionalModel(lambda key: {"w": np.zeros(int(key))}, lambda params, x: x @ params["w"])
+    assert model.bind({"w": np.ones((4, 2))})(np.ones((1, 4))).shape == (1, 2)
+
+
 def trainer(model, optimizer, **options):
     made = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optimizer, **options)
     made.prepare({name: leaf[:16] for name, leaf in DATA.items()})
