@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +17,56 @@ from spmd import sealed
 from spmd.errors import CheckpointError, Problem, raise_problems
 from spmd.folders import reason
 from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.owner import NAME, Ownership
 from spmd.trials.course import Chunk
 
 ABOUT, DONE, END = "sweep.json", "done.json", "end.json"
 
 
-class Shelf:
-    """A sweep's folder. Without one (None) nothing is kept, and nothing is found."""
+@contextlib.contextmanager
+def owned(folder: Path | None) -> Iterator[Ownership | None]:
+    """In the block this sweep alone writes in its folder, which is made if it is not there.
 
-    def __init__(self, folder: Path | None, about: Mapping[str, str], *, resume: bool):
-        self._folder = folder
+    Raises:
+      CheckpointError: another sweep that still runs owns it, or it cannot be made.
+    """
+    if folder is None:
+        yield None
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    owner = Ownership(folder)
+    try:
+        yield owner
+    finally:
+        owner.release()
+
+
+def _unusable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{folder} cannot be used: {reason(folder, error)}.\n    cure: another folder.")
+
+
+class Shelf:
+    """A sweep's folder, which exists. Without one (None) nothing is kept, and nothing is found."""
+
+    def __init__(self, folder: Path | None, about: Mapping[str, str], *, resume: bool, owner: Ownership | None = None):
+        self._folder, self._owner = folder, owner
         if folder is None:
             return
         file = folder / ABOUT
         try:
             if not file.exists():
-                if folder.exists() and any(not one.name.startswith(".") for one in folder.iterdir()):
+                if any(not one.name.startswith(".") and one.name != NAME for one in folder.iterdir()):
                     raise CheckpointError(f"{folder} is not empty, and holds no sweep.\n    cure: another folder.")
-                folder.mkdir(parents=True, exist_ok=True)
                 sealed.write(file, _json(dict(about)))
                 return
             if not resume:
                 raise CheckpointError(f"{folder} already holds a sweep.\n    cure: resume=True to go on with it, or another folder.")
             before = json.loads(sealed.read(file) or b"{}")
         except OSError as error:
-            raise CheckpointError(f"{folder} cannot be used: {reason(folder, error)}.\n    cure: another folder.") from error
+            raise _unusable(folder, error) from error
         except sealed.Damaged as why:
             raise CheckpointError(f"{file} is damaged, so what the sweep was is not known: {why}.\n    cure: another folder.") from why
         names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
@@ -71,6 +96,7 @@ class Shelf:
         """A chunk is at its end."""
         place = self.place(rung, chunk)
         if place is not None:
+            self._check_owner()
             sealed.write(place / "end.npy", _npy(history))
             sealed.write(place / DONE, _json(evaluations))
 
@@ -115,6 +141,7 @@ class Shelf:
         place = self.place(rung, chunk)
         if store is None or place is None:
             return
+        self._check_owner()
         newest, held = place / f"history-{run.step}.npy", store.latest()
         sealed.write(newest, _npy(run.history))
         store.save(run.states, run.step, {}, {})
@@ -125,10 +152,16 @@ class Shelf:
     def clear(self) -> None:
         """Only the end is wanted of chunks: their states go."""
         if self._folder is not None:
+            self._check_owner()
             places = sorted((self._folder / "chunks").glob("*[0-9]-[0-9]*"))
             sealed.write(self._folder / END, _json([list(map(int, place.name.split("-"))) for place in places]))
             for place in places:
                 shutil.rmtree(place / "checkpoints", ignore_errors=True)
+
+    def _check_owner(self) -> None:
+        """Nothing is written over what a sweep that has taken the folder over writes."""
+        if self._owner is not None:
+            self._owner.check()
 
     def _read(self, file: Path) -> bytes | None:
         """What was written; None where nothing was, or not that: then it is a warning."""

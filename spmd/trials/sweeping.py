@@ -21,7 +21,7 @@ from spmd.trials.course import calls
 from spmd.trials.memory import check_room
 from spmd.trials.packed import DATA, NET, Packed
 from spmd.trials.rungs import Halving, check_search
-from spmd.trials.shelf import Shelf, spelled
+from spmd.trials.shelf import Shelf, owned, spelled
 from spmd.trials.space import SEED, check_space, draw, grid
 from spmd.trials.study import Study, Trial
 from spmd.trials.tried import Sweep
@@ -152,9 +152,10 @@ def sweep(
         "precision": precision,
         "exact": str(exact),
     }
-    shelf, _ = Shelf(folder, about, resume=resume), resident()
-    contest = Contest(study, packs, shelf, plan, measure, at_once, keep, steps_per_call, every, shown)
-    return contest.run(wanted, None if folder is None else folder / "best")
+    with owned(folder) as owner:
+        shelf, _ = Shelf(folder, about, resume=resume, owner=owner), resident()
+        contest = Contest(study, packs, shelf, plan, measure, at_once, keep, steps_per_call, every, shown)
+        return contest.run(wanted, None if folder is None else folder / "best")
 
 
 def _arrays(data: Any, what: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
