@@ -35,7 +35,7 @@ from spmd.run.loop import IN_FLIGHT
 from spmd.run.reader import Reader, check_folder
 from spmd.run.remembered import check_meetings
 from spmd.run.repack import PARAMS, written
-from spmd.train.evaluation import evaluation_program
+from spmd.train.evaluation import Totals, evaluation_program
 from spmd.train.metrics import means
 from spmd.train.placed import Options, Placed
 from spmd.train.program import Program, prepared
@@ -332,6 +332,8 @@ class Trainer:
     def evaluate(self, state: State, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """Exact means of loss and metrics over `data`, in evaluation mode; the last batch may be short.
 
+        What is not finite is returned as it is, with a warning that names the metric and the first batch at fault.
+
         Raises:
           DataError: the loss or a metric fails on such batches, and they differ from those that are trained on.
         """
@@ -339,18 +341,18 @@ class Trainer:
         reader = source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
         check_alive(state)
         program, placer = settled(reader, self._evaluation(reader.sample()))
-        total = np.zeros((2, len(program.eval_names)))
-        pending: collections.deque[jax.Array] = collections.deque()
+        totals = Totals(program.eval_names)
+        pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
         placed = map(placer, allowing(reader.epoch(0)))
         with guard.current().during("eval"):
             for batch in even.batches(placed, "the evaluation's data") if reader.threaded else placed:
                 with placer.carrying():
-                    pending.append(program.evaluate(state, batch.leaves, batch.weights))
+                    pending.append((program.evaluate(state, batch.leaves, batch.weights), batch.rows))
                 if len(pending) >= IN_FLIGHT:
-                    total += jax.device_get(pending.popleft())
-            for packed in pending:
-                total += jax.device_get(packed)
-        return dict(zip(program.eval_names, means(*total).tolist(), strict=True))
+                    totals.add(*pending.popleft())
+            for packed, count in pending:
+                totals.add(packed, count)
+        return totals.means()
 
     def check_evaluation(self, data: Any) -> tuple[str, ...]:
         """Names of what evaluation measures on arrays or records, which is traced: what does not fit is raised before training."""

@@ -1,12 +1,17 @@
-"""The program that evaluates data: that of training where batches are alike, else one of its own, and what does not fit is raised."""
+"""Evaluation: the program, which is that of training where batches are alike, and the sums over batches."""
 
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator
+
+import jax
+import numpy as np
 
 from spmd.data.batches import differences, kind_of
 from spmd.errors import DataError, LossError, listed, problems_text
+from spmd.train.metrics import means
 from spmd.train.placed import Placed
 from spmd.train.program import Program
 from spmd.tree import Tree, flatten
@@ -40,3 +45,38 @@ def evaluation_program(placed: Placed, sample: Tree, trained: Program | None) ->
         text = "evaluation does not measure %s: the loss returns it for batches of %s, and the data to evaluate has %s."
         logging.getLogger("spmd").warning(text, ", ".join(lost), listed(wanted), listed(there))
     return program
+
+
+class Totals:
+    """Sums and counts over the batches of an evaluation, and the batch in which each metric stopped being finite.
+
+    Example:
+      >>> totals = Totals(("loss",))
+      >>> totals.add(np.array([[6.0], [4.0]]), 4)
+      >>> totals.means()
+      {'loss': 1.5}
+    """
+
+    def __init__(self, names: tuple[str, ...]):
+        self._names, self._total = names, np.zeros((2, len(names)))
+        self._batches, self._rows = 0, 0
+        self._broken: dict[str, str] = {}  # metric -> where its sum was not finite first, in words
+
+    def add(self, packed: jax.Array | np.ndarray, rows: int) -> None:
+        """One batch more: float[2, names] on the host or on devices, of so many rows."""
+        found = jax.device_get(packed)
+        self._batches += 1
+        for name, value in zip(self._names, found[0].tolist(), strict=True):
+            if not math.isfinite(value):
+                self._broken.setdefault(name, f"batch {self._batches}, rows {self._rows} to {self._rows + rows - 1} of the evaluation")
+        self._rows += rows
+        self._total += found
+
+    def means(self) -> dict[str, float]:
+        """Means over all rows; a warning names those that are not finite, and the first batch at fault."""
+        found = dict(zip(self._names, means(*self._total).tolist(), strict=True))
+        lines = [f'"{name}" is {found[name]}, first in {where}' for name, where in self._broken.items()]
+        lines += [f'"{name}" counted nothing' for name, count in zip(self._names, self._total[1], strict=True) if count == 0]
+        if lines:
+            logging.getLogger("spmd").warning("the evaluation is not finite: %s.", "; ".join(lines))
+        return found

@@ -648,3 +648,18 @@ def test_fit_raises_when_evaluation_is_not_finite():
         spmd.fit(make, data(), loss=spmd.losses.cross_entropy, **options)
     watch_nothing = [spmd.callbacks.TerminateOnNaN(metrics=())]
     assert np.isnan(spmd.fit(make, data(), loss=spmd.losses.cross_entropy, callbacks=watch_nothing, **options).history["eval_loss"][-1])
+
+
+def test_evaluate_warns_of_first_batch_that_is_not_finite(caplog):
+    bad = data(32)
+    bad["x"][19] = np.nan
+    trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), metrics={"zero": lambda model, batch: (jnp.float32(0), jnp.float32(0))})
+    state = trainer.init()
+    found = trainer.evaluate(state, bad, batch_size=8)
+    assert np.isnan(found["loss"])
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert lines == [
+        'the evaluation is not finite: "loss" is nan, first in batch 3, rows 16 to 23 of the evaluation; "zero" counted nothing.'
+    ]
+    caplog.clear()
+    assert np.isfinite(trainer_of(lambda: MLP(rngs=nnx.Rngs(0))).evaluate(state, data(32), batch_size=8)["loss"]) and not caplog.records
