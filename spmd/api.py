@@ -209,7 +209,7 @@ def fit(
             placer,
             length,
             begun.state,
-            None if eval_data is None else functools.partial(trainer.evaluate, data=eval_data),
+            None if eval_data is None else functools.partial(trainer.measure, data=eval_data),
             hooks,
             *_outputs(store, trainer, sinks, shown, begun.state, begun.changed, room),
             store,

@@ -31,14 +31,13 @@ from spmd.mesh import make_mesh
 from spmd.nn.schedule import Schedule
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.length import allowing
-from spmd.run.loop import IN_FLIGHT
 from spmd.run.reader import Reader, check_folder
 from spmd.run.remembered import check_meetings
 from spmd.run.repack import PARAMS, written
-from spmd.train.evaluation import Totals, evaluation_program
+from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import means
 from spmd.train.placed import Options, Placed
-from spmd.train.program import Program, prepared
+from spmd.train.program import IN_FLIGHT, Program, prepared
 from spmd.train.state import State, check_alive, whole_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract
@@ -337,22 +336,18 @@ class Trainer:
         Raises:
           DataError: the loss or a metric fails on such batches, and they differ from those that are trained on.
         """
+        return self.measure(state, lambda batch: False, data=data, batch_size=batch_size) or {}
+
+    def measure(self, state: State, stops: Callable[[int], bool], data: Any, *, batch_size: int | None = None) -> dict[str, float] | None:
+        """As `evaluate`; None where `stops`, asked before each batch by its number from 1, has ended it."""
         rows, shuffle = self._eval_rows(data, batch_size), False if is_arrays(data) else None
         reader = source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
         check_alive(state)
         program, placer = settled(reader, self._evaluation(reader.sample()))
-        totals = Totals(program.eval_names)
-        pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
         placed = map(placer, allowing(reader.epoch(0)))
+        batches = even.batches(placed, "the evaluation's data") if reader.threaded else placed
         with guard.current().during("eval"):
-            for batch in even.batches(placed, "the evaluation's data") if reader.threaded else placed:
-                with placer.carrying():
-                    pending.append((program.evaluate(state, batch.leaves, batch.weights), batch.rows))
-                if len(pending) >= IN_FLIGHT:
-                    totals.add(*pending.popleft())
-            for packed, count in pending:
-                totals.add(packed, count)
-        return totals.means()
+            return measured(program, placer, state, batches, stops)
 
     def check_evaluation(self, data: Any) -> tuple[str, ...]:
         """Names of what evaluation measures on arrays or records, which is traced: what does not fit is raised before training."""

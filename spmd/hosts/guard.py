@@ -98,9 +98,9 @@ class Guard:
         """Somebody wants to stop: a signal, or a callback that knows what others do not."""
         self.asked = self.asked or reason
 
-    def stops(self, step: int, stride: int = 1) -> bool:
-        """Whether a run that somebody asked to stop does so after this step; asked between two calls of `stride` steps at most."""
-        del step, stride
+    def stops(self, step: int, batch: int = 0) -> bool:
+        """Whether a run that somebody asked to stop does so here: after this step, or before this batch of the evaluation after it."""
+        del step, batch
         return bool(self.asked)
 
     def over(self) -> None:
@@ -126,9 +126,9 @@ class Together(Guard):
         self.rank, self.size, self.limits, self._say = rank, size, limits, say
         self._runs, self._answered, self._leaving = 0, 0, threading.Lock()
         self._mean, self._calls = 0.0, 0  # seconds from one word of a step to the next, and how many there were
-        self._wish, self._begun, self._stride = "", 0, 1
-        self._mark: int | None = None  # how far this process goes without having heard of the others
-        self._last: int | None = None  # where all stop
+        self._wish, self._begun = "", (0, 0)  # the newest point at which the run has asked: after a step, before a batch of an evaluation
+        self._mark: tuple[int, int] | None = None  # the point that this process had come to when it heard
+        self._last: tuple[int, int] | None = None  # all stop at the first point after this one
         self._done: float | None = None  # when the first of the others was heard to have ended
         self._told_done, self._ended, self._lived = False, False, -math.inf
         self._comparison = Comparison()
@@ -164,7 +164,7 @@ class Together(Guard):
 
     def begin(self, step: int) -> None:
         """A run begins; runs have the same number everywhere."""
-        self._mean, self._calls, self._wish, self._begun, self._mark, self._last = 0.0, 0, "", step, None, None
+        self._mean, self._calls, self._wish, self._begun, self._mark, self._last = 0.0, 0, "", (step, 0), None, None
         super().begin(step)
         self._runs += 1  # last: from now on the thread looks at this run
 
@@ -185,23 +185,25 @@ class Together(Guard):
         """Somebody wants to stop; the thread tells all, this process too."""
         self._wish = self._wish or reason
 
-    def stops(self, step: int, stride: int = 1) -> bool:
-        """Whether all stop after this step.
+    def stops(self, step: int, batch: int = 0) -> bool:
+        """Whether all stop here.
 
-        Each process's thread, which never waits for a device, says how far its run goes without having heard of the others: one call
-        further than it was. The furthest of all is where all stop, so who has come to its own mark can wait for the others' threads.
+        All processes ask at the same points, in the same order. Each process's thread, which never waits for a device, says to which
+        point its run had come. All stop at the first point after the furthest of these, so who is past its own mark can wait for the
+        others' threads.
 
         Raises:
           TimeoutError: some did not say in `GRACE` seconds.
         """
-        self._begun, self._stride = step, stride
+        point = self._begun = max(self._begun, (step, batch))  # after an evaluation the step's own point is behind
         if not self.asked:
             return False
         while self._mark is None:
             time.sleep(0.01)
-        if self._last is None and step >= self._mark:
-            self._last = max(int(coordination.get(f"stop/{self._runs}/{rank}", GRACE)) for rank in range(self.size))
-        return self._last is not None and step >= self._last
+        if self._last is None and point > self._mark:
+            marks = [json.loads(coordination.get(f"stop/{self._runs}/{rank}", GRACE)) for rank in range(self.size)]
+            self._last = max((int(step), int(batch)) for step, batch in marks)
+        return self._last is not None and point > self._last
 
     def _stop_all(self, told: Mapping[str, str]) -> None:
         """Pass on a wish to stop; answer that of others, for this run and those before it."""
@@ -213,8 +215,8 @@ class Together(Guard):
             if f"stop/{run}" in told:
                 if run == self._runs:
                     self.asked = told[now]  # first: once the run can see it, it does not pass the mark by itself
-                self._mark = self._begun + self._stride
-                coordination.put(f"stop/{run}/{self.rank}", str(self._mark))
+                self._mark = self._begun
+                coordination.put(f"stop/{run}/{self.rank}", json.dumps(self._mark))
                 self._answered = run
 
     def failed(self, error: BaseException, code: int = FAILED) -> None:

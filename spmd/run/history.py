@@ -21,10 +21,11 @@ FILE = "history.bin"
 class History:
     """Metrics of every step of this call, and of every evaluation.
 
-    `history["loss"]` is one float per step; `history["eval_loss"]` one per evaluation. `rows()` gives the same as dicts. Of a run of more
-    than 100,000 steps the newest 100,000 are kept one by one. Earlier ones come first, as means over windows of 1,000 steps or more: a
-    row of `rows()` has the last step of its window as "step", and how many steps it is the mean of as "steps". With
-    `fit(checkpoint=folder)` every step is in the folder too: `History.read(folder)`.
+    `history["loss"]` is one float per step; `history["eval_loss"]` one per evaluation that was completed; `history.unfinished` has the
+    steps of those that a signal ended. `rows()` gives the same as dicts. Of a run of more than 100,000 steps the newest 100,000 are kept
+    one by one. Earlier ones come first, as means over windows of 1,000 steps or more: a row of `rows()` has the last step of its window as
+    "step", and how many steps it is the mean of as "steps". With `fit(checkpoint=folder)` every step is in the folder too:
+    `History.read(folder)`.
 
     Example:
       >>> history = History(("loss",))
@@ -41,6 +42,7 @@ class History:
         self._blocks: collections.deque[np.ndarray] = collections.deque()  # of rows, the last one not full
         self._filled, self._length, self._file = BLOCK, 0, None
         self.evaluations: list[dict[str, Any]] = []
+        self.unfinished: list[int] = []  # steps of evaluations that a signal ended: nothing of them is in `evaluations`
 
     def add_steps(self, first: int, packed: np.ndarray) -> None:
         """Steps `first`, `first + 1`, ... as float32[steps, 2, names], sums over counts; the array is copied."""
@@ -164,7 +166,8 @@ class History:
 
     def __repr__(self) -> str:
         shown = "  ".join(f"{name} {spark(self[name])} {self[name][-1]:.4g}" for name in self._names if len(self))
-        return f"History of {len(self)} steps and {len(self.evaluations)} evaluations  {shown}".rstrip()
+        ended = f" ({len(self.unfinished)} more not completed)" if self.unfinished else ""
+        return f"History of {len(self)} steps and {len(self.evaluations)} evaluations{ended}  {shown}".rstrip()
 
     def __contains__(self, name: str) -> bool:
         return name in self.names

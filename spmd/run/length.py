@@ -6,6 +6,10 @@ from typing import Any
 
 import jax
 
+from spmd.data.batches import Placer
+from spmd.data.loader import Source
+from spmd.train.program import Program
+
 
 @dataclasses.dataclass(frozen=True)
 class Length:
@@ -15,6 +19,12 @@ class Length:
     steps: int | None
     eval_every: int | None
     log_every: int
+
+
+def full_steps(source: Source, program: Program, placer: Placer) -> list[int]:
+    """How many steps of an epoch can be made in one call: all, but for a short last one that cannot be padded; none where nobody knows."""
+    steps, short = source.steps_per_epoch, getattr(source, "examples", 0) % program.rows
+    return [] if steps is None else [max(1, steps - bool(short and (program.drops_remainder or not placer.pad)))]
 
 
 def allowing(items: Iterator[Any]) -> Iterator[Any]:

@@ -19,18 +19,17 @@ from spmd.errors import DivergedError, OptionError, did_you_mean, noting
 from spmd.hosts import even, guard
 from spmd.run.callbacks import Callback, Info, check_first, notify, restore, saved
 from spmd.run.checkpoint import Store
+from spmd.run.due import Due, due
 from spmd.run.history import History
-from spmd.run.length import Length, allowing
+from spmd.run.length import Length, allowing, full_steps
 from spmd.run.loggers import Logger, close, write
 from spmd.run.measured import Measured, as_numbers
 from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.signals import ENDED, INTERRUPTED, interruptible
 from spmd.train.metrics import fetch, means
-from spmd.train.program import Program
+from spmd.train.program import IN_FLIGHT, Program
 from spmd.train.state import State
-
-IN_FLIGHT = 2  # steps dispatched and not yet read; unbounded, XLA:CPU deadlocks on more than two devices
 
 
 @dataclasses.dataclass
@@ -42,7 +41,7 @@ class Loop:
     placer: Placer
     length: Length
     state: State
-    evaluate: Callable[[State], dict[str, float]] | None
+    evaluate: Callable[[State, Callable[[int], bool]], dict[str, float] | None] | None
     callbacks: list[Callback]
     loggers: list[Logger]
     progress: NoProgress | Progress
@@ -67,11 +66,13 @@ class Loop:
         self._number, self._newest = self.position.epoch, None
         self._guard = guard.current()
         self._seen, self._stopped = (self.step, self.position.epoch), False
-        self._measured_at = -1
+        self._measured_at = self._unfinished_at = -1  # steps of the newest evaluation that was completed, and that was not
         self._callbacks = [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]
         self._fetch, self.program.comparison.say = fetch(), self.progress.say
-        self._exact = [c.every for c in self._callbacks if (c.exact if c.exact is not None else c.every > 1)]
-        self.steps_per_call = min([self.steps_per_call, *self._marks(), *self._full_steps()])
+        exact = tuple(c.every for c in self._callbacks if (c.exact if c.exact is not None else c.every > 1))
+        every, best = (None, None) if self.store is None else (self.store.config.every, self.store.config.best)
+        self._due = Due(self.length.eval_every, every, best is not None, exact)
+        self.steps_per_call = min([self.steps_per_call, *self._due.strides, *full_steps(self.source, self.program, self.placer)])
 
     def run(self) -> None:
         """Train until its end, a callback or the user says stop. Whatever happens, the newest state is saved."""
@@ -222,11 +223,10 @@ class Loop:
 
     def _after_step(self) -> None:
         """Evaluate, then save: a checkpoint is judged by the evaluation of its own step."""
-        due = lambda every: every is not None and self.step % every == 0
-        measures, saves = due(self.length.eval_every), self.store is not None and due(self.store.config.every)
+        measures, saves = due(self._due.evaluate, self.step), due(self._due.save, self.step)
         if self.store is not None and saves and not measures and self.store.config.best is None:
             self.store.copy(self.state, self.step)  # devices have it in hand while the host waits; an evaluation may want its room
-        if any(due(every) for every in self._exact):
+        if any(due(every, self.step) for every in self._due.exact):
             self._drain()
         if measures:
             self._measure()
@@ -249,8 +249,12 @@ class Loop:
         self._measured_at = self.step
         self._guard.at("eval", self.step)
         with self.pace.apart(), jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
-            self._evaluated = {f"eval_{name}": value for name, value in self.evaluate(self.state).items()}
+            found = self.evaluate(self.state, self._interrupts)
         self._guard.at("step", self.step)
+        if found is None:
+            self._note_unfinished()
+            return
+        self._evaluated = {f"eval_{name}": value for name, value in found.items()}
         measured = dict(self._evaluated)
         try:
             self._tell("on_eval", measured)
@@ -260,6 +264,17 @@ class Loop:
             write(self.loggers, {"step": self.step, "epoch": self._number, **self._evaluated})
             shown = "  ".join(f"{name} {value:.4f}" for name, value in self._evaluated.items())
             self.progress.say(f"step {self.step}: {shown}")
+
+    def _interrupts(self, batch: int) -> bool:
+        """Whether a signal ends an evaluation before this batch, from 1: it may take longer than the run is given to save."""
+        return self._guard.stops(self.step, batch) and self._guard.asked in (INTERRUPTED, ENDED)
+
+    def _note_unfinished(self) -> None:
+        """Say that an evaluation was not completed; the resumed run makes it anew."""
+        self._measured_at, self._unfinished_at, self.stop_reason = -1, self.step, self._guard.asked
+        self.history.unfinished.append(self.step)
+        write(self.loggers, {"step": self.step, "epoch": self._number, "event": "evaluation not completed"})
+        self.progress.say(f"step {self.step}: the evaluation was not completed ({self.stop_reason})")
 
     def _save(self) -> None:
         if self.store is None:
@@ -283,7 +298,8 @@ class Loop:
         """Everything beside the arrays that a resumed run needs."""
         kept = saved(self.callbacks, self.step)
         found = {"position": dataclasses.asdict(self.position), "callbacks": kept, "pace": self.pace.saved()}
-        return {**self.meta, **found, "owes_evaluation": self._measured_at != self.step and self._evaluates()}
+        owes = self.step == self._unfinished_at or (self._measured_at != self.step and self._due.evaluates(self.step))
+        return {**self.meta, **found, "owes_evaluation": owes}
 
     def _rescue(self, error: BaseException, *, save: bool) -> None:
         """Save what there is and close; what fails meanwhile is told beside the error, not instead of it.
@@ -326,18 +342,13 @@ class Loop:
 
     def _leaves(self) -> bool:
         """Whether this is where the run stops, between two steps."""
-        if self.stop_reason is None and self._guard.stops(self.step, self.steps_per_call):
+        if self.stop_reason is None and self._guard.stops(self.step):
             self.stop_reason = self._guard.asked
         return self.stop_reason is not None
 
     def _hurries(self) -> bool:
         """Whether it stops because of a signal: soon, who has sent it sends another that cannot be followed."""
         return self._leaves() and self.stop_reason in (INTERRUPTED, ENDED)
-
-    def _evaluates(self) -> bool:
-        """Whether an evaluation is due at this step of an epoch, for itself or to judge a checkpoint."""
-        judged = self.store.config.every if self.store is not None and self.store.config.best is not None else None
-        return any(every is not None and self.step % every == 0 for every in (self.length.eval_every, judged))
 
     def stop_at(self, step: int) -> None:
         """Leave after this many updates; at once where there were more already."""
@@ -365,20 +376,10 @@ class Loop:
     def _done(self) -> bool:
         return self._steps_done() or (self.length.epochs is not None and self.position.epoch >= self.length.epochs)
 
-    def _marks(self) -> list[int]:
-        """Every how many steps something must look at the state."""
-        marks = [self.length.eval_every, self.store.config.every if self.store else None, *self._exact]
-        return [every for every in marks if every is not None]
-
-    def _full_steps(self) -> list[int]:
-        """How many steps of an epoch can be made in one call: all, but for a short last one that cannot be padded."""
-        steps, short = self.source.steps_per_epoch, getattr(self.source, "examples", 0) % self.program.rows
-        return [] if steps is None else [max(1, steps - bool(short and (self.program.drops_remainder or not self.placer.pad)))]
-
     def _until_due(self) -> int:
         """Steps until something must look at the state, or the run ends."""
-        left = [every - self.step % every for every in self._marks()]
-        return min([*left, self.length.steps - self.step] if self.length.steps is not None else left, default=self.steps_per_call)
+        left = self._due.left(self.step) + ([] if self.length.steps is None else [self.length.steps - self.step])
+        return min(left, default=self.steps_per_call)
 
     def _means(self, sums: np.ndarray) -> dict[str, float]:
         found = zip(self.program.names, means(*sums).tolist(), sums[1], strict=True)

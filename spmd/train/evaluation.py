@@ -1,19 +1,21 @@
 """Evaluation: the program, which is that of training where batches are alike, and the sums over batches."""
 
+import collections
 import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import numpy as np
 
-from spmd.data.batches import differences, kind_of
+from spmd.data.batches import Batch, Placer, differences, kind_of
 from spmd.errors import DataError, LossError, listed, problems_text
 from spmd.train.metrics import means
 from spmd.train.placed import Placed
-from spmd.train.program import Program
+from spmd.train.program import IN_FLIGHT, Program
+from spmd.train.state import State
 from spmd.tree import Tree, flatten
 
 
@@ -80,3 +82,21 @@ class Totals:
         if lines:
             logging.getLogger("spmd").warning("the evaluation is not finite: %s.", "; ".join(lines))
         return found
+
+
+def measured(
+    program: Program, placer: Placer, state: State, batches: Iterable[Batch], stops: Callable[[int], bool]
+) -> dict[str, float] | None:
+    """Means over all rows of all batches; None where `stops`, asked before each batch by its number from 1, has ended it."""
+    totals, stopped = Totals(program.eval_names), False
+    pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
+    for number, batch in enumerate(batches, 1):
+        if stopped := stops(number):
+            break
+        with placer.carrying():
+            pending.append((program.evaluate(state, batch.leaves, batch.weights), batch.rows))
+        if len(pending) >= IN_FLIGHT:
+            totals.add(*pending.popleft())
+    for packed, count in pending:
+        totals.add(packed, count)
+    return None if stopped else totals.means()

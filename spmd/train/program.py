@@ -41,6 +41,8 @@ from spmd.train.step import Step, batch_spec, many
 from spmd.train.whole_batch import Comparison, parts_of
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 
+IN_FLIGHT = 2  # steps dispatched and not yet read; unbounded, XLA:CPU deadlocks on more than two devices
+
 KERNELS = ("cu_threefry2x32", "cu_threefry2x32_ffi")  # of jax itself, which `jax.export` would not promise to know in years to come
 
 

@@ -8,7 +8,7 @@ import pytest
 from spmd.errors import ClusterError, OptionError
 from spmd.hosts import coordination, guard
 from spmd.hosts.arrival import join
-from spmd.hosts.guard import Guard
+from spmd.hosts.guard import Guard, Together
 from spmd.hosts.handshake import agree, program_facts
 from spmd.hosts.limits import Limits
 
@@ -48,6 +48,62 @@ def test_a_process_that_is_alone():
     assert not alone.stops(4), "a new run was asked nothing"
     with pytest.raises(ClusterError, match=r"this process is alone.\n    cure: spmd.join\(\) first"):
         coordination.put("x", "y")
+
+
+@pytest.fixture
+def several(monkeypatch):
+    """Guards of processes that share a service; `hear` is what each one's thread does when it looks."""
+    service = {}
+    monkeypatch.setattr(coordination, "put", lambda key, text: service.setdefault(key, text))
+    monkeypatch.setattr(coordination, "get", lambda key, timeout: service[key])
+
+    def make(size):
+        guards = [Together(rank, size, Limits(), print) for rank in range(size)]
+        for one in guards:
+            one.begin(0)
+        return guards
+
+    def hear(one):
+        one._stop_all({name.removeprefix("now/"): text for name, text in service.items() if name.startswith("now/")})
+
+    return make, hear
+
+
+def passed(one, points):
+    """The points that a run passes until it stops, and where it stops."""
+    points = iter(points)
+    return next((point for point in points if one.stops(*point)), None)
+
+
+EVALUATED = [(4, 0), *((4, batch) for batch in range(1, 7)), (4, 0), (5, 0), (6, 0)]  # an evaluation of 6 batches after step 4
+
+
+@pytest.mark.parametrize(
+    "first, second, last",
+    [(0, 0, (4, 1)), (3, 3, (4, 4)), (1, 3, (4, 4)), (0, 6, (5, 0)), (6, 7, (5, 0)), (0, 9, None)],
+    ids=["before it", "in it", "one batch apart", "at its last batch", "at its end", "at the end of the run"],
+)
+def test_processes_stop_at_the_same_point_of_an_evaluation(several, first, second, last):
+    """Each has come to one of the points when it hears of the signal; none has passed the point where all stop."""
+    make, hear = several
+    guards = make(2)
+    for one, at in zip(guards, (first, second), strict=True):
+        assert passed(one, EVALUATED[: at + 1]) is None
+    guards[0].ask("asked to end")
+    for one in guards:
+        hear(one)
+    assert [passed(one, EVALUATED[at + 1 :]) for one, at in zip(guards, (first, second), strict=True)] == [last, last]
+
+
+def test_processes_stop_after_the_same_step_though_one_is_ahead(several):
+    make, hear = several
+    guards = make(3)
+    for one, step in zip(guards, (2, 3, 3), strict=True):
+        assert not one.stops(step)
+    guards[2].ask("asked to end")
+    for one in reversed(guards):
+        hear(one)
+    assert [passed(one, [(step, 0) for step in range(3, 9)]) for one in guards] == [(4, 0)] * 3
 
 
 def test_records_for_who_has_started_it(tmp_path, monkeypatch):

@@ -157,6 +157,55 @@ def test_a_signal_saves_before_it_evaluates(number, step, evaluated, every, eval
     assert rest.history.evaluations == [row for row in whole.history.evaluations if row["step"] >= step]
 
 
+class Batches:
+    """Evaluation data of 4 batches; reading the second one at a step raises a signal."""
+
+    def __init__(self, number=None, evaluation=1):
+        self.number, self.wanted, self.evaluations, self.read = number, evaluation, 0, 0
+
+    def __call__(self):
+        self.evaluations += 1
+        for at in range(4):
+            self.read += 1
+            if self.number is not None and (self.evaluations, at) == (self.wanted, 1):
+                signal.raise_signal(self.number)
+            yield numbers(32, at)
+
+
+@pytest.mark.parametrize("eval_every, best", [(None, None), (2, None), (None, "eval_loss")], ids=["epoch's end", "mid-epoch", "judged"])
+def test_a_signal_during_an_evaluation_ends_it_between_batches(eval_every, best, tmp_path):
+    """The state is saved, nothing of the evaluation is reported, and the resumed run makes it anew."""
+
+    def run(folder, evaluation, **options):
+        checkpoint = spmd.Checkpoint(folder, best=best, keep=100)
+        return fit(epochs=3, eval_data=evaluation, eval_every=eval_every, checkpoint=checkpoint, **options)
+
+    recorder, step = Recorder(), 2 if eval_every else 3
+    cut = Batches(signal.SIGINT)
+    ended = run(tmp_path / "cut", cut, callbacks=[recorder])
+    assert cut.read == 2, "the batch in hand, and no other"
+    assert ended.stop_reason == "interrupted" and int(ended.state.step) == step and whole_steps(tmp_path / "cut") == [step]
+    assert ended.history.evaluations == [] and ended.history.unfinished == [step] and recorder.steps("eval") == []
+    assert "0 evaluations (1 more not completed)" in repr(ended.history)
+    rows = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row.get("event") == "evaluation not completed"] == [step]
+    assert not [row for row in rows if "eval_loss" in row]
+    rest, whole = run(tmp_path / "cut", Batches(), resume=True), run(tmp_path / "whole", Batches())
+    assert same(rest.state, whole.state)
+    assert rest.history.evaluations == whole.history.evaluations and whole.history.unfinished == []
+
+
+def test_sigterm_during_the_last_evaluation_saves_and_ends(tmp_path):
+    """All steps are made; the evaluation is not, so the run was not at its end."""
+    cut = Batches(signal.SIGTERM)
+    options = {"steps": 3, "eval_every": 5, "checkpoint": tmp_path}
+    with pytest.raises(SystemExit) as raised:
+        fit(eval_data=cut, **options)
+    assert raised.value.code == 143 and cut.read == 2 and whole_steps(tmp_path) == [3]
+    rest = fit(eval_data=Batches(), resume=True, **options)
+    assert [row["step"] for row in rest.history.evaluations] == [3]
+
+
 def test_outside_the_main_thread_signals_are_left_alone():
     import threading
 
