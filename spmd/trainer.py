@@ -35,9 +35,9 @@ from spmd.run.reader import Reader, check_folder
 from spmd.run.remembered import check_meetings
 from spmd.run.repack import PARAMS, written
 from spmd.train.evaluation import evaluation_program, measured
-from spmd.train.metrics import means
+from spmd.train.metrics import IN_FLIGHT, means
 from spmd.train.placed import Options, Placed
-from spmd.train.program import IN_FLIGHT, Program, prepared
+from spmd.train.program import Program, prepared
 from spmd.train.state import State, check_alive, whole_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract

@@ -27,8 +27,8 @@ from spmd.run.measured import Measured, as_numbers
 from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.signals import ENDED, INTERRUPTED, interruptible
-from spmd.train.metrics import fetch, means
-from spmd.train.program import IN_FLIGHT, Program
+from spmd.train.metrics import IN_FLIGHT, fetch, means
+from spmd.train.program import Program
 from spmd.train.state import State
 
 

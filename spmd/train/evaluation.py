@@ -12,9 +12,9 @@ import numpy as np
 
 from spmd.data.batches import Batch, Placer, differences, kind_of
 from spmd.errors import DataError, LossError, listed, problems_text
-from spmd.train.metrics import means
+from spmd.train.metrics import IN_FLIGHT, means
 from spmd.train.placed import Placed
-from spmd.train.program import IN_FLIGHT, Program
+from spmd.train.program import Program
 from spmd.train.state import State
 from spmd.tree import Tree, flatten
 
@@ -93,6 +93,8 @@ def measured(
     for number, batch in enumerate(batches, 1):
         if stopped := stops(number):
             break
+        if number == 2:  # a batch that is all of the data is no part of it
+            program.metric_rows.once(state, batch.leaves, batch.weights, program.eval_names[1:], "batches")
         with placer.carrying():
             pending.append((program.evaluate(state, batch.leaves, batch.weights), batch.rows))
         if len(pending) >= IN_FLIGHT:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import DataError, LossError
-from spmd.train.metrics import PerExample, same_shape
+from spmd.train.metrics import PerExample, accuracy, mean_absolute_error, same_shape
 from spmd.tree import describe
 
 
@@ -139,3 +139,5 @@ batch is checked before, by value and range.
 
 mean_squared_error = PerExample(_mean_squared_error, "spmd.losses.mean_squared_error")
 """Mean of (output - target)² over everything but dim 0, in float32."""
+
+SHIPPED = tuple(one.function for one in (cross_entropy, mean_squared_error, accuracy, mean_absolute_error))  # which join no rows

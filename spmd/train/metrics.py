@@ -17,6 +17,7 @@ from spmd.tree import describe
 
 INPUTS = ("x", "inputs", "input", "image", "images", "tokens", "features", "input_ids")
 TARGETS = ("y", "targets", "target", "labels", "label")
+IN_FLIGHT = 2  # programs dispatched whose metrics are not yet read; unbounded, XLA:CPU deadlocks on more than two devices
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum over rows, number of rows), both float32 scalars
 

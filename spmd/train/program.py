@@ -30,6 +30,7 @@ from spmd.train.activations import Activations, Seen
 from spmd.train.gradient import check_gradient
 from spmd.train.local import LocalStep
 from spmd.train.losses import suspects
+from spmd.train.metric_rows import MetricRows
 from spmd.train.metrics import pack
 from spmd.train.objective import LEAKS, LOSS, Objective, check_loss, naming_in_trace
 from spmd.train.placed import Placed
@@ -40,8 +41,6 @@ from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, many
 from spmd.train.whole_batch import Comparison, parts_of
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
-
-IN_FLIGHT = 2  # steps dispatched and not yet read; unbounded, XLA:CPU deadlocks on more than two devices
 
 KERNELS = ("cu_threefry2x32", "cu_threefry2x32_ffi")  # of jax itself, which `jax.export` would not promise to know in years to come
 
@@ -59,6 +58,7 @@ class Program:
         seen = Seen(placed.resolved)
         self.schedules: dict[str, Schedule] = {}  # of a step on a full batch, by stack
         (value, extra), self._jaxpr = self._trace(self._train, seen, training=True)
+        self.suspects = suspects(self._train.loss, self._train.outputs)  # what in a batch makes the loss NaN, to end a sentence with
         check_update(placed.optimizer, abstract(placed.abstract_state.params))
         placed.cutting.check_used(placed.resolved.layout.source)
         self._check_pipeline(stats=stats)
@@ -80,8 +80,8 @@ class Program:
         self._compiled: dict[tuple, Callable] = {}
         self._fitting: set[Any] = set()  # kinds of inputs that the model was traced on
 
-    def _trace(self, objective: Objective, seen: Seen, *, training: bool) -> tuple[tuple, Any]:
-        """What an objective returns on a full batch, as shapes, and its jaxpr."""
+    def _trace(self, objective: Objective, seen: Seen, *, training: bool, rows: int | None = None) -> tuple[tuple, Any]:
+        """What an objective returns on so many rows, those of a full batch unless they are given, as shapes, and its jaxpr."""
         placed = self.placed
         shares = placed.options.accumulate * placed.exchange.simulated // placed.resolved.workers
         cutting = dataclasses.replace(placed.cutting, shares=shares, schedules=self.schedules if training else {})
@@ -94,8 +94,9 @@ class Program:
                 return objective(placed.model.bind(variables, asked), batch, key)
 
         variables = abstract(placed.abstract_state.variables)
-        with naming_in_trace("the loss", self.sample):
-            jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(variables, self.sample, jax.eval_shape(lambda: jax.random.key(0)))
+        sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows or self.rows, *x.shape[1:]), x.dtype), self.sample)
+        with naming_in_trace("the loss", sample):
+            jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(variables, sample, jax.eval_shape(lambda: jax.random.key(0)))
         return shapes, jaxpr
 
     def _check_pipeline(self, *, stats: bool) -> None:
@@ -172,16 +173,24 @@ class Program:
         step = lambda placed, rows: Program(placed, self.sample)._step(rows, True)
         return Comparison(self.placed, self._train, self.sample, parts_of(self.placed, self._step(self.rows, True)), step, self._jaxpr)
 
-    @property
-    def suspects(self) -> str:
-        """What in a batch is known to make the loss NaN, to end a sentence with."""
-        return suspects(self._train.loss, self._train.outputs)
+    @functools.cached_property
+    def metric_rows(self) -> MetricRows:
+        """Whether metrics are means over rows."""
+        trace = functools.partial(self._trace, self._eval, Seen(self.placed.resolved), training=False)
+        return MetricRows(self.placed, self._eval, lambda: self.eval_names, self.rows, trace, self.evaluate)
+
+    def _look(self, state: State, batch: Tree, weights: jax.Array, rows: jax.Array | None = None) -> None:
+        """At the loss and the metrics of the first batch; `rows` as of `Comparison.once`."""
+        if not self.comparison.made:
+            self.comparison.once(state, batch, weights, rows)
+            if self.comparison.parts.several and len(self._packed) > 1:
+                self.metric_rows.once(state, batch, weights, self._packed[1:], f"parts of a batch, {self.comparison.parts},", rows)
 
     @LEAKS
     def step(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, split: bool = True) -> tuple[State, jax.Array]:
         """One update; `state` is donated (but for convolutions on a CPU). Metrics are float32[2, names], sums over counts."""
         if split:
-            self.comparison.once(state, batch, weights)
+            self._look(state, batch, weights)
         if "present" in events and not split:
             raise DataError(
                 f"a batch of {weights.shape[0]} rows, which {self.placed.exchange.simulated} workers do not divide, while not all count.\n"
@@ -192,7 +201,7 @@ class Program:
     @LEAKS
     def many(self, state: State, data: Tree, rows: jax.Array, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """`rows.shape[0]` updates in one call on resident data; metrics are float32[steps, 2, names]."""
-        self.comparison.once(state, data, weights, rows)
+        self._look(state, data, weights, rows)
         return self._function(("many", weights.shape[1], True))(state, data, rows, weights, events)
 
     @LEAKS

@@ -178,17 +178,27 @@ def _row_by_row(equation: Any) -> bool:
     return equation.primitive.name == "custom_jvp_call" and (getattr(defined, "func_filename", None) or "").startswith(JAX)
 
 
-def proved(
-    first: Any, second: Any, given: Sequence[Value], rows: int, others: int, outputs: int, draws: dict[int, bool] | None = None
-) -> bool:
-    """Whether a loss, traced for `rows` and for `others` rows, is a mean over rows that may be taken in parts.
+def walked(
+    first: Any, second: Any, given: Sequence[Value], rows: int, others: int, draws: dict[int, bool] | None = None
+) -> Sequence[Value]:
+    """What each output is of a function that was traced for `rows` and for `others` rows.
 
-    Its outputs are one value per row, a scalar, or (sum, count). `given` says what the inputs are, `draws` takes what is found of these.
+    `given` says what the inputs are, `draws` takes what is found of these.
     """
-    found = Walk(rows, others, {} if draws is None else draws).closed(first, second, given)[:outputs]
-    if outputs == 2:
+    return Walk(rows, others, {} if draws is None else draws).closed(first, second, given)
+
+
+def mean_over_rows(found: Sequence[Value], shape: tuple[int, ...]) -> bool:
+    """Whether it may be taken in parts: one value per row or a scalar, of this shape, or (sum, count)."""
+    if len(found) == 2:
         total, count = found
         counted = isinstance(count, Summed) and isinstance(total, Summed) and count.power == total.power
         return counted or (isinstance(total, Summed) and isinstance(count, Fixed) and count.power == total.power + 1)
-    shape = first.out_avals[0].shape
     return found[0] == PerRow(0) if shape else found[0] == Summed(-1) or (isinstance(found[0], Fixed) and not found[0].power)
+
+
+def proved(
+    first: Any, second: Any, given: Sequence[Value], rows: int, others: int, outputs: int, draws: dict[int, bool] | None = None
+) -> bool:
+    """Whether a loss, traced for `rows` and for `others` rows, is a mean over rows that may be taken in parts; see `walked`."""
+    return mean_over_rows(walked(first, second, given, rows, others, draws)[:outputs], first.out_avals[0].shape)

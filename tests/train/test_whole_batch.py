@@ -479,3 +479,66 @@ def test_step_takes_whole_numbers_as_targets(value, words):
     batch["y"][3] = value
     with contextlib.nullcontext() if words is None else pytest.raises(spmd.errors.DataError, match=words):
         assert np.isfinite(trainer.step(trainer.init(), batch)[1]["loss"])
+
+
+# metrics that join rows ------------------------------------------------------------------------------------------------
+
+
+def f1(model, batch):
+    guess, right = model(batch["x"]).argmax(-1) == 1, batch["y"] == 1
+    return 2 * (guess & right).sum() / (guess.sum() + right.sum())
+
+
+def hits(model, batch):
+    return (model(batch["x"]).argmax(-1) == batch["y"]).astype("float32")
+
+
+METRICS = {
+    "f1": (f1, True),
+    "largest": (lambda model, batch: model(batch["x"]).max(), True),
+    "sum": (lambda model, batch: hits(model, batch).sum(), True),
+    "ranks": (lambda model, batch: model(batch["x"])[:, 0].argsort().astype("float32") * jnp.arange(len(batch["x"])), True),
+    "of parts": (spmd.losses.of_parts(f1), False),
+    "rows": (hits, False),
+    "mean": (lambda model, batch: hits(model, batch).mean(), False),
+    "pair": (lambda model, batch: ((hits(model, batch) * batch["y"]).sum(), batch["y"].sum()), False),
+    "measured mean": (lambda model, batch: jnp.sort(hits(model, batch)).mean(), False),
+    "shipped": (spmd.metrics.accuracy.on(inputs="x", targets="y"), False),
+}
+
+
+def warned(caplog):
+    return [record.getMessage() for record in caplog.records if "is no mean over rows" in record.getMessage()]
+
+
+def test_evaluate_warns_of_metrics_that_join_rows(caplog):
+    metrics = {name: metric for name, (metric, _) in METRICS.items()}
+    trainer, batch = trainer_of(spmd.losses.cross_entropy.on(inputs="x", targets="y"), metrics=metrics), data(1)
+    state = trainer.init(batch)
+    trainer.evaluate(state, batch, batch_size=ROWS)
+    assert not warned(caplog)  # one batch is all of the data
+    halves = trainer.evaluate(state, batch, batch_size=ROWS // 2)
+    lines = warned(caplog)
+    assert {line.split('"')[1] for line in lines} == {name for name, (_, joins) in METRICS.items() if joins}
+    whole, parts = (float(number) for number in re.search(r"of 16 rows it is (\S+), and .* is (\S+)\.\n", lines[0]).groups())
+    assert whole != parts and np.isfinite(halves["f1"])
+    trainer.evaluate(state, batch, batch_size=ROWS // 2)
+    assert warned(caplog) == lines  # once
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_step_warns_of_losses_metrics_that_join_rows(caplog, joins):
+    def loss(model, batch):
+        return CE(model(batch["x"]), batch["y"]), {"f1": f1(model, batch) if joins else hits(model, batch)}
+
+    trainer, batch = trainer_of(loss), data(1)
+    trainer.step(trainer.init(batch), batch)
+    lines = warned(caplog)
+    assert len(lines) == joins
+    if joins:
+        wanted = r'^the metric "f1" is no mean over rows, but the mean over parts of a batch, by 8 workers, is taken: of 32 rows it is '
+        assert re.match(wanted, lines[0])
+    caplog.clear()
+    trainer = trainer_of(loss, reduction="compiler")
+    trainer.step(trainer.init(batch), batch)
+    assert not warned(caplog)
