@@ -39,12 +39,12 @@ class Report(spmd.callbacks.Callback):
         self._event("checkpoint", info)
 
 
-def kill_before_seal(step):
-    """Die when all of a checkpoint is written, but not committed yet."""
+def kill_before_seal(step, folder=None):
+    """Die when all of a checkpoint, of a store in this folder, is written, but not committed yet."""
     seal = Store._seal
 
     def sealed(store):
-        if store._writing == step:
+        if store._writing == step and folder in (None, store.folder):
             os.kill(os.getpid(), signal.SIGKILL)
         seal(store)
 

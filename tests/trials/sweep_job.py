@@ -1,4 +1,7 @@
-"""A sweep in a process of its own, which a test kills: `python sweep_job.py FOLDER`. Prints the table."""
+"""A sweep in a process of its own: `python sweep_job.py FOLDER [CHUNK STEP]`. Prints the table.
+
+With a chunk and a step, it kills itself where that checkpoint is written but not committed.
+"""
 
 import sys
 from pathlib import Path
@@ -8,6 +11,7 @@ import optax
 from flax import nnx
 
 import spmd
+from tests.run.job import kill_before_seal
 
 
 class Net(nnx.Module):
@@ -42,4 +46,6 @@ def main(folder, epochs=12):
 
 if __name__ == "__main__":
     spmd.simulate_devices(8)
+    if sys.argv[2:]:
+        kill_before_seal(int(sys.argv[3]), Path(sys.argv[1]) / "chunks" / sys.argv[2])
     main(sys.argv[1])
