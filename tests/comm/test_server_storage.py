@@ -75,7 +75,7 @@ def make(shapes, placement, positions, servers):
 # packing -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)  # 6 models: every model and every placement is among them
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -91,6 +91,7 @@ def test_what_is_packed_comes_back_bit_for_bit(shapes, placement, positions, ser
     assert all(rows.ndim == 2 and rows.shape[0] == positions for rows in jax.tree.leaves(stored))
 
 
+@pytest.mark.sampled(5)
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", PLACEMENTS)

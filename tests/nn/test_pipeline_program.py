@@ -102,6 +102,7 @@ def piped(**pipeline):
     return spmd.Layout(gradients=spmd.Gradients("all_reduce"), pipeline=spmd.Pipeline("stage", **pipeline))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stages, microbatches", [(2, 4), (4, 8)])
 def test_a_1f1b_step_has_the_ticks_of_its_table(stages, microbatches):
     _, step = step_of(f"data=2,stage={stages}", piped(schedule="1f1b", microbatches=microbatches), 16)

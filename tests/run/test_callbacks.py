@@ -31,10 +31,15 @@ def test_every_built_in_callback_joins_the_contract():
     assert found == set(BUILT_IN)
 
 
-@pytest.mark.parametrize("make", [*BUILT_IN.values(), Recorder], ids=[*BUILT_IN, "a user's"])
-def test_a_callback_that_only_looks_changes_nothing(make, tmp_path):
+@pytest.fixture(scope="module")
+def undisturbed():
     options = {"epochs": 2, "eval_data": numbers(40, 1)}
-    plain = fit(**options)
+    return options, fit(**options)
+
+
+@pytest.mark.parametrize("make", [*BUILT_IN.values(), Recorder], ids=[*BUILT_IN, "a user's"])
+def test_a_callback_that_only_looks_changes_nothing(make, undisturbed, tmp_path):
+    options, plain = undisturbed
     watched = fit(**options, callbacks=[make()], checkpoint=tmp_path)
     assert same(watched.state, plain.state)
     assert watched.history["loss"] == plain.history["loss"] and watched.history["eval_loss"] == plain.history["eval_loss"]

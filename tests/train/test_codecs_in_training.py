@@ -112,7 +112,7 @@ WITH = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mesh", [pytest.param("data=8", marks=pytest.mark.slow), "data=4,model=2"])
 @pytest.mark.parametrize("options", WITH.values(), ids=WITH.keys())
 def test_a_codec_combines_with_everything_else_of_a_step(options, mesh):
@@ -334,6 +334,7 @@ def fit(chosen, path=None, mesh="data=8", **options):
 POWER = ("power_sgd", {"rank": 1, "min_compression": 1})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", [("int8", {}), POWER], ids=["int8", "power_sgd"])
 def test_stopped_and_resumed_is_never_stopped(codec, tmp_path):
     """Residuals and what the codec remembers are state: bit for bit."""

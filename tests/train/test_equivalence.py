@@ -33,12 +33,13 @@ def cases():
                 if "tensor" not in layout and mesh in ("2x4",):
                     continue  # no parameter is cut over `model`: 4x2 shows all there is
                 for step in ("auto", "manual"):
-                    # the fast suite: one model by hand under every layout, another under the one that cuts most; on three axes and
-                    # by the compiler as well; `make test-all`: every case
+                    # with the system tests: one model by hand under every layout, another under the one that cuts most; on three axes and
+                    # by the compiler as well, and of these the quick suite has a sample; `make test-all`: every case
                     most, gpt = layout == "fsdp_tensor_parallel", model == "gpt"
                     by_hand = (mesh, step) == ("4x2", "manual") and layout != "zero1" and (gpt or (most and model == "cnn"))
                     slow = not (by_hand or (gpt and most and (mesh, step) in (("4x2", "auto"), ("2x2x2", "manual"))))
-                    marks = [pytest.mark.slow] * slow + [pytest.mark.optimized] * (model == "cnn")  # ties in its pools and gates
+                    marks = [pytest.mark.slow] * slow
+                    marks += [pytest.mark.optimized, pytest.mark.system] * (model == "cnn")  # ties in its pools and gates
                     yield pytest.param(model, layout, mesh, step, id=f"{model}-{layout}-{mesh}-{step}", marks=marks)
 
 

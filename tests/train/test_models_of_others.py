@@ -61,6 +61,7 @@ KV = dataclasses.replace(spmd.Layout.load("tensor_parallel"), default=spmd.Defau
 KV = dataclasses.replace(KV, axes=(*KV.axes, ("kv", None)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "wrap, layout, mesh",
     [

@@ -706,7 +706,7 @@ def test_an_optimizer_that_looks_at_elements_may_be_served(optimizer):
 DEAR = ("adafactor", "muon", "lamb, gathered")  # to compile
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DEAR)) for name in NOT_FINE])
 def test_one_that_looks_at_parameters_is_refused_by_name(name):
     optimizer, placement, named = NOT_FINE[name]

@@ -184,7 +184,7 @@ SHORT = [  # rows, reduction, loss, norm, programs; each of them in the fast sui
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("rows", "reduction", "loss", "norm", "programs"), SHORT)
 def test_a_short_batch_is_exact(rows, reduction, loss, norm, programs):
     """Masked, or at its own size where it cannot be masked: the update is that of one device on those rows alone."""
@@ -371,7 +371,7 @@ FUNCTIONAL = spmd.FunctionalModel(
 )
 
 
-@pytest.mark.parametrize("model", [LinenMLP(), FUNCTIONAL], ids=["linen", "functional"])
+@pytest.mark.parametrize("model", [pytest.param(LinenMLP(), marks=pytest.mark.system), FUNCTIONAL], ids=["linen", "functional"])
 @pytest.mark.parametrize(
     "layout", [pytest.param("data_parallel", marks=pytest.mark.slow), "fsdp", pytest.param("zero1", marks=pytest.mark.slow)]
 )

@@ -229,8 +229,8 @@ KINDS = {
     "statistics": ({"norm": True}, {}),
     "statistics of microbatches": ({"norm": True}, {"accumulate": 2}),
     "dropout of microbatches": ({"dropout": 0.5}, {"accumulate": 2}),
-    "experts of microbatches": ({"experts": True}, {"accumulate": 2}),
     "half precision": ({"dtype": jnp.bfloat16}, {}),
+    "experts of microbatches": ({"experts": True}, {"accumulate": 2}),
 }
 
 
