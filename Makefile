@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(RUN) examples/demo.py
 
-# TESTS="tests/comm tests/train" runs a part.
+# TESTS="tests/wire tests/train" runs a part.
 test: $(STAMP)
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not system" $(TESTS)
 
@@ -48,7 +48,7 @@ docs: $(STAMP)
 	$(RUN) -m mkdocs build --strict
 
 soak: $(STAMP)
-	$(RUN) tests/hosts/soak.py --minutes 20 --seed 0
+	$(RUN) tests/distributed/soak.py --minutes 20 --seed 0
 
 bench: $(STAMP)
 	$(RUN) benchmarks/step_overhead.py

@@ -24,9 +24,9 @@ import reported
 from jax.sharding import AxisType, PartitionSpec
 
 import spmd
-from spmd.comm.codec import make_codec
-from spmd.comm.codec.base import Bucket, RowCodec
-from spmd.comm.cut import Cut
+from spmd.wire.codec import make_codec
+from spmd.wire.codec.base import Bucket, RowCodec
+from spmd.wire.shard_layout import Cut
 
 WORKERS = (2, 4, 8, 16, 32, 64, 128)
 REAL = (2, 4, 8)

@@ -113,10 +113,10 @@ class Watched:
     """The guard's threads, ended and begun again; alone there is none. Its switches are no business of users, so they are not public."""
 
     def __init__(self) -> None:
-        from spmd.hosts import guard
+        from spmd.distributed import watchdog
 
-        self._guard: Any = guard.current()
-        self._there = isinstance(self._guard, guard.Together)
+        self._guard: Any = watchdog.current()
+        self._there = isinstance(self._guard, watchdog.Together)
 
     def off(self) -> float:
         """End them; seconds of CPU that they took."""
@@ -141,7 +141,7 @@ def timed(owner: Any, name: str, before: Callable[..., object] = lambda *args: N
     """Seconds of every call of a function, from when all processes come to it and the arrays that it is given are there, after `before`."""
     import jax
 
-    from spmd.hosts.handshake import first_of_all
+    from spmd.distributed.consistency import first_of_all
 
     function, times = getattr(owner, name), []
 
@@ -201,7 +201,7 @@ def saves(turn: Turn, width: int) -> None:
 
     import spmd
     from spmd.run.checkpoint import Store
-    from spmd.run.copies import Copier
+    from spmd.run.device_snapshot import Copier
 
     blocked, stores, copiers = {}, [], []
     opened, copied, saved = Store.__init__, Store.copy, Store.save
@@ -281,7 +281,7 @@ class Group:
     """The processes of an arm, each held to its share of two cores; ended by their own ids at the end of the block."""
 
     def __init__(self, name: str, folder: str):
-        from spmd.hosts.world import free_port
+        from spmd.distributed.detect_cluster import free_port
 
         arm = ARMS[name]
         port = free_port("127.0.0.1")

@@ -330,7 +330,7 @@ def layout_report() -> list[str]:
     import numpy as np
 
     from spmd.layout.check import fit_layout
-    from spmd.layout.declare import Layout, Rule
+    from spmd.layout.schema import Layout, Rule
     from spmd.mesh import MeshSpec
 
     kinds = ("query", "key", "value", "out", "up", "down", "gate", "norm", "scale", "bias")

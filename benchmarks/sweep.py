@@ -50,7 +50,7 @@ def digits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 def in_one(trials: int, *, exact: bool) -> tuple[float, Any, float]:
     """Seconds of all of it, what came of it, and seconds of a step of all trials in calls that compile nothing."""
-    from spmd.trials.packed import Packed
+    from spmd.sweeps.vmapped_trials import Packed
 
     train, test = digits()
     steps, timed = Packed.steps, []
@@ -107,8 +107,8 @@ def one_by_one(found: Any) -> tuple[float, list[Any]]:
 
 def steps_alone(found: Any) -> float:
     """Seconds of a step of all trials, one after the other; all else is done before the clock runs."""
-    from spmd.data.residence import on_devices
-    from spmd.trials.course import Piece, Rows
+    from spmd.data.device_dataset import on_devices
+    from spmd.sweeps.train_chunk import Piece, Rows
 
     train, _ = digits()
     mesh = spmd.make_mesh("data=1", devices=jax.devices()[:1])
@@ -117,7 +117,7 @@ def steps_alone(found: Any) -> float:
         values = tried.values
         model = lambda seed=values["seed"]: MLP(WIDTH, seed)
         trainer = spmd.Trainer(model, optimizer=optax.inject_hyperparams(optax.adam)(1.0), loss=spmd.losses.cross_entropy, mesh=mesh)
-        reader = spmd.data.loader.source(train, batch_size=BATCH, shuffle=True, seed=values["seed"])
+        reader = spmd.data.sources.source(train, batch_size=BATCH, shuffle=True, seed=values["seed"])
         own, _ = trainer.prepare(reader.sample())
         program, state = program or own, trainer.init()
         state.opt.hyperparams["learning_rate"] = jax.device_put(np.float32(values["rate"]), state.step.sharding)

@@ -41,7 +41,7 @@ from flax import nnx
 from IPython.display import Markdown
 
 import spmd
-from spmd.preflight.target import shipped  # the files of known hardware
+from spmd.planner.target import shipped  # the files of known hardware
 
 spmd.simulate_devices(4)  # to train a few steps at the end, with the layout that was found
 SMALL = bool(os.environ.get("SPMD_SMALL"))

@@ -10,50 +10,50 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpoint": "spmd.run.checkpoint",
-    "Default": "spmd.layout.declare",
-    "Experts": "spmd.layout.forward",
-    "Ensemble": "spmd.serve.ensemble",
-    "ExportedModel": "spmd.serve.loaded",
-    "FunctionalModel": "spmd.model.functional",
+    "Default": "spmd.layout.schema",
+    "Experts": "spmd.layout.model_parallel",
+    "Ensemble": "spmd.inference.ensemble",
+    "ExportedModel": "spmd.inference.loader",
+    "FunctionalModel": "spmd.models.functional",
     "GradientRule": "spmd.layout.gradients",
     "Gradients": "spmd.layout.gradients",
-    "Halving": "spmd.trials.rungs",
+    "Halving": "spmd.sweeps.successive_halving",
     "History": "spmd.run.history",
-    "Layout": "spmd.layout.declare",
+    "Layout": "spmd.layout.schema",
     "ParameterServer": "spmd.layout.server",
     "MeshSpec": "spmd.mesh",
-    "OptimizerState": "spmd.layout.declare",
-    "Remat": "spmd.layout.declare",
-    "Pipeline": "spmd.layout.forward",
-    "Plan": "spmd.preflight.planned",
+    "OptimizerState": "spmd.layout.schema",
+    "Remat": "spmd.layout.schema",
+    "Pipeline": "spmd.layout.model_parallel",
+    "Plan": "spmd.planner.planning",
     "Result": "spmd.api",
-    "Rule": "spmd.layout.declare",
-    "Sequence": "spmd.layout.forward",
+    "Rule": "spmd.layout.schema",
+    "Sequence": "spmd.layout.model_parallel",
     "SpmdError": "spmd.errors",
     "State": "spmd.train.state",
     "Trainer": "spmd.trainer",
     "callbacks": "spmd.callbacks:",
-    "compare": "spmd.preflight.compared",
+    "compare": "spmd.planner.comparison",
     "data": "spmd.data:",
     "errors": "spmd.errors:",
-    "export": "spmd.serve.write",
+    "export": "spmd.inference.exporter",
     "fit": "spmd.api",
-    "join": "spmd.hosts.arrival",
+    "join": "spmd.distributed.initialize",
     "launch": "spmd.launch:",
-    "load_exported": "spmd.serve.loaded",
-    "log_uniform": "spmd.trials.space",
+    "load_exported": "spmd.inference.loader",
+    "log_uniform": "spmd.sweeps.search_space",
     "loggers": "spmd.loggers:",
     "losses": "spmd.losses:",
     "make_mesh": "spmd.mesh",
     "metrics": "spmd.metrics:",
     "nn": "spmd.nn:",
-    "plan": "spmd.preflight.planned",
-    "saturation": "spmd.preflight.saturate",
-    "search": "spmd.preflight.searched",
-    "simulate": "spmd.comm.server.ask",
+    "plan": "spmd.planner.planning",
+    "saturation": "spmd.planner.scaling",
+    "search": "spmd.planner.layout_search",
+    "simulate": "spmd.wire.param_server.simulation",
     "simulate_devices": "spmd.mesh",
-    "sweep": "spmd.trials.sweeping",
-    "uniform": "spmd.trials.space",
+    "sweep": "spmd.sweeps.api",
+    "uniform": "spmd.sweeps.search_space",
     "viz": "spmd.viz:",
 }
 
@@ -71,41 +71,41 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd import viz as viz
     from spmd.api import Result as Result
     from spmd.api import fit as fit
-    from spmd.comm.server.ask import simulate as simulate
+    from spmd.distributed.initialize import join as join
     from spmd.errors import SpmdError as SpmdError
-    from spmd.hosts.arrival import join as join
-    from spmd.layout.declare import Default as Default
-    from spmd.layout.declare import Layout as Layout
-    from spmd.layout.declare import OptimizerState as OptimizerState
-    from spmd.layout.declare import Remat as Remat
-    from spmd.layout.declare import Rule as Rule
-    from spmd.layout.forward import Experts as Experts
-    from spmd.layout.forward import Pipeline as Pipeline
-    from spmd.layout.forward import Sequence as Sequence
+    from spmd.inference.ensemble import Ensemble as Ensemble
+    from spmd.inference.exporter import export as export
+    from spmd.inference.loader import ExportedModel as ExportedModel
+    from spmd.inference.loader import load_exported as load_exported
     from spmd.layout.gradients import GradientRule as GradientRule
     from spmd.layout.gradients import Gradients as Gradients
+    from spmd.layout.model_parallel import Experts as Experts
+    from spmd.layout.model_parallel import Pipeline as Pipeline
+    from spmd.layout.model_parallel import Sequence as Sequence
+    from spmd.layout.schema import Default as Default
+    from spmd.layout.schema import Layout as Layout
+    from spmd.layout.schema import OptimizerState as OptimizerState
+    from spmd.layout.schema import Remat as Remat
+    from spmd.layout.schema import Rule as Rule
     from spmd.layout.server import ParameterServer as ParameterServer
     from spmd.mesh import MeshSpec as MeshSpec
     from spmd.mesh import make_mesh as make_mesh
     from spmd.mesh import simulate_devices as simulate_devices
-    from spmd.model.functional import FunctionalModel as FunctionalModel
-    from spmd.preflight.compared import compare as compare
-    from spmd.preflight.planned import Plan as Plan
-    from spmd.preflight.planned import plan as plan
-    from spmd.preflight.saturate import saturation as saturation
-    from spmd.preflight.searched import search as search
+    from spmd.models.functional import FunctionalModel as FunctionalModel
+    from spmd.planner.comparison import compare as compare
+    from spmd.planner.layout_search import search as search
+    from spmd.planner.planning import Plan as Plan
+    from spmd.planner.planning import plan as plan
+    from spmd.planner.scaling import saturation as saturation
     from spmd.run.checkpoint import Checkpoint as Checkpoint
     from spmd.run.history import History as History
-    from spmd.serve.ensemble import Ensemble as Ensemble
-    from spmd.serve.loaded import ExportedModel as ExportedModel
-    from spmd.serve.loaded import load_exported as load_exported
-    from spmd.serve.write import export as export
+    from spmd.sweeps.api import sweep as sweep
+    from spmd.sweeps.search_space import log_uniform as log_uniform
+    from spmd.sweeps.search_space import uniform as uniform
+    from spmd.sweeps.successive_halving import Halving as Halving
     from spmd.train.state import State as State
     from spmd.trainer import Trainer as Trainer
-    from spmd.trials.rungs import Halving as Halving
-    from spmd.trials.space import log_uniform as log_uniform
-    from spmd.trials.space import uniform as uniform
-    from spmd.trials.sweeping import sweep as sweep
+    from spmd.wire.param_server.simulation import simulate as simulate
 
 
 def __getattr__(name: str):

@@ -12,36 +12,36 @@ from typing import Any
 
 import jax
 
-from spmd.comm.server.meetings import unmet
-from spmd.data.deal import check_source
-from spmd.data.loader import Source, is_arrays, settled, source
+from spmd.data.device_dataset import Resident, on_devices
 from spmd.data.records import Records
-from spmd.data.residence import Resident, on_devices
+from spmd.data.sources import Source, is_arrays, settled, source
+from spmd.data.work_assignment import check_source
+from spmd.distributed.consistency import agree, program_facts
+from spmd.distributed.initialize import join, restarted, shrunk
+from spmd.distributed.records import report
+from spmd.distributed.watchdog import TERMINATED, current
 from spmd.errors import CheckpointError, OptionError, check_whole, did_you_mean
-from spmd.folders import writing
-from spmd.hosts.arrival import join, restarted, shrunk
-from spmd.hosts.guard import TERMINATED, current
-from spmd.hosts.handshake import agree, program_facts
-from spmd.hosts.records import report
-from spmd.layout.declare import Layout, spec_text
+from spmd.inference.exporter import ExportReport, export
+from spmd.layout.schema import Layout, spec_text
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
-from spmd.preflight.room import check_room
+from spmd.planner.memory_check import check_room
 from spmd.resume import CHANGED_DATA, open_store, resume_wanted, start
 from spmd.run.callbacks import Callback, as_callbacks, name_of, watched
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
+from spmd.run.duration import Length
 from spmd.run.history import History
-from spmd.run.length import Length
 from spmd.run.loggers import JsonLines, Logger, check_loggers, write
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.signals import ENDED
-from spmd.serve.write import ExportReport, export
-from spmd.train.placed import Options
-from spmd.train.program import Program
+from spmd.train.compiled_step import Program
+from spmd.train.model_setup import Options
 from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe, flatten
+from spmd.user_paths import writing
+from spmd.wire.param_server.sync_schedule import unmet
 
 
 @dataclasses.dataclass(frozen=True)

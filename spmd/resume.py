@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from spmd.data.deal import Position
+from spmd.data.work_assignment import Position
+from spmd.distributed.initialize import restarted
+from spmd.distributed.replica_check import check_replicas
+from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
-from spmd.hosts.arrival import restarted
-from spmd.hosts.guard import current
-from spmd.hosts.replicas import check_replicas
 from spmd.run.checkpoint import Checkpoint, Store
-from spmd.run.pace import Pace
+from spmd.run.throughput import Pace
 from spmd.train.state import State
 from spmd.trainer import Trainer
 

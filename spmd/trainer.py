@@ -13,34 +13,34 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from spmd.comm.log import WireLog
-from spmd.comm.report import notes as exchange_notes
-from spmd.comm.report import server_notes
-from spmd.comm.server.account import Account
 from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, check_leaves, check_like, kind_of
-from spmd.data.deal import Position, check_present, epoch_of
-from spmd.data.loader import is_arrays, settled, source
 from spmd.data.prefetch import prefetch
+from spmd.data.sources import is_arrays, settled, source
+from spmd.data.work_assignment import Position, check_present, epoch_of
+from spmd.distributed import uneven_batches, watchdog
 from spmd.errors import CheckpointError, DataError, OptionError, brief, check_whole, did_you_mean
-from spmd.hosts import even, guard
-from spmd.layout.declare import Layout
 from spmd.layout.resolve import Resolved
+from spmd.layout.schema import Layout
 from spmd.layout.summary import notes, summary
-from spmd.layout.toml import loads
+from spmd.layout.toml_reader import loads
 from spmd.mesh import make_mesh
 from spmd.nn.schedule import Schedule
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
-from spmd.run.length import allowing
-from spmd.run.reader import Reader, check_folder
-from spmd.run.remembered import check_meetings
-from spmd.run.repack import PARAMS, written
+from spmd.run.checkpoint_reader import Reader, check_folder
+from spmd.run.duration import allowing
+from spmd.run.reshard_checkpoint import PARAMS, written
+from spmd.run.restore_comm_state import check_meetings
+from spmd.train.compiled_step import Program, prepared
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
-from spmd.train.placed import Options, Placed
-from spmd.train.program import Program, prepared
+from spmd.train.model_setup import Options, Placed
 from spmd.train.state import State, check_alive, whole_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract
+from spmd.wire.comm_log import WireLog
+from spmd.wire.notes import notes as exchange_notes
+from spmd.wire.notes import server_notes
+from spmd.wire.param_server.statistics import Account
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +323,7 @@ class Trainer:
         for epoch in range(epochs):
             rounds = epoch_of(reader, program.clock, Position(epoch), count, pad=program.pad_training)
             with prefetch(rounds, placer, 2 if reader.threaded else 0) as batches:
-                for batch in even.batches(batches, f"epoch {epoch + 1}") if reader.threaded else batches:
+                for batch in uneven_batches.batches(batches, f"epoch {epoch + 1}") if reader.threaded else batches:
                     state, metrics = self.step(state, batch)
                     count += 1
                     yield StepInfo(count, metrics, state)  # type: ignore[arg-type]
@@ -345,8 +345,8 @@ class Trainer:
         check_alive(state)
         program, placer = settled(reader, self._evaluation(reader.sample()))
         placed = map(placer, allowing(reader.epoch(0)))
-        batches = even.batches(placed, "the evaluation's data") if reader.threaded else placed
-        with guard.current().during("eval"):
+        batches = uneven_batches.batches(placed, "the evaluation's data") if reader.threaded else placed
+        with watchdog.current().during("eval"):
             return measured(program, placer, state, batches, stops)
 
     def check_evaluation(self, data: Any) -> tuple[str, ...]:

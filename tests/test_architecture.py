@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from spmd.layout import declare
+from spmd.layout import schema
 
 ROOT = Path(spmd.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
@@ -129,7 +129,7 @@ def test_the_rule_would_notice():
     assert (
         level("errors.py")
         < level("layout/check.py")
-        < level("comm/wire.py")
+        < level("wire/collectives.py")
         < level("train/step.py")
         < level("run/loop.py")
         < level("api.py")
@@ -159,21 +159,23 @@ def test_functions_are_short():
 
 def test_nothing_private_of_jax():
     found = [name for name, path in FILES.items() if "jax._src" in path.read_text(encoding="utf-8")]
-    assert found == ["hosts/coordination.py"], f"jax._src in {found}; its coordination service has no other face, and is used there only"
+    assert found == ["distributed/coordination.py"], (
+        f"jax._src in {found}; its coordination service has no other face, and is used there only"
+    )
 
 
 def test_collectives_are_called_in_one_file():
     found = []
     for name, tree in TREES.items():
-        if name == "comm/wire.py":
+        if name == "wire/collectives.py":
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES and ast.unparse(node.value) in ("lax", "jax.lax"):
                 found.append(f"{name}:{node.lineno} {node.attr}")
             if isinstance(node, ast.ImportFrom) and node.module == "jax.lax":
                 found += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if alias.name in COLLECTIVES]
-    assert not found, f"collectives outside comm/wire.py: {found}"
-    assert any(isinstance(node, ast.Attribute) and node.attr in COLLECTIVES for node in ast.walk(TREES["comm/wire.py"]))
+    assert not found, f"collectives outside wire/collectives.py: {found}"
+    assert any(isinstance(node, ast.Attribute) and node.attr in COLLECTIVES for node in ast.walk(TREES["wire/collectives.py"]))
 
 
 def test_regions_by_device_are_made_in_one_file():
@@ -234,7 +236,7 @@ def test_public_names_are_the_ones_that_editors_see():
     assert seen == wanted
 
 
-SECTIONS = [value for _, value in inspect.getmembers(declare, dataclasses.is_dataclass)]
+SECTIONS = [value for _, value in inspect.getmembers(schema, dataclasses.is_dataclass)]
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -243,7 +245,7 @@ def test_every_key_of_a_layout_is_read(section):
     attributes = {
         node.attr
         for name, tree in TREES.items()
-        if name not in ("layout/declare.py", "layout/toml.py")
+        if name not in ("layout/schema.py", "layout/toml_reader.py")
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
     }
@@ -252,8 +254,8 @@ def test_every_key_of_a_layout_is_read(section):
 
 
 def test_every_reduction_a_layout_may_name_exists():
-    from spmd.comm.reduction import REDUCTIONS
-    from spmd.layout.toml import CHOICES
+    from spmd.layout.toml_reader import CHOICES
+    from spmd.wire.strategies import REDUCTIONS
 
     assert set(CHOICES["gradients.reduction"]) == set(REDUCTIONS)
 

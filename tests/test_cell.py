@@ -12,12 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import spmd
 from spmd import viz
 from spmd.api import Result
-from spmd.cell import aligned, filled
 from spmd.errors import MeshError, OptionError
 from spmd.nn.schedule import make_schedule
+from spmd.render.html import aligned, filled
 from spmd.run.history import History
-from spmd.trials.study import Trial
-from spmd.trials.tried import Sweep, Tried
+from spmd.sweeps.config import Trial
+from spmd.sweeps.results import Sweep, Tried
 
 ODD = "<b>odd</b>"
 

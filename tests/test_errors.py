@@ -1018,7 +1018,7 @@ def test_tensors_in_other_places():
 
 
 def test_tensors_on_the_host_are_read():
-    import spmd.data.loader as loader
+    import spmd.data.sources as loader
 
     batches = loader.source([(Tensor(X[:8]), Y[:8])], batch_size=None, shuffle=None, seed=0)
     assert all(isinstance(batch.leaves[0], np.ndarray) for batch in batches.epoch(0))

@@ -10,10 +10,10 @@ import pytest
 
 import spmd
 from spmd.errors import CheckpointError, ExportError, OptionError
-from spmd.folders import obstacle, write_text
+from spmd.inference.exporter import _check_free
 from spmd.run.checkpoint import Checkpoint, Store
 from spmd.run.loggers import JsonLines, TensorBoard
-from spmd.serve.write import _check_free
+from spmd.user_paths import obstacle, write_text
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,12 @@
 from spmd.data.array_records import array_record
 from spmd.data.bucketing import buckets
 from spmd.data.csv_files import csv
+from spmd.data.device_dataset import resident
 from spmd.data.features import fixed, padded
 from spmd.data.idx_files import mnist
 from spmd.data.image_files import images
 from spmd.data.parquet_files import parquet
 from spmd.data.records import Records
-from spmd.data.residence import resident
 from spmd.data.tfrecords import tfrecord
 
 __all__ = ["Records", "array_record", "buckets", "csv", "fixed", "images", "mnist", "padded", "parquet", "resident", "tfrecord"]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from spmd.data.features import Feature, Parser
-from spmd.data.numerals import limits
-from spmd.data.offsets import found
+from spmd.data.number_parsing import limits
+from spmd.data.record_index import found
 from spmd.data.records import Field, Format, Reading, Records
 from spmd.errors import DataError, OptionError, a_kind, import_extra
 

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.data.narrow import OutOfRange, narrow, refuse
 from spmd.errors import DataError, Problem, a_kind, brief, first_line, listed, raise_problems
 from spmd.layout.check import spec_problems
-from spmd.layout.declare import Layout, Spec, spec_axes, spec_text
 from spmd.layout.resolve import owners, pspec, rule_name
+from spmd.layout.schema import Layout, Spec, spec_axes, spec_text
 from spmd.mesh import MeshSpec
 from spmd.tree import Tree, describe, dtype_of, flatten, map_paths
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from spmd.data import csv_grammar
-from spmd.data.numerals import NUMBERS, holds
-from spmd.data.offsets import packed
+from spmd.data.number_parsing import NUMBERS, holds
+from spmd.data.record_index import packed
 from spmd.errors import DataError, OptionError, a_kind, did_you_mean
 
 HEADER = 1 << 16  # bytes that are looked at together for a header

@@ -11,8 +11,8 @@ import numpy as np
 from spmd.data import csv_grammar
 from spmd.data.csv_checks import check_default, check_names, check_options, check_unpacked, few, header_of, is_a
 from spmd.data.csv_grammar import Cells
-from spmd.data.numerals import holds, limits
-from spmd.data.offsets import Offsets, found
+from spmd.data.number_parsing import holds, limits
+from spmd.data.record_index import Offsets, found
 from spmd.data.records import Field, Format, Reading, Records
 from spmd.errors import DataError, OptionError
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spmd.data.numerals import decimals
-from spmd.data.offsets import CHUNK
+from spmd.data.number_parsing import decimals
+from spmd.data.record_index import CHUNK
 from spmd.errors import DataError
 
 NEWLINE, RETURN, QUOTE = b'\n\r"'

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.numerals import holds, limits
+from spmd.data.number_parsing import holds, limits
 from spmd.data.records import Field
 from spmd.errors import DataError, OptionError, a_kind
 

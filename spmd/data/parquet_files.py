@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.numerals import holds
-from spmd.data.offsets import found
+from spmd.data.number_parsing import holds
+from spmd.data.record_index import found
 from spmd.data.records import Field, Format, Reading, Records
 from spmd.errors import DataError, OptionError, a_kind, did_you_mean, import_extra
 

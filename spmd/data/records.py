@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spmd.data import contents
-from spmd.data.order import Order
+from spmd.data import data_hash
+from spmd.data.shuffle import Order
 from spmd.errors import DataError, OptionError, did_you_mean
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Records:
         self.examples = sum(format.counts)
         if not self.examples:
             raise DataError(f"no {format.what} has a record: {_some(format.paths)}.\n    cure: look at what they were written from.")
-        self._contents = contents.of_files(format.paths, format.sizes)
+        self._contents = data_hash.of_files(format.paths, format.sizes)
         self.order = Order(self.examples, reading.shuffle, reading.seed)
         self.fields = format.fields
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.data.crc import crc32c, masked
 from spmd.data.features import Feature, Parser
-from spmd.data.offsets import Offsets, found, packed
+from spmd.data.record_index import Offsets, found, packed
 from spmd.data.records import Format, Reading, Records
 from spmd.errors import DataError, OptionError
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, place_of
 from spmd.launch import data_command, launch_command, plan_command
-from spmd.layout.toml import load, shipped
+from spmd.layout.toml_reader import load, shipped
 
 _LEAF = re.compile(r"\s*([\w/]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
 
@@ -95,14 +95,14 @@ def _check(options: argparse.Namespace) -> str:
     # jax takes a second to import, and the other commands do without
     from jax.sharding import AbstractMesh
 
-    from spmd.comm.exchange import Exchange
-    from spmd.comm.reduction import Scene
-    from spmd.comm.report import notes
     from spmd.data.batches import check_batch
     from spmd.layout.check import fit_layout
     from spmd.layout.summary import summary
-    from spmd.model.wrap import wrap
+    from spmd.models.wrap import wrap
     from spmd.tree import flatten
+    from spmd.wire.gradient_sync import Exchange
+    from spmd.wire.notes import notes
+    from spmd.wire.strategies import Scene
 
     layout = load(options.layout)
     mesh = _mesh(options.mesh, layout)
@@ -181,8 +181,8 @@ def _shapes(model: Any, batch: dict[str, Any] | None) -> tuple[Any, dict[str, tu
     """A model's variables as shapes, and the logical axis names of its parameters."""
     import jax
 
-    from spmd.model.base import abstractly
-    from spmd.model.flax_linen import LinenModel
+    from spmd.models.base import abstractly
+    from spmd.models.flax_linen import LinenModel
 
     inputs = _inputs(batch) if isinstance(model, LinenModel) else None
     names: dict[str, tuple] = {}

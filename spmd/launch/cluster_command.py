@@ -118,8 +118,8 @@ def run(words: Sequence[str], options: argparse.Namespace, settings: Settings, s
 
 
 def _hosts(words: Sequence[str], options: argparse.Namespace, settings: Settings, say: Callable[[str], None]) -> int:
-    from spmd.launch.cluster import read_hosts
-    from spmd.launch.remote import Remote, launch_on
+    from spmd.launch.hostfile import read_hosts
+    from spmd.launch.ssh_launcher import Remote, launch_on
 
     given = {name: value for name in ("ssh", "python", "folder") if (value := getattr(options, name)) is not None}
     how = Remote(read_hosts(Path(options.hosts)), options.min_hosts, variables=tuple(options.env or ()), settings=settings, **given)

@@ -78,7 +78,7 @@ def _starves(batch_ms: float, step_ms: float, workers: int) -> str:
 
 def _records(options: argparse.Namespace) -> Any:
     from spmd import data
-    from spmd.data.offsets import found
+    from spmd.data.record_index import found
 
     words = {"true": True, "false": False}
     if options.shuffle not in words and not options.shuffle.isdigit():

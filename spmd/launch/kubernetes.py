@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from spmd.distributed.detect_cluster import FIRST_PORT
+from spmd.distributed.watchdog import DISAGREED, PEER, TERMINATED, USAGE
 from spmd.errors import OptionError, import_extra
-from spmd.hosts.guard import DISAGREED, PEER, TERMINATED, USAGE
-from spmd.hosts.world import FIRST_PORT
-from spmd.launch.checked import check_words, matching, printable, script_name, variables
 from spmd.launch.settings import Settings, whole_number
+from spmd.launch.validation import check_words, matching, printable, script_name, variables
 
 LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"  # of RFC 1123, and of RFC 1035, which names of Services must be
 LONGEST = 63

@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int | str:
-    from spmd.launch.machine import Machine, launch
+    from spmd.launch.local_launcher import Machine, launch
     from spmd.launch.settings import Settings
 
     found = cluster_command.way(options)

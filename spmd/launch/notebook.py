@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 
+from spmd.distributed import coordination
 from spmd.errors import OptionError, ProcessError, a_kind, import_extra
-from spmd.hosts import coordination
-from spmd.launch import parcel
-from spmd.launch.group import SETTLE
-from spmd.launch.machine import Machine
-from spmd.launch.pipes import DONE, FAILED, READY, UNSENT
-from spmd.launch.running import Running, in_words
+from spmd.launch import serialization
+from spmd.launch.ipc import DONE, FAILED, READY, UNSENT
+from spmd.launch.local_launcher import Machine
+from spmd.launch.process_group import SETTLE
 from spmd.launch.settings import Settings
+from spmd.launch.worker_pool import Running, in_words
 
 START = 330.0  # seconds until all processes are there; a roll call takes 300 at most
 CONFIG = (  # settings of JAX that decide numbers, and go with every call
@@ -186,7 +186,7 @@ class Processes:
         """
         if not callable(function):
             raise OptionError(f"run({function!r}) is given {a_kind(function)}.\n    cure: run(function, argument, ...).")
-        call = parcel.packed_call(function, args, options)
+        call = serialization.packed_call(function, args, options)
         with self._alone():
             self._check()
             try:
@@ -217,7 +217,7 @@ class Processes:
         if answers[0].startswith(UNSENT):
             raise ProcessError(pickle.loads(answers[0][len(UNSENT) :]), 0)
         parts = {rank: pickle.loads(answer[len(DONE) :]) for rank, answer in answers.items() if answer.startswith(DONE)}
-        return parcel.unpacked(parts[0][0], {rank: pieces for rank, (_, pieces) in parts.items()})
+        return serialization.unpacked(parts[0][0], {rank: pieces for rank, (_, pieces) in parts.items()})
 
     def _check(self) -> None:
         """Raise ProcessError where the processes are gone, or some of them."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, SpmdError
-from spmd.layout.toml import load
-from spmd.preflight.target import Cluster, shipped
-from spmd.preflight.target import load as load_target
+from spmd.layout.toml_reader import load
+from spmd.planner.target import Cluster, shipped
+from spmd.planner.target import load as load_target
 
 
 class _Caught(BaseException):
@@ -103,8 +103,8 @@ def _plan(options: argparse.Namespace) -> str:
 
 
 def _search(options: argparse.Namespace) -> str:
-    from spmd.preflight.candidates import chosen_layouts
-    from spmd.preflight.searched import search
+    from spmd.planner.candidates import chosen_layouts
+    from spmd.planner.layout_search import search
 
     names = [name.strip() for name in options.candidates.split(",")]
     given = names[0] if names in (["exact"], ["all"]) else names
@@ -129,7 +129,7 @@ def plan_of(script: str, arguments: list[str], options: dict[str, Any]) -> Any:
     Raises:
       SpmdError: an option that is not right, told before the script runs; there is no such script, or it does not call `spmd.fit`.
     """
-    from spmd.preflight.planned import plan
+    from spmd.planner.planning import plan
 
     model, sample, kept, cluster = _step_of(script, arguments, options)
     found = plan(model, sample, **kept, target=cluster, timeout=options["timeout"], say=_show())
@@ -141,9 +141,9 @@ def _step_of(script: str, arguments: list[str], options: dict[str, Any]) -> tupl
     """What a script trains: its model, the shapes of a batch, the options of `fit` that a plan takes, and the target."""
     import jax
 
-    from spmd.data.loader import source
-    from spmd.data.residence import Resident
-    from spmd.train.placed import Options
+    from spmd.data.device_dataset import Resident
+    from spmd.data.sources import source
+    from spmd.train.model_setup import Options
 
     cluster = Cluster.parse(options["target"])
     names = ("layout", "mesh", "precision", "accumulate", "batch_size")

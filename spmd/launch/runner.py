@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmd.hosts import guard
-from spmd.hosts.arrival import join
+from spmd.distributed import watchdog
+from spmd.distributed.initialize import join
 from spmd.xla import simulate_cpus
 
 
@@ -21,7 +21,7 @@ def main(words: Sequence[str]) -> None:
         if simulated := os.environ.get("SPMD_SIMULATE"):
             simulate_cpus(int(simulated))
         if os.environ.get("SLURM_PROCID") == "0" and "SPMD_PROCESSES" not in os.environ:  # by it the signals of `launch/srun.py` come here
-            guard.report("srun", {"id": f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"})
+            watchdog.report("srun", {"id": f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"})
         join()
         module = words[0] == "-m"
         name, sys.argv = words[module], list(words[module:])
@@ -31,15 +31,15 @@ def main(words: Sequence[str]) -> None:
         else:
             sys.path.insert(0, str(Path(name).resolve().parent))
             runpy.run_path(name, run_name="__main__")
-        guard.current().over()
+        watchdog.current().over()
     except BaseException as error:
-        code = guard.exit_code(error)
-        if code in (0, guard.TERMINATED):  # all others come to the same end
-            guard.current().over()
+        code = watchdog.exit_code(error)
+        if code in (0, watchdog.TERMINATED):  # all others come to the same end
+            watchdog.current().over()
             raise
         if not isinstance(error, SystemExit) or isinstance(error.code, str):
-            guard.show(error)
-        guard.current().failed(error, code)
+            watchdog.show(error)
+        watchdog.current().failed(error, code)
         raise SystemExit(code) from None
 
 
@@ -49,7 +49,7 @@ def _end_with(launcher: int) -> None:
         time.sleep(1.0)
     if os.getpgrp() == os.getpid():  # this process leads its group: nobody else's processes are in it
         os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(guard.PEER)
+    os._exit(watchdog.PEER)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from spmd.distributed.timeouts import Limits
 from spmd.errors import OptionError
-from spmd.hosts.limits import Limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Settings:
       simulate: CPU devices that each process is to see; None: what there is.
       max_restarts: how often the group is started again after a failure.
       grace: seconds to save and leave when it is asked to end.
-      stall: seconds without progress by phase, such as "step=120" (`spmd.hosts.limits.Limits`).
+      stall: seconds without progress by phase, such as "step=120" (`spmd.distributed.timeouts.Limits`).
       memory_fraction: of a GPU's memory that each process takes; None: as JAX does.
       preallocate: whether it takes it at once.
 

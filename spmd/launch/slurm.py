@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from spmd.distributed.watchdog import TERMINATED
 from spmd.errors import OptionError
-from spmd.hosts.guard import TERMINATED
-from spmd.launch.checked import check_words, matching, printable, script_name, variables
-from spmd.launch.machine import MOST, check_script
+from spmd.launch.local_launcher import MOST, check_script
 from spmd.launch.settings import Settings, whole_number
+from spmd.launch.validation import check_words, matching, printable, script_name, variables
 
 NAME = r"[\w.+-]{1,200}"
 TIME = r"\d{1,6}(:[0-5]?\d){0,2}|\d{1,4}-\d\d?(:[0-5]?\d){0,2}"

@@ -9,12 +9,12 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from spmd.distributed.initialize import SHUTDOWN
+from spmd.distributed.watchdog import TERMINATED
 from spmd.errors import OptionError
-from spmd.hosts.arrival import SHUTDOWN
-from spmd.hosts.guard import TERMINATED
-from spmd.launch.group import Group, started
-from spmd.launch.machine import check_script, forwarded, report_folder, runner
-from spmd.launch.restarts import ALL, Attempt, attempted, records, repeated
+from spmd.launch.local_launcher import check_script, forwarded, report_folder, runner
+from spmd.launch.process_group import Group, started
+from spmd.launch.restart_policy import ALL, Attempt, attempted, records, repeated
 from spmd.launch.settings import Settings
 
 WAIT = round(SHUTDOWN) + 60  # seconds from the first process that has ended to the last: they leave by themselves, and say why

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax
 
 from spmd.errors import Problem
-from spmd.layout.cure import except_text, fitting_spec, listed, overlap_cure, path_cure, rule_cure, spec_problems
-from spmd.layout.declare import Layout, Spec, entry_axes, keep_axes, spec_axes, spec_text
+from spmd.layout.fixes import except_text, fitting_spec, listed, overlap_cure, path_cure, rule_cure, spec_problems
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import owners, rule_name, ways
+from spmd.layout.schema import Layout, Spec, entry_axes, keep_axes, spec_axes, spec_text
 from spmd.mesh import MeshSpec
 from spmd.tree import describe
 

@@ -11,10 +11,10 @@ import jax
 from spmd.errors import LayoutError, Problem, closest, raise_problems
 from spmd.layout.activations import data_axis_problems
 from spmd.layout.check_resolved import resolved_problems
-from spmd.layout.cure import fitting_spec, listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
-from spmd.layout.declare import WHOLE, Entry, Layout, Rule, Spec, entry_axes, keep_axes, spec_axes, spec_text
+from spmd.layout.fixes import fitting_spec, listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import Names, Resolved, choose, each_name, named_spec, names_text, one_layer, owners, resolve, rule_name
+from spmd.layout.schema import WHOLE, Entry, Layout, Rule, Spec, entry_axes, keep_axes, spec_axes, spec_text
 from spmd.mesh import MeshSpec, axis_problem
 from spmd.tree import describe
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 
 from spmd.errors import Problem
-from spmd.layout.cure import listed
-from spmd.layout.declare import entry_axes, mixed, spec_axes, spec_text
+from spmd.layout.fixes import listed
 from spmd.layout.gradients import GradientRule
 from spmd.layout.resolve import Names, Resolved, each_name, how_it_travels, resolve
+from spmd.layout.schema import entry_axes, mixed, spec_axes, spec_text
 from spmd.mesh import MeshSpec
 from spmd.tree import describe, format_bytes
 

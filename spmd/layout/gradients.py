@@ -1,4 +1,4 @@
-"""What a layout says about gradients: how they meet, and what travels. Data only; `spmd.comm` does it."""
+"""What a layout says about gradients: how they meet, and what travels. Data only; `spmd.wire` does it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

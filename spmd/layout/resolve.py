@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import PartitionSpec
 
-from spmd.layout.declare import Entry, Layout, Rule, Spec, entry_axes, spec_axes
 from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.match import compiled
+from spmd.layout.schema import Entry, Layout, Rule, Spec, entry_axes, spec_axes
 from spmd.mesh import MeshSpec
 from spmd.tree import nbytes
 

@@ -1,4 +1,4 @@
-"""What a layout says about the simulated parameter server. Data only; `spmd.comm.server` does it."""
+"""What a layout says about the simulated parameter server. Data only; `spmd.wire.param_server` does it."""
 
 import dataclasses
 import math
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.errors import OptionError, a_kind
-from spmd.layout.clock import LINK, SECONDS, Network, scale_of, times_of
 from spmd.layout.gradients import Clash, Gradients
+from spmd.layout.timing import LINK, SECONDS, Network, scale_of, times_of
 
 ASYNCHRONOUS, LOCAL = ("asynchronous", "bounded", "softsync"), ("local", "elastic")
 MODES = ("synchronous", *ASYNCHRONOUS, *LOCAL)

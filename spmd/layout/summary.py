@@ -2,9 +2,9 @@
 
 import html
 
-from spmd.cell import Text, aligned, filled, framed, table
-from spmd.layout.declare import spec_text
 from spmd.layout.resolve import Resolved
+from spmd.layout.schema import spec_text
+from spmd.render.html import Text, aligned, filled, framed, table
 from spmd.tree import format_bytes
 
 COLUMNS = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")

@@ -2,9 +2,9 @@
 
 from typing import Any, Protocol
 
-from spmd.layout.clock import LINK, SECONDS, shown
 from spmd.layout.gradients import Gradients
 from spmd.layout.server import FRACTIONS, KINDS, MODES, NEEDS, PLACEMENTS, ParameterServer, server_problems
+from spmd.layout.timing import LINK, SECONDS, shown
 
 SECTION = "parameter_server"
 CHOICES = {f"{SECTION}.placement": PLACEMENTS, f"{SECTION}.mode": MODES}

@@ -3,9 +3,9 @@
 from spmd.nn.attention import attention as attention
 from spmd.nn.bidirectional import Bidirectional as Bidirectional
 from spmd.nn.embed import Embed as Embed
-from spmd.nn.experts import MixtureOfExperts as MixtureOfExperts
-from spmd.nn.experts import Routing as Routing
 from spmd.nn.layer_stack import LayerStack as LayerStack
+from spmd.nn.moe import MixtureOfExperts as MixtureOfExperts
+from spmd.nn.moe import Routing as Routing
 from spmd.nn.pool import max_pool2 as max_pool2
 from spmd.nn.rnn_stack import RNNStack as RNNStack
 from spmd.nn.schedule import Schedule as Schedule

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import DataError, OptionError
-from spmd.nn.context import Cutting, current
-from spmd.nn.ring import Ring, into_ring, out_of_ring, ring_attention
+from spmd.nn.parallel_context import Cutting, current
+from spmd.nn.ring_attention import Ring, into_ring, out_of_ring, ring_attention
 from spmd.tree import describe
 
 
@@ -25,7 +25,7 @@ def attention(
 
     On one device, and under a layout that does not cut sequences, it is `jax.nn.dot_product_attention`. Under  [sequence] axis = "context"
     the sequence lies cut over the devices of that axis; keys and values go around them, and no device ever has the whole sequence or a
-    score matrix of it (`spmd.nn.ring`, with sources). The result is the same up to the order of sums, in float32.
+    score matrix of it (`spmd.nn.ring_attention`, with sources). The result is the same up to the order of sums, in float32.
 
     Args:
       query: [rows, length, heads, head_dim].

@@ -8,10 +8,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.comm import wire
-from spmd.nn.context import Cutting, current
+from spmd.nn.parallel_context import Cutting, current
 from spmd.nn.rnn_stack import Cells, check_inputs
 from spmd.nn.stacking import Layers, join_modules
+from spmd.wire import collectives
 
 
 class Bidirectional(nnx.Module):
@@ -78,12 +78,12 @@ def _at_once(cutting: Cutting, layers: Layers, x: jax.Array, lengths: Any) -> ja
     free = cutting.free_over(x.shape[1])
 
     def stage(variables: tuple, x: jax.Array, lengths: Any) -> jax.Array:
-        number = wire.worker_index((axis,))
+        number = collectives.worker_index((axis,))
         own = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, 1)], variables)
         run = lambda: _one_way(cutting, layers, own, x, lengths, number == 1)
         like = jax.eval_shape(run)
         y = run() if cutting.branchless else lax.cond(number < 2, run, lambda: jnp.zeros(like.shape, like.dtype))
-        there = lambda way: wire.all_reduce(jnp.where(number == way, y, jnp.zeros_like(y)), (axis,))
+        there = lambda way: collectives.all_reduce(jnp.where(number == way, y, jnp.zeros_like(y)), (axis,))
         return jnp.concatenate([there(0), there(1)], axis=-1)
 
     whole, times = PartitionSpec(), PartitionSpec(None, free or None)

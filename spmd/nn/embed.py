@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from spmd.nn.context import current
+from spmd.nn.parallel_context import current
 
 
 class Embed(nnx.Embed):

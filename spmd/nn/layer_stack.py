@@ -10,15 +10,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from spmd.comm import wire
 from spmd.errors import ModelError
-from spmd.nn.context import Cutting, current, rows_over
-from spmd.nn.order import stage_order
+from spmd.nn.layer_order import stage_order
+from spmd.nn.parallel_context import Cutting, current, rows_over
+from spmd.nn.pipeline_executor import from_last_stage, run_ticks
 from spmd.nn.schedule import make_schedule
 from spmd.nn.stacking import Layers, Repeated, scan_layers, stack_modules, unstack_module
-from spmd.nn.ticks import from_last_stage, run_ticks
 from spmd.rng import part_key
 from spmd.tree import Tree, describe
+from spmd.wire import collectives
 
 MICROBATCHES = 4  # per stage, where a layout does not say: with as many a pipeline idles for a fifth of its time at most
 
@@ -101,8 +101,8 @@ class Parts:
 
     def key(self, number: jax.Array) -> Callable[[Any], Any]:
         """From a key for all rows to that for microbatch `number` of this worker: it draws what all would have drawn there."""
-        workers = wire.worker_count(self.free) if self.free else 1
-        part = wire.worker_index(self.free) * self.count + number
+        workers = collectives.worker_count(self.free) if self.free else 1
+        part = collectives.worker_index(self.free) * self.count + number
         return lambda key: part_key(key, part, workers * self.count, rows=self.rows)
 
 

@@ -11,16 +11,16 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.comm import wire
 from spmd.errors import ModelError, a_kind
-from spmd.nn.context import Cutting, current
+from spmd.nn.layer_order import stage_order
 from spmd.nn.layer_stack import stage_layers
-from spmd.nn.order import stage_order
+from spmd.nn.parallel_context import Cutting, current
+from spmd.nn.pipeline_executor import from_last_stage, run_ticks
 from spmd.nn.schedule import best_chunk, make_schedule
 from spmd.nn.stacking import Layers, Repeated, scan_layers, stack_modules, unstack_module
-from spmd.nn.ticks import from_last_stage, run_ticks
 from spmd.rng import part_key
 from spmd.tree import Tree, describe
+from spmd.wire import collectives
 
 
 class RNNStack(nnx.Module):
@@ -212,13 +212,13 @@ def _wavefront(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, 
         if key is not None:
             own_key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
             if free:
-                own_key = part_key(own_key, wire.worker_index(free), wire.worker_count(free), rows=x.shape[2])
+                own_key = part_key(own_key, collectives.worker_index(free), collectives.worker_count(free), rows=x.shape[2])
 
         def work(given: tuple, carry: Tree, number: jax.Array, group: jax.Array, x: jax.Array) -> tuple[Tree, jax.Array]:
             del group
             variables, beside = given
             here = {"x": x} | {name: other[number] for name, other in beside.items()}
-            first = wire.worker_index((axis,)) * own
+            first = collectives.worker_index((axis,)) * own
             y, carry = cells.run((variables, carry), first, here, number * chunk, lengths, own_key, unroll=cutting.unroll)
             return carry, y
 

@@ -12,8 +12,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from spmd.errors import ModelError, a_kind
-from spmd.layout.cure import listed
-from spmd.model.base import STACKED
+from spmd.layout.fixes import listed
+from spmd.models.base import STACKED
 from spmd.tree import Tree, describe, flatten
 
 PLAIN = (bool, int, float, str, type(None))

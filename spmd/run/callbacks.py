@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from spmd.distributed import watchdog
+from spmd.distributed.replica_check import check_replicas
 from spmd.errors import CallbackError, DivergedError, OptionError, a_kind, brief, did_you_mean, naming
-from spmd.hosts import guard
-from spmd.hosts.replicas import check_replicas
 
 
 class Info:
@@ -110,7 +110,7 @@ class Callback:
 
 
 class CheckReplicas(Callback):
-    """Holds copies of the state's arrays against each other every so many steps (`spmd.hosts.replicas`); `fit` does so before the first.
+    """Holds copies of the state's arrays against each other every so many steps (`spmd.distributed.replica_check`); `fit` does so before the first.
 
     Each device reads its part of the state once, and the loop waits for it. A device or host that computes wrongly is found so: the
     error names arrays, devices and processes.
@@ -317,7 +317,7 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
         with contextlib.ExitStack() as block:
             if moving:
                 block.enter_context(jax.transfer_guard("allow"))
-                block.enter_context(guard.current().busy())  # where a user's callback hangs, it is why
+                block.enter_context(watchdog.current().busy())  # where a user's callback hangs, it is why
             for callback in callbacks:
                 getattr(callback, event)(info)
 

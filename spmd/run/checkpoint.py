@@ -18,17 +18,17 @@ from typing import Any
 
 import jax
 
+from spmd.distributed import watchdog
+from spmd.distributed.consistency import first_of_all
 from spmd.errors import CheckpointError, OptionError, SpmdError, a_kind, brief, did_you_mean, first_line
-from spmd.folders import as_path, make_folder
-from spmd.hosts import guard
-from spmd.hosts.handshake import first_of_all
-from spmd.run.copies import Copier, has_room_for
+from spmd.run.checkpoint_reader import FORMAT, Reader, all_processes, by_path, orbax
+from spmd.run.device_snapshot import Copier, has_room_for
 from spmd.run.manifest import seal
 from spmd.run.owner import Ownership
-from spmd.run.reader import FORMAT, Reader, all_processes, by_path, orbax
-from spmd.run.remembered import REMEMBERED, STATE, item_of
+from spmd.run.restore_comm_state import REMEMBERED, STATE, item_of
 from spmd.train.state import State
 from spmd.tree import describe, format_bytes
+from spmd.user_paths import as_path, make_folder
 
 ROOM = 1.2  # of a checkpoint's bytes that must be free before it is written
 
@@ -92,8 +92,8 @@ class _Failures(logging.Handler):
 def _tell(error: BaseException) -> None:
     if jax.process_count() > 1:
         told = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
-        guard.show(told)
-        guard.current().failed(told)
+        watchdog.show(told)
+        watchdog.current().failed(told)
 
 
 _failures = _Failures()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import OptionError
-from spmd.run.sketch import panel, spark
+from spmd.render.sparkline import panel, spark
 from spmd.train.metrics import means
 
 DETAIL = 100_000  # newest steps that are kept one by one

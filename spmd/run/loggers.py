@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from spmd.errors import OptionError, a_kind, brief, import_extra, naming
-from spmd.folders import as_path, make_folder, writing
+from spmd.user_paths import as_path, make_folder, writing
 
 
 class Logger(Protocol):

@@ -11,24 +11,24 @@ import jax
 import numpy as np
 
 from spmd.data.batches import Batch, HostBatch, Placer
-from spmd.data.deal import Position, epoch_of
-from spmd.data.loader import Source
+from spmd.data.device_dataset import numbered
 from spmd.data.prefetch import prefetch
-from spmd.data.residence import numbered
+from spmd.data.sources import Source
+from spmd.data.work_assignment import Position, epoch_of
+from spmd.distributed import uneven_batches, watchdog
 from spmd.errors import DivergedError, OptionError, did_you_mean, noting
-from spmd.hosts import even, guard
 from spmd.run.callbacks import Callback, Info, check_first, notify, restore, saved
 from spmd.run.checkpoint import Store
 from spmd.run.due import Due, due
+from spmd.run.duration import Length, allowing, full_steps
 from spmd.run.history import History
-from spmd.run.length import Length, allowing, full_steps
 from spmd.run.loggers import Logger, close, write
 from spmd.run.measured import Measured, as_numbers
-from spmd.run.pace import Pace
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.signals import ENDED, INTERRUPTED, interruptible
+from spmd.run.throughput import Pace
+from spmd.train.compiled_step import Program
 from spmd.train.metrics import IN_FLIGHT, fetch, means
-from spmd.train.program import Program
 from spmd.train.state import State
 
 
@@ -64,7 +64,7 @@ class Loop:
         self._samples, self._first_step = 0, self.step
         self._evaluated: dict[str, float] = {}
         self._number, self._newest = self.position.epoch, None
-        self._guard = guard.current()
+        self._guard = watchdog.current()
         self._seen, self._stopped = (self.step, self.position.epoch), False
         self._measured_at = self._unfinished_at = -1  # steps of the newest evaluation that was completed, and that was not
         self._callbacks = [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]
@@ -135,7 +135,7 @@ class Loop:
         own = self.source.threaded  # the user's reader: a thread runs it, and of several processes each has one of its own
         batches = allowing(batches) if own and not self.prefetch else batches
         with prefetch(batches, self.placer, self.prefetch if own else 0) as placed:
-            ready = even.batches(placed, f"epoch {self._number + 1}") if own else placed
+            ready = uneven_batches.batches(placed, f"epoch {self._number + 1}") if own else placed
             yield (functools.partial(self._dispatch, batch) for batch in self.pace.waited_for(ready))
 
     def _dispatch(self, batch: Batch) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spmd.errors import CheckpointError, escaped
-from spmd.folders import writing
+from spmd.user_paths import writing
 
 NAME = "owner.json"
 BEAT = 5.0  # seconds between two heartbeats

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from spmd.errors import OptionError, brief
-from spmd.run.sketch import MOST, panel, spark
+from spmd.render.sparkline import MOST, panel, spark
 from spmd.tree import format_bytes
 
 REFRESH = 0.2  # seconds between two redraws: a step costs one look at the clock

@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd.errors import LayoutError, raise_problems
 from spmd.layout.activations import Output, activation_spec, output_problems
-from spmd.layout.declare import Rule, keep_axes
 from spmd.layout.resolve import Resolved, owners, pspec
-from spmd.nn.context import manual_axes
+from spmd.layout.schema import Rule, keep_axes
+from spmd.nn.parallel_context import manual_axes
 from spmd.tree import Tree, flatten
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from spmd.data.batches import Batch, Placer, differences, kind_of
 from spmd.errors import DataError, LossError, listed, problems_text
+from spmd.train.compiled_step import Program
 from spmd.train.metrics import IN_FLIGHT, means
-from spmd.train.placed import Placed
-from spmd.train.program import Program
+from spmd.train.model_setup import Placed
 from spmd.train.state import State
 from spmd.tree import Tree, flatten
 

@@ -13,14 +13,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.errors import SpmdError
-from spmd.nn.context import MIXTURE
+from spmd.nn.parallel_context import MIXTURE
 from spmd.train.accumulate import equations
 from spmd.train.losses import SHIPPED
 from spmd.train.metrics import PerExample, means
+from spmd.train.model_setup import Placed
 from spmd.train.objective import Objective
-from spmd.train.placed import Placed
+from spmd.train.row_proof import mean_over_rows, walked
 from spmd.train.row_values import KEY, Fixed, PerRow
-from spmd.train.rows import mean_over_rows, walked
 from spmd.train.state import State
 from spmd.tree import Tree
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import LossError, SpmdError, a_kind, brief, first_line
-from spmd.model.base import known_cause
+from spmd.models.base import known_cause
 from spmd.train.metrics import PerExample, Sums, as_sum
 from spmd.tree import describe, flatten
 

@@ -1,4 +1,4 @@
-"""What becomes of the rows of a batch in each of JAX's primitives: the rules by which `spmd.train.rows` walks a traced loss.
+"""What becomes of the rows of a batch in each of JAX's primitives: the rules by which `spmd.train.row_proof` walks a traced loss.
 
 A rule takes the sizes of the two traces, the equation in each, and what is known of its inputs. None is "not known", which is always safe.
 """

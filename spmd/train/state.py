@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import OptimizerError, OptionError, a_kind, brief
 from spmd.layout.resolve import Resolved, pspec
-from spmd.model.base import Model, Variables
+from spmd.models.base import Model, Variables
 from spmd.tree import Tree, describe, flatten, path_of
 
 Memory = Callable[[Any, Tree], Tree]  # from a key and the parameters to what the exchange remembers at step 0

@@ -17,16 +17,12 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.comm import wire
-from spmd.comm.exchange import Exchange
-from spmd.comm.reduction import Scene
-from spmd.comm.weights import needs_gather, pull, pull_rows, spread
-from spmd.layout.declare import Spec, keep_axes
 from spmd.layout.resolve import Placement, Resolved, owners, pspec
-from spmd.model.base import Call, Model, Variables
-from spmd.nn.back_at_once import back_at_once
-from spmd.nn.context import WHOLE, Cutting, under
+from spmd.layout.schema import Spec, keep_axes
+from spmd.models.base import Call, Model, Variables
 from spmd.nn.layer_stack import cut_rows, stage_layers
+from spmd.nn.parallel_context import WHOLE, Cutting, under
+from spmd.nn.pipeline_1f1b import back_at_once
 from spmd.rng import part_key, worker_key
 from spmd.train.accumulate import accumulate, apart, microbatches
 from spmd.train.activations import Activations
@@ -35,6 +31,10 @@ from spmd.train.objective import LOSS, Objective, check_worker
 from spmd.train.precision import cast, cast_like
 from spmd.train.state import State
 from spmd.tree import Tree, flatten, map_paths
+from spmd.wire import collectives
+from spmd.wire.gradient_sync import Exchange
+from spmd.wire.parameter_sync import needs_gather, pull, pull_rows, spread
+from spmd.wire.strategies import Scene
 from spmd.xla import shard_map
 
 
@@ -120,14 +120,14 @@ class Step:
         grads, stats, sums = self._worker(state, batch, weights, events, axes=data)
         packed = pack(sums, self.names)
         with jax.named_scope("metrics"):
-            packed = wire.all_reduce(packed, data) if self.split else packed
+            packed = collectives.all_reduce(packed, data) if self.split else packed
         with jax.named_scope("stats"):
             stats = agree(stats, data, self._present(events).any() if "present" in events else None, state.stats) if data else stats
         return *self.exchange.push(grads, state.exchange, state.step), stats, packed
 
     def _worker(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, axes: tuple[str, ...]) -> tuple[Tree, Tree, Sums]:
         """Gradients of the mean loss over these rows (whole, not yet averaged over workers), new stats, metric sums."""
-        first = wire.worker_index(axes) * self.simulated
+        first = collectives.worker_index(axes) * self.simulated
 
         def one(stats: Tree, rows: tuple, index: jax.Array) -> tuple[tuple, Tree]:
             found, after = self._simulated(state.params, state, stats, rows, first + index, axes)
@@ -143,12 +143,12 @@ class Step:
             (grads, sums), stats = accumulate(one, state.stats, parts, self.simulated, unroll=self.unroll)
         # what was differentiated is a sum over rows: divided by the workers' mean count it becomes, averaged over workers, the mean
         with jax.named_scope("metrics"):
-            count = nonzero(wire.all_reduce(sums[LOSS][1], axes) / (wire.worker_count(axes) if axes else 1))
+            count = nonzero(collectives.all_reduce(sums[LOSS][1], axes) / (collectives.worker_count(axes) if axes else 1))
         return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, sums
 
     def _present(self, events: Tree) -> jax.Array:
         """bool[m], which of this position's workers take part in the step."""
-        return lax.dynamic_slice_in_dim(events["present"], wire.worker_index(self.scene.data_axes) * self.simulated, self.simulated)
+        return lax.dynamic_slice_in_dim(events["present"], collectives.worker_index(self.scene.data_axes) * self.simulated, self.simulated)
 
     def _each(self, state: State, held: Tree, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, jax.Array]:
         """This position's workers, each at weights of its own: mean gradients over its rows, the next stats, and metrics.
@@ -160,7 +160,7 @@ class Step:
           Gradients as `held`, stats equal everywhere, and float32[m, 2, names].
         """
         data = self.scene.data_axes
-        first = wire.worker_index(data) * self.simulated
+        first = collectives.worker_index(data) * self.simulated
 
         def one(stats: Tree, inputs: tuple) -> tuple[Tree, tuple]:
             number, here, pieces, rows = inputs
@@ -217,7 +217,7 @@ class Step:
 
     def _localizer(self, number: Any, rows: int, axes: tuple[str, ...]) -> Callable[[Any], Any]:
         """From a key for all workers to that of worker `number`, which holds so many rows."""
-        workers = (wire.worker_count(axes) if axes else 1) * self.simulated
+        workers = (collectives.worker_count(axes) if axes else 1) * self.simulated
         return (lambda k: worker_key(k, number, rows=rows, workers=workers)) if workers > 1 and self.split else lambda k: k
 
     def _by_hand(self, state: State, number: Any, axes: tuple, pieces: Tree, rows: tuple, key: Any) -> tuple[Tree, Sums]:
@@ -338,13 +338,13 @@ def agree(stats: Tree, axes: tuple[str, ...], here: Any = None, before: Tree = N
     if not jax.tree.leaves(stats):
         return stats
     if here is None:
-        workers = wire.worker_count(axes)
-        mean = lambda x, old: wire.all_reduce(x, axes) / workers
+        workers = collectives.worker_count(axes)
+        mean = lambda x, old: collectives.all_reduce(x, axes) / workers
     else:
-        count = wire.all_reduce(here.astype(jnp.float32), axes)
-        sum_of = lambda x: wire.all_reduce(jnp.where(here, x, jnp.zeros_like(x)), axes)
+        count = collectives.all_reduce(here.astype(jnp.float32), axes)
+        sum_of = lambda x: collectives.all_reduce(jnp.where(here, x, jnp.zeros_like(x)), axes)
         mean = lambda x, old: jnp.where(count > 0, sum_of(x) / jnp.maximum(count, 1).astype(x.dtype), old)
-    leaf = lambda x, old: mean(x, old) if jnp.issubdtype(x.dtype, jnp.floating) else wire.maximum(x, axes)
+    leaf = lambda x, old: mean(x, old) if jnp.issubdtype(x.dtype, jnp.floating) else collectives.maximum(x, axes)
     return jax.tree.map(leaf, stats, stats if before is None else before)
 
 

@@ -1,7 +1,7 @@
 """Whether a step that sees rows in parts trains as one that sees all rows of a batch at once.
 
 Workers, accumulation and 1f1b pipelines call the loss on parts of a batch and take a mean over parts. That is the loss of the batch only
-if it is a mean over rows. It is proved from the traced loss where that can be done (`spmd.train.rows`); elsewhere both ways are run on the
+if it is a mean over rows. It is proved from the traced loss where that can be done (`spmd.train.row_proof`); elsewhere both ways are run on the
 first batch, and what cannot be rounding is refused.
 """
 
@@ -20,17 +20,17 @@ from jax.experimental import multihost_utils
 from spmd.errors import LossError
 from spmd.layout.gradients import Gradients
 from spmd.layout.server import ParameterServer
-from spmd.model.base import Call, Variables
-from spmd.nn.context import MIXTURE, WHOLE, under
+from spmd.models.base import Call, Variables
 from spmd.nn.layer_stack import cut_rows
+from spmd.nn.parallel_context import MIXTURE, WHOLE, under
 from spmd.train.accumulate import equations
 from spmd.train.activations import Seen
 from spmd.train.losses import check_masks, check_targets
+from spmd.train.model_setup import Placed
 from spmd.train.objective import Objective
-from spmd.train.placed import Placed
 from spmd.train.precision import cast, compute_dtype
+from spmd.train.row_proof import proved
 from spmd.train.row_values import KEY, Fixed, PerRow
-from spmd.train.rows import proved
 from spmd.train.state import State
 from spmd.train.step import Step
 from spmd.tree import Tree, abstract

@@ -1,10 +1,10 @@
 """Pictures of a run, for a notebook's cell or a file: curve, mesh, a parameter server's clock, a pipeline's schedule; and a report."""
 
-from spmd.viz.clock import timeline
-from spmd.viz.drawing import curve
-from spmd.viz.page import report
-from spmd.viz.picture import Picture
+from spmd.render.picture import Picture
+from spmd.viz.device_map import devices, pieces
+from spmd.viz.history_plot import curve
 from spmd.viz.pipeline import schedule
-from spmd.viz.placing import devices, pieces
+from spmd.viz.run_page import report
+from spmd.viz.server_timeline import timeline
 
 __all__ = ["Picture", "curve", "devices", "pieces", "report", "schedule", "timeline"]

@@ -6,7 +6,7 @@ from typing import Any, overload
 
 from spmd.errors import OptionError, import_extra
 from spmd.nn.schedule import Schedule
-from spmd.viz.picture import Picture
+from spmd.render.picture import Picture
 
 FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#e4e4e4"  # of the first group of layers, and of the last
 LEGIBLE = 100  # ticks; in a wider table microbatches are not numbered

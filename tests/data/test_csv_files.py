@@ -8,7 +8,7 @@ import written
 
 import spmd
 from spmd.data import csv_files
-from spmd.data.numerals import decimals
+from spmd.data.number_parsing import decimals
 from spmd.errors import DataError, OptionError
 
 

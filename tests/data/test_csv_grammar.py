@@ -8,7 +8,7 @@ import written
 
 import spmd
 from spmd.data import csv_checks, csv_grammar
-from spmd.data.loader import RecordSource
+from spmd.data.sources import RecordSource
 from spmd.errors import DataError
 
 ALPHABETS = ['a1,"\n', 'a,"\n\r', 'a," \t\n\r', '"\n,']

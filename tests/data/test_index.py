@@ -12,7 +12,7 @@ import written
 from linear import fit
 
 import spmd
-from spmd.data import contents, csv_files
+from spmd.data import csv_files, data_hash
 from spmd.errors import CheckpointError, DataError, OptionError
 
 ROWS = 40
@@ -144,14 +144,14 @@ def test_checkpoint_without_hashes_is_resumed_with_a_warning(tmp_path, monkeypat
     """As earlier versions wrote them."""
     data = {"x": np.zeros((32, 16), np.float32), "y": np.zeros((32, 1), np.float32)}
     with monkeypatch.context() as before:
-        before.setattr(contents, "of_arrays", lambda arrays: {})
+        before.setattr(data_hash, "of_arrays", lambda arrays: {})
         fit(data, batch_size=16, steps=1, checkpoint=tmp_path / "run")
     fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume=True)
     assert _changed(tmp_path / "run") == ["the checkpoint has no hash of its data, so the contents of the data were not compared"]
 
 
 def test_a_sample_of_large_files_has_their_ends_and_blocks_between(tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "BLOCK", 4)
+    monkeypatch.setattr(data_hash, "BLOCK", 4)
     raw = [bytes(range(100)), b"", bytes(range(50)), b"z"]
     paths = [tmp_path / str(at) for at in range(4)]
     hashes = {}
@@ -162,21 +162,21 @@ def test_a_sample_of_large_files_has_their_ends_and_blocks_between(tmp_path, mon
                 changed[at] ^= 1
             for path, first, one in zip(paths, np.cumsum([0, *map(len, raw)]), raw, strict=False):
                 path.write_bytes(changed[first : first + len(one)])
-            hashes[blocks, at] = contents.of_files([str(path) for path in paths], list(map(len, raw)), blocks)
+            hashes[blocks, at] = data_hash.of_files([str(path) for path in paths], list(map(len, raw)), blocks)
     noticed = {blocks: [at for at in range(151) if hashes[blocks, at] != hashes[blocks, None]] for blocks in (5, 38)}
     assert noticed[38] == list(range(151)), "all of what is small"
     assert noticed[5] == [at for first in (0, 36, 73, 110, 147) for at in range(first, first + 4)], "the last goes on in another file"
 
 
 def test_a_sample_of_large_arrays_has_the_first_and_the_last_row(monkeypatch):
-    monkeypatch.setattr(contents, "BLOCK", 8)
-    monkeypatch.setattr(contents, "BLOCKS", 8)
+    monkeypatch.setattr(data_hash, "BLOCK", 8)
+    monkeypatch.setattr(data_hash, "BLOCKS", 8)
     x = np.zeros((100, 2), np.float32)
-    before = contents.of_arrays({"x": x})
+    before = data_hash.of_arrays({"x": x})
     noticed = []
     for row in range(100):
         x[row, 1] = 1
-        noticed += [row] if contents.of_arrays({"x": x}) != before else []
+        noticed += [row] if data_hash.of_arrays({"x": x}) != before else []
         x[row, 1] = 0
     assert noticed[0] == 0 and noticed[-1] == 99 and len(noticed) == 8
-    assert contents.of_arrays({"x": x.astype(np.float64)}) != before != contents.of_arrays({"x": x[:, :1]})
+    assert data_hash.of_arrays({"x": x.astype(np.float64)}) != before != data_hash.of_arrays({"x": x[:, :1]})

@@ -11,10 +11,10 @@ from linear import FEATURES, aligned, examples, fit, same, trainer
 import spmd
 from spmd.data import batches
 from spmd.data.batches import HostBatch, Placer
+from spmd.data.device_dataset import on_devices
 from spmd.data.narrow import narrow
-from spmd.data.residence import on_devices
 from spmd.errors import DataError
-from spmd.layout.declare import Batch
+from spmd.layout.schema import Batch
 
 
 def one_device():
@@ -165,7 +165,7 @@ def test_a_placed_batch_shares_no_memory_with_the_buffer(pad, rows, index, devic
 
 
 def test_resident_arrays_share_no_memory_with_the_buffer():
-    from spmd.data.residence import on_devices
+    from spmd.data.device_dataset import on_devices
 
     buffer = aligned((64, FEATURES))
     buffer[:] = 1

@@ -10,8 +10,8 @@ import written
 from linear import fit, same
 
 import spmd
-from spmd.data.loader import RecordSource, source
-from spmd.data.order import Order
+from spmd.data.shuffle import Order
+from spmd.data.sources import RecordSource, source
 from spmd.errors import DataError, OptionError
 
 ROWS = 50

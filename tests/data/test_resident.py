@@ -13,7 +13,7 @@ from flax import nnx
 from linear import examples, fit, same
 
 import spmd
-from spmd.data.residence import on_devices
+from spmd.data.device_dataset import on_devices
 from spmd.errors import DataError, OptionError
 from spmd.tree import flatten
 
@@ -69,7 +69,7 @@ def test_metrics_of_every_step_are_known():
 
 
 def test_many_steps_do_run_in_one_call(monkeypatch):
-    from spmd.train.program import Program
+    from spmd.train.compiled_step import Program
 
     calls, many = [], Program.many
     monkeypatch.setattr(Program, "many", lambda self, *given: calls.append(given[2].shape) or many(self, *given))

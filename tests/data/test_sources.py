@@ -5,7 +5,7 @@ import pytest
 from linear import examples, fit, same
 
 import spmd
-from spmd.data.loader import ArraySource, IterableSource, is_arrays, source
+from spmd.data.sources import ArraySource, IterableSource, is_arrays, source
 from spmd.errors import DataError, OptionError
 
 

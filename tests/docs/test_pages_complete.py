@@ -10,8 +10,8 @@ from docpages import PAGES, ROOT, prose
 
 import spmd
 from spmd import errors
-from spmd.layout.declare import Layout
 from spmd.layout.gradients import OPTIONS, Gradients
+from spmd.layout.schema import Layout
 
 
 def text(name):
@@ -96,12 +96,12 @@ def test_options_of_codecs_and_the_top_are_listed():
 
 RETURNED = {  # what public functions give, which nobody makes by name
     "spmd.data.records.Batches",
-    "spmd.serve.ensemble.Calibration",
-    "spmd.serve.ensemble.Evaluation",
-    "spmd.serve.workers.Answer",
-    "spmd.serve.write.ExportReport",
-    "spmd.trials.tried.Sweep",
-    "spmd.trials.tried.Tried",
+    "spmd.inference.ensemble.Calibration",
+    "spmd.inference.ensemble.Evaluation",
+    "spmd.inference.workers.Answer",
+    "spmd.inference.exporter.ExportReport",
+    "spmd.sweeps.results.Sweep",
+    "spmd.sweeps.results.Tried",
 }
 
 
@@ -143,7 +143,7 @@ def test_benchmarks_are_listed_with_their_commands():
 
 
 def test_every_shipped_layout_is_listed():
-    from spmd.layout.toml import load, shipped
+    from spmd.layout.toml_reader import load, shipped
 
     listed = [f"| `{name}` | {load(name).description} |" for name in shipped()]
     assert "\n".join(listed) in text("layouts"), "docs/layouts.md: the lines that  spmd layouts  prints, as a table"

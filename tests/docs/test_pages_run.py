@@ -14,12 +14,12 @@ import jax
 import pytest
 from docpages import PAGES, ROOT, blocks, blocks_of, prose
 
-from spmd.comm.codec import CODECS
-from spmd.comm.reduction import REDUCTIONS
 from spmd.launch import cli
-from spmd.launch.cluster import read_hosts
-from spmd.layout import toml
+from spmd.launch.hostfile import read_hosts
+from spmd.layout import toml_reader
 from spmd.layout.gradients import OPTIONS
+from spmd.wire.codec import CODECS
+from spmd.wire.strategies import REDUCTIONS
 
 pytestmark = pytest.mark.system
 
@@ -32,7 +32,7 @@ MARKS = ("", "hidden", "tensorflow")
 @pytest.fixture
 def registries():
     """Pages that add a codec or a reduction of their own leave none behind."""
-    kept = [(table, dict(table)) for table in (CODECS, OPTIONS, REDUCTIONS, toml.CHOICES)]
+    kept = [(table, dict(table)) for table in (CODECS, OPTIONS, REDUCTIONS, toml_reader.CHOICES)]
     yield
     for table, before in kept:
         table.clear()
@@ -123,7 +123,7 @@ def test_toml_can_be_read(block, tmp_path):
     if "[jobs]" in block.text:
         assert read_hosts(path)
     else:
-        assert toml.load(path) != toml.loads(""), "a layout that says something"
+        assert toml_reader.load(path) != toml_reader.loads(""), "a layout that says something"
 
 
 def commands():
@@ -158,7 +158,7 @@ def parsers(parser):
 
 def test_options_in_the_text_exist():
     known = {option for parser in parsers(cli._parser()) for option in parser._option_string_actions}
-    scripts = [path for folder in ("examples", "benchmarks", "tests/hosts") for path in (ROOT / folder).glob("*.py")]
+    scripts = [path for folder in ("examples", "benchmarks", "tests/distributed") for path in (ROOT / folder).glob("*.py")]
     texts = "".join(path.read_text(encoding="utf-8") for path in scripts)
     unknown = []
     for page in PAGES:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from spmd.launch import cause
-from spmd.launch.restarts import ALL, attempted
+from spmd.launch import failure_cause
+from spmd.launch.restart_policy import ALL, attempted
 
 
 def failure(rank, at, text, *, kind="wait", step=26, code=43, phase="step"):
@@ -146,6 +146,6 @@ def test_root_cause_is_the_earliest_sign_of_failure(records, codes, first, why):
 
 def test_records_that_cannot_be_read_are_left_out():
     assert (
-        cause.failures([{"name": "life.1"}, {"name": "x", "at": 1}, {}]) == []
-        and cause.lives([{"name": "life.x"}, {"name": "1"}, {}]) == {}
+        failure_cause.failures([{"name": "life.1"}, {"name": "x", "at": 1}, {}]) == []
+        and failure_cause.lives([{"name": "life.x"}, {"name": "1"}, {}]) == {}
     )

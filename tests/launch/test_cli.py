@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from spmd.launch.cli import main
-from spmd.layout.toml import shipped
+from spmd.layout.toml_reader import shipped
 
 MODELS = """
 import jax.numpy as jnp

@@ -3,9 +3,9 @@
 import pytest
 
 from spmd.errors import OptionError
-from spmd.launch.cluster import Host, read_hosts
-from spmd.launch.remote import Remote
+from spmd.launch.hostfile import Host, read_hosts
 from spmd.launch.settings import Settings
+from spmd.launch.ssh_launcher import Remote
 
 
 @pytest.fixture

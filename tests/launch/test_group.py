@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from spmd.launch.group import neutral, started, to_stdout
+from spmd.launch.process_group import neutral, started, to_stdout
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from spmd.launch import keeper
+from spmd.launch import orphan_reaper
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="Linux only")
 
 LAUNCHER = """
 import subprocess, sys, time
-from spmd.launch.group import started
+from spmd.launch.process_group import started
 other = subprocess.Popen(["sleep", "600"], start_new_session=True)
 print(other.pid, flush=True)
 script = "sleep 600 & setsid sleep 600 & echo $$ $!; wait"
@@ -70,10 +70,16 @@ def _group(number):
 
 def test_processes_are_found_by_their_cookie_alone():
     own = lambda value: subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], **value})
-    mine, nested, others, none = processes = [own(v) for v in ({keeper.NAME: "abc"}, {keeper.NAME: "x,abc,y"}, {keeper.NAME: "abcd"}, {})]
+    mine, nested, others, none = processes = [
+        own(v) for v in ({orphan_reaper.NAME: "abc"}, {orphan_reaper.NAME: "x,abc,y"}, {orphan_reaper.NAME: "abcd"}, {})
+    ]
     try:
-        assert until(lambda: {mine.pid, nested.pid} <= set(keeper.with_cookie("abc")))
-        assert set(keeper.with_cookie("abc")) == {mine.pid, nested.pid} and keeper.with_cookie("abcd") == [others.pid] and alive(none.pid)
+        assert until(lambda: {mine.pid, nested.pid} <= set(orphan_reaper.with_cookie("abc")))
+        assert (
+            set(orphan_reaper.with_cookie("abc")) == {mine.pid, nested.pid}
+            and orphan_reaper.with_cookie("abcd") == [others.pid]
+            and alive(none.pid)
+        )
     finally:
         for process in processes:
             process.kill()
@@ -84,6 +90,6 @@ def test_keeper_ends_with_the_block():
     children = lambda: (
         subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "keeper.py"], capture_output=True, text=True, check=False).stdout
     )
-    with keeper.keeping("a-cookie"):
+    with orphan_reaper.keeping("a-cookie"):
         assert until(children)
     assert not children()

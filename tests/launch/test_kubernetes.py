@@ -12,9 +12,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from spmd.distributed.detect_cluster import World, detect, free_port
+from spmd.distributed.watchdog import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
 from spmd.errors import OptionError
-from spmd.hosts.guard import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
-from spmd.hosts.world import World, detect, free_port
 from spmd.launch.cli import main
 from spmd.launch.kubernetes import Kubernetes, manifest
 from spmd.launch.settings import Settings

@@ -18,8 +18,8 @@ from flax import nnx
 
 import spmd
 from spmd import errors
-from spmd.launch import parcel
-from spmd.launch.running import KEPT, Lines, reason
+from spmd.launch import serialization
+from spmd.launch.worker_pool import KEPT, Lines, reason
 
 pytestmark = pytest.mark.system
 
@@ -279,8 +279,8 @@ def test_lines_that_nobody_waits_for_are_counted(capsys):
 def test_pieces_of_one_process_alone_are_put_together():
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.device_put(np.arange(16.0).reshape(4, 4), jax.NamedSharding(mesh, jax.P("a")))
-    data, pieces = parcel.packed({"x": x}, whole=True)
-    assert not pieces and parcel.unpacked(data, {0: pieces})["x"].tolist() == np.arange(16.0).reshape(4, 4).tolist()
+    data, pieces = serialization.packed({"x": x}, whole=True)
+    assert not pieces and serialization.unpacked(data, {0: pieces})["x"].tolist() == np.arange(16.0).reshape(4, 4).tolist()
 
 
 BOOM, BROKEN = ("ValueError: boom", "Traceback 1"), ("ValueError: UNKNOWN: Gloo", "Traceback 0")

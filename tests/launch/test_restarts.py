@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import spmd
-from spmd.launch import group
-from spmd.launch.restarts import ALL, Attempt, attempted, exit_code, records, stop_because
+from spmd.launch import process_group
+from spmd.launch.restart_policy import ALL, Attempt, attempted, exit_code, records, stop_because
 
 BOOM = {1: (26, "ValueError: boom")}
 
@@ -103,15 +103,15 @@ def test_one_that_was_killed_leaves_nothing_to_be_told_by_the_others(tmp_path, m
         return clock.now
 
     def sleep(seconds):
-        clock.now = clock.now if heard or clock.now is None else clock.now + group.KILLED / 4
+        clock.now = clock.now if heard or clock.now is None else clock.now + process_group.KILLED / 4
         time.sleep(0.01)
 
-    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
+    monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
     wait = f"while [ ! -e {tmp_path}/gone ]; do sleep 0.02; done"
     last = "echo told" if heard else "exec sleep 1000"
     commands = {0: (["sh", "-c", f"{wait}; {last}"], {}), 1: (["sh", "-c", f"touch {tmp_path}/gone; {ends}"], {})}
     lines = []
-    with group.started(commands, lambda rank: f"[{rank}] ", write=lines.append) as both:
+    with process_group.started(commands, lambda rank: f"[{rank}] ", write=lines.append) as both:
         codes = both.wait(grace=5.0, send=lambda number: (ended.append(clock.now), both.signal(number)))
     assert both.first[1] == code and codes == {0: 0 if heard else -9, 1: code}
-    assert lines == (["[0] told\n"] if heard else []) and ended == ([] if heard else [1.25 * group.KILLED])
+    assert lines == (["[0] told\n"] if heard else []) and ended == ([] if heard else [1.25 * process_group.KILLED])

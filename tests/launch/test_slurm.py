@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from spmd.distributed.initialize import restarted
 from spmd.errors import OptionError
-from spmd.hosts.arrival import restarted
 from spmd.launch.cli import main
-from spmd.launch.restarts import ALL, attempted, exit_code, stop_because
+from spmd.launch.restart_policy import ALL, attempted, exit_code, stop_because
 from spmd.launch.settings import Settings
 from spmd.launch.slurm import Slurm, script
 from spmd.launch.srun import _plain, _signal, _step, command

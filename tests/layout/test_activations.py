@@ -11,7 +11,7 @@ from flax import linen, nnx
 import spmd
 from spmd import Rule
 from spmd.errors import DataError, LayoutError
-from spmd.layout.toml import loads
+from spmd.layout.toml_reader import loads
 
 
 class Net(nnx.Module):

@@ -5,9 +5,9 @@ import pytest
 
 import spmd
 from spmd.errors import LayoutError
-from spmd.layout.declare import Batch, Default, Layout, Rule
 from spmd.layout.gradients import GradientRule, Gradients
-from spmd.layout.toml import loads
+from spmd.layout.schema import Batch, Default, Layout, Rule
+from spmd.layout.toml_reader import loads
 from tests.layout.applied import fits, told, unread
 
 NODES = '[batch]\nspec = [["node", "data"]]\n'

@@ -8,10 +8,10 @@ import pytest
 from spmd.errors import LayoutError
 from spmd.layout import resolve as resolving
 from spmd.layout.check import fit_layout
-from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Rule, spec_text
 from spmd.layout.resolve import shard_further
+from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule, spec_text
 from spmd.layout.summary import notes, rows, summary
-from spmd.layout.toml import shipped
+from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec
 
 MESH = MeshSpec.parse("data=4,model=2")

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.comm.server.clock import Times
 from spmd.errors import LayoutError, OptionError, SpmdError
-from spmd.layout.clock import Network
-from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.gradients import GradientRule, Gradients
+from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.server import FRACTIONS, KINDS, OF_MODE, ParameterServer
-from spmd.layout.toml import loads
+from spmd.layout.timing import Network
+from spmd.layout.toml_reader import loads
+from spmd.wire.param_server.clock import Times
 from tests.layout.applied import X, Y, fits, told, unread
 
 
@@ -20,7 +20,7 @@ from tests.layout.applied import X, Y, fits, told, unread
 def folder(tmp_path, monkeypatch):
     """A folder of its own; and optimizers are not tried on packed parameters, which compiles for a second each time (sgd is fine)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spmd.train.placed.check_packed", lambda *_: None)
+    monkeypatch.setattr("spmd.train.model_setup.check_packed", lambda *_: None)
     return tmp_path
 
 

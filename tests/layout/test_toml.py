@@ -7,9 +7,9 @@ import pytest
 
 import spmd
 from spmd.errors import LayoutError
-from spmd.layout.declare import Batch, Default, Layout, OptimizerState, Remat, Rule
 from spmd.layout.gradients import GradientRule, Gradients
-from spmd.layout.toml import dumps, loads, shipped
+from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
+from spmd.layout.toml_reader import dumps, loads, shipped
 
 SPECS = [(), (None,), ("data",), (None, "model"), ("data", None, "model"), (("data", "model"), None), (None, ("a", "b"))]
 GENERATED = {

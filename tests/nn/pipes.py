@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 import spmd
-from spmd.nn.context import Cutting, under
+from spmd.nn.parallel_context import Cutting, under
 
 WIDTH = 8
 

@@ -11,8 +11,8 @@ import pytest
 
 import spmd
 from spmd.errors import DataError, OptionError
-from spmd.nn import ring
-from spmd.nn.context import Cutting, under
+from spmd.nn import ring_attention
+from spmd.nn.parallel_context import Cutting, under
 
 ROWS, LENGTH, HEADS, GROUPS, SIZE = 4, 32, 4, 2, 8
 
@@ -111,7 +111,7 @@ def test_keys_of_another_sequence():
 
 def test_tiles_of_keys(monkeypatch):
     """Several tiles in each block, which a length of 32 does not need."""
-    monkeypatch.setattr(ring, "TILE", 2)
+    monkeypatch.setattr(ring_attention, "TILE", 2)
     assert worst(program(cutting_of("context=2"), causal=True)(*inputs()), whole(True)) < 2e-6
 
 
@@ -123,7 +123,7 @@ def test_every_pair_is_seen_once(devices, parts):
     seen, work = collections.Counter(), collections.Counter()
     for me in range(devices):
         for source in range(devices):
-            for block in ring.blocks(me, source, own=me == source, causal=True, parts=parts):
+            for block in ring_attention.blocks(me, source, own=me == source, causal=True, parts=parts):
                 if block.wanted:
                     seen[place(me, block.query), place(source, block.key)] += 1
                     work[me] += 1

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from spmd.errors import DataError, LayoutError, OptionError
-from spmd.nn.context import Cutting, under
+from spmd.nn.parallel_context import Cutting, under
 
 ROWS, LENGTH, WIDTH, HIDDEN, EXPERTS = 4, 16, 8, 12, 8
 LAYOUT = spmd.Layout.load("expert_parallel")

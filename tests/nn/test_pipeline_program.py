@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.nn.context import WHOLE
+from spmd.nn.parallel_context import WHOLE
 from spmd.nn.schedule import make_schedule
 from tests.nn.pipes import WIDTH, cutting, layers, loss_of
 

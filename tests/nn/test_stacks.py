@@ -10,9 +10,9 @@ from flax import nnx
 
 import spmd
 from spmd.errors import ModelError
-from spmd.model.base import STACKED
-from spmd.nn.context import WHOLE, current, under
-from spmd.nn.order import stage_order
+from spmd.models.base import STACKED
+from spmd.nn.layer_order import stage_order
+from spmd.nn.parallel_context import WHOLE, current, under
 from tests.nn.pipes import WIDTH, apart, cutting, layers, loss_of, run
 
 SLOW = pytest.mark.slow

@@ -9,10 +9,10 @@ from flax import nnx
 from small import FEATURES, Net, fit, fit_net, host, labelled, linear, numbers, same
 
 import spmd
-from spmd.data.loader import source
+from spmd.data.sources import source
 from spmd.errors import CheckpointError, OptionError
 from spmd.run.history import History
-from spmd.train.program import Program
+from spmd.train.compiled_step import Program
 from spmd.trainer import Metrics
 
 # means ----------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import pytest
 from small import fit_net, labelled
 
 import spmd
-from spmd.run import pace
-from spmd.run.pace import Pace
+from spmd.run import throughput
+from spmd.run.throughput import Pace
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def clock(monkeypatch):
             return self.now + 1e9
 
     found = Clock()
-    monkeypatch.setattr(pace, "time", found)
+    monkeypatch.setattr(throughput, "time", found)
     return found
 
 
@@ -97,4 +97,4 @@ def test_replicas_are_checked_every_so_many_steps(monkeypatch):
 
 
 def test_the_clocks_of_this_file_are_the_real_ones_again():
-    assert pace.time is time
+    assert throughput.time is time

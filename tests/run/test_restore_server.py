@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from small import host, labelled, same
 
 import spmd
-from spmd.comm.server.storage import Storage
 from spmd.errors import CheckpointError, DataError
 from spmd.run.checkpoint import Checkpoint, Store
-from spmd.run.repack import Plain, Repacking, spread_over
+from spmd.run.reshard_checkpoint import Plain, Repacking, spread_over
 from spmd.tree import abstract, describe, flatten
+from spmd.wire.param_server.packing import Storage
 
 SHAPES = {  # two dtypes, a scalar, an empty array, a list, layers that are alike, and sizes that nothing divides
     "blocks": [{"kernel": ((5, 7), "float32"), "bias": ((7,), "bfloat16")}, {"kernel": ((5, 7), "float32"), "bias": ((7,), "bfloat16")}],
@@ -216,7 +216,7 @@ def restored(found, path):
 @pytest.fixture(autouse=True)
 def _no_trial(monkeypatch):
     """Of the optimizer on packed parameters: it is tested elsewhere, and takes a second for each trainer."""
-    monkeypatch.setattr("spmd.train.placed.check_packed", lambda optimizer, storage: None)
+    monkeypatch.setattr("spmd.train.model_setup.check_packed", lambda optimizer, storage: None)
 
 
 JOURNEYS = {  # layouts, devices

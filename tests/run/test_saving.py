@@ -13,10 +13,10 @@ import pytest
 from small import fit, numbers, same
 
 import spmd
+from spmd.distributed import watchdog
+from spmd.distributed.timeouts import Limits
 from spmd.errors import CallbackError, CheckpointError, DivergedError
-from spmd.hosts import guard
-from spmd.hosts.limits import Limits
-from spmd.run import checkpoint, copies
+from spmd.run import checkpoint, device_snapshot
 from spmd.run.checkpoint import Store
 from spmd.run.loop import Loop
 from spmd.train.state import State
@@ -95,17 +95,17 @@ def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch)
 
 def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
     """From the second save on: the first finds out whether there is room. What the guard sees the host wait for is the step, no save."""
-    told, read, copy = [], Loop._read, copies.Copier.__call__
+    told, read, copy = [], Loop._read, device_snapshot.Copier.__call__
 
     def noted(self):
         told.append(("read", self._unread[0][0], self._guard.phase))
         read(self)
         futures.wait([self.store._written])
 
-    guarded = guard.Together(0, 1, Limits(), print)
-    monkeypatch.setattr(guard, "_current", guarded)
+    guarded = watchdog.Together(0, 1, Limits(), print)
+    monkeypatch.setattr(watchdog, "_current", guarded)
     monkeypatch.setattr(Loop, "_read", noted)
-    monkeypatch.setattr(copies.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
+    monkeypatch.setattr(device_snapshot.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.Each(lambda info: info.state, every=2)])
     seen = [entry if entry == "copy" else entry[:2] for entry in told]
     assert seen == [*[("read", 1), ("read", 2), "copy"], *[("read", 3), "copy", ("read", 4)], *[("read", 5), "copy", ("read", 6)]]
@@ -113,9 +113,9 @@ def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
 
 
 def test_devices_copy_after_an_evaluation_which_may_want_the_room(tmp_path, monkeypatch):
-    told, measure, copy = [], Loop._measure, copies.Copier.__call__
+    told, measure, copy = [], Loop._measure, device_snapshot.Copier.__call__
     monkeypatch.setattr(Loop, "_measure", lambda self: told.append("evaluation") or measure(self))
-    monkeypatch.setattr(copies.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
+    monkeypatch.setattr(device_snapshot.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
     fit(steps=4, checkpoint=spmd.Checkpoint(tmp_path, every=2), eval_data=numbers(8), eval_every=2)
     assert told[:4] == ["evaluation", "copy", "evaluation", "copy"]
 
@@ -174,7 +174,7 @@ def test_only_the_copy_that_is_saved_is_written(tmp_path):
 def test_nobody_holds_a_copy_while_the_disk_is_written(tmp_path, monkeypatch):
     """Orbax has the bytes in the host's memory by then. On CPU devices the memory is kept for the next copy."""
     writing, go, held = threading.Event(), threading.Event(), []
-    call, sealed = copies.Copier.__call__, checkpoint.seal
+    call, sealed = device_snapshot.Copier.__call__, checkpoint.seal
 
     def copied(self, state):
         self._stay = False  # as on a GPU
@@ -187,7 +187,7 @@ def test_nobody_holds_a_copy_while_the_disk_is_written(tmp_path, monkeypatch):
         go.wait(120)
         sealed(folder)
 
-    monkeypatch.setattr(copies.Copier, "__call__", copied)
+    monkeypatch.setattr(device_snapshot.Copier, "__call__", copied)
     monkeypatch.setattr(checkpoint, "seal", slow)
     state, store = fit(steps=1).state, Store(spmd.Checkpoint(tmp_path))
     store.save(state, 1, {}, {})
@@ -205,7 +205,7 @@ def test_a_copy_that_was_interrupted_is_made_anew(monkeypatch):
     """It may have donated what it was to take the place of."""
     state = lambda step, weights: State(jax.numpy.int32(step), {"w": jax.numpy.asarray(weights)}, {}, {}, {}, (), {})
     three, four = state(3, np.arange(4.0)), state(4, np.ones(4))
-    copier = copies.Copier(three)
+    copier = device_snapshot.Copier(three)
     first = jax.device_get(copier(three))
     whole = copier._copy
 
@@ -240,7 +240,7 @@ class Array:
 
 def test_a_copy_is_made_where_each_device_has_room_for_it_beside_all_that_it_ever_held():
     wide, narrow = Device(bytes_limit=1000, peak_bytes_in_use=100), Device(bytes_limit=1000, peak_bytes_in_use=700)
-    room = lambda *arrays: copies.has_room_for(dict(enumerate(arrays)))
+    room = lambda *arrays: device_snapshot.has_room_for(dict(enumerate(arrays)))
     assert room(Array([wide, narrow], 200), Array([wide], 500))
     assert not room(Array([wide, narrow], 200), Array([wide], 600))  # 1.2 * 800 of 900
     assert not room(Array([wide, narrow], 260))  # 1.2 * 260 of 300

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.comm.codec.int8 import Int8
 from spmd.errors import CheckpointError
 from spmd.run.checkpoint import Checkpoint, Store
-from spmd.run.remembered import resplit
+from spmd.run.restore_comm_state import resplit
 from spmd.tree import flatten
+from spmd.wire.codec.int8 import Int8
 
 ROWS, FEATURES, CLASSES = 32, 12, 5
 CUT = (spmd.Rule("hidden/kernel", (None, "model")), spmd.Rule("out/kernel", ("model", None)), spmd.Rule("hidden/bias", ("model",)))

@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.comm.exchange import OUTER, OWN, READ
 from spmd.errors import CheckpointError
 from spmd.tree import flatten
+from spmd.wire.gradient_sync import OUTER, OWN, READ
 from tests.train.served import ALL_REDUCE, MOMENTUM, ROWS, data, far, served, train, trainer_of
 
 SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-2)

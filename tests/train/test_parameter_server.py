@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.data.residence import resident
+from spmd.data.device_dataset import resident
 from spmd.errors import DataError, OptimizerError, OptionError
-from spmd.layout.clock import scale_of
+from spmd.layout.timing import scale_of
 from spmd.tree import flatten
 from tests.train.served import (
     ADAMW,

@@ -12,7 +12,7 @@ from flax import nnx
 import spmd
 from spmd import Gradients, Layout, Pipeline
 from spmd.errors import CheckpointError, DataError, LayoutError, LossError, ModelError
-from spmd.layout.toml import loads
+from spmd.layout.toml_reader import loads
 from tests.nn.pipes import WIDTH, Block, apart
 
 SLOW = pytest.mark.slow

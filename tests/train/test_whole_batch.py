@@ -13,7 +13,7 @@ from flax import nnx
 
 import spmd
 from spmd.errors import LossError
-from spmd.train import rows, whole_batch
+from spmd.train import row_proof, whole_batch
 from spmd.train.row_values import PerRow
 from tests.train import plain
 
@@ -278,7 +278,7 @@ def is_proved(loss, *names):
     batch = [data()[name] for name in names]
     trace = lambda count: jax.make_jaxpr(loss)(*[jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) for leaf in batch])
     first, second = trace(16), trace(4)  # of a batch and of a part
-    return rows.proved(first, second, [PerRow(0)] * len(batch), 16, 4, len(first.out_avals))
+    return row_proof.proved(first, second, [PerRow(0)] * len(batch), 16, 4, len(first.out_avals))
 
 
 @jax.custom_vjp

@@ -6,7 +6,7 @@ import pytest
 import spmd
 from spmd import viz
 from spmd.run.history import History
-from spmd.viz.drawing import figure
+from spmd.viz.history_plot import figure
 
 
 def history(steps, *, evaluated=True):

@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from spmd import viz
-from spmd.viz.clock import COMPUTES, DROPPED, TRAVELS, timeline_figure
+from spmd.viz.server_timeline import COMPUTES, DROPPED, TRAVELS, timeline_figure
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -1,0 +1,287 @@
+"""Sources of batches: arrays that are cut, or anything that yields batches. A source knows where it stands."""
+
+import base64
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from spmd.data import data_hash
+from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_like
+from spmd.data.bucketing import Buckets
+from spmd.data.records import Records, tell_skipped
+from spmd.errors import DataError, OptionError, a_kind, brief, check_whole, listed
+from spmd.models.wrap import missing_arguments
+from spmd.tree import Tree, describe, flatten
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySource:
+    """Batches cut from arrays [examples, ...], in an order that `seed` and the epoch's number decide.
+
+    Every example comes once per epoch; the last batch of an epoch may be short. In several processes every one holds
+    (or maps) all arrays and reads only the rows of its own devices.
+    """
+
+    arrays: Tree
+    examples: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    threaded = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches per epoch, a short last one counted."""
+        return -(-self.examples // self.batch_size)
+
+    def sample(self) -> Tree:
+        """The shapes of one full batch."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)), self.arrays
+        )
+
+    def order(self, epoch: int) -> np.ndarray:
+        """int64[examples]: the order of this epoch."""
+        if not self.shuffle:
+            return np.arange(self.examples)
+        return np.random.Generator(np.random.Philox(key=np.array([self.seed, epoch], np.uint64))).permutation(self.examples)
+
+    def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
+        """The batches of one epoch, from batch `start` on."""
+        del position  # number and start say all
+        order = self.order(number)
+        for first in range(start * self.batch_size, self.examples, self.batch_size):
+            index = order[first : first + self.batch_size]
+            yield HostBatch(self.arrays, len(index), index)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to go on with the same data; of each array, a hash (`contents.of_arrays`)."""
+        hashes = {f"contents {path}".strip(): digest for path, digest in data_hash.of_arrays(self.arrays).items()}
+        return {"examples": self.examples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed, **hashes}
+
+
+_ONCE = (
+    "the data yields {}: it can be iterated only once.\n    cure: a list, or a function that returns a fresh iterator: lambda: batches()."
+)
+
+
+class IterableSource:
+    """Batches as an iterable yields them: a list, a generator, a function that returns one, a grain data set.
+
+    An iterator with `get_state` and `set_state` (grain's) resumes by its state; any other by reading up to where it was.
+    """
+
+    threaded = True
+
+    def __init__(self, data: Any, batch_size: int | None):
+        length = len(data) if hasattr(data, "__len__") else None
+        self._make: Callable[[], Any] = data if callable(data) and not hasattr(data, "__iter__") else lambda: data
+        self._first: Iterator | None = self._iterate()
+        try:
+            sample = as_arrays(next(self._first), "the first batch")
+        except StopIteration:
+            raise DataError(
+                "the data is empty: it yields no batch.\n"
+                "    cure: look at what it is made from; an iterator that was read before has to be made anew."
+                if self._first is not data
+                else _ONCE.format("nothing")
+            ) from None
+        self._head: list[Tree] = [sample]
+        rows = check_leaves(sample, "the first batch")
+        if rows == 0:
+            raise DataError("the data is empty: its first batch has 0 rows.")
+        self.batch_size = rows * jax.process_count()
+        if batch_size is not None and batch_size != self.batch_size:
+            raise DataError(
+                f"batch_size={batch_size}, but the data yields batches of {self.batch_size} rows.\n"
+                f"    cure: leave batch_size out, or yield {batch_size}."
+            )
+        self._sample = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.batch_size, *np.shape(x)[1:]), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), sample
+        )
+        self.steps_per_epoch: int | None = length
+
+    def _iterate(self) -> Iterator:
+        made = self._make()
+        if not hasattr(made, "__iter__") and not hasattr(made, "__getitem__"):
+            raise DataError(f"the function that was given as data returned {a_kind(made)}.\n    cure: an iterator or a list of batches.")
+        return iter(made)
+
+    def sample(self) -> Tree:
+        """The shapes of the first batch, over all processes."""
+        return self._sample
+
+    def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
+        """The batches of one epoch, from batch `start` on; `position` is the iterator's own state there, if it has one."""
+        iterator, head = (self._first, self._head) if self._first is not None else (self._iterate(), [])
+        self._first, self._head = None, []
+        # of several processes each has a reader of its own, and a checkpoint holds one position: there they read up to it
+        stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state") and jax.process_count() == 1
+        if stateful and position is not None:
+            iterator.set_state(_from_json(position))  # type: ignore[union-attr]
+            head, start = [], 0
+        # the state belongs to the batch before it is handed over: what was read ahead does not count
+        states = itertools.repeat(None) if not stateful else iter(lambda: _to_json(iterator.get_state()), object())  # type: ignore[union-attr]
+        count = 0
+        for leaves, state in zip(itertools.chain(head, iterator), states, strict=False):
+            count += 1
+            if count <= start:
+                continue
+            leaves = as_arrays(leaves, f"batch {count} of epoch {number + 1}")
+            rows = check_leaves(leaves, f"batch {count} of epoch {number + 1}")
+            if rows == 0:
+                raise DataError(f"batch {count} of epoch {number + 1} has 0 rows.")
+            if rows * jax.process_count() > self.batch_size:
+                raise DataError(f"batch {count} of epoch {number + 1} has {rows} rows, more than the {self.batch_size} of the first one.")
+            check_like(leaves, self._sample, f"batch {count} of epoch {number + 1}")
+            yield HostBatch(leaves, rows, None, state)
+        if count == 0 and not (stateful and position is not None):  # a restored state may stand at the end
+            raise DataError(_ONCE.format(f"nothing in epoch {number + 1}"))
+        if count < start:
+            raise DataError(f"the data has {count} batches; the run to be resumed stood at batch {start} of epoch {number + 1}.")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to go on with the same data."""
+        return {"batch_size": self.batch_size, "batches": self.steps_per_epoch}
+
+
+def _to_json(state: Any) -> Any:
+    """A reader's state as JSON can hold it: grain's `DataLoader` gives bytes, its data sets give a dict."""
+    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+
+
+def _from_json(state: Any) -> Any:
+    return base64.b64decode(state["base64"]) if isinstance(state, dict) and set(state) == {"base64"} else state
+
+
+class RecordSource:
+    """Batches of `spmd.data.csv` and its like: each process reads the records of its own devices' rows.
+
+    Where it stands is said by the epoch and the batch, so a run goes on in another number of processes.
+    """
+
+    threaded = True
+
+    def __init__(self, records: Records):
+        self.records, self.batch_size, self.examples = records, records.batch_size, records.examples
+        self.steps_per_epoch: int | None = records.steps_per_epoch
+        self.here: np.ndarray | None = None
+
+    def sample(self) -> Tree:
+        """The shapes of one full batch."""
+        shape = lambda field: jax.ShapeDtypeStruct((self.batch_size, *field.shape), jax.dtypes.canonicalize_dtype(field.dtype))
+        return {name: shape(field) for name, field in self.records.fields.items()}
+
+    def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
+        """The batches of one epoch, from batch `start` on; `position` counts the records that were skipped before."""
+        skipped = 0 if position is None else position["skipped"]
+        for leaves, good in self.records.read(number, start, self.here):
+            rows = len(good)
+            weights = good.astype(np.float32)
+            if not good.all():
+                skipped += rows - int(good.sum())
+                if rows < self.batch_size:  # a short batch is read whole by all processes
+                    if not good.any():
+                        continue  # so all of them leave it out
+                    leaves, rows = {name: leaf[good] for name, leaf in leaves.items()}, int(good.sum())
+            if rows == self.batch_size and self.here is None and not good.any():  # a step on no rows has no gradient
+                raise DataError(
+                    f"none of the {rows} records of a batch of epoch {number + 1} can be read.\n"
+                    "    cure: mend the files; or larger batches, or shuffle=True, where bad records stand side by side."
+                )
+            full = rows == self.batch_size and not good.all()
+            index = np.arange(rows) if jax.process_count() > 1 else None
+            yield HostBatch(leaves, rows, index, {"skipped": skipped} if skipped else None, None, weights if full else None)
+        tell_skipped(self.records, number, skipped)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to go on with the same data."""
+        return self.records.facts()
+
+
+def settled(reader: "Source", prepared: tuple[T, Placer]) -> tuple[T, Placer]:
+    """What is `prepared`, after telling a reader of records which rows of a batch the devices of this process hold."""
+    if isinstance(reader, RecordSource):
+        reader.here = prepared[1].rows_here()
+    return prepared
+
+
+Source = ArraySource | IterableSource | RecordSource
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether `data` is a tree of arrays to be cut, rather than something that yields batches."""
+    if isinstance(data, dict):
+        return True
+    if isinstance(data, tuple):
+        return all(hasattr(leaf, "shape") or isinstance(leaf, dict) for leaf in data)
+    return hasattr(data, "shape")
+
+
+def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int, short_ok: bool = False) -> Source:
+    """What the user gave as data, as a source of batches.
+
+    Raises:
+      DataError: ragged or empty arrays, fewer examples than one batch (unless `short_ok`), or nothing that can be read.
+      OptionError: an option that this kind of data cannot follow.
+    """
+    if data is None or isinstance(data, str):
+        raise DataError(f"data={brief(data)}: give a dict or tuple of arrays, an iterable of batches, or a grain data set.")
+    if shuffle is not None and not isinstance(shuffle, bool):
+        raise OptionError(f"shuffle={brief(shuffle)}: True, False, or None (True for arrays).")
+    if not is_arrays(data):
+        if isinstance(data, Records) and shuffle not in (None, data.reading.shuffle):
+            raise OptionError(
+                f"shuffle={shuffle}, but the records come with shuffle={data.reading.shuffle}.\n    cure: say it to what reads the files."
+            )
+        if shuffle and not isinstance(data, Records):
+            raise OptionError(
+                "shuffle=True: batches of an iterable come in its own order.\n    cure: shuffle where they are made, or give arrays."
+            )
+        if isinstance(data, Buckets):
+            raise OptionError(
+                f"batches of {len(data.bounds)} lengths, and a step is compiled for one shape.\n"
+                "    cure: the records without buckets, where spmd.data.padded makes all alike; or a loop of your own."
+            )
+        if isinstance(data, Records):
+            return _records(data, batch_size, short_ok=short_ok)
+        if callable(data) and not hasattr(data, "__iter__") and (missing := missing_arguments(data)):
+            raise DataError(
+                f"the function given as data takes arguments: {listed(missing)}.\n    cure: a function of none: lambda: batches(...)."
+            )
+        if not hasattr(data, "__iter__") and not callable(data):
+            raise DataError(f"the data is {a_kind(data)}: not arrays, and it cannot be iterated.")
+        return IterableSource(data, batch_size)
+    arrays = as_arrays(data, "the data")
+    examples = check_leaves(arrays, "the data")
+    arrays = jax.tree.map(np.asarray, arrays)
+    if examples == 0:
+        shapes = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(arrays).items())
+        raise DataError(f"the data is empty: {shapes}.\n    cure: look at what it was read or filtered from.")
+    if batch_size is None:
+        raise OptionError("batch_size is missing: arrays have to be cut into batches.\n    cure: such as batch_size=128.")
+    check_whole(batch_size, "batch_size")
+    if examples < batch_size and not short_ok:
+        raise DataError(
+            f"the data has {examples} examples, fewer than one batch of {batch_size}.\n    cure: batch_size={examples} or less."
+        )
+    return ArraySource(arrays, examples, int(batch_size), shuffle if shuffle is not None else True, seed)
+
+
+def _records(data: Records, batch_size: int | None, *, short_ok: bool) -> RecordSource:
+    if batch_size not in (None, data.batch_size):
+        raise OptionError(
+            f"batch_size={batch_size}, but the records come in batches of {data.batch_size}.\n    cure: leave batch_size out here."
+        )
+    if data.examples < data.batch_size and not short_ok:
+        raise DataError(
+            f"the data has {data.examples} examples, fewer than one batch of {data.batch_size}.\n"
+            f"    cure: batch_size={data.examples} or less."
+        )
+    return RecordSource(data)

@@ -1,0 +1,207 @@
+"""Rows dealt out to those workers who take part in a round: nobody's are skipped, and nobody is given two parts.
+
+Workers draw from one common queue, as those of TF 1.x did: whoever comes next takes the next part of the data.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.data.batches import Batch, HostBatch
+from spmd.data.sources import ArraySource, Source
+from spmd.errors import DataError, OptionError
+from spmd.wire.param_server.events import Events
+
+
+@dataclasses.dataclass
+class Position:
+    """Where a run stands in the data: the epoch, batches taken of it, and the reader's own state if it has one; and where rows are dealt
+    out, how many parts were, and for how many workers."""
+
+    epoch: int = 0
+    batch: int = 0
+    reader: Any = None
+    parts: int = 0
+    workers: int = 0
+
+    def __post_init__(self):
+        wrong = [name for name in ("epoch", "batch", "parts", "workers") if type(value := getattr(self, name)) is not int or value < 0]
+        if wrong:
+            raise ValueError(f"position: {', '.join(wrong)}")
+
+    def passed(self, have: np.ndarray | None) -> None:
+        """One step is over; `have` says who was dealt rows."""
+        self.batch += 1
+        if have is not None:
+            self.parts, self.workers = self.parts + int(have.sum()), len(have)
+
+
+def epoch_of(source: Source, clock: Events | None, at: Position, step: int, *, pad: bool) -> Iterator[HostBatch]:
+    """The batches of an epoch, from `at` on, which is step `step` of the run; dealt out where not everybody takes part.
+
+    Raises:
+      DataError: parts were dealt out in this epoch, to another number of workers or where now whole batches are taken; or nobody's rows
+        would be used, where a remainder is dropped.
+    """
+    drop = clock is not None and clock.declared.drop_remainder
+    if clock is not None and clock.dealt and at.workers in (0, clock.workers):
+        at.parts = at.parts or at.batch * clock.workers  # of a run in whole batches
+        return deal(source.epoch(at.epoch), clock, step, source.batch_size, at.parts, pad=pad, drop=drop)
+    if at.parts:
+        raise DataError(
+            f"the run stood in epoch {at.epoch + 1}, of which {at.parts} parts had been dealt out to {at.workers} workers; this layout "
+            "would lose rows or take them twice.\n    cure: go on with the layout it had, until an epoch ends."
+        )
+    batches = source.epoch(at.epoch, at.batch, at.reader)
+    return _whole(batches, source.batch_size, first=at.batch == 0) if drop else batches
+
+
+def _whole(batches: Iterator[HostBatch], size: int, *, first: bool) -> Iterator[HostBatch]:
+    """Batches up to one that is not full."""
+    for number, batch in enumerate(batches):
+        rows = batch.rows * (jax.process_count() if batch.index is None else 1)  # of an iterable each process has its part
+        if rows < size:
+            if first and number == 0:
+                raise DataError(_NOTHING.format(rows, size))
+            _check_last(batches, rows, size)
+            return
+        yield batch
+
+
+def _check_last(batches: Iterator[HostBatch], rows: int, size: int) -> None:
+    if next(batches, None) is not None:
+        raise DataError(
+            f"a batch of {rows} rows, where {size} were wanted, in the middle of an epoch, and drop_remainder = true: all that comes after "
+            "it would be dropped too.\n    cure: batches of one size but for the last, or drop_remainder = false."
+        )
+
+
+_NOTHING = (
+    "an epoch begins with {} rows of {}, and drop_remainder = true: nothing is left to train on.\n"
+    "    cure: larger batches, or drop_remainder = false."
+)
+
+
+def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int | None, epochs: int | None) -> None:
+    """What can be known of a run under a parameter server before it begins.
+
+    Raises:
+      DataError: a last batch that is not full, where nothing can leave padding out and not everybody counts; or batches of several
+        processes that would have to be dealt out.
+      OptionError: a trace of times that ends before the run.
+    """
+    if clock is None:
+        return
+    if clock.dealt and jax.process_count() > 1 and not isinstance(source, ArraySource):
+        raise DataError(
+            f"rows are dealt out to {clock.workers} workers, and each of {jax.process_count()} processes reads batches of its own.\n"
+            "    cure: arrays, which every process can index."
+        )
+    unit = source.batch_size // clock.workers
+    drop = clock.declared.drop_remainder
+    part = unit if clock.dealt else source.batch_size
+    if not drop and not pad and clock.masked and isinstance(source, ArraySource) and source.examples % part:
+        raise DataError(_UNEVEN.format(source.examples, part))
+    parts = None
+    if epochs is not None and isinstance(source, ArraySource):
+        size = unit if clock.dealt else source.batch_size
+        parts = source.examples // size if drop else -(-source.examples // size)
+        if not clock.dealt:
+            steps, parts = parts * epochs, None
+    ahead = 1 if clock.dealt else 0  # rows of the next round are dealt while one runs
+    clock.check(None if steps is None else steps + ahead, parts, epochs or 1, drop=drop)
+
+
+_UNEVEN = (
+    "{} rows are cut into parts of {}, and the last is not full: neither a loss that gives one number for all its rows nor batch "
+    "statistics can leave out what fills it up.\n"
+    "    cure: a loss with one value per example and no batch statistics, or a number of rows that it divides."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Some rows of a host batch: those of one worker."""
+
+    batch: HostBatch
+    first: int
+    rows: int
+
+
+def deal(
+    batches: Iterator[HostBatch], clock: Events, step: int, size: int, skip: int, *, pad: bool, drop: bool = False
+) -> Iterator[HostBatch]:
+    """Batches of `size` rows, in which everyone who is present has rows until the data ends.
+
+    Args:
+      batches: the source's; each is cut into one part per worker.
+      step: the number of the first round.
+      skip: parts of the epoch that were dealt before.
+      pad: whether rows of weight 0 can be left out of the loss.
+      drop: end before a round in which not everyone who is present would have rows.
+
+    Raises:
+      DataError: a part that is not full, under a loss that cannot leave padding out.
+    """
+    unit, began = size // clock.workers, step
+    parts = itertools.islice(_parts(batches, unit, pad=pad, drop=drop), skip, None)
+    queue: collections.deque[_Part] = collections.deque()
+    while True:
+        takes = clock.round(step).takes
+        while len(queue) < takes.sum() and (part := next(parts, None)) is not None:
+            queue.append(part)
+        if drop and len(queue) < takes.sum() and skip == 0 and step == began:
+            raise DataError(_NOTHING.format(len(queue) * unit, size))
+        if not queue or (drop and len(queue) < takes.sum()):
+            return
+        have, lots = np.zeros(clock.workers, bool), []
+        for worker in np.flatnonzero(takes)[: len(queue)]:
+            have[worker] = True
+            lots.append(queue.popleft())
+        yield _dealt(lots, have, unit)
+        step += 1
+
+
+def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) -> Iterator[_Part]:
+    for batch in batches:
+        if batch.weights is not None:
+            raise DataError(
+                'records were skipped, and rows are dealt out to workers, who must have whole parts.\n    cure: on_error="stop".'
+            )
+        for first in range(0, batch.rows, unit):
+            rows = min(unit, batch.rows - first)
+            if rows < unit and drop:
+                _check_last(batches, rows, unit)
+                return
+            if rows < unit and not pad:
+                raise DataError(_UNEVEN.format(batch.rows, unit))
+            yield _Part(batch, first, rows)
+
+
+def _dealt(lots: list[_Part], have: np.ndarray, unit: int) -> HostBatch:
+    """One batch: every worker's part in its place. Those who have none get copies of some row; they are not looked at."""
+    turn = np.where(have, np.cumsum(have) - 1, 0)
+    rows = [lots[at].first + np.minimum(np.arange(unit), lots[at].rows - 1) for at in turn]
+    weights = np.concatenate([np.arange(unit) < lots[at].rows for at in turn]).astype(np.float32)
+    count = sum(lot.rows for lot in lots)
+    if lots[0].batch.index is not None:
+        index = np.concatenate([lots[at].batch.index[part] for at, part in zip(turn, rows, strict=True)])
+        return HostBatch(lots[0].batch.leaves, count, index, None, have, weights)
+    join = lambda *leaves: np.concatenate([np.asarray(leaf)[part] for leaf, part in zip(leaves, rows, strict=True)])
+    return HostBatch(jax.tree.map(join, *(lots[at].batch.leaves for at in turn)), count, None, None, have, weights)
+
+
+def check_present(clock: Events | None, step: int, batch: Batch) -> None:
+    """Rows of workers who are busy elsewhere would be lost in silence."""
+    if clock is None or not clock.dealt or batch.have is not None or clock.round(step).takes.all():
+        return
+    absent = int((~clock.round(step).takes).sum())
+    raise OptionError(
+        f"step {step + 1}: {absent} of {clock.workers} workers take no part in this round, and their rows of the batch would be lost.\n"
+        "    cure: fit(), or trainer.steps(), which deal rows out to those who do."
+    )

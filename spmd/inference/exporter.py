@@ -1,0 +1,286 @@
+"""Export: a trained model as a folder that needs none of its code."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+
+from spmd.distributed.consistency import first_of_all
+from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, import_extra
+from spmd.inference.forward import Forward, forward_of, traced, whole, with_rows
+from spmd.inference.weights import Stored, Writer, as_stored, dequantised, is_quantised, quantised
+from spmd.mesh import MeshSpec
+from spmd.run.manifest import seal
+from spmd.train.state import State, place_copy
+from spmd.trainer import Trainer
+from spmd.tree import Tree, describe, flatten, format_bytes, map_paths
+from spmd.user_paths import as_path, make_folder, obstacle
+
+FORMAT = 1
+PROGRAM, WEIGHTS, ABOUT = "program.bin", "weights.npz", "model.json"
+KINDS = ("exact", "int8")
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportReport:
+    """What `export` has written; printed, a table.
+
+    Attributes:
+      folder: where.
+      arrays: how each array is stored, and what it lost.
+      weights_bytes: of the weights' file; `exact_bytes`: of the arrays as they were.
+      before, after: loss and metrics of the exact weights and of those that were written, on `check`; empty without it.
+    """
+
+    folder: Path
+    arrays: tuple[Stored, ...]
+    weights_bytes: int
+    exact_bytes: int
+    before: dict[str, float]
+    after: dict[str, float]
+
+    def __str__(self) -> str:
+        count, low = len(self.arrays), sum(stored.int8 for stored in self.arrays)
+        how = f", {low} of them as int8" if low else ""
+        lines = [f"{self.folder}: {count} arrays{how}, {format_bytes(self.weights_bytes)} of {format_bytes(self.exact_bytes)}"]
+        worst = max(self.arrays, key=lambda stored: stored.relative_error, default=None)
+        if low and worst is not None:
+            lines.append(f"  furthest off: {worst.path}, by {worst.relative_error:.2%} of its norm")
+        width = max(map(len, self.before), default=0)
+        lines += [f"  {name:{width}}  {value:.6g} -> {self.after[name]:.6g}" for name, value in self.before.items()]
+        return "\n".join(lines)
+
+
+def export(
+    trainer: Trainer,
+    state: State,
+    folder: str | Path,
+    *,
+    weights: str = "exact",
+    platforms: Sequence[str] | None = None,
+    batch: int | None = None,
+    inputs: Tree = None,
+    check: Any = None,
+) -> ExportReport:
+    """Write a trained model's forward pass, in evaluation mode, with its weights: a folder that `load_exported` reads without its code.
+
+    In the folder are `program.bin` (StableHLO, by `jax.export`; weights are its arguments), `weights.npz`, `model.json` (inputs, outputs,
+    versions, the layout it was trained under), and a manifest of all. Arrays that are cut over the mesh are written whole, brought to the
+    host one at a time. The folder appears when all is in it. Of several processes all call this, and process 0 writes.
+
+    Args:
+      state: what is exported; `fit(...).export(folder)` is this with its last state.
+      folder: is made; one that holds anything is not touched.
+      weights: "exact", as they are; or "int8": matrices and kernels as int8 with a scale for each output channel, a quarter of the bytes,
+        which the program turns back into what they were.
+      platforms: what the program is made for, of "cpu", "cuda", "rocm", "tpu"; None: what this process runs on.
+      batch: rows of a program that takes no other number, for a model that cannot be traced without knowing it (it is then called in
+        chunks); None: any number.
+      inputs: an example of what the model is called with, or its shapes; None: what the loss calls it with.
+      check: data on which loss and metrics are measured before and after; for "int8".
+
+    Raises:
+      ExportError: the folder holds something, or the model cannot be exported; nothing was written.
+      OptionError: an option that cannot be meant, or it is not clear what the model is called with.
+      MissingExtraError: flatbuffers, of the extra `export`, is missing.
+
+    Example:
+      >>> import numpy as np, optax, spmd, tempfile
+      >>> model = spmd.FunctionalModel(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
+      >>> trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1))
+      >>> state = trainer.init({"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)})
+      >>> report = export(trainer, state, tempfile.mkdtemp() + "/model")
+      >>> spmd.load_exported(report.folder).predict(np.ones((3, 4), np.float32)).shape
+      (3, 1)
+    """
+    if weights not in KINDS:
+        raise OptionError(f"weights={weights!r}.\n    cure: {did_you_mean(str(weights), KINDS)}")
+    if check is not None and weights == "exact":
+        raise OptionError(
+            'check=... with weights="exact": nothing is lost that could be measured.\n    cure: leave it out, or weights="int8".'
+        )
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise OptionError(f"batch={batch!r}: a whole number of rows, from 1; or None, for any number.")
+    chosen, target = _platforms(platforms), as_path(folder, "folder").absolute()
+    import_extra("flatbuffers", "export")
+    _together(lambda: _check_free(target) if jax.process_index() == 0 else None)
+    forward = forward_of(trainer, state, inputs)
+    low = [weights == "int8" and is_quantised(path, leaf, stacked=path in forward.stacked) for path, leaf in _named(forward)]
+    exported = _exported(forward, low, chosen, batch)
+    about = {
+        "format": FORMAT,
+        "platforms": list(chosen),
+        "batch": batch,
+        "inputs": _shapes(forward.inputs),
+        "outputs": _shapes(jax.tree.unflatten(exported.out_tree, exported.out_avals)),
+        "weights": weights,
+        "step": int(state.step),
+        "precision": trainer.placed.options.precision,
+        "layout": trainer.layout.to_toml(),
+        "mesh": str(MeshSpec.parse(trainer.mesh)),
+        "versions": _versions(),
+    }
+    before = trainer.evaluate(state, check) if check is not None else {}
+    arrays, size = _write(target, forward, low, exported, about)
+    after = trainer.evaluate(_rounded(trainer, state, forward, low), check) if check is not None else {}
+    exact = sum(leaf.size * leaf.dtype.itemsize for leaf in forward.arrays)
+    return ExportReport(target, tuple(arrays), size, exact, before, after)
+
+
+def _named(forward: Forward) -> Iterator[tuple[str, Any]]:
+    return zip(forward.paths, forward.arrays, strict=True)
+
+
+def _platforms(given: Sequence[str] | None) -> tuple[str, ...]:
+    if not isinstance(given, str | Sequence | None):
+        raise OptionError(f"platforms={given!r}.\n    cure: of {', '.join(PLATFORMS)}.")
+    chosen = (jax.export.default_export_platform(),) if given is None else (given,) if isinstance(given, str) else tuple(given)
+    for name in chosen:
+        if name not in PLATFORMS:
+            raise OptionError(f"platforms: {name!r}.\n    cure: of {', '.join(PLATFORMS)}.")
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise OptionError(f"platforms={given!r}: each one once, and at least one.")
+    return chosen
+
+
+def _exported(forward: Forward, low: list[bool], platforms: tuple[str, ...], batch: int | None) -> jax.export.Exported:
+    """The program, on arrays as they are stored.
+
+    Raises:
+      ExportError: jax cannot export it; where that is for want of a number of rows, one that was tried is the cure.
+    """
+    dtypes = [leaf.dtype for leaf in forward.arrays]
+    stored = [
+        as_stored(leaf, int8=small, stacked=path in forward.stacked) for (path, leaf), small in zip(_named(forward), low, strict=True)
+    ]
+
+    def function(arrays: list, inputs: Tree) -> Tree:
+        given = zip(arrays, low, dtypes, strict=True)
+        return forward.function([dequantised(array[0], array[1], dtype) if small else array for array, small, dtype in given], inputs)
+
+    rows = batch or jax.tree.leaves(forward.inputs)[0].shape[0]
+    fixed = traced(forward.function, forward.arrays, with_rows(forward.inputs, rows))
+    bad = [describe(out) for out in fixed.out_avals if out.shape[:1] != (rows,)]
+    if bad:
+        raise ExportError(f"for {rows} rows the model gives {', '.join(bad)}: not one value, or array, for each row.")
+    symbol = batch if batch is not None else jax.export.symbolic_shape("rows")[0]
+    try:
+        found = jax.export.export(jax.jit(function), platforms=platforms)(stored, with_rows(forward.inputs, symbol))
+        found.serialize()
+    except SpmdError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        if batch is not None:
+            raise ExportError(f"the model cannot be exported for {', '.join(platforms)}: {why}") from error
+        try:
+            _exported(forward, low, platforms, rows)
+        except ExportError:
+            raise ExportError(f"the model cannot be exported for {', '.join(platforms)}: {why}") from error
+        cure = f"batch={rows}, or another number: such a program is called in chunks of so many rows"
+        raise ExportError(f"the model cannot be exported for any number of rows: {why}\n    cure: {cure}.") from error
+    return found
+
+
+def _shapes(tree: Tree) -> dict[str, list]:
+    """Dtype and dims of every leaf; dim 0, of rows, as null."""
+    return {path: [str(leaf.dtype), None, *map(int, leaf.shape[1:])] for path, leaf in flatten(tree).items()}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "jax": jax.__version__}
+    for name in ("spmd", "flax"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _check_free(target: Path) -> None:
+    why = obstacle(target) or (f"{target} holds files already" if os.path.isdir(target) and any(target.iterdir()) else None)
+    if why is not None:
+        raise ExportError(f"{why}.\n    cure: another folder; or remove it, if it is not wanted any more.")
+
+
+def _together(action: Any) -> Any:
+    """What a function gives; where it fails in one process, its error in all."""
+    found, error = None, None
+    try:
+        found = action()
+    except (SpmdError, OSError) as raised:
+        error = raised
+    text = "" if error is None else str(error) if isinstance(error, SpmdError) else f"the model could not be written: {error}"
+    told = first_of_all(text)
+    if told:
+        raise ExportError(told) from error
+    return found
+
+
+def _write(
+    target: Path, forward: Forward, low: list[bool], exported: jax.export.Exported, about: dict[str, Any]
+) -> tuple[list[Stored], int]:
+    """The folder, by process 0; what was stored how, and the bytes of the weights. The others bring their parts of arrays."""
+    working, writes = target.with_name(f".{target.name}.{os.getpid()}.tmp"), jax.process_index() == 0
+    arrays: list[Stored] = []
+    failed: list[Exception] = []
+
+    def begin(opened: contextlib.ExitStack) -> Writer:
+        if writes:
+            make_folder(working, ExportError)
+        return opened.enter_context(Writer(working / WEIGHTS if writes else None))
+
+    try:
+        with contextlib.ExitStack() as opened:
+            writer = _together(lambda: begin(opened))
+            for (path, leaf), small in zip(_named(forward), low, strict=True):
+                values = whole(leaf)  # by all processes, also after one has failed: none may wait for another
+                try:
+                    if not failed:
+                        arrays.append(writer.add(path, values, int8=small, stacked=path in forward.stacked))
+                except (OSError, SpmdError) as error:
+                    failed.append(error)
+        size = _together(lambda: _finish(target, working, exported, {**about, "arrays": arrays}, failed) if writes else "")
+    finally:
+        if writes:
+            shutil.rmtree(working, ignore_errors=True)
+    return arrays, int(first_of_all(size))
+
+
+def _finish(target: Path, working: Path, exported: jax.export.Exported, about: dict[str, Any], failed: list[Exception]) -> str:
+    """The rest of the folder, and its name; the bytes of the weights."""
+    for error in failed:
+        raise error
+    about["arrays"] = [dataclasses.asdict(stored) for stored in about["arrays"]]
+    (working / PROGRAM).write_bytes(exported.serialize())
+    (working / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+    seal(working)
+    _check_free(target)
+    working.rename(target)  # an empty folder of that name gives way
+    return str((target / WEIGHTS).stat().st_size)
+
+
+def _rounded(trainer: Trainer, state: State, forward: Forward, low: list[bool]) -> State:
+    """The state with the weights that were written, laid out as they were."""
+    placed = trainer.placed
+    values = {path: leaf for (path, leaf), small in zip(_named(forward), low, strict=True) if small}
+
+    def near(path: str, leaf: Any) -> Any:
+        name = f"params/{path}"
+        if name not in values:
+            return leaf
+        exact = whole(values[name])
+        return dequantised(*quantised(exact, stacked=name in forward.stacked), exact.dtype)
+
+    own = map_paths(near, placed.unpacked(state.params))
+    packed = own if placed.packing is None else placed.packing.pack(own)
+    params = jax.tree.map(lambda new, old: old if new is old else place_copy(whole(new), old.sharding), packed, state.params)
+    return dataclasses.replace(state, params=params)

@@ -1,0 +1,195 @@
+"""A model's forward pass by itself: a function of its arrays and of inputs, in evaluation mode, on no mesh."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.data.batches import check_leaves
+from spmd.errors import DataError, ExportError, OptionError, SpmdError
+from spmd.models.base import Call, Variables
+from spmd.nn.parallel_context import WHOLE, under
+from spmd.train.model_setup import Placed
+from spmd.train.precision import cast, compute_dtype
+from spmd.train.state import State, check_alive
+from spmd.trainer import Trainer
+from spmd.tree import Tree, abstract, describe, flatten
+from spmd.xla import replicated
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A forward pass.
+
+    Attributes:
+      function: `function(arrays, inputs) -> outputs`; `arrays` is a list in the order of `paths`.
+      paths: of the model's arrays, "params/..." and so on.
+      arrays: they themselves, as the state has them: they may be cut over a mesh.
+      inputs: shapes of what the model is called with; dim 0 is rows.
+      stacked: paths whose dim 0 counts layers.
+    """
+
+    function: Callable[[list, Tree], Tree]
+    paths: tuple[str, ...]
+    arrays: list[Any]
+    inputs: Tree
+    stacked: frozenset[str] = frozenset()
+
+
+def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
+    """The forward pass of a trained model.
+
+    Args:
+      inputs: an example of what the model is called with, or its shapes; None: what the loss calls it with.
+
+    Raises:
+      ExportError: paths that are the same, or inputs that have no rows.
+      OptionError: what the loss calls the model with cannot be told, or a step has consumed the state.
+    """
+    check_alive(state)
+    placed = trainer.placed
+    variables = Variables(placed.unpacked(state.params), state.stats, state.rngs)
+    named, tree = jax.tree_util.tree_flatten(variables)
+    paths = tuple(flatten(variables))
+    if len(paths) != len(named):
+        raise ExportError(f"{len(named)} arrays of the model have {len(paths)} paths.\n    cure: no key with a slash in it.")
+    dtype = compute_dtype(placed.options.precision)
+
+    def function(arrays: list, given: Tree) -> Tree:
+        found = jax.tree.unflatten(tree, arrays)
+        bound = placed.given.bind(dataclasses.replace(found, params=cast(found.params, dtype)), Call(training=False, dtype=dtype))
+        with under(WHOLE):
+            return bound(given)
+
+    wanted = abstract(_heard(placed, abstract(variables)) if inputs is None else inputs)
+    check_leaves(wanted, "the inputs")
+    return Forward(function, paths, named, wanted, frozenset(f"params/{path}" for path in placed.given.stacks()))
+
+
+class _Heard:
+    """Stands in for the model in the loss, and remembers what it is called with."""
+
+    def __init__(self, model: Any, calls: list[Tree]):
+        self._model, self._calls = model, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        modes = all(name in ("train", "training", "deterministic") for name in kwargs)
+        self._calls.append(abstract(args[0]) if len(args) == 1 and modes else None)
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _heard(placed: Placed, variables: Variables) -> Tree:
+    """Shapes of what the loss calls the model with, if that is one array or tree, and holds all rows of the batch."""
+    calls: list[Tree] = []
+    cure = "\n    cure: inputs=, an example of what the model is called with, or its shapes."
+    if placed.sample is None:
+        raise OptionError(f"no batch was seen yet, so the model's inputs are not known.{cure}")
+
+    def loss(variables: Variables, sample: Tree) -> None:
+        model = placed.given.bind(variables, Call(training=False))
+        with under(WHOLE):
+            placed.objective.for_training().call(_Heard(model, calls), sample, jax.random.key(0))
+
+    try:
+        jax.eval_shape(loss, variables, placed.sample)
+    except Exception as error:
+        raise OptionError(f"what the loss calls the model with cannot be told: {type(error).__name__}.{cure}") from error
+    rows = jax.tree.leaves(placed.sample)[0].shape[0]
+    whole = calls and all(jax.tree.leaves(call) and all(x.shape[:1] == (rows,) for x in jax.tree.leaves(call)) for call in calls)
+    if not whole or any(flatten(call) != flatten(calls[0]) for call in calls):
+        how = f"{len(calls)} times, not always with one array or tree of all rows" if calls else "never as model(x)"
+        raise OptionError(f"what the model is to be called with is not clear: the loss calls it {how}.{cure}")
+    return calls[0]
+
+
+def whole(leaf: Any) -> np.ndarray:
+    """An array on the host, whole; where other processes hold parts of it, all of them call this."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    if not leaf.is_fully_replicated:
+        leaf = replicated(leaf)
+    return np.asarray(leaf.addressable_data(0))
+
+
+def check_inputs(inputs: Tree, wanted: Tree) -> int:
+    """The number of rows of inputs that are as `wanted`, but for it.
+
+    Raises:
+      DataError: another tree, other shapes or dtypes, or no rows; what is there, and what is wanted.
+    """
+    told = ", ".join(f"{path} {_any_rows(leaf)}".strip() for path, leaf in flatten(wanted).items())
+    if isinstance(inputs, list) and not isinstance(wanted, list):
+        raise DataError(f"the inputs are a list; the model takes {told}.\n    cure: numpy.asarray(inputs, ...), with that dtype.")
+    rows = check_leaves(inputs, "the inputs")
+    found = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(inputs).items())
+    if jax.tree.structure(inputs) != jax.tree.structure(wanted):
+        raise DataError(f"the inputs are {found}; the model takes {told}, in that kind of tree.")
+    for path, want in flatten(wanted).items():
+        leaf = flatten(inputs)[path]
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != want.dtype or np.shape(leaf)[1:] != want.shape[1:]:
+            cure = f"astype({str(want.dtype)!r})" if np.shape(leaf)[1:] == want.shape[1:] else "rows of that shape"
+            raise DataError(f"the inputs are {found}; the model takes {told}.\n    cure: {cure}.")
+    if rows == 0:
+        raise DataError("the inputs are empty: 0 rows.")
+    return rows
+
+
+def check_batch_size(given: Any) -> int:
+    """A number of rows at a time.
+
+    Raises:
+      OptionError: it is none.
+    """
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise OptionError(f"batch_size={given!r}: a whole number from 1.")
+    return given
+
+
+def _any_rows(leaf: Any) -> str:
+    return f"{leaf.dtype}[{', '.join(['rows', *map(str, leaf.shape[1:])])}]"
+
+
+def in_chunks(function: Callable[[Tree], Tree], inputs: Tree, rows: int, size: int, *, pad: bool) -> Iterator[Tree]:
+    """What a function gives for so many rows at a time; a short last chunk is padded with copies of the last row, if asked to.
+
+    Padded or not, what comes of it has the rows that were given.
+    """
+    for first in range(0, rows, size):
+        count = min(size, rows - first)
+        at = np.minimum(np.arange(first, first + (size if pad else count)), rows - 1)
+        chunk = inputs if len(at) == rows == count else jax.tree.map(lambda x: x[at], inputs)
+        yield jax.tree.map(lambda x: x if x.shape[0] == count else x[:count], function(chunk))
+
+
+def joined(parts: Iterable[Tree], concatenate: Callable[[list], Any] = np.concatenate) -> Tree:
+    """Chunks of rows, one after the other."""
+    first, *rest = parts
+    return jax.tree.map(lambda *leaves: concatenate(list(leaves)), first, *rest) if rest else first
+
+
+def traced(function: Callable[..., Any], arrays: Iterable[Any], inputs: Tree) -> Any:
+    """The jaxpr of a forward pass.
+
+    Raises:
+      ExportError: the model fails on these inputs.
+    """
+    try:
+        return jax.make_jaxpr(function)(list(abstract(list(arrays))), inputs)
+    except SpmdError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(inputs).items())
+        why = next(iter(str(error).strip().splitlines()), "")
+        raise ExportError(
+            f"the model fails on {shapes}: {type(error).__name__}: {why}\n    cure: inputs=, an example of what the model is called with."
+        ) from error
+
+
+def with_rows(inputs: Tree, rows: Any) -> Tree:
+    """Shapes of inputs with another number of rows, which may be a symbol."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), inputs)

@@ -1,0 +1,202 @@
+"""An exported model, read again: a callable without the model's code."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from spmd.errors import ExportError, OptionError, a_kind, brief, import_extra
+from spmd.inference.exporter import ABOUT, FORMAT, PROGRAM, WEIGHTS
+from spmd.inference.forward import check_batch_size, check_inputs, in_chunks, joined
+from spmd.inference.weights import Stored, read_arrays
+from spmd.run.manifest import damage, read_json
+from spmd.tree import Tree, describe
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+
+
+def _shapes(value: Any) -> bool:
+    dims = lambda shape: isinstance(shape, list) and len(shape) > 1 and all(type(size) is int for size in shape[2:])
+    return isinstance(value, dict) and all(dims(shape) and isinstance(shape[0], str) for shape in value.values())
+
+
+NEEDED: dict[str, Callable[[Any], bool]] = {  # and what may stand there
+    "platforms": _texts,
+    "batch": lambda value: value is None or (type(value) is int and value > 0),
+    "inputs": _shapes,
+    "outputs": _shapes,
+    "weights": lambda value: isinstance(value, str),
+    "versions": lambda value: isinstance(value, dict) and isinstance(value.get("jax"), str),
+    "arrays": lambda value: isinstance(value, list),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedModel:
+    """What `load_exported` gives: `model(x)`, for arrays on the device, or `model.predict(x)`, for numpy arrays.
+
+    Attributes:
+      folder: where it was read.
+      about: what stands in its `model.json`: inputs, outputs, versions, how each array is stored, the layout it was trained under.
+      inputs: shapes of what it takes; dim 0 is rows, and of any size.
+      arrays: its weights, on the device: arrays, or pairs of int8 and scales.
+      program: as it was exported: `program.call(arrays, inputs)` gives outputs.
+
+    Example:
+      >>> import optax, spmd, tempfile
+      >>> model = spmd.FunctionalModel(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
+      >>> data = {"x": np.ones((32, 4), np.float32), "y": np.full((32, 1), 4.0, np.float32)}
+      >>> result = spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, steps=3)
+      >>> exported = spmd.load_exported(result.export(tempfile.mkdtemp() + "/model").folder)
+      >>> exported
+      ExportedModel(float32[rows, 4] -> float32[rows, 1]; weights exact, for cpu)
+      >>> exported(data["x"][:2]).tolist()
+      [[4.0], [4.0]]
+    """
+
+    folder: Path
+    about: dict[str, Any] = dataclasses.field(repr=False)
+    inputs: Tree
+    arrays: list[Any] = dataclasses.field(repr=False)
+    program: jax.export.Exported = dataclasses.field(repr=False)
+
+    def __repr__(self) -> str:
+        shown = lambda shapes: ", ".join(
+            f"{path} {dtype}[{', '.join(['rows', *map(str, dims)])}]".strip() for path, (dtype, _, *dims) in shapes.items()
+        )
+        what = f"{shown(self.about['inputs'])} -> {shown(self.about['outputs'])}"
+        rows = "" if self.batch is None else f", rows in chunks of {self.batch}"
+        return f"ExportedModel({what}{rows}; weights {self.about['weights']}, for {', '.join(self.about['platforms'])})"
+
+    @property
+    def batch(self) -> int | None:
+        """Rows of the program; None where it takes any number."""
+        return self.about["batch"]
+
+    @functools.cached_property
+    def _call(self) -> Callable[[list, Tree], Tree]:
+        return jax.jit(self.program.call)
+
+    def __call__(self, inputs: Tree) -> Tree:
+        """The model's outputs [rows, ...] as arrays on the device, of arrays [rows, ...] of numpy or jax.
+
+        Compiled once for each number of rows; one that was exported for a fixed number is called in chunks.
+
+        Raises:
+          DataError: another tree, other shapes or dtypes, or no rows.
+        """
+        rows = check_inputs(inputs, self.inputs)
+        call = functools.partial(self._call, self.arrays)
+        return joined(in_chunks(call, inputs, rows, self.batch or rows, pad=self.batch is not None), jnp.concatenate)
+
+    def predict(self, inputs: Tree, *, batch_size: int = 1024) -> Tree:
+        """The model's outputs for every row, as numpy arrays on the host; at most two programs are compiled for any number of rows.
+
+        Args:
+          batch_size: rows at a time, where the model takes any number.
+
+        Raises:
+          DataError: another tree, other shapes or dtypes, or no rows.
+        """
+        check_batch_size(batch_size)
+        rows = check_inputs(inputs, self.inputs)
+        size = self.batch or batch_size
+        chunks = in_chunks(functools.partial(self._call, self.arrays), inputs, rows, size, pad=self.batch is not None or rows > size)
+        return joined(jax.device_get(chunk) for chunk in chunks)
+
+
+def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
+    """Read what `export` has written; none of the model's code is needed, and nothing that is read is executed as Python.
+
+    Args:
+      device: a jax device, where the weights are put, and the program runs; None: jax's default.
+
+    Raises:
+      ExportError: there is no such folder, it is damaged, of a later format, or not for this platform.
+      MissingExtraError: flatbuffers, of the extra `export`, is missing.
+
+    Example:
+      >>> import spmd
+      >>> try:
+      ...     load_exported("nowhere")
+      ... except spmd.SpmdError as error:
+      ...     print(error)
+      nowhere: there is no such folder.
+    """
+    import_extra("flatbuffers", "export")
+    place = Path(folder)
+    if not place.is_dir():
+        raise ExportError(f"{folder}: there is no such folder.")
+    about = _about(place)
+    why = damage(place)
+    if why is not None:
+        raise ExportError(f"the exported model in {folder} is damaged: {why}.\n    cure: export it again, or another copy.")
+    if device is not None and not isinstance(device, jax.Device):
+        raise OptionError(f"device={device!r} is {a_kind(device)}.\n    cure: one of jax.devices().")
+    platform = jax.export.default_export_platform() if device is None else {"gpu": "cuda"}.get(device.platform, device.platform)
+    if platform not in about["platforms"]:
+        cure = f"export(..., platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
+        raise ExportError(f"{folder} was exported for {', '.join(about['platforms'])}; this is {platform}.\n    cure: {cure}.")
+    try:
+        program = jax.export.deserialize(bytearray((place / PROGRAM).read_bytes()))
+    except Exception as error:
+        cure = f"jax {about['versions']['jax']}, with which it was written"
+        raise ExportError(f"jax {jax.__version__} cannot read the program in {folder}: {error}\n    cure: {cure}.") from error
+    try:
+        stored = [Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in about["arrays"]]
+        arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
+        inputs = _inputs(program, arrays, about["batch"])
+    except Exception as error:
+        why = f"{WEIGHTS} does not hold what {ABOUT} says: {type(error).__name__}: {error}"
+        raise ExportError(f"the exported model in {folder} is damaged: {why}.\n    cure: export it again, or another copy.") from error
+    return ExportedModel(place, about, inputs, arrays, program)
+
+
+def _inputs(program: jax.export.Exported, arrays: list[Any], batch: int | None) -> Tree:
+    """Shapes of what the program takes beside these arrays.
+
+    Raises:
+      ValueError: it takes other arrays, or another number of rows.
+    """
+    (takes, inputs), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+    if jax.tree.map(describe, takes) != jax.tree.map(describe, arrays):
+        raise ValueError("the program takes other arrays")
+    rows = {leaf.shape[0] if isinstance(leaf.shape[0], int) else None for leaf in jax.tree.leaves(inputs)}
+    if rows != {batch}:
+        raise ValueError(f"the program takes another number of rows than {batch}")
+    # dim 0 may be a symbol: 1 stands for any
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch or 1, *x.shape[1:]), x.dtype), inputs)
+
+
+def _placed(values: np.ndarray, device: Any) -> jax.Array:
+    return jax.device_put(values.copy(), device)  # a CPU's array may be the buffer it was made of
+
+
+def _about(place: Path) -> dict[str, Any]:
+    """What stands beside the program, if this version can read it."""
+    try:
+        about = read_json(place / ABOUT)
+        found = int(about["format"])
+        missing = [name for name in NEEDED if name not in about] if found == FORMAT else []
+        wrong = [name for name, fits in NEEDED.items() if not (missing or fits(about[name]))] if found == FORMAT else []
+    except FileNotFoundError:
+        raise ExportError(f"{place} is no exported model: it has no {ABOUT}.") from None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ExportError(f"the exported model in {place} is damaged: {ABOUT} cannot be read: {type(error).__name__}.") from error
+    if missing:
+        raise ExportError(f"the exported model in {place} is damaged: {ABOUT} lacks {', '.join(missing)}.\n    cure: export it again.")
+    if wrong:
+        why = f"{ABOUT}: {wrong[0]} is {brief(about[wrong[0]])}"
+        raise ExportError(f"the exported model in {place} is damaged: {why}.\n    cure: export it again, or another copy.")
+    if found != FORMAT:
+        cure = "the version of spmd that wrote it, or a later one"
+        raise ExportError(f"the exported model in {place} is of format {found}; this version reads {FORMAT}.\n    cure: {cure}.")
+    return about

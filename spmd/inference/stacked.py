@@ -1,0 +1,158 @@
+"""Several models as one compiled program: equal ones stacked over the devices of the mesh axis `net`, others one after the other."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd.errors import EnsembleError, Problem, raise_problems
+from spmd.inference.forward import traced, whole, with_rows
+from spmd.train.accumulate import equations, has_convolution
+from spmd.tree import Tree, abstract, describe, flatten
+from spmd.xla import shard_map
+
+NET = "net"
+ROWS = 4  # of inputs with which members are traced, to be told apart
+
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    """A member that is a function of its arrays.
+
+    Attributes:
+      function: `function(arrays, inputs) -> logits`.
+      arrays: leaves [...] of any tree.
+      inputs: shapes of what it takes; dim 0 is rows.
+      batch: the only number of rows that it takes; None: any.
+      program: the same text for functions that do the same; None: it is found by tracing.
+    """
+
+    name: str
+    function: Callable[[Any, Tree], Any]
+    arrays: Any
+    inputs: Tree
+    batch: int | None = None
+    program: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Members that are the same function of arrays of the same shapes; `vectorised`: one call computes them all."""
+
+    nets: tuple[Net, ...]
+    places: tuple[int, ...]
+    vectorised: bool
+
+
+def rows_of(nets: Sequence[Net]) -> int | None:
+    """The one number of rows that the members take; None: any.
+
+    Raises:
+      EnsembleError: they take different inputs, or different fixed numbers of rows.
+    """
+    fixed = {net.batch for net in nets if net.batch is not None}
+    shapes = [{path: (leaf.dtype, leaf.shape[1:]) for path, leaf in flatten(net.inputs).items()} for net in nets]
+    differs = any(found != shapes[0] for found in shapes) or len({jax.tree.structure(net.inputs) for net in nets}) > 1
+    if differs or len(fixed) > 1:
+        told = [
+            Problem(net.name, [f"takes {', '.join(f'{p} {describe(x)}'.strip() for p, x in flatten(net.inputs).items())}"]) for net in nets
+        ]
+        raise_problems(EnsembleError, "the members of the ensemble take different inputs", told)
+    return next(iter(fixed), None)
+
+
+def groups_of(nets: Sequence[Net], rows: int) -> list[Group]:
+    """The members, those that are equal but for their weights together.
+
+    Raises:
+      EnsembleError: one gives no logits [rows, ..., classes], or others than the first.
+      ExportError: one fails on its inputs.
+    """
+    found: dict[tuple, list[int]] = {}
+    outputs, convolved = [], []
+    for at, net in enumerate(nets):
+        inputs = with_rows(net.inputs, rows)
+        jaxpr = traced(net.function, net.arrays, inputs)
+        outputs.append([describe(out) for out in jaxpr.out_avals])
+        plain = len(jaxpr.out_avals) == 1 and jaxpr.out_avals[0].ndim >= 2 and jnp.issubdtype(jaxpr.out_avals[0].dtype, jnp.floating)
+        convolved.append(net.program is not None or has_convolution(equations(jaxpr.jaxpr)))  # an exported program cannot be vectorised
+        if not plain or outputs[-1] != outputs[0]:
+            wanted = f"the first gives {outputs[0][0]}" if plain else "wanted one array of logits [rows, ..., classes]"
+            raise EnsembleError(f"member {net.name} gives {', '.join(outputs[-1])} for {rows} rows; {wanted}.")
+        text = net.program or jax.jit(net.function).lower(abstract(net.arrays), inputs).as_text()
+        shapes = tuple(describe(leaf) for leaf in jax.tree.leaves(net.arrays))
+        found.setdefault((hashlib.sha256(text.encode()).hexdigest(), shapes), []).append(at)
+    return [Group(tuple(nets[at] for at in places), tuple(places), not convolved[places[0]]) for places in found.values()]
+
+
+class Stacked:
+    """The program of some groups on a mesh whose only axis is `net`: `logits(inputs)` is float32[members, rows, ..., classes]."""
+
+    def __init__(self, groups: Sequence[Group], mesh: Mesh, combine: str):
+        self._groups, self._mesh, self._combine = groups, mesh, combine
+        self._arrays = [self._placed(group) for group in groups]
+        self._order = np.argsort([at for group in groups for at in group.places])
+        self._program = jax.jit(self._both, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def __call__(self, inputs: Tree) -> tuple[jax.Array, jax.Array]:
+        """Combined probabilities [rows, ..., classes], and all logits."""
+        return self._program(self._arrays, jax.tree.map(np.asarray, inputs))
+
+    def text(self, inputs: Tree) -> str:
+        """The compiled program."""
+        return self._program.lower(self._arrays, inputs).compile().as_text() or ""
+
+    def _placed(self, group: Group) -> Any:
+        """The group's arrays on the mesh: each device has those of its own members. A lone member's are on all devices."""
+        if len(group.nets) == 1:
+            return jax.device_put(jax.tree.map(whole, group.nets[0].arrays), NamedSharding(self._mesh, PartitionSpec()))
+        spare = -len(group.nets) % self._mesh.size  # places of which nothing is read
+        nets = [*group.nets, *[group.nets[-1]] * spare]
+        over = NamedSharding(self._mesh, PartitionSpec(NET))
+        return jax.tree.map(lambda *leaves: jax.device_put(np.stack([whole(leaf) for leaf in leaves]), over), *[net.arrays for net in nets])
+
+    def _both(self, arrays: list, inputs: Tree) -> tuple[jax.Array, jax.Array]:
+        found = [self._logits(group, own, inputs) for group, own in zip(self._groups, arrays, strict=True)]
+        logits = jnp.concatenate(found)[self._order]
+        return combined(logits, self._combine), logits
+
+    def _logits(self, group: Group, arrays: Any, inputs: Tree) -> jax.Array:
+        function = lambda own, given: group.nets[0].function(own, given).astype(jnp.float32)
+        if len(group.nets) == 1:
+            return function(arrays, inputs)[None]
+
+        def each(own: Any, given: Tree) -> jax.Array:
+            if group.vectorised:
+                return jax.vmap(function, in_axes=(0, None))(own, given)
+            # a convolution of several kernels at once is a grouped one, which is slower, and gathered by the partitioner
+            count = jax.tree.leaves(own)[0].shape[0]
+            return jnp.stack([function(jax.tree.map(lambda leaf: leaf[at], own), given) for at in range(count)])
+
+        specs = (PartitionSpec(NET), PartitionSpec())
+        run = shard_map(each, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec(NET))
+        return run(arrays, inputs)[: len(group.nets)]
+
+
+def combined(logits: jax.Array, combine: str) -> jax.Array:
+    """What members say together, float32[..., classes], of logits [members, ..., classes]."""
+    if combine == "logits":
+        return jax.nn.softmax(logits.mean(axis=0))
+    if combine == "vote":
+        return jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1], dtype=jnp.float32).mean(axis=0)
+    return jax.nn.softmax(logits).mean(axis=0)
+
+
+def table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> str:
+    """Numbers by name, in columns; what a row does not have is left open."""
+    names = max(map(len, rows), default=0)
+    widths = [max(len(column), 8) for column in columns]
+    lines = ["  ".join([" " * names, *(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))])]
+    for name, row in rows.items():
+        cells = [f"{row[c]:>{w}.4f}" if c in row else " " * w for c, w in zip(columns, widths, strict=True)]
+        lines.append("  ".join([f"{name:{names}}", *cells]).rstrip())
+    return "\n".join(lines)

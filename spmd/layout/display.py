@@ -1,0 +1,74 @@
+"""A layout in a line of text, and as a table for a notebook's cell."""
+
+import dataclasses
+import html
+from typing import Any
+
+from spmd.layout.schema import Layout, Rule, spec_text
+from spmd.render.html import Html, folded, framed, table
+
+OTHERS = ("optimizer", "parameter_server", "remat", "pipeline", "sequence", "experts")
+COLUMNS = ("", "of", "is", "except", "line")
+
+
+def line(layout: Layout) -> str:
+    """Name, mesh, how many rules, and how gradients meet.
+
+    >>> line(Layout.load("zero1"))
+    'Layout zero1 on data=-1: no rules, else replicate; gradients by reduce_scatter, exact'
+    """
+    axes = ", ".join(f"{axis}={size}" for axis, size in layout.mesh)
+    counted = [(len(layout.params), "rule"), (len(layout.axes), "axis name")]
+    rules = ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counted if count) or "no rules"
+    met = f"gradients by {layout.gradients.reduction}, {layout.gradients.codec}"
+    return f"Layout {layout.name}{f' on {axes}' if axes else ''}: {rules}, else {layout.default.params}; {met}"
+
+
+def cell(layout: Layout) -> Html:
+    """What it is for, its rules as a table, and the file."""
+    title, _, rest = line(layout).partition(":")
+    words = f"<p><b>{html.escape(title)}</b>:{html.escape(rest)}</p>"
+    described = f"<p>{html.escape(layout.description)}</p>" if layout.description else ""
+    toml = folded("as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>")
+    columns = [column for column in zip(COLUMNS, *_rows(layout), strict=True) if any(column[1:])]
+    header, *rows = zip(*columns, strict=True)
+    return framed(f'{words}{described}<div class="wide">{table(header, rows)}</div>{toml}')
+
+
+def _rows(layout: Layout) -> list[tuple[str, ...]]:
+    """Kind, whom it is of, what it says, exceptions and the line of the file; rules first, then what differs from defaults."""
+    rows = [_rule("parameters", rule) for rule in layout.params]
+    rows += [("axis name", name, spec_text((entry,))[1:-1], "", "") for name, entry in layout.axes]
+    rows += [("parameters", "all others", layout.default.params, "", "")]
+    rows += [_rule("activations", rule) for rule in layout.activations]
+    rows += [*(_rule("batch", rule) for rule in layout.batch.rules), ("batch", "all others", spec_text(layout.batch.spec), "", "")]
+    for rule in layout.gradients.rules:
+        rows.append(("gradients", rule.path, _said(rule.codec, dict(rule.options)), ", ".join(rule.except_), str(rule.line or "")))
+    rows.append(("gradients", "all others" if layout.gradients.rules else "all", _part(layout.gradients, ("rules",)), "", ""))
+    return [*rows, *((name, "", said, "", "") for name in OTHERS if (said := _part(getattr(layout, name))))]
+
+
+def _rule(kind: str, rule: Rule) -> tuple[str, ...]:
+    return (kind, rule.path, spec_text(rule.spec), ", ".join(rule.except_), str(rule.line or ""))
+
+
+def _part(part: Any, without: tuple[str, ...] = ()) -> str:
+    """What a section says that differs from its defaults, and its reduction and codec in any case."""
+    always = ("reduction", "codec")
+    differ = {
+        field.name: getattr(part, field.name)
+        for field in dataclasses.fields(part)
+        if field.name not in (*without, "options") and (field.name in always or getattr(part, field.name) != field.default)
+    }
+    return _said("", {**differ, **dict(getattr(part, "options", ()))})
+
+
+def _said(word: str, options: dict[str, Any]) -> str:
+    return ", ".join([*([word] if word else []), *(f"{name} {_word(value)}" for name, value in options.items())])
+
+
+def _word(value: Any) -> str:
+    """As the file has it, without quotes."""
+    if isinstance(value, tuple):
+        return " ".join(map(_word, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

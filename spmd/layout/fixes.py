@@ -1,0 +1,96 @@
+"""Cures for layouts that do not fit: specs and patterns that were tried on the model before they are proposed."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from spmd.layout.match import suggest
+from spmd.layout.resolve import rule_name, ways
+from spmd.layout.schema import Rule, Spec, entry_axes, spec_axes, spec_text
+from spmd.mesh import MeshSpec
+
+SHOWN = 3  # names in a list before "and N more"
+
+
+def spec_problems(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> list[str]:
+    """Why `spec` cannot lay out an array of `shape` on `mesh`, with the numbers; empty when it can."""
+    if len(spec) > len(shape):
+        return [f"the spec has {len(spec)} entries, the array has {len(shape)} dim{'s' * (len(shape) != 1)}."]
+    lines = []
+    for dim, entry in enumerate(spec):
+        pieces = ways((entry,), mesh)
+        if shape[dim] % pieces:
+            axes = entry_axes(entry)
+            what = f'mesh axis "{axes[0]}" has' if len(axes) == 1 else f"mesh axes {' and '.join(axes)} together have"
+            lines.append(f"dim {dim} has size {shape[dim]}; {what} {pieces} devices; {shape[dim]} / {pieces} leaves {shape[dim] % pieces}.")
+    return lines
+
+
+def fitting_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
+    """The spec nearest to `spec` that fits: entries that do not divide made whole; of a long one, the end that cuts more.
+
+    >>> fitting_spec((None, "model"), (64,), MeshSpec.parse("model=2"))
+    ('model',)
+    """
+    rank = len(shape)
+    ends = [spec] if len(spec) <= rank else [spec[:rank], spec[len(spec) - rank :]]
+    whole_or = lambda dim, entry: None if shape[dim] % ways((entry,), mesh) else entry
+    return max((tuple(whole_or(dim, entry) for dim, entry in enumerate(end)) for end in ends), key=lambda end: len(spec_axes(end)))
+
+
+def spec_cure(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> tuple[str, str]:
+    """A spec near to `spec` that fits, with its arithmetic; and the width that would fit `spec` itself, or ""."""
+    fixed = fitting_spec(spec, shape, mesh)
+    sums = [f"{shape[dim]} / {ways((entry,), mesh)} = {shape[dim] // ways((entry,), mesh)}" for dim, entry in enumerate(fixed) if entry]
+    text = spec_text(fixed) + (f" ({', '.join(sums)})" if sums else "")
+    bad = [dim for dim, entry in enumerate(spec[: len(shape)]) if shape[dim] % ways((entry,), mesh)]
+    if len(spec) > len(shape) or len(bad) != 1:
+        return text, ""
+    pieces = ways((spec[bad[0]],), mesh)
+    return text, f"a width divisible by {pieces}, such as {-(-shape[bad[0]] // pieces) * pieces}"
+
+
+def rule_cure(rules: tuple[Rule, ...], number: int | None, pattern: str | None, spec: str) -> str:
+    """How parameters get `spec` by a rule of their own; they are taken out of the rule that claims them now, if one does."""
+    if pattern is None:  # nothing short names them all
+        taken = f"name them in the `except` of {rule_name(rules, number)}, and write " if number is not None else ""
+        return f"{taken}a rule for each  spec = {spec}"
+    taken = f"{except_text(rules[number], [pattern])}  in {rule_name(rules, number)}, and " if number is not None else ""
+    return f'{taken}a rule  path = "{pattern}"  spec = {spec}'
+
+
+def except_text(rule: Rule, patterns: Iterable[str]) -> str:
+    """The whole `except` line of a rule, with more patterns in it."""
+    return "except = [" + ", ".join(f'"{pattern}"' for pattern in (*rule.except_, *patterns)) + "]"
+
+
+def overlap_cure(rules: tuple[Rule, ...], claimed: Sequence[int], claims: Mapping[str, Sequence[int]]) -> str:
+    """Which rules should leave a parameter to another: the one that claims the fewest keeps it."""
+    sizes = Counter(index for indices in claims.values() for index in indices)
+    keeper = min(reversed(claimed), key=lambda index: sizes[index])
+    cures = []
+    for other in (index for index in claimed if index != keeper):
+        shared = sum(keeper in indices and other in indices for indices in claims.values())
+        if shared == sizes[other]:
+            cures.append(f"take {rule_name(rules, other)} out: it matches nothing that {rule_name(rules, keeper)} does not")
+        else:
+            cures.append(f"{except_text(rules[other], [rules[keeper].path])}  in {rule_name(rules, other)}")
+    return "; ".join(cures) + "."
+
+
+def path_cure(pattern: str, paths: Iterable[str]) -> str:
+    """The nearest pattern that matches something, with how many; else what there is to match."""
+    paths = list(paths)
+    near = suggest(pattern, paths)
+    if near:
+        return f'did you mean "{near[0]}"? It matches {near[1]}.'
+    return f"take the pattern out, or match one of: {listed(paths)}."
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,211 @@
+"""What a layout says: frozen dataclasses, no logic. `toml.py` spells them, `resolve.py` applies them to a model."""
+
+import dataclasses
+from pathlib import Path
+
+from spmd.errors import OptionError, a_kind
+from spmd.layout.gradients import Gradients
+from spmd.layout.match import names
+from spmd.layout.model_parallel import Experts, Pipeline, Sequence
+from spmd.layout.server import ParameterServer
+
+Entry = str | tuple[str, ...] | None  # one dim: whole (None), over one mesh axis, or over several (outermost first)
+Spec = tuple[Entry, ...]  # one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are whole
+
+WHOLE = "-"  # how TOML writes None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Arrays whose path matches `path`, and none of `except_`, get `spec`. `line` is where the file says so.
+
+    Example:
+      >>> Rule("**/kernel", (None, "model"), except_=("head/**",)).spec  # dim 0 whole, dim 1 cut over `model`
+      (None, 'model')
+    """
+
+    path: str
+    spec: Spec
+    except_: tuple[str, ...] = ()
+    line: int | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "except_", names(self.except_))
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """How the batch is split: one spec for every leaf, and rules for leaves that differ.
+
+    The mesh axes of dim 0 are the *data axes*; one position along them is a *worker*.
+    """
+
+    spec: Spec = ("data",)
+    rules: tuple[Rule, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Default:
+    """What happens to a parameter that no rule and no logical axis covers.
+
+    `params` is "replicate", "shard:AXIS" (the largest dim that AXIS divides) or "error". `max_replicated` bounds the
+    share of parameter bytes that may stay whole on every device (0 to 1; None sets no bound).
+
+    Example:
+      >>> Layout(default=Default("shard:data", max_replicated=0.5)).default.params
+      'shard:data'
+    """
+
+    params: str = "replicate"
+    max_replicated: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerState:
+    """Mesh axis over which optimizer state is split further than its parameter (ZeRO-1), or None.
+
+    Example:
+      >>> Layout(optimizer=OptimizerState(shard="data")).optimizer.shard
+      'data'
+    """
+
+    shard: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """Which activations are recomputed in the backward pass instead of being kept.
+
+    `save` names what is kept: "everything", "dots" (results of matrix products) or "nothing". `modules` are path
+    patterns of submodules, each rematerialised on its own; without them it is the whole forward pass.
+
+    Example:
+      >>> Layout(remat=Remat("nothing", ("blocks/*",))).remat.modules
+      ('blocks/*',)
+    """
+
+    save: str | None = None
+    modules: tuple[str, ...] = ()
+
+    @property
+    def saves(self) -> str:
+        """What is kept when the layout does not say: nothing of named modules, else everything."""
+        return self.save or ("nothing" if self.modules else "everything")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where every array lives and how gradients meet.
+
+    Example:
+      >>> layout = Layout(params=(Rule("**/kernel", (None, "model")),), name="mine")
+      >>> layout.gradients.reduction
+      'compiler'
+    """
+
+    description: str = ""
+    mesh: tuple[tuple[str, int], ...] = ()
+    batch: Batch = Batch()
+    params: tuple[Rule, ...] = ()
+    axes: tuple[tuple[str, Entry], ...] = ()
+    activations: tuple[Rule, ...] = ()  # what submodules return: paths are of modules, dim 0 is cut over the data axes in any case
+    default: Default = Default()
+    optimizer: OptimizerState = OptimizerState()
+    gradients: Gradients = Gradients()  # noqa: RUF009
+    parameter_server: ParameterServer = ParameterServer()  # noqa: RUF009
+    remat: Remat = Remat()
+    pipeline: Pipeline = Pipeline()  # noqa: RUF009
+    sequence: Sequence = Sequence()  # noqa: RUF009
+    experts: Experts = Experts()  # noqa: RUF009
+    name: str = dataclasses.field(default="layout", compare=False)
+    source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
+
+    def __post_init__(self):
+        for name in ("batch", "default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts"):
+            value, kind = getattr(self, name), type(getattr(Layout, name))
+            if not isinstance(value, kind):
+                raise OptionError(f"Layout: {name}={value!r} is {a_kind(value)}.\n    cure: a {kind.__name__}.")
+
+    @staticmethod
+    def load(source: "str | Path | Layout") -> "Layout":
+        """A shipped layout's name, a path to a TOML file, or a `Layout`, as a `Layout`."""
+        from spmd.layout.toml_reader import load  # the spelling knows the dataclasses, so it is imported late
+
+        return load(source)
+
+    def to_toml(self) -> str:
+        """The TOML text of this layout; written to a file, `Layout.load` of it gives an equal one."""
+        from spmd.layout.toml_writer import dumps
+
+        return dumps(self)
+
+    def __repr__(self) -> str:
+        from spmd.layout.display import line  # what shows a layout knows it
+
+        return line(self)
+
+    def _repr_html_(self) -> str:
+        from spmd.layout.display import cell
+
+        return cell(self)
+
+    @property
+    def stage_axis(self) -> str | None:
+        """The mesh axis over which a stack's layers are cut where they are kept; servers keep all of them, packed."""
+        return None if self.gradients.reduction == "parameter_server" else self.pipeline.axis
+
+    def data_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which the batch's dim 0 is split, outermost first."""
+        return entry_axes(self.batch.spec[0]) if self.batch.spec else ()
+
+
+def entry_axes(entry: Entry) -> tuple[str, ...]:
+    """The mesh axes of one entry.
+
+    >>> entry_axes(None), entry_axes("data"), entry_axes(("data", "model"))
+    ((), ('data',), ('data', 'model'))
+    """
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def spec_axes(spec: Spec) -> tuple[str, ...]:
+    """All mesh axes of a spec, in order."""
+    return tuple(axis for entry in spec for axis in entry_axes(entry))
+
+
+def keep_axes(spec: Spec, axes: tuple[str, ...]) -> Spec:
+    """The spec with every mesh axis outside `axes` taken out.
+
+    >>> keep_axes(("data", ("data", "model")), ("model",))
+    (None, 'model')
+    """
+    kept = (tuple(axis for axis in entry_axes(entry) if axis in axes) for entry in spec)
+    return tuple(None if not entry else entry[0] if len(entry) == 1 else entry for entry in kept)
+
+
+def mixed(spec: Spec, data_axes: tuple[str, ...]) -> bool:
+    """Whether a dim is cut over a data axis and another one together.
+
+    >>> mixed((None, ("data", "model")), ("data",))
+    True
+    """
+    return any(len({axis in data_axes for axis in entry_axes(entry)}) > 1 for entry in spec)
+
+
+def spec_text(spec: Spec) -> str:
+    """The spec as TOML writes it.
+
+    >>> spec_text((None, ("data", "model")))
+    '["-", ["data", "model"]]'
+    """
+    return "[" + ", ".join(_entry_text(entry) for entry in spec) + "]"
+
+
+def _entry_text(entry: Entry) -> str:
+    if entry is None:
+        return f'"{WHOLE}"'
+    if isinstance(entry, str):
+        return f'"{entry}"'
+    return "[" + ", ".join(f'"{axis}"' for axis in entry) + "]"

@@ -1,0 +1,144 @@
+"""Flax linen modules: initialised by the first call in the loss, applied with the train switch filled in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen
+from flax.core import unfreeze
+
+from spmd.errors import ModelError, Problem, raise_problems
+from spmd.layout.match import matches
+from spmd.models.base import Call, Model, Variables, abstractly, no_such_module, with_mode
+from spmd.tree import Tree, describe, flatten, path_of
+
+
+class LinenModel(Model):
+    """A Flax linen module; its shapes are found by running the loss once, abstractly, on the first batch. A bound one brings its arrays."""
+
+    def __init__(self, module: linen.Module):
+        self._given: Variables | None = None
+        if module.scope is not None:
+            module, variables = module.unbind()
+            self._given = _split(variables)
+        self._module = module
+        self._rematerialised: set[str] = set()
+
+    @property
+    def concrete(self) -> Variables | None:
+        return self._given
+
+    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
+        made = _split(self._boxed(key, run))
+        if self._given is None:
+            return made
+        shapes = lambda it: {path.removeprefix("stats/"): describe(leaf).partition("[")[2] for path, leaf in flatten(it).items()}
+        has, needs = shapes(self._given), shapes(made)
+        shape = lambda known, path: f"[{known[path]}" if path in known else "nothing"
+        problems = [
+            Problem(path, [f"given {shape(has, path)}, the module makes {shape(needs, path)}"])
+            for path in dict.fromkeys([*needs, *has])
+            if has.get(path) != needs.get(path)
+        ]
+        raise_problems(ModelError, "the arrays that the linen module is bound to are not those that it makes by itself", problems)
+        return self._given
+
+    def _boxed(self, key: Any, run: Callable[[Any], Any]) -> dict:
+        probe = _LinenInit(self._module, key)
+        run(probe)
+        if probe.variables is None:
+            raise ModelError("the loss never calls the model, so a linen module cannot be initialised from it.")
+        return dict(probe.variables)
+
+    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
+        found: dict[str, tuple] = {}
+
+        def visit():
+            specs = linen.get_partition_spec(self._boxed(key, run).get("params", {}))
+            leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+            found.update({path_of(keys): tuple(spec) for keys, spec in leaves if len(spec)})
+
+        abstractly(visit, "the model")
+        return found
+
+    def bind(self, variables: Variables, call: Call) -> "LinenCall":
+        return LinenCall(self._module, variables, call, self._rematerialised)
+
+    def check_remat(self, patterns: tuple[str, ...]) -> None:
+        for pattern in patterns:
+            if not matches(pattern, self._rematerialised):
+                raise no_such_module(pattern, [])
+
+    def stats_of(self, bound: "LinenCall") -> Tree:
+        return bound.stats
+
+    def rebuild(self, variables: Variables) -> linen.Module:
+        return self._module.bind({"params": variables.params, **variables.stats})
+
+
+def _split(variables: Any) -> Variables:
+    """A linen module's collections; what is no parameter changes with a call."""
+    plain = dict(linen.meta.unbox(unfreeze(variables)))
+    return Variables(plain.pop("params", {}), plain, {})
+
+
+class _LinenInit:
+    """Stands in for a linen module in the loss: the first call initialises it."""
+
+    def __init__(self, module: linen.Module, key: Any):
+        self._module, self._key, self.variables = module, key, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = with_mode(type(self._module).__call__, kwargs, training=True)
+        outputs, variables = self._module.init_with_output(self._key, *args, **kwargs)
+        self.variables = self.variables or variables
+        return outputs
+
+
+class LinenCall:
+    """A linen module with its arrays: call it as `model(x)`. `train`, `training` and `deterministic` are filled in."""
+
+    def __init__(self, module: linen.Module, variables: Variables, call: Call, rematerialised: set[str]):
+        self._module, self._call, self._rematerialised = module, call, rematerialised
+        self.params, self.stats, self._calls = variables.params, variables.stats, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply the module."""
+        call, variables = self._call, {"params": self.params, **self.stats}
+        kwargs = with_mode(type(self._module).__call__, kwargs, training=call.training)
+        with linen.intercept_methods(_interceptor(call, self._rematerialised)):
+            if not call.training:
+                return self._module.apply(variables, *args, **kwargs)
+            key = call.localize(jax.random.fold_in(call.key, self._calls))
+            self._calls += 1  # a loss that calls the model twice draws twice
+            outputs, changed = self._module.apply(variables, *args, rngs={"params": key}, mutable=list(self.stats), **kwargs)
+        self.stats = {**self.stats, **changed}
+        return outputs
+
+
+def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
+    """Linen's hook for what nnx lets us set on the module: synchronised BatchNorm, remat by path, and what outputs go through."""
+    active: set[str] = set()
+
+    def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module, path = context.module, "/".join(context.module.path)
+        if context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        if isinstance(module, linen.BatchNorm):
+            object.__setattr__(module, "axis_name", call.sync_axes or None)
+        if call.dtype is not None and getattr(module, "dtype", call.dtype) is None:
+            object.__setattr__(module, "dtype", call.dtype)
+        if path in active:  # called by `again`
+            return next_fun(*args, **kwargs)
+        change = call.returned(path) or (lambda outputs: outputs)
+        if not any(matches(pattern, [path]) for pattern in call.remat_modules):
+            return change(next_fun(*args, **kwargs))
+        again = linen.remat(lambda inner: type(inner).__call__(inner, *args, **kwargs), policy=call.remat_policy)
+        active.add(path)
+        seen.add(path)
+        try:
+            return change(again(module))
+        finally:
+            active.discard(path)
+
+    return intercept

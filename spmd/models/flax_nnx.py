@@ -1,0 +1,192 @@
+"""Flax nnx modules: split once, carried as plain dicts, merged inside the compiled step."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from spmd.errors import ModelError
+from spmd.layout.match import matches
+from spmd.models.base import STACKED, Call, Model, Variables, abstractly, no_such_module
+from spmd.tree import Tree, flatten, path_of
+
+
+class NnxModel(Model):
+    """A Flax nnx module, built by `factory` under a trace, or given whole (`concrete`)."""
+
+    def __init__(self, factory: Callable[[], nnx.Module], *, concrete: nnx.Module | None = None):
+        self._factory = factory
+        self._graphdef: Any = None
+        self._impls: dict[str, Any] = {}
+        self._stat_paths: tuple = ()
+        self._called: set[str] = set()  # remat patterns of which a module was called
+        self._frozen: tuple[str, ...] = ()  # modules that keep their running averages in training
+        self._given = concrete is not None
+        self._concrete = None if concrete is None else self._split(concrete)
+
+    @property
+    def concrete(self) -> Variables | None:
+        return self._concrete
+
+    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
+        del key, run
+        return self._split(self._factory())
+
+    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
+        del key, run
+        found: dict[str, tuple] = {}
+        for path, metadata in self._metadata.items():
+            names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
+            if names:
+                found[path] = tuple(names)[STACKED in metadata :]  # of one layer
+        return found
+
+    def stacks(self) -> dict[str, int]:
+        return {path: metadata[STACKED] for path, metadata in self._metadata.items() if STACKED in metadata}
+
+    @functools.cached_property
+    def _metadata(self) -> dict[str, dict[str, Any]]:
+        """What flax knows of each parameter beside its value, by path."""
+        found: dict[str, dict[str, Any]] = {}
+
+        def visit():
+            for path, variable in nnx.to_flat_state(nnx.state(self._factory(), nnx.Param)):
+                found["/".join(map(str, path))] = dict(variable.get_metadata())
+
+        abstractly(visit, "the model")
+        return found
+
+    def notes(self) -> list[str]:
+        if not self._frozen:
+            return []
+        undo = " If .eval() set that, call model.train() first." if self._given else ""
+        more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
+        first = next(iter(self._frozen))
+        return [f"note: batch statistics are frozen, by use_running_average=True: {first}{more}.{undo}"]
+
+    def _split(self, module: nnx.Module) -> Variables:
+        self._frozen = _frozen(module, given=self._given)
+        self._graphdef, params, rngs, stats = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        self._stat_paths = tuple(path for path, _ in nnx.to_flat_state(stats))
+        params, rngs, stats = map(nnx.to_pure_dict, (params, rngs, stats))
+        self._impls = {path: jax.random.key_impl(leaf) for path, leaf in flatten(rngs).items() if _is_key(leaf)}
+        return Variables(params, stats, jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, rngs))
+
+    def bind(self, variables: Variables, call: Call) -> nnx.Module:
+        rngs = self._keys(
+            variables.rngs, lambda key: key if call.key is None else call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
+        )
+        module = nnx.merge(self._graphdef, variables.params, rngs, variables.stats)
+        module.train() if call.training else module.eval()
+        modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
+        for path in self._frozen:
+            modules[path].use_running_average = True  # type: ignore[attr-defined]
+        for sub in modules.values():
+            if isinstance(sub, nnx.BatchNorm):
+                sub.axis_name = call.sync_axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
+            if call.dtype is not None and _follows_inputs(sub):
+                sub.dtype = call.dtype  # type: ignore[attr-defined]
+        for pattern in call.remat_modules:
+            for path in _matching_modules(pattern, modules):
+                modules[path].__class__ = _rematerialised(
+                    type(modules[path]), call.remat_policy, functools.partial(self._called.add, pattern)
+                )
+        for path, sub in modules.items():
+            change = call.returned(path) if callable(sub) else None
+            if change is not None:
+                sub.__class__ = _changed(type(sub), change)
+            if callable(sub) and path:
+                sub.__class__ = _scoped(type(sub), path.rpartition("/")[2])
+        return module
+
+    def check_remat(self, patterns: tuple[str, ...]) -> None:
+        for pattern in patterns:  # one that matches no submodule is refused by `bind` already
+            if pattern not in self._called:
+                raise ModelError(
+                    f'[remat] modules: "{pattern}" matches submodules that the model never calls as module(x), so nothing is recomputed.\n'
+                    "    cure: a pattern for the modules that are called."
+                )
+
+    def stats_of(self, bound: nnx.Module) -> Tree:
+        flat = dict(nnx.to_flat_state(nnx.state(bound)))
+        return nnx.to_pure_dict(nnx.from_flat_state([(path, flat[path]) for path in self._stat_paths]))
+
+    def _keys(self, rngs: Tree, change: Callable[[Any], Any]) -> Tree:
+        def leaf(keys: tuple, data: Any) -> Any:
+            impl = self._impls.get(path_of(keys))
+            if impl is None:
+                return data
+            wrapped: Any = jax.random.wrap_key_data(data, impl=impl)
+            each = functools.reduce(lambda function, _: jax.vmap(function), range(wrapped.ndim), change)  # a stack has one for every layer
+            return each(wrapped)
+
+        return jax.tree_util.tree_map_with_path(leaf, rngs)
+
+    def rebuild(self, variables: Variables) -> nnx.Module:
+        return nnx.merge(self._graphdef, variables.params, self._keys(variables.rngs, lambda key: key), variables.stats)
+
+
+def _frozen(module: nnx.Module, *, given: bool) -> tuple[str, ...]:
+    """Paths of the modules that were made to use running averages, in training as well.
+
+    A module that was given, not made by a factory, may have been put in evaluation mode by `.eval()`, which turns dropout off as well:
+    one in which everything is, is trained all the same.
+    """
+    modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
+    averages = {path: vars(sub)["use_running_average"] for path, sub in modules.items() if "use_running_average" in vars(sub)}
+    dropout = [switch for sub in modules.values() if isinstance(switch := getattr(sub, "deterministic", None), bool)]
+    evaluating = given and bool(dropout) and all((*averages.values(), *dropout))
+    return () if evaluating else tuple(path for path, kept in averages.items() if kept is True)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _rematerialised(kind: type, policy: Callable[..., bool] | None, note: Callable[[], None]) -> type:
+    """A subclass of an nnx module whose call is recomputed in the backward pass, and noted."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note()
+        return nnx.remat(lambda module: kind.__call__(module, *args, **kwargs), policy=policy)(self)
+
+    return _subclass(kind, "Remat", __call__)
+
+
+def _changed(kind: type, change: Callable[[Any], Any]) -> type:
+    """A subclass of an nnx module that gives what its call returned through `change`."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(kind.__call__(self, *args, **kwargs))  # type: ignore[operator]
+
+    return _subclass(kind, "Placed", __call__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scoped(kind: type, name: str) -> type:
+    """A subclass of an nnx module whose call is named in the program, as linen names its own."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(name):
+            return kind.__call__(self, *args, **kwargs)  # type: ignore[operator]
+
+    return _subclass(kind, "Named", __call__)
+
+
+def _subclass(kind: type, prefix: str, call: Callable[..., Any]) -> type:
+    return type(kind)(f"{prefix}{kind.__name__}", (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def _matching_modules(pattern: str, modules: dict[str, Any]) -> list[str]:
+    found = [path for path in matches(pattern, modules) if callable(modules[path])]
+    if not found:
+        raise no_such_module(pattern, sorted(path for path in modules if path))
+    return found
+
+
+def _follows_inputs(module: Any) -> bool:
+    """Whether a layer was given no dtype of its own; `nnx.Embed` then takes that of its parameter."""
+    missing = "dtype" in vars(module) and "param_dtype" in vars(module) and module.dtype is None
+    return missing or (isinstance(module, nnx.Embed) and module.dtype == module.param_dtype)

@@ -1,0 +1,165 @@
+"""Models as two plain functions."""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from spmd.errors import ModelError, Problem, a_kind, problems_text
+from spmd.models.base import Call, Model, Variables, abstractly, with_mode
+from spmd.tree import Tree, describe, flatten
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionalModel:
+    """A model as two functions: `init(key) -> params`, `apply(params, *inputs) -> outputs`.
+
+    `apply` may take the keywords `rng`, `train` and `axis_name`; they are passed when it does. `axis_name` are the mesh axes of the
+    workers, of which each sees its own rows, for `jax.lax.pmean` and the like; None where all rows are seen.
+
+    Args:
+      stateful: the model has state that a call changes, such as batch statistics: `init(key) -> (params, state)` and
+        `apply(params, state, *inputs) -> (outputs, state)`. State has no gradient; floats are averaged over the workers after a step,
+        and of integers the largest is kept. What evaluation changes is dropped.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> model = FunctionalModel(init=lambda key: {"w": jnp.zeros((4, 2))}, apply=lambda params, x: x @ params["w"])
+    """
+
+    init: Callable[..., Any]
+    apply: Callable[..., Any]
+    stateful: bool = False
+
+    def bind(self, params: Tree, state: Tree = None) -> "FunctionCall":
+        """The model with these parameters: to be called, or to be trained from there, by `fit(model.bind(params), ...)`."""
+        if self.stateful != (state is not None):
+            raise ModelError(f"bind: the model is {'' if self.stateful else 'not '}stateful.\n    cure: {self._bound}.")
+        given = {"params": params, "state": state} if self.stateful else {"params": params}
+        made = given
+        with contextlib.suppress(ModelError):  # arrays that are given need no init that can be traced
+            made = abstractly(self._made, "the model", jax.eval_shape(lambda: jax.random.key(0)))
+        _check_given(given, made)
+        return FunctionCall(self, params, state, Call(training=False))
+
+    def _made(self, key: Any) -> dict[str, Tree]:
+        """What `init` makes, by name."""
+        made = self.init(key)
+        return dict(zip(("params", "state"), _pair(made, "init", "(params, state)"), strict=True)) if self.stateful else {"params": made}
+
+    @property
+    def _bound(self) -> str:
+        return "model.bind(params, state)" if self.stateful else "model.bind(params), or FunctionalModel(..., stateful=True)"
+
+
+class FunctionModel(Model):
+    """A `FunctionalModel` behind the common interface; `variables`, if it was given with them."""
+
+    def __init__(self, model: FunctionalModel, variables: Variables | None = None):
+        self._model, self._variables = model, variables
+
+    @property
+    def concrete(self) -> Variables | None:
+        return self._variables
+
+    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
+        del run
+        if self._variables is not None:
+            return self._variables
+        made = self._model._made(key)
+        return Variables(made["params"], made.get("state", {}), {})
+
+    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
+        del key, run
+        return {}
+
+    def check_workers(self) -> None:
+        if self._model.stateful and "axis_name" not in inspect.signature(self._model.apply).parameters:
+            raise ModelError(
+                "the model has state, and each worker calls it with its own rows: batch statistics would be of these rows alone.\n"
+                "    cure: a keyword axis_name=None of apply, over which batch statistics are averaged (jax.lax.pmean, or BatchNorm's own "
+                'option), and which other state may ignore; or  [gradients] reduction = "compiler".'
+            )
+
+    def bind(self, variables: Variables, call: Call) -> "FunctionCall":
+        return FunctionCall(self._model, variables.params, variables.stats, call)
+
+    def check_remat(self, patterns: tuple[str, ...]) -> None:
+        if patterns:
+            raise ModelError(
+                "[remat] modules names submodules; a FunctionalModel has none.\n"
+                "    cure: take `modules` out, or call jax.checkpoint in apply."
+            )
+
+    def stats_of(self, bound: "FunctionCall") -> Tree:
+        return bound.state
+
+    def rebuild(self, variables: Variables) -> "FunctionCall":
+        return self.bind(variables, Call(training=False))
+
+
+class FunctionCall:
+    """A functional model with its arrays: call it as `model(x)`; `params` and `state` are the trees."""
+
+    def __init__(self, model: FunctionalModel, params: Tree, state: Tree, call: Call):
+        self._model, self.params, self.state, self._call, self._calls = model, params, {} if state is None else state, call, 0
+
+    @property
+    def given(self) -> FunctionModel:
+        """The model that begins with these arrays."""
+        return FunctionModel(self._model, Variables(self.params, self.state, {}))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply the function."""
+        call, apply = self._call, self._model.apply
+        kwargs, known = with_mode(apply, kwargs, training=call.training), inspect.signature(apply).parameters
+        if "rng" in known and call.key is not None:
+            kwargs.setdefault("rng", call.localize(jax.random.fold_in(call.key, self._calls)))
+            self._calls += 1
+        if "axis_name" in known:
+            kwargs.setdefault("axis_name", call.sync_axes or None)
+        if call.dtype is not None:  # flax layers cast their own inputs; here nobody else does
+            args = jax.tree.map(lambda x: x.astype(call.dtype) if getattr(x, "dtype", None) == "float32" else x, args)
+        if not self._model.stateful:
+            return apply(self.params, *args, **kwargs)
+        outputs, state = _pair(apply(self.params, self.state, *args, **kwargs), "apply", "(outputs, state)")
+        _check_state(self.state, state)
+        self.state = state if call.training else self.state
+        return outputs
+
+
+def _pair(made: Any, function: str, wanted: str) -> tuple:
+    """What a stateful model's function returned."""
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ModelError(f"{function} of a stateful model returned {a_kind(made)}.\n    cure: {wanted}, a tuple of two.")
+    return made
+
+
+def _check_given(given: Mapping[str, Tree], made: Mapping[str, Tree]) -> None:
+    """Arrays that a model is bound to must have the shapes of those that it makes; dtypes may differ."""
+    here, there = flatten(given), flatten(made)
+    shape = lambda arrays, path: describe(arrays[path]) if path in arrays else "nothing"
+    problems = [
+        Problem(path, [f"given {shape(here, path)}, init makes {shape(there, path)}"])
+        for path in dict.fromkeys([*there, *here])
+        if shape(here, path).partition("[")[2] != shape(there, path).partition("[")[2]
+    ]
+    if problems:
+        text = problems_text("bind: the arrays that are given are not of the shapes that init makes", problems)
+        raise ModelError(f"{text}\n\n    cure: arrays of the shapes that init makes; or a FunctionalModel whose init makes these.")
+
+
+def _check_state(before: Tree, after: Tree) -> None:
+    """State must keep its tree and its shapes."""
+    old, new = flatten(before), flatten(after)
+    for path in [*old, *new]:
+        if path not in old or path not in new or old[path].shape != new[path].shape:
+            here, there = (describe(arrays[path]) if path in arrays else "nothing" for arrays in (old, new))
+            raise ModelError(
+                f"apply was given a state with {path} = {here}, and returned one with {there}.\n    cure: a state of equal shapes."
+            )
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise ModelError("apply returned a state in another kind of tree than it was given.\n    cure: the same dicts, lists and tuples.")

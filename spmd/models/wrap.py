@@ -1,0 +1,107 @@
+"""Which kind of model the user gave."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+from flax import linen, nnx
+
+from spmd.errors import ModelError, a_kind, brief
+from spmd.models.base import Model, abstractly
+from spmd.models.flax_linen import LinenModel
+from spmd.models.flax_nnx import NnxModel
+from spmd.models.functional import FunctionalModel, FunctionCall, FunctionModel
+
+
+def wrap(model: Any) -> Model:
+    """The user's model behind the common interface.
+
+    Raises:
+      ModelError: not an nnx.Module, a linen.Module, a FunctionalModel, nor a function of no arguments returning one.
+    """
+    _check_library(model if isinstance(model, type) else type(model))
+    if isinstance(model, type):
+        raise ModelError(
+            f"model={model.__name__} is a class.\n    cure: pass a function that builds it: lambda: {model.__name__}(rngs=nnx.Rngs(0))."
+        )
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, nnx.Module):
+        return NnxModel(lambda: model, concrete=model)
+    if isinstance(model, linen.Module):
+        return LinenModel(model)
+    if isinstance(model, FunctionalModel):
+        return FunctionModel(model)
+    if isinstance(model, FunctionCall):
+        return model.given
+    if callable(model):
+        kind = _built_kind(model)
+        return NnxModel(cast(Callable[[], nnx.Module], model)) if issubclass(kind, nnx.Module) else wrap(model())
+    raise ModelError(
+        f"model={brief(model)} is {a_kind(model)}.\n    cure: an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), "
+        "or a function of no arguments that returns one."
+    )
+
+
+LIBRARIES = {  # by package: its name, why its models cannot be trained as they are, and what can be done
+    "torch": (
+        "PyTorch",
+        "which JAX cannot trace",
+        "the same network as an nnx.Module; its weights can be brought along, nnx.Param(tensor.detach().cpu().numpy())",
+    ),
+    "keras": (
+        "Keras",
+        "which keeps its arrays itself, where spmd trains trees of arrays",
+        'under KERAS_BACKEND="jax": spmd.FunctionalModel(lambda key: ([v.value for v in model.trainable_variables], '
+        "[v.value for v in model.non_trainable_variables]), "
+        "lambda params, state, x, train: model.stateless_call(params, state, x, training=train), stateful=True)",
+    ),
+    "haiku": (
+        "haiku",
+        "which spmd knows as a FunctionalModel",
+        "spmd.FunctionalModel(lambda key: f.init(key, x), lambda params, x, rng=None: f.apply(params, rng, x)); "
+        "of transform_with_state: stateful=True and  lambda params, state, x, rng=None: f.apply(params, state, rng, x)",
+    ),
+    "equinox": (
+        "Equinox",
+        "which does not say what of it is trained",
+        "params, static = equinox.partition(model, equinox.is_inexact_array) and  "
+        "spmd.FunctionalModel(lambda key: params, lambda params, x: jax.vmap(equinox.combine(params, static))(x))",
+    ),
+}
+ALIASES = {"tensorflow": "keras", "tf_keras": "keras"}
+
+
+def _check_library(kind: type) -> None:
+    """Refuse the models of other libraries by their packages' names; most of them can be called, and would be taken for factories."""
+    packages = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    library = next((LIBRARIES[name] for name in (ALIASES.get(package, package) for package in packages) if name in LIBRARIES), None)
+    if library is not None:
+        name, why, cure = library
+        raise ModelError(f"the model is a {kind.__name__} of {name}, {why}.\n    cure: {cure}.")
+
+
+def _built_kind(factory: Callable[[], Any]) -> type:
+    """The type that a factory returns, found by tracing it without allocating anything."""
+    found: list[Any] = []
+    missing = missing_arguments(factory)
+    if missing:
+        raise ModelError(
+            f"the model's factory takes arguments: {', '.join(missing)}.\n    cure: a function of none: lambda: factory({missing[0]}=...)."
+        )
+    abstractly(lambda: found.append(factory()), "the model's factory")
+    _check_library(type(found[0]))
+    if not isinstance(found[0], nnx.Module | linen.Module | FunctionalModel):
+        raise ModelError(
+            f"the model's factory returned {a_kind(found[0])}.\n    cure: return an nnx.Module, a linen.Module or a spmd.FunctionalModel."
+        )
+    return type(found[0])
+
+
+def missing_arguments(factory: Callable[..., Any]) -> list[str]:
+    """The arguments without which a function of the user's cannot be called."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -1,0 +1,99 @@
+"""A schedule's table as a program: what each stage does in each tick, and what it hands to the next stage.
+
+One `lax.scan` over ticks; its body is one tick of every stage, with one `ppermute` between neighbours: at its end, or, if a schedule gives
+results two ticks to travel, at its beginning, so that they do while it is computed. A stage that is idle computes something that nobody
+uses, and whose gradients are zero. A branch that only some stages take would cost more: gradients of all its parameters are copied out of
+it in every tick, a GPU asks the host which way to go, and nothing may travel inside of it. Where a stage holds a convolution, on a CPU,
+ticks are unrolled: XLA:CPU runs a convolution inside a loop some 40 times slower.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd.nn.parallel_context import Cutting
+from spmd.nn.schedule import Schedule, Work
+from spmd.tree import Tree
+from spmd.wire import collectives
+
+Stage = Callable[[Tree, Tree, jax.Array, jax.Array, Tree], tuple[Tree, Tree]]  # (params, state, number, group, x) -> (state, y)
+
+
+def run_ticks(cutting: Cutting, schedule: Schedule, work: Stage, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
+    """This stage's part of a forward pass, inside a region that is manual along the pipeline's axis.
+
+    Args:
+      work: `(params, state, number, group, x) -> (state, y)`: one group of layers on one microbatch; y is shaped like x. `number` and
+        `group` are those of the microbatch and of the stage's group of layers.
+      params: all arrays that `work` uses and that have a gradient.
+      state: what this stage keeps from tick to tick; left as it is in a tick in which it is idle.
+      inputs: leaves [microbatches, ...], the same on all stages; only the first one takes them.
+
+    Returns:
+      The state after the last tick, and the results [microbatches, ...], which are right on the last stage and zeros on others.
+    """
+    table, axis = schedule.forward.table, str(cutting.pipeline.axis)
+    column = np.array([[(-1, 0) if work is None else (work.microbatch, work.group) for work in tick] for tick in table], np.int32)
+    stage, last = collectives.worker_index((axis,)), schedule.stages - 1
+    run, send = masked(work), functools.partial(jax.tree.map, lambda y: collectives.shift(y, axis, around=schedule.groups > 1))
+
+    def tick(carry: tuple, here: jax.Array) -> tuple[tuple, Tree]:
+        state, arrived, leaving = carry
+        number, group = here
+        coming = send(leaving)  # with a hop of 2 ticks: while this one is computed
+        fresh = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, jnp.maximum(number, 0), keepdims=False), inputs)
+        x = jax.tree.map(functools.partial(jnp.where, (stage == 0) & (group == 0)), fresh, arrived)
+        state, y = run(number >= 0, params, state, number, group, x)
+        return (state, coming, y) if schedule.hop > 1 else (state, send(y), ()), y
+
+    nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
+    begin = (state, nothing, nothing if schedule.hop > 1 else ())
+    (state, *_), results = lax.scan(tick, begin, jnp.asarray(column)[:, stage], unroll=len(table) if cutting.unroll else 1)
+    done = {work: at for at, work in enumerate(tick[last] for tick in table)}
+    order = np.array([done[Work(number, schedule.groups - 1)] for number in range(schedule.microbatches)])
+    return state, jax.tree.map(lambda y: jnp.where(stage == last, y[order], jnp.zeros_like(y[order])), results)
+
+
+def masked(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
+    """`work`, done in any case; where not `live` the state stays as it is, and gradients are zero, whatever was computed (0 * NaN)."""
+
+    def run(live: jax.Array, params: Tree, state: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        gated = functools.partial(jax.tree.map, lambda leaf: gate(live, leaf) if _has_gradient(leaf) else leaf)
+        after, y = work(gated(params), gated(state), jnp.maximum(number, 0), group, gated(x))
+        return jax.tree.map(functools.partial(jnp.where, live), after, state), y  # a state that stays is not gated: it has its gradient
+
+    return run
+
+
+@jax.custom_vjp
+def gate(live: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, whose gradient is zero where not `live`, and not a product with zero."""
+    del live
+    return x
+
+
+def _gate_forward(live: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, live
+
+
+def _gate_backward(live: jax.Array, cotangent: jax.Array) -> tuple[None, jax.Array]:
+    return None, jnp.where(live, cotangent, jnp.zeros_like(cotangent))
+
+
+gate.defvjp(_gate_forward, _gate_backward)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def from_last_stage(y: Tree, axis: str, *, scatter: bool) -> Tree:
+    """What only the last stage has, zeros elsewhere: dim 0 dealt out over the stages (`scatter`), or whole on every one."""
+    if scatter:
+        return jax.tree.map(lambda y: collectives.reduce_scatter(y, (axis,), 0), y)
+    return jax.tree.map(lambda y: collectives.all_reduce(y, (axis,)), y)

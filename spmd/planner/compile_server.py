@@ -1,0 +1,110 @@
+"""A process that compiles exported steps for devices that need not be there: `python -m spmd.planner.compile_server DEVICES REPLIES`.
+
+It is a process of its own because XLA fixes the number of simulated devices once, because a compiler may not come to an end, and because
+the plugin for GPUs cannot be loaded beside a JAX that looks for GPUs. Each line of its standard input is a folder that holds
+`request.pickle`; there come `program.hlo`, `memory.json` and XLA's own report of buffers, and what is printed meanwhile in `log`; then a
+byte is written to the pipe REPLIES. It ends when its input or its parent does, whatever it does then, and when it was not asked for a
+minute.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from spmd.planner.compile_client import LOG
+
+IDLE = 60.0  # seconds
+
+
+def main(devices: int, replies: int) -> None:
+    """Compile what is asked for, one folder after the other."""
+    folders = SimpleQueue[Path]()
+    threading.Thread(target=_listen, args=(folders,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    while True:
+        try:
+            folder = folders.get(timeout=IDLE)
+        except Empty:
+            os._exit(0)
+        with contextlib.suppress(OSError):  # a disk that is full: there is no log then
+            _print_to(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            _compile(folder)
+        except Exception:  # the log is for who asked
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+        jax.clear_caches()
+        _print_to(Path(os.devnull), os.O_WRONLY)  # the folder is taken away, so nothing in it may stay open
+        os.write(replies, b".")
+
+
+def _print_to(path: Path, flags: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(path, flags, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _compile(folder: Path) -> None:
+    request = pickle.loads((folder / "request.pickle").read_bytes())  # written by the process that started this one
+    jax.config.update("jax_enable_x64", request["x64"])
+    exported = jax.export.Exported(**request["exported"])
+    names, sizes = zip(*request["mesh"], strict=True)
+    devices = np.array(_devices(request)).reshape(sizes)
+    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    places = exported.in_shardings_jax(mesh)
+    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=at) for aval, at in zip(exported.in_avals, places, strict=True)]
+    lowered = jax.jit(exported.call, donate_argnums=request["donated"]).lower(*arguments)
+    started = time.perf_counter()
+    compiled = lowered.compile(compiler_options={"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True})
+    seconds = time.perf_counter() - started
+    memory = compiled.memory_analysis()
+    sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp", "generated_code")}
+    (folder / "program.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
+    for found in (folder / "dump").glob("*after_optimizations-buffer-assignment.txt"):
+        found.replace(folder / "buffers.txt")
+    (folder / "memory.json").write_text(json.dumps(sizes | {"seconds": seconds}), encoding="utf-8")  # last: it says that all is there
+
+
+def _listen(folders: SimpleQueue[Path]) -> None:
+    """Whoever started this process holds its standard input open as long as it lives."""
+    for line in sys.stdin.buffer:
+        folders.put(Path(os.fsdecode(line.removesuffix(b"\n"))))
+    os._exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """A fork of who started this process may hold the input open too."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _devices(request: dict[str, Any]) -> list[Any]:
+    """Simulated ones, or those of a topology that a compiler is told of."""
+    if request["platform"] == "cpu":
+        return jax.devices()[: request["nodes"] * request["devices"]]
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(**request["topology"]).devices)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

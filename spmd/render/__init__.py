@@ -1,0 +1,1 @@
+"""What reports and pictures are made of: HTML, SVG, sparklines."""

@@ -1,0 +1,239 @@
+"""`sweep`: many trainings in one compiled program."""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from spmd.data.device_dataset import on_devices
+from spmd.data.sources import ArraySource, is_arrays, source
+from spmd.errors import DataError, MeshError, OptionError, SpmdError, a_kind, did_you_mean
+from spmd.layout.schema import Layout
+from spmd.mesh import MeshSpec, make_mesh
+from spmd.run.checkpoint import Checkpoint, as_checkpoint
+from spmd.run.progress import make_progress
+from spmd.sweeps.config import Study, Trial
+from spmd.sweeps.memory_check import check_room
+from spmd.sweeps.results import Sweep
+from spmd.sweeps.scheduler import Contest
+from spmd.sweeps.search_space import SEED, check_space, draw, grid
+from spmd.sweeps.storage import Shelf, owned, spelled
+from spmd.sweeps.successive_halving import Halving, check_search
+from spmd.sweeps.train_chunk import calls
+from spmd.sweeps.vmapped_trials import DATA, NET, Packed
+from spmd.train.model_setup import Options
+
+
+def sweep(
+    make_model: Callable[..., Any],
+    data: Any,
+    *,
+    space: Mapping[str, Any],
+    loss: Callable[..., Any],
+    optimizer: Callable[..., Any],
+    trials: int | None = None,
+    search: Any = "random",
+    mesh: Any = None,
+    layout: str | Path | Layout = "data_parallel",
+    batch_size: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    eval_data: Any = None,
+    metrics: Mapping[str, Callable[..., Any]] | None = None,
+    score: str | None = None,
+    mode: str = "min",
+    keep: int = 3,
+    at_once: int | None = None,
+    checkpoint: str | Path | Checkpoint | None = None,
+    resume: bool = False,
+    precision: str = "float32",
+    shuffle: bool = True,
+    seed: int = 0,
+    steps_per_call: int = 50,
+    exact: bool = True,
+    check_memory: bool = True,
+    progress: bool | str = "auto",
+) -> Sweep:
+    """Train many networks that differ in hyper-parameters, those of equal shapes in one compiled program.
+
+    Trial i is what `spmd.fit(lambda: make_model(...), data, optimizer=optimizer(...), seed=its seed, ...)` trains, whatever others train
+    beside it: the same initial values, the same batches in the same order, the same dropout. One that diverges neither ends the others nor
+    changes them.
+
+    Args:
+      make_model: `make_model(**hyperparameters)` builds the model; it takes those of the space that it has arguments for, and `seed`.
+      data: dict or tuple of arrays [examples, ...]; a copy is kept on every device.
+      space: by name what a hyper-parameter may be: a list of values, `spmd.uniform` or `spmd.log_uniform`. Floats that the optimizer
+        takes share a program; each other value makes one of its own. "seed" is a hyper-parameter like others; without it all have `seed`.
+      loss, layout, metrics, precision: as in `fit`; the layout must leave parameters whole.
+      optimizer: `optimizer(**hyperparameters)` gives an optax gradient transformation.
+      trials: how many are drawn; a grid has as many as there are combinations.
+      search: "random", "grid", or a `spmd.Halving`.
+      mesh: such as "net=8", or "net=4,data=2", where each trial is data-parallel over 2 devices; None: all devices on `net`.
+      batch_size, epochs, steps, shuffle, seed: as in `fit`, for each trial.
+      eval_data: arrays that every trial is evaluated on when it ends, and at each rung.
+      score: what trials are compared by: "eval_loss" or another metric of the evaluation as "eval_NAME", or "loss", the mean over the
+        last epoch's steps; None: "eval_loss" where there is `eval_data`, else "loss". `mode`: whether the "min" or the "max" is the best.
+      keep: of how many of the best the arrays are kept; in `checkpoint`'s folder `best/`, one run each.
+      at_once: how many trials are in one program at most; None: all. More wait for their turn.
+      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`: without, at the end of epochs. `resume=True` goes on there.
+      steps_per_call: steps that are compiled into one call.
+      exact: trials of one device are computed one after the other, each as if it were alone. False: abreast, their matrices as one larger
+        array, which is faster where one small network leaves a device idle; sums are then taken in another order, and training can make
+        much of that. Networks with convolutions are computed one after the other in any case.
+      check_memory: ask the compiler, before anything is allocated, whether as many trials as are at once fit the devices, and do not start
+        what does not. CPUs do not say what they have.
+
+    Returns:
+      A `Sweep`: the table, and the best as results of their own.
+
+    Raises:
+      SpmdError: one of its kinds, before anything is compiled.
+
+    Example:
+      >>> import optax, spmd
+      >>> import jax.numpy as jnp
+      >>> model = lambda: spmd.FunctionalModel(lambda key: {"w": jnp.zeros((1, 1))}, lambda params, x: x @ params["w"])
+      >>> x = jnp.linspace(-1, 1, 64)[:, None]
+      >>> found = sweep(model, {"x": x, "y": 3 * x}, loss=spmd.losses.mean_squared_error, space={"rate": [0.01, 0.5]}, search="grid",
+      ...               optimizer=lambda rate: optax.sgd(rate), batch_size=16, epochs=5)
+      >>> found.best[0].values, found.programs
+      ({'rate': 0.5}, 1)
+    """
+    if jax.process_count() > 1:
+        raise OptionError(
+            f"a sweep runs in one process, and here are {jax.process_count()}.\n"
+            "    cure: one sweep for each process, without `join`, each with a part of the space or a seed of its own: docs/sweeps.md."
+        )
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise OptionError(f'metrics is {a_kind(metrics)}.\n    cure: functions by name, such as {{"accuracy": spmd.metrics.accuracy}}.')
+    space, search = check_space(space), check_search(search)
+    options, own = Options(precision, 1, seed), _arrays(data, "data", batch_size, shuffle, seed)
+    evaluated = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
+    study = Study(make_model, optimizer, loss, dict(metrics or {}), Layout.load(layout), options, own, evaluated, exact)
+    study.check(space)
+    length = _length(epochs, steps, own)
+    wanted = _trials(space, trials, search, seed)
+    plan = search.plan(len(wanted), length) if isinstance(search, Halving) else [(len(wanted), length)]
+    for name, value in (("keep", keep), ("at_once", at_once), ("steps_per_call", steps_per_call)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (name != "keep")):
+            raise OptionError(f"{name}={value!r}.\n    cure: a whole number from {int(name != 'keep')}.")
+    devices, shown = _mesh(mesh, batch_size), make_progress(progress)
+    config = as_checkpoint(checkpoint)
+    if config is not None and config != Checkpoint(config.path, every=config.every):
+        raise OptionError(
+            f"checkpoint={config!r}: of a Checkpoint a sweep takes the path and `every`.\n    cure: sweep(score=..., mode=..., keep=...)."
+        )
+    if config is None and resume:
+        raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
+    resident, alike = functools.cache(lambda: on_devices(own.arrays, devices)), _alike(study, wanted)
+    packs = {key: _packed(study, equal[0], devices, resident) for key, equal in alike.items()}
+    measure = _measure(score, mode, study, packs)
+    _check_columns(space, packs, measure)
+    every = own.steps_per_epoch if config is None or config.every is None else config.every
+    for key, packed in packs.items() if check_memory else ():
+        first = next(calls(packed, 0, plan[0][1], limit=steps_per_call, every=every))
+        check_room(packed, alike[key], at_once, first)
+    folder = None if config is None else Path(config.path).absolute()
+    about = {
+        "trials": f"[{', '.join(spelled(trial.given) for trial in wanted)}]" if folder is not None else "",
+        "rungs": str(plan),
+        "score": " ".join(measure),
+        "mesh": str(MeshSpec.parse(devices)),
+        "at_once": str(at_once),
+        "data": str(own.fingerprint()),
+        "layout": study.layout.to_toml(),
+        "evaluated": str(evaluated and evaluated.fingerprint()),
+        "metrics": str(sorted(study.metrics)),
+        "keep": str(keep),
+        "precision": precision,
+        "exact": str(exact),
+    }
+    with owned(folder) as owner:
+        shelf, _ = Shelf(folder, about, resume=resume, owner=owner), resident()
+        contest = Contest(study, packs, shelf, plan, measure, at_once, keep, steps_per_call, every, shown)
+        return contest.run(wanted, None if folder is None else folder / "best")
+
+
+def _arrays(data: Any, what: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
+    if not is_arrays(data):
+        raise DataError(f"{what}: a sweep keeps its data on the devices.\n    cure: a dict or tuple of arrays [examples, ...].")
+    found = source(data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=what == "eval_data")
+    if not isinstance(found, ArraySource):
+        raise DataError(f"{what} is no arrays.")
+    return found
+
+
+def _length(epochs: int | None, steps: int | None, data: ArraySource) -> int:
+    if epochs is not None and steps is not None:
+        raise OptionError(f"epochs={epochs} and steps={steps} both say when to end.\n    cure: give one of them.")
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise OptionError(f"{name}={value!r}.\n    cure: a whole number from 1.")
+    return steps if steps is not None else (epochs or 1) * data.steps_per_epoch
+
+
+def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int) -> list[Trial]:
+    if search == "grid":
+        found = grid(space, count)
+    else:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise OptionError(f'trials={count!r}.\n    cure: how many to draw, from 1; or search="grid".')
+        found = draw(space, count, seed)
+    return [Trial(number, values, values.get(SEED, seed)) for number, values in enumerate(found)]
+
+
+def _mesh(mesh: Any, batch_size: int) -> Mesh:
+    found = make_mesh(mesh if mesh is not None else {NET: -1})
+    sizes = dict(found.shape)
+    if NET not in sizes or set(sizes) > {NET, DATA}:
+        raise MeshError(
+            f'mesh {MeshSpec.parse(found)}: a sweep has trials along "{NET}", and each over "{DATA}".\n    cure: "net=4,data=2".'
+        )
+    if batch_size % sizes.get(DATA, 1):
+        raise DataError(f"batch_size={batch_size} cannot be cut over data={sizes[DATA]}.\n    cure: a multiple of {sizes[DATA]}.")
+    return found
+
+
+def _alike(study: Study, trials: list[Trial]) -> dict[tuple, list[Trial]]:
+    """The trials of each program."""
+    found: dict[tuple, list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(study.written(trial), []).append(trial)
+    return found
+
+
+def _packed(study: Study, first: Trial, devices: Mesh, resident: Callable[[], Any]) -> Packed:
+    """The program of trials like this one; an error says whose it is."""
+    try:
+        packed = Packed(study, first, devices, resident)
+        packed.check_evaluation()
+        packed.compare()
+    except SpmdError as error:
+        if study.written(first):
+            error.add_note(f"of trial {first.number}: {', '.join(f'{name}={value!r}' for name, value in first.values.items())}")
+        raise
+    return packed
+
+
+def _check_columns(space: Mapping[str, Any], packs: Mapping[tuple, Packed], measure: tuple[str, str]) -> None:
+    """A hyper-parameter and something that is measured must not have one name in the table."""
+    names = ("trial", "steps", "ended", measure[0], *(f"eval_{name}" for name in next(iter(packs.values())).program.eval_names))
+    for name in space:
+        if name in names:
+            raise OptionError(f'space: "{name}" is a column of the table already.\n    cure: another name for the hyper-parameter.')
+
+
+def _measure(score: str | None, mode: str, study: Study, packs: Mapping[tuple, Packed]) -> tuple[str, str]:
+    """The name and the mode of what trials are compared by."""
+    if mode not in ("min", "max"):
+        raise OptionError(f'mode="{mode}".\n    cure: {did_you_mean(mode, ("min", "max"))}')
+    program = next(iter(packs.values())).program
+    known = [*program.names, *(f"eval_{name}" for name in program.eval_names if study.evaluated is not None)]
+    name = score if score is not None else "eval_loss" if study.evaluated is not None else "loss"
+    if name not in known:
+        raise OptionError(f'score="{name}": there is no such metric.\n    cure: {did_you_mean(name, known)}')
+    return name, mode

@@ -1,0 +1,149 @@
+"""What a sweep was asked for: which hyper-parameter goes where, and which trials can share a program."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import linen, nnx
+
+from spmd.data.sources import ArraySource
+from spmd.errors import OptimizerError, OptionError, SpmdError, a_kind, did_you_mean
+from spmd.layout.schema import Layout
+from spmd.sweeps.search_space import SEED, Between
+from spmd.train.model_setup import Options
+from spmd.train.state import check_optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One setting of the hyper-parameters: its number in the sweep, its values by name, and its seed."""
+
+    number: int
+    values: Mapping[str, Any]
+    seed: int
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """All values, the seed among them."""
+        return {**self.values, SEED: self.seed}
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """Everything that the trials of a sweep have in common.
+
+    `make_model` and `optimizer` are functions of hyper-parameters by name. Values of the optimizer's that are floats are traced, so trials
+    that differ only in them run in one program; every other value is written into it.
+    """
+
+    make_model: Callable[..., Any]
+    optimizer: Callable[..., Any]
+    loss: Callable[..., Any]
+    metrics: Mapping[str, Callable[..., Any]]
+    layout: Layout
+    options: Options
+    data: ArraySource
+    evaluated: ArraySource | None
+    exact: bool
+
+    def check(self, space: Mapping[str, Any]) -> None:
+        """Refuse names that nothing takes.
+
+        Raises:
+          OptionError: such a name; or a function that wants something that is not in the space.
+        """
+        for what in ("make_model", "optimizer"):
+            function = getattr(self, what)
+            if not callable(function) or isinstance(function, nnx.Module | linen.Module):
+                cure = "lambda learning_rate: optax.adam(learning_rate)" if what == "optimizer" else "lambda width: Net(width)"
+                raise OptionError(f"{what}={_shown(function)} is no function of hyper-parameters.\n    cure: {what}={cure}.")
+            wants = [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            missing = [name for name in wants if name not in space and name != SEED]
+            if missing:
+                known = did_you_mean(missing[0], list(space))
+                raise OptionError(f'{what} takes "{missing[0]}", which is not in the space.\n    cure: {known}; or a default.')
+        for name in takes(self.make_model, space):
+            if isinstance(space[name], Between):
+                raise OptionError(
+                    f"make_model takes {name}, of {space[name]}: each trial would be a program of its own.\n"
+                    "    cure: a list of a few values; only the optimizer's can be drawn from a distribution."
+                )
+        taken = {*takes(self.make_model, space), *takes(self.optimizer, space), SEED}
+        unused = [name for name in space if name not in taken]
+        if unused:
+            raise OptionError(
+                f'space: nothing takes "{unused[0]}".\n    cure: an argument of that name of make_model or optimizer, or leave it out.'
+            )
+
+    def model(self, values: Mapping[str, Any]) -> Callable[[], Any]:
+        """A function that builds the model of a trial."""
+        picked = {name: values[name] for name in takes(self.make_model, values)}
+        return lambda: self.make_model(**picked)
+
+    @property
+    def builds_from_seed(self) -> bool:
+        """Whether models take the seed themselves; else only linen and functional models, which are given a key, depend on it."""
+        return bool(takes(self.make_model, [SEED]))
+
+    def optimizer_of(self, values: Mapping[str, Any]) -> Any:
+        """The optimizer of a trial; values may be traced.
+
+        Raises:
+          OptimizerError: it cannot be made, or is none.
+        """
+        picked = {name: values[name] for name in takes(self.optimizer, values)}
+        try:
+            return check_optimizer(self.optimizer(**picked))
+        except SpmdError:
+            raise
+        except Exception as error:
+            raise OptimizerError(
+                f"optimizer({', '.join(picked)}) fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
+                "    Floats are traced, so that many values share one program.\n"
+                "    cure: no Python branch on such a value; or text or whole numbers, which are written into the program."
+            ) from error
+
+    def traced(self, trial: Trial) -> dict[str, float]:
+        """The values that are arguments of the program."""
+        inside = takes(self.make_model, trial.values)
+        return {
+            name: trial.values[name]
+            for name in takes(self.optimizer, trial.values)
+            if isinstance(trial.values[name], float) and name not in inside
+        }
+
+    def written(self, trial: Trial) -> tuple:
+        """The values that are written into the program: trials that are equal in them share it."""
+        free = (*self.traced(trial), SEED)
+        return tuple((name, repr(value), _same(value)) for name, value in trial.values.items() if name not in free)
+
+
+def _same(value: Any) -> Any:
+    """Equal for values that a program may be shared by; text alone may leave out what differs."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)  # the space holds it
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else a_kind(value)
+
+
+def takes(function: Callable[..., Any], names: Any) -> list[str]:
+    """Which of these names are arguments of a function."""
+    own = [p.name for p in _parameters(function) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    every = any(p.kind is p.VAR_KEYWORD for p in _parameters(function))
+    return [name for name in names if name in own or every]
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        if isinstance(function, type):  # nnx hides a class's own arguments behind its metaclass
+            return list(inspect.signature(function.__init__).parameters.values())[1:]
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []

@@ -1,0 +1,82 @@
+"""Whether the trials of a sweep have room on the devices, asked before anything is put there."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from spmd.errors import RoomError
+from spmd.planner.memory import on_device
+from spmd.planner.memory_check import limit_of
+from spmd.sweeps.config import Trial
+from spmd.sweeps.train_chunk import Piece, filled
+from spmd.sweeps.vmapped_trials import NET, Packed
+from spmd.tree import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Need:
+    """Bytes on each device of a call of steps: what `trials` keep, the data, and what the compiler adds (None: it was not asked)."""
+
+    trials: int
+    state: int
+    data: int
+    temporaries: int | None
+
+    @property
+    def peak(self) -> int:
+        return self.state + self.data + (self.temporaries or 0)
+
+    def __str__(self) -> str:
+        parts = [f"{format_bytes(self.state)} of state", f"{format_bytes(self.data)} of data"]
+        parts += [] if self.temporaries is None else [f"{format_bytes(self.temporaries)} of temporaries"]
+        return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def check_room(packed: Packed, trials: Sequence[Trial], at_once: int | None, call: Piece) -> None:
+    """Refuse trials of one program that have no room side by side; devices that do not say what they have (CPUs do not) are believed.
+
+    The first call's program is compiled for it, once: that call then runs what was compiled.
+
+    Raises:
+      RoomError: they need more than a device has; how many at once would fit, which was tried.
+    """
+    limit, slots = limit_of(packed.mesh), packed.mesh.shape[NET]
+    if limit is None:
+        return
+    count = min(at_once or len(trials), len(trials))
+    need = _need(packed, trials[:count], call, limit)
+    if need.peak <= limit:
+        return
+    each, kind = need.state // need.trials, packed.mesh.local_devices[0].device_kind
+    fewer = min(need.trials - 1, (limit - need.data) // each if each else 0)
+    while fewer > 0 and _need(packed, trials[: fewer * slots], call, limit).peak > limit:
+        fewer //= 2
+    if fewer > 0:
+        cure = f"at_once={fewer * slots}, {fewer} on each device; or more devices along {NET}"
+    elif need.data > limit:
+        cure = "fewer examples; or spmd.fit for one network after the other, which keeps no copy of the data on the devices"
+    elif need.data + each > limit:
+        cure = "a smaller model, or an optimizer that keeps less; or spmd.fit, with a layout that cuts them"
+    else:
+        cure = "a smaller batch; or a trial over several devices, such as net=4,data=2"
+    raise RoomError(
+        f"{count} trials at once need {format_bytes(need.peak)} of {format_bytes(limit)} on each {kind} "
+        f"({need.peak / limit:.0%}): {need}.\n"
+        f"    Each of {packed.mesh.size} devices has {need.trials} of them, {format_bytes(each)} of state each.\n"
+        f"    cure: {cure}. check_memory=False starts all the same."
+    )
+
+
+def _need(packed: Packed, trials: Sequence[Trial], call: Piece, limit: int) -> _Need:
+    """What a call needs; the compiler is only asked of what would have room without temporaries."""
+    slots = len(filled(trials, packed))
+    state = sum(on_device(leaf) for leaf in jax.tree.leaves(packed.abstract(slots)))
+    data = sum(on_device(leaf) for leaf in jax.tree.leaves(packed.abstract_data))
+    known = _Need(slots // packed.mesh.shape[NET], state, data, None)
+    if known.peak > limit:
+        return known
+    seeds = len({trial.seed for trial in trials})
+    found = packed.compiled(slots, call.count, call.rows, shared=seeds == 1).memory_analysis()
+    peak = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + found.temp_size_in_bytes
+    return dataclasses.replace(known, temporaries=max(0, peak - known.peak))

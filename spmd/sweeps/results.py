@@ -1,0 +1,132 @@
+"""What came of a sweep: each trial's values, score and curve, as a table, and the best of them as results of their own."""
+
+import csv
+import dataclasses
+import io
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd.api import Result
+from spmd.errors import OptionError
+from spmd.inference.ensemble import Ensemble
+from spmd.render.html import aligned, framed, table
+from spmd.render.sparkline import spark
+from spmd.run.history import History
+from spmd.sweeps.config import Trial
+from spmd.user_paths import as_path, write_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What came of one trial.
+
+    Attributes:
+      trial: its number, values and seed.
+      score: what trials are compared by; not finite where it diverged.
+      metrics: of its newest evaluation; empty without data to evaluate.
+      history: metrics of every step, and the evaluations.
+      ended: "done", or "dropped" (others were better) or "diverged" (the loss was not finite), with the step.
+    """
+
+    trial: Trial
+    score: float
+    metrics: dict[str, float]
+    history: History
+    ended: str
+    _build: Callable[[], Result] | None
+
+    @property
+    def number(self) -> int:
+        """Its number in the sweep."""
+        return self.trial.number
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its hyper-parameters by name."""
+        return dict(self.trial.values)
+
+    def result(self) -> Result:
+        """As `spmd.fit` would have returned it: the model, and `evaluate` and `predict`.
+
+        Raises:
+          OptionError: its arrays were not kept.
+        """
+        if self._build is None:
+            raise OptionError(f"the arrays of trial {self.number} were not kept: it is not among the best.\n    cure: sweep(keep=...).")
+        return self._build()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """All trials of a sweep, in the order of their numbers, and the best ones first in `best`.
+
+    Attributes:
+      trials: what came of each.
+      best: those whose arrays were kept, the best first.
+      measure: what `score` is, and whether the smallest or the largest is the best.
+      programs: how many programs of steps were compiled.
+    """
+
+    trials: Sequence[Tried]
+    best: Sequence[Tried]
+    measure: tuple[str, str]
+    programs: int
+
+    def ensemble(self, top: int | None = None, **options: Any) -> Ensemble:
+        """The best trials, or the first `top` of them, as one that answers together; options are those of `spmd.Ensemble`.
+
+        Raises:
+          OptionError: so many were not kept.
+        """
+        count = len(self.best) if top is None else top
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(self.best):
+            raise OptionError(f"top={top!r}, and the arrays of {len(self.best)} trials were kept.\n    cure: fewer; or sweep(keep=...).")
+        return Ensemble({f"trial {tried.number}": tried.result() for tried in self.best[:count]}, **options)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table, a dict for each trial, the best first; those that were dropped after those that were not."""
+        sign = -1.0 if self.measure[1] == "max" else 1.0
+        worst = lambda tried: (tried.ended != "done", -len(tried.history), not math.isfinite(tried.score))
+        order = sorted(
+            self.trials, key=lambda tried: (*worst(tried), sign * tried.score if math.isfinite(tried.score) else 0.0, tried.number)
+        )
+        return [
+            {
+                "trial": tried.number,
+                **tried.values,
+                self.measure[0]: tried.score,
+                **tried.metrics,
+                "steps": len(tried.history),
+                "ended": tried.ended,
+            }
+            for tried in order
+        ]
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The table as CSV, with a header; written to `path` too if it is given."""
+        rows, out = self.rows(), io.StringIO()
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        if path is not None:
+            write_text(as_path(path, "path"), out.getvalue())
+        return out.getvalue()
+
+    def __str__(self) -> str:
+        whole, short = (aligned(rows, right=True) for rows in (self._cells(), [row[:-1] for row in self._cells()]))
+        fits = len(whole) == len(self.trials) + 1  # one line each; curves are what can be missed in a narrow terminal
+        return "\n".join(whole if fits else short)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._cells()
+        return framed(f'<div class="wide">{table(head, rows)}</div>')
+
+    def _cells(self) -> list[list[str]]:
+        curves = {tried.number: spark(tried.history["loss"]).ljust(16) for tried in self.trials}
+        shown = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
+        rows = self.rows()
+        return [[*rows[0], "loss"], *([*map(shown, row.values()), curves[row["trial"]]] for row in rows)]

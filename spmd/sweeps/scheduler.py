@@ -1,0 +1,206 @@
+"""A sweep from rung to rung: chunk after chunk of trials, their scores, and who goes on."""
+
+import dataclasses
+import functools
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.api import Result, about_run
+from spmd.data.work_assignment import Position
+from spmd.mesh import make_mesh
+from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.history import History
+from spmd.run.throughput import Pace
+from spmd.sweeps.config import Study, Trial
+from spmd.sweeps.results import Sweep, Tried
+from spmd.sweeps.storage import Shelf
+from spmd.sweeps.successive_halving import best
+from spmd.sweeps.train_chunk import Chunk, filled
+from spmd.sweeps.vmapped_trials import Packed
+from spmd.train.objective import LOSS
+from spmd.train.state import State, place_copy
+from spmd.trainer import Trainer
+
+
+@dataclasses.dataclass
+class _Record:
+    """What is known of a trial so far."""
+
+    measured: list[np.ndarray]  # float32[steps, 2, names], rung by rung
+    evaluations: list[tuple[int, dict[str, float]]]
+    score: float = math.nan
+    ended: str = "done"
+
+    @property
+    def steps(self) -> np.ndarray:
+        return np.concatenate(self.measured)
+
+
+@dataclasses.dataclass
+class Contest:
+    """A sweep that is ready to run. `plan` has how many trials each rung has and at which step it ends; `measure` a metric and a mode."""
+
+    study: Study
+    packs: Mapping[tuple, Packed]
+    shelf: Shelf
+    plan: Sequence[tuple[int, int]]
+    measure: tuple[str, str]
+    at_once: int | None
+    keep: int
+    steps_per_call: int
+    every: int
+    progress: Any
+    _steps: int = dataclasses.field(default=0, init=False)  # of all trials, so far
+    _lowest: float = dataclasses.field(default=math.nan, init=False)  # loss of the newest steps
+
+    def run(self, trials: Sequence[Trial], folder: Path | None) -> Sweep:
+        """All rungs; `folder` is where the best are kept, each a run."""
+        records = {trial.number: _Record([], []) for trial in trials}
+        starts = [0, *(stop for _, stop in self.plan[:-1])]
+        self.progress.start(0, sum(count * (stop - start) for (count, stop), start in zip(self.plan, starts, strict=True)))
+        try:
+            alive, states = list(trials), dict[int, Any]()
+            for rung, (count, stop) in enumerate(self.plan):
+                last = rung == len(self.plan) - 1
+                if rung:
+                    chosen = best({trial.number: records[trial.number].score for trial in alive}, count, self.measure[1])
+                    for trial in alive:
+                        if trial.number not in chosen and records[trial.number].ended == "done":
+                            records[trial.number].ended = f"dropped at step {self.plan[rung - 1][1]}"
+                    alive = [trial for trial in alive if trial.number in chosen and records[trial.number].ended == "done"]
+                states = self._rung(rung, alive, records, states, stop, last=last)
+            kept = best({number: records[number].score for number in states}, self.keep, self.measure[1])
+            kept = [number for number in kept if math.isfinite(records[number].score)]
+            return self._found(trials, records, {number: states[number] for number in kept}, folder)
+        finally:
+            self.progress.close()
+
+    def _rung(
+        self, rung: int, alive: Sequence[Trial], records: dict[int, _Record], states: Mapping[int, Any], stop: int, *, last: bool
+    ) -> dict[int, Any]:
+        """Bring trials to a step; the states, on the host, of those that may be wanted after it."""
+        found: dict[int, Any] = {}
+        start = self.plan[rung - 1][1] if rung else 0
+        for number, (packed, trials) in enumerate(self._chunks(alive)):
+            history, evaluations, after = self._chunk(rung, number, packed, trials, states, start, stop)
+            for at, trial in enumerate(trials):
+                self._note(records[trial.number], packed, history[at], evaluations[at], stop)
+                found[trial.number] = after[at]
+            wanted = best({key: records[key].score for key in found}, self.keep if last else self.plan[rung + 1][0], self.measure[1])
+            found = {key: found[key] for key in wanted}
+        return found
+
+    def _chunks(self, alive: Sequence[Trial]) -> Iterator[tuple[Packed, Sequence[Trial]]]:
+        """Trials that share a program, as many as are to be in it at once."""
+        for key, packed in self.packs.items():
+            own = [trial for trial in alive if self.study.written(trial) == key]
+            size = self.at_once or len(own) or 1
+            yield from ((packed, own[first : first + size]) for first in range(0, len(own), size))
+
+    def _chunk(
+        self, rung: int, number: int, packed: Packed, trials: Sequence[Trial], states: Mapping[int, Any], start: int, stop: int
+    ) -> tuple[np.ndarray, list[dict[str, float]], Any]:
+        """Measurements, evaluations, and the states of the trials of a chunk."""
+        slots = filled(trials, packed)
+        opening = lambda: packed.stack([states[trial.number] if rung else packed.init(trial) for trial in slots])
+        done, run = self.shelf.finished(rung, number), Chunk(packed, trials, stop, None)
+        if done is not None and (self.shelf.cleared or self.shelf.resumed(rung, number, run)):  # if it is damaged, it is done again
+            self._tell(packed, len(trials) * (stop - start))
+            return *done, [None] * len(trials) if self.shelf.cleared else run.host_states()
+        run = Chunk(packed, trials, start, opening())
+        if self.shelf.resumed(rung, number, run):
+            self._tell(packed, len(trials) * (run.step - start))
+        with self.shelf.opened(rung, number) as store:
+            tell = lambda step, measured: self._tell(packed, measured.shape[0] * measured.shape[1], measured)
+            if run.step < stop:
+                save = lambda: self.shelf.save(store, rung, number, run)
+                run.run(stop, limit=self.steps_per_call, every=self.every, save=save, tell=tell)
+            evaluations = run.evaluate()
+        self.shelf.finish(rung, number, run.history, evaluations)
+        return run.history, evaluations, run.host_states()
+
+    def _tell(self, packed: Packed, steps: int, measured: np.ndarray | None = None) -> None:
+        """So many steps of trials are done."""
+        self._steps += steps
+        if measured is not None:
+            with np.errstate(all="ignore"):
+                newest = measured[:, -1, 0, 0] / measured[:, -1, 1, 0]
+            self._lowest = float(np.nanmin(newest)) if np.isfinite(newest).any() else math.nan
+        if self.progress.due():
+            self.progress.update(self._steps, 0, {"lowest loss": self._lowest}, self._steps * packed.program.rows)
+
+    def _note(self, record: _Record, packed: Packed, history: np.ndarray, evaluation: dict[str, float], stop: int) -> None:
+        """Take down a rung of a trial."""
+        record.measured.append(history)
+        record.evaluations += [(stop, {f"eval_{name}": value for name, value in evaluation.items()})] if evaluation else []
+        names, name = packed.program.names, self.measure[0]
+        with np.errstate(all="ignore"):
+            values = record.steps[:, 0] / record.steps[:, 1]
+        losses = values[:, names.index(LOSS)]
+        if not np.isfinite(losses).all():
+            record.ended = f"diverged at step {int(np.argmin(np.isfinite(losses))) + 1}"
+            record.score = math.nan
+            return
+        newest = values[-min(len(values), self.study.data.steps_per_epoch) :]
+        record.score = (
+            record.evaluations[-1][1][name] if name.startswith("eval_") else float(newest[:, names.index(name)].mean(dtype=np.float64))
+        )
+
+    def _found(self, trials: Sequence[Trial], records: Mapping[int, _Record], states: Mapping[int, Any], folder: Path | None) -> Sweep:
+        tried = [self._tried(trial, records[trial.number], states, folder) for trial in trials]
+        kept = [tried[number] for number in states]
+        if folder is not None:
+            for one in kept:
+                self._keep(one, folder / f"trial-{one.number:04d}")
+            self.shelf.clear()  # not before: from chunks what is missing here could be made again
+        return Sweep(tried, kept, self.measure, sum(packed.compilations() for packed in self.packs.values()))
+
+    def _tried(self, trial: Trial, record: _Record, states: Mapping[int, Any], folder: Path | None) -> Tried:
+        packed = self.packs[self.study.written(trial)]
+        history = History(packed.program.names)
+        history.add_steps(1, record.steps)
+        for step, evaluation in record.evaluations:
+            history.add_evaluation(step, evaluation)
+        build = functools.partial(self._result, trial, states[trial.number], history, folder) if trial.number in states else None
+        return Tried(trial, record.score, record.evaluations[-1][1] if record.evaluations else {}, history, record.ended, build)
+
+    def _trainer(self, trial: Trial) -> Trainer:
+        study, given = self.study, trial.given
+        options = dataclasses.asdict(dataclasses.replace(study.options, seed=trial.seed))
+        workers = self.packs[study.written(trial)].placed.resolved.workers
+        mesh = make_mesh({"data": workers}, devices=jax.devices()[:workers])
+        shared = {"loss": study.loss, "metrics": study.metrics, "layout": study.layout, **options}
+        trainer = Trainer(study.model(given), optimizer=study.optimizer_of(given), mesh=mesh, **shared)
+        trainer.prepare(study.data.sample())
+        return trainer
+
+    def _result(self, trial: Trial, state: State | None, history: History, folder: Path | None) -> Result:
+        trainer = self._trainer(trial)
+        if state is None and folder is not None:
+            return Result(trainer.restore(folder / f"trial-{trial.number:04d}"), history, None, trainer)
+        wanted = trainer.abstract_state
+        return Result(jax.tree.map(lambda leaf, like: place_copy(leaf, like.sharding), state, wanted), history, None, trainer)
+
+    def _keep(self, tried: Tried, place: Path) -> None:
+        """One of the best as a run, which `Trainer.restore` reads and `fit(resume=True)` goes on with."""
+        if place.is_dir():
+            return
+        result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
+        epoch, batch = divmod(int(result.state.step), data.steps_per_epoch)
+        about = about_run(result.trainer, data, dataclasses.replace(self.study.options, seed=tried.trial.seed))
+        more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": Pace().saved()}
+        unfinished = place.with_name(f".{place.name}")
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        store = Store(Checkpoint(unfinished))
+        try:
+            store.save(result.state, int(result.state.step), {**about, **more}, {})
+        finally:
+            store.close()
+        unfinished.rename(place)  # whole, or not there

@@ -1,0 +1,211 @@
+"""What a sweep keeps on disk, so that one that was killed goes on: what it is, and each chunk of trials at its newest step."""
+
+import contextlib
+import functools
+import io
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd import checksummed_files
+from spmd.errors import CheckpointError, Problem, raise_problems
+from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.owner import NAME, Ownership
+from spmd.sweeps.train_chunk import Chunk
+from spmd.user_paths import reason
+
+ABOUT, DONE, END = "sweep.json", "done.json", "end.json"
+
+
+@contextlib.contextmanager
+def owned(folder: Path | None) -> Iterator[Ownership | None]:
+    """In the block this sweep alone writes in its folder, which is made if it is not there.
+
+    Raises:
+      CheckpointError: another sweep that still runs owns it, or it cannot be made.
+    """
+    if folder is None:
+        yield None
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    owner = Ownership(folder)
+    try:
+        yield owner
+    finally:
+        owner.release()
+
+
+def _unusable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{folder} cannot be used: {reason(folder, error)}.\n    cure: another folder.")
+
+
+class Shelf:
+    """A sweep's folder, which exists. Without one (None) nothing is kept, and nothing is found."""
+
+    def __init__(self, folder: Path | None, about: Mapping[str, str], *, resume: bool, owner: Ownership | None = None):
+        self._folder, self._owner = folder, owner
+        if folder is None:
+            return
+        file = folder / ABOUT
+        try:
+            if not file.exists():
+                if any(not one.name.startswith(".") and one.name != NAME for one in folder.iterdir()):
+                    raise CheckpointError(f"{folder} is not empty, and holds no sweep.\n    cure: another folder.")
+                checksummed_files.write(file, _json(dict(about)))
+                return
+            if not resume:
+                raise CheckpointError(f"{folder} already holds a sweep.\n    cure: resume=True to go on with it, or another folder.")
+            before = json.loads(checksummed_files.read(file) or b"{}")
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        except checksummed_files.Damaged as why:
+            raise CheckpointError(f"{file} is damaged, so what the sweep was is not known: {why}.\n    cure: another folder.") from why
+        names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
+        problems = [Problem(name, [_differ(str(before.get(name)), str(about.get(name)))]) for name in names]
+        raise_problems(CheckpointError, f"the sweep in {folder} cannot be resumed: it was another", problems)
+
+    @functools.cached_property
+    def cleared(self) -> bool:
+        """Whether only the best have states, since the sweep came to its end, and nothing that needs other states is to be done again."""
+        if self._folder is None or not (self._folder / END).exists():
+            return False
+        chunks = json.loads(self._read(self._folder / END) or b"null")
+        return chunks is not None and all(self.finished(rung, chunk) is not None for rung, chunk in chunks if rung)
+
+    def place(self, rung: int, chunk: int) -> Path | None:
+        """Where a chunk of a rung is kept."""
+        return None if self._folder is None else self._folder / "chunks" / f"{rung}-{chunk}"
+
+    def finished(self, rung: int, chunk: int) -> tuple[np.ndarray, list[dict[str, float]]] | None:
+        """The measurements and evaluations of a chunk that was brought to its end, if they are as they were written."""
+        place = self.place(rung, chunk)
+        evaluations = None if place is None else self._read(place / DONE)
+        history = None if place is None or evaluations is None else self._read(place / "end.npy")
+        return None if history is None or evaluations is None else (_history(history), json.loads(evaluations))
+
+    def finish(self, rung: int, chunk: int, history: np.ndarray, evaluations: list[dict[str, float]]) -> None:
+        """A chunk is at its end."""
+        place = self.place(rung, chunk)
+        if place is not None:
+            self._check_owner()
+            checksummed_files.write(place / "end.npy", _npy(history))
+            checksummed_files.write(place / DONE, _json(evaluations))
+
+    def resumed(self, rung: int, chunk: int, run: Chunk) -> bool:
+        """Bring a chunk to where it was saved last, if it was."""
+        place = self.place(rung, chunk)
+        if place is None or not (place / "checkpoints").is_dir():
+            return False
+        with self.opened(rung, chunk) as store:
+            if store is None:
+                return False
+            step, damaged = store.intact()
+            store.put_aside(damaged)
+            if step is None:
+                return False  # it is done again
+            history = self._read(place / f"history-{step}.npy")
+            if history is not None:
+                run.states, _ = store.restore(step, run.packed.abstract(len(run.slots)))
+                run.measured, run.step = [_history(history)], step
+                return True
+        shutil.rmtree(place / "checkpoints")  # states whose measurements are lost
+        return False
+
+    @contextlib.contextmanager
+    def opened(self, rung: int, chunk: int):
+        """The checkpoints of a chunk; None where nothing is kept. What was begun is whole when it is closed."""
+        place = self.place(rung, chunk)
+        if place is None:
+            yield None
+            return
+        place.mkdir(parents=True, exist_ok=True)
+        store = Store(Checkpoint(place, keep=1))
+        try:
+            yield store
+        except BaseException:
+            store.release()
+            raise
+        store.close()
+
+    def save(self, store: Store | None, rung: int, chunk: int, run: Chunk) -> None:
+        """Keep a chunk as it is now, in place of what was kept of it."""
+        place = self.place(rung, chunk)
+        if store is None or place is None:
+            return
+        self._check_owner()
+        newest, held = place / f"history-{run.step}.npy", store.latest()
+        checksummed_files.write(newest, _npy(run.history))
+        store.save(run.states, run.step, {}, {})
+        for old in place.glob("history-*.npy"):
+            if old != newest and old.name != f"history-{held}.npy":  # the newest whole checkpoint may still be that one
+                old.unlink()
+
+    def clear(self) -> None:
+        """Only the end is wanted of chunks: their states go."""
+        if self._folder is not None:
+            self._check_owner()
+            places = sorted((self._folder / "chunks").glob("*[0-9]-[0-9]*"))
+            checksummed_files.write(self._folder / END, _json([list(map(int, place.name.split("-"))) for place in places]))
+            for place in places:
+                shutil.rmtree(place / "checkpoints", ignore_errors=True)
+
+    def _check_owner(self) -> None:
+        """Nothing is written over what a sweep that has taken the folder over writes."""
+        if self._owner is not None:
+            self._owner.check()
+
+    def _read(self, file: Path) -> bytes | None:
+        """What was written; None where nothing was, or not that: then it is a warning."""
+        try:
+            return checksummed_files.read(file)
+        except checksummed_files.Damaged as why:
+            logging.getLogger("spmd").warning("%s is damaged, and what it is of is done again: %s.", file, why)
+            return None
+
+
+def _differ(was: str, now: str) -> str:
+    """Two texts, from a little before where they part."""
+    at = next((at for at, (one, other) in enumerate(zip(was, now, strict=False)) if one != other), min(len(was), len(now)))
+    begin = max(0, at - 40) if max(len(was), len(now)) > 160 else 0
+    cut = lambda text: f"{'... ' * (begin > 0)}{text[begin : begin + 160]}{' ...' * (len(text) > begin + 160)}"
+    return f"was {cut(was)}, is {cut(now)}"
+
+
+def spelled(values: Mapping[str, Any]) -> str:
+    """Hyper-parameters of a trial as text, the same in another process.
+
+    Raises:
+      CheckpointError: a value has no such text.
+    """
+    name_of = lambda value: f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
+    found = {name: name_of(value) for name, value in values.items()}
+    for name, value in found.items():
+        if re.search(r" at 0x[0-9a-f]+|<(lambda|locals)>", repr(value)):
+            raise CheckpointError(
+                f"{name}={values[name]!r} has no name of its own, so a sweep that is gone on with could not tell it from others.\n"
+                "    cure: numbers, names or functions of a module as values; or no checkpoint."
+            )
+    return str(found)
+
+
+def _json(what: Any) -> bytes:
+    return json.dumps(what, indent=1).encode()
+
+
+def _npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def _history(content: bytes) -> np.ndarray:
+    return np.load(io.BytesIO(content), allow_pickle=False)

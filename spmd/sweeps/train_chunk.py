@@ -1,0 +1,151 @@
+"""Trials side by side through a stretch of steps: which rows each step has, and what was measured."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.data.sources import ArraySource
+from spmd.sweeps.config import Trial
+from spmd.sweeps.vmapped_trials import NET, Packed
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Steps `first`, `first + 1`, ... of one call: how many, and of how many rows each."""
+
+    first: int
+    count: int
+    rows: int
+
+
+def pieces(data: ArraySource, start: int, stop: int, *, limit: int, every: int, pad: bool) -> Iterator[Piece]:
+    """The calls from step `start` to `stop`, counted from 0: of `limit` steps at most, none across a multiple of `every`; a short batch
+    that cannot be padded is a call of its own.
+
+    >>> data = ArraySource({}, examples=10, batch_size=4, shuffle=False, seed=0)
+    >>> list(pieces(data, 0, 5, limit=9, every=9, pad=False))
+    [Piece(first=0, count=2, rows=4), Piece(first=2, count=1, rows=2), Piece(first=3, count=2, rows=4)]
+    """
+    short, epoch = data.examples % data.batch_size, data.steps_per_epoch
+    step = start
+    while step < stop:
+        if short and not pad and step % epoch == epoch - 1:
+            yield Piece(step, 1, short)
+            step += 1
+            continue
+        ends = [stop, step + limit, (step // every + 1) * every]
+        if short and not pad:
+            ends.append(step // epoch * epoch + epoch - 1)
+        yield Piece(step, min(ends) - step, data.batch_size)
+        step = min(ends)
+
+
+def calls(packed: Packed, start: int, stop: int, *, limit: int, every: int) -> Iterator[Piece]:
+    """The calls of a program's steps."""
+    program = packed.program
+    limit = 1 if program.convolutions and program.placed.platform == "cpu" else limit  # a loop around them is slow there
+    return pieces(packed.study.data, start, stop, limit=limit, every=every, pad=program.pad_training)
+
+
+class Rows:
+    """Which rows of the data each step of a trial has: those that `spmd.fit` gives it, in the same order."""
+
+    def __init__(self, data: ArraySource):
+        self._order = functools.lru_cache(maxsize=256)(lambda seed, epoch: dataclasses.replace(data, seed=seed).order(epoch))
+        self._data = data
+
+    def index(self, seed: int, piece: Piece) -> np.ndarray:
+        """int32[steps, rows]; what pads a batch is its own first row."""
+        return np.stack([self._batch(seed, step, piece.rows) for step in range(piece.first, piece.first + piece.count)])
+
+    def weights(self, piece: Piece) -> np.ndarray:
+        """float32[steps, rows], 0 for padding."""
+        left = [self._data.examples - self._place(step)[1] for step in range(piece.first, piece.first + piece.count)]
+        return (np.arange(piece.rows) < np.array(left)[:, None]).astype(np.float32)
+
+    def _place(self, step: int) -> tuple[int, int]:
+        epoch, batch = divmod(step, self._data.steps_per_epoch)
+        return epoch, batch * self._data.batch_size
+
+    def _batch(self, seed: int, step: int, rows: int) -> np.ndarray:
+        epoch, first = self._place(step)
+        found = self._order(seed, epoch)[first : first + rows]
+        return np.concatenate([found, np.repeat(found[:1], rows - len(found))]).astype(np.int32)
+
+
+@dataclasses.dataclass
+class Chunk:
+    """Trials in one program, at a step: their states on the mesh, and all that was measured, float32[trials, steps, 2, names]."""
+
+    packed: Packed
+    trials: Sequence[Trial]
+    step: int
+    states: Any
+    measured: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @property
+    def slots(self) -> list[Trial]:
+        """The trial in each slot; the last one again in those that are left over."""
+        return filled(self.trials, self.packed)
+
+    def run(self, stop: int, *, limit: int, every: int, save: Callable[[], None], tell: Callable[[int, np.ndarray], None]) -> None:
+        """Train all to step `stop`; at multiples of `every` and at the end `save` is called.
+
+        Args:
+          limit: steps of one call.
+          tell: called with the step and the metrics of the newest steps, float32[trials, steps, 2, names].
+        """
+        rows, slots = Rows(self.packed.study.data), self.slots
+        values = self.packed.values(slots)
+        seeds = [trial.seed for trial in slots]
+        seeds = seeds[:1] if len(set(seeds)) == 1 else seeds
+        waiting: jax.Array | None = None
+
+        def read() -> None:
+            if waiting is not None:
+                self.measured.append(np.asarray(jax.device_get(waiting))[: len(self.trials)])
+                tell(self.step, self.measured[-1])
+
+        with jax.transfer_guard("disallow"):
+            for piece in calls(self.packed, self.step, stop, limit=limit, every=every):
+                index = np.stack([rows.index(seed, piece) for seed in seeds])
+                self.states, packed = self.packed.steps(self.states, values, index, rows.weights(piece))
+                read()  # while the devices go on
+                waiting, self.step = packed, piece.first + piece.count
+                if self.step % every == 0 or self.step == stop:
+                    read()
+                    waiting = None
+                    save()
+
+    @property
+    def history(self) -> np.ndarray:
+        """float32[trials, steps, 2, names] of all steps so far."""
+        return np.concatenate(self.measured, axis=1)
+
+    def evaluate(self) -> list[dict[str, float]]:
+        """Exact means of loss and metrics over the evaluation's data, for each trial."""
+        source, program = self.packed.study.evaluated, self.packed.program
+        if source is None:
+            return [{} for _ in self.trials]
+        names, total = program.eval_names, np.zeros(())
+        for host in source.epoch(0):
+            rows = source.batch_size if program.pad_eval else host.rows
+            index = np.concatenate([host.index, np.repeat(host.index[:1], rows - host.rows)])  # type: ignore[index]
+            weights = (np.arange(rows) < host.rows).astype(np.float32)
+            total = total + self.packed.evaluate(self.states, jax.tree.map(lambda x, index=index: x[index], host.leaves), weights)
+        means = (total[:, 0] / total[:, 1]).tolist()
+        return [dict(zip(names, row, strict=True)) for row in means[: len(self.trials)]]
+
+    def host_states(self) -> list[Any]:
+        """The state of each trial, on the host."""
+        whole = jax.device_get(self.states)
+        return [jax.tree.map(lambda leaf, at=at: leaf[at], whole) for at in range(len(self.trials))]
+
+
+def filled(trials: Sequence[Trial], packed: Packed) -> list[Trial]:
+    """One trial for each slot of the mesh's `net` axis, the last one again where there are more slots than trials."""
+    return [*trials, *[trials[-1]] * (-len(trials) % packed.mesh.shape[NET])]

@@ -1,0 +1,234 @@
+"""Trials of one shape as one compiled program: their states side by side, cut over the mesh's `net` axis."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from spmd.data.device_dataset import on_devices
+from spmd.errors import LayoutError, ModelError, OptimizerError, SpmdError
+from spmd.layout.schema import spec_axes
+from spmd.sweeps.config import Study, Trial
+from spmd.sweeps.search_space import SEED
+from spmd.train.compiled_step import prepared
+from spmd.train.evaluation import naming_differences
+from spmd.train.model_setup import Placed
+from spmd.train.state import State
+from spmd.tree import Tree, abstract, describe, flatten
+from spmd.xla import shard_map
+
+NET, DATA = "net", "data"
+
+
+class Packed:
+    """The compiled functions for trials that differ only in what is traced.
+
+    `values` are the traced hyper-parameters, float32[slots] each; `states` have leaves [slots, ...]. Slots are cut over `net`; each
+    device's own run one after the other or abreast, each trial on the devices along `data`. `data` gives the examples, whole on every
+    device; it is called when steps are.
+    """
+
+    def __init__(self, study: Study, first: Trial, mesh: Mesh, data: Callable[[], Tree]):
+        self.study, self.first, self.mesh, self._data, self._abreast = study, first, mesh, data, not study.exact
+        inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
+        optimizer = study.optimizer_of(first.given)
+        self.placed = Placed(study.model(first.given), study.loss, study.metrics, optimizer, inner, study.layout, study.options)
+        self.program = prepared(self.placed, study.data.sample())
+        self._check()
+        self._compiled: dict[tuple, Any] = {}
+
+    def _check(self) -> None:
+        placed, layout = self.placed, self.placed.resolved.layout
+        cut = [path for path, place in placed.resolved.placements.items() if spec_axes(place.spec) or spec_axes(place.state_spec)]
+        if placed.storage is not None or cut:
+            what = "keeps parameters on servers" if placed.storage is not None else f"cuts {cut[0]}"
+            raise LayoutError(
+                f"{layout.source} {what}, and each trial of a sweep has its parameters whole on its devices.\n"
+                '    cure: a layout that replicates them, such as "data_parallel".'
+            )
+        if jax.tree.leaves(placed.abstract_state.exchange):
+            raise LayoutError(
+                f"{layout.source} has codecs that remember what each worker has lost, and a sweep keeps one state for each trial.\n"
+                "    cure: [gradients] error_feedback = false, or a codec without memory."
+            )
+        if placed.resolved.workers > 1 and not placed.exchange.reduction.manual:
+            raise LayoutError(
+                f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not.\n'
+                '    cure: [gradients] reduction = "all_reduce".'
+            )
+        try:
+            jax.eval_shape(lambda values: self._optimizer(values).init(placed.abstract_state.params), self._one())
+        except SpmdError:
+            raise
+        except Exception as error:
+            raise OptimizerError(
+                f"the optimizer's init fails on traced values: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
+                "    cure: no float() of such a value, and no optax.inject_hyperparams: it is an argument of the program already."
+            ) from error
+
+    def compare(self) -> None:
+        """See that a loss which sees rows in parts trains as on whole batches, on the devices of one trial.
+
+        Raises:
+          LossError: it does not.
+        """
+        if not self.program.comparison.needed:
+            return
+        mesh = Mesh(self.mesh.devices.reshape(-1)[: self.placed.mesh.size], (DATA,), axis_types=(AxisType.Auto,))
+        placed, sample = self.placed.moved(mesh, self.study.layout), self.study.data.sample()
+        rows = jax.tree.leaves(sample)[0].shape[0]
+        batch = jax.tree.map(lambda leaf: np.asarray(leaf[:rows]), self.study.data.arrays)
+        prepared(placed, sample).comparison.once(placed.init(), batch, np.ones(rows, np.float32))
+
+    def _one(self) -> dict[str, Any]:
+        return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.study.traced(self.first)}
+
+    def _optimizer(self, values: Tree) -> Any:
+        return self.study.optimizer_of({**self.first.given, **values})
+
+    # states ------------------------------------------------------------------------------------------------------------
+
+    def init(self, trial: Trial) -> State:
+        """The state of a trial at step 0, on the host."""
+        values = {name: jnp.float32(value) for name, value in self.study.traced(trial).items()}
+        with nnx.use_eager_sharding(False):
+            if self.study.builds_from_seed:  # in Python: flax takes no seed that is traced
+                try:
+                    found = jax.device_get(self._open(trial.seed, trial.seed, values))
+                except SpmdError as error:
+                    error.add_note(f"of trial {trial.number}: seed={trial.seed}")
+                    raise
+                self._check_shapes(trial, found)
+                return found
+            return jax.device_get(self._compiled_open(jnp.uint32(trial.seed), values))
+
+    def _check_shapes(self, trial: Trial, found: State) -> None:
+        both = found.params, self.placed.abstract_state.params
+        own, wanted = ({path: describe(leaf) for path, leaf in flatten(params).items()} for params in both)
+        differ = [path for path in dict.fromkeys([*wanted, *own]) if own.get(path) != wanted.get(path)]
+        if differ:
+            path = differ[0]
+            raise ModelError(
+                f"with seed={trial.seed} (trial {trial.number}) make_model gives {path} {own.get(path)}, and {wanted.get(path)} with "
+                f"seed={self.first.seed} (trial {self.first.number}).\n"
+                "    cure: shapes that do not depend on the seed; what decides them as a hyper-parameter of its own."
+            )
+
+    def _open(self, seed: Any, built_from: int, values: Tree) -> State:
+        build = self.study.model({**self.first.given, SEED: built_from})
+        return self.placed.opened(build, self._optimizer(values), seed)
+
+    @functools.cached_property
+    def _compiled_open(self) -> Any:
+        return jax.jit(lambda seed, values: self._open(seed, self.first.seed, values))
+
+    def stack(self, states: Sequence[Any]) -> Any:
+        """Trees of the host, one for each slot, as one on the mesh."""
+        return jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves), self._cut), *states)
+
+    def abstract(self, slots: int) -> State:
+        """Shapes and shardings of the states of so many slots."""
+        one = self.placed.abstract_state
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((slots, *leaf.shape), leaf.dtype, sharding=self._cut), one)
+
+    def values(self, trials: Sequence[Trial]) -> dict[str, jax.Array]:
+        """The traced hyper-parameters of the trials in the slots."""
+        each = [self.study.traced(trial) for trial in trials]
+        return {name: jax.device_put(np.array([one[name] for one in each], np.float32), self._cut) for name in each[0]}
+
+    @property
+    def _cut(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(NET))
+
+    # programs ------------------------------------------------------------------------------------------------------------
+
+    def steps(self, states: State, values: Tree, rows: np.ndarray, weights: np.ndarray) -> tuple[State, jax.Array]:
+        """`weights.shape[0]` updates of every slot; `states` are donated.
+
+        Args:
+          rows: int32[slots, steps, rows], which rows of the data make each batch; or [1, steps, rows], where all slots have the same.
+          weights: float32[steps, rows], 0 for padding.
+
+        Returns:
+          The states, and metrics float32[slots, steps, 2, names], sums and counts.
+        """
+        shared = rows.shape[0] == 1
+        function, rows_at, weights_at = self._steps(rows.shape, shared=shared)
+        placed = jax.device_put((rows.astype(np.int32), weights), (rows_at, weights_at))
+        return function(states, values, self._data(), *placed)
+
+    def compiled(self, slots: int, count: int, rows: int, *, shared: bool) -> Any:
+        """The program of `count` updates of so many slots, on shapes; `steps` then runs it. `shared`: all slots have the same rows."""
+        shape = (1 if shared else slots, count, rows)
+        function, rows_at, weights_at = self._steps(shape, shared=shared)
+        values = {name: jax.ShapeDtypeStruct((slots,), jnp.float32, sharding=self._cut) for name in self._one()}
+        given = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_at), jax.ShapeDtypeStruct(shape[1:], jnp.float32, sharding=weights_at)
+        return function.trace(self.abstract(slots), values, self.abstract_data, *given).lower().compile()
+
+    @property
+    def abstract_data(self) -> Tree:
+        """Shapes and shardings of the examples."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), abstract(self.study.data.arrays))
+
+    def _steps(self, shape: tuple[int, ...], *, shared: bool) -> tuple[Any, NamedSharding, NamedSharding]:
+        """The function of `steps` for rows of such a shape, and where it takes rows and weights."""
+        rows_spec, batch = PartitionSpec(None if shared else NET, None, DATA), PartitionSpec(None, DATA)
+        if DATA not in self.mesh.shape:
+            rows_spec, batch = PartitionSpec(None if shared else NET), PartitionSpec()
+
+        def local(states: State, values: Tree, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
+            one = lambda state, values, own: self.program.steps_here(self._optimizer(values), state, data, own, weights)
+            if shared:
+                return self._several(lambda state, values: one(state, values, rows[0]), states, values)
+            return self._several(one, states, values, rows)
+
+        specs = (PartitionSpec(NET), PartitionSpec(NET), PartitionSpec(), rows_spec, batch)
+        function = self._function(("steps", *shape, shared), local, specs, 2, self.program.donated)
+        return function, NamedSharding(self.mesh, rows_spec), NamedSharding(self.mesh, batch)
+
+    def evaluate(self, states: State, batch: Tree, weights: np.ndarray) -> np.ndarray:
+        """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every device of a trial computes it."""
+        placed = on_devices((batch, weights), self.mesh)
+        return np.asarray(jax.device_get(self._evaluation(weights.shape[0])(states, *placed)), np.float64)
+
+    def _evaluation(self, rows: int) -> Any:
+        def local(states: State, batch: Tree, weights: jax.Array) -> jax.Array:
+            return self._several(lambda state: self.program.measures(state, batch, weights), states)
+
+        whole = PartitionSpec()
+        return self._function(("evaluate", rows), local, (PartitionSpec(NET), whole, whole), 1)
+
+    def check_evaluation(self) -> None:
+        """Trace the evaluation, before anything is trained.
+
+        Raises:
+          DataError: it fails on what is evaluated, which is not like what is trained on.
+        """
+        if self.study.evaluated is None:
+            return
+        sample, slots, at = self.study.evaluated.sample(), self.mesh.shape[NET], NamedSharding(self.mesh, PartitionSpec())
+        rows = jax.tree.leaves(sample)[0].shape[0]
+        given = abstract((sample, np.zeros(rows, np.float32)))
+        placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), given)
+        with naming_differences(sample, self.placed.sample):
+            self._evaluation(rows).trace(self.abstract(slots), *placed)
+
+    def _several(self, each: Any, *trees: Tree) -> Any:
+        return self.program.several(each, *trees, abreast=self._abreast)
+
+    def _function(self, key: tuple, local: Any, specs: tuple, outputs: int, donated: tuple[int, ...] = ()) -> Any:
+        if key not in self._compiled:
+            out = PartitionSpec(NET)
+            mapped = shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=(out,) * outputs if outputs > 1 else out)
+            self._compiled[key] = jax.jit(mapped, donate_argnums=donated)
+        return self._compiled[key]
+
+    def compilations(self) -> int:
+        """How many programs of steps have been compiled."""
+        return sum(function._cache_size() for key, function in self._compiled.items() if key[0] == "steps")

@@ -1,0 +1,274 @@
+"""A model, an optimizer and a layout, checked against each other: what the model is made of, and where each array lives.
+
+Nothing is allocated before `init`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from spmd.errors import ModelError, OptionError, brief
+from spmd.layout.check import fit_layout
+from spmd.layout.resolve import Resolved
+from spmd.layout.schema import Layout
+from spmd.mesh import MeshSpec
+from spmd.models.base import Model, Variables, abstractly
+from spmd.models.flax_linen import LinenModel
+from spmd.models.wrap import wrap
+from spmd.nn.layer_order import Ordered, OrderedModel, order_of
+from spmd.nn.parallel_context import WHOLE, Cutting, under
+from spmd.train.objective import Objective
+from spmd.train.packing_check import check_packed
+from spmd.train.precision import compute_dtype
+from spmd.train.state import (
+    Opening,
+    State,
+    check_optimizer,
+    checksums,
+    each_its_own,
+    make_state,
+    opened_at,
+    opened_from,
+    opener,
+    place_copy,
+    state_shardings,
+)
+from spmd.tree import Tree, flatten
+from spmd.wire.gradient_sync import Exchange
+from spmd.wire.notes import server_bytes
+from spmd.wire.param_server.events import Events
+from spmd.wire.param_server.packed_model import StoredModel
+from spmd.wire.param_server.packing import Storage
+from spmd.wire.strategies import Scene
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The plain options of a training program."""
+
+    precision: str = "float32"
+    accumulate: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        compute_dtype(self.precision)
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise OptionError(f"accumulate={brief(self.accumulate)}: a number of microbatches, from 1.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise OptionError(f"seed={brief(self.seed)}: a whole number from 0 to 2**32 - 1.")
+
+
+class Placed:
+    """A model on a mesh: what it is made of and where each array lives.
+
+    On a mesh without devices `platform` says what they would be ("cpu", "cuda"); then everything is there but `init`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss: Callable,
+        metrics: Mapping[str, Callable] | None,
+        optimizer: Any,
+        mesh: Any,
+        layout: Layout,
+        options: Options,
+        platform: str | None = None,
+    ):
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise OptionError(f"metrics={brief(metrics)} is not a dict.\n    cure: {{name: function(model, batch)}}.")
+        self._given, self.options = wrap(model), options
+        self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
+        self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
+        self.objective, self.optimizer = Objective(loss, dict(metrics or {})), check_optimizer(optimizer)
+        self._layout = layout
+        self._sample: Tree = None
+
+    def moved(self, mesh: Any, layout: Layout, *, accumulate: int | None = None, precision: str | None = None) -> "Placed":
+        """The same under another layout or mesh, which may be one without devices; the model is not traced again."""
+        changed = {name: value for name, value in (("accumulate", accumulate), ("precision", precision)) if value is not None}
+        options = dataclasses.replace(self.options, **changed)
+        other = Placed(self._given, self.objective.loss, self.objective.metrics, self.optimizer, mesh, layout, options, self.platform)
+        other.learn(self._sample)
+        other._own, other._names = self._own, self._names  # type: ignore[misc]  # as traced here
+        return other
+
+    def learn(self, sample: Tree) -> None:
+        """Remember the shapes of a batch; a linen model cannot be initialised without."""
+        self._sample = sample if self._sample is None else self._sample
+
+    @property
+    def sample(self) -> Tree:
+        """The shapes of the first batch; None before it."""
+        return self._sample
+
+    @property
+    def given(self) -> Model:
+        """The model as it was given, whose parameters are packed in no way."""
+        return self._given
+
+    def _run(self, model: Any) -> None:
+        """Call the loss on zeros, for a model that shows its shapes only when it is called."""
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._sample)
+        with under(WHOLE):
+            self.objective.for_training().call(model, zeros, jax.random.key(0))
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The model as training sees it: what it is made of is what is kept and updated."""
+        if self.order is not None:
+            return OrderedModel(self._given, self.order)
+        return self._given if self.storage is None else StoredModel(self._given, self.storage)
+
+    @functools.cached_property
+    def order(self) -> Ordered | None:
+        """The order in which a circular pipeline keeps the layers of stacks; None where they stay as they are."""
+        layout, mesh = self._fitted.layout, self._fitted.mesh
+        if layout.stage_axis is None:
+            return None
+        return order_of(self._given.stacks(), self._own.params, mesh.sizes[layout.stage_axis], layout.pipeline.groups)
+
+    @functools.cached_property
+    def storage(self) -> Storage | None:
+        """How servers keep the parameters; None without servers."""
+        layout, workers = self._fitted.layout, self._fitted.workers
+        if layout.gradients.reduction != "parameter_server":
+            return None
+        server = layout.parameter_server
+        found = Storage(self._own.params, server.placement, workers, server.servers or workers)
+        check_packed(self.optimizer, found)  # before it is given anything packed
+        return found
+
+    @property
+    def packing(self) -> Storage | Ordered | None:
+        """How the state keeps parameters, where it is not as the model has them."""
+        return self.order if self.order is not None else self.storage
+
+    def unpacked(self, params: Tree) -> Tree:
+        """The parameters of a state as the model itself has them."""
+        return params if self.packing is None else jax.jit(self.packing.unpack)(params)
+
+    @functools.cached_property
+    def _variables(self) -> Variables:
+        if self.storage is None:
+            return self._own
+        return dataclasses.replace(self._own, params=jax.eval_shape(self.storage.pack, self._own.params))
+
+    @property
+    def abstract_variables(self) -> Variables:
+        """Shapes and dtypes of the arrays of the model as it was given, packed in no way."""
+        return self._own
+
+    @functools.cached_property
+    def _own(self) -> Variables:
+        if isinstance(self._given, LinenModel) and self._sample is None:
+            raise ModelError("a linen module shows its shapes only on data.\n    cure: trainer.init(batch), with a batch or its shapes.")
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        variables = abstractly(lambda k: self._given.init(k, self._run), "the model", key)
+        counted = [path for path, leaf in flatten(variables.params).items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        if counted:
+            raise ModelError(
+                f"parameters that have no gradient: {', '.join(counted[:5])} ({flatten(variables.params)[counted[0]].dtype}).\n"
+                "    cure: an nnx.Variable instead of an nnx.Param, a floating-point dtype, or a constant in the model."
+            )
+        return variables
+
+    @functools.cached_property
+    def _names(self) -> dict[str, tuple]:
+        named = self._given.names(jax.random.key(0), self._run)  # flax takes PartitionSpec.UNCONSTRAINED among them
+        return {path: tuple(name if isinstance(name, str | tuple) else None for name in names) for path, names in named.items()}
+
+    @functools.cached_property
+    def _fitted(self) -> Resolved:
+        params = flatten(self._own.params)
+        return fit_layout(self._layout, params, self._names, MeshSpec.parse(self.mesh), self._given.stacks())
+
+    @functools.cached_property
+    def resolved(self) -> Resolved:
+        """The placement of every parameter, or of what the servers keep in their stead."""
+        return self._fitted if self.storage is None else self.storage.resolved(self._fitted.layout, self._fitted.mesh)
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        """How gradients meet."""
+        return Exchange(self.resolved, Scene(self.mesh, self.resolved.data_axes))
+
+    @functools.cached_property
+    def cutting(self) -> Cutting:
+        """How the forward pass is cut."""
+        layout = self._fitted.layout
+        data, ordered = self._fitted.data_axes, self.order is not None
+        return Cutting(self.mesh, data, layout.pipeline, layout.sequence, layout.experts, ordered=ordered)
+
+    @functools.cached_property
+    def _abstract(self) -> State:
+        return jax.eval_shape(lambda v: make_state(v, self.opening, 0, self.exchange.init), self._variables)
+
+    @property
+    def opening(self) -> Opening:
+        """The optimizer's state at step 0: one, or each worker's own."""
+        exchange, first = self.exchange, self.optimizer.init
+        return each_its_own(first, exchange.simulated) if exchange.local else first
+
+    @functools.cached_property
+    def shardings(self) -> State:
+        """The sharding of every leaf of the state."""
+        memory = self.exchange.specs(self._abstract.exchange)
+        return state_shardings(self._abstract, self.resolved, self.mesh, memory, local=self.exchange.local)
+
+    @property
+    def abstract_state(self) -> State:
+        """Shape, dtype and sharding of every leaf of the state; nothing is allocated."""
+        return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), self._abstract, self.shardings)
+
+    @functools.cached_property
+    def events(self) -> Events | None:
+        """The parameter server's clock; None without one."""
+        if self.storage is None:
+            return None
+        return Events(self.resolved.layout.parameter_server, self.exchange.simulated, server_bytes(self.exchange))
+
+    def init_memory(self, params: Tree) -> Tree:
+        """What the exchange of gradients remembers of these parameters at step 0, made in place on the mesh."""
+        key = jax.random.key(self.options.seed, impl="threefry2x32")
+        return jax.jit(self.exchange.init, out_shardings=self.shardings.exchange)(key, params)
+
+    def init(self) -> State:
+        """A new state, made in place on the mesh."""
+        given = self.model.concrete
+        if given is not None:
+            return opened_from(given, self.opening, self.options.seed, self.shardings, self.exchange.init)
+        with nnx.use_eager_sharding(False):
+            return self._opener()
+
+    def begin(self, params: Tree, stats: Tree) -> State:
+        """A new state of these parameters and statistics, which are on the mesh already and are consumed."""
+        given, seed, at = self.model.concrete, self.options.seed, self.shardings
+        if given is not None:
+            rngs = jax.tree.map(place_copy, given.rngs, at.rngs)
+        else:
+            with nnx.use_eager_sharding(False):
+                rngs = jax.jit(lambda: self.model.init(jax.random.key(seed), self._run).rngs, out_shardings=at.rngs)()
+        return opened_at(Variables(params, stats, rngs), self.opening, seed, at, self.exchange.init)
+
+    def opened(self, build: Callable[[], Any], optimizer: Any, seed: Any) -> State:
+        """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that may be traced."""
+        return make_state(wrap(build).init(jax.random.key(seed), self._run), optimizer.init, seed, self.exchange.init)
+
+    def init_facts(self) -> tuple[dict[str, str], str]:
+        """What decides it: facts by name, and a program's text; either may be empty."""
+        given = self.model.concrete
+        if given is not None:
+            return checksums(given), ""
+        with nnx.use_eager_sharding(False):
+            return {}, self._opener.lower().as_text()  # `init` then compiles this lowering
+
+    @functools.cached_property
+    def _opener(self) -> Any:
+        return opener(self.model, self.opening, self.options.seed, self._run, self.shardings, self.exchange.init)

@@ -1,0 +1,67 @@
+"""Which device stands where on a mesh, and holds what of an array."""
+
+import html
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from spmd.errors import OptionError
+from spmd.mesh import MeshSpec, make_mesh
+from spmd.planner.drawings import array_drawing
+from spmd.render.html import Html, framed, table
+
+
+def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> Html:
+    """The devices of a mesh by number, for a notebook's cell: the innermost axis runs to the right, all others down.
+
+    Args:
+      mesh: what `spmd.make_mesh` takes, or what it has given.
+
+    Raises:
+      MeshError: what `spmd.make_mesh` raises.
+
+    Example:
+      >>> shown = devices("data=4,model=2")
+      >>> "data=4, model=2: 8 devices" in shown, "<td>data 3</td><td>6</td><td>7</td>" in shown
+      (True, True)
+    """
+    return framed(mesh_table(make_mesh(mesh)))
+
+
+def pieces(array: jax.Array, name: str = "") -> Html:
+    """How an array is cut, for a notebook's cell: a square for each piece with the numbers of the devices that hold it.
+
+    Args:
+      array: on a mesh, such as one of `result.state.params`; the last dim goes across, all others down.
+      name: stands before its shape.
+
+    Raises:
+      OptionError: an array that is on no mesh.
+
+    Example:
+      >>> import jax, spmd
+      >>> from jax.sharding import NamedSharding, PartitionSpec
+      >>> whole = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(spmd.make_mesh("data=4,model=2"), PartitionSpec("model")))
+      >>> "float32[8, 4], spec [&quot;model&quot;]" in pieces(whole), "[0:4, :] on devices 0, 2, 4, 6" in pieces(whole)
+      (True, True)
+    """
+    if not isinstance(getattr(array, "sharding", None), NamedSharding):
+        raise OptionError("pieces of what is on no mesh.\n    cure: an array that spmd has placed, such as one of result.state.params.")
+    return array_drawing(name, array)
+
+
+def mesh_table(mesh: Any) -> str:
+    """Sizes and kind of a mesh in a line, and the numbers of its devices below."""
+    *outer, inner = mesh.axis_names
+    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
+    header = (", ".join(outer), *(f"{inner} {column}" for column in range(ids.shape[-1])))
+    body = [
+        (", ".join(f"{axis} {at}" for axis, at in zip(outer, place, strict=True)), *map(str, ids[place]))
+        for place in np.ndindex(ids.shape[:-1])
+    ]
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    words = f"{sizes}: {mesh.size} device{'s' * (mesh.size != 1)} of kind {mesh.devices.flat[0].device_kind}, by number"
+    return f'<p>{html.escape(words)}</p><div class="wide">{table(header, body, "mesh")}</div>'

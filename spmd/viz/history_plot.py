@@ -1,0 +1,84 @@
+"""The curve of a run: every metric over steps, as it was trained and as it was evaluated."""
+
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from spmd.errors import import_extra
+from spmd.render.picture import Picture
+from spmd.run.history import History
+
+COLOURS = ("#3566c0", "#c4571f")  # trained, evaluated: told apart by lightness too
+WIDE = 30  # a metric that spans more than this factor is drawn on a logarithmic scale
+
+
+@overload
+def curve(history: History, path: None = None) -> Picture: ...
+@overload
+def curve(history: History, path: str | Path) -> Path: ...
+def curve(history: History, path: str | Path | None = None) -> Picture | Path:
+    """Draw train and evaluation metrics over steps: a picture for a notebook's cell, or into a file (.png, .svg, .pdf).
+
+    One panel per metric: a thin line is what each step measured, a thick one its moving average, dots are evaluations.
+
+    Returns:
+      The path of the file, whose folder is made if it is not there; a `Picture` without a path.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed (the extra `examples`).
+      OptionError: a suffix that says nothing.
+
+    Example:
+      >>> import tempfile
+      >>> history = History(("loss",))
+      >>> history.add_steps(1, np.array([[[6.0], [4.0]], [[2.0], [4.0]]]))
+      >>> curve(history, tempfile.mkdtemp() + "/curve.png").read_bytes()[1:4]
+      b'PNG'
+    """
+    picture = Picture(figure(history))
+    return picture if path is None else picture.save(path)
+
+
+def figure(history: History) -> Any:
+    """The same drawing as a `matplotlib.figure.Figure`, with no window and no global state behind it."""
+    make = import_extra("matplotlib.figure", "examples").Figure
+    rows = list(history.rows())
+    steady = {name for name in history.known() if len({row[name] for row in rows}) < 2}  # nothing that was measured: no curve
+    names = list(dict.fromkeys(name.removeprefix("eval_") for name in history.names if name not in steady))
+    drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
+    for axes, name in zip(np.atleast_1d(drawn.subplots(1, max(1, len(names)))), names or [""], strict=True):
+        trained = [(row["step"], row[name]) for row in rows if name in row]
+        evaluated = [(row["step"], row[f"eval_{name}"]) for row in history.evaluations if f"eval_{name}" in row]
+        _panel(axes, name, np.array(trained, float).reshape(-1, 2), np.array(evaluated, float).reshape(-1, 2))
+    return drawn
+
+
+def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> None:
+    """One metric: [points, 2] of (step, value), trained and evaluated."""
+    if len(trained):
+        steps, smooth = _smoothed(trained)
+        axes.plot(*trained.T, color=COLOURS[0], linewidth=0.7, alpha=0.35)
+        axes.plot(steps, smooth, color=COLOURS[0], linewidth=2, label="train")
+    if len(evaluated):
+        axes.plot(*evaluated.T, color=COLOURS[1], marker="o", markersize=3.5, linewidth=1.2, label="evaluation")
+    values = np.concatenate([trained[:, 1], evaluated[:, 1]])
+    values = values[np.isfinite(values)]
+    if len(values) and values.min() > 0 and values.max() > WIDE * values.min() and name == "loss":
+        axes.set_yscale("log")
+    axes.set_title(name.replace("_", " "), loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.grid(color="#e4e4e4", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(trained) or len(evaluated):
+        axes.legend(frameon=False)
+    else:
+        axes.text(0.5, 0.5, "nothing was measured", ha="center", va="center", transform=axes.transAxes)
+
+
+def _smoothed(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and the moving average over a fiftieth of the run, where the window is full."""
+    window = max(1, len(points) // 50)
+    average = np.convolve(points[:, 1], np.full(window, 1 / window), mode="valid")
+    first = window // 2
+    return points[first : first + len(average), 0], average

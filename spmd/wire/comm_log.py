@@ -1,0 +1,145 @@
+"""What travels in a step, read from its traced program: every collective, how often, and how many bytes each device sends.
+
+Bytes are those of ring algorithms, with n devices in a group and b bytes of operand on each:
+
+    all_reduce          2 (n - 1) / n * b
+    reduce_scatter      (n - 1) / n * b
+    all_to_all          (n - 1) / n * b
+    all_gather          (n - 1) * b          (b is one device's slice)
+    collective_permute  b
+
+Of a conditional the branch that sends most counts, and of a `while` loop one turn; the exchange's own conditional, at `start_step`,
+is told apart step by step. Where workers meet now and then only, the log is that of a step in which all parameters do.
+
+Only collectives that the program itself asks for are seen: those that XLA's partitioner adds for sharded arrays (tensor
+parallelism, and everything under `reduction = "compiler"`) are not in it yet.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from spmd.render.html import aligned, filled
+from spmd.tree import format_bytes
+
+KINDS = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
+    "ppermute": "collective_permute",
+}
+SENT = {
+    "all_reduce": lambda n, b: -(-2 * (n - 1) * b // n),
+    "reduce_scatter": lambda n, b: (n - 1) * b // n,
+    "all_to_all": lambda n, b: (n - 1) * b // n,
+    "all_gather": lambda n, b: (n - 1) * b,
+    "collective_permute": lambda n, b: b,
+}
+WARM_UP = "start_step"  # the scope of the exchange's own conditional
+DENSE = 1  # its branch that runs before `start_step`
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One collective: where in the step, what kind, over which mesh axes, with which operand on each device.
+
+    `group` is the number of devices that meet, `count` how often it runs in a step; `branch` is set where the exchange has two.
+    """
+
+    where: str
+    kind: str
+    axes: tuple[str, ...]
+    group: int
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    branch: int | None
+
+    @property
+    def sent(self) -> int:
+        """Bytes that one device sends each time."""
+        return SENT[self.kind](self.group, math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize)
+
+
+@dataclasses.dataclass(frozen=True)
+class WireLog:
+    """Every collective of one step; printed, a table."""
+
+    ops: tuple[Op, ...]
+    start_step: int = 0
+
+    def bytes(self, step: int | None = None, where: str = "") -> int:
+        """Bytes that one device sends in a step (that number, or any after `start_step`), in places that start with `where`."""
+        branch = DENSE if step is not None and step < self.start_step else 0
+        return sum(op.sent * op.count for op in self.ops if op.branch in (None, branch) and op.where.startswith(where))
+
+    def __str__(self) -> str:
+        header = ("where", "collective", "over", "payload", "times", "sent/device")
+        rows = [
+            (
+                op.where + (" (before start_step)" if op.branch == DENSE else ""),
+                op.kind,
+                f"{', '.join(op.axes)} ({op.group})",
+                f"{op.dtype}[{', '.join(map(str, op.shape))}]",
+                str(op.count),
+                format_bytes(op.sent * op.count),
+            )
+            for op in self.ops
+        ]
+        total = f"{self.bytes():,} bytes sent by each device per step"
+        total += f"; {self.bytes(0):,} before step {self.start_step}" if self.start_step else ""
+        met = self.bytes(where="send/") + self.bytes(where="receive/")
+        total += f"; {self.bytes() - met:,} in steps in which no parameters meet" if met else ""
+        return filled("\n".join([*aligned([header, *rows], ruled=True), "", total]))
+
+    __repr__ = __str__
+
+
+def read(jaxpr: Any, sizes: Mapping[str, int], start_step: int = 0) -> WireLog:
+    """The log of a traced program on a mesh with axes of these sizes."""
+    return WireLog(tuple(_ops(jaxpr, sizes, 1, None, "")), start_step)
+
+
+def _ops(jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str) -> Iterator[Op]:
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        here = "/".join(part for part in (where, _scope(str(equation.source_info.name_stack))) if part)
+        if name in KINDS:
+            axes = params["axes"] if "axes" in params else params["axis_name"]
+            axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+            group = math.prod(sizes[axis] for axis in axes)
+            for operand in equation.invars if group > 1 else ():
+                yield Op(here or "step", KINDS[name], axes, group, str(operand.aval.dtype), operand.aval.shape, times, branch)
+        elif name == "cond":
+            own = here.endswith(WARM_UP)
+            branches = [tuple(_ops(inner.jaxpr, sizes, times, branch, where if own else here)) for inner in params["branches"]]
+            if own:
+                yield from (dataclasses.replace(op, branch=number) for number, ops in enumerate(branches) for op in ops)
+            else:
+                yield from max(branches, key=lambda ops: sum(op.sent * op.count for op in ops))
+        else:
+            often = times * params["length"] if name == "scan" else times
+            for inner in _inner(params):
+                yield from _ops(inner, sizes, often, branch, here)
+
+
+def _scope(stack: str) -> str:
+    """A name stack without the marks of derivatives; what the model does by itself (BatchNorm) has no name but "model"."""
+    plain = "/".join(part for part in re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack).split("/") if part)
+    return plain or ("model" if stack else "")
+
+
+def _inner(params: Mapping[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            one = getattr(one, "jaxpr", one)
+            if hasattr(one, "eqns"):
+                yield one

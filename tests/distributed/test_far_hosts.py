@@ -1,0 +1,256 @@
+"""`spmd launch --hosts` over a stand-in for ssh: first on loopback, then between network namespaces with addresses of their own."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from launched import JOB, ROOT, launch
+
+from spmd.launch import ssh_launcher
+from spmd.launch.hostfile import Host
+from spmd.launch.settings import Settings
+
+SLOW = pytest.mark.slow
+STAND_IN = """#!/bin/sh
+# What ssh does, on this machine: [-T] [-x] [-o OPTION] HOST COMMAND. A host is down while there is a file of its name.
+while [ "${{1#-}}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done
+host=$1; shift
+if [ -e "{folder}/$host.down" ]; then echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; fi
+exec /bin/sh -c "$*"
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """A launcher of jobs on two hosts, 127.0.0.1 and 127.0.0.2."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(STAND_IN.format(folder=tmp_path))
+    ssh.chmod(0o755)
+
+    def start(*words, names=("127.0.0.1 processes=1", "127.0.0.2 processes=1"), options=(), suffix=".txt", **more):
+        file = tmp_path / f"hosts{suffix}"
+        file.write_text("\n".join(names))
+        return launch(
+            "--hosts", file, "--ssh", ssh, "--folder", ROOT, "--simulate", 2, *options, JOB, *words, SPMD_TEST_TAG=str(tmp_path), **more
+        )
+
+    return start
+
+
+def left(folder):
+    """Processes that have something to do with a folder."""
+    found = subprocess.run(["pgrep", "-f", f"runner .*{folder}"], capture_output=True, text=True, check=False)
+    return found.stdout.split()
+
+
+def agents(name, tag):
+    """Agents of a host, of this test: of their environment."""
+    found = subprocess.run(["pgrep", "-f", f"spmd.launch.ssh_agent {name}$"], capture_output=True, text=True, check=False).stdout.split()
+    own = []
+    for number in map(int, found):
+        with contextlib.suppress(OSError):
+            own += [number] * (f"SPMD_TEST_TAG={tag}\0".encode() in Path(f"/proc/{number}/environ").read_bytes())
+    return own
+
+
+@pytest.mark.system
+def test_a_fault_on_a_host_is_told_and_the_run_ends_well(hosts, tmp_path):
+    names = ["[jobs]", 'chief = ["127.0.0.1"]', 'worker = ["127.0.0.2"]']
+    words = ["--folder", tmp_path / "run", "--fault", "raise"]
+    run = hosts(*words, names=names, suffix=".toml", options=["--max-restarts", 2])
+    assert run.code == 0, run.text
+    assert len(set(run.hashes)) == 1 and len(run.hashes) == 2, run.text
+    assert re.search(
+        r"(?m)^\[chief:0\] spmd 0: process 1 on \S+ failed at step 2\d \(\w+\): CallbackError: .* raises ValueError: boom on process 1",
+        run.text,
+    )
+    assert re.search(r"(?m)^spmd launch: process 1 at step 2\d: CallbackError: .* raises ValueError: boom on process 1", run.text)
+    assert "[worker:0] spmd 1: process 1 of 2 (spmd launch), process 0 at 127.0.0.1:" in run.text
+    assert not agents("127.0.0.1", tmp_path) and not agents("127.0.0.2", tmp_path)
+
+
+@SLOW
+def test_a_host_that_does_not_come_back_is_done_without(hosts, tmp_path):
+    """One of two hosts dies and stays away: its work is done by the other, with twice the microbatches."""
+
+    def end(process, run):
+        while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
+            time.sleep(0.02)
+        (tmp_path / "127.0.0.2.down").touch()
+        for number in agents("127.0.0.2", tmp_path):
+            for child in subprocess.run(["pgrep", "-P", str(number)], capture_output=True, text=True, check=False).stdout.split():
+                os.kill(int(child), signal.SIGKILL)
+            os.kill(number, signal.SIGKILL)
+
+    words = ["--layout", "fsdp", "--folder", tmp_path / "run", "--fault", "wait"]
+    run = hosts(*words, options=["--max-restarts", 4, "--min-hosts", 1], meanwhile=end)
+    assert run.code == 0 and len(run.hashes) == 1 and run.hashes[0][1] == "40", run.text
+    assert "spmd launch: 127.0.0.2: the connection is gone" in run.text
+    assert "spmd launch: 127.0.0.2: ssh: connect to host 127.0.0.2 port 22: No route to host" in run.text
+    assert "spmd launch: going on with 1 of 2 processes, on 127.0.0.1" in run.text
+    (tmp_path / "127.0.0.2.down").unlink()
+    whole = hosts("--layout", "fsdp", "--folder", tmp_path / "whole")
+    assert whole.code == 0, whole.text
+    last, wanted = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("run", "whole")
+    )
+    resumed = next(record for record in last if record.get("event") == "resumed")
+    assert {"accumulate was 1, is 2", "mesh was data=4, is data=2"} <= set(resumed["changed"])
+    assert last[-1]["loss"] == pytest.approx(wanted[-1]["loss"], rel=1e-5) and wanted[-1]["loss"] != wanted[0]["loss"]
+
+
+@SLOW
+def test_hosts_that_do_not_answer(hosts, tmp_path):
+    (tmp_path / "127.0.0.2.down").touch()
+    run = hosts(options=["--max-restarts", 1, "--min-hosts", 1])
+    assert run.code == 255 and not run.hashes, "a first attempt needs all: a name may be wrong"
+    assert run.text.count("spmd launch: 1 of 2 hosts are there") == 2
+    run = hosts(names=["127.0.0.1 processes=1", "192.0.2.1 processes=1"])
+    assert run.code == 2 and "192.0.2.1 is no address of this host" in run.text and "cure: 192.0.2.1 address=ADDRESS" in run.text
+
+
+@SLOW
+@pytest.mark.parametrize("whom", ["SIGTERM", "SIGKILL"])
+def test_what_ends_the_launcher_ends_all(hosts, tmp_path, whom):
+    def end(process, run):
+        while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(getattr(signal, whom))
+
+    run = hosts("--folder", tmp_path / "run", "--fault", "none", "--steps", 1_000_000, meanwhile=end)
+    assert run.code == (143 if whom == "SIGTERM" else -9), run.text
+    until = time.monotonic() + 120
+    while agents("127.0.0.1", tmp_path) + agents("127.0.0.2", tmp_path) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not agents("127.0.0.1", tmp_path) and not agents("127.0.0.2", tmp_path)
+    assert not left(tmp_path / "run")
+    if whom == "SIGTERM":
+        assert max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) > 25
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        ("exec sleep 1000", "127.0.0.2: no answer in 60 s"),
+        ("echo Welcome to gpu02", "127.0.0.2: what it says is not from spmd: Welcome to gpu02"),
+        ("echo 5", "127.0.0.2: what it says is not from spmd: 5"),
+        ("echo no such user >&2; exit 1", "127.0.0.2: no such user"),
+    ],
+)
+def test_a_host_with_another_answer_does_not_stand_for_others(tmp_path, monkeypatch, does, told):
+    """The second of three hosts. The clock stands until the others have answered."""
+    ssh = tmp_path / "stand_in"
+    ssh.write_text(f'#!/bin/sh\nif [ "$1" = 127.0.0.2 ]; then {does}; exit 0; fi\nshift\nexec /bin/sh -c "$*"\n')
+    ssh.chmod(0o755)
+    now, answered, hear = [time.monotonic() - ssh_launcher.HELLO], set(), ssh_launcher.Line.hear
+
+    def heard(line, seconds):
+        found = hear(line, seconds)
+        answered.update([line.host.name] if found is not None else [])
+        now[0] += ssh_launcher.TOLD * (line.host.name == "127.0.0.2" and answered == {"127.0.0.1", "127.0.0.3"})
+        return found
+
+    monkeypatch.setattr(ssh_launcher.Line, "hear", heard)
+    monkeypatch.setattr(ssh_launcher, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    said = []
+    how = ssh_launcher.Remote(tuple(Host(f"127.0.0.{number}", 1) for number in (1, 2, 3)), ssh=str(ssh), settings=Settings(simulate=1))
+    assert ssh_launcher.launch_on([str(JOB)], how, said.append) == 255
+    if "sleep" in does:
+        assert [said.pop(0) for _ in range(6)] == [f"waiting for 127.0.0.2 ({spent} s of 60)" for spent in range(10, 70, 10)]
+    assert said[0].startswith(told) and said[1] == "2 of 3 hosts are there", said
+
+
+PRINTS = """
+import sys
+print("x" * 300_000 + chr(0x1e) * 100_000 + "\u2588" * 1000)
+print("half", end="")
+sys.exit(3)
+"""
+
+
+def test_long_lines_and_letters_that_nobody_can_show(tmp_path, monkeypatch):
+    ssh = tmp_path / "stand_in"
+    ssh.write_text('#!/bin/sh\nshift\nexec /bin/sh -c "$*"\n')
+    ssh.chmod(0o755)
+    (tmp_path / "prints.py").write_text(PRINTS)
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    how = ssh_launcher.Remote((Host("127.0.0.1", 1),), ssh=str(ssh), settings=Settings(simulate=1))
+    assert ssh_launcher.launch_on([str(tmp_path / "prints.py")], how, lambda text: None) == 3
+    text = shown.buffer.getvalue().decode("latin-1")
+    assert text.count("x") >= 300_000 and "half" in text
+
+
+def ip(*words):
+    subprocess.run(["ip", *map(str, words)], check=True, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture
+def network(tmp_path):
+    """Two namespaces with names and addresses of their own, 10.77.0.1 and 10.77.0.2, and a stand-in for ssh that goes into them."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or subprocess.run(["unshare", "-nu", "true"], check=False).returncode:
+        pytest.skip("network namespaces need privileges, and ip and unshare")
+    tag = secrets.token_hex(2)
+    names = [f"spmd-{tag}-a", f"spmd-{tag}-b"]
+    ssh = tmp_path / "ssh"
+    enter = f"exec ip netns exec spmd-{tag}-$host unshare -u /bin/sh -c"
+    options = 'while [ "${1#-}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done'
+    ssh.write_text(f'#!/bin/sh\n{options}\nhost=$1; shift\n{enter} "hostname $host; $*"\n')
+    ssh.chmod(0o755)
+    made = []
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            made.append(lambda name=name: ip("netns", "del", name))
+            folder = f"/etc/netns/{name}"
+            os.makedirs(folder)
+            made.append(lambda folder=folder: shutil.rmtree(folder))
+            with open(f"{folder}/hosts", "w") as file:
+                file.write("127.0.0.1 localhost\n10.77.0.1 a\n10.77.0.2 b\n")
+        ip("link", "add", "wire", "netns", names[0], "type", "veth", "peer", "name", "wire", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "wire")
+            for device in ("lo", "wire"):
+                ip("-n", name, "link", "set", device, "up")
+        yield ssh, names
+    finally:
+        for undo in reversed(made):
+            undo()
+
+
+@SLOW
+def test_a_host_that_is_cut_off_and_comes_back(network, tmp_path):
+    ssh, names = network
+    file = tmp_path / "hosts.txt"
+    file.write_text("a processes=1\nb processes=1\n")
+
+    def cut(process, run):
+        while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
+            time.sleep(0.02)
+        ip("-n", names[1], "link", "set", "wire", "down")
+        while not any("restart 1 of at most" in line for _, line in run.lines) and process.poll() is None:
+            time.sleep(0.02)
+        while not any("waiting for process" in line for _, line in run.lines) and process.poll() is None:
+            time.sleep(0.02)
+        ip("-n", names[1], "link", "set", "wire", "up")
+
+    options = ["--hosts", file, "--ssh", ssh, "--folder", ROOT, "--simulate", 2]
+    whole = launch(*options, JOB, "--folder", tmp_path / "whole")
+    assert whole.code == 0 and len(set(whole.hashes)) == 1, whole.text
+    assert "spmd 1: process 1 of 2 (spmd launch), process 0 at 10.77.0.1:" in whole.text
+    more = ["--max-restarts", 3, "--stall", "step=5"]
+    run = launch(*options, *more, JOB, "--folder", tmp_path / "run", "--fault", "wait", meanwhile=cut)
+    assert run.code == 0 and set(run.hashes) == set(whole.hashes), run.text
+    assert "stalled: no progress" in run.text and "restart 1 of at most 3" in run.text

@@ -1,0 +1,146 @@
+"""Copies that differ are found, by array and place, and nothing else is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import spmd
+from spmd.distributed import replica_check
+from spmd.distributed.replica_check import SMALL, check_replicas
+from spmd.errors import ClusterError
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return spmd.make_mesh("data=4,model=2")
+
+
+def put(mesh, value, *spec):
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def changed(array, place, change):
+    """The same, but for one device's own shard."""
+    shards = [np.array(shard.data) for shard in array.addressable_shards]
+    shards[place] = change(shards[place])
+    pieces = [jax.device_put(data, shard.device) for data, shard in zip(shards, array.addressable_shards, strict=True)]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, pieces)
+
+
+def state(mesh):
+    random = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
+    return {
+        "whole": put(mesh, random),
+        "cut": put(mesh, random, None, "model"),
+        "all": put(mesh, random, "data", "model"),
+        "half": put(mesh, random.astype(jnp.bfloat16)),
+        "tiny": put(mesh, np.arange(8, dtype="int8"), "model"),
+        "yes": put(mesh, np.array([True, False])),
+        "number": put(mesh, np.int32(7)),
+        "nan": put(mesh, np.array([np.nan, -0.0], "float32")),
+        "key": put(mesh, jax.random.key(0)),
+        "none": put(mesh, np.zeros((0, 3), "float32")),
+        "large": put(mesh, np.ones((SMALL + 2,), "float32")),
+        "as large": put(mesh, np.zeros((2, SMALL + 2), "float32"), "model"),
+    }
+
+
+@pytest.fixture
+def weighed(monkeypatch):
+    """Each table of checksums, [devices, columns], that was compared."""
+    found, summed = [], replica_check._summed
+
+    def noted(*given):
+        return lambda *leaves: found.append(np.asarray(summed(*given)(*leaves))) or found[-1]
+
+    monkeypatch.setattr(replica_check, "_summed", noted)
+    return found
+
+
+def test_copies_that_are_equal(mesh, weighed):
+    check_replicas(state(mesh), "now")
+    check_replicas({}, "now")
+    (table,) = weighed
+    assert sorted(len(set(sums)) for sums in table.T.tolist()) == [1, 2, 2, 8], "of each way in which arrays are cut, how many pieces"
+
+
+def one_bit(shard):
+    bits = shard.reshape(-1).view(np.uint32).copy()
+    bits[0] ^= 1
+    return bits.view(shard.dtype).reshape(shard.shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "change", "told"),
+    [
+        ("whole", 5, one_bit, "whole: devices 5 of the mesh (process 0)"),
+        ("cut", 3, lambda shard: shard[::-1], "cut: devices 3 of the mesh"),
+        ("half", 0, lambda shard: shard + np.asarray(1, shard.dtype), "half: devices 0 of the mesh"),
+        ("tiny", 7, lambda shard: shard + np.int8(1), "tiny: devices 7 of the mesh"),
+        ("yes", 2, np.logical_not, "yes: devices 2 of the mesh"),
+        ("number", 6, lambda shard: shard + np.int32(2**31 - 1), "number: devices 6 of the mesh"),
+        ("nan", 1, lambda shard: np.abs(shard), "nan: devices 1 of the mesh"),
+        ("large", 4, one_bit, "large: devices 4 of the mesh"),
+        ("as large", 2, lambda shard: np.roll(shard + np.arange(SMALL + 2, dtype="float32"), 1), "as large: devices 2 of the mesh"),
+    ],
+)
+def test_one_that_differs_is_named(mesh, name, place, change, told):
+    given = state(mesh)
+    given[name] = changed(given[name], place, change)
+    with pytest.raises(ClusterError) as caught:
+        check_replicas(given, "after step 7")
+    assert "after step 7, copies of 1 of 11 arrays differ from most others:\n    " + told in str(caught.value)
+
+
+def flipped(*places):
+    signs = np.ones(300, "float32")
+    signs[list(places)] = -1
+    return signs
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ("random", lambda shard: 2 * shard),
+        ("random", lambda shard: -shard),
+        ("random", lambda shard: shard * np.where(np.arange(64) == 3, -1, 1).astype("float32")),
+        (np.ones(64, "float32"), np.zeros_like),
+        (np.zeros((256, 256), "float32"), lambda shard: shard + np.float32(0.1)),
+        (np.ones(300, "float32"), lambda shard: shard * flipped(7, 11)),
+        (np.arange(4096, dtype="int32"), lambda shard: np.roll(shard, 1)),
+    ],
+    ids=["doubled", "negated", "a column negated", "zeros", "shifted", "two signs", "turned round"],
+)
+def test_differences_with_a_pattern_are_found_and_nothing_else_is_accused(mesh, value, change):
+    """A sum of words times odd numbers would miss them all but the last: what they add is a multiple of 2^32."""
+    random = np.random.default_rng(1).normal(size=(64, 64)).astype("float32")
+    given = {"before": put(mesh, np.float32(1)), "it": put(mesh, random if isinstance(value, str) else value), "like it": put(mesh, random)}
+    given["it"] = changed(given["it"], 3, change)
+    with pytest.raises(ClusterError, match=r"now, copies of 1 of 3 arrays differ from most others:\n    it: devices 3 of the mesh"):
+        check_replicas(given, "now")
+
+
+def test_what_two_arrays_of_unlike_size_have_more_and_less_does_not_cancel(mesh):
+    given = {"one": put(mesh, np.zeros(SMALL + 1, "int32")), "two": put(mesh, np.zeros(SMALL + 2, "int32"))}
+    given = {name: changed(leaf, 2, lambda shard, by=by: shard + by) for (name, leaf), by in zip(given.items(), (1, -1), strict=True)}
+    with pytest.raises(ClusterError, match="copies of 2 of 2 arrays"):
+        check_replicas(given, "now")
+
+
+def test_all_that_differ_are_named(mesh):
+    given = state(mesh)
+    given |= {name: changed(given[name], place, one_bit) for name, place in (("whole", 5), ("large", 5), ("cut", 3))}
+    with pytest.raises(ClusterError) as caught:
+        check_replicas(given, "now")
+    lines = [f"    {name}: devices {place} of the mesh (process 0)" for name, place in (("whole", 5), ("cut", 3), ("large", 5))]
+    assert sorted(lines) == sorted(str(caught.value).splitlines()[1:-1])
+
+
+def test_pieces_of_which_there_is_one_cannot_differ(mesh, weighed):
+    given = state(mesh)["all"]
+    for leaf in (given, changed(given, 3, one_bit)):
+        check_replicas({"all": leaf}, "now")
+    before, after = weighed
+    assert np.flatnonzero((before != after).any(axis=1)).tolist() == [3], "it was seen"

@@ -1,0 +1,63 @@
+"""The secret of a user: who may read it, and what is made from it."""
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from spmd.distributed.detect_cluster import World
+from spmd.distributed.secret import FILE, user_secret, with_token
+from spmd.errors import ClusterError
+
+SLURM = World(0, 4, "node1:61445", "SLURM job 23", 0, 2, token="23.0")
+
+
+def test_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: user_secret(tmp_path), range(8)))
+    assert len(found) == 1 and len(found.pop()) == 32
+    about = (tmp_path / FILE).stat()
+    assert about.st_mode & 0o777 == 0o600 and about.st_uid == os.geteuid() and os.listdir(tmp_path / ".spmd") == ["secret"]
+
+
+def test_secret_that_others_can_read_is_refused(tmp_path):
+    user_secret(tmp_path)
+    path = tmp_path / FILE
+    path.chmod(0o644)
+    with pytest.raises(ClusterError, match=rf"{re.escape(str(path))} is not this user's alone"):
+        user_secret(tmp_path)
+    path.chmod(0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(ClusterError, match="has 5 bytes, and not 32"):
+        user_secret(tmp_path)
+    path.unlink()
+    (tmp_path / "elsewhere").write_bytes(b"x" * 32)
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ClusterError, match="cannot be read"):
+        user_secret(tmp_path)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ClusterError, match="is not this user's alone"):
+        user_secret(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [SLURM, World(0, 2, "10.0.0.1:4000", "WORLD_SIZE and RANK", 0, 2), World(0, 2, "localhost:4000", "JAX's variables")],
+    ids=["SLURM", "one host", "loopback"],
+)
+def test_token_is_the_same_for_one_user_and_no_number_of_a_job(tmp_path, world):
+    said, homes = [], [tmp_path / "me", tmp_path / "other"]
+    for home in homes:
+        home.mkdir()
+    mine, again, other = (with_token(world, said.append, home) for home in (homes[0], *homes))
+    assert mine == again and mine.token != other.token and re.fullmatch(r"[0-9a-f]{64}", mine.token) and said == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_job_that_nobody_protects_says_so_once(tmp_path, rank):
+    said, world = [], World(rank, 2, "10.0.0.1:4000", "JAX's variables")
+    assert with_token(world, said.append, tmp_path) == world and len(said) == (rank == 0)
+    assert not said or "SPMD_TOKEN, a random text in all processes, prevents it" in said[0]
+    assert with_token(SLURM, said.append, tmp_path / "no home") == SLURM and "can end this job at its start" in said[-1]

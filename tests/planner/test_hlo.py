@@ -1,0 +1,130 @@
+"""Reading XLA's text: the four ways of writing who takes part, loops, and starts and ends."""
+
+import numpy as np
+import pytest
+
+from spmd.mesh import MeshSpec
+from spmd.planner.hlo import arrays_of, groups, parse, payload
+from spmd.planner.target import Cluster
+from spmd.planner.timeline import asynchronous, timeline_of, travel_time
+from spmd.planner.traffic import traffic_of
+
+CLUSTER = Cluster.parse("2x4xh100")
+MESH = MeshSpec.parse("data=4,model=2")
+
+
+def line(rest, op="all-reduce", kind="f32[4,2]{1,0}"):
+    text = "HloModule m, num_partitions=8\n\nENTRY %main (a: f32[4,2]) -> f32[4,2] {\n  %a = f32[4,2]{1,0} parameter(0)\n"
+    module = parse(f"{text}  ROOT %r = {kind} {op}(%a), {rest}\n}}\n")
+    return module, module.computations["main"][-1]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "wanted"),
+    [
+        ("replica_groups={{0,2,4,6},{1,3,5,7}}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("replica_groups=[4,2]<=[8]", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("replica_groups=[2,4]<=[4,2]T(1,0)", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("replica_groups=[4,2]<=[2,2,2]T(1,2,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("replica_groups=mesh['a'=4,'b'=2] {'b'}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a','b'}", [list(range(8))]),
+        ("replica_groups=mesh['a'=8] {'a':(1)2}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("replica_groups={}", [list(range(8))]),
+    ],
+)
+def test_groups_in_every_spelling(spelling, wanted):
+    _, one = line(f"{spelling}, to_apply=%add")
+    assert sorted(groups(one, 8)) == sorted(wanted)
+
+
+def test_pairs_of_a_permutation():
+    module, one = line("source_target_pairs={{0,2},{2,4},{4,6},{1,3},{3,5},{5,7}}", "collective-permute")
+    assert groups(one, 8)[:3] == [[0, 2], [2, 4], [4, 6]]
+    (found,) = traffic_of(module, MESH, CLUSTER, ("data",)).transfers
+    assert (found.kind, found.axes, found.sent, found.levels) == ("collective_permute", ("data",), 32, (0.0, 32.0)), (
+        "2 to 4 leaves the node"
+    )
+
+
+def test_types():
+    assert [str(a) for a in arrays_of("(f32[2,3]{1,0:T(8,128)}, (bf16[], s8[7]{0}), /*index=3*/u16[0]{0}, f8e4m3fn[4]{0})")] == [
+        "float32[2, 3]", "bfloat16[]", "int8[7]", "uint16[0]", "float8e4m3fn[4]",
+    ]  # fmt: skip
+    assert [a.bytes for a in arrays_of("(f32[2,3], bf16[5], s4[3], pred[2])")] == [24, 10, 2, 2]
+
+
+LOOP = r"""HloModule m, is_scheduled=true, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %s = f32[] add(%x, %y), metadata={op_name="push/exact/0/psum"}
+}
+
+%body (p: (s32[], f32[1024])) -> (s32[], f32[1024]) {
+  %p = (s32[], f32[1024]{0}) parameter(0)
+  %v = f32[1024]{0} get-tuple-element(%p), index=1
+  %start = (f32[1024]{0}, f32[4096]{0}) all-gather-start(%v), replica_groups=[2,4]<=[4,2]T(1,0), metadata={op_name="jit(f)/pull/all_gather"}
+  %sq = f32[1024]{0} multiply(%v, %v)
+  %done = f32[4096]{0} all-gather-done(%start)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %t = (s32[], f32[1024]{0}) tuple(%i, %sq)
+}
+
+%condition (p: (s32[], f32[1024])) -> pred[] {
+  %p = (s32[], f32[1024]{0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[1024], w: bf16[512,256], x: bf16[1024,512]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %w = bf16[512,256]{1,0} parameter(1)
+  %x = bf16[1024,512]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[1024]{0}) tuple(%zero, %a)
+  %loop = (s32[], f32[1024]{0}) while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %b = f32[1024]{0} get-tuple-element(%loop), index=1
+  %y = bf16[1024,256]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %r = f32[1024]{0} all-reduce(%b), replica_groups=[4,2]<=[8], to_apply=%add
+}
+"""
+
+
+def test_loops_are_multiplied_and_scopes_found():
+    traffic = traffic_of(parse(LOOP), MESH, CLUSTER, ("data",))
+    gather, reduce = traffic.transfers
+    assert (gather.times, gather.axes, gather.group, gather.purpose, gather.asynchronous) == (5, ("data",), 4, "parameters", True)
+    assert [str(a) for a in payload(parse(LOOP).computations["body"][2])] == ["float32[4096]"]
+    assert gather.sent == 3 * 4096 and traffic.bytes("parameters") == 5 * 3 * 4096
+    assert (reduce.purpose, reduce.axes, reduce.asynchronous) == ("gradients", ("model",), False), "its scope is that of what it reduces by"
+    assert list(asynchronous(parse(LOOP))) == [("start", 1)]
+
+
+def test_levels_add_up_to_a_ring():
+    """`data` has 4 devices, two on each node; what goes on inside and between nodes is together what a ring sends."""
+    for one in traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers:
+        assert sum(one.levels) == one.sent
+    gather, reduce = traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers
+    assert (gather.per_node, gather.levels) == (2, (2 * 4096.0, 4096.0))
+    assert reduce.levels[1] == 0, "neighbours on `model` share a node"
+
+
+def test_the_times_are_those_of_the_figures():
+    """Every term of a step, from the target's own figures."""
+    module, target = parse(LOOP), CLUSTER.target
+    times, launch = timeline_of(module, MESH, CLUSTER, ("data",)), target.achieved.launch
+    gather, reduce = traffic_of(module, MESH, CLUSTER, ("data",)).transfers
+    memory = target.memory_bandwidth * target.achieved.memory
+    flops = 2 * 1024 * 512 * 256
+    square = 3 * 4096 / memory  # read twice, as two operands, and written
+    dot = max(flops / (989e12 * target.achieved.matmul), 2 * (1024 * 512 + 512 * 256 + 1024 * 256) / memory)
+    waits = 5 * (travel_time(gather, CLUSTER) - square - launch) + travel_time(reduce, CLUSTER)
+    np.testing.assert_allclose(times.exposed, waits, rtol=1e-12)
+    np.testing.assert_allclose(times.seconds, 5 * (square + launch) + dot + launch + waits, rtol=1e-12)
+    np.testing.assert_allclose(times.hidden, 5 * (square + launch), rtol=1e-12)
+    assert (times.flops, times.peak) == (flops, 989e12)
+    inside, between = gather.levels
+    wanted = inside / (450e9 * 0.75) + between / (50e9 * 0.75) + target.inside.latency + target.between.latency + launch
+    np.testing.assert_allclose(travel_time(gather, CLUSTER), wanted, rtol=1e-12)

@@ -1,0 +1,61 @@
+"""`fit` does not start what has no room. CPUs do not say what they have, so here the tests say it for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+from spmd.errors import RoomError
+from spmd.planner.memory_check import limit_of
+
+pytestmark = pytest.mark.optimized
+
+MODEL = spmd.FunctionalModel(
+    lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 8))}, lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]
+)
+DATA = {"x": np.ones((64, 64), np.float32), "y": np.ones((64, 8), np.float32)}
+
+
+def fit(**options):
+    options = {"optimizer": optax.sgd(0.1), "batch_size": 32, "steps": 2, "mesh": "data=8"} | options
+    return spmd.fit(MODEL, DATA, loss=spmd.losses.mean_squared_error, **options)
+
+
+def has(monkeypatch, limit):
+    monkeypatch.setattr("spmd.planner.memory_check.limit_of", lambda mesh: limit)
+
+
+def test_a_cpu_says_nothing():
+    assert limit_of(spmd.make_mesh("data=8")) is None
+
+
+def test_what_has_no_room_is_not_started(monkeypatch):
+    has(monkeypatch, 100_000)
+    monkeypatch.setattr(spmd.Trainer, "init", lambda self: pytest.fail("something was allocated"))
+    with pytest.raises(RoomError) as caught:
+        fit()
+    first, second, *_, cure = str(caught.value).splitlines()
+    assert first.startswith("a step needs ") and first.endswith(" of temporaries.") and " of 97.7 KiB on each cpu (" in first
+    assert second.endswith(" too much on each of 8 devices.") and cure.startswith("    cure: `spmd plan` tells")
+
+
+def test_unless_told_otherwise(monkeypatch):
+    has(monkeypatch, 100_000)
+    assert int(fit(check_memory=False).state.step) == 2
+
+
+def test_what_has_room_is_told_and_compiled_once(monkeypatch, capsys):
+    has(monkeypatch, 10_000_000)
+    result = fit(progress=True)
+    assert "a step needs " in capsys.readouterr().err
+    assert result.trainer.prepare(None)[0].compilations() == 1
+
+
+def test_what_is_needed_is_what_a_plan_says(monkeypatch):
+    has(monkeypatch, 1)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((32, *x.shape[1:]), x.dtype), DATA)
+    plan = spmd.plan(MODEL, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="8xcpu", mesh="data=8")
+    with pytest.raises(RoomError, match=f"^a step needs {plan.memory.peak / 1024:.1f} KiB"):
+        fit()

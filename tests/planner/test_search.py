@@ -1,0 +1,371 @@
+"""Searches and cures: what they choose from, that nothing is lost by what they leave out, and the reasons they give."""
+
+import dataclasses
+import itertools
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from tests.preflight.test_plans import SMALL
+
+import spmd
+from spmd.errors import SpmdError
+from spmd.launch.cli import main
+from spmd.layout.schema import Remat
+from spmd.layout.toml_reader import shipped
+from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.planner.candidates import Space, changes, chosen_layouts, microbatches, remats
+from spmd.planner.layout_search import Walk
+from spmd.planner.lower_bounds import floor_of
+from spmd.planner.planning import planned
+from spmd.planner.target import Cluster
+from spmd.planner.timeline import Timeline
+from spmd.train.model_setup import Options, Placed
+from tests.train.plain import MODELS, batches
+
+pytestmark = pytest.mark.system
+
+WIDE, ROWS = 128, 256
+MODEL = spmd.FunctionalModel(
+    lambda key: {"up": jnp.zeros((64, WIDE)), "middle": jnp.zeros((WIDE, WIDE)), "down": jnp.zeros((WIDE, 8))},
+    lambda params, x: jnp.tanh(jnp.tanh(x @ params["up"]) @ params["middle"]) @ params["down"],
+)
+BATCH = {"x": jax.ShapeDtypeStruct((ROWS, 64), "float32"), "y": jax.ShapeDtypeStruct((ROWS, 8), "float32")}
+TRAINS = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1)}
+TENSOR = spmd.Layout(
+    mesh=(("data", -1), ("model", 2)),
+    params=(spmd.Rule("up", (None, "model")), spmd.Rule("middle", ("model",)), spmd.Rule("down", ())),
+    gradients=spmd.Gradients("all_reduce"),
+    name="tensor",
+)
+PARAMETERS = 4 * (64 * WIDE + WIDE * WIDE + WIDE * 8)  # bytes
+KIB = 1024
+
+
+@pytest.fixture
+def device(tmp_path):
+    """A target's file with so much memory."""
+
+    def make(memory):
+        path = tmp_path / f"small{memory}.toml"
+        path.write_text(SMALL.replace("memory = 60_000", f"memory = {memory}"))
+        return path
+
+    return make
+
+
+def placed(mesh, layout, **options):
+    spec = MeshSpec.parse(mesh)
+    found = Placed(
+        MODEL, TRAINS["loss"], {}, TRAINS["optimizer"], abstract_mesh(spec), spmd.Layout.load(layout), Options(**options), platform="cpu"
+    )
+    found.learn(BATCH)
+    return found
+
+
+LESS = (Remat("dots"), Remat("nothing"))
+
+
+def space(*layouts, devices=4, rows=ROWS, kept=LESS):
+    return Space(tuple(map(spmd.Layout.load, layouts)), kept, devices, rows)
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "wanted"),
+    [
+        ("data_parallel", 6, ["data=6"]),
+        ("fsdp_tensor_parallel", 8, ["data=4,model=2", "data=2,model=4", "data=1,model=8"]),
+        ("fsdp_tensor_parallel", 6, ["data=3,model=2", "data=2,model=3", "data=1,model=6"]),
+        ("fsdp_tensor_parallel", 1, []),
+        ("pipeline", 8, ["data=2,stage=4", "data=1,stage=8", "data=4,stage=2"]),
+        ("fsdp_pipeline_tensor", 8, ["data=2,stage=2,model=2", "data=1,stage=2,model=4", "data=1,stage=4,model=2"]),
+        (spmd.Layout(params=(spmd.Rule("up", ("model",)),)), 4, ["data=2,model=2", "data=1,model=4"]),
+    ],
+)
+def test_meshes_use_all_devices_and_each_cut_axis_has_two(layout, devices, wanted):
+    """Those nearest to what the layout declares come first; a layout that declares none is cut along the axes that it speaks of."""
+    assert [str(mesh).replace(" ", "") for mesh in space(layout, devices=devices).meshes(0)] == wanted
+
+
+def test_candidates_are_all_that_can_be_said():
+    """2 ways to reduce, 3 that keep less and less, and 1, 2, 4 … 64 microbatches of 256 rows on 4 workers; in a pipeline its own too."""
+    found = list(space("data_parallel").all())
+    assert len(found) == len(set(found)) == 2 * 3 * 7
+    assert {(one.layout.gradients.reduction, one.layout.remat.saves, one.accumulate) for one in found} == set(
+        itertools.product(("all_reduce", "compiler"), ("everything", "dots", "nothing"), (2**power for power in range(7)))
+    )
+    piped = list(space("pipeline", rows=64, kept=()).groups(0))
+    assert {one.layout.pipeline.microbatches for one in piped if one.mesh == MeshSpec.parse("data=1,stage=4")} == {None, 4, 8, 32}
+    own = dataclasses.replace(spmd.Layout.load("fsdp"), remat=Remat("dots"))
+    assert {one.layout.remat.saves for one in space(own).all()} == {"dots", "nothing"}, "never less than the layout asks for"
+
+
+def test_what_may_be_recomputed_is_what_repeats():
+    def of(model, batch):
+        found = Placed(
+            model, spmd.losses.cross_entropy, {}, optax.sgd(0.1), abstract_mesh(MeshSpec.parse("data=1")), spmd.Layout(), Options()
+        )
+        found.learn(batch)
+        return [(remat.save, remat.modules) for remat in remats(found)]
+
+    layers = lambda: nnx.Dict(stack=spmd.nn.LayerStack([nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(2)]))
+    assert of(layers, {}) == [("dots", ("stack/layers",)), ("nothing", ("stack/layers",))]
+    blocks = lambda: nnx.Dict(blocks=nnx.List([nnx.Dict(up=nnx.Linear(4, 4, rngs=nnx.Rngs(seed))) for seed in range(2)]))
+    assert of(blocks, {})[0] == ("dots", ("blocks/*",))
+    assert of(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {})[0] == ("dots", ()), "nothing repeats: the whole forward pass"
+
+
+def test_layouts_that_change_the_updates_are_left_out_with_the_reason():
+    layouts, out = chosen_layouts("exact")
+    assert {layout.name for layout in layouts} | set(out) == set(shipped()) == {layout.name for layout in chosen_layouts("all")[0]}
+    assert out == {
+        "backup_workers": "1 of the workers' gradients are dropped in every step",
+        "data_parallel_bf16": "what travels is rounded (bfloat16)",
+        "diloco": "what travels is rounded (bfloat16) and workers do not wait for each other (mode local)",
+        "fsdp_bf16": "what travels is rounded (bfloat16)",
+        "hierarchical_int8": "what travels is rounded (int8)",
+        "parameter_server_async": "what travels is rounded (bfloat16) and workers do not wait for each other (mode asynchronous)",
+        "power_sgd": "what travels is rounded (power_sgd)",
+    }
+    alone = spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(mode="asynchronous"))
+    assert changes(alone) == "workers do not wait for each other (mode asynchronous)"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "state", "sent"),
+    [
+        ("data=4", "data_parallel", 3 * PARAMETERS, 2 * 3 / 4 * PARAMETERS),
+        ("data=4", "zero1", PARAMETERS + 2 * PARAMETERS // 4, 3 / 4 * PARAMETERS),
+        ("data=4", "fsdp", 3 * PARAMETERS // 4, 3 / 4 * PARAMETERS),
+        ("data=1,model=4", TENSOR, 3 * (PARAMETERS // 4 + 4 * WIDE * 8 * 3 // 4), 0.0),
+    ],
+)
+def test_floors_by_hand(device, mesh, layout, state, sent):
+    """Three copies of what a device has of the parameters; all gradients once over links of 1e8 bytes per second, two nodes of two."""
+    cluster = Cluster.parse(f"1x4x{device(10**9)}")
+    alone = Timeline(4.0, products=4.0, memory=0.0, launches=0.0, exposed=0.0, hidden=0.0, flops=4e9, peak=1e9, spans=())
+    floor = floor_of(placed(mesh, layout), cluster, alone, {"up", "middle", "down"})
+    assert floor.state == state + 16, "and Adam's count, the step and the key"
+    assert (floor.seconds, floor.why) == (1.0, "matrix products, shared evenly")
+    quick = floor_of(placed(mesh, layout), cluster, dataclasses.replace(alone, products=0.0), {"up", "middle", "down"})
+    latencies = {"data_parallel": 4, "zero1": 2, "fsdp": 2}.get(layout if isinstance(layout, str) else "", 0)
+    links = sent / 1e8 + latencies * 1e-6 + 1e-9 if sent else 0.0
+    assert quick.seconds == pytest.approx(max(links, 2 * (state + 4) / 1e9), rel=1e-12)
+
+
+def walk(target, *layouts, batch=BATCH):
+    cluster = Cluster.parse(target)
+    alone = planned(placed("data=1", spmd.Layout()), batch, Cluster(1, 1, cluster.target))
+    chosen = space(*layouts, devices=cluster.count, rows=batch["x"].shape[0], kept=remats(alone.program.placed))
+    return Walk(alone, cluster, chosen, 600.0, lambda line: None)
+
+
+@pytest.mark.slow
+def test_what_is_not_compiled_is_not_missed(device):
+    """Every candidate compiled: whatever a device has, the fastest that fits is found with fewer, and no floor is above its plan."""
+    batch = {name: jax.ShapeDtypeStruct((32, *leaf.shape[1:]), leaf.dtype) for name, leaf in BATCH.items()}
+    layouts = ("data_parallel", "fsdp", TENSOR)
+    whole = walk(f"4x{device(10**9)}", *layouts, batch=batch)
+    everything = {one: planned(whole._placed(one), batch, whole.cluster) for one in whole.space.all()}
+    for one, plan in everything.items():
+        floor = whole._floor(one)
+        assert floor.seconds <= plan.timeline.seconds and floor.state <= plan.memory.peak, one
+    peaks = sorted({plan.memory.peak for plan in everything.values()})
+    assert len(everything) >= 90 and len(peaks) >= 9
+    for memory in (peaks[-1], peaks[len(peaks) // 2], peaks[2], peaks[0]):
+        best = min(plan.timeline.seconds for plan in everything.values() if plan.memory.peak <= memory)
+        found = spmd.search(MODEL, batch, target=f"4x{device(memory)}", candidates=layouts, compiles=None, **TRAINS)
+        assert found.complete and found.best.timeline.seconds == pytest.approx(best, rel=1e-12), "the same terms, in another order"
+        assert set(everything) == {one for one, _ in found.plans} | set(found.rejected)
+        compiled = len(found.plans) + sum("compiled, and" in why for why in found.rejected.values())
+        print(f"{memory} bytes: {compiled} of {len(everything)} compiled")
+        assert compiled < len(everything)
+    assert peaks[0] < peaks[-1] and found.best.memory.peak == peaks[0]
+
+
+THREE = {
+    "gpt": (MODELS["gpt"], batches("gpt")[0], spmd.losses.cross_entropy),
+    "cnn": (MODELS["cnn"], batches("cnn")[0], spmd.losses.cross_entropy),
+    "mlp": (MODEL, BATCH, spmd.losses.mean_squared_error),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["8xcpu", "2x4xl4", "4xh100"])
+@pytest.mark.parametrize("name", THREE)
+def test_the_winner_is_at_least_as_fast_as_every_shipped_layout(name, target):
+    model, batch, loss = THREE[name]
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    options = {"loss": loss, "optimizer": optax.adamw(1e-3), "target": target}
+    found = spmd.search(model, batch, candidates="all", **options)
+    planned_too = 0
+    for layout in shipped():
+        try:
+            plan = spmd.plan(model, batch, layout=layout, **options)
+        except SpmdError:
+            continue  # it does not fit the model
+        planned_too += 1
+        assert found.best.timeline.seconds <= plan.timeline.seconds, layout
+    assert planned_too >= 8
+
+
+def test_a_search_as_a_user_sees_it(device, tmp_path, monkeypatch):
+    """Names, reasons, a layout that can be committed; the same again gives the same, from the cache."""
+    target = f"2x{device(600 * KIB)}"
+    options = {"target": target, "candidates": ["data_parallel", "fsdp", "pipeline"], "compiles": 3, **TRAINS}
+    said = []
+    found = spmd.search(MODEL, BATCH, say=said.append, **options)
+    assert said[0] == f"compiling for one device, of 1x2x{Path(target).stem}" and len(said) == 6, "and two that are refused"
+    assert found.best.fits and found.best.timeline.seconds == min(plan.timeline.seconds for _, plan in found.plans)
+    assert len(found.plans) + len(found.rejected) == len(list(space("data_parallel", "fsdp", "pipeline", devices=2).all()))
+    assert str(found) == str(spmd.search(MODEL, BATCH, **options))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(found).splitlines())) <= 80
+    monkeypatch.delenv("COLUMNS")
+    path = found.save(tmp_path / "deep" / "mine.toml")
+    assert spmd.Layout.load(path) == found.layout and dict(found.layout.mesh) == {"data": 2}
+    first, second = path.read_text(encoding="utf-8").splitlines()[:2]
+    assert (
+        first.startswith(f"# Found by spmd.search for 1x2x{Path(target).stem}: ")
+        and second == "# fit(..., layout=<this file>, batch_size=256)"
+    )
+    with pytest.raises(SpmdError, match=r"cure: one that ends in \.toml"):
+        found.save(tmp_path / "mine.txt")
+    again = spmd.plan(MODEL, BATCH, layout=path, target=target, **TRAINS)
+    assert again.timeline.seconds == found.best.timeline.seconds and again.memory == found.best.memory
+    pipeline = {why for one, why in found.rejected.items() if one.layout.name == "pipeline"}
+    assert len(pipeline) == 1 and "calls none" in pipeline.pop()
+    shown = dataclasses.replace(found, left_out={"<b>odd</b>": "why"})._repr_html_()
+    assert shown.count("<tr>") == 1 + len(found.plans) and "&lt;b&gt;odd&lt;/b&gt;: why" in shown and "<b>odd" not in shown
+    assert repr(found.best).startswith(f"Plan of {found.best.layout.name} on mesh data=2 of 1x2x") and "\n" not in repr(found.best)
+
+
+def test_nothing_fits_and_the_smallest_mesh_that_would_hold_it(device):
+    """Under fsdp a device of two needs 511 KiB and one of four 322; with one more doubling nothing would change, so that is not tried."""
+    target = f"2x{device(340 * KIB)}"
+    found = spmd.search(MODEL, BATCH, target=target, candidates=["fsdp"], compiles=1, **TRAINS)
+    assert found.best is None and not found.plans and found.would_hold.fits and found.would_hold.cluster.count == 4
+    assert f"Nothing that was compiled fits 1x2xsmall{340 * KIB}; fsdp on mesh data={found.would_hold.cluster.count}" in str(found)
+    assert "Nothing that was compiled fits" in found._repr_html_() and "<table" not in found._repr_html_()
+    with pytest.raises(SpmdError, match="nothing that was compiled fits") as caught:
+        found.layout  # noqa: B018
+    assert "would hold it" in str(caught.value)
+    nowhere = spmd.search(MODEL, BATCH, target=f"4x{device(120 * KIB)}", candidates=["data_parallel"], compiles=1, **TRAINS)
+    assert nowhere.would_hold is None and nowhere.complete
+    assert "Nothing fits" in str(nowhere) and "state alone is 300.0 KiB of 120.0 KiB" in str(nowhere)
+
+
+@pytest.mark.slow
+def test_half_of_the_smallest_mesh_holds_nothing_whatever_is_tried(device):
+    half = walk(f"2x{device(340 * KIB)}", "fsdp")
+    half.run(math.inf)
+    assert half.best is None and len(half.plans) > 1
+
+
+def test_cures_are_planned_in_their_order_and_end_with_one_that_fits(device):
+    plan = spmd.plan(MODEL, BATCH, target=f"2x{device(340 * KIB)}", **TRAINS)
+    assert not plan.fits and "plan.cures()" in str(plan)
+    cures = plan.cures()
+    changes_ = [cure.change for cure in cures]
+    assert changes_[:2] == ['[remat] save = "dots"', '[remat] save = "nothing"']
+    order = ("[remat]", "accumulate", "[optimizer]", "[default]", "target")
+    ranks = [next(rank for rank, start in enumerate(order) if change.startswith(start)) for change in changes_]
+    assert ranks == sorted(ranks) and cures[-1].fits and not any(cure.fits for cure in cures[:-1])
+    last = cures[-1].plan
+    options = last.program.placed.options
+    same = spmd.plan(MODEL, BATCH, target=last.cluster, mesh=last.mesh, layout=last.layout, accumulate=options.accumulate, **TRAINS)
+    assert same.memory == last.memory and str(cures[-1]).startswith(f"{cures[-1].change}: fits, ")
+    assert same.cures() == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compiles": 0}, "compiles=0.\n    cure: a whole number from 1, or None for all."),
+        ({"candidates": "best"}, "candidates='best' is a str."),
+        ({"candidates": []}, "candidates=[] is empty."),
+        ({"candidates": ["fsdpp"]}, 'did you mean "fsdp"?'),
+        ({"target": "4xh10"}, 'did you mean "h100"?'),
+        ({"precision": "bf16"}, "precision"),
+        ({"metrics": 3}, "metrics=3 is not a dict."),
+        ({"timeout": 0}, "timeout=0.\n    cure: seconds, more than none."),
+        ({"timeout": "a"}, "timeout='a'."),
+        ({"batch": {"x": jnp.zeros(())}}, "the batch"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_compiled(options, message):
+    options = {"batch": BATCH, "target": "2xcpu"} | options
+    with pytest.raises(SpmdError) as caught:
+        spmd.search(MODEL, options.pop("batch"), say=lambda line: pytest.fail(line), **TRAINS, **options)
+    assert message in str(caught.value)
+
+
+def test_a_mesh_that_is_ruled_out_does_not_rule_out_the_others(device):
+    """On data=4, model=2 the state alone is too large; on data=1, model=8 it fits, and is found."""
+    more = {"target": f"8x{device(80_000)}", "compiles": 4}
+    model = spmd.FunctionalModel(
+        lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 8))}, lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]
+    )
+    batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
+    layout = spmd.Layout(mesh=(("data", -1), ("model", 2)), params=(spmd.Rule("up", (None, "model")), spmd.Rule("down", ("model",))))
+    found = spmd.search(model, batch, candidates=layout, **more, **TRAINS)
+    assert found.best.fits and str(found.best.mesh) == "data=1, model=8"
+    assert any("state alone" in why for one, why in found.rejected.items() if one.mesh == MeshSpec.parse("data=4,model=2"))
+
+
+def test_what_is_frozen_is_in_no_floor(device):
+    """An optimizer that leaves a large table alone: nothing of it travels or is written, so no layout is ruled out by it."""
+    model = spmd.FunctionalModel(
+        lambda key: {"table": jnp.zeros((20_000, 64)), "head": jnp.zeros((64, 8))}, lambda params, x: params["table"][x] @ params["head"]
+    )
+    batch = {"x": jax.ShapeDtypeStruct((32,), "int32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
+    frozen = optax.multi_transform({"train": optax.adam(0.1), "keep": optax.set_to_zero()}, {"table": "keep", "head": "train"})
+    options = {"loss": spmd.losses.mean_squared_error, "optimizer": frozen, "target": f"4x{device(10**9)}"}
+    found = spmd.search(model, batch, candidates=["data_parallel", "fsdp"], compiles=2, **options)
+    assert found.layout.name == "data_parallel"
+    assert found.best.timeline.seconds == spmd.plan(model, batch, layout="data_parallel", **options).timeline.seconds
+
+
+def test_numbers_of_microbatches_cut_the_rows_evenly():
+    counts = lambda rows: [one.accumulate for one in space("data_parallel", devices=2, rows=rows, kept=()).all()][
+        : len(microbatches(rows, 2)) + 1
+    ]
+    assert counts(450) == [1, 3, 9, 25, 75, 225] and counts(32) == [1, 2, 4, 8, 16]
+
+
+def test_what_could_not_be_tried_is_not_said_not_to_fit(device):
+    """No mesh for the layout, no even batch, no time: none of these is a matter of memory."""
+    none = spmd.search(MODEL, BATCH, target=f"1x{device(10**9)}", candidates=["tensor_parallel"], **TRAINS)
+    assert "No candidate could be planned" in str(none) and "1 device makes no mesh" in none.left_out["tensor_parallel"]
+    three = {name: jax.ShapeDtypeStruct((3, *leaf.shape[1:]), leaf.dtype) for name, leaf in BATCH.items()}
+    odd = spmd.search(MODEL, three, target=f"4x{device(10**9)}", candidates=["data_parallel"], **TRAINS)
+    assert "No candidate could be planned" in str(odd) and "3 / 4 leaves 3" in str(odd) and odd.would_hold is None
+
+
+SCRIPT = """
+import jax.numpy as jnp, numpy as np, optax, spmd
+model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
+data = {"x": np.zeros((64, 64), np.float32), "y": np.zeros((64, 8), np.float32)}
+spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), batch_size=32, epochs=1, layout="zero1")
+"""
+
+
+def test_the_command(tmp_path, capsys, device):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    given = ["search", str(script), "--target", f"2x{device(10**6)}", "--candidates", "data_parallel,fsdp", "--compiles", "1"]
+    assert main([*given, "--save", str(tmp_path / "best.toml")]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^1 +data_parallel on data=2, reduction all_reduce +[\d.]+ us +1\.00", shown, re.MULTILINE)
+    assert spmd.Layout.load(tmp_path / "best.toml").name == "best"
+    assert main([*given, "--save", "best.html"]) == 2 and "cure: one that ends in .toml" in capsys.readouterr().err
+    assert main([*given[:4], "--candidates", "nothing_like_it"]) == 2
+    plan = ["plan", str(script), "--target", f"2x{device(13_000)}", "--layout", "data_parallel", "--cures"]
+    assert main(plan) == 0
+    shown = capsys.readouterr().out
+    assert "DOES NOT FIT" in shown and "CURES, each planned" in shown and shown.index("[remat]") < shown.index("[optimizer]")

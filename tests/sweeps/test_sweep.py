@@ -1,0 +1,250 @@
+"""Sweeps: a trial is what `fit` would have trained alone, whatever runs beside it."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from swept import ADAM, CLASSES, FEATURES, FEEDBACK, MODELS, RATES, close, labelled, options, sweep
+
+import spmd
+from spmd.errors import CheckpointError, OptionError
+from spmd.sweeps.scheduler import Contest
+
+
+def alone(kind, tried):
+    """The same trial by `fit`, on one device."""
+    values = dict(tried.values)
+    rate, seed = values.pop("learning_rate"), values.pop("seed", tried.trial.seed)
+    return spmd.fit(
+        lambda: MODELS[kind](seed=seed, **values),
+        labelled(),
+        optimizer=ADAM(rate),
+        mesh=spmd.make_mesh("data=1", devices=jax.devices()[:1]),
+        seed=seed,
+        **{name: value for name, value in options().items() if name != "eval_data"},
+    )
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_trial_is_what_fit_trains_alone(kind):
+    found = sweep(kind, space={**RATES, "seed": range(6)}, keep=6, mesh="net=8")
+    assert found.programs == 2 if kind == "statistics and dropout" else found.programs >= 1  # a short batch cannot be padded there
+    assert len({tried.values["learning_rate"] for tried in found.trials}) == 6
+    for tried in found.trials[::3] if kind == "plain" else found.trials[3:4]:
+        single = alone(kind, tried)
+        assert close(tried.result().state.params, single.state.params)
+        assert np.allclose(tried.history["loss"], single.history["loss"], rtol=1e-6)
+        assert single.evaluate(labelled(50, 1)) == pytest.approx(
+            {name.removeprefix("eval_"): value for name, value in tried.metrics.items()}, rel=1e-5
+        )
+    assert not close(found.trials[0].result().state.params, found.trials[1].result().state.params)
+
+
+def test_abreast_they_are_equal_up_to_rounding():
+    mesh = spmd.make_mesh("net=2", devices=jax.devices()[:2])
+    exact, abreast = (sweep(keep=6, mesh=mesh, epochs=1, exact=exact) for exact in (True, False))
+    mine, its = ([found.trials[number].result().state.params for number in (0, 5)] for found in (exact, abreast))
+    assert close(mine, its, 1e-4) and not close(mine[0], its[1], 1e-4)
+
+
+@pytest.mark.system
+def test_what_runs_beside_a_trial_does_not_matter():
+    whole, some = sweep(keep=6, mesh="net=8"), (0, 5)
+    wanted = {number: whole.trials[number].result().state.params for number in some}
+    assert not close(*wanted.values())
+    for other in (
+        sweep(keep=6, mesh="net=8", at_once=2),
+        sweep(keep=6, mesh="net=4,data=2"),
+        sweep(keep=6, mesh="net=8", steps_per_call=1),
+    ):
+        assert [tried.values for tried in other.trials] == [tried.values for tried in whole.trials]
+        for mine, its in zip(whole.trials, other.trials, strict=True):
+            assert mine.score == pytest.approx(its.score, rel=1e-6)
+        for number in some:
+            assert close(wanted[number], other.trials[number].result().state.params)
+
+
+def test_shapes_make_groups_and_floats_do_not():
+    found = sweep(space={**RATES, "width": [4, 8]}, trials=8, epochs=1)
+    assert {tried.values["width"] for tried in found.trials} == {4, 8} and found.programs == 2
+    best = found.best[0].result()
+    assert best.state.params["up"]["kernel"].shape == (FEATURES, found.best[0].values["width"])
+    assert best.predict(labelled()["x"]).shape == (80, CLASSES)
+
+
+def test_a_trial_that_diverges_is_told_and_changes_no_other():
+    rates = [1e-3, 1e38, 1e-2]
+    found = sweep(
+        space={"learning_rate": rates}, search="grid", trials=None, keep=3, optimizer=lambda learning_rate: optax.sgd(learning_rate)
+    )
+    fine = sweep(
+        space={"learning_rate": [1e-3, 1e-2, 1e-2]},
+        search="grid",
+        trials=None,
+        keep=3,
+        optimizer=lambda learning_rate: optax.sgd(learning_rate),
+    )
+    assert [tried.ended for tried in fine.trials] == ["done"] * 3
+    assert found.trials[1].ended.startswith("diverged at step ") and np.isnan(found.trials[1].score)
+    for number in (0, 2):
+        mine, its = found.trials[number], fine.trials[number]
+        assert mine.ended == "done" and close(mine.result().state.params, its.result().state.params, 0)
+    assert {tried.number for tried in found.best} == {0, 2}
+    with pytest.raises(OptionError, match="the arrays of trial 1 were not kept"):
+        found.trials[1].result()
+    assert [row["trial"] for row in found.rows()][-1] == 1
+
+
+@pytest.mark.system
+def test_halving_drops_the_worse_and_leaves_the_others_as_they_were():
+    halved = sweep(trials=9, search=spmd.Halving(factor=3), epochs=3, keep=2)
+    whole = sweep(trials=9, epochs=3, keep=9)
+    assert spmd.Halving(factor=3).plan(9, 9) == [(9, 1), (3, 3), (1, 9)]
+    assert sorted(len(tried.history) for tried in halved.trials) == [1] * 6 + [3] * 2 + [9]
+    (winner,) = halved.best
+    assert winner.ended == "done" and close(winner.result().state.params, whole.trials[winner.number].result().state.params)
+    for tried in halved.trials:
+        losses = whole.trials[tried.number].history["loss"]
+        assert np.allclose(tried.history["loss"], losses[: len(tried.history)], rtol=1e-6)
+    first = {tried.number: tried.history.evaluations[0]["eval_loss"] for tried in halved.trials}
+    kept = sorted(first, key=first.get)[:3]
+    assert {tried.number for tried in halved.trials if len(tried.history) > 1} == set(kept)
+
+
+# stopped and gone on with ---------------------------------------------------------------------------------------------------
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "search", [pytest.param("random", marks=pytest.mark.slow), spmd.Halving(factor=2, rungs=2)], ids=["random", "halving"]
+)
+def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatch):
+    more = {"search": search, "trials": 4, "at_once": 2, "keep": 1, "steps_per_call": 1}
+    whole = sweep(**more)
+    tell, calls = Contest._tell, []
+
+    def stop(self, *given):
+        calls.append(None)
+        if len(calls) % 6 == 0:
+            raise StoppedError
+        return tell(self, *given)
+
+    monkeypatch.setattr(Contest, "_tell", stop)
+    found = None
+    for _ in range(8):
+        try:
+            found = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=bool(calls))
+            break
+        except StoppedError:
+            pass
+    assert found is not None and len(calls) > 12
+    assert found.to_csv() == whole.to_csv()
+    for mine, its in zip(found.best, whole.best, strict=True):
+        assert mine.number == its.number and close(mine.result().state.params, its.result().state.params)
+    monkeypatch.undo()
+    again = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=True)
+    assert again.to_csv() == whole.to_csv() and close(again.best[0].result().state.params, whole.best[0].result().state.params)
+
+
+@pytest.mark.system
+def test_the_best_are_runs_that_can_be_gone_on_with(tmp_path):
+    found = sweep(keep=2, checkpoint=tmp_path)
+    tried = found.best[0]
+    folder = tmp_path / "best" / f"trial-{tried.number:04d}"
+    assert {path.name for path in (tmp_path / "best").iterdir()} == {f"trial-{one.number:04d}" for one in found.best}
+    assert close(tried.result().trainer.restore(folder).params, tried.result().state.params, 0)
+    rate = tried.values["learning_rate"]
+    shared = {name: value for name, value in options(epochs=3).items() if name != "eval_data"}
+    on = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=ADAM(rate), mesh="data=8", checkpoint=folder, resume=True, **shared)
+    whole = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=ADAM(rate), mesh="data=8", **shared)
+    assert int(on.state.step) == 9 and len(on.history) == 3 and close(on.state.params, whole.state.params)
+    with pytest.raises(CheckpointError, match="already holds a sweep"):
+        sweep(keep=2, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match=r"it was another(.|\n)*trials"):
+        sweep(keep=2, trials=7, checkpoint=tmp_path, resume=True)
+
+
+# the table ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_trial_the_best_first():
+    found = sweep(space={**RATES, "width": [4, 8]}, epochs=1)
+    rows = found.rows()
+    assert [row["eval_loss"] for row in rows] == sorted(row["eval_loss"] for row in rows) and len(rows) == 6
+    head, *lines = found.to_csv().splitlines()
+    assert head == "trial,learning_rate,width,eval_loss,eval_accuracy,steps,ended" and len(lines) == 6
+    assert len(str(found).splitlines()) == 7
+    assert found._repr_html_().count("<tr>") == 7
+    assert found.best[0].number == rows[0]["trial"]
+
+
+@pytest.mark.system
+def test_the_best_answer_together():
+    found = sweep(space={**RATES, "seed": range(9)}, keep=2, epochs=1)
+    together, test = found.ensemble(), labelled(50, 1)
+    assert together.names == tuple(f"trial {tried.number}" for tried in found.best) and len(found.ensemble(top=1)) == 1
+    both = np.stack([np.asarray(jax.nn.softmax(tried.result().predict(test["x"]))) for tried in found.best])
+    assert np.allclose(together.predict(test["x"]), both.mean(0), atol=1e-6)
+    for top in (0, 3):
+        with pytest.raises(OptionError, match=f"top={top}, and the arrays of 2 trials were kept"):
+            found.ensemble(top=top)
+
+
+def test_the_largest_may_be_the_best():
+    found = sweep(score="eval_accuracy", mode="max", epochs=1)
+    assert (
+        found.best[0].score == max(tried.score for tried in found.trials) == max(tried.metrics["eval_accuracy"] for tried in found.trials)
+    )
+
+
+def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
+    rename, calls = Path.rename, []
+
+    def stop(self, target):
+        if self.name.startswith(".trial-"):
+            calls.append(None)
+            if len(calls) == 2:
+                raise StoppedError
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(StoppedError):
+        sweep(keep=3, checkpoint=tmp_path, epochs=1)
+    assert len([place for place in (tmp_path / "best").iterdir() if not place.name.startswith(".")]) == 1
+    found = sweep(keep=3, checkpoint=tmp_path, epochs=1, resume=True)
+    whole = sweep(keep=3, epochs=1)
+    assert found.to_csv() == whole.to_csv()
+    for mine, its in zip(found.best, whole.best, strict=True):
+        assert close(mine.result().state.params, its.result().state.params)
+        folder = tmp_path / "best" / f"trial-{mine.number:04d}"
+        assert close(mine.result().trainer.restore(folder).params, its.result().state.params)
+
+
+def test_a_chunk_that_is_damaged_is_done_again(tmp_path, monkeypatch):
+    more = {"search": spmd.Halving(factor=2, rungs=2), "trials": 4, "checkpoint": tmp_path, "epochs": 2}
+    monkeypatch.setattr(Contest, "_found", lambda *given: (_ for _ in ()).throw(StoppedError))
+    with pytest.raises(StoppedError):
+        sweep(**more)
+    monkeypatch.undo()
+    for file in (tmp_path / "chunks").glob("*/checkpoints/*/state/d/*"):
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert sweep(**more, resume=True).to_csv() == sweep(**{**more, "checkpoint": None}).to_csv()
+
+
+def test_what_trials_are_judged_by_is_the_same_when_a_sweep_goes_on(tmp_path):
+    sweep(keep=1, checkpoint=tmp_path, epochs=1)
+    for more in ({"eval_data": labelled(50, 2)}, {"keep": 2}):
+        with pytest.raises(CheckpointError, match="it was another"):
+            sweep(**{"keep": 1, "checkpoint": tmp_path, "epochs": 1, "resume": True, **more})
+
+
+def test_a_layout_whose_codecs_have_no_memory_on_one_device_each(tmp_path):
+    found = sweep(layout=FEEDBACK, mesh="net=8", epochs=1, keep=1, checkpoint=tmp_path)
+    assert found.best[0].result().predict(labelled()["x"]).shape == (80, CLASSES)

@@ -1,0 +1,73 @@
+"""The clock of workers that train by themselves: they wait for each other where they meet, and nowhere else."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from spmd.layout.server import ParameterServer
+from spmd.layout.timing import Network
+from spmd.wire.param_server.clock import Times
+from spmd.wire.param_server.events import Events, rounds
+
+SENT = (1e6, 2e6)  # bytes; at 80Mb/s 0.1 and 0.2 seconds
+LINK = {"bandwidth": "80Mb/s", "latency": "50ms"}
+
+
+def simulate(number, workers=4, **words):
+    server = ParameterServer(**{"mode": "local", "every": 4, "compute_time": "exponential(1)"} | words)
+    times = Times(server.compute_time, workers, server.seed)
+    return list(itertools.islice(rounds(server, workers, times, Network.parse(server.network), SENT), number)), times
+
+
+def seconds(times, number, workers=4):
+    return np.array([[times.of(worker, step) for worker in range(workers)] for step in range(number)])
+
+
+def by_worker(found, name):
+    """[rounds, workers] of what a round says in order of arrival."""
+    return np.array([getattr(one, name)[np.argsort(one.worker)] for one in found])
+
+
+@pytest.mark.parametrize("words", [{"mode": "local"}, {"mode": "elastic"}], ids=lambda words: words["mode"])
+def test_they_wait_at_meetings_for_the_slowest_and_for_the_network(words):
+    found, times = simulate(8, network=LINK, **words)
+    took, now = seconds(times, 8), 0.0
+    for first in (0, 4):
+        part = now + np.cumsum(took[first : first + 4], axis=0)
+        assert np.array_equal(
+            by_worker(found, "done")[first : first + 4], np.add.accumulate(np.vstack([np.full(4, now), took[first : first + 4]]))[1:]
+        )
+        assert np.allclose(part, by_worker(found, "done")[first : first + 4], rtol=1e-14)  # another order of additions
+        now = by_worker(found, "done")[first + 3].max() + 4 * (0.1 + 0.2) + 2 * 0.05
+        assert found[first + 3].end == pytest.approx(now, rel=1e-14)
+        now = found[first + 3].end
+    assert (
+        [one.sends.tolist() for one in found]
+        == [one.receives.tolist() for one in found]
+        == [[False]] * 3 + [[True]] + [[False]] * 3 + [[True]]
+    )
+
+
+def test_every_fragment_has_its_turn():
+    found, _ = simulate(12, every=6, fragments=3, overlap=1)
+    sends, receives = (np.array([getattr(one, name) for one in found]) for name in ("sends", "receives"))
+    assert np.flatnonzero(sends.any(1)).tolist() == [1, 3, 5, 7, 9, 11] and (sends.sum(0) == 2).all() and sends.sum(1).max() == 1
+    assert np.array_equal(receives[1:], sends[:-1]) and not receives[0].any(), "one step later"
+
+
+def test_what_is_on_its_way_while_they_work_costs_nothing():
+    """Equal workers, steps of a second, a network that takes 1.2: with an overlap of two steps nobody waits, with one for 0.2."""
+    words = {"compute_time": "constant", "every": 4, "network": {"bandwidth": "80Mb/s"}}
+    ends = [simulate(10, overlap=overlap, **words)[0][-1].end for overlap in (0, 1, 2)]
+    assert ends == pytest.approx([10 + 2 * 1.2, 10 + 2 * 0.2, 10], rel=1e-14)
+
+
+def test_events_say_who_has_data_and_what_is_sent():
+    events = Events(ParameterServer(mode="local", every=4, fragments=2), workers=3)
+    assert events.masked and not events.dealt and events.counts == ("gradients_applied", "gradients_dropped", "updates")
+    told = [events.at(step, np.array([True, False, True])) for step in range(4)]
+    assert [one["sends"].tolist() for one in told] == [[False, False], [True, False], [False, False], [False, True]]
+    assert all(one["present"].tolist() == [True, False, True] for one in told)
+    assert [one["counted"].tolist() for one in told] == [[[2, 0, met], [1, 1, 1]] for met in (0, 1, 0, 1)]
+    assert events.apart(1) == ["send/1/", "receive/1/"] and len(events.apart(0)) == 4

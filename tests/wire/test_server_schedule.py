@@ -1,0 +1,690 @@
+"""The simulated clock: what is known in closed form, and every round replayed by what the words of a round mean."""
+
+import itertools
+import math
+import types
+
+import numpy as np
+import pytest
+
+from spmd.errors import OptionError
+from spmd.layout.server import MODES, ParameterServer
+from spmd.layout.timing import Network, scale_of
+from spmd.wire.param_server.clock import Times
+from spmd.wire.param_server.events import KEPT, Events, rounds
+
+TIMES = ("constant", "exponential(1)", "lognormal(1.0, 0.3)")
+SENT = (1e6, 1e6)  # bytes; at 80Mb/s 0.1 seconds each way
+
+LATE = {
+    "async": {"mode": "asynchronous"},
+    "async_equal": {"mode": "asynchronous", "compute_time": "constant"},
+    "async_unequal": {"mode": "asynchronous", "compute_time": (1.0, 1.5, 0.3, 7.0, 2.0, 1.0)},
+    "async_no_time": {"mode": "asynchronous", "compute_time": "constant(0)"},
+    "drop": {"mode": "asynchronous", "max_staleness": 3},
+    "drop_equal": {"mode": "asynchronous", "max_staleness": 3, "compute_time": "constant"},
+    "inverse": {"mode": "asynchronous", "staleness_scale": "inverse"},
+    "fetch_every": {"mode": "asynchronous", "fetch_every": 3},
+    "warm": {"mode": "asynchronous", "warmup_steps": 7},
+    "bounded_0": {"mode": "bounded", "bound": 0},
+    "bounded_2": {"mode": "bounded", "bound": 2, "staleness_scale": "power(0.5)"},
+    "bounded_equal": {"mode": "bounded", "bound": 1, "compute_time": "constant"},
+    "softsync_1": {"mode": "softsync", "splits": 1},
+    "softsync_3": {"mode": "softsync", "splits": 3, "staleness_scale": "inverse"},
+    "softsync_4": {"mode": "softsync", "splits": 4, "max_staleness": 4, "staleness_scale": "exp(0.3)"},  # 6 // 4: one by one
+    "softsync_2_equal": {"mode": "softsync", "splits": 2, "compute_time": "constant"},
+    "softsync_2_warm": {"mode": "softsync", "splits": 2, "warmup_steps": 5, "staleness_scale": "inverse"},
+    "network": {"mode": "asynchronous", "network": {"bandwidth": "80Mb/s", "latency": "20ms"}},
+    "network_equal": {"mode": "asynchronous", "compute_time": "constant", "network": {"bandwidth": "80Mb/s"}},
+    "network_bounded": {"mode": "bounded", "bound": 1, "network": {"bandwidth": "80Mb/s", "latency": "1s"}},
+    "network_softsync": {"mode": "softsync", "splits": 2, "network": {"latency": "300ms"}, "staleness_scale": "inverse"},
+}
+every_late = pytest.mark.parametrize("words", LATE.values(), ids=LATE.keys())
+
+
+def declare(**words):
+    return ParameterServer(**{"compute_time": "exponential(1)"} | words)
+
+
+def simulate(workers, number, **words):
+    """So many rounds of a run."""
+    server = declare(**words)
+    times = Times(server.compute_time, workers, server.seed)
+    return list(itertools.islice(rounds(server, workers, times, Network.parse(server.network), SENT), number))
+
+
+def arrivals(found):
+    """Every gradient that arrives, one after another over all rounds; `reads` are of row 1 on, which stand after arrivals."""
+    counts = [int(r.present.sum()) for r in found]
+    join = lambda name: np.concatenate([getattr(r, name)[:n] for r, n in zip(found, counts, strict=True)])
+    names = ("worker", "applied", "weight", "commit", "staleness", "began", "time")
+    reads = np.concatenate([r.reads[1 : n + 1] for r, n in zip(found, counts, strict=True)])
+    return types.SimpleNamespace(**{name: join(name) for name in names}, reads=reads, counts=counts)
+
+
+def updates(log):
+    """The gradients of every update that was made, as indices into the log."""
+    start, kept = 0, []
+    for at in np.flatnonzero(log.commit):
+        kept.append([k for k in range(start, at + 1) if log.applied[k]])
+        start = at + 1
+    return kept
+
+
+def lead_at_reads(log, workers):
+    """At every read: how many more gradients of the reader than of the slowest have arrived."""
+    pushed, leads = np.zeros(workers, int), []
+    for worker, reads in zip(log.worker, log.reads, strict=True):
+        pushed[worker] += 1
+        leads += [pushed[reader] - pushed.min() for reader in np.flatnonzero(reads)]
+    return leads
+
+
+def same(one, other):
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
+
+
+# every round, by what its words mean ---------------------------------------------------------------------------------
+
+
+@every_late
+def test_a_round_can_be_computed_at_once_and_a_replay_finds_its_staleness(words):
+    workers, found = 6, simulate(6, 400, **words)
+    version, read_version, reader = 0, np.zeros(workers, int), set()
+    for number, this in enumerate(found):
+        count = int(this.present.sum())
+        assert sorted(this.worker) == list(range(workers)) and count > 0
+        assert set(this.worker[:count]) == set(np.flatnonzero(this.present))
+        assert not this.applied[count:].any() and not this.commit[count:].any() and not this.reads[count + 1 :].any()
+        assert (this.staleness[count:] == -1).all() and not (this.commit & ~this.applied).any()
+        before = reader  # who read in the round before, after an arrival in it
+        if number:  # nobody is put off to a later round who could have been in the one before
+            assert this.worker[0] in before or found[number - 1].present[this.worker[0]]
+        read_version[this.reads[0]], reader = version, set(np.flatnonzero(this.reads[0]))
+        here = set()
+        for at, worker in enumerate(this.worker[:count]):
+            assert worker not in here  # its weights were read before the round began
+            assert this.staleness[at] == version - read_version[worker]
+            version += int(this.commit[at])
+            read_version[this.reads[at + 1]] = version
+            here |= set(np.flatnonzero(this.reads[at + 1]))
+        reader |= here
+    assert version > 100
+
+
+@every_late
+def test_every_gradient_takes_its_worker_s_next_time(words):
+    workers, found = 6, simulate(6, 400, **words)
+    server, log = declare(**words), arrivals(found)
+    times, number = Times(server.compute_time, workers, server.seed), np.zeros(workers, int)
+    link = Network.parse(server.network)
+    free = np.zeros(workers)  # when each worker has sent its last gradient
+    for worker, began, time in zip(log.worker, log.began, log.time, strict=True):
+        seconds = times.of(int(worker), int(number[worker]))
+        least = seconds + link.latency + SENT[0] / link.bandwidth
+        # sums in another order differ in the last bits; times here are below 1e4, so 1e-9 is a thousand times what that makes
+        assert began >= free[worker] - 1e-9 and time - began >= least - 1e-9
+        if not server.network:
+            assert time == began + seconds
+        number[worker] += 1
+        free[worker] = time
+    assert (np.diff(log.time) >= 0).all()
+    ends = np.cumsum(log.counts) - 1
+    assert [r.end for r in found] == log.time[ends].tolist()
+
+
+@every_late
+def test_who_is_not_computing_has_not_read_and_who_reads_computes(words):
+    """One gradient for every read, but for `fetch_every`, where so many are of one read."""
+    each, workers = words.get("fetch_every", 1), 6
+    log = arrivals(simulate(workers, 300, **words))
+    alone = words.get("warmup_steps", 0) > 0
+    left = np.array([each if worker == 0 or not alone else 0 for worker in range(workers)])
+    for worker, reads in zip(log.worker, log.reads, strict=True):
+        assert left[worker] > 0
+        left[worker] -= 1
+        assert (left[reads] == 0).all()
+        left[reads] = each
+    assert len(set(log.worker)) == workers
+
+
+@every_late
+def test_an_update_is_minus_the_mean_of_scaled_gradients(words):
+    workers, server = 6, declare(**words)
+    log = arrivals(simulate(workers, 200, **words))
+    alpha = np.array([scale_of(server.staleness_scale)(int(tau)) for tau in log.staleness])
+    count = workers // server.splits if server.mode == "softsync" else 1
+    made = updates(log)
+    assert len(made) > 50
+    for update in made:
+        last = update[-1]
+        assert len(update) == count and log.commit[last]
+        # one rounding to float32
+        assert log.weight[update] == pytest.approx(alpha[update], rel=1e-6)
+    limit = server.max_staleness
+    assert np.array_equal(log.applied, log.staleness <= limit if limit is not None else np.ones_like(log.applied))
+
+
+@pytest.mark.parametrize("words", [{"mode": "asynchronous"}, {"mode": "softsync", "splits": 2}], ids=lambda words: words["mode"])
+@pytest.mark.parametrize("scale", ["exp(3)", "exp(10)", "exp(50)", "power(30)", "power(1000)"])
+def test_a_rate_too_small_for_float32_is_none(words, scale):
+    """e^-3tau passes the least float32 at tau 35, and the least whose inverse is one at 30; softsync: at once when all are so old."""
+    log = arrivals(simulate(40, 60, **words, compute_time="constant", staleness_scale=scale))
+    for update in updates(log):
+        weights = log.weight[update]
+        alpha = np.array([scale_of(scale)(int(tau)) for tau in log.staleness[update]])
+        # 1e-20 stands for nothing, and float32 can divide by it
+        assert np.isfinite(np.float32(1) / weights.sum()) and weights == pytest.approx(alpha, rel=1e-5, abs=1.1e-20)
+
+
+# staleness -----------------------------------------------------------------------------------------------------------
+
+
+def is_conserved(log, workers):
+    """Every update makes the weights of all workers but one a version older: what arrived of that, and what is under way at the end, is
+    all of it. In whole numbers, so the mean staleness is what it must be, but for those who are under way."""
+    versions = np.cumsum(log.commit)
+    read = [versions[log.worker == worker][-1] if (log.worker == worker).any() else 0 for worker in range(workers)]
+    return log.staleness.sum() + (versions[-1] - np.array(read)).sum() == versions[-1] * (workers - 1)
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("workers", [4, 8, 32])
+def test_mean_staleness_is_one_less_than_workers(workers, times):
+    log = arrivals(simulate(workers, 150 if times == "constant" else 3000, mode="asynchronous", compute_time=times))
+    if times == "constant":
+        assert (log.staleness[workers:] == workers - 1).all() and log.staleness[:workers].tolist() == list(range(workers))
+    else:
+        assert is_conserved(log, workers)
+        assert log.staleness.max() > 1.5 * (workers - 1)  # and only the mean is so
+
+
+@pytest.mark.parametrize("splits", [1, 15, 30])
+def test_mean_staleness_of_softsync_is_splits_less_their_part_of_one_worker(splits):
+    """n (1 - 1 / W); Zhang et al., arXiv:1511.05950, saw means close to 15 and 30."""
+    log = arrivals(simulate(30, 3000, mode="softsync", splits=splits))
+    assert is_conserved(log, 30)  # of one update for each 30 / n gradients: n (1 - 1 / 30) each
+
+
+@pytest.mark.parametrize("splits", [1, 15, 30])
+def test_staleness_of_softsync_of_nearly_equal_workers_is_at_most_twice_the_splits(splits):
+    """Their learners were alike: 0 to 2 for n = 1, and above 2 n less than one in 10,000."""
+    late = arrivals(simulate(30, 600, mode="softsync", splits=splits, compute_time="lognormal(1, 0.1)")).staleness[2000:]
+    assert len(late) > 10000 and (late > 2 * splits).mean() < 1e-4
+    if splits == 1:
+        assert set(late) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("workers, most", [(workers, most) for workers in (4, 8) for most in range(workers)])
+def test_of_equal_workers_gradients_so_many_are_fresh_enough(workers, most):
+    found = simulate(workers, 80, mode="asynchronous", compute_time="constant", max_staleness=most)
+    for this in found[40:]:
+        assert this.present.all() and this.applied.sum() == most + 1  # (s + 1) / W of them
+        assert (this.staleness[this.applied] <= most).all() and (this.staleness[~this.applied] > most).all()
+
+
+@pytest.mark.parametrize(
+    "most, share", [(0, 0.454), pytest.param(1, 0.599, marks=pytest.mark.slow), (2, 0.699), pytest.param(3, 0.767, marks=pytest.mark.slow)]
+)
+def test_of_exponential_workers_gradients_so_many_are_fresh_enough(most, share):
+    log = arrivals(simulate(4, 18000, mode="asynchronous", max_staleness=most))
+    # 40,000 gradients of share p: sigma is sqrt(p (1 - p) / 40,000), 0.6 % of the smallest share; 2 % is three of it
+    assert len(log.applied) > 40000 and log.applied[100:].mean() == pytest.approx(share, rel=0.02)
+
+
+def counted(events, step, have=None):
+    """What is counted in a step, by name."""
+    return dict(zip(events.counts, np.divide(*events.at(step, have)["counted"]).tolist(), strict=True))
+
+
+def test_applied_and_dropped_are_all_that_arrived():
+    events = Events(declare(mode="asynchronous", max_staleness=1), 4)
+    for step in range(200):
+        found, given = events.round(step), counted(events, step)
+        arrived = int((found.staleness >= 0).sum())
+        assert arrived == found.present.sum() == given["gradients_applied"] + given["gradients_dropped"]
+        assert given["gradients_applied"] == found.applied.sum() and given["updates"] == found.commit.sum()
+        assert events.told(step)["simulated_seconds"] == found.end
+        assert given["staleness"] == pytest.approx(found.staleness[:arrived].mean(), rel=1e-6)  # float32
+
+
+def test_the_idle_share_is_of_all_workers_and_all_the_time_so_far():
+    slow = Events(declare(compute_time=(1.0, 2.0, 4.0)), 3)
+    assert [slow.told(step)["idle_share"] for step in (0, 5, 2)] == [1 - 7 / 12] * 3
+    alone, spared = Events(declare(compute_time="constant", warmup_steps=2), 4), Events(declare(compute_time=(1.0, 4.0), spares=1), 2)
+    assert [alone.told(step)["idle_share"] for step in range(4)] == [3 / 4, 3 / 4, 1 / 2, 3 / 8]
+    assert spared.told(3)["idle_share"] == 0, "the one that is dropped computes until the round ends"
+    late = Events(declare(mode="asynchronous", compute_time="constant"), 4)
+    assert late.told(9)["idle_share"] == 0
+
+
+@pytest.mark.parametrize("spares, warm", [(0, 0), (2, 0), (1, 3)])
+def test_what_a_synchronous_step_drops_are_its_spares(spares, warm):
+    events = Events(declare(spares=spares, warmup_steps=warm), 5)
+    for step in range(6):  # while the first worker is alone nobody else computes anything
+        applied, dropped = (1, 0) if step < warm else (5 - spares, spares)
+        assert counted(events, step) == {"gradients_applied": applied, "gradients_dropped": dropped, "updates": 1}
+
+
+@pytest.mark.parametrize(
+    "scale, wanted",
+    {
+        "none": [1, 1, 1, 1, 1],
+        "inverse": [1, 1, 1 / 2, 1 / 3, 1 / 10],
+        "power(0)": [1, 1, 1, 1, 1],
+        "power(0.5)": [1, 2**-0.5, 3**-0.5, 1 / 2, 11**-0.5],
+        "power( 2 )": [1, 1 / 4, 1 / 9, 1 / 16, 1 / 121],
+        "exp(0.1)": [1, math.e**-0.1, math.e**-0.2, math.e**-0.3, math.e**-1],
+        "exp(1e-1)": [1, math.e**-0.1, math.e**-0.2, math.e**-0.3, math.e**-1],
+    }.items(),
+)
+def test_scales_of_staleness(scale, wanted):
+    # the same formula written in another way: a few roundings of float64
+    assert [scale_of(scale)(tau) for tau in (0, 1, 2, 3, 10)] == pytest.approx(wanted, rel=1e-14)
+
+
+@pytest.mark.parametrize("scale", ["", "inverse(1)", "power", "power()", "power(-1)", "exp(a)", "exp(1,2)", "exp(1e999)", "1/tau"])
+def test_words_that_are_no_scale(scale):
+    assert scale_of(scale) is None
+
+
+# what late gradients do to a quadratic -------------------------------------------------------------------------------
+
+
+def descend(tau, step, number=10000, scale="none"):
+    """The largest |w| of the last 100 updates of w <- w - step * (rate of this staleness) * w_read, from w = 1."""
+    workers, made = tau + 1, []
+    w, read, total = 1.0, np.ones(workers), 0.0
+    words = {"mode": "asynchronous", "compute_time": "constant", "staleness_scale": scale}
+    for this in simulate(workers, number // workers + 1, **words):
+        read[this.reads[0]] = w
+        for at, worker in enumerate(this.worker[: this.present.sum()]):
+            total += float(this.weight[at]) * read[worker]
+            if this.commit[at]:
+                w, total = w - step * total, 0.0
+            read[this.reads[at + 1]] = w
+            made.append(abs(w))
+            if abs(w) > 1e9:
+                return math.inf
+    return max(made[-100:])
+
+
+@pytest.mark.parametrize("tau", [0, 1, 2, 4, 8, 16])
+def test_delayed_descent_is_stable_up_to_its_limit(tau):
+    """Of w <- w - x w_tau: 0 < x < 2 sin(pi / (2 (2 tau + 1))). Beside it |w| is multiplied by at most 1 - 0.0008 each update."""
+    limit = 2 * math.sin(math.pi / (2 * (2 * tau + 1)))
+    # 2 % beside the limit the roots are at 0.99913 and 1.00086 for tau 16: after 10,000 updates 2e-4 and 5e3
+    assert descend(tau, 0.98 * limit) < 0.01
+    assert descend(tau, 1.02 * limit) > 100
+
+
+@pytest.mark.parametrize("step", [0.2, 0.5, 0.9, 0.98])
+@pytest.mark.parametrize("tau", [1, 4, 16])
+def test_a_rate_by_one_over_staleness_is_stable_at_every_staleness(tau, step):
+    assert descend(tau, step, 4000, scale="inverse") < 1e-6
+    if tau > 1 and step > 0.62:  # above the limit of tau 2
+        assert descend(tau, step) == math.inf
+
+
+# synchronous ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept, spares, seconds", [(96, 0, 5.147), (96, 4, 3.104), (90, 10, 2.258)])
+def test_step_time_with_spares_is_an_order_statistic(kept, spares, seconds):
+    harmonic = lambda n: sum(1 / k for k in range(1, n + 1))
+    wanted = harmonic(kept + spares) - harmonic(spares)
+    assert wanted == pytest.approx(seconds, abs=5e-4)  # what is printed in the reference
+    found = simulate(kept + spares, 4000, spares=spares)
+    # the largest of many Exp(1) has a sigma of 1.28: 0.02 over 4,000 steps, 0.4 % of the mean
+    assert found[-1].end / len(found) == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize("spares", [0, 1, 3])
+@pytest.mark.parametrize("times", [*TIMES, (3.0, 1.0, 2.0, 1.0, 2.0, 0.5, 2.0)], ids=str)
+def test_the_fastest_are_present_and_ties_go_by_number(times, spares):
+    workers, now = 7, 0.0
+    drawn = Times(times, workers, 0)
+    for number, this in enumerate(simulate(workers, 100, spares=spares, compute_time=times)):
+        seconds = [drawn.of(worker, number) for worker in range(workers)]
+        order = sorted(range(workers), key=lambda worker: (seconds[worker], worker))
+        assert set(np.flatnonzero(this.present)) == set(order[: workers - spares])
+        assert this.worker.tolist() == order and this.applied.sum() == this.present.sum() == workers - spares
+        assert this.commit.tolist() == [at == workers - spares - 1 for at in range(workers)]
+        assert (this.staleness == 0).all() and (this.began == now).all()
+        now += seconds[order[workers - spares - 1]]
+        assert this.end == pytest.approx(now, rel=1e-12)
+
+
+def test_other_numbers_for_the_same_workers_change_the_mask_only():
+    seconds = np.array([3.0, 1.0, 2.5, 0.5, 2.0, 4.0])
+    plain = simulate(6, 5, spares=2, compute_time=tuple(seconds))
+    for order in itertools.islice(itertools.permutations(range(6)), 0, 720, 37):
+        for one, other in zip(plain, simulate(6, 5, spares=2, compute_time=tuple(seconds[list(order)])), strict=True):
+            assert np.array_equal(other.present, one.present[list(order)])
+            assert np.array_equal(np.array(order)[other.worker], one.worker)
+            assert other.end == one.end and np.array_equal(other.time, one.time) and np.array_equal(other.applied, one.applied)
+
+
+def test_a_synchronous_step_pays_for_the_network():
+    plain, sent = (simulate(3, 50, spares=1, network=network) for network in ({}, {"bandwidth": "80Mb/s", "latency": "30ms"}))
+    for number, (one, other) in enumerate(zip(plain, sent, strict=True), 1):
+        assert np.array_equal(one.present, other.present)
+        # there and back, and the server's link carries the 0.1 s of three workers each way; sums differ in the last bits
+        assert other.end - one.end == pytest.approx(number * (2 * 0.03 + 3 * 0.2), rel=1e-9)
+
+
+# bounded -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("times", [*TIMES, (1.0, 1.1, 5.0, 0.2)], ids=str)
+def test_who_reads_is_no_more_than_the_bound_ahead(times, bound):
+    log = arrivals(simulate(4, 1000, mode="bounded", bound=bound, compute_time=times))
+    leads = lead_at_reads(log, 4)
+    assert max(leads) <= bound
+    if times != "constant":
+        assert max(leads) == bound  # it is reached, so that it means something
+    pushed = np.cumsum(log.worker[:, None] == np.arange(4), axis=0)
+    assert (pushed.max(axis=1) - pushed.min(axis=1)).max() <= bound + 1  # what was begun within it may arrive
+
+
+@pytest.mark.parametrize("times", TIMES)
+def test_a_bound_of_nothing_is_lockstep(times):
+    for this in simulate(5, 100, mode="bounded", bound=0, compute_time=times):
+        assert this.present.all() and this.reads[5].all() and not this.reads[:5].any()
+        assert this.staleness.tolist() == list(range(5))
+        assert len(set(this.began)) == 1
+
+
+def test_wall_time_falls_as_the_bound_grows():
+    """By the same times: whoever waits for less is never later."""
+    ends = [arrivals(simulate(4, 4000, mode="bounded", bound=bound)).time[3999] for bound in (0, 1, 3, 100)]
+    assert ends == sorted(ends, reverse=True) and len(set(ends)) == 4
+
+
+@pytest.mark.parametrize("times", TIMES)
+def test_a_bound_that_nobody_meets_is_asynchronous(times):
+    one = arrivals(simulate(4, 1000, mode="asynchronous", compute_time=times))
+    other = arrivals(simulate(4, 1000, mode="bounded", bound=100, compute_time=times))
+    assert max(lead_at_reads(one, 4)) < 100
+    for name in ("worker", "staleness", "applied", "commit", "reads", "began", "time"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+# softsync, warm-up ---------------------------------------------------------------------------------------------------
+
+
+def test_softsync_of_equal_workers_in_one_split_is_synchronous():
+    for number, this in enumerate(simulate(6, 50, mode="softsync", splits=1, compute_time="constant(2)"), 1):
+        assert this.present.all() and (this.staleness == 0).all()
+        assert this.commit.tolist() == [False] * 5 + [True] and this.reads[6].all() and not this.reads[:6].any()
+        assert this.end == 2 * number
+
+
+WARM = {
+    "asynchronous": {"mode": "asynchronous"},
+    "bounded": {"mode": "bounded", "bound": 2},
+    "softsync": {"mode": "softsync", "splits": 2},
+    "fresh": {"mode": "asynchronous", "max_staleness": 0},
+}
+
+
+@pytest.mark.parametrize("times", ["exponential(1)", "constant"])
+@pytest.mark.parametrize("words", WARM.values(), ids=WARM.keys())
+def test_the_first_worker_warms_up_alone_and_then_all_join(words, times):
+    log = arrivals(simulate(4, 400, **words, compute_time=times, warmup_steps=10))
+    last = np.flatnonzero(log.commit)[9]  # of the tenth update
+    assert (log.worker[: last + 1] == 0).all() and (log.staleness[: last + 1] == 0).all() and log.applied[: last + 1].all()
+    assert len(updates(log)[0]) == (2 if words["mode"] == "softsync" else 1)
+    assert not log.reads[:last, 1:].any()
+    assert log.reads[last].all()  # this version
+    for worker in range(4):
+        first = last + 1 + int(np.argmax(log.worker[last + 1 :] == worker))
+        assert log.worker[first] == worker and log.began[first] == log.time[last]
+        assert log.staleness[first] == log.commit[last + 1 : first].sum()
+
+
+@pytest.mark.parametrize("spares", [0, 2])
+def test_a_synchronous_run_warms_up_with_the_first_worker(spares):
+    found = simulate(4, 30, spares=spares, warmup_steps=10)
+    assert all(this.present.tolist() == [True, False, False, False] for this in found[:10])
+    assert all((this.applied.sum(), this.commit.sum(), (this.staleness >= 0).sum()) == (1, 1, 1) for this in found[:10])
+    assert all(this.present.sum() == 4 - spares for this in found[10:])
+
+
+# network -------------------------------------------------------------------------------------------------------------
+
+SLOW = {"bandwidth": "80Mb/s", "latency": "50ms"}  # 0.1 s for each gradient, so that 8 workers of about 1 s use most of the link
+
+
+@pytest.mark.parametrize("network", [SLOW, {"bandwidth": "80Mb/s"}, {"latency": "50ms"}], ids=str)
+@pytest.mark.parametrize("times", TIMES)
+def test_gradients_arrive_later_over_a_network_and_one_after_another(times, network):
+    near = arrivals(simulate(8, 800, mode="asynchronous", compute_time=times))
+    far = arrivals(simulate(8, 800, mode="asynchronous", compute_time=times, network=network))
+    push, latency = (0.1 if "bandwidth" in network else 0.0), (0.05 if "latency" in network else 0.0)
+    assert (far.time[:800] > near.time[:800]).all()
+    # differences of times up to 1e4, each rounded to 1e-12
+    assert np.diff(far.time).min() >= push - 1e-9
+    began = np.sort(far.began[far.began > 0])
+    assert np.diff(began).min() >= push - 1e-9  # weights leave one after another too
+    assert (far.time - far.began).min() >= push + latency
+
+
+@pytest.mark.parametrize("network", [SLOW, {"bandwidth": "80Mb/s"}, {"latency": "50ms"}, {"latency": "50us"}], ids=str)
+def test_mean_staleness_over_a_network_is_one_less_than_workers(network):
+    log = arrivals(simulate(8, 2500, mode="asynchronous", network=network))
+    # as without one, but not in whole numbers: who waits for an answer does not grow older. Over 8,000 gradients what is under way at
+    # both ends is at most 8 x 8 versions of 56,000, and waiting in line for a link is the rest of the 1 %
+    assert log.staleness[1000:].mean() == pytest.approx(7, rel=0.01)
+
+
+@pytest.mark.parametrize("words", [{"mode": "asynchronous"}, {"mode": "bounded", "bound": 0}, {"mode": "softsync", "splits": 1}], ids=str)
+def test_one_worker_alone_waits_for_the_network_as_long_in_every_mode(words):
+    periods = [np.diff([this.end for this in simulate(1, 20, compute_time="constant", network=SLOW, **w)]) for w in ({}, words)]
+    assert periods[0] == pytest.approx(1 + 2 * 0.05 + 2 * 0.1, rel=1e-9)  # there and back; sums differ in the last bits
+    assert periods[1] == pytest.approx(periods[0], rel=1e-9)
+
+
+# Events --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [{"spares": 1}, LATE["async"], LATE["bounded_2"], LATE["softsync_3"], LATE["network"]], ids=str)
+def test_the_same_declaration_gives_the_same_rounds(words):
+    one, other, third = (simulate(6, 100, **words, seed=seed) for seed in (3, 3, 4))
+    assert all(map(same, one, other))
+    assert not any(a.end == b.end for a, b in zip(one, third, strict=True))
+
+
+@pytest.mark.parametrize("times", TIMES[1:])
+def test_a_worker_s_times_are_its_own(times):
+    few, many, other = Times(times, 2, 5), Times(times, 64, 5), Times(times, 2, 6)
+    of = lambda drawn, worker: [drawn.of(worker, number) for number in (0, 1, 1023, 1024, 5000, 3, 1024)]
+    assert of(few, 1) == of(many, 1) and of(few, 0) == of(many, 0)
+    assert of(few, 1) != of(few, 0) and of(few, 1) != of(other, 1)
+    assert of(few, 1)[3] == of(few, 1)[6] and len(set(of(few, 1))) == 6
+
+
+def test_drawn_times_are_of_their_distribution():
+    of = lambda times: np.array([Times(times, 3, 0).of(2, number) for number in range(8 * 1024)])
+    # 8,192 draws: sigma of a mean (and of a median) is 1.1 % of an exponential's, 0.0033 of this lognormal's logarithm, and of the
+    # logarithm's own sigma 0.8 %; each bound is three sigma or a little more, and the draws are seeded
+    seconds = of("exponential(3)")
+    assert seconds.mean() == pytest.approx(3, rel=0.04) and np.median(seconds) == pytest.approx(3 * math.log(2), rel=0.04)
+    logs = np.log(of("lognormal(2.0, 0.3)"))
+    assert logs.mean() == pytest.approx(math.log(2), abs=0.01) and logs.std() == pytest.approx(0.3, rel=0.03)
+    assert Times("constant(4)", 3, 0).of(2, 9) == 4 and Times("constant", 3, 0).of(0, 9999) == 1
+
+
+@pytest.mark.parametrize("words", [{"spares": 1}, LATE["async"], LATE["softsync_3"]], ids=str)
+def test_rounds_are_the_same_in_whatever_order_they_are_asked_for(words):
+    wanted = simulate(6, 5001, **words)
+    events = Events(declare(**words), 6, SENT)
+    for step in (5000, 0, 4999, 17, 5000, 5000 - KEPT, 0):
+        assert same(events.round(step), wanted[step])
+
+
+def test_what_a_server_that_nobody_waits_for_is_told():
+    assert not Events(declare(), 4).masked and set(Events(declare(), 4).at(3)) == {"counted"}
+    assert Events(declare(spares=1), 4).masked and Events(declare(warmup_steps=1), 4).masked
+    assert all(Events(declare(**words), 6).masked for words in LATE.values())
+
+
+@pytest.mark.parametrize(
+    "have, wanted",
+    [
+        (None, [1, 2, 0]),  # of 3, 1, 2 and 4 seconds
+        ([True, True, True, True], [1, 2, 0]),
+        ([True, False, True, True], [2, 0, 3]),
+        ([False, False, True, True], [2, 3]),
+        ([False, False, False, True], [3]),
+    ],
+)
+def test_of_those_who_have_data_the_fastest_take_part(have, wanted):
+    events = Events(ParameterServer(spares=1, compute_time=(3.0, 1.0, 2.0, 4.0)), 4)
+    given = events.at(5, None if have is None else np.array(have))
+    assert set(given) == {"present", "counted"} and set(np.flatnonzero(given["present"])) == set(wanted)
+
+
+HAVES = np.array(list(itertools.product([False, True], repeat=6)))
+
+
+@every_late
+def test_who_has_no_data_changes_nothing(words):
+    events = Events(declare(**words), 6, SENT)
+    for step, have in enumerate(HAVES):
+        found, given = events.round(step), events.at(step, have)
+        gone = [at for at in range(6) if not (found.present & have)[found.worker[at]]]
+        assert np.array_equal(given["present"], found.present & have)
+        assert not given["applied"][gone].any() and not given["commit"][gone].any()
+        kept = [at for at in range(6) if at not in gone]
+        flushed = words["mode"] == "softsync" and len(gone) and found.present[found.worker[gone]].any() and len(kept)
+        assert not flushed or given["commit"][kept[-1]], "what was gathered when the data ends is an update"
+        for name in ("applied", "weight", *(() if flushed else ("commit",))):
+            assert np.array_equal(given[name][kept], getattr(found, name)[kept])
+        assert np.array_equal(given["worker"], found.worker) and np.array_equal(given["reads"], found.reads)
+        plain = events.at(step)
+        assert all(np.array_equal(value, getattr(found, name)) for name, value in plain.items() if name != "counted")
+        told = counted(events, step, have)
+        assert told["gradients_applied"] == given["applied"].sum()
+        assert told["gradients_dropped"] == given["present"].sum() - given["applied"].sum()
+
+
+@every_late
+def test_who_has_data_reads_whoever_else_has_none(words):
+    """Its next gradient would else be of older weights than its staleness says."""
+    events = Events(declare(**words), 6, SENT)
+    for step, have in enumerate(HAVES):
+        found, given = events.round(step), events.at(step, have)
+        others = have | ~found.present  # who waits, or is under way, is not without data
+        assert np.array_equal(given["reads"][:, others], found.reads[:, others])
+
+
+# traces --------------------------------------------------------------------------------------------------------------
+
+TABLE = np.array([[3.0, 1.0], [2.0, 5.0], [0.5, 4.0], [1.0, 0.0], [2.0, 2.0]])
+
+
+def save(path, table):
+    if path.suffix == ".npy":
+        np.save(path, table)
+    else:
+        path.write_text("".join(",".join(map(str, row)) + "\n" for row in table))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["times.csv", "times.npy"])
+def test_a_trace_is_used_row_by_row(tmp_path, name):
+    path = save(tmp_path / name, TABLE)
+    times = Times(path, 2, 0)
+    assert times.length == 5 and [[times.of(worker, n) for worker in range(2)] for n in range(5)] == TABLE.tolist()
+    together = simulate(2, 5, compute_time=path)
+    assert [this.end for this in together] == np.cumsum(TABLE.max(axis=1)).tolist()
+    log = arrivals(simulate(2, 4, mode="asynchronous", compute_time=path))
+    for worker in range(2):
+        mine = log.worker == worker
+        assert (log.time - log.began)[mine].tolist() == TABLE[: mine.sum(), worker].tolist()
+
+
+NEEDED = {"bounded": {"bound": 1}, "softsync": {"splits": 1}, "local": {"every": 2}, "elastic": {"every": 2}}
+
+
+@pytest.mark.parametrize("name", ["times.csv", "times.npy"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trace_ends_with_a_word(tmp_path, mode, name):
+    more = NEEDED.get(mode, {})
+    with pytest.raises(OptionError, match=r"compute_time: the trace has 5 rows, and worker \d begins its gradient 6") as caught:
+        simulate(2, 100, mode=mode, compute_time=save(tmp_path / name, TABLE), **more)
+    assert "cure:" in str(caught.value)
+
+
+def test_a_trace_that_has_ended_is_told_as_often_as_it_is_asked(tmp_path):
+    events = Events(declare(mode="asynchronous", compute_time=save(tmp_path / "times.csv", TABLE)), 2)
+    for _ in range(3):
+        with pytest.raises(OptionError, match="the trace has 5 rows"):
+            events.round(50)
+        assert events.round(0).present.any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_steps_that_a_trace_is_said_to_last_can_be_made(tmp_path, mode):
+    more = NEEDED.get(mode, {})
+    events = Events(declare(mode=mode, compute_time=save(tmp_path / "times.csv", np.ones((9, 3))), **more), 3)
+    assert events.steps == 9
+    for step in range(events.steps):
+        assert events.round(step).present.all()
+
+
+def test_other_times_have_no_end():
+    assert Events(declare(), 4).steps is None and Events(declare(compute_time=(1.0, 2.0)), 2).steps is None
+
+
+BROKEN = {
+    "few_columns": "1\n2\n",
+    "many_columns": "1,2,3\n4,5,6\n",
+    "ragged": "1,2\n3\n",
+    "negative": "1,2\n3,-4\n",
+    "not_finite": "1,2\n3,nan\n",
+    "text": "1,2\nslow,fast\n",
+    "header": "first,second\n1,2\n",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN.keys())
+def test_a_trace_that_is_no_table_of_seconds(tmp_path, text):
+    (tmp_path / "times.csv").write_text(text)
+    with pytest.raises(OptionError) as caught:
+        Times(str(tmp_path / "times.csv"), 2, 0)
+    assert "compute_time" in str(caught.value) and str(tmp_path / "times.csv") in str(caught.value)
+
+
+ARRAYS = {"few_columns": TABLE[:, :1], "negative": -TABLE, "flat": TABLE[:, 0], "empty": TABLE[:0], "text": np.full((5, 2), "slow")}
+
+
+@pytest.mark.parametrize("table", ARRAYS.values(), ids=ARRAYS.keys())
+def test_an_array_that_is_no_table_of_seconds(tmp_path, table):
+    path = save(tmp_path / "times.npy", table)
+    with pytest.raises(OptionError) as caught:
+        Times(path, 2, 0)
+    assert "compute_time" in str(caught.value) and path in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"1,2\n3,4\n"], ids=["empty", "text"])
+def test_a_file_that_is_no_array(tmp_path, content):
+    (tmp_path / "times.npy").write_bytes(content)
+    with pytest.raises(OptionError) as caught:
+        Times(str(tmp_path / "times.npy"), 2, 0)
+    assert str(tmp_path / "times.npy") in str(caught.value)
+
+
+def test_a_trace_that_is_not_there(tmp_path):
+    for path in (tmp_path / "none.csv", tmp_path / "none.npy", tmp_path):
+        with pytest.raises(OptionError) as caught:
+            Times(str(path), 2, 0)
+        assert str(path) in str(caught.value) and "cure:" in str(caught.value)
+
+
+def test_a_list_needs_a_number_for_each_worker():
+    with pytest.raises(OptionError, match="3 numbers for 4 workers"):
+        Times((1.0, 2.0, 3.0), 4, 0)
