@@ -168,7 +168,7 @@ for staleness in STALENESS:
 # ### At two rates
 #
 # A step in the direction that *was* downhill is a good step as long as steps are small. When they are large, a late gradient points back at
-# a place that was left long ago, and the weights swing ever further. Dividing the rate of an update by its staleness cures that. At
+# a place that was left long ago, and the weights swing ever further. Dividing the rate of an update by its staleness fixes that. At
 # a rate that was small enough anyway the division only makes training slow.
 
 # %%
@@ -366,7 +366,7 @@ def verdict(holds, sentence):
 
 
 late = STALENESS[-1]
-fails, cured, slowed = (runs[late, scale, rate] for scale, rate in (("none", FAST_RATE), ("inverse", FAST_RATE), ("inverse", SLOW_RATE)))
+fails, fixed, slowed = (runs[late, scale, rate] for scale, rate in (("none", FAST_RATE), ("inverse", FAST_RATE), ("inverse", SLOW_RATE)))
 fine, fresh = runs[late, "none", SLOW_RATE], runs[0, "none", FAST_RATE]
 waiting, sparing, unscaled, scaled, meeting = (waits[name, best[name]] for name in WAYS)
 saved = 1 - waits["2 spares", FAST_RATE].seconds[-1] / waits["synchronous", FAST_RATE].seconds[-1]
@@ -378,8 +378,8 @@ claims = [
         f"{fresh.final:.3f} with fresh ones.",
     ),
     (
-        cured.final > fails.final + 0.2,
-        f"Dividing the rate by the staleness repairs that: {cured.final:.3f}.",
+        fixed.final > fails.final + 0.2,
+        f"Dividing the rate by the staleness repairs that: {fixed.final:.3f}.",
     ),
     (
         slowed.final < fine.final - 0.05,
@@ -387,8 +387,8 @@ claims = [
         f"{slowed.final:.3f}. It protects from a rate that is too large; it does not make late gradients better.",
     ),
     (
-        cured.seconds[-1] < 0.1 * fresh.seconds[-1],
-        f"For the same gradients {late + 1} workers take {cured.seconds[-1]:.0f} simulated seconds, and one takes {fresh.seconds[-1]:.0f}.",
+        fixed.seconds[-1] < 0.1 * fresh.seconds[-1],
+        f"For the same gradients {late + 1} workers take {fixed.seconds[-1]:.0f} simulated seconds, and one takes {fresh.seconds[-1]:.0f}.",
     ),
     (
         saved > 0.1 and sparing.final > waiting.final - 0.03,

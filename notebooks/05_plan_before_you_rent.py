@@ -108,13 +108,13 @@ first
 # %% [markdown]
 # ## What would make it fit
 #
-# Cures are tried in an order, each on top of those before that help, and each is planned before it is shown: recompute more, more
+# Fixes are tried in an order, each on top of those before that help, and each is planned before it is shown: recompute more, more
 # microbatches, cut the optimizer's state over the workers, then the parameters, then more devices.
 
 # %%
-cures = first.cures()
-for cure in cures:
-    print(cure)
+fixes = first.fixes()
+for fix in fixes:
+    print(fix)
 
 # %% [markdown]
 # ## The fastest that fits
@@ -194,10 +194,10 @@ print(f"loss from {losses[0]:.2f} to {losses[-1]:.2f}")
 memory = lambda plan: f"{plan.memory.peak / 2**30:.3g} GiB of {plan.memory.capacity / 2**30:.3g}"
 lines = [
     f"- Data-parallel training **does not fit**: {memory(first)} on each of {first.cluster.count} devices.",
-    f"- The first cure that does: {cures[-1].change} ({memory(cures[-1].plan)}, {1e3 * cures[-1].plan.timeline.seconds:.3g} ms per step).",
+    f"- The first fix that does: {fixes[-1].change} ({memory(fixes[-1].plan)}, {1e3 * fixes[-1].plan.timeline.seconds:.3g} ms per step).",
     f"- The fastest that was found: {found.plans[0][0]} ({memory(best)}, {1e3 * best.timeline.seconds:.3g} ms per step).",
     f"- Of {len(found.plans) + len(found.rejected)} candidates {len(found.plans)} were compiled and fit.",
     f"- Data-parallel training of {first.rows} rows stops gaining at {curve.knee('exact')} devices with exact gradients.",
 ]
-assert not first.fits and cures[-1].fits and best.timeline.seconds <= cures[-1].plan.timeline.seconds
+assert not first.fits and fixes[-1].fits and best.timeline.seconds <= fixes[-1].plan.timeline.seconds
 Markdown("\n".join(lines))

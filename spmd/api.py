@@ -160,10 +160,10 @@ def fit(
       A `Result`: the model, the history, the state, and `evaluate` and `predict`.
 
     Raises:
-      SpmdError: one of its kinds, before anything is compiled; every problem at once, with a cure.
+      SpmdError: one of its kinds, before anything is compiled; every problem at once, with a fix.
       ClusterError: the processes of a run of several do not agree, or do not come.
       SystemExit: with 143, after SIGTERM; with a checkpoint folder, when the state is saved.
-      RoomError: a step needs more memory than a device has.
+      DeviceMemoryError: a step needs more memory than a device has.
       DivergedError: the loss is not finite.
 
     Example:
@@ -282,18 +282,18 @@ def _tell_unmet(server: ParameterServer | None, steps: int) -> None:
     if server is None:
         return
     left = unmet(server, steps) if server.local else 0
-    since, cure = "their last meeting", "Choose a number of steps that `every` divides."
+    since, fix = "their last meeting", "Choose a number of steps that `every` divides."
     if server.fragments > 1:
         since = "the last meeting of some parameters"
-        cure = "Fragments take turns, so of one or another some always do; fewer of them lose less."
+        fix = "Fragments take turns, so of one or another some always do; fewer of them lose less."
     if left:
         why = "%d of the workers' %d steps came after %s: they are not in the model, nor in what was evaluated last. %s"
-        logging.getLogger("spmd").warning(why, left, steps, since, cure)
+        logging.getLogger("spmd").warning(why, left, steps, since, fix)
 
 
 def _length(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> Length:
     if epochs is not None and steps is not None:
-        raise OptionError(f"epochs={epochs} and steps={steps} both say when to end.\n    cure: give one of them.")
+        raise OptionError(f"epochs={epochs} and steps={steps} both say when to end.", fix="give one of them.")
     for name, value, least in (
         ("epochs", epochs, 1),
         ("steps", steps, 1),
@@ -312,7 +312,7 @@ def _check_evaluation(
     """What the evaluation measures. Options that only an evaluation could follow need one, and it must fit."""
     for name, value in (("eval_every", eval_every), ("Checkpoint(best=...)", config.best if config is not None else None)):
         if eval_data is None and value is not None:
-            raise OptionError(f"{name} is {value!r}, but there is nothing to evaluate.\n    cure: eval_data=..., or leave it out.")
+            raise OptionError(f"{name} is {value!r}, but there is nothing to evaluate.", fix="eval_data=..., or leave it out.")
     if eval_data is None:
         return ()
     return trainer.check_evaluation(eval_data) if is_arrays(eval_data) or isinstance(eval_data, Records) else program.eval_names
@@ -324,7 +324,7 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
     wanted += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
     for who, name in wanted:
         if name not in known:
-            raise OptionError(f'{who}: there is no metric "{name}".\n    cure: {did_you_mean(name, known)}')
+            raise OptionError(f'{who}: there is no metric "{name}".', fix=f"{did_you_mean(name, known)}")
 
 
 def _outputs(

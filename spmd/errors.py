@@ -11,10 +11,10 @@
     ├── ExportError          a model cannot be written by itself, or such a folder cannot be read
     ├── EnsembleError        members do not fit each other, or none has answered
     ├── CompileError         the compiler fails on a step that is planned, or takes too long
-    ├── RoomError            a step needs more memory than a device has
+    ├── DeviceMemoryError            a step needs more memory than a device has
     ├── CodecError           gradients cannot travel in this format on this backend
     ├── ClusterError         the processes of a run cannot meet, or do not agree
-    │   └── AbsentError      some did not come in time; the next time they may
+    │   └── RendezvousTimeout      some did not come in time; the next time they may
     ├── CallbackError        a callback or a logger raises something else
     ├── ProcessError         a process that a notebook has called fails, or is gone
     ├── DivergedError        a watched metric stopped being finite
@@ -39,13 +39,20 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from spmd.deprecated import moved
+
 SHOWN = 100  # problems told in full; more than that have one cause, and nobody reads them
 LINE, TEXT = 1000, 40_000  # characters of one line of an error, and of all of it
 VALUE = 160  # characters of a value in an error
 
 
 class SpmdError(Exception):
-    """Base of every error this library raises on purpose. Its text is bounded, whatever of a user's data is in it.
+    """Base of every error that this library raises on purpose. Its text is bounded, however large the user's data.
+
+    Attributes:
+      fix: what to do about it; "" where there is none, or one for each problem.
+      problems: a `Problem` for each thing that is wrong, when an error collects several.
+      path, rule, line, kind: the parameter's path, the rule and line of the layout file, the kind of problem; None where they do not apply.
 
     Example:
       >>> import spmd
@@ -54,11 +61,15 @@ class SpmdError(Exception):
       ... except spmd.SpmdError as error:
       ...     print(error)
       no layout "fdsp" is shipped, and no such file exists.
-          cure: did you mean "fsdp"?
+          fix: did you mean "fsdp"?
     """
 
-    def __init__(self, text: str = ""):
-        super().__init__(bounded(text))
+    def __init__(self, message: str = "", *, fix: str = "", problems: Sequence["Problem"] = (), **where: Any):
+        super().__init__(bounded(f"{message}\n    fix: {fix}" if fix else message))
+        self.message, self.fix, self.problems = bounded(message), fix, tuple(problems)
+        self.path, self.rule, self.line, self.kind = (where.pop(name, None) for name in ("path", "rule", "line", "kind"))
+        if where:
+            raise TypeError(f"an error has no field {', '.join(where)}")
 
 
 class MeshError(SpmdError):
@@ -101,7 +112,7 @@ class CompileError(SpmdError):
     """The compiler fails on a step that is planned, or takes longer than it may."""
 
 
-class RoomError(SpmdError):
+class DeviceMemoryError(SpmdError):
     """A step needs more memory than a device has, as the compiler says; or the trials of a sweep do."""
 
 
@@ -113,7 +124,7 @@ class ClusterError(SpmdError):
     """The processes of a run cannot meet, or do not agree; names who, what and both values. To start again does not help."""
 
 
-class AbsentError(ClusterError):
+class RendezvousTimeout(ClusterError):
     """Some processes did not come in time, or could not be reached; the next time they may."""
 
 
@@ -128,8 +139,8 @@ class ProcessError(SpmdError):
       process: its rank; None where it is not one alone.
     """
 
-    def __init__(self, text: str, process: int | None = None):
-        super().__init__(text)
+    def __init__(self, message: str, process: int | None = None, **fields: Any):
+        super().__init__(message, **fields)
         self.process = process
 
 
@@ -147,16 +158,16 @@ class MissingExtraError(SpmdError, ImportError):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where it is, why (with the numbers), and a cure that was checked."""
+    """One thing that is wrong: where it is, why (with the numbers), and a fix that was checked."""
 
     where: str
     why: Sequence[str]
-    cure: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         lines = [f"  {self.where}", *(f"      {line}" for line in self.why)]
-        if self.cure:
-            lines.append(f"      cure: {self.cure}")
+        if self.fix:
+            lines.append(f"      fix: {self.fix}")
         return "\n".join(lines)
 
 
@@ -171,7 +182,7 @@ def problems_text(headline: str, problems: Sequence[Problem], note: str = "") ->
 def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Problem], note: str = "") -> None:
     """Raise `error` with all problems at once; do nothing when there are none."""
     if problems:
-        raise error(problems_text(headline, problems, note))
+        raise error(problems_text(headline, problems, note), problems=problems)
 
 
 def bounded(text: str) -> str:
@@ -279,19 +290,20 @@ def escaped(text: str, most: int = 2000) -> str:
 
 
 def first_problem(error: SpmdError) -> str:
-    """The first thing that an error tells, in one line and without its cure.
+    """The first problem of an error, in one line and without its fix.
 
-    >>> first_problem(LayoutError(problems_text("it does not fit", [Problem("w   float32[3]", ["3 / 2 leaves 1."], "4.")])))
+    >>> problem = Problem("w   float32[3]", ["3 / 2 leaves 1."], "4.")
+    >>> first_problem(LayoutError("it does not fit", problems=[problem]))
     'w: 3 / 2 leaves 1.'
-    >>> first_problem(LossError("the loss fails\\n    cure: another."))
+    >>> first_problem(LossError("the loss fails", fix="another."))
     'the loss fails'
     """
-    lines = str(error).splitlines()
-    at = next((number for number, line in enumerate(lines) if line[:2] == "  " and line[2:3].strip()), None)
-    if at is None:
-        return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
-    why = [line.strip() for line in lines[at + 1 :] if line.strip() and not line.strip().startswith("and ")]
-    return f"{lines[at].split('   ')[0].strip() or lines[at].strip()}: {why[0] if why else lines[0]}"
+    if error.problems:
+        problem = error.problems[0]
+        why = next((line for line in problem.why if not line.startswith("and ")), error.message.partition("\n")[0])
+        return f"{problem.where.split('   ')[0].strip()}: {why}"
+    lines = error.message.splitlines()
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def a_kind(value: object) -> str:
@@ -323,7 +335,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A cure for a misspelt name: the nearest known one, or the list of all.
+    """A fix for a misspelt name: the nearest known one, or the list of all.
 
     >>> did_you_mean("modle", ["data", "model"])
     'did you mean "model"?'
@@ -340,7 +352,7 @@ def import_extra(module: str, extra: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(f"{module} is not installed.\n    cure: {how_to_install(extra)}.") from error
+        raise MissingExtraError(f"{module} is not installed.", fix=f"{how_to_install(extra)}.") from error
 
 
 def how_to_install(extra: str) -> str:
@@ -350,3 +362,6 @@ def how_to_install(extra: str) -> str:
     "in the checkout of spmd: pip install '.[export]'"
     """
     return f"in the checkout of spmd: pip install '.[{extra}]'"
+
+
+__getattr__ = moved(globals(), {"RoomError": "DeviceMemoryError", "AbsentError": "RendezvousTimeout"})

@@ -42,7 +42,7 @@ class MeshSpec:
         elif isinstance(value, Mapping):
             pairs = list(value.items())
         else:
-            raise MeshError(f'mesh={brief(value)} is {a_kind(value)}.\n    cure: write "data=4,model=2", a dict, or a jax Mesh.')
+            raise MeshError(f"mesh={brief(value)} is {a_kind(value)}.", fix='write "data=4,model=2", a dict, or a jax Mesh.')
         return MeshSpec(_checked(pairs))
 
     @property
@@ -69,7 +69,7 @@ class MeshSpec:
         if free:
             raise MeshError(
                 f"mesh {self}: {_devices(devices)} / {known} leaves {devices % known}, so the -1 cannot be filled.\n"
-                f"    cure: {self._cure(known, devices)}."
+                f"    fix: {self._fix(known, devices)}."
             )
         if known != devices:
             raise MeshError(self._mismatch(known, devices))
@@ -81,10 +81,10 @@ class MeshSpec:
         if known < devices:
             only = f'spmd.make_mesh("{self}", devices=jax.devices()[:{known}])'
             text += f": {devices - known} would be left unused"
-            return f"{text}.\n    cure: {self._cure(known, devices)}, or to use only some devices, mesh={only}."
-        return f"{text}.\n    cure: {self._cure(known, devices)}."
+            return f"{text}.\n    fix: {self._fix(known, devices)}, or to use only some devices, mesh={only}."
+        return f"{text}.\n    fix: {self._fix(known, devices)}."
 
-    def _cure(self, known: int, devices: int) -> str:
+    def _fix(self, known: int, devices: int) -> str:
         """The nearest mesh that uses all devices; on a CPU there can be as many devices as are wanted."""
         left, free = devices, -1 in self.sizes.values()
         axes: list[tuple[str, int]] = []
@@ -107,24 +107,24 @@ def _devices(count: int) -> str:
 def _pair(word: str, whole: str) -> tuple[str, int]:
     name, equals, size = (part.strip() for part in word.partition("="))
     if not equals or not re.fullmatch(r"-?\d+", size):
-        raise MeshError(f'mesh "{whole}": "{word.strip()}" is not NAME=SIZE.\n    cure: write it like "data=4,model=2".')
+        raise MeshError(f'mesh "{whole}": "{word.strip()}" is not NAME=SIZE.', fix='write it like "data=4,model=2".')
     return name, int(size)
 
 
 def _checked(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, int], ...]:
     text = ", ".join(f"{name}={size}" for name, size in pairs)
     if not pairs:
-        raise MeshError('the mesh has no axes.\n    cure: at least one, such as "data=-1".')
+        raise MeshError("the mesh has no axes.", fix='at least one, such as "data=-1".')
     names = [name for name, _ in pairs]
     for name, size in pairs:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise MeshError(f"mesh {text}: {name!r} is not an axis name.\n    cure: letters, digits and underscores.")
+            raise MeshError(f"mesh {text}: {name!r} is not an axis name.", fix="letters, digits and underscores.")
         if names.count(name) > 1:
-            raise MeshError(f'mesh {text}: axis "{name}" is named twice.\n    cure: every name once.')
+            raise MeshError(f'mesh {text}: axis "{name}" is named twice.', fix="every name once.")
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
-            raise MeshError(f'mesh {text}: axis "{name}" has size {size!r}.\n    cure: a whole number from 1, or one -1.')
+            raise MeshError(f'mesh {text}: axis "{name}" has size {size!r}.', fix="a whole number from 1, or one -1.")
     if sum(size == -1 for _, size in pairs) > 1:
-        raise MeshError(f"mesh {text}: more than one -1.\n    cure: give all sizes but one.")
+        raise MeshError(f"mesh {text}: more than one -1.", fix="give all sizes but one.")
     return tuple((name, int(size)) for name, size in pairs)
 
 
@@ -179,7 +179,7 @@ def simulate_devices(count: int) -> None:
       8
     """
     if count < 1:
-        raise MeshError(f"simulate_devices({count}): at least one device is needed.\n    cure: such as spmd.simulate_devices(8).")
+        raise MeshError(f"simulate_devices({count}): at least one device is needed.", fix="such as spmd.simulate_devices(8).")
     try:
         if not jax.distributed.is_initialized():  # several processes were told by who started them; what counts is how many all have
             simulate_cpus(count)
@@ -190,12 +190,12 @@ def simulate_devices(count: int) -> None:
         raise MeshError(
             f"simulate_devices({count}) comes too late: JAX has already started with "
             f"{len(found)} {found[0].platform} device{'s' if len(found) > 1 else ''}.\n"
-            "    cure: call it first, right after `import spmd`; in a notebook, restart the kernel and run it in the first cell."
+            "    fix: call it first, right after `import spmd`; in a notebook, restart the kernel and run it in the first cell."
         )
 
 
 def axis_problem(axis: str, mesh: MeshSpec) -> tuple[list[str], str] | None:
-    """Why `axis` cannot be used on `mesh`, with a cure; None when it can."""
+    """Why `axis` cannot be used on `mesh`, with a fix; None when it can."""
     if axis in mesh.names:
         return None
     return [f'mesh axis "{axis}" does not exist on mesh {mesh}.'], did_you_mean(axis, mesh.names)

@@ -27,7 +27,7 @@ def resume_wanted(resume: bool | str) -> bool:
     """
     if not isinstance(resume, bool) and resume != CHANGED_DATA:
         raise OptionError(
-            f'resume={resume!r}\n    cure: True, False, or "{CHANGED_DATA}" to resume where the contents of the data have changed.'
+            f"resume={resume!r}", fix=f'True, False, or "{CHANGED_DATA}" to resume where the contents of the data have changed.'
         )
     return bool(resume)
 
@@ -39,13 +39,13 @@ def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resum
     opened.callback(watch.at, "script", 0)
     if config is None:
         if resume:
-            raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
+            raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
         return None
     store = Store(config)
     opened.callback(store.release)
     if store.latest() is not None and not resume:
         raise CheckpointError(
-            f"{store.folder} already holds a run, up to step {store.latest()}.\n    cure: resume=True to go on with it, or another folder."
+            f"{store.folder} already holds a run, up to step {store.latest()}.", fix="resume=True to go on with it, or another folder."
         )
     return store
 
@@ -88,8 +88,8 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_
     step, damaged = store.intact() if store is not None else (None, {})
     if store is not None and step is None and damaged:
         problems = [Problem(f"step {step}", [why]) for step, why in damaged.items()]
-        cure = f"\n\n    cure: another copy of the folder; or remove {store.folder}/checkpoints, and the run starts at step 0."
-        raise CheckpointError(problems_text(f"every checkpoint in {store.folder} is damaged", problems) + cure)
+        fix = f"\n\n    fix: another copy of the folder; or remove {store.folder}/checkpoints, and the run starts at step 0."
+        raise CheckpointError(problems_text(f"every checkpoint in {store.folder} is damaged", problems) + fix)
     if store is None or step is None:
         return Start(trainer.init())
     saved = store.meta(step)
@@ -117,7 +117,7 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_
     if changed_data:
         changed += [f"{name} of the data have changed" for name in problems]
     else:  # raised last: where the model has changed too, that says more
-        cure = f'the data that the run began with; or resume="{CHANGED_DATA}" to resume on this data.'
-        raise_problems(CheckpointError, headline, [dataclasses.replace(problem, cure=cure) for problem in problems.values()])
+        fix = f'the data that the run began with; or resume="{CHANGED_DATA}" to resume on this data.'
+        raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems.values()])
     store.put_aside(damaged)  # not before it is certain that the run is resumed
     return Start(state, position, callbacks, [*changed, *told], pace, owes)

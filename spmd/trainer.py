@@ -140,7 +140,7 @@ class Trainer:
           OptionError: no batch was seen yet, or XLA places the collectives.
         """
         if self._program is None:
-            raise OptionError("trainer.wire before the first batch: what travels depends on it.\n    cure: trainer.prepare(batch) first.")
+            raise OptionError("trainer.wire before the first batch: what travels depends on it.", fix="trainer.prepare(batch) first.")
         if not self._placed.exchange.reduction.manual and not self.schedules:
             why = (
                 "a single worker exchanges nothing"
@@ -148,7 +148,7 @@ class Trainer:
                 else 'under reduction "compiler" XLA places the collectives'
             )
             raise OptionError(
-                f'trainer.wire: {why}.\n    cure: several workers and  [gradients] reduction = "all_reduce"  or "reduce_scatter".'
+                f"trainer.wire: {why}.", fix='several workers and  [gradients] reduction = "all_reduce"  or "reduce_scatter".'
             )
         return self._program.wire
 
@@ -175,8 +175,8 @@ class Trainer:
           OptionError: there is no parameter server, no number of steps, or a trace of times that ends before.
         """
         if self._placed.events is None:
-            cure = '[gradients] reduction = "parameter_server".'
-            raise OptionError(f"trainer.simulate: {self.layout.source} has no parameter server, so no clock.\n    cure: {cure}")
+            fix = '[gradients] reduction = "parameter_server".'
+            raise OptionError(f"trainer.simulate: {self.layout.source} has no parameter server, so no clock.", fix=fix)
         return Account.of(self._placed.events, steps)
 
     def init(self, batch: Tree = None) -> State:
@@ -213,7 +213,7 @@ class Trainer:
         """
         config = as_checkpoint(checkpoint)
         if only not in (None, PARAMS):
-            raise OptionError(f"only={only!r}.\n    cure: {did_you_mean(str(only), (PARAMS,))}")
+            raise OptionError(f"only={only!r}.", fix=f"{did_you_mean(str(only), (PARAMS,))}")
         if config is None:
             raise CheckpointError(f"checkpoint={brief(checkpoint)}: there is no such folder.")
         check_folder(config.path)
@@ -262,8 +262,8 @@ class Trainer:
         whole = rows * jax.process_count()  # of several processes each brings its own part
         program, placer = self.prepare(jax.tree.map(lambda x: jax.ShapeDtypeStruct((whole, *x.shape[1:]), x.dtype), abstract(batch)))
         if whole > program.rows:
-            cure = "the first batch must be the largest"
-            raise DataError(f"a batch of {whole} rows, after a first one of {program.rows}.\n    cure: {cure}.")
+            fix = "the first batch must be the largest"
+            raise DataError(f"a batch of {whole} rows, after a first one of {program.rows}.", fix=f"{fix}.")
         check_like(batch, program.sample, "this batch")
         return placer(HostBatch(batch, rows))
 
@@ -377,7 +377,7 @@ class Trainer:
         """
         check_alive(state)
         if self._program is None:
-            raise OptionError("predict() before the first batch: the batch size is not known.\n    cure: trainer.prepare(batch) first.")
+            raise OptionError("predict() before the first batch: the batch size is not known.", fix="trainer.prepare(batch) first.")
         program, data = self._program, self.resolved.data_axes
         inputs = as_arrays(inputs, "the inputs")
         rows = check_leaves(inputs, "the inputs")

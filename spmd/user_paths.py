@@ -19,10 +19,10 @@ def as_path(value: Any, name: str) -> Path:
     'digits'
     """
     if not isinstance(value, str | os.PathLike):
-        raise OptionError(f"{name}={brief(value)} is {a_kind(value)}.\n    cure: a path.")
+        raise OptionError(f"{name}={brief(value)} is {a_kind(value)}.", fix="a path.")
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError(f"{name}={brief(text)} names nothing that could be on a disk.\n    cure: a path, such as runs/digits.")
+        raise OptionError(f"{name}={brief(text)} names nothing that could be on a disk.", fix="a path, such as runs/digits.")
     return Path(text)
 
 
@@ -51,7 +51,7 @@ def writing(path: Path, error: type[SpmdError], what: str = "file") -> Iterator[
         yield
     except OSError as refused:
         verb = "made" if what == "folder" else "written"
-        raise error(f"the {what} {path} cannot be {verb}: {reason(path, refused)}.\n    cure: another path.") from refused
+        raise error(f"the {what} {path} cannot be {verb}: {reason(path, refused)}.", fix="another path.") from refused
 
 
 def reason(path: Path, error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""The house rules of docs/architecture.md, read from the sources: who imports whom, how long things are, who may do what."""
+"""The house rules of docs/architecture.md, read from the sources: who imports whom, and who may do what."""
 
 import ast
 import dataclasses
@@ -21,39 +21,41 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 LEVELS = [
-    {"errors.py", "tree.py", "rng.py", "cell.py", "sealed.py", "xla.py"},
-    {"folders.py", "mesh.py", "model", "layout"},
-    {"comm"},
+    {"errors.py", "tree.py", "rng.py", "checksummed_files.py", "xla.py", "deprecated.py"},
+    {"user_paths.py", "render"},
+    {"mesh.py", "models", "layout"},
+    {"wire"},
     {"nn"},
-    {"train", "data", "hosts"},
-    {"preflight", "run"},
+    {"train", "data", "distributed"},
+    {"planner", "run"},
     # callbacks, loggers, losses and metrics only give rooms below a public name
-    {"api.py", "resume.py", "trainer.py", "trials", "serve", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
+    {"api.py", "resume.py", "trainer.py", "sweeps", "inference", "callbacks.py", "loggers.py", "losses.py", "metrics.py"},
     {"launch", "viz"},
     {"__init__.py", "__main__.py"},
 ]
 # Within a level, imports stay inside one folder; these are the steps sideways that the design names.
 SIDEWAYS = {
+    ("errors.py", "deprecated.py"),
+    ("render", "user_paths.py"),  # a picture saves itself
     ("layout", "mesh.py"),  # a layout is checked against axis sizes
-    ("model", "layout"),  # only the path patterns: see below
+    ("models", "layout"),  # only the path patterns: see below
     ("train", "data"),  # a program is made for a batch, which is checked first
     ("api.py", "resume.py"),
     ("resume.py", "trainer.py"),
     ("api.py", "trainer.py"),  # `fit` is a face over the trainer
-    ("trials", "api.py"),  # what comes of a trial is what `fit` would have given
-    ("trials", "trainer.py"),
-    ("trials", "serve"),
-    ("serve", "trainer.py"),
-    ("api.py", "serve"),  # a result can be exported
+    ("sweeps", "api.py"),  # what comes of a trial is what `fit` would have given
+    ("sweeps", "trainer.py"),
+    ("sweeps", "inference"),
+    ("inference", "trainer.py"),
+    ("api.py", "inference"),  # a result can be exported
     ("__main__.py", "__init__.py"),
 }
-NARROW = {("model", "layout"): "spmd.layout.match"}
+NARROW = {("models", "layout"): "spmd.layout.match"}
 
 COLLECTIVES = {
     "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pshuffle", "axis_index", "axis_size",
     "ragged_all_to_all",
 }  # fmt: skip
-MAX_FILE, MAX_FUNCTION = 400, 60
 
 
 def part(name):
@@ -106,7 +108,7 @@ def imports(name, *, functions=True):
 
 
 def test_every_file_is_on_a_level():
-    assert {level(name) for name in FILES} >= {0, 1, 2, 3, 4, 5, 6, 7, 8}
+    assert {level(name) for name in FILES} >= set(range(len(LEVELS)))
 
 
 def test_imports_go_down():
@@ -137,24 +139,6 @@ def test_the_rule_would_notice():
     assert ("data", "train") not in SIDEWAYS
     assert ("tree.py", "errors.py") not in SIDEWAYS
     assert ("mesh.py", "layout/check.py") not in SIDEWAYS
-
-
-def test_files_are_short():
-    long = {name: count for name, path in FILES.items() if (count := len(path.read_text(encoding="utf-8").splitlines())) > MAX_FILE}
-    assert not long, f"over {MAX_FILE} lines: {long}"
-
-
-def test_functions_are_short():
-    """Lines of code: a docstring and a list of parameters may be as long as they have to be."""
-    long = {}
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                first = node.body[1] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body[0]
-                count = (node.end_lineno or 0) - first.lineno + 1
-                if count > MAX_FUNCTION:
-                    long[f"{name}:{node.lineno} {node.name}"] = count
-    assert not long, f"over {MAX_FUNCTION} lines: {long}"
 
 
 def test_nothing_private_of_jax():

@@ -132,7 +132,7 @@ def test_a_mesh_is_drawn_by_its_devices():
     shown = viz.devices(spmd.make_mesh("data=2,model=2,stage=2"))
     rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", shown._repr_html_())]
     assert rows[0] == ["data, model", "stage 0", "stage 1"] and rows[2] == ["data 0, model 1", "2", "3"] and len(rows) == 5
-    with pytest.raises(MeshError, match="cure:"):
+    with pytest.raises(MeshError, match="fix:"):
         viz.devices("data=3")
 
 

@@ -39,7 +39,7 @@ BAD = {
 
 @pytest.mark.parametrize("path", BAD, ids=lambda path: path[:20])
 def test_store_refuses_a_folder_that_cannot_be_made(path):
-    text = rf"^the folder \S*{path}/checkpoints cannot be made: {BAD[path]}\.\n    cure: another path\.$"
+    text = rf"^the folder \S*{path}/checkpoints cannot be made: {BAD[path]}\.\n    fix: another path\.$"
     with pytest.raises(CheckpointError, match=text) as raised:
         Store(Checkpoint(path))
     assert isinstance(raised.value.__cause__, OSError)
@@ -60,12 +60,12 @@ def test_json_lines_refuse_a_folder_in_the_place_of_their_file(here):
 
 @pytest.mark.parametrize("path", [path for path in BAD if "is a" in BAD[path]])
 def test_export_refuses_a_folder_before_it_works(path, here):
-    with pytest.raises(ExportError, match=rf"^{BAD[path]}\.\n    cure: another folder"):
+    with pytest.raises(ExportError, match=rf"^{BAD[path]}\.\n    fix: another folder"):
         _check_free(here / path)
 
 
 def test_files_that_reports_are_saved_to_are_refused_the_same_way():
-    with pytest.raises(OptionError, match=r"^the folder file/under cannot be made: \S*/file is a file\.\n    cure: another path\.$"):
+    with pytest.raises(OptionError, match=r"^the folder file/under cannot be made: \S*/file is a file\.\n    fix: another path\.$"):
         write_text(pathlib.Path("file/under/report.html"), "text")
     with pytest.raises(
         OptionError, match=r"^the file lost cannot be written: \S*/lost is a link to /nowhere/at/all, which does not exist\."
@@ -76,7 +76,7 @@ def test_files_that_reports_are_saved_to_are_refused_the_same_way():
 @pytest.mark.parametrize("value", [None, 3, "", "a\0b", b"runs"], ids=repr)
 def test_a_path_that_is_none_is_refused(value):
     for take in (JsonLines, TensorBoard, Checkpoint):
-        with pytest.raises(OptionError, match=r"(is (None|an int|a bytes)|names nothing that could be on a disk)\.\n    cure: a path"):
+        with pytest.raises(OptionError, match=r"(is (None|an int|a bytes)|names nothing that could be on a disk)\.\n    fix: a path"):
             take(value)
 
 

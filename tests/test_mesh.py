@@ -34,20 +34,20 @@ def test_what_a_mesh_can_be_written_as(value):
 @pytest.mark.parametrize(
     "value, text",
     [
-        ("data", 'mesh "data": "data" is not NAME=SIZE.\n    cure: write it like "data=4,model=2".'),
-        ("data=4,", 'mesh "data=4,": "" is not NAME=SIZE.\n    cure: write it like "data=4,model=2".'),
-        ("data=four", 'mesh "data=four": "data=four" is not NAME=SIZE.\n    cure: write it like "data=4,model=2".'),
-        ("4=data", 'mesh "4=data": "4=data" is not NAME=SIZE.\n    cure: write it like "data=4,model=2".'),
-        ("a b=4", "mesh a b=4: 'a b' is not an axis name.\n    cure: letters, digits and underscores."),
-        ("data=2,data=4", 'mesh data=2, data=4: axis "data" is named twice.\n    cure: every name once.'),
-        ("data=0", 'mesh data=0: axis "data" has size 0.\n    cure: a whole number from 1, or one -1.'),
-        ("data=-2", 'mesh data=-2: axis "data" has size -2.\n    cure: a whole number from 1, or one -1.'),
-        ("data=-1,model=-1", "mesh data=-1, model=-1: more than one -1.\n    cure: give all sizes but one."),
-        ({"data": 2.0}, 'mesh data=2.0: axis "data" has size 2.0.\n    cure: a whole number from 1, or one -1.'),
-        ({"data": True}, 'mesh data=True: axis "data" has size True.\n    cure: a whole number from 1, or one -1.'),
-        ({3: 4}, "mesh 3=4: 3 is not an axis name.\n    cure: letters, digits and underscores."),
-        ({}, 'the mesh has no axes.\n    cure: at least one, such as "data=-1".'),
-        (8, 'mesh=8 is an int.\n    cure: write "data=4,model=2", a dict, or a jax Mesh.'),
+        ("data", 'mesh "data": "data" is not NAME=SIZE.\n    fix: write it like "data=4,model=2".'),
+        ("data=4,", 'mesh "data=4,": "" is not NAME=SIZE.\n    fix: write it like "data=4,model=2".'),
+        ("data=four", 'mesh "data=four": "data=four" is not NAME=SIZE.\n    fix: write it like "data=4,model=2".'),
+        ("4=data", 'mesh "4=data": "4=data" is not NAME=SIZE.\n    fix: write it like "data=4,model=2".'),
+        ("a b=4", "mesh a b=4: 'a b' is not an axis name.\n    fix: letters, digits and underscores."),
+        ("data=2,data=4", 'mesh data=2, data=4: axis "data" is named twice.\n    fix: every name once.'),
+        ("data=0", 'mesh data=0: axis "data" has size 0.\n    fix: a whole number from 1, or one -1.'),
+        ("data=-2", 'mesh data=-2: axis "data" has size -2.\n    fix: a whole number from 1, or one -1.'),
+        ("data=-1,model=-1", "mesh data=-1, model=-1: more than one -1.\n    fix: give all sizes but one."),
+        ({"data": 2.0}, 'mesh data=2.0: axis "data" has size 2.0.\n    fix: a whole number from 1, or one -1.'),
+        ({"data": True}, 'mesh data=True: axis "data" has size True.\n    fix: a whole number from 1, or one -1.'),
+        ({3: 4}, "mesh 3=4: 3 is not an axis name.\n    fix: letters, digits and underscores."),
+        ({}, 'the mesh has no axes.\n    fix: at least one, such as "data=-1".'),
+        (8, 'mesh=8 is an int.\n    fix: write "data=4,model=2", a dict, or a jax Mesh.'),
     ],
 )
 def test_what_a_mesh_cannot_be_written_as(value, text):
@@ -64,18 +64,18 @@ def test_minus_one_takes_what_is_left(words, sizes):
 
 
 @pytest.mark.parametrize(
-    "words, cure", [("a=3,b=-1,c=3", "a=2, b=-1, c=2"), ("a=-1,b=16", "a=-1, b=8"), ("a=3,b=3", "a=4, b=2"), ("a=5", "a=8")]
+    "words, fix", [("a=3,b=-1,c=3", "a=2, b=-1, c=2"), ("a=-1,b=16", "a=-1, b=8"), ("a=3,b=3", "a=4, b=2"), ("a=5", "a=8")]
 )
-def test_the_mesh_proposed_uses_every_device(words, cure):
+def test_the_mesh_proposed_uses_every_device(words, fix):
     with pytest.raises(MeshError) as caught:
         MeshSpec.parse(words).resolve(8)
-    assert f'cure: mesh="{cure}"' in str(caught.value)
-    assert MeshSpec.parse(cure).resolve(8).size == 8
+    assert f'fix: mesh="{fix}"' in str(caught.value)
+    assert MeshSpec.parse(fix).resolve(8).size == 8
 
 
 def test_one_device_reads_as_one():
     with pytest.raises(
-        MeshError, match=r"1 device / 2 leaves 1, so .*\n    cure: mesh=\"data=-1, model=1\"; on a CPU, spmd.simulate_devices\(2\)"
+        MeshError, match=r"1 device / 2 leaves 1, so .*\n    fix: mesh=\"data=-1, model=1\"; on a CPU, spmd.simulate_devices\(2\)"
     ):
         MeshSpec.parse("data=-1,model=2").resolve(1)
     with pytest.raises(MeshError, match=r"data\(2\) = 2, but there is 1 device\."):
@@ -113,7 +113,7 @@ def test_devices_are_simulated_once():
         spmd.simulate_devices(4)
     assert str(caught.value) == (
         "simulate_devices(4) comes too late: JAX has already started with 8 cpu devices.\n"
-        "    cure: call it first, right after `import spmd`; in a notebook, restart the kernel and run it in the first cell."
+        "    fix: call it first, right after `import spmd`; in a notebook, restart the kernel and run it in the first cell."
     )
     with pytest.raises(MeshError, match="at least one device is needed"):
         spmd.simulate_devices(0)
@@ -128,4 +128,4 @@ def alone(code):
 def test_a_fresh_process_simulates_and_a_started_one_says_that_it_is_late():
     assert alone("import spmd, jax; spmd.simulate_devices(3); spmd.simulate_devices(3); print(jax.device_count())") == "3"
     late = "import jax, spmd; jax.devices()\ntry: spmd.simulate_devices(3)\nexcept spmd.SpmdError as error: print(error)"
-    assert alone(late).startswith("simulate_devices(3) comes too late: JAX has already started with 1 cpu device.\n    cure: call it first")
+    assert alone(late).startswith("simulate_devices(3) comes too late: JAX has already started with 1 cpu device.\n    fix: call it first")

@@ -45,8 +45,8 @@ class ArrayRecordFiles(Format):
                 return
             told = told or f"{self.where(record)}: {why}"
         many = f" (None of the first {most} records can be read.)" if most > 1 else ""
-        cure = 'a sound file, and a function from bytes to a dict of arrays; on_error="skip" leaves out records that are neither'
-        raise DataError(f"{told}{many}\n    cure: {cure if most == 1 else cure.partition(';')[0]}.")
+        fix = 'a sound file, and a function from bytes to a dict of arrays; on_error="skip" leaves out records that are neither'
+        raise DataError(f"{told}{many}", fix=f"{fix if most == 1 else fix.partition(';')[0]}.")
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         """Records of a file together."""
@@ -193,22 +193,22 @@ def array_record(
       >>> spmd.data.array_record("train-*.array_record", batch_size=128)
       Traceback (most recent call last):
       spmd.errors.OptionError: what the bytes of a record mean is not said.
-          cure: decode=function, or features={...} where they are tf.train.Example.
+          fix: decode=function, or features={...} where they are tf.train.Example.
     """
     if (decode is None) == (features is None):
         both = "decode and features are both given" if decode is not None else "what the bytes of a record mean is not said"
-        raise OptionError(f"{both}.\n    cure: decode=function, or features={{...}} where they are tf.train.Example.")
+        raise OptionError(f"{both}.", fix="decode=function, or features={...} where they are tf.train.Example.")
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
     skip = on_error == "skip"
     if features is not None:
         if pad:
-            raise OptionError("pad belongs to decode.\n    cure: spmd.data.padded(...) among the features.")
+            raise OptionError("pad belongs to decode.", fix="spmd.data.padded(...) among the features.")
         return Records(ArrayRecordFiles(found(files), Parser(features), skip=skip), reading)
     if not callable(decode):
-        raise OptionError(f"decode is {a_kind(decode)}.\n    cure: a function from bytes to a dict of arrays.")
+        raise OptionError(f"decode is {a_kind(decode)}.", fix="a function from bytes to a dict of arrays.")
     for name, one in (pad or {}).items():
         if not isinstance(one, Feature) or one.fill is None:
-            raise OptionError(f'pad: "{name}" is {one!r}.\n    cure: spmd.data.padded(length, dtype).')
+            raise OptionError(f'pad: "{name}" is {one!r}.', fix="spmd.data.padded(length, dtype).")
     return Records(ArrayRecordFiles(found(files), Decoder(decode, pad or {}), skip=skip), reading)
 
 

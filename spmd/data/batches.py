@@ -72,7 +72,7 @@ def as_arrays(tree: Tree, what: str) -> Tree:
             kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__name__}"
             raise DataError(
                 f"{what}: {path or 'it'} is a {kind}, which numpy cannot read: {first_line(error)}\n"
-                "    cure: arrays in the host's memory, such as tensor.detach().cpu().numpy()."
+                "    fix: arrays in the host's memory, such as tensor.detach().cpu().numpy()."
             ) from error
 
     usual = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
@@ -108,23 +108,23 @@ def check_leaves(tree: Tree, what: str) -> int:
     """
     leaves = flatten(tree)
     if not leaves:
-        raise DataError(f"{what} holds no arrays: {brief(tree)}.\n    cure: a dict or tuple of arrays of shape [rows, ...].")
+        raise DataError(f"{what} holds no arrays: {brief(tree)}.", fix="a dict or tuple of arrays of shape [rows, ...].")
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
     lists = {path: _counted(node) for path, node in _lists(tree)} if scalars else {}
     if lists:
         told = lists.get("") or listed(f"{path} is {it}" for path, it in lists.items())
-        raise DataError(f"{what}: {told}, and no array.\n    cure: numpy.asarray(...), of shape [rows, ...].")
+        raise DataError(f"{what}: {told}, and no array.", fix="numpy.asarray(...), of shape [rows, ...].")
     if scalars:
-        raise DataError(f"{what}: {listed(scalars)} has no dim 0 to cut into rows.\n    cure: arrays of shape [rows, ...].")
+        raise DataError(f"{what}: {listed(scalars)} has no dim 0 to cut into rows.", fix="arrays of shape [rows, ...].")
     strange = [f"{path or 'the batch'} {describe(leaf)}" for path, leaf in leaves.items() if dtype_of(leaf).kind in "OSUMmT"]
     if strange:
-        raise DataError(f"{what}: {listed(strange)} cannot go onto a device.\n    cure: numbers in its place, or leave it out.")
+        raise DataError(f"{what}: {listed(strange)} cannot go onto a device.", fix="numbers in its place, or leave it out.")
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
         problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."]) for path, size in sizes.items()]
         rows = sorted(sizes.values())
         problems[-1] = dataclasses.replace(
-            problems[-1], cure=f"the same number of rows in every leaf; the smallest has {rows[0]}, the largest {rows[-1]}."
+            problems[-1], fix=f"the same number of rows in every leaf; the smallest has {rows[0]}, the largest {rows[-1]}."
         )
         raise_problems(DataError, f"{what} is ragged: its leaves have different numbers of rows", problems)
     return next(iter(sizes.values()))
@@ -142,7 +142,7 @@ def check_like(tree: Tree, sample: Tree, what: str) -> None:
         if np.shape(leaf)[1:] != first.shape[1:] or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype:
             raise DataError(
                 f"{what} holds {describe(leaf)}, the first one {describe(first)}: only the number of rows may differ.\n"
-                "    cure: pad to one shape, or keep one dtype."
+                "    fix: pad to one shape, or keep one dtype."
             )
 
 
@@ -198,8 +198,8 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
         spec = layout.batch.rules[claimed[0]].spec if claimed else layout.batch.spec
         lines = [] if problems and problems[0].where.startswith("batch of") else spec_problems(spec, np.shape(leaf), mesh)
         if lines:
-            cure = f'add [[batch.rules]]  path = "{path}"  spec = {spec_text(spec[:1])}.'
-            problems.append(Problem(f"{path}   {describe(leaf)}   spec {spec_text(spec)}", lines, cure))
+            fix = f'add [[batch.rules]]  path = "{path}"  spec = {spec_text(spec[:1])}.'
+            problems.append(Problem(f"{path}   {describe(leaf)}   spec {spec_text(spec)}", lines, fix))
         if tuple(axis for axis in spec_axes(spec[:1])) != data:
             problems.append(
                 Problem(
@@ -295,7 +295,7 @@ class Placer:
             raise DataError(
                 f"this process read {host.rows} rows; with {jax.process_count()} processes and a batch of {self._rows} "
                 f"it must be {self._rows // jax.process_count()} in every batch.\n"
-                "    cure: give arrays, which every process can index, or drop the short batch."
+                "    fix: give arrays, which every process can index, or drop the short batch."
             )
         leaves, structure = jax.tree.flatten(host.leaves)
         placed = [
@@ -326,7 +326,7 @@ class Placer:
 
 _SKIPPED = (
     "{} of the {} records of a batch were skipped, and neither a loss that gives one number for all its rows nor batch statistics can "
-    "leave out what stands in their place.\n    cure: a loss with one value per example and no batch statistics; or sound files."
+    "leave out what stands in their place.\n    fix: a loss with one value per example and no batch statistics; or sound files."
 )
 
 

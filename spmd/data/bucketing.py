@@ -27,7 +27,7 @@ class Buckets:
         if longest > bounds[-1]:
             where = records.format.where(int(self.lengths.argmax()))
             raise DataError(
-                f'{where}: "{name}" has {longest} numbers, and the longest bucket {bounds[-1]}.\n    cure: lengths up to {longest}.'
+                f'{where}: "{name}" has {longest} numbers, and the longest bucket {bounds[-1]}.', fix=f"lengths up to {longest}."
             )
 
     @property
@@ -77,8 +77,8 @@ class Buckets:
         longer = np.flatnonzero(leaves[f"{self.name}_mask"][:, bound:].any(axis=1) & good)
         if len(longer):
             where = self.records.format.where(int(ids[longer[0]]))
-            cure = "files that nobody writes to"
-            return DataError(f'{where}: "{self.name}" is longer than it was when it was measured.\n    cure: {cure}.')
+            fix = "files that nobody writes to"
+            return DataError(f'{where}: "{self.name}" is longer than it was when it was measured.', fix=f"{fix}.")
         return {**leaves, **{name: leaves[name][:, :bound] for name in (self.name, f"{self.name}_mask")}}, good
 
 
@@ -97,18 +97,18 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
       DataError: a record is longer than all buckets.
     """
     if not isinstance(records, Records):
-        raise OptionError(f"buckets: of {a_kind(records)}.\n    cure: of records, as spmd.data.tfrecord gives them.")
+        raise OptionError(f"buckets: of {a_kind(records)}.", fix="of records, as spmd.data.tfrecord gives them.")
     field = records.fields.get(name)
     if field is None or f"{name}_mask" not in records.fields:
         padded = [one for one in records.fields if f"{one}_mask" in records.fields]
         raise OptionError(
-            f'buckets: "{name}" is no padded feature; there are: {", ".join(padded) or "none"}.\n    cure: spmd.data.padded(...).'
+            f'buckets: "{name}" is no padded feature; there are: {", ".join(padded) or "none"}.', fix="spmd.data.padded(...)."
         )
     bounds = tuple(lengths) if isinstance(lengths, Sequence) else ()
     if not bounds or any(not isinstance(one, int) or one < 1 for one in bounds) or sorted(set(bounds)) != list(bounds):
-        raise OptionError(f"buckets: lengths {lengths!r}.\n    cure: whole numbers that grow, such as [16, 32, 64].")
+        raise OptionError(f"buckets: lengths {lengths!r}.", fix="whole numbers that grow, such as [16, 32, 64].")
     if bounds[-1] > field.shape[0]:
-        raise OptionError(f'buckets: a length of {bounds[-1]}, and "{name}" is padded to {field.shape[0]}.\n    cure: the same for both.')
+        raise OptionError(f'buckets: a length of {bounds[-1]}, and "{name}" is padded to {field.shape[0]}.', fix="the same for both.")
     return Buckets(records, name, bounds)
 
 

@@ -29,16 +29,16 @@ def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[s
         if names is None:
             continue
         if twice := repeated(names):
-            raise DataError(f"{path}: its header names {few(twice)} twice.\n    cure: other names, or names=[...] for no header.")
+            raise DataError(f"{path}: its header names {few(twice)} twice.", fix="other names, or names=[...] for no header.")
         if first is not None and names != first[1]:
-            raise DataError(f"{path} has columns {', '.join(names)}; {first[0]} has {', '.join(first[1])}.\n    cure: files of one header.")
+            raise DataError(f"{path} has columns {', '.join(names)}; {first[0]} has {', '.join(first[1])}.", fix="files of one header.")
         first = first or (path, names)
     if first is None:
-        raise DataError(f"all files are empty: {', '.join(paths[:3])}.\n    cure: look at what they were written from.")
+        raise DataError(f"all files are empty: {', '.join(paths[:3])}.", fix="look at what they were written from.")
     counted = any(first[1] == [str(at + start) for at in range(len(first[1]))] for start in (0, 1))  # as tables without names are written
     if not chosen and not (counted and len(first[1]) > 2) and all(is_a(float, name) for name in first[1]):
-        cure = "names=[...] where there is no header, or columns=[...] where these are names"
-        raise DataError(f"{first[0]}: its header has numbers only: {', '.join(first[1][:5])}.\n    cure: {cure}.")
+        fix = "names=[...] where there is no header, or columns=[...] where these are names"
+        raise DataError(f"{first[0]}: its header has numbers only: {', '.join(first[1][:5])}.", fix=f"{fix}.")
     return first[1]
 
 
@@ -52,7 +52,7 @@ def _header(path: str, separator: str) -> list[str] | None:
             try:
                 return [csv_grammar.unquoted(field).decode("utf-8") for field in fields]
             except UnicodeDecodeError:
-                raise DataError(f"{path}: its header is not UTF-8.\n    cure: a file in UTF-8.") from None
+                raise DataError(f"{path}: its header is not UTF-8.", fix="a file in UTF-8.") from None
     return None
 
 
@@ -64,7 +64,7 @@ def check_unpacked(paths: tuple[str, ...]) -> None:
     """
     for path in paths:
         if packed(path):
-            raise DataError(f"{path} is compressed ({packed(path)}), and records in it cannot be found by number.\n    cure: unpack it.")
+            raise DataError(f"{path} is compressed ({packed(path)}), and records in it cannot be found by number.", fix="unpack it.")
 
 
 def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
@@ -75,22 +75,22 @@ def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
     """
     for what, given in mappings.items():
         if given is not None and not isinstance(given, Mapping):
-            raise OptionError(f"{what}={given!r} is {a_kind(given)}.\n    cure: a dict, by column.")
+            raise OptionError(f"{what}={given!r} is {a_kind(given)}.", fix="a dict, by column.")
     both = sorted(set(mappings["types"] or ()) & set(mappings["categories"] or ()))
     if both:
-        raise OptionError(f"types and categories both name {', '.join(both)}.\n    cure: categories alone, which are int32.")
+        raise OptionError(f"types and categories both name {', '.join(both)}.", fix="categories alone, which are int32.")
     for name, words in (mappings["categories"] or {}).items():
         sound = isinstance(words, Collection) and not isinstance(words, str) and all(isinstance(word, str) for word in words)
         if not sound or not words or len(set(words)) < len(words):
-            raise OptionError(f'categories: "{name}" is {words!r}.\n    cure: a list of words, each once.')
+            raise OptionError(f'categories: "{name}" is {words!r}.', fix="a list of words, each once.")
     groups = columns.values() if isinstance(columns, Mapping) else ()
     for what, given in [("names", names), ("columns", columns), *(("columns", one) for one in groups if not isinstance(one, str))]:
         if given is None or isinstance(given, Mapping):
             continue
         if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(one, str) for one in given):
-            raise OptionError(f"{what}={given!r} is {a_kind(given)}.\n    cure: a list of names.")
+            raise OptionError(f"{what}={given!r} is {a_kind(given)}.", fix="a list of names.")
         if twice := repeated(given):
-            raise OptionError(f"{what}: {few(twice)} twice.\n    cure: each once.")
+            raise OptionError(f"{what}: {few(twice)} twice.", fix="each once.")
 
 
 def check_names(header: list[str], wanted: dict[str, Any], options: dict[str, Any]) -> None:
@@ -100,13 +100,13 @@ def check_names(header: list[str], wanted: dict[str, Any], options: dict[str, An
       OptionError: one is not, or none is named.
     """
     if not wanted or any(not isinstance(one, str) and not len(one) for one in wanted.values()):
-        raise OptionError(f"columns names no column.\n    cure: some of {few(header)}.")
+        raise OptionError("columns names no column.", fix=f"some of {few(header)}.")
     there = set(header)
     asked = [name for one in wanted.values() for name in ([one] if isinstance(one, str) else one)]
     for what, names in {"columns": asked, **options}.items():
         for name in names or ():
             if name not in there:
-                raise OptionError(f'{what}: there is no column "{name}".\n    cure: {did_you_mean(str(name), header)}')
+                raise OptionError(f'{what}: there is no column "{name}".', fix=f"{did_you_mean(str(name), header)}")
 
 
 def check_default(name: str, default: Any, dtype: np.dtype) -> None:
@@ -117,10 +117,10 @@ def check_default(name: str, default: Any, dtype: np.dtype) -> None:
     """
     part = isinstance(default, float | np.floating) and not default.is_integer()
     if not isinstance(default, NUMBERS) or (dtype.kind != "f" and part):
-        cure = f'types={{"{name}": "float32"}}' if isinstance(default, NUMBERS) else "a number"
-        raise OptionError(f'defaults: "{name}" is {default!r}, and the column is {dtype}.\n    cure: {cure}.')
+        fix = f'types={{"{name}": "float32"}}' if isinstance(default, NUMBERS) else "a number"
+        raise OptionError(f'defaults: "{name}" is {default!r}, and the column is {dtype}.', fix=f"{fix}.")
     if not holds(dtype, default):
-        raise OptionError(f'defaults: "{name}" is {default!r}, which {dtype} does not hold.\n    cure: types={{"{name}": ...}}.')
+        raise OptionError(f'defaults: "{name}" is {default!r}, which {dtype} does not hold.', fix=f'types={{"{name}": ...}}.')
 
 
 def is_a(kind: type, text: str) -> bool:

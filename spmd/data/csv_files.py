@@ -170,7 +170,7 @@ def csv(
     header = list(names) if names is not None else header_of(paths, separator, chosen=columns is not None)
     offsets = Offsets(paths, lambda path: _scan(path, separator, header=names is None), f"csv 3 {names is None} {separator}", index)
     if not len(offsets):
-        raise DataError(f"no CSV file has a record below its header: {few(paths)}.\n    cure: look at what they were written from.")
+        raise DataError(f"no CSV file has a record below its header: {few(paths)}.", fix="look at what they were written from.")
     chosen = {name: name for name in header} if columns is None else columns
     wanted = dict(chosen) if isinstance(chosen, Mapping) else {name: name for name in chosen}
     check_names(header, wanted, mappings)
@@ -201,7 +201,7 @@ def _columns(
         try:
             dtype = np.dtype(dtypes[name])
         except TypeError as error:
-            raise OptionError(f'types: "{name}" is {types[name]!r}: {error}.\n    cure: such as "float32" or "int32".') from None
+            raise OptionError(f'types: "{name}" is {types[name]!r}: {error}.', fix='such as "float32" or "int32".') from None
         if dtype.kind not in "iuf":
             raise OptionError(f'types: "{name}" is {dtype}: a column is read as whole or floating numbers.')
         if default is not None:
@@ -237,10 +237,10 @@ def _dtype(name: str, texts: list[str], path: str, *, alone: bool) -> np.dtype:
     odd = [text for text in texts if not is_a(float, text)]
     if odd and len(odd) == len(texts):
         words = sorted(set(odd))
-        cure = f'categories={{"{name}": {words!r}}}, columns=[...] without it' if len(words) < 10 else "columns=[...] without it"
+        fix = f'categories={{"{name}": {words!r}}}, columns=[...] without it' if len(words) < 10 else "columns=[...] without it"
         other = [letter for letter in ";\t|" if letter in name and alone]
-        cure = f"separator={other[0]!r}" if other else cure
-        raise DataError(f'column "{name}" holds text, such as {odd[0]!r}, and no numbers ({path}).\n    cure: {cure}.')
+        fix = f"separator={other[0]!r}" if other else fix
+        raise DataError(f'column "{name}" holds text, such as {odd[0]!r}, and no numbers ({path}).', fix=f"{fix}.")
     return np.dtype(np.float32)
 
 

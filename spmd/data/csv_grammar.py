@@ -52,7 +52,7 @@ def records(path: str, separator: str, chunk: int = CHUNK) -> Iterator[tuple[np.
             yield starts[kept], ends[kept]
     if inside:
         raise DataError(
-            f"{path}, line {line(path, opened)}: a quote that is never closed.\n    cure: close it, or write quotes in quotes twice."
+            f"{path}, line {line(path, opened)}: a quote that is never closed.", fix="close it, or write quotes in quotes twice."
         )
 
 

@@ -47,17 +47,17 @@ def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Calla
     """
     sizes: Any = shape if isinstance(shape, tuple | list) else (None,)
     if not all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in sizes):
-        cure = f"fixed(({shape},), ...)" if isinstance(shape, int) else "fixed((28, 28), ...), or fixed((), ...) for one number"
-        raise OptionError(f"fixed({shape!r}, ...): a shape is a tuple of whole numbers.\n    cure: {cure}.")
+        fix = f"fixed(({shape},), ...)" if isinstance(shape, int) else "fixed((28, 28), ...), or fixed((), ...) for one number"
+        raise OptionError(f"fixed({shape!r}, ...): a shape is a tuple of whole numbers.", fix=f"{fix}.")
     made = Feature(tuple(int(size) for size in sizes), _dtype(dtype), default, decode)
     if decode is not None and not callable(decode):
-        raise OptionError(f"fixed(decode={decode!r}) is {a_kind(decode)}.\n    cure: a function from bytes to an array.")
+        raise OptionError(f"fixed(decode={decode!r}) is {a_kind(decode)}.", fix="a function from bytes to an array.")
     if default is not None:
         values = np.asarray(default)
         fits = values.shape in ((), made.shape) and all(holds(made.dtype, value) for value in values.ravel().tolist())
         if not fits:
             raise OptionError(
-                f"fixed(default={default!r}): {made.dtype}{list(made.shape)} does not hold it.\n    cure: a number that it holds."
+                f"fixed(default={default!r}): {made.dtype}{list(made.shape)} does not hold it.", fix="a number that it holds."
             )
     return made
 
@@ -75,7 +75,7 @@ def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
         raise OptionError(f"padded({length!r}, ...): a length from 1.")
     made = Feature((int(length),), _dtype(dtype), fill=fill)
     if not holds(made.dtype, fill):
-        raise OptionError(f"padded(fill={fill!r}): {made.dtype} does not hold it.\n    cure: a number that it holds, such as 0.")
+        raise OptionError(f"padded(fill={fill!r}): {made.dtype} does not hold it.", fix="a number that it holds, such as 0.")
     return made
 
 
@@ -85,9 +85,9 @@ def _dtype(given: str) -> np.dtype:
             raise TypeError
         found = np.dtype(given)
     except TypeError:
-        raise OptionError(f"there is no dtype {given!r}.\n    cure: such as float32, int32 or uint8.") from None
+        raise OptionError(f"there is no dtype {given!r}.", fix="such as float32, int32 or uint8.") from None
     if found.kind not in "iufb":
-        raise OptionError(f"a feature of dtype {found} cannot go onto a device.\n    cure: numbers; decode=... makes them of bytes.")
+        raise OptionError(f"a feature of dtype {found} cannot go onto a device.", fix="numbers; decode=... makes them of bytes.")
     return found
 
 
@@ -98,7 +98,7 @@ class Parser:
         self.wanted = dict(wanted)
         masks = [name for name in self.wanted if any(name == f"{one}_mask" and feature.fill is not None for one, feature in wanted.items())]
         if masks:
-            raise OptionError(f'features: "{masks[0]}" is the mask of a padded feature too.\n    cure: another name for one of them.')
+            raise OptionError(f'features: "{masks[0]}" is the mask of a padded feature too.', fix="another name for one of them.")
         self._known: dict[int, _Template] = {}  # by length, the last
 
     def fields(self) -> dict[str, Field]:

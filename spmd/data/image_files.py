@@ -87,15 +87,15 @@ def images(
         raise OptionError(f"size={size!r}, channels={channels!r}: a size is (height, width), and channels are 1, 3 or 4.")
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
     if not isinstance(folder, str | Path):
-        raise OptionError(f"folder={folder!r} is {a_kind(folder)}.\n    cure: the path of a folder with a folder for each class.")
+        raise OptionError(f"folder={folder!r} is {a_kind(folder)}.", fix="the path of a folder with a folder for each class.")
     if not os.path.isdir(folder):
-        raise DataError(f"there is no folder {folder}.\n    cure: the path of a folder with a folder for each class.")
+        raise DataError(f"there is no folder {folder}.", fix="the path of a folder with a folder for each class.")
     entries = list(os.scandir(folder))
     classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     paths = [[str(one) for one in sorted(Path(folder, name).rglob("*")) if one.suffix.lower() in ENDINGS] for name in classes]
     if not any(paths):
         has = f"its folders are {', '.join(classes[:5])}" if classes else "it has no folders"
-        raise DataError(f"{folder} holds no pictures in folders that are classes; {has}.\n    cure: folder/class/picture.png.")
+        raise DataError(f"{folder} holds no pictures in folders that are classes; {has}.", fix="folder/class/picture.png.")
     beside = sum(entry.is_file() and entry.name.lower().endswith(ENDINGS) for entry in entries)
     nothing = [name for name, mine in zip(classes, paths, strict=True) if not mine]
     if beside or nothing:

@@ -52,7 +52,7 @@ def refuse(leaves: Tree, index: np.ndarray | None, what: str) -> NoReturn:
                 raise DataError(
                     f"{path or 'the array'}: row {row} of {what} holds {value}. jax makes {dtype} of {leaf.dtype}, which holds "
                     f"{limits.min} to {limits.max}.\n"
-                    f"    cure: smaller numbers, such as {smaller}; or jax.config.update('jax_enable_x64', True)."
+                    f"    fix: smaller numbers, such as {smaller}; or jax.config.update('jax_enable_x64', True)."
                 )
     raise AssertionError("every value fits")
 

@@ -35,20 +35,20 @@ class ParquetFiles(Format):
         for path, one in zip(paths, about, strict=True):
             if not one.schema_arrow.equals(schema):
                 raise DataError(
-                    f"{path} has columns {_told(one.schema_arrow)}; {paths[0]} has {_told(schema)}.\n    cure: files of one schema."
+                    f"{path} has columns {_told(one.schema_arrow)}; {paths[0]} has {_told(schema)}.", fix="files of one schema."
                 )
             one.close()
         for name in (*(columns or ()), *defaults):
             if name not in schema.names:
-                raise OptionError(f'there is no column "{name}".\n    cure: {did_you_mean(str(name), schema.names)}')
+                raise OptionError(f'there is no column "{name}".', fix=f"{did_you_mean(str(name), schema.names)}")
         self.fields = {name: _field(name, schema.field(name).type, types) for name in columns or schema.names}
         for name, value in defaults.items():
             if name in self.fields and self.fields[name].shape:
-                cure = 'on_error="skip", which leaves out rows without a value'
-                raise OptionError(f'defaults: column "{name}" holds lists, for which there is no default.\n    cure: {cure}.')
+                fix = 'on_error="skip", which leaves out rows without a value'
+                raise OptionError(f'defaults: column "{name}" holds lists, for which there is no default.', fix=f"{fix}.")
             if name in self.fields and not holds(self.fields[name].dtype, value):
                 raise OptionError(
-                    f'defaults: "{name}" is {value!r}, and the column is {self.fields[name].dtype}.\n    cure: a number that it holds.'
+                    f'defaults: "{name}" is {value!r}, and the column is {self.fields[name].dtype}.', fix="a number that it holds."
                 )
         self._defaults = {name: self.fields[name].dtype.type(value).item() for name, value in defaults.items() if name in self.fields}
         self._forget()
@@ -94,7 +94,7 @@ class ParquetFiles(Format):
         try:
             return arrow.ParquetFile(path, page_checksum_verification=True)
         except Exception as error:
-            raise DataError(f"{path} is no Parquet file: {str(error).rstrip('.')}.\n    cure: the file as it was written.") from error
+            raise DataError(f"{path} is no Parquet file: {str(error).rstrip('.')}.", fix="the file as it was written.") from error
 
     def _group(self, group: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         with self._lock:
@@ -105,7 +105,7 @@ class ParquetFiles(Format):
         with self._opened(self.paths[file]) as opened:
             table = opened.read_row_group(number, columns=list(self.fields))
         if len(table) != self._first[group + 1] - self._first[group]:
-            raise DataError(f"{self.paths[file]} has changed since it was opened.\n    cure: files that nobody writes to.")
+            raise DataError(f"{self.paths[file]} has changed since it was opened.", fix="files that nobody writes to.")
         values, wrong = {}, {}
         for name, field in self.fields.items():
             column = table.column(name).combine_chunks()
@@ -145,8 +145,8 @@ def _told(schema: Any) -> str:
 def _field(name: str, given: Any, types: Any) -> Field:
     shape, kind = ((given.list_size,), given.value_type) if types.is_fixed_size_list(given) else ((), given)
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
-        cure = "columns=[...] without it; or numbers, or lists of one length, in its place"
-        raise DataError(f'column "{name}" is {given}, which cannot go onto a device.\n    cure: {cure}.')
+        fix = "columns=[...] without it; or numbers, or lists of one length, in its place"
+        raise DataError(f'column "{name}" is {given}, which cannot go onto a device.', fix=f"{fix}.")
     dtype = np.dtype(kind.to_pandas_dtype())
     return Field(shape, np.dtype(np.float32) if dtype == np.float64 else dtype)
 
@@ -184,7 +184,7 @@ def parquet(
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
     names = columns if isinstance(columns, Sequence) and not isinstance(columns, str) else ()
     if columns is not None and (not names or len(set(map(str, names))) < len(names)):
-        raise OptionError(f"columns={columns!r}.\n    cure: a list of names, each once.")
+        raise OptionError(f"columns={columns!r}.", fix="a list of names, each once.")
     if defaults is not None and not isinstance(defaults, Mapping):
-        raise OptionError(f"defaults={defaults!r} is {a_kind(defaults)}.\n    cure: a dict, by column.")
+        raise OptionError(f"defaults={defaults!r} is {a_kind(defaults)}.", fix="a dict, by column.")
     return Records(ParquetFiles(found(files), columns, defaults or {}), reading)

@@ -36,7 +36,7 @@ def found(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     """
     given = [files] if isinstance(files, str | Path) else list(files) if isinstance(files, Iterable) else [None]
     if not all(isinstance(one, str | Path) for one in given):
-        raise OptionError(f'files={files!r} is {a_kind(files)}.\n    cure: a pattern such as "train-*.csv", or a list of paths.')
+        raise OptionError(f"files={files!r} is {a_kind(files)}.", fix='a pattern such as "train-*.csv", or a list of paths.')
     paths: list[str] = []
     for one in given:
         text = str(one)
@@ -45,17 +45,17 @@ def found(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
             folder = os.path.dirname(text) or "."
             there = sorted(os.listdir(folder))[:5] if os.path.isdir(folder) else None
             has = "does not exist" if there is None else f"holds {', '.join(there)}" if there else "is empty"
-            raise DataError(f'no file matches "{text}".\n    cure: another pattern; the folder {folder} {has}.')
+            raise DataError(f'no file matches "{text}".', fix=f"another pattern; the folder {folder} {has}.")
         paths += names
     if not paths:
-        raise DataError('no files were given.\n    cure: a pattern such as "train-*.csv", or a list of paths.')
+        raise DataError("no files were given.", fix='a pattern such as "train-*.csv", or a list of paths.')
     twice = sorted(path for path, times in collections.Counter(map(os.path.abspath, paths)).items() if times > 1)
     if twice:
         more = f" and {len(twice) - 1} more" if len(twice) > 1 else ""
-        raise DataError(f"{twice[0]}{more} is given twice, so all its records would be.\n    cure: each file once.")
+        raise DataError(f"{twice[0]}{more} is given twice, so all its records would be.", fix="each file once.")
     for path in paths:
         if not os.access(path, os.R_OK):
-            raise DataError(f"{path} may not be read by this process.\n    cure: its permissions, or another pattern.")
+            raise DataError(f"{path} may not be read by this process.", fix="its permissions, or another pattern.")
     return tuple(paths)
 
 
@@ -144,7 +144,7 @@ class Offsets:
             piece += more
         if len(piece) < size:
             path, has = self.paths[file], begin + len(piece)
-            raise DataError(f"{path} has {has} bytes, and had {self.sizes[file]} when it was indexed.\n    cure: the file as it was.")
+            raise DataError(f"{path} has {has} bytes, and had {self.sizes[file]} when it was indexed.", fix="the file as it was.")
         return piece
 
     def _descriptor(self, file: int, opened: contextlib.ExitStack) -> int:

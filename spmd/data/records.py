@@ -93,7 +93,7 @@ class Reading:
         if self.seed >= 2**63:
             raise OptionError(f"seed={self.seed}: a whole number below 2**63.")
         if self.on_error not in ("stop", "skip"):
-            raise OptionError(f'on_error="{self.on_error}".\n    cure: {did_you_mean(str(self.on_error), ("stop", "skip"))}')
+            raise OptionError(f'on_error="{self.on_error}".', fix=f"{did_you_mean(str(self.on_error), ('stop', 'skip'))}")
         if isinstance(self.shuffle, numbers.Integral) and not isinstance(self.shuffle, bool):
             object.__setattr__(self, "shuffle", int(self.shuffle))
         Order(0, self.shuffle, self.seed)
@@ -116,7 +116,7 @@ class Records:
         self.format, self.reading = format, reading
         self.examples = sum(format.counts)
         if not self.examples:
-            raise DataError(f"no {format.what} has a record: {_some(format.paths)}.\n    cure: look at what they were written from.")
+            raise DataError(f"no {format.what} has a record: {_some(format.paths)}.", fix="look at what they were written from.")
         self._contents = data_hash.of_files(format.paths, format.sizes)
         self.order = Order(self.examples, reading.shuffle, reading.seed)
         self.fields = format.fields
@@ -223,8 +223,8 @@ class Records:
     def _told(self, bad: dict[int, str]) -> str:
         record, why = min(bad.items())
         more = f" ({len(bad) - 1} more of this batch cannot be read either.)" if len(bad) > 1 else ""
-        cure = 'mend the file, or on_error="skip", which leaves such records out and counts them'
-        return f"{self.format.where(record)}: {why}{more}\n    cure: {cure}."
+        fix = 'mend the file, or on_error="skip", which leaves such records out and counts them'
+        return f"{self.format.where(record)}: {why}{more}\n    fix: {fix}."
 
 
 class Batches:
@@ -292,11 +292,11 @@ class Batches:
             or not isinstance(state["data"], dict)
             or not all(whole(state[name]) for name in ("epoch", "batch", "skipped"))
         ):
-            raise DataError(f"this is no state of records: {state!r:.200}.\n    cure: what get_state() has given.")
+            raise DataError(f"this is no state of records: {state!r:.200}.", fix="what get_state() has given.")
         mine = self._records.facts()
         other = [f"{name} was {was!r}, and is {mine.get(name)!r}" for name, was in state["data"].items() if mine.get(name) != was]
         if other:
-            raise DataError(f"this state is of other data: {'; '.join(other)}.\n    cure: the files and options that it was taken with.")
+            raise DataError(f"this state is of other data: {'; '.join(other)}.", fix="the files and options that it was taken with.")
         self.close()
         self._go(state["epoch"], state["batch"], state["skipped"])
 

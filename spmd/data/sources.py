@@ -67,7 +67,7 @@ class ArraySource:
 
 
 _ONCE = (
-    "the data yields {}: it can be iterated only once.\n    cure: a list, or a function that returns a fresh iterator: lambda: batches()."
+    "the data yields {}: it can be iterated only once.\n    fix: a list, or a function that returns a fresh iterator: lambda: batches()."
 )
 
 
@@ -88,7 +88,7 @@ class IterableSource:
         except StopIteration:
             raise DataError(
                 "the data is empty: it yields no batch.\n"
-                "    cure: look at what it is made from; an iterator that was read before has to be made anew."
+                "    fix: look at what it is made from; an iterator that was read before has to be made anew."
                 if self._first is not data
                 else _ONCE.format("nothing")
             ) from None
@@ -100,7 +100,7 @@ class IterableSource:
         if batch_size is not None and batch_size != self.batch_size:
             raise DataError(
                 f"batch_size={batch_size}, but the data yields batches of {self.batch_size} rows.\n"
-                f"    cure: leave batch_size out, or yield {batch_size}."
+                f"    fix: leave batch_size out, or yield {batch_size}."
             )
         self._sample = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.batch_size, *np.shape(x)[1:]), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), sample
@@ -110,7 +110,7 @@ class IterableSource:
     def _iterate(self) -> Iterator:
         made = self._make()
         if not hasattr(made, "__iter__") and not hasattr(made, "__getitem__"):
-            raise DataError(f"the function that was given as data returned {a_kind(made)}.\n    cure: an iterator or a list of batches.")
+            raise DataError(f"the function that was given as data returned {a_kind(made)}.", fix="an iterator or a list of batches.")
         return iter(made)
 
     def sample(self) -> Tree:
@@ -193,7 +193,7 @@ class RecordSource:
             if rows == self.batch_size and self.here is None and not good.any():  # a step on no rows has no gradient
                 raise DataError(
                     f"none of the {rows} records of a batch of epoch {number + 1} can be read.\n"
-                    "    cure: mend the files; or larger batches, or shuffle=True, where bad records stand side by side."
+                    "    fix: mend the files; or larger batches, or shuffle=True, where bad records stand side by side."
                 )
             full = rows == self.batch_size and not good.all()
             index = np.arange(rows) if jax.process_count() > 1 else None
@@ -238,22 +238,22 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
     if not is_arrays(data):
         if isinstance(data, Records) and shuffle not in (None, data.reading.shuffle):
             raise OptionError(
-                f"shuffle={shuffle}, but the records come with shuffle={data.reading.shuffle}.\n    cure: say it to what reads the files."
+                f"shuffle={shuffle}, but the records come with shuffle={data.reading.shuffle}.", fix="say it to what reads the files."
             )
         if shuffle and not isinstance(data, Records):
             raise OptionError(
-                "shuffle=True: batches of an iterable come in its own order.\n    cure: shuffle where they are made, or give arrays."
+                "shuffle=True: batches of an iterable come in its own order.", fix="shuffle where they are made, or give arrays."
             )
         if isinstance(data, Buckets):
             raise OptionError(
                 f"batches of {len(data.bounds)} lengths, and a step is compiled for one shape.\n"
-                "    cure: the records without buckets, where spmd.data.padded makes all alike; or a loop of your own."
+                "    fix: the records without buckets, where spmd.data.padded makes all alike; or a loop of your own."
             )
         if isinstance(data, Records):
             return _records(data, batch_size, short_ok=short_ok)
         if callable(data) and not hasattr(data, "__iter__") and (missing := missing_arguments(data)):
             raise DataError(
-                f"the function given as data takes arguments: {listed(missing)}.\n    cure: a function of none: lambda: batches(...)."
+                f"the function given as data takes arguments: {listed(missing)}.", fix="a function of none: lambda: batches(...)."
             )
         if not hasattr(data, "__iter__") and not callable(data):
             raise DataError(f"the data is {a_kind(data)}: not arrays, and it cannot be iterated.")
@@ -263,25 +263,23 @@ def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int
     arrays = jax.tree.map(np.asarray, arrays)
     if examples == 0:
         shapes = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(arrays).items())
-        raise DataError(f"the data is empty: {shapes}.\n    cure: look at what it was read or filtered from.")
+        raise DataError(f"the data is empty: {shapes}.", fix="look at what it was read or filtered from.")
     if batch_size is None:
-        raise OptionError("batch_size is missing: arrays have to be cut into batches.\n    cure: such as batch_size=128.")
+        raise OptionError("batch_size is missing: arrays have to be cut into batches.", fix="such as batch_size=128.")
     check_whole(batch_size, "batch_size")
     if examples < batch_size and not short_ok:
-        raise DataError(
-            f"the data has {examples} examples, fewer than one batch of {batch_size}.\n    cure: batch_size={examples} or less."
-        )
+        raise DataError(f"the data has {examples} examples, fewer than one batch of {batch_size}.", fix=f"batch_size={examples} or less.")
     return ArraySource(arrays, examples, int(batch_size), shuffle if shuffle is not None else True, seed)
 
 
 def _records(data: Records, batch_size: int | None, *, short_ok: bool) -> RecordSource:
     if batch_size not in (None, data.batch_size):
         raise OptionError(
-            f"batch_size={batch_size}, but the records come in batches of {data.batch_size}.\n    cure: leave batch_size out here."
+            f"batch_size={batch_size}, but the records come in batches of {data.batch_size}.", fix="leave batch_size out here."
         )
     if data.examples < data.batch_size and not short_ok:
         raise DataError(
             f"the data has {data.examples} examples, fewer than one batch of {data.batch_size}.\n"
-            f"    cure: batch_size={data.examples} or less."
+            f"    fix: batch_size={data.examples} or less."
         )
     return RecordSource(data)

@@ -86,7 +86,7 @@ def tfrecord(
       ...
     """
     if not isinstance(features, Mapping) or not features or not all(isinstance(one, Feature) for one in features.values()):
-        raise OptionError(f'features={features!r}.\n    cure: such as {{"label": spmd.data.fixed((), "int32")}}.')
+        raise OptionError(f"features={features!r}.", fix='such as {"label": spmd.data.fixed((), "int32")}.')
     reading = Reading(batch_size, shuffle, seed, workers, on_error)
     skip = on_error == "skip"
     offsets = Offsets(found(files), lambda path: scan(path, skip=skip), f"tfrecord {skip}", index, whole=True)
@@ -124,12 +124,12 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
     else:
         why = "the checksum of its length is not right: where the next record begins is not known"
     if not count and packed(path):
-        raise DataError(f"{path} is compressed ({packed(path)}), and records in it cannot be found by number.\n    cure: unpack it.")
+        raise DataError(f"{path} is compressed ({packed(path)}), and records in it cannot be found by number.", fix="unpack it.")
     if not skip:
-        cure = 'the file as it was written, or on_error="skip", which leaves out all from there on'
+        fix = 'the file as it was written, or on_error="skip", which leaves out all from there on'
         if not count:
-            cure = "a TFRecord file; nothing of this one can be read"
-        raise DataError(f"{path}, record {count} (byte {at}): {why}.\n    cure: {cure}.")
+            fix = "a TFRecord file; nothing of this one can be read"
+        raise DataError(f"{path}, record {count} (byte {at}): {why}.", fix=f"{fix}.")
     logging.getLogger("spmd").warning("%s, record %d (byte %d): %s. All from there on is left out.", path, count, at, why)
     return starts[:count], ends[:count]
 

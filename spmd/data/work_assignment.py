@@ -54,8 +54,11 @@ def epoch_of(source: Source, clock: Events | None, at: Position, step: int, *, p
         return deal(source.epoch(at.epoch), clock, step, source.batch_size, at.parts, pad=pad, drop=drop)
     if at.parts:
         raise DataError(
-            f"the run stood in epoch {at.epoch + 1}, of which {at.parts} parts had been dealt out to {at.workers} workers; this layout "
-            "would lose rows or take them twice.\n    cure: go on with the layout it had, until an epoch ends."
+            (
+                f"the run stood in epoch {at.epoch + 1}, of which {at.parts} parts had been dealt out to {at.workers} workers; this layout "
+                "would lose rows or take them twice."
+            ),
+            fix="go on with the layout it had, until an epoch ends.",
         )
     batches = source.epoch(at.epoch, at.batch, at.reader)
     return _whole(batches, source.batch_size, first=at.batch == 0) if drop else batches
@@ -76,14 +79,17 @@ def _whole(batches: Iterator[HostBatch], size: int, *, first: bool) -> Iterator[
 def _check_last(batches: Iterator[HostBatch], rows: int, size: int) -> None:
     if next(batches, None) is not None:
         raise DataError(
-            f"a batch of {rows} rows, where {size} were wanted, in the middle of an epoch, and drop_remainder = true: all that comes after "
-            "it would be dropped too.\n    cure: batches of one size but for the last, or drop_remainder = false."
+            (
+                f"a batch of {rows} rows, where {size} were expected, in the middle of an epoch, with drop_remainder = true: all after it "
+                "it would be dropped too."
+            ),
+            fix="batches of one size but for the last, or drop_remainder = false.",
         )
 
 
 _NOTHING = (
     "an epoch begins with {} rows of {}, and drop_remainder = true: nothing is left to train on.\n"
-    "    cure: larger batches, or drop_remainder = false."
+    "    fix: larger batches, or drop_remainder = false."
 )
 
 
@@ -100,7 +106,7 @@ def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int 
     if clock.dealt and jax.process_count() > 1 and not isinstance(source, ArraySource):
         raise DataError(
             f"rows are dealt out to {clock.workers} workers, and each of {jax.process_count()} processes reads batches of its own.\n"
-            "    cure: arrays, which every process can index."
+            "    fix: arrays, which every process can index."
         )
     unit = source.batch_size // clock.workers
     drop = clock.declared.drop_remainder
@@ -120,7 +126,7 @@ def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int 
 _UNEVEN = (
     "{} rows are cut into parts of {}, and the last is not full: neither a loss that gives one number for all its rows nor batch "
     "statistics can leave out what fills it up.\n"
-    "    cure: a loss with one value per example and no batch statistics, or a number of rows that it divides."
+    "    fix: a loss with one value per example and no batch statistics, or a number of rows that it divides."
 )
 
 
@@ -170,9 +176,7 @@ def deal(
 def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) -> Iterator[_Part]:
     for batch in batches:
         if batch.weights is not None:
-            raise DataError(
-                'records were skipped, and rows are dealt out to workers, who must have whole parts.\n    cure: on_error="stop".'
-            )
+            raise DataError("records were skipped, and rows are dealt out to workers, who must have whole parts.", fix='on_error="stop".')
         for first in range(0, batch.rows, unit):
             rows = min(unit, batch.rows - first)
             if rows < unit and drop:
@@ -203,5 +207,5 @@ def check_present(clock: Events | None, step: int, batch: Batch) -> None:
     absent = int((~clock.round(step).takes).sum())
     raise OptionError(
         f"step {step + 1}: {absent} of {clock.workers} workers take no part in this round, and their rows of the batch would be lost.\n"
-        "    cure: fit(), or trainer.steps(), which deal rows out to those who do."
+        "    fix: fit(), or trainer.steps(), which deal rows out to those who do."
     )

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 
 from spmd.distributed import coordination
-from spmd.errors import AbsentError, ClusterError, escaped
+from spmd.errors import ClusterError, RendezvousTimeout, escaped
 
 SHOWN = 8  # differences that are told
 LATER = 10.0  # seconds that all wait longer than process 0, which knows who is missing
@@ -30,7 +30,7 @@ def agree(facts: Mapping[str, str], timeout: float = 300.0) -> None:
 
     Raises:
       ClusterError: in all processes, with the same text: which facts differ, in which process, and both values.
-      AbsentError: some did not come.
+      RendezvousTimeout: some did not come.
     """
     if not coordination.started():
         return
@@ -48,16 +48,16 @@ def agree(facts: Mapping[str, str], timeout: float = 300.0) -> None:
         except TimeoutError:
             absent, verdict = True, f"process 0 did not come in {timeout:g} s"
     if absent:
-        raise AbsentError(f"the handshake failed: {verdict}\n    cure: the log of that process; a longer timeout where it only was slow.")
+        raise RendezvousTimeout(f"the handshake failed: {verdict}", fix="the log of that process; a longer timeout where it only was slow.")
     if verdict:
-        raise ClusterError(f"the processes do not agree: {verdict}\n    cure: the same script, files, options and environment everywhere.")
+        raise ClusterError(f"the processes do not agree: {verdict}", fix="the same script, files, options and environment everywhere.")
 
 
 def first_of_all(text: str, timeout: float = 1800.0) -> str:
     """The first text that is not "", by rank; all processes call it, in the same order, and hear the same.
 
     Raises:
-      AbsentError: some did not call it.
+      RendezvousTimeout: some did not call it.
     """
     if not coordination.started():
         return text
@@ -66,7 +66,7 @@ def first_of_all(text: str, timeout: float = 1800.0) -> str:
     try:
         return next((said for said in [coordination.get(f"{place}/{other}", timeout) for other in range(size)] if said), "")
     except TimeoutError as error:
-        raise AbsentError(f"a process did not come in {timeout:g} s: {error}.\n    cure: the log of that process.") from None
+        raise RendezvousTimeout(f"a process did not come in {timeout:g} s: {error}.", fix="the log of that process.") from None
 
 
 def _verdict(place: str, size: int, facts: Mapping[str, str], timeout: float) -> tuple[bool, str]:

@@ -98,5 +98,5 @@ def leave(code: int) -> NoReturn:
 def _client() -> Any:
     client = distributed.global_state.client
     if client is None:
-        raise ClusterError("this process is alone.\n    cure: spmd.join() first, or `spmd launch`.")
+        raise ClusterError("this process is alone.", fix="spmd.join() first, or `spmd launch`.")
     return client

@@ -10,7 +10,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 
-from spmd.errors import AbsentError, ClusterError, escaped
+from spmd.errors import ClusterError, RendezvousTimeout, escaped
 
 FIRST_PORT, PORTS = 61440, 4096  # where none is given: one of these, by the job's number
 
@@ -40,11 +40,11 @@ class World:
 
     def __post_init__(self):
         if self.size < 1 or not 0 <= self.rank < self.size:
-            cure = f"numbers from 0 to {self.size - 1}" if self.size > 0 else "at least one process"
-            raise ClusterError(f"{self.source}: process {self.rank} of {self.size}.\n    cure: {cure}.")
+            fix = f"numbers from 0 to {self.size - 1}" if self.size > 0 else "at least one process"
+            raise ClusterError(f"{self.source}: process {self.rank} of {self.size}.", fix=f"{fix}.")
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ClusterError(f'{self.source}: "{self.address}" is no address.\n    cure: HOST:PORT, such as 10.0.0.1:61440.')
+            raise ClusterError(f'{self.source}: "{self.address}" is no address.', fix="HOST:PORT, such as 10.0.0.1:61440.")
 
     @property
     def host(self) -> str:
@@ -114,7 +114,7 @@ def _slurm(environ: Mapping[str, str]) -> World | None:
     if environ.get("SLURM_HET_SIZE", "1") != "1":
         raise ClusterError(
             f"{source} has {environ['SLURM_HET_SIZE']} components; where its processes meet cannot be read from what SLURM tells them.\n"
-            "    cure: a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each task."
+            "    fix: a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each task."
         )
     job, step = _number(environ, "SLURM_JOB_ID", source), _number(environ, "SLURM_STEP_ID", source)
     rank, size = _number(environ, "SLURM_PROCID", source), _number(environ, "SLURM_STEP_NUM_TASKS", source)
@@ -143,7 +143,7 @@ def _open_mpi(environ: Mapping[str, str]) -> World | None:
     if given is None and here != size:
         raise ClusterError(
             f"{source}: process {rank} of {size} does not know where process 0 is.\n"
-            "    cure: mpirun -x SPMD_COORDINATOR=HOST:PORT, the first host's address and a free port."
+            "    fix: mpirun -x SPMD_COORDINATOR=HOST:PORT, the first host's address and a free port."
         )
     port = FIRST_PORT + sum(name.encode()) % PORTS
     return World(rank, size, given or f"127.0.0.1:{port}", source, local, here, _share(environ, local, here), name)
@@ -171,7 +171,7 @@ def _share(environ: Mapping[str, str], local: int, here: int) -> tuple[int, ...]
     if seen % here:
         raise ClusterError(
             f"{seen} GPUs cannot be shared by {here} processes of a host.\n"
-            "    cure: as many processes as GPUs; or CUDA_VISIBLE_DEVICES with as many as can be shared."
+            "    fix: as many processes as GPUs; or CUDA_VISIBLE_DEVICES with as many as can be shared."
         )
     share = seen // here
     return tuple(range(local * share, (local + 1) * share))
@@ -196,7 +196,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
         raise ClusterError(
-            f"nvidia-smi -L does not work: {escaped(str(told).strip(), 300)}\n    cure: CUDA_VISIBLE_DEVICES says which GPUs."
+            f"nvidia-smi -L does not work: {escaped(str(told).strip(), 300)}", fix="CUDA_VISIBLE_DEVICES says which GPUs."
         ) from None
     return [str(number) for number, _ in enumerate(line for line in listed if line.startswith("GPU "))]
 
@@ -211,7 +211,7 @@ def free_port(address: str) -> int:
 def _number(environ: Mapping[str, str], name: str, source: str) -> int:
     text = _text(environ, name, source)
     if not re.fullmatch(r"\d{1,12}", text):
-        raise ClusterError(f"{source}: {name}={text!r} is no number.\n    cure: a whole number from 0.")
+        raise ClusterError(f"{source}: {name}={text!r} is no number.", fix="a whole number from 0.")
     return int(text)
 
 
@@ -221,7 +221,7 @@ def _maybe(environ: Mapping[str, str], name: str, source: str) -> int | None:
 
 def _text(environ: Mapping[str, str], name: str, source: str) -> str:
     if not environ.get(name):
-        raise ClusterError(f"{source}: {name} is not set.\n    cure: set it in every process, or none of the others.")
+        raise ClusterError(f"{source}: {name} is not set.", fix="set it in every process, or none of the others.")
     return environ[name]
 
 
@@ -235,7 +235,7 @@ def _counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ClusterError(f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read.\n    cure: such as 4(x2),2.")
+            raise ClusterError(f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read.", fix="such as 4(x2),2.")
         found += [int(match[1])] * int(match[2] or 1)
     return found
 
@@ -259,20 +259,20 @@ def resolved(world: World) -> str:
     """The address that process 0 listens on, and others connect to.
 
     Raises:
-      AbsentError: it has none; a cluster may know its name a little later.
+      RendezvousTimeout: it has none; a cluster may know its name a little later.
       ClusterError: one that other hosts cannot reach, or that means all interfaces.
     """
     try:
         found = socket.getaddrinfo(world.host, world.port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise AbsentError(f"{world}: the host {world.host!r} has no address: {error}.\n    cure: its IP address.") from error
+        raise RendezvousTimeout(f"{world}: the host {world.host!r} has no address: {error}.", fix="its IP address.") from error
     address = ipaddress.ip_address(str(found).partition("%")[0])
     if address.is_unspecified:
-        raise ClusterError(f"{world}: {address} means every interface.\n    cure: the address of one.")
+        raise ClusterError(f"{world}: {address} means every interface.", fix="the address of one.")
     several = world.local_size is not None and world.local_size < world.size
     if address.is_loopback and several and world.host != str(address):
         raise ClusterError(
             f"{world}: {world.host} is {address} here, which other hosts cannot reach.\n"
-            "    cure: SPMD_BIND=ADDRESS (SLURM) or SPMD_COORDINATOR=ADDRESS:PORT, an address of that host on the cluster's network."
+            "    fix: SPMD_BIND=ADDRESS (SLURM) or SPMD_COORDINATOR=ADDRESS:PORT, an address of that host on the cluster's network."
         )
     return str(address)

@@ -39,7 +39,7 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: Limits |
 
     Raises:
       ClusterError: the others do not fit; or JAX has looked for devices already; or this process has joined as somebody else.
-      AbsentError: the others did not come.
+      RendezvousTimeout: the others did not come.
 
     Example:
       >>> import spmd
@@ -49,7 +49,7 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: Limits |
     global _joined
     if _joined is not None:
         if world is not None and world != _joined:
-            raise ClusterError(f"this is {_joined} already, and cannot become {world}.\n    cure: one spmd.join() in a process.")
+            raise ClusterError(f"this is {_joined} already, and cannot become {world}.", fix="one spmd.join() in a process.")
         if limits is not None:
             watchdog.limit(limits)
         return _joined
@@ -68,7 +68,7 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: Limits |
     if coordination.too_late():
         raise ClusterError(
             f"{world}: JAX has looked for devices already, so it will never see those of other processes.\n"
-            "    cure: spmd.join() at the top of the script, before the first array."
+            "    fix: spmd.join() at the top of the script, before the first array."
         )
     say(str(world))
     address = call_roll(world, Card(world.rank, world.size, watchdog.host(), _facts()), timeout=timeout, say=say)

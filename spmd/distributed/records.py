@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from spmd.errors import AbsentError
+from spmd.errors import RendezvousTimeout
 
 LIFE = 1.0  # seconds between two signs of life
 ERROR, STALL, WAIT = (
@@ -39,7 +39,7 @@ def kind_of(error: BaseException) -> str:
     while error.__cause__ is not None:  # such as a callback's
         error = error.__cause__
     transfer = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
-    return WAIT if transfer or isinstance(error, TimeoutError | AbsentError) else ERROR
+    return WAIT if transfer or isinstance(error, TimeoutError | RendezvousTimeout) else ERROR
 
 
 def text_of(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.distributed.detect_cluster import World, free_port, resolved
-from spmd.errors import AbsentError, ClusterError, escaped
+from spmd.errors import ClusterError, RendezvousTimeout, escaped
 
 LONGEST = 65536  # bytes of a line
 SILENT = 64  # connections, besides one for each process, that may be open and say nothing
@@ -58,7 +58,7 @@ def _named(world: World, timeout: float, say: Callable[[str], None]) -> str:
     while True:
         try:
             return resolved(world)
-        except AbsentError:
+        except RendezvousTimeout:
             now = time.monotonic()
             if now - began >= timeout:
                 raise
@@ -87,9 +87,9 @@ class _Desk:
             self.door.listen(max(16, world.size))
         except OSError as error:
             self.door.close()
-            raise AbsentError(
+            raise RendezvousTimeout(
                 f"{world}: port {world.port} of {self.address} cannot be listened at: {error.strerror}.\n"
-                "    cure: another port; or end the process that has it, which may be an earlier run."
+                "    fix: another port; or end the process that has it, which may be an earlier run."
             ) from error
         self.door.setblocking(False)
         self.selector = selectors.DefaultSelector()
@@ -118,8 +118,8 @@ class _Desk:
                 say(f"waiting for processes [{missing}] ({now - began:.0f} s of {timeout:g}){self._turned_away()}")
         if self.problem:
             self._refuse()
-            kind = AbsentError if self.absent else ClusterError
-            raise kind(f"{self.world}: {self.problem}.\n    cure: the same command, software and number of processes everywhere.")
+            kind = RendezvousTimeout if self.absent else ClusterError
+            raise kind(f"{self.world}: {self.problem}.\n    fix: the same command, software and number of processes everywhere.")
         port = free_port(self.address)
         place = f"[{self.address}]:{port}" if ":" in self.address else f"{self.address}:{port}"
         for connection in self.waiting:
@@ -231,9 +231,9 @@ def _ask(world: World, card: Card, timeout: float, say: Callable[[str], None]) -
         nonce = secrets.token_hex(16)
         left = began + timeout - time.monotonic()
         if left <= 0:
-            raise AbsentError(
+            raise RendezvousTimeout(
                 f"{world}: no answer from process 0 at {world.address} in {timeout:g} s.\n"
-                "    cure: is it started, and is that its address; may this host reach it; and do both know the same token (SPMD_TOKEN)?"
+                "    fix: is it started, and is that its address; may this host reach it; and do both know the same token (SPMD_TOKEN)?"
             )
         try:
             with socket.create_connection((world.host, world.port), timeout=min(left, 5.0)) as connection:
@@ -248,7 +248,7 @@ def _ask(world: World, card: Card, timeout: float, say: Callable[[str], None]) -
             return str(answer["go"])
         if answer is not None:
             raise ClusterError(
-                f"{world}: {escaped(str(answer.get('problem')))}.\n    cure: the same command, software and number of processes everywhere."
+                f"{world}: {escaped(str(answer.get('problem')))}.", fix="the same command, software and number of processes everywhere."
             )
         time.sleep(min(0.2, max(left, 0.0)))
         if time.monotonic() - told >= TOLD:

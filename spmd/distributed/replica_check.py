@@ -50,7 +50,7 @@ def check_replicas(state: Tree, when: str) -> None:
     text = "\n".join([*lines, *more])
     raise ClusterError(
         f"{when}, copies of {len(wrong)} of {len(leaves)} arrays differ from most others:\n{text}\n"
-        "    cure: the same seed, weights and data everywhere; if they were equal before, a device or host that computes wrongly."
+        "    fix: the same seed, weights and data everywhere; if they were equal before, a device or host that computes wrongly."
     )
 
 

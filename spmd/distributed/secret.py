@@ -63,12 +63,12 @@ def _read(path: Path) -> bytes:
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise ClusterError(f"{path} cannot be read: {error.strerror}.\n    cure: rm {path}; it is made anew.") from None
+        raise ClusterError(f"{path} cannot be read: {error.strerror}.", fix=f"rm {path}; it is made anew.") from None
     with open(number, "rb") as stream:
         about = os.fstat(number)
         if about.st_uid != os.geteuid() or not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
-            raise ClusterError(f"{path} is not this user's alone: others may know it.\n    cure: rm {path}; it is made anew.")
+            raise ClusterError(f"{path} is not this user's alone: others may know it.", fix=f"rm {path}; it is made anew.")
         found = stream.read()
     if len(found) != SIZE:
-        raise ClusterError(f"{path} has {len(found)} bytes, and not {SIZE}.\n    cure: rm {path}; it is made anew.")
+        raise ClusterError(f"{path} has {len(found)} bytes, and not {SIZE}.", fix=f"rm {path}; it is made anew.")
     return found

@@ -29,7 +29,7 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise OptionError(f"stall limit {field.name}={value!r}.\n    cure: seconds, more than none; inf for never.")
+                raise OptionError(f"stall limit {field.name}={value!r}.", fix="seconds, more than none; inf for never.")
 
     @staticmethod
     def parse(text: str, where: str = "") -> "Limits":
@@ -38,9 +38,9 @@ class Limits:
         for word in filter(None, (word.strip() for word in text.split(","))):
             name, _, value = (part.strip() for part in word.partition("="))
             if name not in known:
-                raise OptionError(f'{where}stall limit "{word}".\n    cure: {did_you_mean(name, known)}')
+                raise OptionError(f'{where}stall limit "{word}".', fix=f"{did_you_mean(name, known)}")
             try:
                 found[name] = float(value)
             except ValueError:
-                raise OptionError(f'{where}stall limit "{word}": "{value}" is no number.\n    cure: {name}=120, in seconds.') from None
+                raise OptionError(f'{where}stall limit "{word}": "{value}" is no number.', fix=f"{name}=120, in seconds.") from None
         return Limits(**found)

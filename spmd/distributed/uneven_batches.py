@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from spmd.distributed import coordination, watchdog
-from spmd.errors import AbsentError, DataError
+from spmd.errors import DataError, RendezvousTimeout
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def batches(items: Iterable[T], what: str, timeout: float = 1800.0) -> Iterator[
 
     Raises:
       DataError: another process has more, or fewer.
-      AbsentError: one has said nothing for so long.
+      RendezvousTimeout: one has said nothing for so long.
     """
     if not coordination.started():
         yield from items
@@ -56,7 +56,7 @@ def _wait_for_all(number: int, count: int, what: str, timeout: float) -> None:
             del watchdog.current().taken[number]
             return
         if time.monotonic() > until:
-            raise AbsentError(f"{what} has not ended in all processes after {timeout:g} s.\n    cure: the logs of the others.")
+            raise RendezvousTimeout(f"{what} has not ended in all processes after {timeout:g} s.", fix="the logs of the others.")
         time.sleep(pause)
         pause = min(2 * pause, watchdog.LOOK)
 
@@ -71,5 +71,5 @@ def _uneven(what: str, counts: dict[int, int], more: int | None) -> str:
     told = [f"{count} {'or more ' if rank == more else ''}in process {rank}" for rank, count in sorted(counts.items())]
     return (
         f"{what} has other numbers of batches in other processes: {', '.join(told)}.\n"
-        "    cure: the same number in each, by leaving out rows at the end; or arrays, which every process can index."
+        "    fix: the same number in each, by leaving out rows at the end; or arrays, which every process can index."
     )

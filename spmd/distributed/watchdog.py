@@ -25,7 +25,7 @@ from spmd.distributed import coordination
 from spmd.distributed.records import LIFE, STALL, WAIT, kind_of, report, text_of
 from spmd.distributed.stragglers import Comparison
 from spmd.distributed.timeouts import Limits
-from spmd.errors import AbsentError, ClusterError, SpmdError, escaped
+from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, escaped
 
 FAILED, USAGE, PEER, STALLED, DISAGREED, TERMINATED = 1, 2, 42, 43, 78, 143  # exit codes; docs/clusters.md has them all
 LOOK = 0.25  # seconds between two looks, of up to 500 processes
@@ -385,7 +385,7 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, ClusterError):
-        return FAILED if isinstance(error, AbsentError) else DISAGREED
+        return FAILED if isinstance(error, RendezvousTimeout) else DISAGREED
     return USAGE if isinstance(error, SpmdError) and not _current.began else FAILED
 
 

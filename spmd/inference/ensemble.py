@@ -94,12 +94,12 @@ class Ensemble:
 
     def __init__(self, members: Sequence[Any] | Mapping[str, Any], *, combine: str = "mean", mesh: str | Mesh | None = None):
         if combine not in COMBINE:
-            raise OptionError(f"combine={combine!r}.\n    cure: {did_you_mean(str(combine), COMBINE)}")
+            raise OptionError(f"combine={combine!r}.", fix=f"{did_you_mean(str(combine), COMBINE)}")
         if not isinstance(members, Mapping | Sequence) or isinstance(members, str):
-            raise OptionError(f"members is {a_kind(members)}.\n    cure: a list of members, or a dict by name.")
+            raise OptionError(f"members is {a_kind(members)}.", fix="a list of members, or a dict by name.")
         named = dict(members) if isinstance(members, Mapping) else {str(at): member for at, member in enumerate(members)}
         if not named:
-            raise OptionError("an ensemble of no members.\n    cure: at least one.")
+            raise OptionError("an ensemble of no members.", fix="at least one.")
         self.combine, self.temperature = combine, 1.0
         self._members = {str(name): _member(str(name), member) for name, member in named.items()}
         self._nets = [member for member in self._members.values() if isinstance(member, Net)]
@@ -184,14 +184,14 @@ class Ensemble:
           OptionError: a `batch_size` below 1.
         """
         if self.combine == "vote":
-            raise EnsembleError('no temperature changes a share of 0 votes.\n    cure: combine="mean" or "logits".')
+            raise EnsembleError("no temperature changes a share of 0 votes.", fix='combine="mean" or "logits".')
         logits, labels = self._logits(inputs, batch_size), np.asarray(labels)
         _check_labels(labels, logits)
         logs = uncertainty.log_combined(logits, self.combine)
         impossible = int(np.isneginf(np.take_along_axis(logs, labels[..., None], axis=-1)).sum())
         if impossible:
             told = f"{impossible} of {labels.size} labels have probability 0, so the log loss is infinite at any temperature."
-            raise EnsembleError(f"{told}\n    cure: members that give these classes finite logits, or rows without them.")
+            raise EnsembleError(f"{told}", fix="members that give these classes finite logits, or rows without them.")
         self.temperature = uncertainty.fitted_temperature(logs, labels)
         picked = lambda scores: {name: scores[name] for name in ("log loss", "calibration error")}
         return Calibration(self.temperature, picked(_scores(logs, labels)), picked(_scores(self._logs(logits), labels)))
@@ -210,7 +210,7 @@ class Ensemble:
         if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline > 0):
             raise OptionError(f"deadline={deadline!r}: seconds, above 0.")
         if deadline is not None and deadline > LONGEST:
-            raise OptionError(f"deadline={deadline!r}: at most {LONGEST:.0e} seconds.\n    cure: None, which waits for all.")
+            raise OptionError(f"deadline={deadline!r}: at most {LONGEST:.0e} seconds.", fix="None, which waits for all.")
         rows = check_inputs(inputs, self._nets[0].inputs) if self._nets else check_leaves(inputs, "the inputs")
         with self._starting:
             if self._workers is None:
@@ -243,9 +243,7 @@ class Ensemble:
         check_batch_size(batch_size)
         if len(self._nets) < len(self):
             functions = [name for name, member in self._members.items() if not isinstance(member, Net)]
-            raise EnsembleError(
-                f"members that are functions are in no compiled program: {', '.join(functions)}.\n    cure: ensemble.ask(x)."
-            )
+            raise EnsembleError(f"members that are functions are in no compiled program: {', '.join(functions)}.", fix="ensemble.ask(x).")
         rows = check_inputs(inputs, self._nets[0].inputs)
         size, given = self._batch or batch_size, jax.tree.map(np.asarray, inputs)
         for first in range(0, rows, size):
@@ -284,14 +282,14 @@ def _member(name: str, given: Any) -> Net | Callable[[Tree], Any]:
     if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Trainer):
         trainer, state = pair
         if not isinstance(state, State | str | Path | Checkpoint):
-            raise OptionError(f"member {name} is a trainer and {a_kind(state)}.\n    cure: (trainer, state), or (trainer, folder).")
+            raise OptionError(f"member {name} is a trainer and {a_kind(state)}.", fix="(trainer, state), or (trainer, folder).")
         forward = forward_of(trainer, trainer.restore(state) if isinstance(state, str | Path | Checkpoint) else state)
         return Net(name, forward.function, forward.arrays, forward.inputs)
     if callable(given):
         return given
     raise OptionError(
-        f"member {name} is {a_kind(given)}.\n    cure: a Result of fit, an exported model or its folder, (trainer, state), "
-        "(trainer, a folder of checkpoints), or a function."
+        f"member {name} is {a_kind(given)}.",
+        fix=("a Result of fit, an exported model or its folder, (trainer, state), (trainer, a folder of checkpoints), or a function."),
     )
 
 
@@ -304,7 +302,7 @@ def _mesh(given: str | Mesh | None, largest: int) -> Mesh:
         return make_mesh({NET: count}, devices=devices[:count])
     spec = MeshSpec.parse(given)
     if spec.names != (NET,):
-        raise OptionError(f'mesh="{spec}": members lie over one axis, "{NET}".\n    cure: mesh="{NET}={min(largest, len(devices))}".')
+        raise OptionError(f'mesh="{spec}": members lie over one axis, "{NET}".', fix=f'mesh="{NET}={min(largest, len(devices))}".')
     return given if isinstance(given, Mesh) else make_mesh(spec, devices=devices[: spec.size] if spec.size > 0 else devices)
 
 
@@ -323,7 +321,7 @@ def _split(batch: Any) -> tuple[Tree, Any]:
     try:
         return cross_entropy.split(batch)
     except DataError as error:
-        raise DataError(f"inputs and labels: {str(error).splitlines()[0]}\n    cure: a pair (inputs, labels).") from None
+        raise DataError(f"inputs and labels: {str(error).splitlines()[0]}", fix="a pair (inputs, labels).") from None
 
 
 def _check_labels(labels: np.ndarray, logits: np.ndarray) -> None:

@@ -104,11 +104,9 @@ def export(
       (3, 1)
     """
     if weights not in KINDS:
-        raise OptionError(f"weights={weights!r}.\n    cure: {did_you_mean(str(weights), KINDS)}")
+        raise OptionError(f"weights={weights!r}.", fix=f"{did_you_mean(str(weights), KINDS)}")
     if check is not None and weights == "exact":
-        raise OptionError(
-            'check=... with weights="exact": nothing is lost that could be measured.\n    cure: leave it out, or weights="int8".'
-        )
+        raise OptionError('check=... with weights="exact": nothing is lost that could be measured.', fix='leave it out, or weights="int8".')
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise OptionError(f"batch={batch!r}: a whole number of rows, from 1; or None, for any number.")
     chosen, target = _platforms(platforms), as_path(folder, "folder").absolute()
@@ -143,11 +141,11 @@ def _named(forward: Forward) -> Iterator[tuple[str, Any]]:
 
 def _platforms(given: Sequence[str] | None) -> tuple[str, ...]:
     if not isinstance(given, str | Sequence | None):
-        raise OptionError(f"platforms={given!r}.\n    cure: of {', '.join(PLATFORMS)}.")
+        raise OptionError(f"platforms={given!r}.", fix=f"of {', '.join(PLATFORMS)}.")
     chosen = (jax.export.default_export_platform(),) if given is None else (given,) if isinstance(given, str) else tuple(given)
     for name in chosen:
         if name not in PLATFORMS:
-            raise OptionError(f"platforms: {name!r}.\n    cure: of {', '.join(PLATFORMS)}.")
+            raise OptionError(f"platforms: {name!r}.", fix=f"of {', '.join(PLATFORMS)}.")
     if not chosen or len(set(chosen)) < len(chosen):
         raise OptionError(f"platforms={given!r}: each one once, and at least one.")
     return chosen
@@ -157,7 +155,7 @@ def _exported(forward: Forward, low: list[bool], platforms: tuple[str, ...], bat
     """The program, on arrays as they are stored.
 
     Raises:
-      ExportError: jax cannot export it; where that is for want of a number of rows, one that was tried is the cure.
+      ExportError: jax cannot export it; where that is for want of a number of rows, one that was tried is the fix.
     """
     dtypes = [leaf.dtype for leaf in forward.arrays]
     stored = [
@@ -187,8 +185,8 @@ def _exported(forward: Forward, low: list[bool], platforms: tuple[str, ...], bat
             _exported(forward, low, platforms, rows)
         except ExportError:
             raise ExportError(f"the model cannot be exported for {', '.join(platforms)}: {why}") from error
-        cure = f"batch={rows}, or another number: such a program is called in chunks of so many rows"
-        raise ExportError(f"the model cannot be exported for any number of rows: {why}\n    cure: {cure}.") from error
+        fix = f"batch={rows}, or another number: such a program is called in chunks of so many rows"
+        raise ExportError(f"the model cannot be exported for any number of rows: {why}", fix=f"{fix}.") from error
     return found
 
 
@@ -208,7 +206,7 @@ def _versions() -> dict[str, str]:
 def _check_free(target: Path) -> None:
     why = obstacle(target) or (f"{target} holds files already" if os.path.isdir(target) and any(target.iterdir()) else None)
     if why is not None:
-        raise ExportError(f"{why}.\n    cure: another folder; or remove it, if it is not wanted any more.")
+        raise ExportError(f"{why}.", fix="another folder; or remove it, if it is not wanted any more.")
 
 
 def _together(action: Any) -> Any:

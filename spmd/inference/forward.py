@@ -54,7 +54,7 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     named, tree = jax.tree_util.tree_flatten(variables)
     paths = tuple(flatten(variables))
     if len(paths) != len(named):
-        raise ExportError(f"{len(named)} arrays of the model have {len(paths)} paths.\n    cure: no key with a slash in it.")
+        raise ExportError(f"{len(named)} arrays of the model have {len(paths)} paths.", fix="no key with a slash in it.")
     dtype = compute_dtype(placed.options.precision)
 
     def function(arrays: list, given: Tree) -> Tree:
@@ -86,9 +86,9 @@ class _Heard:
 def _heard(placed: Placed, variables: Variables) -> Tree:
     """Shapes of what the loss calls the model with, if that is one array or tree, and holds all rows of the batch."""
     calls: list[Tree] = []
-    cure = "\n    cure: inputs=, an example of what the model is called with, or its shapes."
+    fix = "\n    fix: inputs=, an example of what the model is called with, or its shapes."
     if placed.sample is None:
-        raise OptionError(f"no batch was seen yet, so the model's inputs are not known.{cure}")
+        raise OptionError(f"no batch was seen yet, so the model's inputs are not known.{fix}")
 
     def loss(variables: Variables, sample: Tree) -> None:
         model = placed.given.bind(variables, Call(training=False))
@@ -98,12 +98,12 @@ def _heard(placed: Placed, variables: Variables) -> Tree:
     try:
         jax.eval_shape(loss, variables, placed.sample)
     except Exception as error:
-        raise OptionError(f"what the loss calls the model with cannot be told: {type(error).__name__}.{cure}") from error
+        raise OptionError(f"what the loss calls the model with cannot be told: {type(error).__name__}.{fix}") from error
     rows = jax.tree.leaves(placed.sample)[0].shape[0]
     whole = calls and all(jax.tree.leaves(call) and all(x.shape[:1] == (rows,) for x in jax.tree.leaves(call)) for call in calls)
     if not whole or any(flatten(call) != flatten(calls[0]) for call in calls):
         how = f"{len(calls)} times, not always with one array or tree of all rows" if calls else "never as model(x)"
-        raise OptionError(f"what the model is to be called with is not clear: the loss calls it {how}.{cure}")
+        raise OptionError(f"what the model is to be called with is not clear: the loss calls it {how}.{fix}")
     return calls[0]
 
 
@@ -124,7 +124,7 @@ def check_inputs(inputs: Tree, wanted: Tree) -> int:
     """
     told = ", ".join(f"{path} {_any_rows(leaf)}".strip() for path, leaf in flatten(wanted).items())
     if isinstance(inputs, list) and not isinstance(wanted, list):
-        raise DataError(f"the inputs are a list; the model takes {told}.\n    cure: numpy.asarray(inputs, ...), with that dtype.")
+        raise DataError(f"the inputs are a list; the model takes {told}.", fix="numpy.asarray(inputs, ...), with that dtype.")
     rows = check_leaves(inputs, "the inputs")
     found = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(inputs).items())
     if jax.tree.structure(inputs) != jax.tree.structure(wanted):
@@ -132,8 +132,8 @@ def check_inputs(inputs: Tree, wanted: Tree) -> int:
     for path, want in flatten(wanted).items():
         leaf = flatten(inputs)[path]
         if jax.dtypes.canonicalize_dtype(leaf.dtype) != want.dtype or np.shape(leaf)[1:] != want.shape[1:]:
-            cure = f"astype({str(want.dtype)!r})" if np.shape(leaf)[1:] == want.shape[1:] else "rows of that shape"
-            raise DataError(f"the inputs are {found}; the model takes {told}.\n    cure: {cure}.")
+            fix = f"astype({str(want.dtype)!r})" if np.shape(leaf)[1:] == want.shape[1:] else "rows of that shape"
+            raise DataError(f"the inputs are {found}; the model takes {told}.", fix=f"{fix}.")
     if rows == 0:
         raise DataError("the inputs are empty: 0 rows.")
     return rows
@@ -186,7 +186,7 @@ def traced(function: Callable[..., Any], arrays: Iterable[Any], inputs: Tree) ->
         shapes = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(inputs).items())
         why = next(iter(str(error).strip().splitlines()), "")
         raise ExportError(
-            f"the model fails on {shapes}: {type(error).__name__}: {why}\n    cure: inputs=, an example of what the model is called with."
+            f"the model fails on {shapes}: {type(error).__name__}: {why}", fix="inputs=, an example of what the model is called with."
         ) from error
 
 

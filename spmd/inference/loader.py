@@ -138,25 +138,25 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     about = _about(place)
     why = damage(place)
     if why is not None:
-        raise ExportError(f"the exported model in {folder} is damaged: {why}.\n    cure: export it again, or another copy.")
+        raise ExportError(f"the exported model in {folder} is damaged: {why}.", fix="export it again, or another copy.")
     if device is not None and not isinstance(device, jax.Device):
-        raise OptionError(f"device={device!r} is {a_kind(device)}.\n    cure: one of jax.devices().")
+        raise OptionError(f"device={device!r} is {a_kind(device)}.", fix="one of jax.devices().")
     platform = jax.export.default_export_platform() if device is None else {"gpu": "cuda"}.get(device.platform, device.platform)
     if platform not in about["platforms"]:
-        cure = f"export(..., platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
-        raise ExportError(f"{folder} was exported for {', '.join(about['platforms'])}; this is {platform}.\n    cure: {cure}.")
+        fix = f"export(..., platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
+        raise ExportError(f"{folder} was exported for {', '.join(about['platforms'])}; this is {platform}.", fix=f"{fix}.")
     try:
         program = jax.export.deserialize(bytearray((place / PROGRAM).read_bytes()))
     except Exception as error:
-        cure = f"jax {about['versions']['jax']}, with which it was written"
-        raise ExportError(f"jax {jax.__version__} cannot read the program in {folder}: {error}\n    cure: {cure}.") from error
+        fix = f"jax {about['versions']['jax']}, with which it was written"
+        raise ExportError(f"jax {jax.__version__} cannot read the program in {folder}: {error}", fix=f"{fix}.") from error
     try:
         stored = [Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in about["arrays"]]
         arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
         inputs = _inputs(program, arrays, about["batch"])
     except Exception as error:
         why = f"{WEIGHTS} does not hold what {ABOUT} says: {type(error).__name__}: {error}"
-        raise ExportError(f"the exported model in {folder} is damaged: {why}.\n    cure: export it again, or another copy.") from error
+        raise ExportError(f"the exported model in {folder} is damaged: {why}.", fix="export it again, or another copy.") from error
     return ExportedModel(place, about, inputs, arrays, program)
 
 
@@ -192,11 +192,11 @@ def _about(place: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ExportError(f"the exported model in {place} is damaged: {ABOUT} cannot be read: {type(error).__name__}.") from error
     if missing:
-        raise ExportError(f"the exported model in {place} is damaged: {ABOUT} lacks {', '.join(missing)}.\n    cure: export it again.")
+        raise ExportError(f"the exported model in {place} is damaged: {ABOUT} lacks {', '.join(missing)}.", fix="export it again.")
     if wrong:
         why = f"{ABOUT}: {wrong[0]} is {brief(about[wrong[0]])}"
-        raise ExportError(f"the exported model in {place} is damaged: {why}.\n    cure: export it again, or another copy.")
+        raise ExportError(f"the exported model in {place} is damaged: {why}.", fix="export it again, or another copy.")
     if found != FORMAT:
-        cure = "the version of spmd that wrote it, or a later one"
-        raise ExportError(f"the exported model in {place} is of format {found}; this version reads {FORMAT}.\n    cure: {cure}.")
+        fix = "the version of spmd that wrote it, or a later one"
+        raise ExportError(f"the exported model in {place} is of format {found}; this version reads {FORMAT}.", fix=f"{fix}.")
     return about

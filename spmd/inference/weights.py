@@ -90,8 +90,8 @@ class Writer:
             self._put(path, values)
             return told
         if not np.isfinite(values.astype(np.float32)).all():
-            cure = "a state from before the loss diverged, or weights='exact'"
-            raise ExportError(f"{path} {describe(values)} holds numbers that are not finite: they have no scale.\n    cure: {cure}.")
+            fix = "a state from before the loss diverged, or weights='exact'"
+            raise ExportError(f"{path} {describe(values)} holds numbers that are not finite: they have no scale.", fix=f"{fix}.")
         numbers, scales = quantised(values, stacked=stacked)
         self._put(path, numbers)
         self._put(SCALES + path, scales)

@@ -119,12 +119,12 @@ class Workers:
         left = lambda: None if deadline is None else max(0.0, deadline - (time.monotonic() - began))
         names = tuple(worker.name for worker in self._workers)
         if not self._one.acquire(timeout=-1 if deadline is None else deadline):
-            raise EnsembleError(f"another question was still being answered after {deadline:g} s.\n    cure: a longer deadline.")
+            raise EnsembleError(f"another question was still being answered after {deadline:g} s.", fix="a longer deadline.")
         try:
             question = _Question(inputs, names)
             with self._open:  # put to all before they are ended, or to none
                 if self._closed:
-                    raise EnsembleError("closed before this question was put.\n    cure: ask again, which starts new threads.")
+                    raise EnsembleError("closed before this question was put.", fix="ask again, which starts new threads.")
                 for worker in self._workers:
                     worker.put(question)
             said = question.wait(left())

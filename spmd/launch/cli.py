@@ -87,7 +87,7 @@ def _list(options: argparse.Namespace) -> str:
 def _show(options: argparse.Namespace) -> str:
     known = shipped()
     if options.name not in known:
-        raise LayoutError(f'no layout "{options.name}" is shipped.\n    cure: {did_you_mean(options.name, known)}')
+        raise LayoutError(f'no layout "{options.name}" is shipped.', fix=f"{did_you_mean(options.name, known)}")
     return known[options.name].read_text(encoding="utf-8").rstrip()
 
 
@@ -121,11 +121,11 @@ def _mesh(text: str | None, layout: Any) -> Any:
     from spmd.mesh import MeshSpec
 
     if text is None and not layout.mesh:
-        raise OptionError(f"{layout.source} names no mesh.\n    cure: --mesh data=4,model=2.")
+        raise OptionError(f"{layout.source} names no mesh.", fix="--mesh data=4,model=2.")
     mesh = MeshSpec.parse(text if text is not None else dict(layout.mesh))
     if -1 in mesh.sizes.values():
         example = ",".join(f"{name}={8 if size == -1 else size}" for name, size in mesh.axes)
-        raise OptionError(f"mesh {mesh}: -1 takes the devices that are left, and a check has none to count.\n    cure: --mesh {example}.")
+        raise OptionError(f"mesh {mesh}: -1 takes the devices that are left, and a check has none to count.", fix=f"--mesh {example}.")
     return mesh
 
 
@@ -133,9 +133,7 @@ def _imported(target: str) -> Any:
     """What `module:attribute` names, the current folder being importable."""
     name, colon, attribute = target.partition(":")
     if not (colon and name and attribute):
-        raise OptionError(
-            f'--model "{target}" is not MODULE:FACTORY.\n    cure: such as  --model models:gpt  for  def gpt()  in models.py.'
-        )
+        raise OptionError(f'--model "{target}" is not MODULE:FACTORY.', fix="such as  --model models:gpt  for  def gpt()  in models.py.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -145,11 +143,11 @@ def _imported(target: str) -> Any:
             raise  # the module is there; what it imports is not, and its traceback says where
         raise OptionError(
             f'--model "{target}": there is no module "{error.name}" in this folder or this Python.\n'
-            "    cure: run it from the folder that holds it, or name it with dots: package.module:factory."
+            "    fix: run it from the folder that holds it, or name it with dots: package.module:factory."
         ) from error
     if not hasattr(found, attribute):
         own = [word for word, value in vars(found).items() if not word.startswith("_") and not inspect.ismodule(value)]
-        raise OptionError(f'--model "{target}": module "{name}" has no "{attribute}".\n    cure: {did_you_mean(attribute, own)}')
+        raise OptionError(f'--model "{target}": module "{name}" has no "{attribute}".', fix=f"{did_you_mean(attribute, own)}")
     return getattr(found, attribute)
 
 
@@ -165,14 +163,12 @@ def _batch(text: str) -> dict[str, Any]:
     while at < len(text):
         found = _LEAF.match(text, at)
         if found is None:
-            raise OptionError(
-                f'--batch "{text}": "{text[at:].strip()}" is not NAME=DTYPE[SIZES].\n    cure: such as "x=float32[8,28,28,1]".'
-            )
+            raise OptionError(f'--batch "{text}": "{text[at:].strip()}" is not NAME=DTYPE[SIZES].', fix='such as "x=float32[8,28,28,1]".')
         name, dtype, sizes = found.groups()
         try:
             leaves[name] = jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size.strip()), jax.numpy.dtype(dtype))
         except TypeError as error:
-            raise OptionError(f'--batch "{text}": there is no dtype "{dtype}".\n    cure: such as float32, bfloat16 or int32.') from error
+            raise OptionError(f'--batch "{text}": there is no dtype "{dtype}".', fix="such as float32, bfloat16 or int32.") from error
         at = found.end()
     return leaves
 
@@ -201,12 +197,12 @@ def _inputs(batch: dict[str, Any] | None) -> Any:
     from spmd.train.metrics import INPUTS
 
     if batch is None:
-        raise OptionError('a linen module shows its shapes only on data.\n    cure: --batch "x=float32[8,28,28,1]", the arrays of a batch.')
+        raise OptionError("a linen module shows its shapes only on data.", fix='--batch "x=float32[8,28,28,1]", the arrays of a batch.')
     known = [name for name in INPUTS if name in batch]
     inputs = known if len(known) == 1 else list(batch)
     if len(inputs) != 1:
         raise OptionError(
             f"--batch: which of {', '.join(batch)} the model is called with cannot be told.\n"
-            f"    cure: give that one alone, or name it one of {', '.join(INPUTS)}."
+            f"    fix: give that one alone, or name it one of {', '.join(INPUTS)}."
         )
     return batch[inputs[0]]

@@ -94,7 +94,7 @@ def way(options: argparse.Namespace) -> str:
         value = getattr(options, name)
         if value is not None and value is not False and found not in ways:
             instead = INSTEAD.get((name, found), " or ".join(["leave it out", *(word for word in ways if word != HERE)]))
-            raise OptionError(f"--{name.replace('_', '-')} means nothing {_with(found)}.\n    cure: {instead}.")
+            raise OptionError(f"--{name.replace('_', '-')} means nothing {_with(found)}.", fix=f"{instead}.")
     return found
 
 
@@ -136,7 +136,7 @@ def _shared(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
 def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise OptionError(f"--env {text!r} has no value.\n    cure: --env NAME=VALUE.")
+        raise OptionError(f"--env {text!r} has no value.", fix="--env NAME=VALUE.")
     return name, value
 
 
@@ -153,6 +153,6 @@ def _kubernetes(words: Sequence[str], options: argparse.Namespace, settings: Set
     from spmd.launch.kubernetes import Kubernetes, manifest
 
     if options.image is None:
-        raise OptionError("--kubernetes runs an image, and none is given.\n    cure: --image registry.example/train:1.")
+        raise OptionError("--kubernetes runs an image, and none is given.", fix="--image registry.example/train:1.")
     own = {name: getattr(options, name) for name in ("image", "namespace", "claim", "shm")}
     return manifest(words, Kubernetes(**own, **_shared(options, settings)))

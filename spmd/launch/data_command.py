@@ -49,7 +49,7 @@ def _bench(options: argparse.Namespace) -> str:
         at, records = now, records + len(next(iter(batch.values())))
     batches.close()
     if not waits:
-        raise OptionError(f"there is one batch, of {rows} records: nothing to measure.\n    cure: a smaller --batch-size.")
+        raise OptionError(f"there is one batch, of {rows} records: nothing to measure.", fix="a smaller --batch-size.")
     took = sum(waits)
     each = sum(data.format.sizes) / data.examples
     lines = [
@@ -88,13 +88,13 @@ def _records(options: argparse.Namespace) -> Any:
     ends = {re.sub(r"-\d+-of-\d+$", "", path).rpartition(".")[2] for path in paths}
     if ends == {"csv"}:
         if options.features is not None:
-            raise OptionError("--features are of tf.train.Example, and CSV files have columns.\n    cure: leave it out.")
+            raise OptionError("--features are of tf.train.Example, and CSV files have columns.", fix="leave it out.")
         return data.csv(paths, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers)
     if ends == {"tfrecord"} or ends == {"array_record"}:
         kind = data.tfrecord if ends == {"tfrecord"} else data.array_record
         features = _declared(options.features) if options.features else _first(paths, *ends)
         return kind(paths, features=features, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers)
-    raise OptionError(f"files that end in {', '.join(sorted(ends))}.\n    cure: files of one kind: .csv, .tfrecord or .array_record.")
+    raise OptionError(f"files that end in {', '.join(sorted(ends))}.", fix="files of one kind: .csv, .tfrecord or .array_record.")
 
 
 def _declared(text: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _declared(text: str) -> dict[str, Any]:
     while at < len(text):
         found = _FEATURE.match(text, at)
         if found is None:
-            raise OptionError(f'--features "{text}": "{text[at:].strip()}" is not NAME=DTYPE[SIZES].\n    cure: such as x=float32[784].')
+            raise OptionError(f'--features "{text}": "{text[at:].strip()}" is not NAME=DTYPE[SIZES].', fix="such as x=float32[784].")
         name, dtype, sizes = found.groups()
         features[name] = fixed(tuple(int(size) for size in sizes.split(",") if size.strip()), dtype)
         at = found.end()
@@ -117,11 +117,11 @@ def _first(paths: tuple[str, ...], kind: str) -> dict[str, Any]:
 
     path = next((path for path in paths if os.path.getsize(path)), None)
     if path is None:
-        raise DataError(f"all files are empty: {', '.join(paths[:3])}.\n    cure: look at what they were written from.")
+        raise DataError(f"all files are empty: {', '.join(paths[:3])}.", fix="look at what they were written from.")
     try:
         return declared_by(_first_record(path, kind))
     except DataError as error:
-        raise DataError(f"{path}: {error}\n    cure: --features, or another kind of file.") from error
+        raise DataError(f"{path}: {error}", fix="--features, or another kind of file.") from error
 
 
 def _first_record(path: str, kind: str) -> bytes:

@@ -16,7 +16,7 @@ ABORTED = -6  # how JAX ends a process whose coordination service has gone
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What a process has reported: when, after which step, in which phase, of which kind (`spmd.distributed.records`), and what it ends with."""
+    """What a process has reported: when, after which step, in which phase, its kind (`spmd.distributed.records`), and its last words."""
 
     at: float
     rank: int

@@ -41,7 +41,7 @@ class Kubernetes:
       >>> Kubernetes("registry.example/train:1", nodes=2, claim="runs")
       Traceback (most recent call last):
       spmd.errors.OptionError: claim='runs'.
-          cure: NAME:/path, a PersistentVolumeClaim and where it is mounted.
+          fix: NAME:/path, a PersistentVolumeClaim and where it is mounted.
     """
 
     image: str
@@ -66,9 +66,9 @@ class Kubernetes:
         if self.gpus_per_node is not None:
             self.settings.no_simulation("gpus_per_node")
         if self.settings.stall and self.nodes == 1:
-            raise OptionError("a process that is alone waits for nobody, so stall would do nothing.\n    cure: leave it out, or 2 nodes.")
+            raise OptionError("a process that is alone waits for nobody, so stall would do nothing.", fix="leave it out, or 2 nodes.")
         if not math.isfinite(self.settings.grace):
-            raise OptionError(f"grace={self.settings.grace}.\n    cure: seconds, as a number.")
+            raise OptionError(f"grace={self.settings.grace}.", fix="seconds, as a number.")
         matching("namespace", self.namespace, r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "small letters, digits and -, at most 63")
         for name in ("memory", "shm"):
             matching(name, getattr(self, name), QUANTITY, "a size as Kubernetes has it, such as 64Gi")
@@ -117,7 +117,7 @@ def _name(words: Sequence[str], how: Kubernetes) -> str:
     if not re.fullmatch(LABEL, name) or len(name) > most:
         raise OptionError(
             f"name={name!r}, of {len(name)} letters.\n"
-            f"    cure: --name with small letters, digits and -, a letter first, at most {most}: pods are NAME-0 to NAME-{how.nodes - 1}."
+            f"    fix: --name with small letters, digits and -, a letter first, at most {most}: pods are NAME-0 to NAME-{how.nodes - 1}."
         )
     return name
 

@@ -57,4 +57,4 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise OptionError(f'--devices "{text}".\n    cure: numbers, such as 0,1.') from None
+        raise OptionError(f'--devices "{text}".', fix="numbers, such as 0,1.") from None

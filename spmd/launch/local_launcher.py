@@ -38,12 +38,10 @@ class Machine:
         whole_number("processes", self.processes, MOST)
         if self.devices is not None:
             if not self.devices or min(self.devices) < 0 or len(set(self.devices)) < len(self.devices):
-                raise OptionError(f"devices={list(self.devices)}.\n    cure: numbers of GPUs from 0, each once.")
+                raise OptionError(f"devices={list(self.devices)}.", fix="numbers of GPUs from 0, each once.")
             self.settings.no_simulation("devices")
         if self.settings.stall and self.count == 1:
-            raise OptionError(
-                "a process that is alone waits for nobody, so stall would do nothing.\n    cure: leave it out, or 2 processes."
-            )
+            raise OptionError("a process that is alone waits for nobody, so stall would do nothing.", fix="leave it out, or 2 processes.")
 
     @property
     def gpus(self) -> list[str]:
@@ -62,11 +60,11 @@ class Machine:
         gpus = self.gpus
         count = self.processes if self.processes is not None else len(gpus)
         if not count:
-            cure = "processes=2 and simulate=4, for 4 CPU devices in each (--processes 2 --simulate 4)."
-            raise OptionError(f"there is no GPU here.\n    cure: {cure}")
+            fix = "processes=2 and simulate=4, for 4 CPU devices in each (--processes 2 --simulate 4)."
+            raise OptionError("there is no GPU here.", fix=fix)
         if len(gpus) % count:
-            cure = "devices 0,1 and so on (--devices 0,1), or another number."
-            raise OptionError(f"{len(gpus)} GPUs cannot be shared by {count} processes.\n    cure: {cure}")
+            fix = "devices 0,1 and so on (--devices 0,1), or another number."
+            raise OptionError(f"{len(gpus)} GPUs cannot be shared by {count} processes.", fix=fix)
         return count
 
 
@@ -157,9 +155,9 @@ def _own(rank: int, count: int, gpus: Sequence[str]) -> dict[str, str]:
 def check_script(words: Sequence[str]) -> None:
     """Raise OptionError where there is nothing to run."""
     if not words or words == ["-m"]:
-        raise OptionError("there is no script to run.\n    cure: spmd launch --processes 2 train.py")
+        raise OptionError("there is no script to run.", fix="spmd launch --processes 2 train.py")
     if words[0] != "-m" and not Path(words[0]).is_file():
-        raise OptionError(f'there is no script "{words[0]}".\n    cure: the path of a Python file, or -m and a module.')
+        raise OptionError(f'there is no script "{words[0]}".', fix="the path of a Python file, or -m and a module.")
 
 
 @contextlib.contextmanager

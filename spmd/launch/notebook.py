@@ -111,7 +111,7 @@ def run(
         if given:
             raise OptionError(
                 f"{given[0]}={options[given[0]]!r} inside a block that has its processes.\n"
-                "    cure: leave it out, or leave the block; or another spmd.launch.local(...)."
+                "    fix: leave it out, or leave the block; or another spmd.launch.local(...)."
             )
         return _blocks[-1].run(function, *args)
     with local(**options) as own:
@@ -132,7 +132,7 @@ class Processes:
     def __init__(self, how: Machine):
         import_extra("cloudpickle", "notebooks")
         if coordination.started():
-            raise OptionError("this is one of several processes already.\n    cure: call the function; or start processes from a notebook.")
+            raise OptionError("this is one of several processes already.", fix="call the function; or start processes from a notebook.")
         self.count, self._grace = how.count, how.settings.grace
         self._lock, self._down = threading.Lock(), ""
         self._running = Running()
@@ -185,7 +185,7 @@ class Processes:
           KeyboardInterrupt: all were interrupted, and have ended.
         """
         if not callable(function):
-            raise OptionError(f"run({function!r}) is given {a_kind(function)}.\n    cure: run(function, argument, ...).")
+            raise OptionError(f"run({function!r}) is given {a_kind(function)}.", fix="run(function, argument, ...).")
         call = serialization.packed_call(function, args, options)
         with self._alone():
             self._check()
@@ -203,7 +203,7 @@ class Processes:
     def _alone(self) -> Iterator[None]:
         """One thread at a time: two would read each other's answers, or close a pipe that is read."""
         if not self._lock.acquire(blocking=False):
-            raise OptionError("a call is under way in these processes.\n    cure: one after the other, or another spmd.launch.local(...).")
+            raise OptionError("a call is under way in these processes.", fix="one after the other, or another spmd.launch.local(...).")
         try:
             yield
         finally:
@@ -222,14 +222,12 @@ class Processes:
     def _check(self) -> None:
         """Raise ProcessError where the processes are gone, or some of them."""
         if os.getpid() != self._running.owner:
-            raise ProcessError(
-                "these processes belong to the process that this is a fork of.\n    cure: others, by spmd.launch.local(...)."
-            )
+            raise ProcessError("these processes belong to the process that this is a fork of.", fix="others, by spmd.launch.local(...).")
         if not self._down and (ended := self._running.ended()):
             self._down = in_words(*next(iter(ended.items())))
             self._running.end(SETTLE)
         if self._down:
-            raise ProcessError(f"these processes have ended: {self._down}.\n    cure: others, by spmd.launch.local(...).")
+            raise ProcessError(f"these processes have ended: {self._down}.", fix="others, by spmd.launch.local(...).")
 
     def _failed(self, answers: Mapping[int, bytes], what: str = "") -> ProcessError:
         """What went wrong. All have ended then."""

@@ -1,4 +1,4 @@
-"""A process that waits for calls: `python -m spmd.launch.runner -m spmd.launch.notebook_worker READS WRITES`, two pipes from who started it.
+"""A process that waits for calls: `python -m spmd.launch.runner -m spmd.launch.notebook_worker READS WRITES`, two pipes of its parent.
 
 Each call is a function with its arguments, which came from the notebook that started this process, and is answered with what it returns or
 how it failed. A process whose call has failed leaves, as after a script that has failed. It ends when its pipe does.
@@ -20,7 +20,7 @@ from spmd.launch import ipc, serialization
 from spmd.launch.ipc import DONE, FAILED, READY, UNSENT
 
 
-def main(ends: pipes.Ends) -> None:
+def main(ends: ipc.Ends) -> None:
     """Answer calls until the notebook hangs up."""
     for number in (ends.reads, ends.writes):
         os.set_inheritable(number, False)  # what a function starts must not keep the notebook waiting
@@ -35,7 +35,7 @@ def main(ends: pipes.Ends) -> None:
         return  # nobody listens any more
 
 
-def _answer(ends: pipes.Ends, request: dict[str, Any]) -> bytes:
+def _answer(ends: ipc.Ends, request: dict[str, Any]) -> bytes:
     """Call what is to be called; where that fails, say so, and leave."""
     try:
         _as_there(request)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spmd.deprecated import warn
 from spmd.errors import OptionError, SpmdError
 from spmd.layout.toml_reader import load
 from spmd.planner.target import Cluster, shipped
@@ -39,7 +40,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--explain", metavar="PATH", help="print everything about this parameter instead")
     parser.add_argument("--placements", action="store_true", help="print every array and its devices instead")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON instead")
-    parser.add_argument("--cures", action="store_true", help="where it does not fit, plan what would make it fit")
+    parser.add_argument("--fixes", action="store_true", help="where it does not fit, plan what would make it fit")
+    parser.add_argument("--cures", action="store_true", help=argparse.SUPPRESS)  # the old name of --fixes
     parser.add_argument("--save", metavar="FILE", help="write the report there as well: .html or .txt")
     parser.set_defaults(run=_plan)
     parser = _script_parser(
@@ -84,8 +86,11 @@ def _targets(options: argparse.Namespace) -> str:
 
 def _plan(options: argparse.Namespace) -> str:
     others = [name for name in ("explain", "placements", "json") if getattr(options, name)]
-    if options.cures and others:
-        raise OptionError(f"--cures are printed behind the report, and --{others[0]} prints something else.\n    cure: one of the two.")
+    if options.cures:
+        warn("--cures", "--fixes")
+    options.fixes |= options.cures
+    if options.fixes and others:
+        raise OptionError(f"--fixes are printed behind the report, and --{others[0]} prints something else.", fix="one of the two.")
     found = plan_of(options.script, options.rest, vars(options))
     if options.save:
         found.save(options.save)
@@ -96,8 +101,8 @@ def _plan(options: argparse.Namespace) -> str:
     if options.json:
         return found.to_json()
     lines = [str(found)]
-    if options.cures and not found.fits:
-        lines += ["", "CURES, each planned with those before it that help", *map(str, found.cures(timeout=options.timeout, say=_show()))]
+    if options.fixes and not found.fits:
+        lines += ["", "FIXES, each planned with those before it that help", *map(str, found.fixes(timeout=options.timeout, say=_show()))]
         _show()("")
     return "\n".join(lines)
 
@@ -110,7 +115,7 @@ def _search(options: argparse.Namespace) -> str:
     given = names[0] if names in (["exact"], ["all"]) else names
     chosen_layouts(given)  # before the script runs
     if options.save and not options.save.endswith(".toml"):
-        raise OptionError(f'"{options.save}" is no name for a layout.\n    cure: one that ends in .toml.')
+        raise OptionError(f'"{options.save}" is no name for a layout.', fix="one that ends in .toml.")
     model, sample, kept, cluster = _step_of(options.script, options.rest, vars(options))
     kept = {name: value for name, value in kept.items() if name not in ("layout", "mesh", "accumulate")}  # these are searched
     more = {"candidates": given, "compiles": options.compiles, "timeout": options.timeout, "say": _show()}
@@ -173,7 +178,7 @@ def caught(script: str, arguments: list[str]) -> dict[str, Any]:
 
     path, public, given = Path(script), sys.modules["spmd"], {}
     if not path.is_file():
-        raise OptionError(f'there is no file "{script}".\n    cure: a Python script that calls spmd.fit.')
+        raise OptionError(f'there is no file "{script}".', fix="a Python script that calls spmd.fit.")
     argv, paths, folder, real = sys.argv, sys.path[:], Path.cwd(), api.fit
 
     def fit(*args: Any, **options: Any) -> Any:
@@ -201,8 +206,8 @@ def caught(script: str, arguments: list[str]) -> dict[str, Any]:
         os.chdir(folder)
         api.fit = public.fit = real  # type: ignore[attr-defined]
     if not given:
-        cure = "spmd.plan(...) from Python, for a loop of one's own."
-        raise OptionError(f"{script} never called spmd.fit, so there is nothing to plan.\n    cure: {cure}")
+        fix = "spmd.plan(...) from Python, for a loop of one's own."
+        raise OptionError(f"{script} never called spmd.fit, so there is nothing to plan.", fix=fix)
     return given
 
 

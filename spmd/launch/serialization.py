@@ -17,7 +17,7 @@ import numpy as np
 from spmd.errors import OptionError, ProcessError, a_kind, import_extra
 from spmd.tree import describe, path_of
 
-CURE = "arrays, numbers, text, and containers of them; of what spmd.fit returns, its history, its state, or its model."
+FIX = "arrays, numbers, text, and containers of them; of what spmd.fit returns, its history, its state, or its model."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ def packed_call(function: Callable[..., Any], args: Sequence[Any], options: Mapp
     except Exception as error:
         named = {"the function": function} | {f"argument {at}": arg for at, arg in enumerate(args)}
         part = _odd_part(named | {f"argument {name}": arg for name, arg in options.items()}, dumps)
-        cure = "what a function needs and cannot be sent, such as open files, locks and meshes, it makes itself."
-        raise OptionError(f"{part} cannot be sent to other processes: {_told(error)}.\n    cure: {cure}") from error
+        fix = "what a function needs and cannot be sent, such as open files, locks and meshes, it makes itself."
+        raise OptionError(f"{part} cannot be sent to other processes: {_told(error)}.", fix=fix) from error
 
 
 def packed(value: Any, *, whole: bool) -> tuple[bytes, dict[int, Pieces]]:
@@ -86,7 +86,7 @@ def packed(value: Any, *, whole: bool) -> tuple[bytes, dict[int, Pieces]]:
         _dump(value, file, _Arrays(pieces, whole).instead)
     except Exception as error:
         part = _odd_part({"the result": value}, lambda part: _dump(part, _Sink(), _Arrays({}, True).instead))
-        raise ProcessError(f"{part} cannot be sent to the notebook: {_told(error)}.\n    cure: {CURE}", 0) from error
+        raise ProcessError(f"{part} cannot be sent to the notebook: {_told(error)}.", 0, fix=FIX) from error
     return (file.getvalue() if isinstance(file, io.BytesIO) else b""), pieces
 
 
@@ -142,7 +142,7 @@ def unpacked(data: bytes, pieces: Mapping[int, Mapping[int, Pieces]]) -> Any:
     except ProcessError:
         raise
     except Exception as error:
-        raise ProcessError(f"the result of process 0 cannot be read here: {_told(error)}.\n    cure: {CURE}", 0) from error
+        raise ProcessError(f"the result of process 0 cannot be read here: {_told(error)}.", 0, fix=FIX) from error
 
 
 def _assembled(number: int, pieces: Mapping[int, Mapping[int, Pieces]]) -> np.ndarray:
@@ -158,7 +158,7 @@ def _assembled(number: int, pieces: Mapping[int, Mapping[int, Pieces]]) -> np.nd
         who = f"process {others[0]} has" if others else "the others have"
         raise ProcessError(
             f"process 0 has returned an array {own.what}, of which {filled} of {array.size} numbers came: {who} not returned it.\n"
-            "    cure: return the same from every process: no `if jax.process_index() == 0` before it.",
+            "    fix: return the same from every process: no `if jax.process_index() == 0` before it.",
             others[0] if others else None,
         )
     return array

@@ -35,9 +35,9 @@ class Settings:
         whole_number("max_restarts", self.max_restarts, 10**6, least=0)
         Limits.parse(self.stall)
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
-            raise OptionError(f"memory_fraction={self.memory_fraction}.\n    cure: more than 0, at most 1.")
+            raise OptionError(f"memory_fraction={self.memory_fraction}.", fix="more than 0, at most 1.")
         if not self.grace > 0:
-            raise OptionError(f"grace={self.grace}.\n    cure: seconds, more than none.")
+            raise OptionError(f"grace={self.grace}.", fix="seconds, more than none.")
         for name, given in (("memory_fraction", self.memory_fraction is not None), ("preallocate", not self.preallocate)):
             if given:
                 self.no_simulation(name)
@@ -45,7 +45,7 @@ class Settings:
     def no_simulation(self, name: str) -> None:
         """Refuse an option that says something of GPUs where CPU devices take their place."""
         if self.simulate is not None:
-            raise OptionError(f"{name} is for GPUs, and simulate={self.simulate} for where there is none.\n    cure: give one of them.")
+            raise OptionError(f"{name} is for GPUs, and simulate={self.simulate} for where there is none.", fix="give one of them.")
 
     def environment(self) -> dict[str, str]:
         """The variables that say it."""
@@ -58,4 +58,4 @@ class Settings:
 def whole_number(name: str, value: int | None, most: int, *, least: int = 1) -> None:
     """Refuse what is no number of processes, devices, hosts and the like; None is one that was not given."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
-        raise OptionError(f"{name}={value!r}.\n    cure: from {least} to {most}.")
+        raise OptionError(f"{name}={value!r}.", fix=f"from {least} to {most}.")

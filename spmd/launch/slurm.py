@@ -78,17 +78,15 @@ class Slurm:
             self.settings.no_simulation("gpus_per_node")
             if self.gpus_per_node % self.tasks:
                 raise OptionError(
-                    f"{self.gpus_per_node} GPUs of a node cannot be shared by {self.tasks} processes.\n    cure: as many, or a divisor."
+                    f"{self.gpus_per_node} GPUs of a node cannot be shared by {self.tasks} processes.", fix="as many, or a divisor."
                 )
         if self.settings.stall and self.nodes * self.tasks == 1:
-            raise OptionError(
-                "a process that is alone waits for nobody, so stall would do nothing.\n    cure: leave it out, or 2 processes."
-            )
+            raise OptionError("a process that is alone waits for nobody, so stall would do nothing.", fix="leave it out, or 2 processes.")
         matching("memory", self.memory, r"\d{1,9}[KMGT]?", "of each node, such as 64G; 0 for all of it")
         matching("time", self.time, TIME, "minutes, or such as 12:00:00 or 1-12:00:00")
         if self.time is not None and 0 < (limit := _seconds(self.time)) <= self.grace:  # 0: no limit
             raise OptionError(
-                f"grace={self.grace} seconds to save and leave, of a job that has {limit} (time={self.time}).\n    cure: a longer time."
+                f"grace={self.grace} seconds to save and leave, of a job that has {limit} (time={self.time}).", fix="a longer time."
             )
         matching("output", self.output, PATH, "a path of letters, digits and ./%+@=,:-")
         for name in ("partition", "account", "name"):
@@ -107,11 +105,11 @@ class Slurm:
             printable("sbatch", option)
             name = re.split(r"[=\s]", option)[0]
             if name == "--array" or name[:2] == "-a":
-                raise OptionError(f'sbatch option "{option}" makes jobs that do not meet.\n    cure: --nodes, or a job for each.')
+                raise OptionError(f'sbatch option "{option}" makes jobs that do not meet.', fix="--nodes, or a job for each.")
             if name in taken or name[:2] in short:
-                raise OptionError(f'sbatch option "{option}": {name} has an option of its own, or is set already.\n    cure: leave it out.')
+                raise OptionError(f'sbatch option "{option}": {name} has an option of its own, or is set already.', fix="leave it out.")
             if not re.fullmatch(r"--[a-z][a-z-]*|-[A-Za-z]", name):
-                raise OptionError(f'sbatch option "{option}".\n    cure: as sbatch has it, such as --constraint=a100.')
+                raise OptionError(f'sbatch option "{option}".', fix="as sbatch has it, such as --constraint=a100.")
 
     @property
     def tasks(self) -> int:
@@ -207,10 +205,10 @@ def submit(words: Sequence[str], how: Slurm) -> int:
     text = script(words, how)
     folder = Path(how.output or "").parent
     if "%" not in str(folder) and not folder.is_dir():
-        raise OptionError(f"output={how.output!r}: there is no folder {folder}, and SLURM makes none.\n    cure: mkdir -p {folder}")
+        raise OptionError(f"output={how.output!r}: there is no folder {folder}, and SLURM makes none.", fix=f"mkdir -p {folder}")
     try:
         return subprocess.run(["sbatch"], input=text + "\n", text=True, check=False).returncode
     except FileNotFoundError:
         raise OptionError(
-            "there is no sbatch here.\n    cure: a machine of the cluster that has it; or --dry-run, which prints the script."
+            "there is no sbatch here.", fix="a machine of the cluster that has it; or --dry-run, which prints the script."
         ) from None

@@ -40,11 +40,11 @@ def launch(words: Sequence[str], settings: Settings, say: Callable[[str], None],
     if not re.fullmatch(r"\d+", job):
         raise OptionError(
             "there is no allocation of SLURM here: SLURM_JOB_ID is not set.\n"
-            "    cure: spmd launch --slurm, which submits a job; or salloc --nodes 2 first."
+            "    fix: spmd launch --slurm, which submits a job; or salloc --nodes 2 first."
         )
     check_script(words)
     if settings.stall and environ.get("SLURM_NTASKS", environ.get("SLURM_NNODES")) == "1":
-        raise OptionError("a process that is alone waits for nobody, so stall would do nothing.\n    cure: leave it out, or 2 tasks.")
+        raise OptionError("a process that is alone waits for nobody, so stall would do nothing.", fix="leave it out, or 2 tasks.")
     return repeated(lambda number: _attempt(words, settings, number, job, environ, say), settings.max_restarts, say)
 
 
@@ -56,7 +56,7 @@ def _attempt(
     try:
         reports.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise OptionError(f"{reports} cannot be made: {error.strerror}.\n    cure: a working folder that can be written to.") from error
+        raise OptionError(f"{reports} cannot be made: {error.strerror}.", fix="a working folder that can be written to.") from error
     try:
         with report_folder(reports, f"{job}.{number}") as folder:
             own = {name: value for name, value in environ.items() if name != "SPMD_LAUNCHER"}  # a task's parent is SLURM's daemon

@@ -56,16 +56,16 @@ class Remote:
     def __post_init__(self):
         whole_number("min_hosts", self.least, len(self.hosts))
         if self.least is not None and not self.settings.max_restarts:
-            raise OptionError("min_hosts is for restarts, and there are none.\n    cure: --max-restarts 10.")
+            raise OptionError("min_hosts is for restarts, and there are none.", fix="--max-restarts 10.")
         if self.settings.simulate and any(host.processes is None for host in self.hosts):
             name = next(host.name for host in self.hosts if host.processes is None)
-            raise OptionError(f"how many processes {name} is to have is not said, and GPUs are not counted.\n    cure: {name} processes=1")
+            raise OptionError(f"how many processes {name} is to have is not said, and GPUs are not counted.", fix=f"{name} processes=1")
         try:
             words = shlex.split(self.ssh)
         except ValueError as error:
-            raise OptionError(f"ssh {self.ssh!r} cannot be read: {error}.\n    cure: a command, such as ssh -p 2222.") from None
+            raise OptionError(f"ssh {self.ssh!r} cannot be read: {error}.", fix="a command, such as ssh -p 2222.") from None
         if not words or shutil.which(words[0]) is None:
-            raise OptionError(f"ssh {self.ssh!r} is no command here.\n    cure: a command, such as ssh -p 2222.")
+            raise OptionError(f"ssh {self.ssh!r} is no command here.", fix="a command, such as ssh -p 2222.")
         self._own()
 
     def _own(self) -> dict[str, str]:
@@ -76,11 +76,9 @@ class Remote:
         """
         for word in self.variables:
             if "=" not in word and word not in os.environ:
-                raise OptionError(f"variable {word!r} is not set here.\n    cure: {word}=VALUE.")
+                raise OptionError(f"variable {word!r} is not set here.", fix=f"{word}=VALUE.")
             if word.partition("=")[0] == "CUDA_VISIBLE_DEVICES":
-                raise OptionError(
-                    f"variable {word!r}: GPUs are shared out by the launcher.\n    cure: set it on the host, for ssh's commands."
-                )
+                raise OptionError(f"variable {word!r}: GPUs are shared out by the launcher.", fix="set it on the host, for ssh's commands.")
         pairs = [(name, value if equals else os.environ[name]) for name, equals, value in (word.partition("=") for word in self.variables)]
         return variables(pairs, self.settings.environment())
 
@@ -187,18 +185,18 @@ def _check(line: Line, how: Remote) -> None:
     """Whether a host can have its processes; and process 0, which any may get that is first at a restart."""
     hello, host = line.hello, line.host
     if "problem" in hello:
-        raise OptionError(f"{host.name}: {escaped(str(hello['problem']), 300)}.\n    cure: {host.name} address=ADDRESS, its own.")
+        raise OptionError(f"{host.name}: {escaped(str(hello['problem']), 300)}.", fix=f"{host.name} address=ADDRESS, its own.")
     gpus = _gpus(line, how)
     count = host.processes if host.processes is not None else len(gpus)
     if not count or len(gpus) % count:
         raise OptionError(
-            f"{host.name} has {len(gpus)} GPUs for {count} processes.\n    cure: {host.name} processes=N, with N that divides it."
+            f"{host.name} has {len(gpus)} GPUs for {count} processes.", fix=f"{host.name} processes=N, with N that divides it."
         )
     meets = host is how.hosts[0] or how.least is not None
     if meets and len(how.hosts) > 1 and ipaddress.ip_address(hello["address"]).is_loopback and host.reached != hello["address"]:
         raise OptionError(
             f"{host.reached} is {hello['address']} on that host, which others cannot reach.\n"
-            f"    cure: {host.name} address=ADDRESS, its own on the cluster's network."
+            f"    fix: {host.name} address=ADDRESS, its own on the cluster's network."
         )
 
 
@@ -225,7 +223,7 @@ def _processes(lines: Sequence[Line], how: Remote) -> dict[int, dict[str, str]]:
                 own["SPMD_JOB"], _, own["SPMD_TASK"] = host.tasks[local].rpartition(":")
             found[rank] = own
     if how.settings.stall and len(found) == 1 and len(lines) == len(how.hosts):
-        raise OptionError("a process that is alone waits for nobody, so stall would do nothing.\n    cure: leave it out, or 2 processes.")
+        raise OptionError("a process that is alone waits for nobody, so stall would do nothing.", fix="leave it out, or 2 processes.")
     return found
 
 

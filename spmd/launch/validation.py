@@ -13,19 +13,19 @@ BY_OPTION = {"SPMD_STALL": "--stall", "SPMD_SIMULATE": "--simulate"}
 def printable(name: str, text: str) -> None:
     """Refuse what is empty, or has a control character, such as the end of a line."""
     if not text or not text.isprintable():
-        raise OptionError(f"{name}={text!r}.\n    cure: text in one line, without control characters.")
+        raise OptionError(f"{name}={text!r}.", fix="text in one line, without control characters.")
 
 
-def matching(name: str, text: str | None, pattern: str, cure: str) -> None:
+def matching(name: str, text: str | None, pattern: str, fix: str) -> None:
     """Refuse what is not of that form as a whole; None is what was not given."""
     if text is not None and not re.fullmatch(pattern, text, re.ASCII):
-        raise OptionError(f"{name}={text!r}.\n    cure: {cure}.")
+        raise OptionError(f"{name}={text!r}.", fix=f"{fix}.")
 
 
 def check_words(words: Sequence[str], options: str) -> None:
     """Refuse a script that is none, or has an argument of several lines."""
     if not words or list(words) == ["-m"]:
-        raise OptionError(f"there is no script to run.\n    cure: spmd launch {options} train.py")
+        raise OptionError("there is no script to run.", fix=f"spmd launch {options} train.py")
     for word in filter(None, words):
         printable("an argument of the script", word)
 
@@ -46,11 +46,11 @@ def variables(pairs: Iterable[tuple[str, str]], taken: Mapping[str, str]) -> dic
         if value:
             printable(f"env {name}", value)
         if name in found:
-            raise OptionError(f"env {name} is given twice: {found[name]!r} and {value!r}.\n    cure: give it once.")
+            raise OptionError(f"env {name} is given twice: {found[name]!r} and {value!r}.", fix="give it once.")
         if name.removeprefix("SPMD_") in OWN and name.startswith("SPMD_"):
-            raise OptionError(f"env {name} is set by the launcher, for each process.\n    cure: leave it out.")
+            raise OptionError(f"env {name} is set by the launcher, for each process.", fix="leave it out.")
         if name in taken or name in BY_OPTION:
-            raise OptionError(f"env {name} is set by an option.\n    cure: {BY_OPTION.get(name, 'the option, or the variable')}.")
+            raise OptionError(f"env {name} is set by an option.", fix=f"{BY_OPTION.get(name, 'the option, or the variable')}.")
         found[name] = value
     return found
 

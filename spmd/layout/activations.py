@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from spmd.errors import Problem
-from spmd.layout.fixes import except_text, fitting_spec, listed, overlap_cure, path_cure, rule_cure, spec_problems
+from spmd.layout.fixes import except_text, fitting_spec, listed, overlap_fix, path_fix, rule_fix, spec_problems
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import owners, rule_name, ways
 from spmd.layout.schema import Layout, Spec, entry_axes, keep_axes, spec_axes, spec_text
@@ -49,8 +49,8 @@ def data_axis_problems(layout: Layout) -> Iterator[Problem]:
         for dim, entry in enumerate(rule.spec[1:], 1):
             for axis in (axis for axis in entry_axes(entry) if axis in layout.data_axes()):
                 why = f'dim {dim} is to be cut over "{axis}", over which dim 0, the batch, is cut already.'
-                cure = "an axis that the batch is not cut over."
-                yield Problem(f"[[activations]] {rule_name(layout.activations, number)}, spec {spec_text(rule.spec)}", [why], cure)
+                fix = "an axis that the batch is not cut over."
+                yield Problem(f"[[activations]] {rule_name(layout.activations, number)}, spec {spec_text(rule.spec)}", [why], fix)
 
 
 def output_problems(layout: Layout, mesh: MeshSpec, modules: Sequence[str], outputs: Outputs, rows: int, parts: int) -> Iterator[Problem]:
@@ -66,13 +66,13 @@ def output_problems(layout: Layout, mesh: MeshSpec, modules: Sequence[str], outp
     for number, rule in enumerate(rules):
         where, found = f'[[activations]] {rule_name(rules, number)}: path "{rule.path}"', matches(rule.path, modules)
         if not modules:
-            cure = "take the rule out, or call jax.lax.with_sharding_constraint in apply."
-            yield Problem(where, ["names submodules; a FunctionalModel has none."], cure)
+            fix = "take the rule out, or call jax.lax.with_sharding_constraint in apply."
+            yield Problem(where, ["names submodules; a FunctionalModel has none."], fix)
             continue
         if not found:
-            yield Problem(f"{where} matches no submodule that can be called.", [], path_cure(rule.path, [path for path in modules if path]))
+            yield Problem(f"{where} matches no submodule that can be called.", [], path_fix(rule.path, [path for path in modules if path]))
         for other in (other for other in rule.except_ if found and not matches(other, found)):
-            yield Problem(f'{where}, except "{other}"', ["takes no submodule away from this rule."], path_cure(other, found))
+            yield Problem(f'{where}, except "{other}"', ["takes no submodule away from this rule."], path_fix(other, found))
         mine = [path for path in found if number in claims[path]]
         if found and not mine:
             yield Problem(f"{where}, except {', '.join(rule.except_)}", ["leaves no submodule to this rule."], "leave the rule out.")
@@ -82,7 +82,7 @@ def output_problems(layout: Layout, mesh: MeshSpec, modules: Sequence[str], outp
     for path in (path for path in modules if len(claims[path]) > 1):
         why = [f'{rule_name(rules, index)} claims it: path "{rules[index].path}"' for index in claims[path]]
         why = [f"{len(why)} [[activations]] rules match this module.", *why]
-        yield Problem(_module(path), why, overlap_cure(rules, claims[path], claims))
+        yield Problem(_module(path), why, overlap_fix(rules, claims[path], claims))
     yield from _misfits(layout, mesh, claims, outputs, rows, parts)
 
 
@@ -106,7 +106,7 @@ def _misfits(
         yield Problem(
             f"{first}   [[activations]] {rule_name(rules, number)}: spec {spec_text(rules[number].spec)}",
             [*more, *why],
-            _cure(layout, number, paths, spec, shape, claims, mesh, *counts),
+            _fix(layout, number, paths, spec, shape, claims, mesh, *counts),
         )
 
 
@@ -127,7 +127,7 @@ def _own(layout: Layout, spec: Spec) -> Spec:
     return keep_axes(spec, tuple(axis for axis in spec_axes(spec) if axis not in layout.data_axes()))
 
 
-def _cure(
+def _fix(
     layout: Layout,
     number: int,
     paths: list[str],
@@ -146,7 +146,7 @@ def _cure(
         return others if alone or not pattern else f"{except_text(rules[number], [pattern])}  in {rule_name(rules, number)}."
     at_once = (shape[0] // parts, *shape[1:])
     fixed = spec_text(fitting_spec(spec, at_once, mesh))
-    cure = f"spec {fixed}" if alone else rule_cure(rules, number, pattern, fixed)
+    fix = f"spec {fixed}" if alone else rule_fix(rules, number, pattern, fixed)
     sizes = []
     for dim, entry in enumerate(spec) if len(spec) <= len(shape) else ():
         pieces, size = ways((entry,), mesh), at_once[dim]
@@ -155,7 +155,7 @@ def _cure(
             batch = dim == 0 and shape[0] == rows
             shown = " or ".join(str(one * parts if batch else one) for one in near)
             sizes.append(f"batch_size={shown}" if batch else f"dim {dim} of {shown}")
-    return cure + (f", or {', '.join(sizes)}." if sizes else ".")
+    return fix + (f", or {', '.join(sizes)}." if sizes else ".")
 
 
 def _module(path: str) -> str:

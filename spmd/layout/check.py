@@ -1,4 +1,4 @@
-"""Every way a layout can fail to fit a model on a mesh, found at once, each with a cure that was tried."""
+"""Every way a layout can fail to fit a model on a mesh, found at once, each with a fix that was tried."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import jax
 from spmd.errors import LayoutError, Problem, closest, raise_problems
 from spmd.layout.activations import data_axis_problems
 from spmd.layout.check_resolved import resolved_problems
-from spmd.layout.fixes import fitting_spec, listed, overlap_cure, path_cure, rule_cure, spec_cure, spec_problems
+from spmd.layout.fixes import fitting_spec, listed, overlap_fix, path_fix, rule_fix, spec_fix, spec_problems
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import Names, Resolved, choose, each_name, named_spec, names_text, one_layer, owners, resolve, rule_name
 from spmd.layout.schema import WHOLE, Entry, Layout, Rule, Spec, entry_axes, keep_axes, spec_axes, spec_text
@@ -25,7 +25,7 @@ Params = Mapping[str, jax.ShapeDtypeStruct]
 class Misfit:
     """What is wrong with a parameter, without its path: parameters that share it are told as one problem.
 
-    `spec` is the rejected one, whose cure is found when all that share it are known; `rule` the rule it came from.
+    `spec` is the rejected one, whose fix is found when all that share it are known; `rule` the rule it came from.
     """
 
     why: tuple[str, ...]
@@ -34,7 +34,7 @@ class Misfit:
     chosen_by: str = ""
     claimed: tuple[int, ...] = ()
     spec: Spec | None = None
-    cure: str = ""
+    fix: str = ""
 
 
 TOLD = Misfit(())  # its cause is a problem of the layout, told once there
@@ -49,7 +49,7 @@ def fit_layout(
       stacks: how many layers there are along dim 0, by path, for parameters of stacks: rules speak of one layer's.
 
     Raises:
-      LayoutError: with every problem found, the arithmetic, and a cure that passes the same check.
+      LayoutError: with every problem found, the arithmetic, and a fix that passes the same check.
     """
     on = lambda other: fit_layout(layout, all_layers, names, other, stacks)
     all_layers, params = params, one_layer(params, stacks)
@@ -82,17 +82,17 @@ def _passes(check: Callable[..., Any], *args: Any) -> bool:
 
 def _axis_lines(spec: Spec, mesh: MeshSpec) -> tuple[list[str], str]:
     """What is wrong with a spec whatever it is applied to: unknown axes, and axes used twice."""
-    lines, cure = [], ""
+    lines, fix = [], ""
     axes = spec_axes(spec)
     for axis in dict.fromkeys(axes):
         unknown = axis_problem(axis, mesh)
         if unknown:
             lines += unknown[0]
-            cure = unknown[1]
+            fix = unknown[1]
         if axes.count(axis) > 1:
             lines.append(f'mesh axis "{axis}" is used {axes.count(axis)} times; an array can be cut over it once.')
-            cure = cure or f'keep "{axis}" in one place and write "-" in the other.'
-    return lines, cure
+            fix = fix or f'keep "{axis}" in one place and write "-" in the other.'
+    return lines, fix
 
 
 def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
@@ -106,11 +106,11 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     where["[optimizer] shard"] = (layout.optimizer.shard,)
     where[f'[default] params = "{layout.default.params}"'] = (layout.default.params.partition(":")[2] or None,)
     for name, spec in where.items():
-        lines, cure = _axis_lines(spec, mesh)
+        lines, fix = _axis_lines(spec, mesh)
         if any(axis in dict(layout.mesh) and axis not in mesh.names for axis in spec_axes(spec)):
-            cure = f'mesh="{",".join(f"{axis}={size}" for axis, size in layout.mesh)}", which the layout has itself.'
+            fix = f'mesh="{",".join(f"{axis}={size}" for axis, size in layout.mesh)}", which the layout has itself.'
         if lines:
-            yield Problem(name, lines, cure)
+            yield Problem(name, lines, fix)
     yield from data_axis_problems(layout)
     for section, axis in (("sequence", layout.sequence.axis), ("experts", layout.experts.axis)):
         if axis in layout.data_axes():
@@ -144,9 +144,9 @@ def _pipeline_problems(layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec
             of = f'mesh axis "{axis}" has {stages} devices' + (f" of {groups} groups each" if groups > 1 else "")
             near = " or ".join(map(str, sorted({max(parts, count // parts * parts), -(-count // parts) * parts})))
             sizes = [size for size in range(min(stages, count), 0, -1) if count % (size * groups) == 0]
-            cure = f"{near} layers" + (f', or mesh axis "{axis}" of size {sizes[0]}' if sizes else "")
+            fix = f"{near} layers" + (f', or mesh axis "{axis}" of size {sizes[0]}' if sizes else "")
             why = f"a stack of {count} layers; {of}; {count} / {parts} leaves {count % parts}."
-            yield Problem(f"[pipeline]   {listed(own)}", [why], f"{cure}.")
+            yield Problem(f"[pipeline]   {listed(own)}", [why], f"{fix}.")
 
 
 def _rule_problems(rules: tuple[Rule, ...], params: Params, mesh: MeshSpec) -> Iterator[Problem]:
@@ -155,17 +155,17 @@ def _rule_problems(rules: tuple[Rule, ...], params: Params, mesh: MeshSpec) -> I
         where = f'{rule_name(rules, number)}: path "{rule.path}"'
         found = matches(rule.path, params)
         if not found:
-            yield Problem(f"{where} matches no parameter.", [], path_cure(rule.path, params))
-        lines, cure = _axis_lines(rule.spec, mesh)
+            yield Problem(f"{where} matches no parameter.", [], path_fix(rule.path, params))
+        lines, fix = _axis_lines(rule.spec, mesh)
         if lines:
-            yield Problem(f"{where}, spec {spec_text(rule.spec)}", lines, cure)
+            yield Problem(f"{where}, spec {spec_text(rule.spec)}", lines, fix)
         yield from _except_problems(where, rule.except_, found)
 
 
 def _except_problems(where: str, patterns: tuple[str, ...], found: list[str]) -> Iterator[Problem]:
     for other in patterns if found else ():
         if not matches(other, found):
-            yield Problem(f'{where}, except "{other}"', ["takes no parameter away from this rule."], path_cure(other, found))
+            yield Problem(f'{where}, except "{other}"', ["takes no parameter away from this rule."], path_fix(other, found))
     if found and {path for other in patterns for path in matches(other, found)} == set(found):
         yield Problem(f"{where}, except {', '.join(patterns)}", ["leaves no parameter to this rule."], "leave the rule out.")
 
@@ -176,7 +176,7 @@ def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[
     for number, rule in enumerate(rules):
         where, found = f'[[gradients.rules]] {rule_name(rules, number)}: path "{rule.path}"', matches(rule.path, params)
         if not found:
-            yield Problem(f"{where} matches no parameter.", [], path_cure(rule.path, params))
+            yield Problem(f"{where} matches no parameter.", [], path_fix(rule.path, params))
         yield from _except_problems(where, rule.except_, found)
     for path, leaf in params.items() if len(rules) > 1 else ():
         claimed = owners(rules, path)
@@ -191,16 +191,16 @@ def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[
     for axis in inside:
         if axis not in data:
             unknown = axis_problem(axis, mesh)
-            lines, cure = unknown or ([f'"{axis}" is no data axis.'], f"of the axes that the batch is cut over: {', '.join(data)}.")
-            yield Problem("[gradients] exact_axes", lines, cure)
+            lines, fix = unknown or ([f'"{axis}" is no data axis.'], f"of the axes that the batch is cut over: {', '.join(data)}.")
+            yield Problem("[gradients] exact_axes", lines, fix)
     if inside and set(inside) >= set(data):
         why = f"every data axis ({', '.join(data)}) is reduced exactly, so no codec has anything to do."
-        cure = (
+        fix = (
             "leave the axis that crosses nodes out."
             if len(data) > 1
             else 'leave it out, or cut the batch over two axes, such as ["node", "data"].'
         )
-        yield Problem("[gradients] exact_axes", [why], cure)
+        yield Problem("[gradients] exact_axes", [why], fix)
 
 
 def _misfit(
@@ -240,24 +240,24 @@ def _misfit(
 def _told(
     layout: Layout, misfit: Misfit, paths: list[str], params: Params, claims: Mapping[str, tuple[int, ...]], mesh: MeshSpec
 ) -> Problem:
-    """One misfit and everything that shares it, in words, with a cure for all of them."""
+    """One misfit and everything that shares it, in words, with a fix for all of them."""
     where = f"{paths[0]}   {describe(params[paths[0]])}" + (f"   {misfit.chosen_by}" if misfit.chosen_by else "")
     more = [f"and {len(paths) - 1} more: {listed(paths[1:])}."] if len(paths) > 1 else []
-    cure, rules, pattern = misfit.cure, layout.params, covering(paths, params)
-    if misfit.spec is not None and misfit.cure:  # of logical axis names
+    fix, rules, pattern = misfit.fix, layout.params, covering(paths, params)
+    if misfit.spec is not None and misfit.fix:  # of logical axis names
         fitted = spec_text(fitting_spec(misfit.spec, misfit.shape, mesh))
-        cure = f"{misfit.cure}, or {rule_cure(rules, None, pattern, fitted)}."
+        fix = f"{misfit.fix}, or {rule_fix(rules, None, pattern, fitted)}."
     elif misfit.spec is not None:
-        spec, width = spec_cure(misfit.spec, misfit.shape, mesh)
+        spec, width = spec_fix(misfit.spec, misfit.shape, mesh)
         rule = misfit.claimed[0] if misfit.claimed else None
         alone = rule is not None and sum(claimed == (rule,) for claimed in claims.values()) == len(paths)
-        cure = (f"spec {spec}" if alone else rule_cure(rules, rule, pattern, spec)) + (f", or {width}." if width else ".")
+        fix = (f"spec {spec}" if alone else rule_fix(rules, rule, pattern, spec)) + (f", or {width}." if width else ".")
     elif misfit.claimed:
-        cure = overlap_cure(rules, misfit.claimed, claims)
-    elif not cure:
+        fix = overlap_fix(rules, misfit.claimed, claims)
+    elif not fix:
         own = f'a rule with  path = "{pattern}"' if pattern else "a rule for each"
-        cure = f'{own}, or  [default] params = "replicate".'
-    return Problem(where, [*more, *misfit.why], cure)
+        fix = f'{own}, or  [default] params = "replicate".'
+    return Problem(where, [*more, *misfit.why], fix)
 
 
 def _names_problem(layout: Layout, leaf: jax.ShapeDtypeStruct, names: Names, mesh: MeshSpec) -> Misfit | None:
@@ -266,33 +266,33 @@ def _names_problem(layout: Layout, leaf: jax.ShapeDtypeStruct, names: Names, mes
     array, chosen_by = describe(leaf), f"axes ({names_text(names)})"
     if len(names) > len(shape):
         why = f"{len(names)} logical axis names for {len(shape)} dims."
-        return Misfit((why,), shape, array, chosen_by, cure="one name per dim, None for none.")
+        return Misfit((why,), shape, array, chosen_by, fix="one name per dim, None for none.")
     missing = [name for name in dict.fromkeys(each_name(names)) if name not in axes]
     if missing:
         why = tuple(f'logical axis "{name}" is not in [axes].' for name in missing)
-        spec, cure = _with_names(axes, names, missing, shape, mesh)
-        return Misfit(why, shape, array, chosen_by, spec=spec, cure=cure)
+        spec, fix = _with_names(axes, names, missing, shape, mesh)
+        return Misfit(why, shape, array, chosen_by, spec=spec, fix=fix)
     spec = named_spec(names, axes)
     lines = [line for line in _axis_lines(spec, mesh)[0] if "times" in line]
     if lines:
-        cure = 'map one of its logical axes to another mesh axis, or to "-"'
-        return Misfit(tuple(lines), shape, array, f"{chosen_by}: spec {spec_text(spec)}", spec=_once(spec), cure=cure)
+        fix = 'map one of its logical axes to another mesh axis, or to "-"'
+        return Misfit(tuple(lines), shape, array, f"{chosen_by}: spec {spec_text(spec)}", spec=_once(spec), fix=fix)
     return None
 
 
 def _with_names(axes: Mapping[str, Entry], names: Names, missing: list[str], shape: tuple[int, ...], mesh: MeshSpec) -> tuple[Spec, str]:
     """The spec where `[axes]` keeps names whole that it lacks, and changes to it that were tried; "" where none of them fits."""
     fits = lambda more: not _spec_lines(named_spec(names, {**axes, **more}), shape, mesh)
-    whole, cures = dict.fromkeys(missing), []
+    whole, fixes = dict.fromkeys(missing), []
     near = {name: close for name in missing if (close := closest(name, axes))}
     if len(near) == len(missing) and fits({name: axes[close] for name, close in near.items()}):
-        cures.append("did you mean " + " and ".join(f'"{close}"' for close in near.values()) + "?")
+        fixes.append("did you mean " + " and ".join(f'"{close}"' for close in near.values()) + "?")
     same = {name: name for name in missing if name in mesh.names}
     added = {**whole, **same} if fits({**whole, **same}) else whole
     if fits(added):
         entries = "  and  ".join(f'{name} = "{axis or WHOLE}"' for name, axis in added.items())
-        cures.append(f"{'Or add' if cures else 'add'}  {entries}  to [axes]")
-    return _once(named_spec(names, {**axes, **whole})), " ".join(cures)
+        fixes.append(f"{'Or add' if fixes else 'add'}  {entries}  to [axes]")
+    return _once(named_spec(names, {**axes, **whole})), " ".join(fixes)
 
 
 def _spec_lines(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> list[str]:

@@ -42,12 +42,12 @@ def _idle_problems(resolved: Resolved, names: Mapping[str, Names], fits: Callabl
             carried = sorted({name for of in names.values() for name in each_name(of)})
             have = f"they carry {listed(carried)}" if carried else "they carry none"
             lines.append(f'[axes] shards {logical} over "{axis}", and no parameter has such a logical axis name: {have}.')
-        cures = [f"logical axis names ({logical}) on the model's parameters"] if logical else []
-        cures.append(f'[[params]] rules with "{axis}"')
+        fixes = [f"logical axis names ({logical}) on the model's parameters"] if logical else []
+        fixes.append(f'[[params]] rules with "{axis}"')
         merged = _without(mesh, axis, layout.data_axes())
         if fits(merged):
-            cures.insert(0, f'mesh="{str(merged).replace(" ", "")}"')
-        yield Problem(f'mesh axis "{axis}"', lines, ", or ".join(cures) + ".")
+            fixes.insert(0, f'mesh="{str(merged).replace(" ", "")}"')
+        yield Problem(f'mesh axis "{axis}"', lines, ", or ".join(fixes) + ".")
 
 
 def _without(mesh: MeshSpec, axis: str, data: tuple[str, ...]) -> MeshSpec:
@@ -94,10 +94,10 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
             if place.chosen_by.startswith("default"):
                 yield Problem(f'[default] params = "{layout.default.params}"', [why], '[default] params = "replicate".')
                 continue
-            cure = 'leave the rule out, or [gradients] reduction = "reduce_scatter", which keeps them as rules say.'
+            fix = 'leave the rule out, or [gradients] reduction = "reduce_scatter", which keeps them as rules say.'
             same = [other.path for other in resolved.placements.values() if other.chosen_by == place.chosen_by and other is not place]
             more = [f"and {len(same)} more: {listed(same)}."] if same else []
-            yield Problem(f"{place.path}   spec {spec_text(place.spec)}   {place.chosen_by}", [*more, why], cure)
+            yield Problem(f"{place.path}   spec {spec_text(place.spec)}   {place.chosen_by}", [*more, why], fix)
     if layout.optimizer.shard:
         yield Problem("[optimizer] shard", ["optimizer state is with the servers."], "leave it out.")
     if layout.gradients.rules and server.placement != "sliced":
@@ -156,14 +156,14 @@ def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Name
         f"largest: {place.path}   {describe(params[place.path])}   {format_bytes(place.nbytes)}   {place.chosen_by}" for place in largest
     ]
     lines.append(f"mesh axes that no parameter uses: {', '.join(f'{axis} ({mesh.sizes[axis]} devices)' for axis in free) or 'none'}.")
-    cure = f"rules or logical axis names for the largest, or max_replicated = {_round_up(share):g}."
+    fix = f"rules or logical axis names for the largest, or max_replicated = {_round_up(share):g}."
     for axis in sorted((axis for axis, size in mesh.axes if size > 1), key=lambda axis: (axis not in free, axis in layout.data_axes())):
         sharded = dataclasses.replace(layout, default=dataclasses.replace(layout.default, params=f"shard:{axis}"))
         left = _whole_share(resolve(sharded, params, names, mesh, stacks))
         if left <= limit:
-            cure = f'[default] params = "shard:{axis}" ({left:.1%} would stay whole), or {cure}'
+            fix = f'[default] params = "shard:{axis}" ({left:.1%} would stay whole), or {fix}'
             break
-    yield Problem("[default] max_replicated", lines, cure)
+    yield Problem("[default] max_replicated", lines, fix)
 
 
 def _whole_share(resolved: Resolved) -> float:

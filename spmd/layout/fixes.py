@@ -37,7 +37,7 @@ def fitting_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
     return max((tuple(whole_or(dim, entry) for dim, entry in enumerate(end)) for end in ends), key=lambda end: len(spec_axes(end)))
 
 
-def spec_cure(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> tuple[str, str]:
+def spec_fix(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> tuple[str, str]:
     """A spec near to `spec` that fits, with its arithmetic; and the width that would fit `spec` itself, or ""."""
     fixed = fitting_spec(spec, shape, mesh)
     sums = [f"{shape[dim]} / {ways((entry,), mesh)} = {shape[dim] // ways((entry,), mesh)}" for dim, entry in enumerate(fixed) if entry]
@@ -49,7 +49,7 @@ def spec_cure(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> tuple[str, 
     return text, f"a width divisible by {pieces}, such as {-(-shape[bad[0]] // pieces) * pieces}"
 
 
-def rule_cure(rules: tuple[Rule, ...], number: int | None, pattern: str | None, spec: str) -> str:
+def rule_fix(rules: tuple[Rule, ...], number: int | None, pattern: str | None, spec: str) -> str:
     """How parameters get `spec` by a rule of their own; they are taken out of the rule that claims them now, if one does."""
     if pattern is None:  # nothing short names them all
         taken = f"name them in the `except` of {rule_name(rules, number)}, and write " if number is not None else ""
@@ -63,21 +63,21 @@ def except_text(rule: Rule, patterns: Iterable[str]) -> str:
     return "except = [" + ", ".join(f'"{pattern}"' for pattern in (*rule.except_, *patterns)) + "]"
 
 
-def overlap_cure(rules: tuple[Rule, ...], claimed: Sequence[int], claims: Mapping[str, Sequence[int]]) -> str:
+def overlap_fix(rules: tuple[Rule, ...], claimed: Sequence[int], claims: Mapping[str, Sequence[int]]) -> str:
     """Which rules should leave a parameter to another: the one that claims the fewest keeps it."""
     sizes = Counter(index for indices in claims.values() for index in indices)
     keeper = min(reversed(claimed), key=lambda index: sizes[index])
-    cures = []
+    fixes = []
     for other in (index for index in claimed if index != keeper):
         shared = sum(keeper in indices and other in indices for indices in claims.values())
         if shared == sizes[other]:
-            cures.append(f"take {rule_name(rules, other)} out: it matches nothing that {rule_name(rules, keeper)} does not")
+            fixes.append(f"take {rule_name(rules, other)} out: it matches nothing that {rule_name(rules, keeper)} does not")
         else:
-            cures.append(f"{except_text(rules[other], [rules[keeper].path])}  in {rule_name(rules, other)}")
-    return "; ".join(cures) + "."
+            fixes.append(f"{except_text(rules[other], [rules[keeper].path])}  in {rule_name(rules, other)}")
+    return "; ".join(fixes) + "."
 
 
-def path_cure(pattern: str, paths: Iterable[str]) -> str:
+def path_fix(pattern: str, paths: Iterable[str]) -> str:
     """The nearest pattern that matches something, with how many; else what there is to match."""
     paths = list(paths)
     near = suggest(pattern, paths)

@@ -109,7 +109,7 @@ class Gradients:
         object.__setattr__(self, "exact_axes", names(self.exact_axes))
         rules = (self.rules,) if isinstance(self.rules, GradientRule) else self.rules
         if not isinstance(rules, tuple | list) or not all(isinstance(rule, GradientRule) for rule in rules):
-            raise OptionError(f"Gradients: rules={rules!r}.\n    cure: a tuple of spmd.GradientRule.")
+            raise OptionError(f"Gradients: rules={rules!r}.", fix="a tuple of spmd.GradientRule.")
         object.__setattr__(self, "rules", tuple(rules))
 
     @property
@@ -134,22 +134,22 @@ def _pairs(options: Any, what: str, own: tuple[str, ...]) -> Options:
     """A codec's options as pairs; each can be written in a TOML file, beside the keys that are `what`'s own."""
     pairs = tuple(options.items()) if isinstance(options, Mapping) else options
     if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise OptionError(f'a codec\'s options are a dict, not {options!r}.\n    cure: such as {{"block": 128}}.')
+        raise OptionError(f"a codec's options are a dict, not {options!r}.", fix='such as {"block": 128}.')
     for key, value in pairs:
         if key in own:
-            raise OptionError(f"{what}: {key} is no option of a codec.\n    cure: {what}({key}=...), beside the options.")
+            raise OptionError(f"{what}: {key} is no option of a codec.", fix=f"{what}({key}=...), beside the options.")
         if not isinstance(key, str) or type(value) not in (bool, int, float, str):
-            raise OptionError(f"{what}: option {key!r} is {value!r}, {a_kind(value)}.\n    cure: a number, a word, True or False.")
+            raise OptionError(f"{what}: option {key!r} is {value!r}, {a_kind(value)}.", fix="a number, a word, True or False.")
     return pairs
 
 
 @dataclasses.dataclass(frozen=True)
 class Clash:
-    """Things of `[gradients]` that do not go together: at which key, or in which rule (from 0), why, and a cure."""
+    """Things of `[gradients]` that do not go together: at which key, or in which rule (from 0), why, and a fix."""
 
     key: str
     why: str
-    cure: str
+    fix: str
     rule: int | None = None
 
 

@@ -85,12 +85,12 @@ class Experts:
 
 
 class Clash(NamedTuple):
-    """What is wrong with a key of a section, and a cure."""
+    """What is wrong with a key of a section, and a fix."""
 
     section: str
     key: str
     why: str
-    cure: str
+    fix: str
 
 
 def forward_problems(pipeline: Pipeline, sequence: Sequence) -> list[Clash]:

@@ -124,7 +124,7 @@ class Layout:
         for name in ("batch", "default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts"):
             value, kind = getattr(self, name), type(getattr(Layout, name))
             if not isinstance(value, kind):
-                raise OptionError(f"Layout: {name}={value!r} is {a_kind(value)}.\n    cure: a {kind.__name__}.")
+                raise OptionError(f"Layout: {name}={value!r} is {a_kind(value)}.", fix=f"a {kind.__name__}.")
 
     @staticmethod
     def load(source: "str | Path | Layout") -> "Layout":

@@ -92,9 +92,9 @@ class ParameterServer:
         object.__setattr__(self, "network", _pairs(self.network))
         if not isinstance(self.compute_time, str):
             object.__setattr__(self, "compute_time", tuple(_number("compute_time", value, SECONDS) for value in self.compute_time))
-        for key, cure in FRACTIONS.items():
+        for key, fix in FRACTIONS.items():
             if getattr(self, key) is not None:
-                object.__setattr__(self, key, _number(key, getattr(self, key), cure))
+                object.__setattr__(self, key, _number(key, getattr(self, key), fix))
 
     @property
     def asynchronous(self) -> bool:
@@ -115,17 +115,17 @@ def _pairs(network: Any) -> tuple[tuple[str, str], ...]:
     pairs = tuple(network.items()) if isinstance(network, Mapping) else network
     simple = lambda key, value: isinstance(key, str) and key.isidentifier() and isinstance(value, str | int | float)
     if not all(isinstance(pair, tuple) and len(pair) == 2 and simple(*pair) for pair in pairs):
-        raise OptionError(f"ParameterServer: network={network!r} is no table of words.\n    cure: {LINK}")
+        raise OptionError(f"ParameterServer: network={network!r} is no table of words.", fix=LINK)
     return pairs
 
 
-def _number(key: str, value: Any, cure: str) -> float:
+def _number(key: str, value: Any, fix: str) -> float:
     try:
         if isinstance(value, bool) or (not isinstance(value, int | float) and not hasattr(value, "dtype")):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise OptionError(f"ParameterServer: {key}: {value!r} is no number that float holds.\n    cure: {cure}") from None
+        raise OptionError(f"ParameterServer: {key}: {value!r} is no number that float holds.", fix=fix) from None
 
 
 NUMBER, NUMBER_OR_NONE = (int,), (int, type(None))
@@ -157,7 +157,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "seed": NUMBER,
 }
 LEAST = {"servers": 1, "workers": 1, "bound": 0, "splits": 1, "fetch_every": 1, "every": 1, "fragments": 1}  # others from 0
-FRACTIONS = {  # what is not a whole number, and a cure
+FRACTIONS = {  # what is not a whole number, and a fix
     "delay_compensation": "such as 0.04.",
     "delay_decay": "such as 0.95.",
     "mix": "such as 0.5.",
@@ -198,8 +198,8 @@ def server_problems(server: ParameterServer, gradients: Gradients) -> list[Clash
     for key, modes in OF_MODE.items():
         default = next(field.default for field in dataclasses.fields(server) if field.name == key)
         if getattr(server, key) != default and server.mode not in modes:
-            cure = f"leave it out, or mode = {' or '.join(map(_quoted, modes))}."
-            found.append(Clash(key, f'nothing reads it in mode "{server.mode}".', cure))
+            fix = f"leave it out, or mode = {' or '.join(map(_quoted, modes))}."
+            found.append(Clash(key, f'nothing reads it in mode "{server.mode}".', fix))
     needed = NEEDS.get(server.mode)
     if needed and getattr(server, needed) is None:
         found.append(Clash("mode", f'"{server.mode}" needs {needed}.', f"such as  {needed} = {10 if server.local else LEAST[needed] + 1}."))
@@ -247,8 +247,8 @@ def _local_problems(server: ParameterServer, gradients: Gradients) -> list[Clash
 def _text_problems(server: ParameterServer) -> list[Clash]:
     found = []
     if scale_of(server.staleness_scale) is None:
-        cure = '"none", "inverse", "power(a)" or "exp(b)", of numbers from 0.'
-        found.append(Clash("staleness_scale", f'no scale "{server.staleness_scale}".', cure))
+        fix = '"none", "inverse", "power(a)" or "exp(b)", of numbers from 0.'
+        found.append(Clash("staleness_scale", f'no scale "{server.staleness_scale}".', fix))
     try:
         times_of(server.compute_time)
     except ValueError as error:

@@ -28,5 +28,5 @@ def read_forward(reader: Reader, tables: dict[str, dict[str, Any]]) -> tuple[Pip
     for clash in forward_problems(found["pipeline"], found["sequence"]):
         if (clash.section, clash.key) not in unread:
             line = reader.key_line(clash.section, clash.key) or reader.key_line("", clash.section)
-            reader.problem(f"[{clash.section}] {clash.key}", clash.why, clash.cure, line)
+            reader.problem(f"[{clash.section}] {clash.key}", clash.why, clash.fix, line)
     return found["pipeline"], found["sequence"], found["experts"]

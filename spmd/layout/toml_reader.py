@@ -63,22 +63,22 @@ def load(source: str | Path | Layout) -> Layout:
     if not isinstance(source, str | Path):
         known = ", ".join(shipped())
         raise LayoutError(
-            f"layout={brief(source)} is {a_kind(source)}.\n    cure: a path to a TOML file, a spmd.Layout, or one of the shipped: {known}."
+            f"layout={brief(source)} is {a_kind(source)}.", fix=f"a path to a TOML file, a spmd.Layout, or one of the shipped: {known}."
         )
     known, path = shipped(), Path(source)
     if str(source) in known:
         path = known[str(source)]
     elif path.suffix != ".toml" and not os.path.isfile(path):
-        cure = did_you_mean(str(source), known).replace("known:", "a path to a TOML file, or one of the shipped:")
-        raise LayoutError(f'no layout "{source}" is shipped, and no such file exists.\n    cure: {cure}')
+        fix = did_you_mean(str(source), known).replace("known:", "a path to a TOML file, or one of the shipped:")
+        raise LayoutError(f'no layout "{source}" is shipped, and no such file exists.', fix=f"{fix}")
     elif not os.path.isfile(path):
         near = closest(path.name, [other.name for other in path.parent.glob("*.toml")]) if os.path.isdir(path.parent) else None
-        cure = f'did you mean "{path.parent / near}"?' if near else "check the path; shipped: " + ", ".join(known) + "."
-        raise LayoutError(f"layout file {path} does not exist.\n    cure: {cure}")
+        fix = f'did you mean "{path.parent / near}"?' if near else "check the path; shipped: " + ", ".join(known) + "."
+        raise LayoutError(f"layout file {path} does not exist.", fix=fix)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise LayoutError(f"{_display(path)} is not UTF-8 text (byte {error.start}).\n    cure: save it as UTF-8.") from error
+        raise LayoutError(f"{_display(path)} is not UTF-8 text (byte {error.start}).", fix="save it as UTF-8.") from error
     return loads(text, _display(path), path.stem)
 
 
@@ -102,14 +102,12 @@ def loads(text: str, where: str = "layout", name: str = "layout", *, written: bo
 
 def _syntax_text(text: str, where: str, message: str) -> str:
     """What the parser said, with the line it stopped at."""
-    cure = (
-        "\n    cure: strings in double quotes, one key = value on a line; `spmd layouts show data_parallel` prints a layout that is right."
-    )
+    fix = "\n    fix: strings in double quotes, one key = value on a line; `spmd layouts show data_parallel` prints a layout that is right."
     found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message)
     if not found:
-        return f"{where} is not TOML: {message}.{cure}"
+        return f"{where} is not TOML: {message}.{fix}"
     line = int(found.group(2))
-    return f"{where}, line {line} is not TOML: {found.group(1)} (column {found.group(3)}).\n    {text.splitlines()[line - 1]}{cure}"
+    return f"{where}, line {line} is not TOML: {found.group(1)} (column {found.group(3)}).\n    {text.splitlines()[line - 1]}{fix}"
 
 
 class _Reader:
@@ -142,8 +140,8 @@ class _Reader:
 
     # one method per kind of value ----------------------------------------------------------------------------------
 
-    def problem(self, where: str, why: str, cure: str = "", line: int | None = None) -> None:
-        self.problems.append((line, Problem(f"line {line}: {where}" if line else where, [why], cure)))
+    def problem(self, where: str, why: str, fix: str = "", line: int | None = None) -> None:
+        self.problems.append((line, Problem(f"line {line}: {where}" if line else where, [why], fix)))
 
     def line(self, pattern: str, nth: int = 0) -> int | None:
         found = [number for number, line in enumerate(self.lines, 1) if re.match(pattern, line)]
@@ -244,8 +242,8 @@ class _Reader:
         for key, least, end in (("start_step", 0, 2**31), ("bucket_bytes", 1, 2**63)):
             values[key] = self.value(table, key, known[key], int, section)
             if not least <= values[key] < end:
-                cure = f"a whole number from {least}." if values[key] < least else f"below 2**{end.bit_length() - 1}."
-                self.problem(f"[gradients] {key}", f"{values[key]}.", cure, self.key_line(section, key))
+                fix = f"a whole number from {least}." if values[key] < least else f"below 2**{end.bit_length() - 1}."
+                self.problem(f"[gradients] {key}", f"{values[key]}.", fix, self.key_line(section, key))
                 values[key] = known[key]
         values["exact_axes"] = self.value(table, "exact_axes", [], list, section)
         if not all(isinstance(axis, str) for axis in values["exact_axes"]):
@@ -261,19 +259,19 @@ class _Reader:
             if any(where.endswith(f"[gradients] {clash.key}") for where in told):
                 continue
             if clash.rule is None:
-                self.problem(f"[gradients] {clash.key}", clash.why, clash.cure, self.key_line(section, clash.key))
+                self.problem(f"[gradients] {clash.key}", clash.why, clash.fix, self.key_line(section, clash.key))
             else:
-                self.problem(f"[[gradients.rules]] rule {clash.rule + 1}", clash.why, clash.cure, rules[clash.rule].line)
+                self.problem(f"[[gradients.rules]] rule {clash.rule + 1}", clash.why, clash.fix, rules[clash.rule].line)
         return found
 
     def gradient_rule(self, item: dict[str, Any], where: str, line: int | None) -> GradientRule:
         path, excepted = self.paths(item, where, line)
         codec = item.get("codec", "exact")
         if "codec" not in item or not isinstance(codec, str) or codec not in OPTIONS:
-            why, cure = (
+            why, fix = (
                 (f'no codec "{codec}".', did_you_mean(str(codec), OPTIONS)) if "codec" in item else ("has no codec.", 'codec = "exact".')
             )
-            self.problem(where, why, cure, line)
+            self.problem(where, why, fix, line)
             return GradientRule(path, "exact", (), excepted, line)
         options = {key: value for key, value in item.items() if key not in ("path", "except", "codec")}
         return GradientRule(path, codec, self.options(codec, options, where, lambda key: line, ("path", "except", "codec")), excepted, line)
@@ -285,8 +283,8 @@ class _Reader:
             readers = [name for name, options in OPTIONS.items() if key in options]
             if key not in OPTIONS[codec]:
                 why = f"it is an option of {', '.join(readers)}; the codec is {codec}." if readers else "nothing reads it."
-                cure = f'leave it out, or codec = "{readers[0]}".' if readers else did_you_mean(key, (*others, *OPTIONS[codec]))
-                self.problem(f"unknown key: {where} {key}", why, cure, line(key))
+                fix = f'leave it out, or codec = "{readers[0]}".' if readers else did_you_mean(key, (*others, *OPTIONS[codec]))
+                self.problem(f"unknown key: {where} {key}", why, fix, line(key))
                 continue
             wrong = OPTIONS[codec][key][1](value)
             if wrong:
@@ -326,8 +324,8 @@ class _Reader:
         params = self.value(table, "params", "replicate", str, "default")
         if params not in ("replicate", "error") and not re.fullmatch(r"shard:\w+", params):
             near = closest(params, ("replicate", "error", f"shard:{params.partition(':')[2] or 'AXIS'}"))
-            cure = f'did you mean "{near}"?' if near else '"replicate", "error", or "shard:AXIS", such as "shard:data".'
-            self.problem("[default] params", f'"{params}" means nothing.', cure, self.key_line("default", "params"))
+            fix = f'did you mean "{near}"?' if near else '"replicate", "error", or "shard:AXIS", such as "shard:data".'
+            self.problem("[default] params", f'"{params}" means nothing.', fix, self.key_line("default", "params"))
             params = "replicate"
         share = self.value(table, "max_replicated", None, (int, float), "default")
         if share is not None and not 0 <= share <= 1:
@@ -349,8 +347,8 @@ class _Reader:
         value = self.value(table, key, default, str, section)
         if known and value is not None and value not in known:
             near = closest(value, known)
-            cure = (f'did you mean "{near}"? This' if near else "this") + f" version knows: {', '.join(known)}."
-            self.problem(f"[{section}] {key}", f'no {key} "{value}".', cure, self.key_line(section, key))
+            fix = (f'did you mean "{near}"? This' if near else "this") + f" version knows: {', '.join(known)}."
+            self.problem(f"[{section}] {key}", f'no {key} "{value}".', fix, self.key_line(section, key))
             return near or default  # what was meant, so that nothing else is told for want of it
         return value
 

@@ -8,12 +8,12 @@ from spmd.layout.timing import LINK, SECONDS, shown
 
 SECTION = "parameter_server"
 CHOICES = {f"{SECTION}.placement": PLACEMENTS, f"{SECTION}.mode": MODES}
-# what is not a whole number: the types of TOML that will do, how errors call them, and a cure
+# what is not a whole number: the types of TOML that will do, how errors call them, and a fix
 OTHERS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "compute_time": ((str, list), "a text or a list", SECONDS),
     "network": ((dict,), "a table", LINK),
     "staleness_scale": ((str,), "a string", 'such as "inverse".'),
-    **{key: ((int, float), "a number", cure) for key, cure in FRACTIONS.items()},
+    **{key: ((int, float), "a number", fix) for key, fix in FRACTIONS.items()},
 }
 
 
@@ -23,7 +23,7 @@ class Reader(Protocol):
     def unknown(self, table: dict[str, Any], known: tuple[str, ...], section: str) -> None: ...  # noqa: D102
     def choice(self, table: dict[str, Any], section: str, key: str, default: Any) -> Any: ...  # noqa: D102
     def value(self, table: dict[str, Any], key: str, default: Any, kinds: Any, section: str = "") -> Any: ...  # noqa: D102
-    def problem(self, where: str, why: str, cure: str, line: int | None) -> None: ...  # noqa: D102
+    def problem(self, where: str, why: str, fix: str, line: int | None) -> None: ...  # noqa: D102
     def key_line(self, section: str, key: str) -> int | None: ...  # noqa: D102
 
 
@@ -36,16 +36,16 @@ def read_server(reader: Reader, table: dict[str, Any], gradients: Gradients) -> 
         if f"{SECTION}.{key}" in CHOICES:
             values[key] = reader.choice(table, SECTION, key, default)
         elif key in OTHERS and key in table:
-            kinds, name, cure = OTHERS[key]
+            kinds, name, fix = OTHERS[key]
             given, held = table[key], lambda part: type(part) in (int, float) and abs(part) < 2**63
             if not isinstance(given, kinds) or isinstance(given, bool):
                 why = f"{shown(given)} is not {name}."
             elif isinstance(given, list) and not all(type(part) is float or held(part) for part in given):
-                why, cure = f"{shown(given)} are no seconds.", "such as [1.0, 1.0, 3.0]."
+                why, fix = f"{shown(given)} are no seconds.", "such as [1.0, 1.0, 3.0]."
             else:
                 why = "a number that is too large." if type(given) is int and not held(given) else ""
             if why:
-                reader.problem(f"[{SECTION}] {key}", why, cure, reader.key_line(SECTION, key))
+                reader.problem(f"[{SECTION}] {key}", why, fix, reader.key_line(SECTION, key))
             else:
                 values[key] = given
         elif key in table:
@@ -56,10 +56,10 @@ def read_server(reader: Reader, table: dict[str, Any], gradients: Gradients) -> 
         if clash.key == "mode" and NEEDS.get(found.mode) in unread:
             continue  # it is there, and what is wrong with it has been told
         if clash.rule is not None:
-            reader.problem(f"[[gradients.rules]] rule {clash.rule + 1}", clash.why, clash.cure, gradients.rules[clash.rule].line)
+            reader.problem(f"[[gradients.rules]] rule {clash.rule + 1}", clash.why, clash.fix, gradients.rules[clash.rule].line)
             continue
         section, _, key = clash.key.rpartition(".")
         section = section or SECTION
         line = reader.key_line(section, key) if key else reader.key_line("", SECTION)
-        reader.problem(f"[{section}] {key}".strip(), clash.why, clash.cure, line)
+        reader.problem(f"[{section}] {key}".strip(), clash.why, clash.fix, line)
     return found

@@ -122,13 +122,13 @@ def _untraceable(what: str, error: Exception) -> str:
     return (
         f"{what} cannot be traced without data: {first_line(error)}\n"
         "    It is traced with abstract arrays, to know every shape before anything is allocated.\n"
-        "    cure: use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value; "
+        "    fix: use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value; "
         "the error above has the line."
     )
 
 
 def _failed(what: str, error: Exception) -> str:
-    return f"{what} raises {first_line(error)}{place_of(error)}\n    cure: fix that line; the error above has the whole traceback."
+    return f"{what} raises {first_line(error)}{place_of(error)}\n    fix: fix that line; the error above has the whole traceback."
 
 
 def known_cause(error: Exception) -> str:
@@ -137,18 +137,18 @@ def known_cause(error: Exception) -> str:
     if isinstance(error, NameError) and (axis := re.search(r"unbound axis name: (\w+)", message)):
         return (
             f'the model or the loss runs a collective over an axis "{axis[1]}" (such as jax.lax.pmean), which is not bound here.\n'
-            "    cure: take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already."
+            "    fix: take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already."
         )
     if "with_sharding_constraint" in message and "mesh" in message:
         return (
             "the model calls with_sharding_constraint by a name that it imported, so spmd cannot tell it of the mesh.\n"
-            "    cure: call it as jax.lax.with_sharding_constraint, or take it out."
+            "    fix: call it as jax.lax.with_sharding_constraint, or take it out."
         )
     if "PartitionSpec" in message and "mesh context" in message:
         return (
             "the model shards its arrays itself, by out_sharding, which needs a mesh with explicit axes; here the layout "
             "says where arrays are.\n"
-            "    cure: the model without shardings of its own, and [[activations]] for what its submodules return."
+            "    fix: the model without shardings of its own, and [[activations]] for what its submodules return."
         )
     return ""
 
@@ -162,5 +162,5 @@ def with_mode(function: Callable[..., Any], kwargs: dict[str, Any], *, training:
 
 def no_such_module(pattern: str, known: list[str]) -> ModelError:
     """The error for a remat pattern that names nothing."""
-    cure = f"\n    cure: one of {', '.join(known[:12])}" if known else ""
-    return ModelError(f'[remat] modules: "{pattern}" matches no submodule of the model.{cure}')
+    fix = f"\n    fix: one of {', '.join(known[:12])}" if known else ""
+    return ModelError(f'[remat] modules: "{pattern}" matches no submodule of the model.{fix}')

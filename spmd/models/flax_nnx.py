@@ -106,7 +106,7 @@ class NnxModel(Model):
             if pattern not in self._called:
                 raise ModelError(
                     f'[remat] modules: "{pattern}" matches submodules that the model never calls as module(x), so nothing is recomputed.\n'
-                    "    cure: a pattern for the modules that are called."
+                    "    fix: a pattern for the modules that are called."
                 )
 
     def stats_of(self, bound: nnx.Module) -> Tree:

@@ -37,7 +37,7 @@ class FunctionalModel:
     def bind(self, params: Tree, state: Tree = None) -> "FunctionCall":
         """The model with these parameters: to be called, or to be trained from there, by `fit(model.bind(params), ...)`."""
         if self.stateful != (state is not None):
-            raise ModelError(f"bind: the model is {'' if self.stateful else 'not '}stateful.\n    cure: {self._bound}.")
+            raise ModelError(f"bind: the model is {'' if self.stateful else 'not '}stateful.", fix=f"{self._bound}.")
         given = {"params": params, "state": state} if self.stateful else {"params": params}
         made = given
         with contextlib.suppress(ModelError):  # arrays that are given need no init that can be traced
@@ -80,7 +80,7 @@ class FunctionModel(Model):
         if self._model.stateful and "axis_name" not in inspect.signature(self._model.apply).parameters:
             raise ModelError(
                 "the model has state, and each worker calls it with its own rows: batch statistics would be of these rows alone.\n"
-                "    cure: a keyword axis_name=None of apply, over which batch statistics are averaged (jax.lax.pmean, or BatchNorm's own "
+                "    fix: a keyword axis_name=None of apply, over which batch statistics are averaged (jax.lax.pmean, or BatchNorm's own "
                 'option), and which other state may ignore; or  [gradients] reduction = "compiler".'
             )
 
@@ -91,7 +91,7 @@ class FunctionModel(Model):
         if patterns:
             raise ModelError(
                 "[remat] modules names submodules; a FunctionalModel has none.\n"
-                "    cure: take `modules` out, or call jax.checkpoint in apply."
+                "    fix: take `modules` out, or call jax.checkpoint in apply."
             )
 
     def stats_of(self, bound: "FunctionCall") -> Tree:
@@ -134,7 +134,7 @@ class FunctionCall:
 def _pair(made: Any, function: str, wanted: str) -> tuple:
     """What a stateful model's function returned."""
     if not isinstance(made, tuple) or len(made) != 2:
-        raise ModelError(f"{function} of a stateful model returned {a_kind(made)}.\n    cure: {wanted}, a tuple of two.")
+        raise ModelError(f"{function} of a stateful model returned {a_kind(made)}.", fix=f"{wanted}, a tuple of two.")
     return made
 
 
@@ -149,7 +149,7 @@ def _check_given(given: Mapping[str, Tree], made: Mapping[str, Tree]) -> None:
     ]
     if problems:
         text = problems_text("bind: the arrays that are given are not of the shapes that init makes", problems)
-        raise ModelError(f"{text}\n\n    cure: arrays of the shapes that init makes; or a FunctionalModel whose init makes these.")
+        raise ModelError(f"{text}\n", fix="arrays of the shapes that init makes; or a FunctionalModel whose init makes these.")
 
 
 def _check_state(before: Tree, after: Tree) -> None:
@@ -159,7 +159,7 @@ def _check_state(before: Tree, after: Tree) -> None:
         if path not in old or path not in new or old[path].shape != new[path].shape:
             here, there = (describe(arrays[path]) if path in arrays else "nothing" for arrays in (old, new))
             raise ModelError(
-                f"apply was given a state with {path} = {here}, and returned one with {there}.\n    cure: a state of equal shapes."
+                f"apply was given a state with {path} = {here}, and returned one with {there}.", fix="a state of equal shapes."
             )
     if jax.tree.structure(before) != jax.tree.structure(after):
-        raise ModelError("apply returned a state in another kind of tree than it was given.\n    cure: the same dicts, lists and tuples.")
+        raise ModelError("apply returned a state in another kind of tree than it was given.", fix="the same dicts, lists and tuples.")

@@ -22,7 +22,7 @@ def wrap(model: Any) -> Model:
     _check_library(model if isinstance(model, type) else type(model))
     if isinstance(model, type):
         raise ModelError(
-            f"model={model.__name__} is a class.\n    cure: pass a function that builds it: lambda: {model.__name__}(rngs=nnx.Rngs(0))."
+            f"model={model.__name__} is a class.", fix=f"pass a function that builds it: lambda: {model.__name__}(rngs=nnx.Rngs(0))."
         )
     if isinstance(model, Model):
         return model
@@ -38,8 +38,8 @@ def wrap(model: Any) -> Model:
         kind = _built_kind(model)
         return NnxModel(cast(Callable[[], nnx.Module], model)) if issubclass(kind, nnx.Module) else wrap(model())
     raise ModelError(
-        f"model={brief(model)} is {a_kind(model)}.\n    cure: an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), "
-        "or a function of no arguments that returns one."
+        f"model={brief(model)} is {a_kind(model)}.",
+        fix=("an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), or a function of no arguments that returns one."),
     )
 
 
@@ -77,8 +77,8 @@ def _check_library(kind: type) -> None:
     packages = [base.__module__.partition(".")[0] for base in kind.__mro__]
     library = next((LIBRARIES[name] for name in (ALIASES.get(package, package) for package in packages) if name in LIBRARIES), None)
     if library is not None:
-        name, why, cure = library
-        raise ModelError(f"the model is a {kind.__name__} of {name}, {why}.\n    cure: {cure}.")
+        name, why, fix = library
+        raise ModelError(f"the model is a {kind.__name__} of {name}, {why}.", fix=f"{fix}.")
 
 
 def _built_kind(factory: Callable[[], Any]) -> type:
@@ -87,13 +87,13 @@ def _built_kind(factory: Callable[[], Any]) -> type:
     missing = missing_arguments(factory)
     if missing:
         raise ModelError(
-            f"the model's factory takes arguments: {', '.join(missing)}.\n    cure: a function of none: lambda: factory({missing[0]}=...)."
+            f"the model's factory takes arguments: {', '.join(missing)}.", fix=f"a function of none: lambda: factory({missing[0]}=...)."
         )
     abstractly(lambda: found.append(factory()), "the model's factory")
     _check_library(type(found[0]))
     if not isinstance(found[0], nnx.Module | linen.Module | FunctionalModel):
         raise ModelError(
-            f"the model's factory returned {a_kind(found[0])}.\n    cure: return an nnx.Module, a linen.Module or a spmd.FunctionalModel."
+            f"the model's factory returned {a_kind(found[0])}.", fix="return an nnx.Module, a linen.Module or a spmd.FunctionalModel."
         )
     return type(found[0])
 

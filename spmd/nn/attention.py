@@ -83,11 +83,11 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array |
         shown = f"query {describe(query)}, key {describe(key)}, value {describe(value)}"
         raise OptionError(
             f"attention: {shown}.\n"
-            "    cure: [rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, and heads that "
+            "    fix: [rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, and heads that "
             "divide the query's."
         )
     if mask is not None and (mask.shape != key.shape[:2] or mask.dtype != bool):
-        raise OptionError(f"attention: key_mask is {describe(mask)}.\n    cure: bool[{key.shape[0]}, {key.shape[1]}], one for each key.")
+        raise OptionError(f"attention: key_mask is {describe(mask)}.", fix=f"bool[{key.shape[0]}, {key.shape[1]}], one for each key.")
 
 
 def _check_cut(cutting: Cutting, ring: Ring, query: jax.Array, key: jax.Array) -> None:
@@ -96,7 +96,7 @@ def _check_cut(cutting: Cutting, ring: Ring, query: jax.Array, key: jax.Array) -
     if ring.causal and query.shape[1] != key.shape[1]:
         raise DataError(
             f"attention ({where}): {query.shape[1]} queries and {key.shape[1]} keys under a causal mask.\n"
-            "    cure: as many of each, or a layout that does not cut sequences."
+            "    fix: as many of each, or a layout that does not cut sequences."
         )
     for length in (query.shape[1], key.shape[1]):
         if length % unit:
@@ -104,5 +104,5 @@ def _check_cut(cutting: Cutting, ring: Ring, query: jax.Array, key: jax.Array) -
             parts = f"{unit} parts, two for each device in balanced order" if ring.parts == 2 else f"{unit} devices"
             raise DataError(
                 f"attention ({where}): a sequence of {length} is not divisible by {parts}: {length} / {unit} leaves {length % unit}.\n"
-                f"    cure: sequences of {' or '.join(map(str, near))}, padded if need be."
+                f"    fix: sequences of {' or '.join(map(str, near))}, padded if need be."
             )

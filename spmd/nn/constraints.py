@@ -76,7 +76,7 @@ def _left(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | AbstractM
             known = ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
             raise ModelError(
                 f'the model calls with_sharding_constraint with mesh axis "{axis}", which mesh {known} does not have.\n'
-                f"    cure: {did_you_mean(axis, mesh.shape)} Or a mesh and a layout with that axis."
+                f"    fix: {did_you_mean(axis, mesh.shape)} Or a mesh and a layout with that axis."
             )
     free = tuple(axis for axis in axes if axis not in manual)
     return free if size % math.prod(mesh.shape[axis] for axis in free) == 0 else PartitionSpec.UNCONSTRAINED

@@ -117,7 +117,7 @@ def cut_rows(cutting: Cutting, trees: Tree) -> Parts:
         given = ", ".join(map(describe, leaves)) or "no arrays"
         raise ModelError(
             f"a stack of layers was called with {given}; a pipeline cuts rows, which are dim 0 of all.\n"
-            "    cure: pass what has no rows by name: stack(x, table=...)."
+            "    fix: pass what has no rows by name: stack(x, table=...)."
         )
     rows, stages, declared = leaves[0].shape[0], cutting.stages, cutting.pipeline
     free = cutting.free_over(rows)
@@ -128,9 +128,7 @@ def cut_rows(cutting: Cutting, trees: Tree) -> Parts:
     fitting = [count for count in range(unit, min(most, rows // cutting.shares) + 1, unit) if rows % (count * cutting.shares) == 0]
     if not fitting:
         why = f"{rows} rows on each worker cannot be cut into microbatches for {stages} stages of {declared.groups} groups"
-        raise ModelError(
-            f"{why}: their number must divide by {stages}.\n    cure: a batch of which each worker has a multiple of {stages}."
-        )
+        raise ModelError(f"{why}: their number must divide by {stages}.", fix=f"a batch of which each worker has a multiple of {stages}.")
     return Parts(fitting[-1], rows // fitting[-1], free)
 
 
@@ -144,7 +142,7 @@ def stage_layers(cutting: Cutting, count: int) -> int:
     if count % parts:
         of = f'{cutting.stages} stages (mesh axis "{declared.axis}")' + (f" of {declared.groups} groups" if declared.groups > 1 else "")
         near = " or ".join(map(str, sorted({max(parts, count // parts * parts), -(-count // parts) * parts})))
-        raise ModelError(f"a stack of {count} layers over {of}: {count} / {parts} leaves {count % parts}.\n    cure: {near} layers.")
+        raise ModelError(f"a stack of {count} layers over {of}: {count} / {parts} leaves {count % parts}.", fix=f"{near} layers.")
     return count // cutting.stages
 
 

@@ -74,9 +74,9 @@ class MixtureOfExperts(nnx.Module):
         rngs: nnx.Rngs,
     ):
         if not 1 <= k <= experts:
-            raise OptionError(f"MixtureOfExperts: k={k} of {experts} experts.\n    cure: from 1 to {max(experts, 1)}.")
+            raise OptionError(f"MixtureOfExperts: k={k} of {experts} experts.", fix=f"from 1 to {max(experts, 1)}.")
         if not capacity_factor > 0:
-            raise OptionError(f"MixtureOfExperts: capacity_factor={capacity_factor}.\n    cure: above 0, such as 1.25.")
+            raise OptionError(f"MixtureOfExperts: capacity_factor={capacity_factor}.", fix="above 0, such as 1.25.")
         init = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
         named = lambda value, *names: nnx.Param(value, out_sharding=names, eager_sharding=False)
         self.router = named(init(rngs.params(), (1, features, experts))[0], "embed", None)
@@ -89,7 +89,7 @@ class MixtureOfExperts(nnx.Module):
         router, up, down = self.router[...], self.up[...], self.down[...]
         if x.ndim not in (2, 3) or x.shape[-1] != router.shape[0]:
             wanted = f"[rows, {router.shape[0]}] or [rows, length, {router.shape[0]}]"
-            raise OptionError(f"MixtureOfExperts: x is {describe(x)}.\n    cure: {wanted}.")
+            raise OptionError(f"MixtureOfExperts: x is {describe(x)}.", fix=f"{wanted}.")
         cutting = current()
         cutting.used.add(MIXTURE)
         axis = cutting.experts.axis
@@ -119,8 +119,11 @@ def _cut(cutting: Cutting, axis: str | None, x: jax.Array, experts: int) -> tupl
     if axis is not None and experts % cutting.size(axis):
         count = cutting.size(axis)
         raise OptionError(
-            f'MixtureOfExperts ([experts] axis = "{axis}"): {experts} experts are not divisible by {count} devices: {experts} / {count} '
-            f"leaves {experts % count}.\n    cure: {-(-experts // count) * count} experts."
+            (
+                f'MixtureOfExperts ([experts] axis = "{axis}"): {experts} experts do not divide by {count} devices: {experts} / {count} '
+                f"leaves {experts % count}."
+            ),
+            fix=f"{-(-experts // count) * count} experts.",
         )
     dim = x.ndim - 2
     size = x.shape[dim] // (1 if dim else math.prod(map(cutting.size, rows)))
@@ -129,7 +132,7 @@ def _cut(cutting: Cutting, axis: str | None, x: jax.Array, experts: int) -> tupl
         what, names = "a sequence of" if dim else "rows of each worker:", " and ".join(f'"{name}"' for name in along)
         raise DataError(
             f"MixtureOfExperts: {what} {size}, not divisible by {parts} devices along {names}: {size} / {parts} leaves {size % parts}.\n"
-            f"    cure: {' or '.join(map(str, near))}."
+            f"    fix: {' or '.join(map(str, near))}."
         )
     spec = PartitionSpec(rows or None, along or None) if dim else PartitionSpec((*rows, *along) or None)
     return (*rows, *along), spec

@@ -62,7 +62,7 @@ class Cutting:
             if axis is not None and section not in self.used:
                 raise LayoutError(
                     f'{source}: [{section}] axis = "{axis}", but the loss never calls {calls}, so nothing is cut over "{axis}" by it.\n'
-                    f"    cure: {calls} in the model, or a layout without [{section}]."
+                    f"    fix: {calls} in the model, or a layout without [{section}]."
                 )
 
     def size(self, axis: str | None) -> int:

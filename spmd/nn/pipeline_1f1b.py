@@ -56,7 +56,7 @@ class Tap:
         if self.calls > 1:
             raise ModelError(
                 "the loss calls stacks of layers more than once, and a 1f1b pipeline is made of one.\n"
-                '    cure: one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.'
+                '    fix: one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.'
             )
         if self.y is not None:
             return self.y
@@ -87,7 +87,7 @@ class Apart:
         found = self.loss(params, rows, number, dataclasses.replace(self.cutting, tap=tap), self.held)
         if not tap.calls:
             raise ModelError(
-                "the loss calls no spmd.nn.LayerStack, of which a 1f1b pipeline is made.\n    cure: one, or another [pipeline] schedule."
+                "the loss calls no spmd.nn.LayerStack, of which a 1f1b pipeline is made.", fix="one, or another [pipeline] schedule."
             )
         return found
 

@@ -61,14 +61,14 @@ class RNNStack(nnx.Module):
     ):
         self.cells = stack_modules(cells, "RNNStack")
         if not callable(getattr(self.cells, "initialize_carry", None)):
-            raise ModelError(f"RNNStack: its layers are {type(self.cells).__name__}, no cells.\n    cure: nnx.LSTMCell, or LayerStack.")
+            raise ModelError(f"RNNStack: its layers are {type(self.cells).__name__}, no cells.", fix="nnx.LSTMCell, or LayerStack.")
         self.residual_from, self.dropout, self.deterministic = residual_from, dropout, False
         if residual_from is not None and (isinstance(residual_from, bool) or not isinstance(residual_from, int) or residual_from < 0):
-            raise ModelError(f"RNNStack: residual_from={residual_from!r}.\n    cure: a layer's number, from 0, or None.")
+            raise ModelError(f"RNNStack: residual_from={residual_from!r}.", fix="a layer's number, from 0, or None.")
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-            raise ModelError(f"RNNStack: dropout={dropout!r}.\n    cure: a share from 0 to 1, without 1.")
+            raise ModelError(f"RNNStack: dropout={dropout!r}.", fix="a share from 0 to 1, without 1.")
         if dropout and not isinstance(rngs, nnx.Rngs):
-            raise ModelError(f"RNNStack: dropout={dropout} draws random numbers, and rngs is {a_kind(rngs)}.\n    cure: rngs=nnx.Rngs(0).")
+            raise ModelError(f"RNNStack: dropout={dropout} draws random numbers, and rngs is {a_kind(rngs)}.", fix="rngs=nnx.Rngs(0).")
         self.rngs = rngs.dropout.fork() if dropout and rngs is not None else None
 
     def __call__(self, x: jax.Array, *, initial: Tree = None, lengths: Any = None, beside: Any = None, return_carry: bool = False) -> Any:
@@ -89,7 +89,7 @@ class RNNStack(nnx.Module):
         if cutting.tap is not None:
             raise ModelError(
                 "a 1f1b pipeline is made of one spmd.nn.LayerStack, and the loss calls an RNNStack.\n"
-                '    cure: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.'
+                '    fix: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.'
             )
         check_inputs("RNNStack", x, lengths, beside)
         drop = self.dropout if not self.deterministic else 0.0
@@ -135,7 +135,7 @@ class Cells:
         shown = lambda tree: f"{a_kind(tree)} of {arrays(tree)}" if isinstance(tree, list | tuple | dict) else arrays(tree)
         fits = jax.tree.structure(initial) == jax.tree.structure(wanted)
         if not fits or any(a.shape != b.shape for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(wanted), strict=True)):
-            raise ModelError(f"RNNStack: initial is {shown(initial)}; the cells have {shown(wanted)}.\n    cure: [layers, rows, ...] each.")
+            raise ModelError(f"RNNStack: initial is {shown(initial)}; the cells have {shown(wanted)}.", fix="[layers, rows, ...] each.")
         return initial
 
     def run(self, parts: tuple, first: Any, along: dict[str, jax.Array], start: Any, lengths: Any, key: Any, *, unroll: bool) -> tuple:
@@ -244,10 +244,10 @@ def check_inputs(what: str, x: Any, lengths: Any, beside: Any) -> None:
       ModelError: they do not.
     """
     if not hasattr(x, "ndim") or x.ndim < 3:
-        raise ModelError(f"{what}: x is {describe(x) if hasattr(x, 'shape') else a_kind(x)}.\n    cure: [rows, time, features].")
+        raise ModelError(f"{what}: x is {describe(x) if hasattr(x, 'shape') else a_kind(x)}.", fix="[rows, time, features].")
     if lengths is not None and (getattr(lengths, "shape", ()) != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer)):
         given = describe(lengths) if hasattr(lengths, "dtype") else a_kind(lengths)
-        raise ModelError(f"{what}: lengths is {given} for {x.shape[0]} rows.\n    cure: an array, int32[{x.shape[0]}].")
+        raise ModelError(f"{what}: lengths is {given} for {x.shape[0]} rows.", fix=f"an array, int32[{x.shape[0]}].")
     if beside is not None and getattr(beside, "shape", ())[:2] != x.shape[:2]:
         given = describe(beside) if hasattr(beside, "dtype") else a_kind(beside)
-        raise ModelError(f"{what}: beside is {given} and x {describe(x)}.\n    cure: an array of the same rows and time.")
+        raise ModelError(f"{what}: beside is {given} and x {describe(x)}.", fix="an array of the same rows and time.")

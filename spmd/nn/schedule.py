@@ -106,16 +106,16 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1,
       OptionError: no such schedule, numbers below 1, or numbers that do not go together.
     """
     if not isinstance(name, str) or name not in ORDERS:
-        raise OptionError(f'schedule: no schedule "{name}".\n    cure: {did_you_mean(str(name), ORDERS)}')
+        raise OptionError(f'schedule: no schedule "{name}".', fix=f"{did_you_mean(str(name), ORDERS)}")
     for key, value in (("stages", stages), ("microbatches", microbatches), ("groups", groups), ("hop", hop)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"schedule: {key}={value!r}: a whole number from 1.")
     if name != "circular" and groups > 1:
-        raise OptionError(f'schedule: groups={groups}: "{name}" has one on each stage.\n    cure: "circular", or groups=1.')
+        raise OptionError(f'schedule: groups={groups}: "{name}" has one on each stage.', fix='"circular", or groups=1.')
     if groups > 1 and microbatches % stages:
         near = " or ".join(map(str, sorted({max(stages, microbatches // stages * stages), -(-microbatches // stages) * stages})))
         why = f"{microbatches} microbatches, {stages} at a time; {microbatches} / {stages} leaves {microbatches % stages}"
-        raise OptionError(f"schedule: {why}.\n    cure: microbatches = {near}.")
+        raise OptionError(f"schedule: {why}.", fix=f"microbatches = {near}.")
     orders = [ORDERS[name](stage, stages, microbatches, groups) for stage in range(stages)]
     return Schedule(name, stages, microbatches, groups, _timed(orders, groups, hop), hop)
 

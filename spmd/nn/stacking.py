@@ -47,18 +47,18 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
       (48, 4, 4)
     """
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
-        raise ModelError(f"repeat: {count!r} layers.\n    cure: a whole number from 1.")
+        raise ModelError(f"repeat: {count!r} layers.", fix="a whole number from 1.")
     keys = {name: stream.key.get_value() for name, stream in rngs.items()} if isinstance(rngs, nnx.Rngs) else {}
     if any(key.ndim for key in keys.values()):
-        raise ModelError("repeat: the keys of rngs are split already, and repeat splits them.\n    cure: the rngs as they were before.")
+        raise ModelError("repeat: the keys of rngs are split already, and repeat splits them.", fix="the rngs as they were before.")
     if not callable(make) or not keys:
-        raise ModelError(f"repeat({count}, {a_kind(make)}, {a_kind(rngs)}).\n    cure: repeat({count}, lambda rngs: ..., nnx.Rngs(0)).")
+        raise ModelError(f"repeat({count}, {a_kind(make)}, {a_kind(rngs)}).", fix=f"repeat({count}, lambda rngs: ..., nnx.Rngs(0)).")
 
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def all_at_once(keys: dict[str, jax.Array]) -> nnx.Module:
         layer = make(nnx.Rngs(**keys))
         if not isinstance(layer, nnx.Module):
-            raise ModelError(f"repeat: make returned {a_kind(layer)}.\n    cure: an nnx.Module.")
+            raise ModelError(f"repeat: make returned {a_kind(layer)}.", fix="an nnx.Module.")
         return layer
 
     try:
@@ -68,7 +68,7 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
             raise
         raise ModelError(
             "repeat: make uses a module or random streams that were there before.\n"
-            "    cure: a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs)."
+            "    fix: a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs)."
         ) from error
     _with_arrays(module, "repeat")
     return Repeated(int(count), module)
@@ -78,7 +78,7 @@ def _with_arrays(layer: nnx.Module, what: str) -> tuple[Any, Any]:
     """`nnx.split` of a module in which there is something to stack."""
     graphdef, state = nnx.split(layer)
     if not jax.tree.leaves(state):
-        raise ModelError(f"{what}: its layers have no arrays, so there is nothing to stack.\n    cure: call them one after the other.")
+        raise ModelError(f"{what}: its layers have no arrays, so there is nothing to stack.", fix="call them one after the other.")
     return graphdef, state
 
 
@@ -86,7 +86,7 @@ def stack_modules(layers: Sequence[nnx.Module] | Repeated, what: str) -> nnx.Mod
     """`join_modules`, marked as a stack: a layout cuts its layers over the axis of `[pipeline]`, and rules speak of one layer."""
     if not isinstance(layers, Repeated):
         if not hasattr(layers, "__iter__"):
-            raise ModelError(f"{what}({a_kind(layers)}).\n    cure: a list of layers, or spmd.nn.repeat.")
+            raise ModelError(f"{what}({a_kind(layers)}).", fix="a list of layers, or spmd.nn.repeat.")
         layers = list(layers)
         layers = Repeated(len(layers), join_modules(layers, what))
     module = nnx.clone(layers.module)
@@ -103,16 +103,16 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
     """
     layers = list(layers)
     if not layers:
-        raise ModelError(f"{what} of no layers.\n    cure: a list of at least one.")
+        raise ModelError(f"{what} of no layers.", fix="a list of at least one.")
     for number, layer in enumerate(layers):
         if not isinstance(layer, nnx.Module):
-            raise ModelError(f"{what}: layer {number} is {a_kind(layer)}.\n    cure: an nnx.Module.")
+            raise ModelError(f"{what}: layer {number} is {a_kind(layer)}.", fix="an nnx.Module.")
         differences = _differences(layers[0], layer)
         if differences:
             shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    ..." if len(differences) > 8 else "")
             raise ModelError(
                 f"{what}: layers 0 and {number} differ, and only equal ones can be stacked:\n{shown}\n"
-                "    cure: take the one that differs out of the stack, and call it before or after; "
+                "    fix: take the one that differs out of the stack, and call it before or after; "
                 "an nnx.Linear first changes the width of inputs."
             )
     graphdef, first = _with_arrays(layers[0], what)
@@ -136,7 +136,7 @@ def unstack_module(module: nnx.Module, number: int) -> nnx.Module:
     graphdef, state = nnx.split(module)
     count = jax.tree.leaves(state)[0].shape[0]
     if not -count <= number < count:
-        raise ModelError(f"layer {number} of a stack of {count}.\n    cure: a number from 0 to {count - 1}.")
+        raise ModelError(f"layer {number} of a stack of {count}.", fix=f"a number from 0 to {count - 1}.")
     layer = nnx.merge(graphdef, jax.tree.map(lambda x: x[number], state))
     for _, variable in nnx.to_flat_state(nnx.state(layer)):
         metadata = variable.get_metadata()
@@ -222,7 +222,7 @@ class Layers:
         before = flatten(kept)
         made = sorted(flatten(after).keys() - before.keys())
         if made:
-            raise ModelError(f"a layer of a stack makes {listed(made)} when called, and a stack cannot keep it.\n    cure: return it.")
+            raise ModelError(f"a layer of a stack makes {listed(made)} when called, and a stack cannot keep it.", fix="return it.")
         self._changed |= {path for path, leaf in flatten(after).items() if leaf is not before[path]}
         return result, after
 
@@ -235,7 +235,7 @@ class Layers:
         if self._changed:
             raise ModelError(
                 f"a recurrent cell changes {listed(sorted(self._changed))} when it is called, once for every step of time.\n"
-                "    cure: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm."
+                "    fix: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm."
             )
         return result
 
@@ -250,7 +250,7 @@ class Layers:
             raise ModelError(
                 f"a layer of a pipelined stack changes {listed(sorted(changed))} when it is called, "
                 "and it is called once for every microbatch.\n"
-                "    cure: LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline]."
+                "    fix: LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline]."
             )
         return result, kept
 
@@ -276,7 +276,7 @@ def _checked(function: Callable[..., tuple], x: Tree, part: Tree) -> tuple:
     if before != after:
         raise ModelError(
             f"a layer of a stack takes {_shown(before)} and returns {_shown(after)}; what one returns is what the next one takes.\n"
-            "    cure: layers that keep shape and dtype."
+            "    fix: layers that keep shape and dtype."
         )
     return y, kept
 

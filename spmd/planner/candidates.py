@@ -212,7 +212,7 @@ def chosen_layouts(candidates: "str | Path | Layout | Sequence[str | Path | Layo
     if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
         raise OptionError(
             f"candidates={candidates!r} is {'empty' if candidates == [] else a_kind(candidates)}.\n"
-            '    cure: "exact" (layouts that make the updates one device would make), "all", or a list of layouts: ["fsdp", "my.toml"].'
+            '    fix: "exact" (layouts that make the updates one device would make), "all", or a list of layouts: ["fsdp", "my.toml"].'
         )
     return tuple(dict.fromkeys(Layout.load(one) for one in candidates)), {}
 

@@ -51,7 +51,7 @@ def compare(*plans: Plan) -> Comparison:
     """
     if len(plans) < 2 or not all(isinstance(plan, Plan) for plan in plans):
         given = ", ".join(map(a_kind, plans)) or "nothing"
-        raise OptionError(f"compare({given}).\n    cure: two plans or more, each of spmd.plan.")
+        raise OptionError(f"compare({given}).", fix="two plans or more, each of spmd.plan.")
     figures = {
         "rows of a batch": [plan.rows for plan in plans],
         "peak memory": [plan.memory.peak for plan in plans],

@@ -99,7 +99,7 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
         _compile(blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with {words.split(',')[0]}", timeout, say)
         found = _kept(folder)
     if found is None:
-        raise CompileError(f"what was compiled is not in {folder} any more.\n    cure: once more; or another folder, in $SPMD_CACHE.")
+        raise CompileError(f"what was compiled is not in {folder} any more.", fix="once more; or another folder, in $SPMD_CACHE.")
     hlo, memory, buffers = found
     sizes = json.loads(memory)
     return Compiled(words, platform == cluster.target.platform, hlo, sizes, buffers, sizes.pop("seconds"))
@@ -112,7 +112,7 @@ def check_timeout(timeout: float) -> None:
       OptionError: told.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not timeout > 0:
-        raise OptionError(f"timeout={timeout!r}.\n    cure: seconds, more than none.")
+        raise OptionError(f"timeout={timeout!r}.", fix="seconds, more than none.")
 
 
 def _exported(program: Program, platform: str) -> tuple[Any, tuple[int, ...]]:
@@ -127,7 +127,7 @@ def _exported(program: Program, platform: str) -> tuple[Any, tuple[int, ...]]:
         first = (str(error).strip().splitlines() or [""])[0]
         raise CompileError(
             f"the step cannot be sent to a compiler elsewhere: {type(error).__name__}: {first}\n"
-            "    cure: plan it without what runs on the host or asks for devices: jax.debug.print, jax.pure_callback, a mesh of one's own."
+            "    fix: plan it without what runs on the host or asks for devices: jax.debug.print, jax.pure_callback, a mesh of one's own."
         ) from error
 
 
@@ -162,7 +162,7 @@ def _compile(blob: bytes, folder: Path, devices: int, what: str, timeout: float,
             _keep(work, folder)
     except OSError as error:
         why = f"{folder.parent}, where compiled programs are kept: {error}"
-        raise CompileError(f"{why}.\n    cure: another folder, in $SPMD_CACHE.") from error
+        raise CompileError(f"{why}.", fix="another folder, in $SPMD_CACHE.") from error
 
 
 def _keep(work: Path, folder: Path) -> None:
@@ -245,8 +245,8 @@ def topology(cluster: Cluster) -> dict[str, Any]:
         bounds[at], left = 2 * bounds[at], left // 2
     if left != 1:
         near = 2 ** (cluster.devices.bit_length() - 1)
-        cure = f'"{near}x{target.name}" or "{2 * near}x{target.name}"'
-        raise OptionError(f'target "{cluster}": slices have 1, 2, 4, 8, 16 … chips.\n    cure: {cure}.')
+        fix = f'"{near}x{target.name}" or "{2 * near}x{target.name}"'
+        raise OptionError(f'target "{cluster}": slices have 1, 2, 4, 8, 16 … chips.', fix=f"{fix}.")
     host = [min(size, 2) for size in bounds[:2]] + [1]
     name = f"{target.compiler['name']}:{'x'.join(map(str, bounds))}"
     kind = "megacore" if dims == 3 else "default"  # both cores of a chip as one device

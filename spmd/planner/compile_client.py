@@ -67,9 +67,7 @@ def ask(folder: Path, own: dict[str, str], devices: int, what: str, timeout: flo
     global _kept, _holder
     began = time.monotonic()
     if _holder == threading.get_ident():
-        raise CompileError(
-            f"a plan was asked for while another is compiled in the same thread, for {what}.\n    cure: one after the other."
-        )
+        raise CompileError(f"a plan was asked for while another is compiled in the same thread, for {what}.", fix="one after the other.")
     while not _lock.acquire(timeout=TOLD):
         _check_time(began, timeout, what, say)
     try:
@@ -84,7 +82,7 @@ def ask(folder: Path, own: dict[str, str], devices: int, what: str, timeout: flo
                 code = _end()
                 if not (folder / LOG).stat().st_size:
                     why = f"signal {-code}; 9 comes from the system when memory runs out" if code < 0 else f"code {code}"
-                    raise CompileError(f"compiling for {what}: the compiler's process ended with {why}.\n    cure: `spmd plan` elsewhere.")
+                    raise CompileError(f"compiling for {what}: the compiler's process ended with {why}.", fix="`spmd plan` elsewhere.")
     except BaseException:
         _end()  # whatever it is doing is not wanted any more
         raise
@@ -166,6 +164,6 @@ def _check_time(began: float, timeout: float, what: str, say: Callable[[str], No
     if spent >= timeout:
         raise CompileError(
             f"compiling for {what} took more than {timeout:g} s.\n"
-            "    cure: a larger timeout, or spmd.nn.LayerStack for a list of layers: it compiles as one layer does."
+            "    fix: a larger timeout, or spmd.nn.LayerStack for a list of layers: it compiles as one layer does."
         )
     say(f"compiling for {what}: {spent:.0f} s of at most {timeout:.0f}")

@@ -73,8 +73,8 @@ class Search:
           OptionError: nothing fits.
         """
         if not self.plans:
-            cure = _hold(self) or ("a smaller model or batch" if self.complete else "more compiles")
-            raise OptionError(f"search: {self._nothing}.\n    cure: {cure}.")
+            fix = _hold(self) or ("a smaller model or batch" if self.complete else "more compiles")
+            raise OptionError(f"search: {self._nothing}.", fix=f"{fix}.")
         return self.plans[0][0].layout
 
     def to_toml(self) -> str:
@@ -101,7 +101,7 @@ class Search:
         """
         path = as_path(path, "path")
         if path.suffix != ".toml":
-            raise OptionError(f'"{path}" is no name for a layout.\n    cure: one that ends in .toml.')
+            raise OptionError(f'"{path}" is no name for a layout.', fix="one that ends in .toml.")
         text = self.to_toml()
         return write_text(path, text)
 
@@ -203,7 +203,7 @@ def search(
       ('data_parallel', True)
     """
     if compiles is not None and (isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1):
-        raise OptionError(f"compiles={compiles!r}.\n    cure: a whole number from 1, or None for all.")
+        raise OptionError(f"compiles={compiles!r}.", fix="a whole number from 1, or None for all.")
     check_timeout(timeout)
     cluster = Cluster.parse(target)
     layouts, left_out = chosen_layouts(candidates)

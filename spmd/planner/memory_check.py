@@ -5,7 +5,7 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
-from spmd.errors import RoomError
+from spmd.errors import DeviceMemoryError
 from spmd.planner.memory import on_device
 from spmd.train.compiled_step import Program
 from spmd.tree import format_bytes
@@ -52,13 +52,13 @@ def check_room(program: Program) -> str | None:
     """The room of a step, in a line; None where it is not known.
 
     Raises:
-      RoomError: a step needs more than a device has.
+      DeviceMemoryError: a step needs more than a device has.
     """
     room = room_of(program)
     if room is not None and room.peak > room.limit:
-        raise RoomError(
+        raise DeviceMemoryError(
             f"{room}\n    {format_bytes(room.peak - room.limit)} too much on each of {program.placed.mesh.size} devices.\n"
             "    JAX takes 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.\n"
-            "    cure: `spmd plan` tells what another layout, microbatches or [remat] would need; check_memory=False starts all the same."
+            "    fix: `spmd plan` tells what another layout, microbatches or [remat] would need; check_memory=False starts all the same."
         )
     return None if room is None else str(room)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd.deprecated import warn
 from spmd.errors import MeshError, OptionError, did_you_mean
 from spmd.layout.schema import Layout, spec_axes, spec_text
 from spmd.layout.summary import notes as layout_notes
@@ -27,7 +28,7 @@ from spmd.user_paths import as_path, write_text
 from spmd.wire.notes import notes as exchange_notes
 
 if TYPE_CHECKING:
-    from spmd.planner.suggest_fixes import Cure
+    from spmd.planner.suggest_fixes import Fix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +95,16 @@ class Plan:
         divided = max(self.memory.temporaries - self.memory.gradients, 0)
         return self.memory.peak - divided * (1 - self.program.placed.options.accumulate / accumulate)
 
-    def cures(self, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> "tuple[Cure, ...]":
-        """What would make it fit, each planned, in the order of `spmd.planner.suggest_fixes.cures_of`; () where it fits."""
-        from spmd.planner.suggest_fixes import cures_of  # cures are plans
+    def fixes(self, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> "tuple[Fix, ...]":
+        """What would make it fit, each planned, in the order of `spmd.planner.suggest_fixes.fixes_of`; () where it fits."""
+        from spmd.planner.suggest_fixes import fixes_of  # fixes are plans
 
-        return cures_of(self, timeout=timeout, say=say)
+        return fixes_of(self, timeout=timeout, say=say)
+
+    def cures(self, **options: Any) -> "tuple[Fix, ...]":
+        """The old name of `fixes`."""
+        warn("Plan.cures", "Plan.fixes")
+        return self.fixes(**options)
 
     def __str__(self) -> str:
         from spmd.planner.text_report import text  # the report knows the plan
@@ -126,7 +132,7 @@ class Plan:
 
         path = as_path(path, "path")
         if path.suffix.lower() not in (".html", ".txt"):
-            raise OptionError(f'"{path}": its suffix does not say what kind of report it is.\n    cure: .html or .txt.')
+            raise OptionError(f'"{path}": its suffix does not say what kind of report it is.', fix=".html or .txt.")
         return write_text(path, page(self) if path.suffix.lower() == ".html" else f"{self}\n")
 
     def explain(self, path: str) -> Text:
@@ -172,7 +178,7 @@ class Plan:
     def _parameter(self, path: str) -> Any:
         leaves = flatten(self.program.placed.abstract_state.params)
         if path not in leaves:
-            raise OptionError(f'there is no parameter "{path}".\n    cure: {did_you_mean(path, leaves)}')
+            raise OptionError(f'there is no parameter "{path}".', fix=f"{did_you_mean(path, leaves)}")
         return leaves[path]
 
     def placements(self) -> Text:
@@ -322,10 +328,8 @@ def _mesh(given: Any, cluster: Cluster) -> MeshSpec:
         count, name = abs(spec.size), cluster.target.name
         other = "" if -1 in spec.sizes.values() else f', or target="{count}x{name}"'
         first = str(error).split("\n")[0].split(": ")[0]
-        cure = str(error).partition("cure: ")[2].split(";")[0].split(", or ")[0].rstrip(".")
-        raise MeshError(
-            f"{first} does not use the {cluster.count} devices of target {cluster} exactly.\n    cure: {cure}{other}."
-        ) from None
+        fix = str(error).partition("fix: ")[2].split(";")[0].split(", or ")[0].rstrip(".")
+        raise MeshError(f"{first} does not use the {cluster.count} devices of target {cluster} exactly.", fix=f"{fix}{other}.") from None
 
 
 def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Cluster) -> list[str]:
@@ -335,8 +339,8 @@ def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Clust
     asked = "float32" if placed.resolved.layout.gradients.codec == "exact" else None
     low = {array.dtype for one in traffic.transfers if one.purpose == "gradients" for array in one.arrays} & {"bfloat16", "float16"}
     if asked and low and any(leaf.dtype == "float32" for leaf in flatten(placed.abstract_state.params).values()):
-        cure = 'reduction = "all_reduce" or "reduce_scatter" reduces them in float32'
-        lines.append(f"note: XLA reduces gradients in {', '.join(sorted(low))}, which the layout does not ask for; {cure}.")
+        fix = 'reduction = "all_reduce" or "reduce_scatter" reduces them in float32'
+        lines.append(f"note: XLA reduces gradients in {', '.join(sorted(low))}, which the layout does not ask for; {fix}.")
     data = set(placed.resolved.data_axes)
     moved = sum(one.sent * one.times for one in traffic.transfers if one.purpose == "activations" and set(one.axes) & data)
     if moved > traffic.bytes("parameters") + traffic.bytes("gradients"):

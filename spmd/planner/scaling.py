@@ -79,11 +79,11 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
       (1024, True)
     """
     if not isinstance(plan, Plan):
-        raise OptionError(f"saturation({a_kind(plan)}).\n    cure: what spmd.plan gives.")
+        raise OptionError(f"saturation({a_kind(plan)}).", fix="what spmd.plan gives.")
     placed = plan.program.placed
     if placed.storage is not None or any(place.copies(plan.mesh) != plan.mesh.size for place in placed.resolved.placements.values()):
         why = f"{plan.layout.source} cuts parameters, and every worker of data parallelism has them all"
-        raise OptionError(f'saturation: {why}.\n    cure: a plan with layout="data_parallel".')
+        raise OptionError(f"saturation: {why}.", fix='a plan with layout="data_parallel".')
     counts = [1]
     while 2 * counts[-1] <= min(most, plan.rows):
         counts.append(2 * counts[-1])

@@ -14,7 +14,7 @@ from spmd.tree import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Cure:
+class Fix:
     """A change to a plan, and its plan with that and all changes before it; printed, a line.
 
     Attributes:
@@ -50,7 +50,7 @@ class _Trial:
     cluster: Cluster
 
 
-def cures_of(plan: Plan, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> tuple[Cure, ...]:
+def fixes_of(plan: Plan, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> tuple[Fix, ...]:
     """Plan one change after the other, each on top of those before it that help, until it fits.
 
     In this order: rematerialisation that keeps matrix products, then nothing; more microbatches; optimizer state cut over the workers;
@@ -72,9 +72,9 @@ def cures_of(plan: Plan, *, timeout: float = 600.0, say: Callable[[str], None] =
             try:
                 tried = planned(moved, plan.program.sample, trial.cluster, timeout=timeout)
             except SpmdError as error:
-                found.append(Cure(change, None, first_problem(error)))
+                found.append(Fix(change, None, first_problem(error)))
                 break  # more of the same is refused as well
-            found.append(Cure(change, tried))
+            found.append(Fix(change, tried))
             helps = tried.memory.peak < best.memory.peak * (LESS if step is _more_devices else 1.0)
             if helps:
                 at, best = trial, tried

@@ -120,19 +120,19 @@ class Cluster:
             return value
         found = _CLUSTER.fullmatch(value.strip()) if isinstance(value, str) else None
         if value == "":
-            raise OptionError('the target is empty.\n    cure: such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
+            raise OptionError("the target is empty.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         if found is None:
-            raise OptionError(f'target={value!r} is {a_kind(value)}.\n    cure: such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
+            raise OptionError(f"target={value!r} is {a_kind(value)}.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         first, second, name = found.groups()
         nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
         if nodes < 1 or devices < 1:
-            raise OptionError(f'target "{value}": {nodes} x {devices} is no device.\n    cure: at least one, such as "{name}".')
+            raise OptionError(f'target "{value}": {nodes} x {devices} is no device.', fix=f'at least one, such as "{name}".')
         target = load(name)
         most = target.devices_per_node
         if not second and target.platform == "cuda" and devices > most:
             near = f"{max(devices // most, 1)}x{most}x{name}"
             why = f"a node has {most} of them, and what joins nodes is slower"
-            raise OptionError(f'target "{value}": {why}.\n    cure: nodes x devices, such as "{near}".')
+            raise OptionError(f'target "{value}": {why}.', fix=f'nodes x devices, such as "{near}".')
         return Cluster(nodes, devices, target)
 
 
@@ -151,7 +151,7 @@ def load(name: str) -> Target:
     known = shipped()
     path = known.get(name, Path(name))
     if name not in known and not (name.endswith(".toml") and path.is_file()):
-        raise OptionError(f'there is no target "{name}".\n    cure: {did_you_mean(name, known)} A file of your own ends in .toml.')
+        raise OptionError(f'there is no target "{name}".', fix=f"{did_you_mean(name, known)} A file of your own ends in .toml.")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -4,13 +4,13 @@ from spmd.planner.planning import Plan
 from spmd.render.html import filled
 from spmd.tree import format_bytes
 
-CURES = "what would make it fit: plan.cures(), or `spmd plan --cures`; another layout: spmd.search, or `spmd search`."
+FIXES = "what would make it fit: plan.fixes(), or `spmd plan --fixes`; another layout: spmd.search, or `spmd search`."
 
 
 def text(plan: Plan) -> str:
     """The whole report as plain text."""
     sections = (
-        ("memory on each device", str(plan.memory) + ("" if plan.fits else f"\n{CURES}")),
+        ("memory on each device", str(plan.memory) + ("" if plan.fits else f"\n{FIXES}")),
         ("what travels", "\n".join(filter(None, [str(plan.traffic), _asked(plan)]))),
         ("time of a step (predicted)", timeline_text(plan)),
         ("pipelines", "\n".join(f"{name}: {str(found).splitlines()[0]}." for name, found in plan.schedules.items())),

@@ -31,7 +31,7 @@ class Picture:
         """
         path, kinds = as_path(path, "path"), self.figure.canvas.get_supported_filetypes()
         if path.suffix.removeprefix(".").lower() not in kinds:
-            raise OptionError(f'"{path}": its suffix does not say what kind of picture it is.\n    cure: such as .png, .svg or .pdf.')
+            raise OptionError(f'"{path}": its suffix does not say what kind of picture it is.', fix="such as .png, .svg or .pdf.")
         make_folder(path.parent, OptionError)
         with writing(path, OptionError):
             self.figure.savefig(path, dpi=DOTS)

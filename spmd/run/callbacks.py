@@ -40,7 +40,7 @@ class Info:
         if not self._exact:
             raise OptionError(
                 f"info.state at step {self.step}: metrics are read one step late, so this state is consumed already.\n"
-                "    cure: give the callback  every = 10  (or more), or  exact = True, which makes the device wait."
+                "    fix: give the callback  every = 10  (or more), or  exact = True, which makes the device wait."
             )
         return self._control.state
 
@@ -110,7 +110,7 @@ class Callback:
 
 
 class CheckReplicas(Callback):
-    """Holds copies of the state's arrays against each other every so many steps (`spmd.distributed.replica_check`); `fit` does so before the first.
+    """Compare the copies of the state's arrays every `every` steps (`spmd.distributed.replica_check`); `fit` does so before the first.
 
     Each device reads its part of the state once, and the loop waits for it. A device or host that computes wrongly is found so: the
     error names arrays, devices and processes.
@@ -173,10 +173,10 @@ class TerminateOnNaN(Callback):
         """The same for an evaluation's."""
         self._look(info, "eval_", "a look at the evaluation's data for NaN, for targets that are no class, or for nothing that counts.")
 
-    def _look(self, info: Info, prefix: str, cure: str) -> None:
+    def _look(self, info: Info, prefix: str, fix: str) -> None:
         for name, value in ((prefix + name, info.metrics.get(prefix + name)) for name in self.metrics):
             if value is not None and not math.isfinite(value):
-                raise DivergedError(f'step {info.step}: metric "{name}" is {value}. {info.last_checkpoint}\n    cure: {cure}')
+                raise DivergedError(f'step {info.step}: metric "{name}" is {value}. {info.last_checkpoint}', fix=f"{fix}")
 
 
 def check_first(callbacks: Sequence[Callback], loss: float) -> None:
@@ -184,7 +184,7 @@ def check_first(callbacks: Sequence[Callback], loss: float) -> None:
     if not math.isfinite(loss) and any("loss" in each.watches() for each in callbacks if isinstance(each, TerminateOnNaN)):
         raise DivergedError(
             f"the loss is {loss} at the first step.\n"
-            "    cure: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, or an initialisation "
+            "    fix: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, or an initialisation "
             "that is too large."
         )
 
@@ -202,7 +202,7 @@ class EarlyStopping(Callback):
 
     def __init__(self, metric: str = "eval_loss", *, patience: int = 3, min_delta: float = 0.0, mode: str = "min", every: int = 1):
         if mode not in ("min", "max"):
-            raise OptionError(f'EarlyStopping: no mode "{mode}".\n    cure: {did_you_mean(mode, ("min", "max"))}')
+            raise OptionError(f'EarlyStopping: no mode "{mode}".', fix=f"{did_you_mean(mode, ('min', 'max'))}")
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise OptionError(f"EarlyStopping: patience={patience!r}; a number of looks, from 1.")
         self.metric, self.patience, self.min_delta, self.every = metric, patience, min_delta, every
@@ -238,7 +238,7 @@ class EarlyStopping(Callback):
 
     def _look(self, info: Info) -> None:
         if self.metric not in info.metrics:
-            raise OptionError(f'EarlyStopping: there is no metric "{self.metric}".\n    cure: {did_you_mean(self.metric, info.metrics)}')
+            raise OptionError(f'EarlyStopping: there is no metric "{self.metric}".', fix=f"{did_you_mean(self.metric, info.metrics)}")
         value = self._sign * info.metrics[self.metric]
         if value < self._best - self.min_delta:
             self._best, self._waited = value, 0
@@ -286,7 +286,7 @@ def as_callbacks(given: Any) -> list[Callback]:
       OptionError: something that is neither.
     """
     if not isinstance(given, list | tuple):
-        raise OptionError(f"callbacks={brief(given)} is {a_kind(given)}.\n    cure: a list of them.")
+        raise OptionError(f"callbacks={brief(given)} is {a_kind(given)}.", fix="a list of them.")
     callbacks: list[Callback] = []
     for one in given:
         if isinstance(one, Callback):
@@ -298,7 +298,7 @@ def as_callbacks(given: Any) -> list[Callback]:
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         for name in dir(one) if isinstance(one, Callback) else ():
             if name.startswith("on_") and name not in hooks:
-                raise OptionError(f"callback {type(one).__name__}: nothing calls {name}.\n    cure: {did_you_mean(name, hooks)}")
+                raise OptionError(f"callback {type(one).__name__}: nothing calls {name}.", fix=f"{did_you_mean(name, hooks)}")
         if isinstance(callbacks[-1].every, bool) or not isinstance(callbacks[-1].every, int) or callbacks[-1].every < 1:
             raise OptionError(f"callback {brief(one)}: every={brief(callbacks[-1].every)}; a number of steps, from 1.")
     if not any(isinstance(one, TerminateOnNaN) for one in callbacks):
@@ -336,7 +336,7 @@ def watched(callback: Callback) -> tuple[str, ...]:
     with naming(lambda: f"callback {name_of(callback)}.watches"):
         found = callback.watches()
     if isinstance(found, str) or not all(isinstance(name, str) for name in found):
-        raise OptionError(f"callback {name_of(callback)} watches {brief(found)}.\n    cure: a tuple of names, such as ('loss',).")
+        raise OptionError(f"callback {name_of(callback)} watches {brief(found)}.", fix="a tuple of names, such as ('loss',).")
     return tuple(found)
 
 
@@ -354,7 +354,7 @@ def saved(callbacks: Sequence[Callback], step: int) -> list[list[Any]]:
             json.dumps(entry)
         except (TypeError, ValueError) as error:
             why = f"step {step}: callback {name_of(callback)}.save gives {brief(entry)}, which a checkpoint cannot hold: {error}."
-            raise CallbackError(f"{why}\n    cure: plain numbers, words, lists and dicts, such as float(value).") from error
+            raise CallbackError(f"{why}", fix="plain numbers, words, lists and dicts, such as float(value).") from error
         kept.append([type(callback).__name__, entry])
     return kept
 
@@ -371,7 +371,7 @@ def restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> No
         if len(mine) != len(entries):
             raise OptionError(
                 f"the run was saved with {len(entries)} {name} and is resumed with {len(mine)}.\n"
-                "    cure: the same callbacks, or another checkpoint folder."
+                "    fix: the same callbacks, or another checkpoint folder."
             )
         for callback, entry in zip(mine, entries, strict=True):
             with naming(lambda: f"callback {name}.restore"):

@@ -63,7 +63,7 @@ class Checkpoint:
     def __post_init__(self):
         as_path(self.path, "checkpoint")
         if self.mode not in ("min", "max"):
-            raise OptionError(f'Checkpoint: no mode "{self.mode}".\n    cure: {did_you_mean(self.mode, ("min", "max"))}')
+            raise OptionError(f'Checkpoint: no mode "{self.mode}".', fix=f"{did_you_mean(self.mode, ('min', 'max'))}")
         for name in ("every", "keep"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -264,8 +264,8 @@ class Store(Reader):
         size, free = self._bytes, shutil.disk_usage(self.folder).free
         if free < ROOM * size:
             has = f"{format_bytes(free)} are free, and {ROOM} times its size is wanted"
-            cure = f"room; or a smaller Checkpoint(keep=...), which is {self.config.keep}"
-            raise CheckpointError(f"a checkpoint of {format_bytes(size)} does not fit {self.folder}: {has}.\n    cure: {cure}.")
+            fix = f"room; or a smaller Checkpoint(keep=...), which is {self.config.keep}"
+            raise CheckpointError(f"a checkpoint of {format_bytes(size)} does not fit {self.folder}: {has}.", fix=f"{fix}.")
 
     def wait(self) -> None:
         """Until everything handed over is on disk.

@@ -106,9 +106,9 @@ class Reader:
         except Exception as error:
             where = f"the checkpoint of step {step} in {self.folder}"
             if not self._path(step).exists():
-                raise CheckpointError(f'{where} was removed while it was read.\n    cure: step="latest".') from error
+                raise CheckpointError(f"{where} was removed while it was read.", fix='step="latest".') from error
             why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"
-            raise CheckpointError(f"{where} cannot be read: {why}\n    cure: another step, or another copy.") from error
+            raise CheckpointError(f"{where} cannot be read: {why}", fix="another step, or another copy.") from error
 
     def step(self, which: int | str) -> int:
         """The step that is meant by "latest", "best" or a number, its files as they were written.
@@ -119,7 +119,7 @@ class Reader:
         chosen = self._chosen(which)
         if (why := self.damage(chosen)) is not None:
             others = ", ".join(str(other) for other in self.steps() if other != chosen) or "none"
-            raise CheckpointError(f"the checkpoint of step {chosen} in {self.folder} is damaged: {why}.\n    cure: another: {others}.")
+            raise CheckpointError(f"the checkpoint of step {chosen} in {self.folder} is damaged: {why}.", fix=f"another: {others}.")
         return chosen
 
     def _chosen(self, which: int | str) -> int:
@@ -130,19 +130,15 @@ class Reader:
             return steps[-1]
         if which != "best":
             if which not in steps:
-                raise CheckpointError(
-                    f"there is no checkpoint of step {which!r} in {self.folder}.\n    cure: {', '.join(map(str, steps))}."
-                )
+                raise CheckpointError(f"there is no checkpoint of step {which!r} in {self.folder}.", fix=f"{', '.join(map(str, steps))}.")
             return int(which)
         judged = self.meta(steps[-1])["best"]
         if judged is None:
-            raise CheckpointError(
-                f"the run in {self.folder} did not say what is best.\n    cure: fit(checkpoint=Checkpoint(..., best=...))."
-            )
+            raise CheckpointError(f"the run in {self.folder} did not say what is best.", fix="fit(checkpoint=Checkpoint(..., best=...)).")
         metric, mode = judged
         known = {step: value for step in steps if (value := self.metrics(step).get(metric)) is not None}
         if not known:
-            raise CheckpointError(f'no checkpoint in {self.folder} has a value of "{metric}".\n    cure: step="latest".')
+            raise CheckpointError(f'no checkpoint in {self.folder} has a value of "{metric}".', fix='step="latest".')
         return (max if mode == "max" else min)(known, key=lambda step: known[step])
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -164,7 +160,7 @@ class Reader:
             if meta["format"] not in (WITHOUT_MANIFEST, FORMAT):
                 raise CheckpointError(
                     f"the checkpoint of step {step} in {self.folder} is of format {meta['format']!r}; this version reads {FORMAT}.\n"
-                    "    cure: the version of spmd that wrote it."
+                    "    fix: the version of spmd that wrote it."
                 )
             wrong = [name for name, kind in KINDS.items() if (name in meta or name in NEEDED) and not isinstance(meta[name], kind)]
             best = meta.get("best") or ["", "min"]
@@ -223,7 +219,7 @@ class Reader:
         except CheckpointError as error:
             with contextlib.suppress(CheckpointError):
                 self._state(step, meta, wanted, packing, of="model")
-                error = CheckpointError(f"{error}\n\n    cure: {MODEL_FITS}")
+                error = CheckpointError(f"{error}\n", fix=MODEL_FITS)
             raise error from None
         remembered, fitting, told = memory_to_read(meta["arrays"], arrays, mesh, repacked=repacked)
         restored = self._read(step, {**remembered, STATE: reading})
@@ -291,7 +287,7 @@ def check_folder(path: str | Path) -> None:
     why = obstacle(Path(path))
     run = next((place for place in Path(path).absolute().parents if (place / "checkpoints").is_dir()), None) if why else None
     what = f"checkpoint={brief(str(path))}: {why or 'there is no such folder'}"
-    raise CheckpointError(f"{what}, and not the folder of a run.\n    cure: {run}, which it is in." if run else f"{what}.")
+    raise CheckpointError(f"{what}, and not the folder of a run.\n    fix: {run}, which it is in." if run else f"{what}.")
 
 
 def _take(flat: Mapping[str, Any], path: str, like: Any) -> Any:

@@ -216,13 +216,13 @@ class _File:
 def _read(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
     """Names, names of what is known, and rows; a last one that was not written to its end is left out."""
     if not path.is_file():
-        raise OptionError(f"there is no file {path}.\n    cure: the folder of a run of fit(checkpoint=folder).")
+        raise OptionError(f"there is no file {path}.", fix="the folder of a run of fit(checkpoint=folder).")
     content = path.read_bytes()
     line, _, rest = content.partition(b"\n")
     try:
         header = json.loads(line)
         names, known = tuple(map(str, header["names"])), tuple(map(str, header["known"]))
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise OptionError(f"{path} is damaged: it does not begin with names of metrics.\n    cure: metrics.jsonl beside it.") from None
+        raise OptionError(f"{path} is damaged: it does not begin with names of metrics.", fix="metrics.jsonl beside it.") from None
     row = _row(len(names), len(known))
     return names, known, np.frombuffer(rest[: len(rest) // row.itemsize * row.itemsize], row)

@@ -113,8 +113,8 @@ def check_loggers(loggers: Any) -> list[Logger]:
       OptionError: one without `write` and `close`, or a class in place of its instance.
     """
     if not isinstance(loggers, list | tuple):
-        raise OptionError(f"loggers={brief(loggers)} is {a_kind(loggers)}.\n    cure: a list of them.")
+        raise OptionError(f"loggers={brief(loggers)} is {a_kind(loggers)}.", fix="a list of them.")
     for one in loggers:
         if isinstance(one, type) or not (callable(getattr(one, "write", None)) and callable(getattr(one, "close", None))):
-            raise OptionError(f"logger {brief(one)} has no write(record) and close().\n    cure: such as spmd.loggers.JsonLines(path).")
+            raise OptionError(f"logger {brief(one)} has no write(record) and close().", fix="such as spmd.loggers.JsonLines(path).")
     return list(loggers)

@@ -285,7 +285,7 @@ class Loop:
         metrics = dict(self._evaluated) if self.step == self._measured_at else {}
         best = self.store.config.best
         if best is not None and metrics and best not in metrics:
-            raise OptionError(f'Checkpoint: there is no metric "{best}".\n    cure: {did_you_mean(best, metrics)}')
+            raise OptionError(f'Checkpoint: there is no metric "{best}".', fix=f"{did_you_mean(best, metrics)}")
         self._guard.at("save", self.step)
         with self.pace.apart():
             self.history.flush()  # before: a run that resumes from here finds all steps before it

@@ -14,7 +14,7 @@ class Measured(dict):
     def _refuse(self, *given: Any, **named: Any) -> Any:
         raise OptionError(
             "info.metrics cannot be changed here: it would show nowhere.\n"
-            "    cure: fit(metrics=...), or (value, {name: metric}) from the loss; in on_eval, what is added is recorded."
+            "    fix: fit(metrics=...), or (value, {name: metric}) from the loss; in on_eval, what is added is recorded."
         )
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = cast(Any, _refuse)
@@ -32,5 +32,5 @@ def as_numbers(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
             with jax.transfer_guard("allow"):
                 found[str(name)] = float(value)
         except (TypeError, ValueError):
-            raise OptionError(f"step {step}: on_eval has put {brief(value)} into info.metrics[{name!r}].\n    cure: a number.") from None
+            raise OptionError(f"step {step}: on_eval has put {brief(value)} into info.metrics[{name!r}].", fix="a number.") from None
     return found

@@ -118,8 +118,11 @@ class Ownership:
         owner = _parsed(text)
         if owner is None or owner.token != self._me.token:
             raise CheckpointError(
-                f"{self._folder} does not belong to this run any more, but to {owner or 'nobody'}: {NAME} was changed while this process "
-                "was suspended, or by hand.\n    cure: another folder."
+                (
+                    f"{self._folder} no longer belongs to this run, but to {owner or 'no run'}: {NAME} was changed while this process "
+                    "was suspended, or by hand."
+                ),
+                fix="another folder.",
             )
 
     def release(self) -> None:
@@ -210,16 +213,16 @@ def _refusal(folder: Path, owner: Owner | None) -> str:
     """Why a folder that has an owner cannot be had."""
     thread = None if owner is None else _held.get(owner.token)
     if thread is None:
-        cure = "another folder; or resume=True after that process has ended."
-        return f"{folder} belongs to another run: {owner or 'unknown'}.\n    cure: {cure}"
+        fix = "another folder; or resume=True after that process has ended."
+        return f"{folder} belongs to another run: {owner or 'unknown'}.\n    fix: {fix}"
     who = f"{folder} is in use by this same process ({owner})"
     if thread is threading.current_thread():
         return (
             f"{who}: a run that this thread has started has not ended; this call is inside it, as in a callback, or it was not closed.\n"
-            "    cure: another folder for this run; or call it after the first has returned."
+            "    fix: another folder for this run; or call it after the first has returned."
         )
     return (
-        f'{who}: a run in its thread "{thread.name}" has not ended.\n    cure: another folder; or resume=True after that run has returned.'
+        f'{who}: a run in its thread "{thread.name}" has not ended.\n    fix: another folder; or resume=True after that run has returned.'
     )
 
 

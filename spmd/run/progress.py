@@ -222,7 +222,7 @@ def _in_kernel() -> bool:
 def make_progress(wanted: bool | str) -> NoProgress | Progress:
     """`True` shows progress anywhere, `False` nowhere, `"auto"` in a terminal or a notebook."""
     if not isinstance(wanted, bool) and not (isinstance(wanted, str) and wanted == "auto"):
-        raise OptionError(f'progress={brief(wanted)}.\n    cure: True, False or "auto".')
+        raise OptionError(f"progress={brief(wanted)}.", fix='True, False or "auto".')
     if wanted is False:
         return NoProgress()
     from rich.console import Console

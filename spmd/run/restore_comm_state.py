@@ -138,6 +138,9 @@ def check_meetings(before: ParameterServer, now: ParameterServer, step: int) -> 
         free = next(number for number in itertools.count(step) if not between(number))
         was = turns(before) if before.mode == "local" else f'mode = "{before.mode}"'
         raise CheckpointError(
-            f"the checkpoint of step {step} stands between what is sent and what is taken back, and the turns have changed: {was} before, "
-            f"{turns(now)} now.\n    cure: first go on to step {free} with what it had."
+            (
+                f"the checkpoint of step {step} lies between a send and its receive, and the schedule has changed: {was} before, "
+                f"{turns(now)} now."
+            ),
+            fix=f"first go on to step {free} with what it had.",
         )

@@ -106,10 +106,10 @@ def sweep(
     if jax.process_count() > 1:
         raise OptionError(
             f"a sweep runs in one process, and here are {jax.process_count()}.\n"
-            "    cure: one sweep for each process, without `join`, each with a part of the space or a seed of its own: docs/sweeps.md."
+            "    fix: one sweep for each process, without `join`, each with a part of the space or a seed of its own: docs/sweeps.md."
         )
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise OptionError(f'metrics is {a_kind(metrics)}.\n    cure: functions by name, such as {{"accuracy": spmd.metrics.accuracy}}.')
+        raise OptionError(f"metrics is {a_kind(metrics)}.", fix='functions by name, such as {"accuracy": spmd.metrics.accuracy}.')
     space, search = check_space(space), check_search(search)
     options, own = Options(precision, 1, seed), _arrays(data, "data", batch_size, shuffle, seed)
     evaluated = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
@@ -120,15 +120,15 @@ def sweep(
     plan = search.plan(len(wanted), length) if isinstance(search, Halving) else [(len(wanted), length)]
     for name, value in (("keep", keep), ("at_once", at_once), ("steps_per_call", steps_per_call)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (name != "keep")):
-            raise OptionError(f"{name}={value!r}.\n    cure: a whole number from {int(name != 'keep')}.")
+            raise OptionError(f"{name}={value!r}.", fix=f"a whole number from {int(name != 'keep')}.")
     devices, shown = _mesh(mesh, batch_size), make_progress(progress)
     config = as_checkpoint(checkpoint)
     if config is not None and config != Checkpoint(config.path, every=config.every):
         raise OptionError(
-            f"checkpoint={config!r}: of a Checkpoint a sweep takes the path and `every`.\n    cure: sweep(score=..., mode=..., keep=...)."
+            f"checkpoint={config!r}: of a Checkpoint a sweep takes the path and `every`.", fix="sweep(score=..., mode=..., keep=...)."
         )
     if config is None and resume:
-        raise OptionError('resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".')
+        raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
     resident, alike = functools.cache(lambda: on_devices(own.arrays, devices)), _alike(study, wanted)
     packs = {key: _packed(study, equal[0], devices, resident) for key, equal in alike.items()}
     measure = _measure(score, mode, study, packs)
@@ -160,7 +160,7 @@ def sweep(
 
 def _arrays(data: Any, what: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
     if not is_arrays(data):
-        raise DataError(f"{what}: a sweep keeps its data on the devices.\n    cure: a dict or tuple of arrays [examples, ...].")
+        raise DataError(f"{what}: a sweep keeps its data on the devices.", fix="a dict or tuple of arrays [examples, ...].")
     found = source(data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=what == "eval_data")
     if not isinstance(found, ArraySource):
         raise DataError(f"{what} is no arrays.")
@@ -169,10 +169,10 @@ def _arrays(data: Any, what: str, batch_size: int, shuffle: bool, seed: int) -> 
 
 def _length(epochs: int | None, steps: int | None, data: ArraySource) -> int:
     if epochs is not None and steps is not None:
-        raise OptionError(f"epochs={epochs} and steps={steps} both say when to end.\n    cure: give one of them.")
+        raise OptionError(f"epochs={epochs} and steps={steps} both say when to end.", fix="give one of them.")
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise OptionError(f"{name}={value!r}.\n    cure: a whole number from 1.")
+            raise OptionError(f"{name}={value!r}.", fix="a whole number from 1.")
     return steps if steps is not None else (epochs or 1) * data.steps_per_epoch
 
 
@@ -181,7 +181,7 @@ def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int)
         found = grid(space, count)
     else:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise OptionError(f'trials={count!r}.\n    cure: how many to draw, from 1; or search="grid".')
+            raise OptionError(f"trials={count!r}.", fix='how many to draw, from 1; or search="grid".')
         found = draw(space, count, seed)
     return [Trial(number, values, values.get(SEED, seed)) for number, values in enumerate(found)]
 
@@ -190,11 +190,9 @@ def _mesh(mesh: Any, batch_size: int) -> Mesh:
     found = make_mesh(mesh if mesh is not None else {NET: -1})
     sizes = dict(found.shape)
     if NET not in sizes or set(sizes) > {NET, DATA}:
-        raise MeshError(
-            f'mesh {MeshSpec.parse(found)}: a sweep has trials along "{NET}", and each over "{DATA}".\n    cure: "net=4,data=2".'
-        )
+        raise MeshError(f'mesh {MeshSpec.parse(found)}: a sweep has trials along "{NET}", and each over "{DATA}".', fix='"net=4,data=2".')
     if batch_size % sizes.get(DATA, 1):
-        raise DataError(f"batch_size={batch_size} cannot be cut over data={sizes[DATA]}.\n    cure: a multiple of {sizes[DATA]}.")
+        raise DataError(f"batch_size={batch_size} cannot be cut over data={sizes[DATA]}.", fix=f"a multiple of {sizes[DATA]}.")
     return found
 
 
@@ -224,16 +222,16 @@ def _check_columns(space: Mapping[str, Any], packs: Mapping[tuple, Packed], meas
     names = ("trial", "steps", "ended", measure[0], *(f"eval_{name}" for name in next(iter(packs.values())).program.eval_names))
     for name in space:
         if name in names:
-            raise OptionError(f'space: "{name}" is a column of the table already.\n    cure: another name for the hyper-parameter.')
+            raise OptionError(f'space: "{name}" is a column of the table already.', fix="another name for the hyper-parameter.")
 
 
 def _measure(score: str | None, mode: str, study: Study, packs: Mapping[tuple, Packed]) -> tuple[str, str]:
     """The name and the mode of what trials are compared by."""
     if mode not in ("min", "max"):
-        raise OptionError(f'mode="{mode}".\n    cure: {did_you_mean(mode, ("min", "max"))}')
+        raise OptionError(f'mode="{mode}".', fix=f"{did_you_mean(mode, ('min', 'max'))}")
     program = next(iter(packs.values())).program
     known = [*program.names, *(f"eval_{name}" for name in program.eval_names if study.evaluated is not None)]
     name = score if score is not None else "eval_loss" if study.evaluated is not None else "loss"
     if name not in known:
-        raise OptionError(f'score="{name}": there is no such metric.\n    cure: {did_you_mean(name, known)}')
+        raise OptionError(f'score="{name}": there is no such metric.', fix=f"{did_you_mean(name, known)}")
     return name, mode

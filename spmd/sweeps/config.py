@@ -56,24 +56,24 @@ class Study:
         for what in ("make_model", "optimizer"):
             function = getattr(self, what)
             if not callable(function) or isinstance(function, nnx.Module | linen.Module):
-                cure = "lambda learning_rate: optax.adam(learning_rate)" if what == "optimizer" else "lambda width: Net(width)"
-                raise OptionError(f"{what}={_shown(function)} is no function of hyper-parameters.\n    cure: {what}={cure}.")
+                fix = "lambda learning_rate: optax.adam(learning_rate)" if what == "optimizer" else "lambda width: Net(width)"
+                raise OptionError(f"{what}={_shown(function)} is no function of hyper-parameters.", fix=f"{what}={fix}.")
             wants = [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
             missing = [name for name in wants if name not in space and name != SEED]
             if missing:
                 known = did_you_mean(missing[0], list(space))
-                raise OptionError(f'{what} takes "{missing[0]}", which is not in the space.\n    cure: {known}; or a default.')
+                raise OptionError(f'{what} takes "{missing[0]}", which is not in the space.', fix=f"{known}; or a default.")
         for name in takes(self.make_model, space):
             if isinstance(space[name], Between):
                 raise OptionError(
                     f"make_model takes {name}, of {space[name]}: each trial would be a program of its own.\n"
-                    "    cure: a list of a few values; only the optimizer's can be drawn from a distribution."
+                    "    fix: a list of a few values; only the optimizer's can be drawn from a distribution."
                 )
         taken = {*takes(self.make_model, space), *takes(self.optimizer, space), SEED}
         unused = [name for name in space if name not in taken]
         if unused:
             raise OptionError(
-                f'space: nothing takes "{unused[0]}".\n    cure: an argument of that name of make_model or optimizer, or leave it out.'
+                f'space: nothing takes "{unused[0]}".', fix="an argument of that name of make_model or optimizer, or leave it out."
             )
 
     def model(self, values: Mapping[str, Any]) -> Callable[[], Any]:
@@ -101,7 +101,7 @@ class Study:
             raise OptimizerError(
                 f"optimizer({', '.join(picked)}) fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
                 "    Floats are traced, so that many values share one program.\n"
-                "    cure: no Python branch on such a value; or text or whole numbers, which are written into the program."
+                "    fix: no Python branch on such a value; or text or whole numbers, which are written into the program."
             ) from error
 
     def traced(self, trial: Trial) -> dict[str, float]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from spmd.errors import RoomError
+from spmd.errors import DeviceMemoryError
 from spmd.planner.memory import on_device
 from spmd.planner.memory_check import limit_of
 from spmd.sweeps.config import Trial
@@ -39,7 +39,7 @@ def check_room(packed: Packed, trials: Sequence[Trial], at_once: int | None, cal
     The first call's program is compiled for it, once: that call then runs what was compiled.
 
     Raises:
-      RoomError: they need more than a device has; how many at once would fit, which was tried.
+      DeviceMemoryError: they need more than a device has; how many at once would fit, which was tried.
     """
     limit, slots = limit_of(packed.mesh), packed.mesh.shape[NET]
     if limit is None:
@@ -53,18 +53,18 @@ def check_room(packed: Packed, trials: Sequence[Trial], at_once: int | None, cal
     while fewer > 0 and _need(packed, trials[: fewer * slots], call, limit).peak > limit:
         fewer //= 2
     if fewer > 0:
-        cure = f"at_once={fewer * slots}, {fewer} on each device; or more devices along {NET}"
+        fix = f"at_once={fewer * slots}, {fewer} on each device; or more devices along {NET}"
     elif need.data > limit:
-        cure = "fewer examples; or spmd.fit for one network after the other, which keeps no copy of the data on the devices"
+        fix = "fewer examples; or spmd.fit for one network after the other, which keeps no copy of the data on the devices"
     elif need.data + each > limit:
-        cure = "a smaller model, or an optimizer that keeps less; or spmd.fit, with a layout that cuts them"
+        fix = "a smaller model, or an optimizer that keeps less; or spmd.fit, with a layout that cuts them"
     else:
-        cure = "a smaller batch; or a trial over several devices, such as net=4,data=2"
-    raise RoomError(
+        fix = "a smaller batch; or a trial over several devices, such as net=4,data=2"
+    raise DeviceMemoryError(
         f"{count} trials at once need {format_bytes(need.peak)} of {format_bytes(limit)} on each {kind} "
         f"({need.peak / limit:.0%}): {need}.\n"
         f"    Each of {packed.mesh.size} devices has {need.trials} of them, {format_bytes(each)} of state each.\n"
-        f"    cure: {cure}. check_memory=False starts all the same."
+        f"    fix: {fix}. check_memory=False starts all the same."
     )
 
 

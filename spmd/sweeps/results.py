@@ -54,7 +54,7 @@ class Tried:
           OptionError: its arrays were not kept.
         """
         if self._build is None:
-            raise OptionError(f"the arrays of trial {self.number} were not kept: it is not among the best.\n    cure: sweep(keep=...).")
+            raise OptionError(f"the arrays of trial {self.number} were not kept: it is not among the best.", fix="sweep(keep=...).")
         return self._build()
 
 
@@ -82,7 +82,7 @@ class Sweep:
         """
         count = len(self.best) if top is None else top
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(self.best):
-            raise OptionError(f"top={top!r}, and the arrays of {len(self.best)} trials were kept.\n    cure: fewer; or sweep(keep=...).")
+            raise OptionError(f"top={top!r}, and the arrays of {len(self.best)} trials were kept.", fix="fewer; or sweep(keep=...).")
         return Ensemble({f"trial {tried.number}": tried.result() for tried in self.best[:count]}, **options)
 
     def rows(self) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def _between(name: str, low: float, high: float, *, log: bool) -> Between:
     numbers = all(isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool) for x in (low, high))
     if not numbers or not low < high or not abs(low) <= LARGEST >= abs(high) or (log and not low >= SMALLEST):
         wanted = "two finite numbers above 0" if log else "two finite numbers"
-        raise OptionError(f"{name}({low!r}, {high!r}).\n    cure: {wanted}, the smaller one first, as float32 has them.")
+        raise OptionError(f"{name}({low!r}, {high!r}).", fix=f"{wanted}, the smaller one first, as float32 has them.")
     return Between(float(low), float(high), log)
 
 
@@ -82,7 +82,7 @@ def check_space(space: Any) -> dict[str, Any]:
     if not isinstance(space, Mapping) or not space:
         raise OptionError(
             f"space={space!r}: wanted names and what each may be.\n"
-            '    cure: such as {"learning_rate": spmd.log_uniform(1e-4, 1e-1), "width": [64, 128]}.'
+            '    fix: such as {"learning_rate": spmd.log_uniform(1e-4, 1e-1), "width": [64, 128]}.'
         )
     found: dict[str, Any] = {}
     for name, given in space.items():
@@ -93,18 +93,18 @@ def check_space(space: Any) -> dict[str, Any]:
             continue
         if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str) or not len(given):
             raise OptionError(
-                f"space: {name}={given!r} is {a_kind(given)}.\n    cure: a list of values, spmd.uniform(...) or spmd.log_uniform(...)."
+                f"space: {name}={given!r} is {a_kind(given)}.", fix="a list of values, spmd.uniform(...) or spmd.log_uniform(...)."
             )
         values = [value.item() if isinstance(value, np.generic) else value for value in given]
         for value in values:
             if isinstance(value, float) and (math.isnan(value) or LARGEST < abs(value) < math.inf):
-                raise OptionError(f"space: {name}={value!r} is no number that float32 has.\n    cure: leave it out of the list.")
+                raise OptionError(f"space: {name}={value!r} is no number that float32 has.", fix="leave it out of the list.")
             if isinstance(value, np.ndarray | jax.Array):
-                raise OptionError(f"space: a value of {name} is an array, {describe(value)}.\n    cure: numbers, names, tuples.")
+                raise OptionError(f"space: a value of {name} is an array, {describe(value)}.", fix="numbers, names, tuples.")
         found[name] = [float(np.float32(value)) if isinstance(value, float) else value for value in values]
     for value in found.get(SEED, []) if isinstance(found.get(SEED), list) else [None] * (SEED in found):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-            raise OptionError(f"space: seed={found[SEED]}.\n    cure: whole numbers from 0 to 2**32 - 1, such as range(64).")
+            raise OptionError(f"space: seed={found[SEED]}.", fix="whole numbers from 0 to 2**32 - 1, such as range(64).")
     return found
 
 
@@ -119,14 +119,14 @@ def grid(space: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
     """
     for name, given in space.items():
         if isinstance(given, Between):
-            raise OptionError(f'search="grid" wants values, and {name} is {given}.\n    cure: a list of them, or search="random".')
+            raise OptionError(f'search="grid" wants values, and {name} is {given}.', fix='a list of them, or search="random".')
     size = math.prod(len(given) for given in space.values())
     if count not in (None, size):
-        raise OptionError(f"trials={count}, and the grid has {size} combinations.\n    cure: leave trials out.")
+        raise OptionError(f"trials={count}, and the grid has {size} combinations.", fix="leave trials out.")
     if count is None and size > MANY:
         how = " x ".join(f"{len(given)} of {name}" for name, given in space.items())
-        cure = f'trials={size}, if so many are wanted; or search="random" and fewer'
-        raise OptionError(f"the grid has {size:,} combinations: {how}.\n    cure: {cure}.")
+        fix = f'trials={size}, if so many are wanted; or search="random" and fewer'
+        raise OptionError(f"the grid has {size:,} combinations: {how}.", fix=f"{fix}.")
     return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
 
 

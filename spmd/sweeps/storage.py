@@ -45,7 +45,7 @@ def owned(folder: Path | None) -> Iterator[Ownership | None]:
 
 
 def _unusable(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{folder} cannot be used: {reason(folder, error)}.\n    cure: another folder.")
+    return CheckpointError(f"{folder} cannot be used: {reason(folder, error)}.", fix="another folder.")
 
 
 class Shelf:
@@ -59,16 +59,16 @@ class Shelf:
         try:
             if not file.exists():
                 if any(not one.name.startswith(".") and one.name != NAME for one in folder.iterdir()):
-                    raise CheckpointError(f"{folder} is not empty, and holds no sweep.\n    cure: another folder.")
+                    raise CheckpointError(f"{folder} is not empty, and holds no sweep.", fix="another folder.")
                 checksummed_files.write(file, _json(dict(about)))
                 return
             if not resume:
-                raise CheckpointError(f"{folder} already holds a sweep.\n    cure: resume=True to go on with it, or another folder.")
+                raise CheckpointError(f"{folder} already holds a sweep.", fix="resume=True to go on with it, or another folder.")
             before = json.loads(checksummed_files.read(file) or b"{}")
         except OSError as error:
             raise _unusable(folder, error) from error
         except checksummed_files.Damaged as why:
-            raise CheckpointError(f"{file} is damaged, so what the sweep was is not known: {why}.\n    cure: another folder.") from why
+            raise CheckpointError(f"{file} is damaged, so what the sweep was is not known: {why}.", fix="another folder.") from why
         names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
         problems = [Problem(name, [_differ(str(before.get(name)), str(about.get(name)))]) for name in names]
         raise_problems(CheckpointError, f"the sweep in {folder} cannot be resumed: it was another", problems)
@@ -192,7 +192,7 @@ def spelled(values: Mapping[str, Any]) -> str:
         if re.search(r" at 0x[0-9a-f]+|<(lambda|locals)>", repr(value)):
             raise CheckpointError(
                 f"{name}={values[name]!r} has no name of its own, so a sweep that is gone on with could not tell it from others.\n"
-                "    cure: numbers, names or functions of a module as values; or no checkpoint."
+                "    fix: numbers, names or functions of a module as values; or no checkpoint."
             )
     return str(found)
 

@@ -30,7 +30,7 @@ class Halving:
     def __post_init__(self):
         for name, value, least in (("factor", self.factor, 2), ("rungs", self.rungs, 2)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise OptionError(f"Halving: {name}={value!r}.\n    cure: a whole number from {least}.")
+                raise OptionError(f"Halving: {name}={value!r}.", fix=f"a whole number from {least}.")
 
     def plan(self, trials: int, steps: int) -> list[tuple[int, int]]:
         """How many trials each rung has, and at which step it ends.
@@ -42,8 +42,11 @@ class Halving:
         count = most if self.rungs is None else self.rungs
         if count > most or self.factor ** (count - 1) > steps:
             raise OptionError(
-                f"Halving: {count} rungs of factor {self.factor} want {self.factor ** (count - 1)} trials and steps; "
-                f"there are {trials} and {steps}.\n    cure: fewer rungs, more trials, or more steps."
+                (
+                    f"Halving: {count} rungs of factor {self.factor} want {self.factor ** (count - 1)} trials and steps; "
+                    f"there are {trials} and {steps}."
+                ),
+                fix="fewer rungs, more trials, or more steps.",
             )
         return [(max(1, trials // self.factor**rung), steps // self.factor ** (count - 1 - rung)) for rung in range(count)]
 
@@ -63,4 +66,4 @@ def check_search(search: Any) -> Halving | str:
     """
     if isinstance(search, Halving) or search in ("random", "grid"):
         return search
-    raise OptionError(f'search={search!r}.\n    cure: "random", "grid" or spmd.Halving().')
+    raise OptionError(f"search={search!r}.", fix='"random", "grid" or spmd.Halving().')

@@ -49,17 +49,17 @@ class Packed:
             what = "keeps parameters on servers" if placed.storage is not None else f"cuts {cut[0]}"
             raise LayoutError(
                 f"{layout.source} {what}, and each trial of a sweep has its parameters whole on its devices.\n"
-                '    cure: a layout that replicates them, such as "data_parallel".'
+                '    fix: a layout that replicates them, such as "data_parallel".'
             )
         if jax.tree.leaves(placed.abstract_state.exchange):
             raise LayoutError(
                 f"{layout.source} has codecs that remember what each worker has lost, and a sweep keeps one state for each trial.\n"
-                "    cure: [gradients] error_feedback = false, or a codec without memory."
+                "    fix: [gradients] error_feedback = false, or a codec without memory."
             )
         if placed.resolved.workers > 1 and not placed.exchange.reduction.manual:
             raise LayoutError(
                 f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not.\n'
-                '    cure: [gradients] reduction = "all_reduce".'
+                '    fix: [gradients] reduction = "all_reduce".'
             )
         try:
             jax.eval_shape(lambda values: self._optimizer(values).init(placed.abstract_state.params), self._one())
@@ -68,7 +68,7 @@ class Packed:
         except Exception as error:
             raise OptimizerError(
                 f"the optimizer's init fails on traced values: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
-                "    cure: no float() of such a value, and no optax.inject_hyperparams: it is an argument of the program already."
+                "    fix: no float() of such a value, and no optax.inject_hyperparams: it is an argument of the program already."
             ) from error
 
     def compare(self) -> None:
@@ -116,7 +116,7 @@ class Packed:
             raise ModelError(
                 f"with seed={trial.seed} (trial {trial.number}) make_model gives {path} {own.get(path)}, and {wanted.get(path)} with "
                 f"seed={self.first.seed} (trial {self.first.number}).\n"
-                "    cure: shapes that do not depend on the seed; what decides them as a hyper-parameter of its own."
+                "    fix: shapes that do not depend on the seed; what decides them as a hyper-parameter of its own."
             )
 
     def _open(self, seed: Any, built_from: int, values: Tree) -> State:

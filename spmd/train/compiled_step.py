@@ -105,20 +105,23 @@ class Program:
         if cutting.pipeline.axis is not None and "pipeline" not in cutting.used:
             raise LayoutError(
                 f'{source}: [pipeline] cuts stacks of layers over "{cutting.pipeline.axis}", and the loss calls none.\n'
-                "    cure: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline]."
+                "    fix: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline]."
             )
         pipeline, leave = cutting.pipeline, "leave it out."
-        for key, given, part, kind, cure in (
+        for key, given, part, kind, fix in (
             ("microbatches", pipeline.microbatches, "microbatches", "LayerStack", leave),
             ("groups", pipeline.groups > 1, "microbatches", "LayerStack", 'leave it out; schedule = "gpipe".'),
             ("time_chunk", pipeline.time_chunk, "time_chunk", "RNNStack", leave),
         ):
             if given and part not in cutting.used:
-                raise LayoutError(f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.\n    cure: {cure}")
+                raise LayoutError(f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.", fix=fix)
         if cutting.by_hand and stats:
             raise ModelError(
-                f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch '
-                'statistics.\n    cure: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".'
+                (
+                    f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch '
+                    "statistics."
+                ),
+                fix='LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".',
             )
 
     @functools.cached_property
@@ -194,7 +197,7 @@ class Program:
         if "present" in events and not split:
             raise DataError(
                 f"a batch of {weights.shape[0]} rows, which {self.placed.exchange.simulated} workers do not divide, while not all count.\n"
-                "    cure: a loss with one value per example and no batch statistics, which can leave padding out; or drop the batch."
+                "    fix: a loss with one value per example and no batch statistics, which can leave padding out; or drop the batch."
             )
         return self._function(("step", weights.shape[0], split))(state, batch, weights, events)
 
@@ -232,7 +235,7 @@ class Program:
             spelled = lambda tree: ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(tree).items())
             raise DataError(
                 f"predict: the model fails on {spelled(inputs)}: {first_line(error)}\n"
-                f"    cure: what the loss calls the model with; the batches that it was trained on hold {spelled(self.placed.sample)}."
+                f"    fix: what the loss calls the model with; the batches that it was trained on hold {spelled(self.placed.sample)}."
             ) from error
         self._fitting.add(kind)
 

@@ -28,7 +28,7 @@ def naming_differences(sample: Tree, trained: Tree) -> Iterator[None]:
         problems = [] if trained is None else differences(sample, trained)
         if not problems:
             raise
-        problems[-1] = dataclasses.replace(problems[-1], cure="batches like those for training, but for the number of rows.")
+        problems[-1] = dataclasses.replace(problems[-1], fix="batches like those for training, but for the number of rows.")
         raise DataError(problems_text(f"the data to evaluate does not fit: {str(error).splitlines()[0]}", problems)) from error
 
 

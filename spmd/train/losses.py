@@ -40,7 +40,7 @@ def of_parts(loss: Callable[..., Any]) -> Callable[..., Any]:
 def _whole(targets: jax.Array) -> jax.Array | bool:
     """Which targets are whole numbers; those of files may be, as floats."""
     if jnp.issubdtype(targets.dtype, jnp.complexfloating):
-        raise LossError(f"cross_entropy: the targets are {describe(targets)}.\n    cure: integers.")
+        raise LossError(f"cross_entropy: the targets are {describe(targets)}.", fix="integers.")
     return targets == jnp.floor(targets) if jnp.issubdtype(targets.dtype, jnp.floating) else True
 
 
@@ -87,7 +87,7 @@ def check_masks(functions: Iterable[Any], batch: Any) -> None:
                 f'{function.name}: {count:g} of the {math.prod(batch[name].shape)} entries of the mask "{name}", '
                 f"{describe(batch[name])}, are neither 0 nor 1, such as "
                 f"{math.nan if nans else value:g}.\n"
-                "    cure: a mask of bool, or of 0 and 1. For weights, a loss of your own that returns "
+                "    fix: a mask of bool, or of 0 and 1. For weights, a loss of your own that returns "
                 "((weights * values).sum(), weights.sum())."
             )
 
@@ -115,17 +115,17 @@ def check_targets(loss: Any, classes: int, batch: Any) -> None:
         return
     low, high, part, nans = map(float, jax.device_get(_range(loss, batch)))
     if part != 0 and math.isfinite(part):
-        raise DataError(f"{loss.name}: a target is {part:g}, which is no whole number.\n    cure: classes, counted from 0.")
+        raise DataError(f"{loss.name}: a target is {part:g}, which is no whole number.", fix="classes, counted from 0.")
     if nans:
-        raise DataError(f"{loss.name}: {nans:g} targets are NaN.\n    cure: a look at the data, or cross_entropy.on(mask=...).")
+        raise DataError(f"{loss.name}: {nans:g} targets are NaN.", fix="a look at the data, or cross_entropy.on(mask=...).")
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise DataError(f"{loss.name}: targets from {low:g} to {high:g}.\n    cure: a look at the data for NaN and infinity.")
+        raise DataError(f"{loss.name}: targets from {low:g} to {high:g}.", fix="a look at the data for NaN and infinity.")
     low, high = math.floor(low), math.ceil(high)
     if low < 0 or high >= classes:
         ignored = " Those that do not count: cross_entropy.on(ignore=-100), or on(mask=...)." if low < 0 else ""
         raise DataError(
             f"{loss.name}: targets from {low} to {high}, and the model gives {classes} logits, for classes 0 to {classes - 1}.\n"
-            f"    cure: classes counted from 0, or a model with {max(high + 1, 1)} logits.{ignored}"
+            f"    fix: classes counted from 0, or a model with {max(high + 1, 1)} logits.{ignored}"
         )
 
 

@@ -118,6 +118,6 @@ class MetricRows:
 TEXT = (
     'the metric "{}" is no mean over rows, but the mean over {} is taken: of {} rows it is {:.6g}, and the mean over two halves of them '
     "is {:.6g}.\n"
-    "    cure: return (sum, count), both summed over the rows given, or one value per row that depends on no other row. Where a mean over "
+    "    fix: return (sum, count), both summed over the rows given, or one value per row that depends on no other row. Where a mean over "
     'parts is what you want: metrics={{"{}": spmd.losses.of_parts(metric)}}, or of_parts around a loss that returns it.'
 )

@@ -59,7 +59,7 @@ class PerExample:
           OptionError: `ignore` is no whole number.
         """
         if ignore is not None and (isinstance(ignore, bool) or not isinstance(ignore, int | np.integer)):
-            raise OptionError(f"{self.name}.on(ignore={brief(ignore)}): a target is a whole number.\n    cure: such as ignore=-100.")
+            raise OptionError(f"{self.name}.on(ignore={brief(ignore)}): a target is a whole number.", fix="such as ignore=-100.")
         given = {"inputs": inputs, "targets": targets, "mask": mask, "ignore": ignore}
         return dataclasses.replace(self, **{name: value for name, value in given.items() if value is not None})
 
@@ -78,7 +78,7 @@ class PerExample:
     def _key(self, batch: dict, named: str | None, known: tuple[str, ...], role: str) -> str:
         if named is not None:
             if named not in batch:
-                raise DataError(f'{self.name}: the batch has no key "{named}".\n    cure: {did_you_mean(named, batch)}')
+                raise DataError(f'{self.name}: the batch has no key "{named}".', fix=f"{did_you_mean(named, batch)}")
             return named
         found = [key for key in known if key in batch]
         if len(found) == 1:
@@ -86,7 +86,7 @@ class PerExample:
         what = f"{len(found)} keys could be" if found else "no key is known as"
         raise DataError(
             f"{self.name}: {what} the {role}; the batch has {', '.join(map(str, batch))}.\n"
-            f'    cure: name them: {self.name}.on(inputs="...", targets="...").'
+            f'    fix: name them: {self.name}.on(inputs="...", targets="...").'
         )
 
     def __call__(self, model: Any, batch: Any) -> Any:
@@ -100,7 +100,7 @@ class PerExample:
         if values.shape != counts.shape:
             raise LossError(
                 f"{self.name}: {describe(values)} for targets {describe(targets)}, so positions cannot be left out.\n"
-                "    cure: a function with one value for each target."
+                "    fix: a function with one value for each target."
             )
         values = jnp.where(self.no_mask(batch), jnp.nan, jnp.where(counts, values.astype(jnp.float32), 0.0))
         return values.sum(), counts.sum(dtype=jnp.float32)
@@ -116,7 +116,7 @@ class PerExample:
             raise LossError(
                 f"{self.name}.on(ignore={self.ignore}): the targets are {describe(targets)}, from {limits.min} to {limits.max}, "
                 f"so none can be {self.ignore}.\n"
-                "    cure: targets of a dtype that holds it, such as int32, made before they are marked; or the number that marks them."
+                "    fix: targets of a dtype that holds it, such as int32, made before they are marked; or the number that marks them."
             )
         return counts & (targets != self.ignore)
 
@@ -131,13 +131,11 @@ class PerExample:
             return None
         targets = self.split(batch)[1]
         if not isinstance(batch, dict) or self.mask not in batch:
-            cure = did_you_mean(self.mask, batch) if isinstance(batch, dict) else "a batch that is a dict, with the mask under a name."
-            raise DataError(f'{self.name}: the batch has no mask "{self.mask}".\n    cure: {cure}')
+            fix = did_you_mean(self.mask, batch) if isinstance(batch, dict) else "a batch that is a dict, with the mask under a name."
+            raise DataError(f'{self.name}: the batch has no mask "{self.mask}".', fix=f"{fix}")
         mask = batch[self.mask]
         if mask.shape != targets.shape:
-            raise LossError(
-                f"{self.name}: the mask is {describe(mask)}, the targets are {describe(targets)}.\n    cure: one mask for each."
-            )
+            raise LossError(f"{self.name}: the mask is {describe(mask)}, the targets are {describe(targets)}.", fix="one mask for each.")
         return mask
 
 
@@ -152,7 +150,7 @@ def same_shape(name: str, outputs: jax.Array, targets: jax.Array) -> None:
     if outputs.shape != targets.shape:
         raise LossError(
             f"{name}: the targets are {describe(targets)}, but the outputs ask for {describe(outputs)}.\n"
-            "    cure: reshape one of them; they are not broadcast."
+            "    fix: reshape one of them; they are not broadcast."
         )
 
 

@@ -82,7 +82,7 @@ class Placed:
         platform: str | None = None,
     ):
         if metrics is not None and not isinstance(metrics, Mapping):
-            raise OptionError(f"metrics={brief(metrics)} is not a dict.\n    cure: {{name: function(model, batch)}}.")
+            raise OptionError(f"metrics={brief(metrics)} is not a dict.", fix="{name: function(model, batch)}.")
         self._given, self.options = wrap(model), options
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
         self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
@@ -168,14 +168,14 @@ class Placed:
     @functools.cached_property
     def _own(self) -> Variables:
         if isinstance(self._given, LinenModel) and self._sample is None:
-            raise ModelError("a linen module shows its shapes only on data.\n    cure: trainer.init(batch), with a batch or its shapes.")
+            raise ModelError("a linen module shows its shapes only on data.", fix="trainer.init(batch), with a batch or its shapes.")
         key = jax.eval_shape(lambda: jax.random.key(0))
         variables = abstractly(lambda k: self._given.init(k, self._run), "the model", key)
         counted = [path for path, leaf in flatten(variables.params).items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
         if counted:
             raise ModelError(
                 f"parameters that have no gradient: {', '.join(counted[:5])} ({flatten(variables.params)[counted[0]].dtype}).\n"
-                "    cure: an nnx.Variable instead of an nnx.Param, a floating-point dtype, or a constant in the model."
+                "    fix: an nnx.Variable instead of an nnx.Param, a floating-point dtype, or a constant in the model."
             )
         return variables
 

@@ -35,7 +35,7 @@ class Objective:
         if not callable(self.loss):
             raise LossError(
                 f"loss={brief(self.loss)} is {a_kind(self.loss)}, not a function (model, batch[, rng]).\n"
-                "    cure: such as spmd.losses.mean_squared_error."
+                "    fix: such as spmd.losses.mean_squared_error."
             )
         for name, metric in self.metrics.items():
             if not callable(metric) or name in RESERVED:
@@ -69,11 +69,11 @@ class Objective:
         if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
             raise LossError(
                 f"the loss returned {a_kind(value)}; wanted a scalar, the mean over the batch, or one value per example.\n"
-                "    cure: return it alone, or as (value, {name: metric})."
+                "    fix: return it alone, or as (value, {name: metric})."
             )
         twice = [name for name in extra if name in RESERVED or name in self.metrics]
         if twice:
-            raise LossError(f'the loss also returns a metric "{twice[0]}", which is the name of another.\n    cure: another name for it.')
+            raise LossError(f'the loss also returns a metric "{twice[0]}", which is the name of another.', fix="another name for it.")
         value = tuple(map(jnp.asarray, value)) if isinstance(value, tuple) else jnp.asarray(value)
         for name, metric in self.metrics.items():
             with naming_in_trace(f'metric "{name}"', batch):
@@ -83,7 +83,7 @@ class Objective:
             if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
                 raise LossError(
                     f'metric "{name}" returned {a_kind(measured)}; wanted a scalar, one value per example, or a (sum, count) pair.\n'
-                    "    cure: an array or a number."
+                    "    fix: an array or a number."
                 )
         return value, extra
 
@@ -106,7 +106,7 @@ def naming_in_trace(what: str, batch: Any) -> Iterator[None]:
         raise LossError(
             known_cause(error)
             or f"{what} fails on a batch of {{{shapes}}}: {first_line(error)}\n"
-            "    cure: the error above has the line; check that the model takes these shapes."
+            "    fix: the error above has the line; check that the model takes these shapes."
         ) from error
 
 
@@ -131,7 +131,7 @@ def _leaked(what: str, error: Exception) -> LossError:
         f"{what} uses an array of a trace that is over{f', made at {made}' if made else ''}.\n"
         "    A step is traced and then runs compiled, so what a model, a loss or a metric keeps in an attribute, a list or a global is a\n"
         "    tracer, which has no value.\n"
-        "    cure: return it as a metric, (loss, {name: array}); or keep it in an nnx.Variable, such as nnx.BatchStat."
+        "    fix: return it as a metric, (loss, {name: array}); or keep it in an nnx.Variable, such as nnx.BatchStat."
     )
 
 
@@ -179,12 +179,12 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise LossError(
             f"the loss returned {shown}, which is not a floating-point number and has no gradient.\n"
-            "    cure: return the loss itself, not a count or an index."
+            "    fix: return the loss itself, not a count or an index."
         )
     if value.shape not in ((), (rows,)):
         raise LossError(
             f"the loss returned {shown}; wanted a scalar, the mean over the batch, or one value per example, float32[{rows}].\n"
-            "    cure: take the mean over the other dims, such as  loss.mean(axis=tuple(range(1, loss.ndim)))."
+            "    fix: take the mean over the other dims, such as  loss.mean(axis=tuple(range(1, loss.ndim)))."
         )
     for name, metric in extra.items():
         jax.eval_shape(lambda m, w, name=name: as_sum(name, m, w), metric, jax.ShapeDtypeStruct((rows,), jnp.float32))
@@ -196,5 +196,5 @@ def check_worker(value: Any, rows: int, *, rowwise: bool) -> None:
     if rowwise and value.shape != (rows,):
         raise LossError(
             f"the loss returned float32[rows] for the whole batch, but {describe(value)} for the {rows} rows of one worker.\n"
-            "    cure: no squeeze() without an axis in the loss, and no batch size written into it."
+            "    fix: no squeeze() without an axis in the loss, and no batch size written into it."
         )

@@ -28,7 +28,7 @@ def check_update(optimizer: optax.GradientTransformation, params: Tree) -> None:
     except Exception as error:
         raise OptimizerError(
             f"the optimizer's update fails on gradients, parameters and value=loss: {first_line(error)}\n"
-            "    cure: one that needs no more than these; a line search that calls the loss itself is not supported."
+            "    fix: one that needs no more than these; a line search that calls the loss itself is not supported."
         ) from error
 
 
@@ -50,7 +50,7 @@ def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> N
     raise OptimizerError(
         f"{named} gives parameters other updates when they are packed into rows, as the servers keep them ({storage.placement}): in a "
         f"trial they are {share}. It depends on shapes, paths or norms of single parameters.\n"
-        "    cure: element-wise transformations (sgd, adamw without a mask, ...; clip_by_global_norm is exact too), or [gradients] "
+        "    fix: element-wise transformations (sgd, adamw without a mask, ...; clip_by_global_norm is exact too), or [gradients] "
         f'reduction = "reduce_scatter", which keeps them whole.{also}'
     )
 

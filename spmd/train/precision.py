@@ -16,9 +16,7 @@ def compute_dtype(precision: str) -> "jnp.dtype | None":
     True
     """
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise OptionError(
-            f'no precision "{precision}".\n    cure: {did_you_mean(str(precision), PRECISIONS)} Known: {", ".join(PRECISIONS)}.'
-        )
+        raise OptionError(f'no precision "{precision}".', fix=f"{did_you_mean(str(precision), PRECISIONS)} Known: {', '.join(PRECISIONS)}.")
     return PRECISIONS[precision]
 
 

@@ -1,7 +1,7 @@
 """Whether a step that sees rows in parts trains as one that sees all rows of a batch at once.
 
 Workers, accumulation and 1f1b pipelines call the loss on parts of a batch and take a mean over parts. That is the loss of the batch only
-if it is a mean over rows. It is proved from the traced loss where that can be done (`spmd.train.row_proof`); elsewhere both ways are run on the
+if it is a mean over rows. It is proved from the traced loss where possible (`spmd.train.row_proof`); elsewhere both ways are run on the
 first batch, and what cannot be rounding is refused.
 """
 
@@ -316,7 +316,7 @@ class Comparison:
             + line(f"seen {parts}:", 0)
             + line("seen at once:", 1)
             + f"    norm of the difference of the gradients: {found.apart:.6g}\n"
-            f"    cure: {' and '.join(changes)}, which was tried and sees them at once; or a loss that returns (sum, count), both "
+            f"    fix: {' and '.join(changes)}, which was tried and sees them at once; or a loss that returns (sum, count), both "
             "summed over the rows it is given, or one value per row that depends on no other row. Where the loss of a part is what "
             "you want: loss=spmd.losses.of_parts(loss)."
         )

@@ -49,7 +49,7 @@ def pieces(array: jax.Array, name: str = "") -> Html:
       (True, True)
     """
     if not isinstance(getattr(array, "sharding", None), NamedSharding):
-        raise OptionError("pieces of what is on no mesh.\n    cure: an array that spmd has placed, such as one of result.state.params.")
+        raise OptionError("pieces of what is on no mesh.", fix="an array that spmd has placed, such as one of result.state.params.")
     return array_drawing(name, array)
 
 

@@ -46,7 +46,7 @@ def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
     """The same drawing as a `matplotlib.figure.Figure`, with no window and no global state behind it."""
     several = given if isinstance(given, Mapping) else {"": given}
     if not several or not all(isinstance(one, Schedule) for one in several.values()):
-        raise OptionError(f"schedule: {given!r} is no schedule.\n    cure: what make_schedule gives, or a dict of such by title.")
+        raise OptionError(f"schedule: {given!r} is no schedule.", fix="what make_schedule gives, or a dict of such by title.")
     make = import_extra("matplotlib.figure", "examples").Figure
     ticks = max(one.ticks for one in several.values())
     heights = [one.stages + 1.6 for one in several.values()]

@@ -66,7 +66,7 @@ def timeline_figure(
     make = import_extra("matplotlib.figure", "examples").Figure
     several = account if isinstance(account, Mapping) else {"": account}
     if not several or not all(isinstance(one, Account) for one in several.values()):
-        raise OptionError(f"timeline: {account!r} is no account.\n    cure: what spmd.simulate gives, or a dict of such by title.")
+        raise OptionError(f"timeline: {account!r} is no account.", fix="what spmd.simulate gives, or a dict of such by title.")
     told = {title or _title(one): one for title, one in several.items()}
     end = _end(told, begin, seconds, workers)
     lines = [min(one.workers, workers) for one in told.values()]
@@ -88,14 +88,14 @@ def _end(told: Mapping[str, Account], begin: float, seconds: float | None, worke
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (begin, 0.0 if seconds is None else seconds))
     if not numbers or isinstance(workers, bool) or not isinstance(workers, int):
         why = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}: wanted two numbers and a whole one."
-        raise OptionError(f"timeline: {why}\n    cure: such as begin=0, seconds=20, workers=8.")
+        raise OptionError(f"timeline: {why}", fix="such as begin=0, seconds=20, workers=8.")
     longest = max((one.seconds for one in told.values()), default=0.0)
     if seconds is None:
         each = [float(np.median((one.spans.done - one.spans.began)[one.spans.arrived])) for one in told.values()]
         seconds = min(longest - begin, GRADIENTS * max(each, default=0.0)) if begin < longest else 0.0
     if not (math.isfinite(seconds) and seconds > 0 and 0 <= begin < longest) or workers < 1:
         why = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}: nothing would be drawn of {longest:,.4g} simulated seconds."
-        raise OptionError(f"timeline: {why}\n    cure: a stretch of time inside, and at least one worker.")
+        raise OptionError(f"timeline: {why}", fix="a stretch of time inside, and at least one worker.")
     return begin + seconds
 
 

@@ -93,7 +93,7 @@ def test_what_is_wrong_is_named(tmp_path, line, text, quoted):
 def test_files_that_are_no_data(tmp_path):
     written.csv(tmp_path / "a.csv", ["1,2"], "x,y")
     cases = [
-        ("none-*.csv", {}, r"no file matches .*none-\*.csv.*\n    cure: another pattern; the folder .* holds a.csv"),
+        ("none-*.csv", {}, r"no file matches .*none-\*.csv.*\n    fix: another pattern; the folder .* holds a.csv"),
         ("a.csv", {"columns": ["z"]}, r'columns: there is no column "z"'),
         ("a.csv", {"defaults": {"X": 1}}, 'defaults: there is no column "X"'),
         ("a.csv", {"defaults": {"x": 1.5}}, r'"x" is 1.5, and the column is int32'),
@@ -109,7 +109,7 @@ def test_files_that_are_no_data(tmp_path):
         ("[ao]*.csv", {}, r"other.csv has columns x, z; .*a.csv has x, y|open.csv, line 3: a quote that is never closed"),
         ("twice.csv", {}, "names x twice"),
         ("open.csv", {}, "open.csv, line 3: a quote that is never closed"),
-        ("text.csv", {}, r"column \"y\" holds text, such as 'cat', and no numbers .*\n    cure: categories=\{\"y\": \['cat', 'dog'\]\}"),
+        ("text.csv", {}, r"column \"y\" holds text, such as 'cat', and no numbers .*\n    fix: categories=\{\"y\": \['cat', 'dog'\]\}"),
     ]
     for name, options, text in cases:
         with pytest.raises((DataError, OptionError), match=text):
@@ -174,11 +174,11 @@ def test_numbers_that_would_become_infinite_are_told(tmp_path):
 
 
 FIRST_BYTES = {
-    "numbers in place of names": (b"1,2\n3,4\n", r"its header has numbers only: 1, 2\.\n    cure: names="),
-    "gzip": (b"\x1f\x8b\x08\0\0\0", r"a\.csv is compressed \(gzip\).*\n    cure: unpack it"),
+    "numbers in place of names": (b"1,2\n3,4\n", r"its header has numbers only: 1, 2\.\n    fix: names="),
+    "gzip": (b"\x1f\x8b\x08\0\0\0", r"a\.csv is compressed \(gzip\).*\n    fix: unpack it"),
     "another code": ("a,b\n1,2\n".encode("utf-16"), "its header is not UTF-8"),
     "a mark alone": (codecs.BOM_UTF8, "no CSV file has a record"),
-    "another separator": (b"a;b\n1;2\n", r"column \"a;b\" holds text.*\n    cure: separator=';'"),
+    "another separator": (b"a;b\n1;2\n", r"column \"a;b\" holds text.*\n    fix: separator=';'"),
 }
 
 
@@ -209,12 +209,12 @@ def test_options_that_cannot_be_meant(tmp_path):
         ({"columns": ["x", "x"]}, "columns: x twice"),
         ({"columns": {"a": 0}}, "columns=0 is an int"),
         ({"names": ["a", "a"]}, "names: a twice"),
-        ({"defaults": 0}, "defaults=0 is an int.\n    cure: a dict"),
+        ({"defaults": 0}, "defaults=0 is an int.\n    fix: a dict"),
         ({"defaults": {"x": [1]}}, r'"x" is \[1\], and the column is int32'),
         ({"defaults": {"x": float("nan")}}, '"x" is nan, and the column is int32'),
         ({"defaults": {"x": 2**40}}, '"x" is 1099511627776, which int32 does not hold'),
         ({"defaults": {"x": 10**400}, "types": {"x": "float64"}}, "which float64 does not hold"),
-        ({"categories": {"x": "12"}}, "\"x\" is '12'.\n    cure: a list of words"),
+        ({"categories": {"x": "12"}}, "\"x\" is '12'.\n    fix: a list of words"),
         ({"categories": {"x": [1, 2]}}, r'"x" is \[1, 2\]'),
         ({"categories": {"x": iter("12")}}, '"x" is <str'),
         ({"categories": {"x": ["1"]}, "types": {"x": "int8"}}, "types and categories both name x"),

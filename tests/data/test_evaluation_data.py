@@ -46,7 +46,7 @@ WIDER = r"""the data to evaluate does not fit: the loss fails on a batch of {x: 
 
   x   float32\[8, 5\]
       is float32\[8, 4\] in batches for training\.
-      cure: batches like those for training, but for the number of rows\."""
+      fix: batches like those for training, but for the number of rows\."""
 OTHER_KEYS = r"""the data to evaluate does not fit: the loss fails on a batch of {.*}: KeyError: 'x'
 3 problems:
 
@@ -114,7 +114,7 @@ def test_a_metric_that_the_evaluation_does_not_have_cannot_be_watched(tmp_path):
 def test_inputs_to_predict_that_do_not_fit_are_refused():
     result = trained()
     text = (
-        r"predict: the model fails on float32\[8, 5\]: TypeError: .*\n    cure: what the loss calls the model with; "
+        r"predict: the model fails on float32\[8, 5\]: TypeError: .*\n    fix: what the loss calls the model with; "
         r"the batches that it was trained on hold x float32\[8, 4\], y float32\[8, 1\]\."
     )
     for inputs, told in [(rows(width=5)["x"], text), (rows(), r"predict: the model fails on x float32\[8, 4\], y float32\[8, 1\]: ")]:

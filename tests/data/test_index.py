@@ -115,7 +115,7 @@ def test_data_of_the_same_size_and_other_contents_is_not_resumed(tmp_path):
     raw = path.read_bytes()
     path.write_bytes(raw[:-2] + bytes([raw[-2] ^ 1]) + raw[-1:])
     with pytest.raises(
-        CheckpointError, match=r"its data is not the same\n1 problem:\n\n  contents\n      saved '\w{16}', now '\w{16}'\n      cure: "
+        CheckpointError, match=r"its data is not the same\n1 problem:\n\n  contents\n      saved '\w{16}', now '\w{16}'\n      fix: "
     ):
         fit(make(), steps=3, checkpoint=tmp_path / "run", resume=True)
     with pytest.raises(DataError, match=r"this state is of other data: contents was"):
@@ -130,7 +130,7 @@ def test_arrays_of_other_contents_are_not_resumed(tmp_path):
         fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume=True)
     fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume="changed_data")
     assert _changed(tmp_path / "run") == ["contents y of the data have changed"]
-    with pytest.raises(OptionError, match=r"^resume='yes'\n    cure: True, False, or \"changed_data\""):
+    with pytest.raises(OptionError, match=r"^resume='yes'\n    fix: True, False, or \"changed_data\""):
         fit(data, batch_size=16, steps=3, checkpoint=tmp_path / "run", resume="yes")
 
 

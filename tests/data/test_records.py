@@ -177,7 +177,7 @@ def test_fit_says_what_does_not_fit(table):
     data = spmd.data.csv(path, **options)
     with pytest.raises(OptionError, match="batch_size=8, but the records come in batches of 16"):
         fit(data, batch_size=8, epochs=1)
-    with pytest.raises(OptionError, match=r"shuffle=False, but the records come with shuffle=True\.\n    cure: say it to what reads"):
+    with pytest.raises(OptionError, match=r"shuffle=False, but the records come with shuffle=True\.\n    fix: say it to what reads"):
         fit(data, shuffle=False, epochs=1)
     with pytest.raises(DataError, match="fewer than one batch of 64"):
         fit(spmd.data.csv(path, **{**options, "batch_size": 64}), epochs=1)
@@ -235,7 +235,7 @@ def test_the_first_that_cannot_be_read_ends_the_run(table):
     path, options, _ = table
     with pytest.raises(DataError, match=r"table.csv, line 7: column \"x0\" has 'x0\.\d+', which is not a number") as raised:
         fit(spmd.data.csv(path, shuffle=False, types={"x0": "float32"}, **options), epochs=1)
-    assert "cure: mend the file, or on_error=" in str(raised.value)
+    assert "fix: mend the file, or on_error=" in str(raised.value)
 
 
 def test_skipped_records_have_no_weight_and_are_counted(table, caplog):
@@ -293,7 +293,7 @@ def test_options_that_cannot_be_meant(folder):
         with pytest.raises(OptionError, match=text):
             data.epoch(*where)
     for state in ({}, None, {"epoch": 0}):
-        with pytest.raises(DataError, match=r"this is no state of records.*\n    cure: what get_state"):
+        with pytest.raises(DataError, match=r"this is no state of records.*\n    fix: what get_state"):
             iter(data).set_state(state)
 
 

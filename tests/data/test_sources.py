@@ -94,18 +94,18 @@ BAD_ARRAYS = {
         "data='digits.npz': give a dict or tuple of arrays, an iterable of batches, or a grain data set.",
     ),
     "a number": (7, {}, DataError, "the data is an int: not arrays, and it cannot be iterated."),
-    "no leaves": ({}, {}, DataError, "the data holds no arrays: {}.\n    cure: a dict or tuple of arrays of shape [rows, ...]."),
+    "no leaves": ({}, {}, DataError, "the data holds no arrays: {}.\n    fix: a dict or tuple of arrays of shape [rows, ...]."),
     "no examples": (
         numbered(0),
         {},
         DataError,
-        "the data is empty: x int32[0], y float32[0].\n    cure: look at what it was read or filtered from.",
+        "the data is empty: x int32[0], y float32[0].\n    fix: look at what it was read or filtered from.",
     ),
     "fewer than one batch": (
         numbered(5),
         {},
         DataError,
-        "the data has 5 examples, fewer than one batch of 8.\n    cure: batch_size=5 or less.",
+        "the data has 5 examples, fewer than one batch of 8.\n    fix: batch_size=5 or less.",
     ),
     "ragged": (
         {"x": np.zeros((8, 2), np.float32), "y": np.zeros(7, np.int32)},
@@ -113,19 +113,19 @@ BAD_ARRAYS = {
         DataError,
         "the data is ragged: its leaves have different numbers of rows\n2 problems:\n\n"
         "  x   float32[8, 2]\n      has 8 rows.\n\n  y   int32[7]\n      has 7 rows.\n"
-        "      cure: the same number of rows in every leaf; the smallest has 7, the largest 8.",
+        "      fix: the same number of rows in every leaf; the smallest has 7, the largest 8.",
     ),
     "a scalar": (
         {"x": np.zeros(8), "scale": np.float32(2)},
         {},
         DataError,
-        "the data: scale has no dim 0 to cut into rows.\n    cure: arrays of shape [rows, ...].",
+        "the data: scale has no dim 0 to cut into rows.\n    fix: arrays of shape [rows, ...].",
     ),
     "no batch size": (
         numbered(8),
         {"batch_size": None},
         OptionError,
-        "batch_size is missing: arrays have to be cut into batches.\n    cure: such as batch_size=128.",
+        "batch_size is missing: arrays have to be cut into batches.\n    fix: such as batch_size=128.",
     ),
     "batch size 0": (numbered(8), {"batch_size": 0}, OptionError, "batch_size=0: a whole number from 1."),
     "batch size 2.5": (numbered(8), {"batch_size": 2.5}, OptionError, "batch_size=2.5: a whole number from 1."),
@@ -133,7 +133,7 @@ BAD_ARRAYS = {
         [numbered(8)],
         {"shuffle": True},
         OptionError,
-        "shuffle=True: batches of an iterable come in its own order.\n    cure: shuffle where they are made, or give arrays.",
+        "shuffle=True: batches of an iterable come in its own order.\n    fix: shuffle where they are made, or give arrays.",
     ),
 }
 
@@ -199,7 +199,7 @@ def test_a_generator_that_can_be_read_once_says_so_in_epoch_2():
         fit((batch for batch in batches()), epochs=2)
     assert str(raised.value) == (
         "the data yields nothing in epoch 2: it can be iterated only once.\n"
-        "    cure: a list, or a function that returns a fresh iterator: lambda: batches()."
+        "    fix: a list, or a function that returns a fresh iterator: lambda: batches()."
     )
 
 
@@ -220,20 +220,20 @@ BAD_ITERABLES = {
         [],
         {},
         "the data is empty: it yields no batch.\n"
-        "    cure: look at what it is made from; an iterator that was read before has to be made anew.",
+        "    fix: look at what it is made from; an iterator that was read before has to be made anew.",
     ),
     "no rows": ([{"x": np.zeros((0, 2))}], {}, "the data is empty: its first batch has 0 rows."),
     "another size": (
         [numbered(8)],
         {"batch_size": 16},
-        "batch_size=16, but the data yields batches of 8 rows.\n    cure: leave batch_size out, or yield 16.",
+        "batch_size=16, but the data yields batches of 8 rows.\n    fix: leave batch_size out, or yield 16.",
     ),
     "ragged": (
         [{"x": np.zeros((8, 2), np.float32), "y": np.zeros(6, np.int32)}],
         {},
         "the first batch is ragged: its leaves have different numbers of rows\n2 problems:\n\n"
         "  x   float32[8, 2]\n      has 8 rows.\n\n  y   int32[6]\n      has 6 rows.\n"
-        "      cure: the same number of rows in every leaf; the smallest has 6, the largest 8.",
+        "      fix: the same number of rows in every leaf; the smallest has 6, the largest 8.",
     ),
 }
 

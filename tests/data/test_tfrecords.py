@@ -106,7 +106,7 @@ def test_a_flipped_bit_is_named_and_skipped(path, caplog):
     at, raw = starts(path)[17], bytearray(path.read_bytes())
     raw[at + 30] ^= 4
     path.write_bytes(raw)
-    with pytest.raises(DataError, match=rf"a.tfrecord, record 17 \(byte {at}\): its checksum is not that of its data\n    cure: "):
+    with pytest.raises(DataError, match=rf"a.tfrecord, record 17 \(byte {at}\): its checksum is not that of its data\n    fix: "):
         read(path)
     with caplog.at_level(logging.WARNING, "spmd"):
         assert read(path, on_error="skip")["raw"][:, 0].tolist() == [one for one in range(ROWS) if one != 17]
@@ -178,7 +178,7 @@ def test_what_is_declared_is_checked_before_a_file_is_opened():
         (lambda: fixed((), "int32", default=1.5), "does not hold it"),
         (lambda: fixed((3,), "int32", default=[1, 2]), r"int32\[3\] does not hold it"),
         (lambda: fixed((), "int8", default=300), "does not hold it"),
-        (lambda: fixed((), "int32", decode=3), "is an int.\n    cure: a function"),
+        (lambda: fixed((), "int32", decode=3), "is an int.\n    fix: a function"),
         (lambda: padded(3, "int32", fill="x"), r"padded\(fill='x'\): int32 does not hold it"),
         (lambda: padded(3, "int32", fill=None), "does not hold it"),
     ]:
@@ -200,7 +200,7 @@ def test_numbers_that_a_narrow_dtype_does_not_hold_are_told(tmp_path):
 def test_a_file_that_is_compressed_is_told(path):
     path.write_bytes(gzip.compress(path.read_bytes()))
     for on_error in ("stop", "skip"):
-        with pytest.raises(DataError, match=r"a.tfrecord is compressed \(gzip\).*\n    cure: unpack it"):
+        with pytest.raises(DataError, match=r"a.tfrecord is compressed \(gzip\).*\n    fix: unpack it"):
             read(path, on_error=on_error)
 
 
@@ -334,7 +334,7 @@ def test_a_first_array_record_that_cannot_be_read_is_skipped_like_any_other(tmp_
     number = lambda raw: {"at": np.int32(raw[6:])}
     for damaged, decode in [(raw.replace(b"number0", b"numbex0"), number), (raw, lambda raw: number(raw.replace(b"0", b"?")))]:
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"a.array_record, record 0: (it cannot be read|decode raises ValueError).*\n    cure: .*skip"):
+        with pytest.raises(DataError, match=r"a.array_record, record 0: (it cannot be read|decode raises ValueError).*\n    fix: .*skip"):
             spmd.data.array_record(path, decode=decode, **options)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "spmd"):

@@ -117,7 +117,7 @@ def test_hosts_that_do_not_answer(hosts, tmp_path):
     assert run.code == 255 and not run.hashes, "a first attempt needs all: a name may be wrong"
     assert run.text.count("spmd launch: 1 of 2 hosts are there") == 2
     run = hosts(names=["127.0.0.1 processes=1", "192.0.2.1 processes=1"])
-    assert run.code == 2 and "192.0.2.1 is no address of this host" in run.text and "cure: 192.0.2.1 address=ADDRESS" in run.text
+    assert run.code == 2 and "192.0.2.1 is no address of this host" in run.text and "fix: 192.0.2.1 address=ADDRESS" in run.text
 
 
 @SLOW

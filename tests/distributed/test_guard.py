@@ -46,7 +46,7 @@ def test_a_process_that_is_alone():
     assert alone.stops(4) and alone.asked == "first"
     alone.begin(4)
     assert not alone.stops(4), "a new run was asked nothing"
-    with pytest.raises(ClusterError, match=r"this process is alone.\n    cure: spmd.join\(\) first"):
+    with pytest.raises(ClusterError, match=r"this process is alone.\n    fix: spmd.join\(\) first"):
         coordination.put("x", "y")
 
 

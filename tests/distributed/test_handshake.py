@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from spmd.distributed import consistency, coordination
-from spmd.errors import AbsentError, ClusterError
+from spmd.errors import ClusterError, RendezvousTimeout
 
 
 class Service:
@@ -94,11 +94,11 @@ def test_all_hear_what_differs(together):
 @pytest.mark.parametrize(("there", "missing"), [([0, 2], 1), ([1, 2], 0)])
 def test_who_does_not_come_is_named(together, there, missing):
     found = together(lambda rank: consistency.agree({"a": "1"}, timeout=30.0), there, 3)
-    assert {type(error) for error in found} == {AbsentError}
+    assert {type(error) for error in found} == {RendezvousTimeout}
     assert all(f"process {missing} did not come in 30 s" in str(error) for error in found)
 
 
 def test_the_first_text_of_all(together):
     assert together(lambda rank: consistency.first_of_all(["", "b", "c"][rank]), range(3), 3) == ["b"] * 3
-    with pytest.raises(AbsentError, match=r"a process did not come in 30 s"):
+    with pytest.raises(RendezvousTimeout, match=r"a process did not come in 30 s"):
         raise together(lambda rank: consistency.first_of_all("", timeout=30.0), [0], 4)[0]

@@ -14,7 +14,7 @@ import pytest
 from spmd.distributed import rendezvous
 from spmd.distributed.detect_cluster import World, resolved
 from spmd.distributed.rendezvous import Card
-from spmd.errors import AbsentError, ClusterError
+from spmd.errors import ClusterError, RendezvousTimeout
 
 FACTS = {"jax": "0.10.2", "Python": "3.11"}
 
@@ -99,7 +99,7 @@ def test_a_name_may_get_its_address_late(port, monkeypatch):
     def late(world):
         asked.append(world)
         if len(asked) < 3:
-            raise AbsentError("no address yet")
+            raise RendezvousTimeout("no address yet")
         return resolved(world)
 
     monkeypatch.setattr(rendezvous, "resolved", late)
@@ -110,11 +110,11 @@ def test_a_name_may_get_its_address_late(port, monkeypatch):
 
 def test_a_name_without_an_address_is_not_waited_for_for_ever(port, monkeypatch, clock):
     def never(world):
-        raise AbsentError("it has no address")
+        raise RendezvousTimeout("it has no address")
 
     monkeypatch.setattr(rendezvous, "resolved", never)
     said = []
-    with pytest.raises(AbsentError, match="has no address"):
+    with pytest.raises(RendezvousTimeout, match="has no address"):
         rendezvous.call_roll(*told(port, 0, 2), timeout=25.0, say=said.append)
     assert clock.now == 25.0 and said == [f"waiting for an address of 127.0.0.1 ({spent} s of 25)" for spent in (10, 20)]
 
@@ -159,7 +159,7 @@ def test_the_missing_are_named_also_to_those_who_come_a_little_late(port, monkey
     with rendezvous._Desk(world, card, "127.0.0.1") as desk:
         there = connected(port)
         there.sendall(line(2, 4))
-        with pytest.raises(AbsentError, match=r"processes \[1, 3\] of 4 did not come in 20 s"):
+        with pytest.raises(RendezvousTimeout, match=r"processes \[1, 3\] of 4 did not come in 20 s"):
             desk.meet(20.0, said.append)
     assert said == ["waiting for processes [1, 3] (10 s of 20)"]
     assert heard(there) == heard(late[0]) == {"problem": "processes [1, 3] of 4 did not come in 20 s"}
@@ -167,7 +167,7 @@ def test_the_missing_are_named_also_to_those_who_come_a_little_late(port, monkey
 
 def test_nobody_calls(port, clock):
     said = []
-    with pytest.raises(AbsentError, match=rf"no answer from process 0 at 127\.0\.0\.1:{port} in 25 s"):
+    with pytest.raises(RendezvousTimeout, match=rf"no answer from process 0 at 127\.0\.0\.1:{port} in 25 s"):
         rendezvous.call_roll(*told(port, 1, 2), timeout=25.0, say=said.append)
     assert said == [f"waiting for process 0 at 127.0.0.1:{port} ({spent} s of 25)" for spent in (10, 20)]
 
@@ -176,7 +176,7 @@ def test_a_port_that_is_taken_is_named_at_once(port, clock):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        with pytest.raises(AbsentError, match=rf"port {port} of 127\.0\.0\.1 cannot be listened at: Address already in use"):
+        with pytest.raises(RendezvousTimeout, match=rf"port {port} of 127\.0\.0\.1 cannot be listened at: Address already in use"):
             rendezvous.call_roll(*told(port, 0, 2), timeout=60.0, say=lambda text: None)
     assert clock.now == 0.0, "nothing was waited for"
 
@@ -221,7 +221,7 @@ def test_process_0_that_does_not_know_the_token_is_not_believed(port, clock):
     with socket.create_server(("127.0.0.1", port)) as door:
         squatter = threading.Thread(target=squat, args=(door,), daemon=True)
         squatter.start()
-        with pytest.raises(AbsentError, match="do both know the same token"):
+        with pytest.raises(RendezvousTimeout, match="do both know the same token"):
             rendezvous.call_roll(*told(port, 1, 2), timeout=1.0, say=lambda text: None)
         door.shutdown(socket.SHUT_RDWR)
         squatter.join(60)

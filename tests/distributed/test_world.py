@@ -97,18 +97,18 @@ def test_detected(environment, wanted):
     ("environment", "message"),
     [
         ({"SPMD_PROCESSES": "two", "SPMD_PROCESS": "0"}, "SPMD_PROCESS"),
-        ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "2", "SPMD_COORDINATOR": "h:1"}, "process 2 of 2.\n    cure: numbers from 0 to 1."),
+        ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "2", "SPMD_COORDINATOR": "h:1"}, "process 2 of 2.\n    fix: numbers from 0 to 1."),
         ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "0"}, "SPMD_COORDINATOR is not set."),
-        ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "0", "SPMD_COORDINATOR": "host"}, '"host" is no address.\n    cure: HOST:PORT'),
-        (MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "does not know where process 0 is.\n    cure: mpirun -x SPMD_COORDINATOR=HOST:PORT"),
+        ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "0", "SPMD_COORDINATOR": "host"}, '"host" is no address.\n    fix: HOST:PORT'),
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "does not know where process 0 is.\n    fix: mpirun -x SPMD_COORDINATOR=HOST:PORT"),
         (
             TORCH | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
-            "3 GPUs cannot be shared by 2 processes of a host.\n    cure: as many processes as GPUs",
+            "3 GPUs cannot be shared by 2 processes of a host.\n    fix: as many processes as GPUs",
         ),
         (
             SLURM | {"SLURM_HET_SIZE": "2"},
             "SLURM job 4242 has 2 components; where its processes meet cannot be read from what SLURM tells them.\n"
-            "    cure: a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each task.",
+            "    fix: a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each task.",
         ),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4x2"}, "SLURM_STEP_TASKS_PER_NODE='4x2' cannot be read."),
     ],

@@ -165,7 +165,7 @@ def test_a_temperature_is_fitted_to_held_out_data(three, digits):
     assert sharper.temperature == told[1].temperature and "at temperature" in repr(sharper)
     np.testing.assert_allclose(sharper.predict(images), plain.predict(images), atol=2e-3)
     np.testing.assert_allclose(sharper.evaluate(digits[1]).ensemble["log loss"], told[1].after["log loss"], rtol=1e-5)
-    with pytest.raises(EnsembleError, match=r'share of 0 votes\.\n    cure: combine="mean"'):
+    with pytest.raises(EnsembleError, match=r'share of 0 votes\.\n    fix: combine="mean"'):
         spmd.Ensemble(three, combine="vote").calibrate(images, labels)
 
 
@@ -188,9 +188,9 @@ def test_uncertainty_of_known_numbers():
     ("members", "options", "error", "words"),
     [
         ([], {}, OptionError, r"an ensemble of no members"),
-        ([3], {}, OptionError, r"member 0 is an int\.\n    cure: a Result of fit"),
-        (["one"], {"combine": "median"}, OptionError, r"combine='median'\.\n    cure: did you mean \"mean\""),
-        (["one"], {"mesh": "data=2"}, OptionError, r'mesh="data=2": members lie over one axis, "net"\.\n    cure: mesh="net=1"'),
+        ([3], {}, OptionError, r"member 0 is an int\.\n    fix: a Result of fit"),
+        (["one"], {"combine": "median"}, OptionError, r"combine='median'\.\n    fix: did you mean \"mean\""),
+        (["one"], {"mesh": "data=2"}, OptionError, r'mesh="data=2": members lie over one axis, "net"\.\n    fix: mesh="net=1"'),
         (
             ["one", "narrow"],
             {},
@@ -218,7 +218,7 @@ def test_labels_and_inputs_that_do_not_fit(three, digits):
     ensemble, data = spmd.Ensemble(three), digits[1]
     with pytest.raises(DataError, match=r"the labels are int64\[297\]; wanted integers \[297\] from 0 to 9"):
         ensemble.evaluate((data["image"], np.full(297, 10)))
-    with pytest.raises(DataError, match=r"(?s)inputs and labels: .*cure: a pair \(inputs, labels\)"):
+    with pytest.raises(DataError, match=r"(?s)inputs and labels: .*fix: a pair \(inputs, labels\)"):
         ensemble.evaluate({"picture": data["image"], "label": data["label"]})
     with pytest.raises(DataError, match=r"the model takes float32\[rows, 8, 8, 1\]"):
         ensemble.predict(data["image"][..., 0])
@@ -303,7 +303,7 @@ def test_a_member_that_fails_is_named_and_not_fatal(monkeypatch):
         assert answer.failed["broken"] == "ValueError: no route"
         assert re.match(r"it answered float32\[1, 3\]; the others \[4, 3\]", answer.failed["short"])
         assert set(answer.failed) == {"broken", "short", "wide", "text"}
-        with pytest.raises(EnsembleError, match=r"members that are functions are in no .*program: broken, .*\n    cure: ensemble\.ask"):
+        with pytest.raises(EnsembleError, match=r"members that are functions are in no .*program: broken, .*\n    fix: ensemble\.ask"):
             ensemble.predict(ZERO)
     slow = Slow(sure_of(0))
     deadlines_pass_after(monkeypatch, answers=1, began=slow.began)

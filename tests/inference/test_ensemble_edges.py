@@ -53,7 +53,7 @@ def test_a_temperature_brings_small_probabilities_back():
 
 def test_a_right_class_that_is_impossible_has_no_temperature():
     made = spmd.Ensemble([scaled([1.0, 1.0, -np.inf])])
-    with pytest.raises(EnsembleError, match=r"1 of 2 labels have probability 0.*\n    cure: members that give"):
+    with pytest.raises(EnsembleError, match=r"1 of 2 labels have probability 0.*\n    fix: members that give"):
         made.calibrate(np.ones(2, np.float32), np.array([0, 2]))
     assert made.temperature == 1.0
 
@@ -161,7 +161,7 @@ def test_closing_beside_a_question_without_a_deadline(monkeypatch):
 def test_a_question_to_threads_that_have_ended():
     workers = Workers({"one": lambda inputs: SAID})
     workers.close(60)
-    with pytest.raises(EnsembleError, match=r"closed before this question was put\.\n    cure: ask again"):
+    with pytest.raises(EnsembleError, match=r"closed before this question was put\.\n    fix: ask again"):
         workers.ask(X, 4, 60)
 
 
@@ -194,5 +194,5 @@ def test_deadlines_that_are_none(deadline):
 
 @pytest.mark.parametrize("members", [None, "model", 3])
 def test_members_that_are_no_list(members):
-    with pytest.raises(OptionError, match=r"members is .*\n    cure: a list of members"):
+    with pytest.raises(OptionError, match=r"members is .*\n    fix: a list of members"):
         spmd.Ensemble(members)

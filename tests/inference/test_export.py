@@ -155,9 +155,9 @@ def test_a_program_for_other_platforms_is_made_here(results, tmp_path):
     both = results["functional"].export(tmp_path / "both", platforms=("cpu", "cuda")).folder
     assert spmd.load_exported(both)(np.ones((2, 8, 8, 1), np.float32)).shape == (2, 10)
     cuda = results["functional"].export(tmp_path / "cuda", platforms=("cuda",)).folder
-    with pytest.raises(ExportError, match=r"was exported for cuda; this is cpu\.\n    cure: export\(\.\.\., platforms=\('cuda', 'cpu'\)\)"):
+    with pytest.raises(ExportError, match=r"was exported for cuda; this is cpu\.\n    fix: export\(\.\.\., platforms=\('cuda', 'cpu'\)\)"):
         spmd.load_exported(cuda)
-    with pytest.raises(OptionError, match=r"platforms: 'gpu'\.\n    cure: of cpu, cuda, rocm, tpu"):
+    with pytest.raises(OptionError, match=r"platforms: 'gpu'\.\n    fix: of cpu, cuda, rocm, tpu"):
         results["functional"].export(tmp_path / "gpu", platforms=("gpu",))
 
 
@@ -170,7 +170,7 @@ def test_a_model_that_wants_to_know_its_rows_has_a_cure(tmp_path):
     trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), mesh="data=8")
     batch = {"x": np.arange(64, dtype=np.float32).reshape(16, 4), "y": np.ones((16, 2), np.float32)}
     state = trainer.init(batch)
-    with pytest.raises(ExportError, match=r"(?s)for any number of rows: InconclusiveDimensionOperation: .*cure: batch=16, or another"):
+    with pytest.raises(ExportError, match=r"(?s)for any number of rows: InconclusiveDimensionOperation: .*fix: batch=16, or another"):
         spmd.export(trainer, state, tmp_path / "model")
     assert not list(tmp_path.iterdir())
     loaded = spmd.load_exported(spmd.export(trainer, state, tmp_path / "model", batch=16).folder)
@@ -187,12 +187,12 @@ def test_inputs_are_those_of_the_loss_or_are_given(tmp_path):
     given = {"a": np.ones((3, 4), np.float32), "b": np.ones((3, 2), np.float32)}
     assert loaded(given).tolist() == [[5.0, 5.0]] * 3
     unseen = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.1))
-    with pytest.raises(OptionError, match=r"no batch was seen yet.*\n    cure: inputs="):
+    with pytest.raises(OptionError, match=r"no batch was seen yet.*\n    fix: inputs="):
         spmd.export(unseen, unseen.init(), tmp_path / "unseen")
     assert spmd.load_exported(spmd.export(unseen, unseen.init(), tmp_path / "unseen", inputs=given).folder)(given).shape == (3, 2)
     rowwise = lambda model, batch: jax.vmap(lambda a, b: model({"a": a[1:], "b": b}).sum())(batch["a"], batch["b"])
     strange = spmd.Trainer(model, loss=rowwise, optimizer=optax.sgd(0.1))
-    with pytest.raises(OptionError, match=r"calls it 1 times, not always with one array or tree of all rows\.\n    cure: inputs="):
+    with pytest.raises(OptionError, match=r"calls it 1 times, not always with one array or tree of all rows\.\n    fix: inputs="):
         spmd.export(strange, strange.init(batch), tmp_path / "strange")
 
 
@@ -200,11 +200,11 @@ def test_inputs_are_those_of_the_loss_or_are_given(tmp_path):
     ("given", "words"),
     [
         (np.ones((2, 8, 8), np.float32), r"the inputs are float32\[2, 8, 8\]; the model takes float32\[rows, 8, 8, 1\]"),
-        (np.ones((2, 8, 8, 1), np.int32), r"takes float32\[rows, 8, 8, 1\]\.\n    cure: astype\('float32'\)"),
+        (np.ones((2, 8, 8, 1), np.int32), r"takes float32\[rows, 8, 8, 1\]\.\n    fix: astype\('float32'\)"),
         ({"image": np.ones((2, 8, 8, 1), np.float32)}, r"the inputs are image float32\[2, 8, 8, 1\]; the model takes"),
         (np.ones((0, 8, 8, 1), np.float32), r"0 rows"),
         (np.float32(1), r"no dim 0"),
-        ([[[[1.0]] * 8] * 8] * 2, r"the inputs are a list; the model takes float32\[rows, 8, 8, 1\]\.\n    cure: numpy\.asarray"),
+        ([[[[1.0]] * 8] * 8] * 2, r"the inputs are a list; the model takes float32\[rows, 8, 8, 1\]\.\n    fix: numpy\.asarray"),
     ],
     ids=["shape", "dtype", "tree", "no rows", "scalar", "list"],
 )
@@ -245,14 +245,14 @@ def harm(place, kind):
 @pytest.mark.parametrize(
     ("kind", "words"),
     {
-        "a bit of the weights": r"is damaged: weights\.npz is not what was written\.\n    cure: export it again",
+        "a bit of the weights": r"is damaged: weights\.npz is not what was written\.\n    fix: export it again",
         "no program": r"is damaged: program\.bin is missing",
         "no manifest": r"is damaged: it has no manifest",
         "weights cut": r"is damaged: weights\.npz does not hold what model\.json says: BadZipFile",
-        "an entry less": r"is damaged: model\.json lacks platforms\.\n    cure: export it again",
+        "an entry less": r"is damaged: model\.json lacks platforms\.\n    fix: export it again",
         "a list": r"is damaged: model\.json cannot be read",
         "nothing": r"is no exported model: it has no model\.json",
-        "of tomorrow": r"is of format 2; this version reads 1\.\n    cure: the version of spmd that wrote it",
+        "of tomorrow": r"is of format 2; this version reads 1\.\n    fix: the version of spmd that wrote it",
     }.items(),
 )
 def test_a_folder_that_cannot_be_read(copied, kind, words):
@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_read(copied, kind, words):
 def test_a_folder_that_holds_something_is_left_as_it_is(results, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("x")
-    with pytest.raises(ExportError, match=r"model holds files already\.\n    cure: another folder"):
+    with pytest.raises(ExportError, match=r"model holds files already\.\n    fix: another folder"):
         results["functional"].export(tmp_path / "model")
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine"]
     (tmp_path / "model" / "mine").unlink()
@@ -288,7 +288,7 @@ def test_what_cannot_be_written_leaves_nothing(results, tmp_path, monkeypatch, w
 
 def test_options_that_cannot_be_meant(results, digits, tmp_path):
     for options, words in (
-        ({"weights": "int4"}, r'weights=\'int4\'\.\n    cure: did you mean "int8"'),
+        ({"weights": "int4"}, r'weights=\'int4\'\.\n    fix: did you mean "int8"'),
         ({"batch": 0}, r"batch=0: a whole number"),
         ({"check": digits[1]}, r'with weights="exact": nothing is lost'),
     ):

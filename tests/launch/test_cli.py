@@ -90,7 +90,7 @@ def test_show_prints_the_file(spmd_command):
 
 
 def test_show_of_an_unknown_layout(spmd_command):
-    assert spmd_command("layouts show fsd") == (2, "", 'LayoutError: no layout "fsd" is shipped.\n    cure: did you mean "fsdp"?\n')
+    assert spmd_command("layouts show fsd") == (2, "", 'LayoutError: no layout "fsd" is shipped.\n    fix: did you mean "fsdp"?\n')
 
 
 CHECKED = """\
@@ -154,50 +154,50 @@ CHECK = "layouts check fsdp --model models:"
 ERRORS = {
     "no mesh": (
         f"{CHECK}plain",
-        "OptionError: mesh data=-1: -1 takes the devices that are left, and a check has none to count.\n    cure: --mesh data=8.",
+        "OptionError: mesh data=-1: -1 takes the devices that are left, and a check has none to count.\n    fix: --mesh data=8.",
     ),
     "not module:factory": (
         "layouts check fsdp --model models --mesh data=4",
-        'OptionError: --model "models" is not MODULE:FACTORY.\n    cure: such as  --model models:gpt  for  def gpt()  in models.py.',
+        'OptionError: --model "models" is not MODULE:FACTORY.\n    fix: such as  --model models:gpt  for  def gpt()  in models.py.',
     ),
     "no module": (
         "layouts check fsdp --model modles:plain --mesh data=4",
         'OptionError: --model "modles:plain": there is no module "modles" in this folder or this Python.\n'
-        "    cure: run it from the folder that holds it, or name it with dots: package.module:factory.",
+        "    fix: run it from the folder that holds it, or name it with dots: package.module:factory.",
     ),
     "no attribute": (
         f"{CHECK}plian --mesh data=4",
-        'OptionError: --model "models:plian": module "models" has no "plian".\n    cure: did you mean "plain"?',
+        'OptionError: --model "models:plian": module "models" has no "plian".\n    fix: did you mean "plain"?',
     ),
     "class": (
         f"{CHECK}MLP --mesh data=4",
-        "ModelError: model=MLP is a class.\n    cure: pass a function that builds it: lambda: MLP(rngs=nnx.Rngs(0)).",
+        "ModelError: model=MLP is a class.\n    fix: pass a function that builds it: lambda: MLP(rngs=nnx.Rngs(0)).",
     ),
     "linen without a batch": (
         f"{CHECK}wide --mesh data=4",
-        'OptionError: a linen module shows its shapes only on data.\n    cure: --batch "x=float32[8,28,28,1]", the arrays of a batch.',
+        'OptionError: a linen module shows its shapes only on data.\n    fix: --batch "x=float32[8,28,28,1]", the arrays of a batch.',
     ),
     "linen with an unclear batch": (
         f"{CHECK}wide --mesh data=4 --batch a=float32[8,64],b=int32[8]",
         "OptionError: --batch: which of a, b the model is called with cannot be told.\n"
-        "    cure: give that one alone, or name it one of x, inputs, input, image, images, tokens, features, input_ids.",
+        "    fix: give that one alone, or name it one of x, inputs, input, image, images, tokens, features, input_ids.",
     ),
     "no dtype": (
         f"{CHECK}wide --mesh data=4 --batch x=float23[8,64]",
-        'OptionError: --batch "x=float23[8,64]": there is no dtype "float23".\n    cure: such as float32, bfloat16 or int32.',
+        'OptionError: --batch "x=float23[8,64]": there is no dtype "float23".\n    fix: such as float32, bfloat16 or int32.',
     ),
     "no shape": (
         f"{CHECK}wide --mesh data=4 --batch x=float32[8,64],y=int32",
-        'OptionError: --batch "x=float32[8,64],y=int32": "y=int32" is not NAME=DTYPE[SIZES].\n    cure: such as "x=float32[8,28,28,1]".',
+        'OptionError: --batch "x=float32[8,64],y=int32": "y=int32" is not NAME=DTYPE[SIZES].\n    fix: such as "x=float32[8,28,28,1]".',
     ),
     "batch does not divide": (
         f"{CHECK}plain --mesh data=4 --batch x=float32[6,64]",
         "DataError: the batch does not fit layouts/fsdp.toml on mesh data=4\n1 problem:\n\n  batch of 6 rows\n"
-        "      is not divisible by 4 workers (data=4): 6 / 4 leaves 2.\n      cure: batch_size=4 or batch_size=8.",
+        "      is not divisible by 4 workers (data=4): 6 / 4 leaves 2.\n      fix: batch_size=4 or batch_size=8.",
     ),
     "mesh words": (
         f"{CHECK}plain --mesh data:4",
-        'MeshError: mesh "data:4": "data:4" is not NAME=SIZE.\n    cure: write it like "data=4,model=2".',
+        'MeshError: mesh "data:4": "data:4" is not NAME=SIZE.\n    fix: write it like "data=4,model=2".',
     ),
     "does not fit": (
         "layouts check tensor_parallel --model models:plain --mesh data=4,modle=2",

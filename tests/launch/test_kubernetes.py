@@ -163,17 +163,17 @@ def test_each_job_has_its_own_token():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"image": "a b"}, "image='a b'.\n    cure: the name of an image, such as registry.example/train:1."),
-        ({"nodes": 0}, "nodes=0.\n    cure: from 1 to 100000."),
-        ({"namespace": "Team_1"}, "namespace='Team_1'.\n    cure: small letters, digits and -, at most 63."),
-        ({"memory": "64GB"}, "memory='64GB'.\n    cure: a size as Kubernetes has it, such as 64Gi."),
+        ({"image": "a b"}, "image='a b'.\n    fix: the name of an image, such as registry.example/train:1."),
+        ({"nodes": 0}, "nodes=0.\n    fix: from 1 to 100000."),
+        ({"namespace": "Team_1"}, "namespace='Team_1'.\n    fix: small letters, digits and -, at most 63."),
+        ({"memory": "64GB"}, "memory='64GB'.\n    fix: a size as Kubernetes has it, such as 64Gi."),
         ({"shm": "lots"}, "shm='lots'."),
-        ({"claim": "runs:runs"}, "claim='runs:runs'.\n    cure: NAME:/path"),
+        ({"claim": "runs:runs"}, "claim='runs:runs'.\n    fix: NAME:/path"),
         ({"claim": "runs:/a\nb"}, r"claim='runs:/a\nb'."),
         ({"env": (("SPMD_TOKEN", "x"),)}, "env SPMD_TOKEN is set by the launcher, for each process."),
         ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node is for GPUs, and simulate=2"),
         ({"settings": Settings(stall="step=3")}, "a process that is alone waits for nobody"),
-        ({"settings": Settings(grace=float("inf"))}, "grace=inf.\n    cure: seconds, as a number."),
+        ({"settings": Settings(grace=float("inf"))}, "grace=inf.\n    fix: seconds, as a number."),
     ],
 )
 def test_what_a_job_cannot_be(given, message):
@@ -191,7 +191,7 @@ def test_what_a_job_cannot_be(given, message):
         (
             ["train.py"],
             "Train",
-            "name='Train', of 5 letters.\n    cure: --name with small letters, digits and -, a letter first, at most 61:",
+            "name='Train', of 5 letters.\n    fix: --name with small letters, digits and -, a letter first, at most 61:",
         ),
         (["train.py"], "1st", "name='1st'"),
         (["train.py"], "x-", "name='x-'"),
@@ -213,14 +213,14 @@ def test_the_longest_name():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.py"], "--kubernetes runs an image, and none is given.\n    cure: --image registry.example/train:1."),
+        (["train.py"], "--kubernetes runs an image, and none is given.\n    fix: --image registry.example/train:1."),
         (
             ["--image", "x", "--processes", "2", "train.py"],
-            "--processes means nothing with --kubernetes.\n    cure: --nodes: a pod is one process.",
+            "--processes means nothing with --kubernetes.\n    fix: --nodes: a pod is one process.",
         ),
         (["--image", "x", "--dry-run", "train.py"], "the manifest is printed in any case"),
         (["--image", "x", "--partition", "gpu", "train.py"], "--partition means nothing with --kubernetes."),
-        (["--image", "x", "--requeue", "train.py"], "--requeue means nothing with --kubernetes.\n    cure: leave it out or --slurm."),
+        (["--image", "x", "--requeue", "train.py"], "--requeue means nothing with --kubernetes.\n    fix: leave it out or --slurm."),
     ],
 )
 def test_bad_options_are_told(words, message, capsys):

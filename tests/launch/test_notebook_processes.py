@@ -196,7 +196,7 @@ def test_what_cannot_be_sent_is_named_and_the_processes_stay(both):
     pid = both.run(os.getpid)
     with pytest.raises(errors.ProcessError, match=r"the result, kept/1 \(a lock\) cannot be sent to the notebook: TypeError"):
         both.run(lambda: {"kept": [1, threading.Lock()]})
-    with pytest.raises(errors.ProcessError, match=r"the result \(a Mesh\) cannot be sent .*\n    cure: .*"):
+    with pytest.raises(errors.ProcessError, match=r"the result \(a Mesh\) cannot be sent .*\n    fix: .*"):
         both.run(lambda: jax.make_mesh((4,), ("data",)))
     with pytest.raises(errors.OptionError, match=r"argument 0, a \(a lock\) cannot"):
         both.run(lambda lock: None, {"a": threading.Lock()})
@@ -249,7 +249,7 @@ def test_one_call_at_a_time(both, tmp_path):
         ({"processes": 2, "stall": "stepp=3"}, 'did you mean "step"'),
         ({"processes": 1, "simulate": 2, "stall": "step=3"}, "a process that is alone waits for nobody"),
         ({"processes": 2, "grace": 0}, "grace=0"),
-        ({"simulate": 2}, "there is no GPU here.*\n    cure: processes=2"),
+        ({"simulate": 2}, "there is no GPU here.*\n    fix: processes=2"),
     ],
 )
 def test_bad_options_are_told(options, message):
@@ -259,7 +259,7 @@ def test_bad_options_are_told(options, message):
 
 def test_without_cloudpickle(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(errors.MissingExtraError, match=r"cure: in the checkout of spmd: pip install '\.\[notebooks\]'"):
+    with pytest.raises(errors.MissingExtraError, match=r"fix: in the checkout of spmd: pip install '\.\[notebooks\]'"):
         spmd.launch.local(processes=2, simulate=2)
 
 
@@ -337,7 +337,7 @@ def test_a_failure_is_told_and_all_end(how, message):
         found.run(functools.partial(fail, how))
     assert time.monotonic() - began < 200 and caught.value.process == 1, "nobody waited for the one that sleeps"
     assert gone(pids, 0)
-    with pytest.raises(errors.ProcessError, match=r"these processes have ended: process 1 .*\n    cure: others"):
+    with pytest.raises(errors.ProcessError, match=r"these processes have ended: process 1 .*\n    fix: others"):
         found.run(os.getpid)
     found.close()
 

@@ -1,4 +1,4 @@
-"""`[[activations]]` that do not fit what a model's modules return: every error, word for word, and its cure tried."""
+"""`[[activations]]` that do not fit what a model's modules return: every error, word for word, and its fix tried."""
 
 # ruff: noqa: E501  (texts stand here as they are printed)
 
@@ -62,15 +62,15 @@ this layout does not fit what this model's modules return, on mesh data=2, row=4
 3 problems:
 
   [[activations]] rule 1: path "conv3" matches no submodule that can be called.
-      cure: did you mean "conv2"? It matches 1.
+      fix: did you mean "conv2"? It matches 1.
 
   [[activations]] rule 2: path "spare"
       matches spare, which the model never calls as module(x), so nothing is cut.
-      cure: a pattern for modules that are called.
+      fix: a pattern for modules that are called.
 
   [[activations]] rule 3: path "**/conv*", except "head"
       takes no submodule away from this rule.
-      cure: take the pattern out, or match one of: conv1, conv2."""
+      fix: take the pattern out, or match one of: conv1, conv2."""
     )
     fits(Rule("conv2", (None, None, None, "row")), Rule("**/conv*", (), ("conv2",)))
 
@@ -91,7 +91,7 @@ this layout does not fit what this model's modules return, on mesh data=2, row=4
       2 [[activations]] rules match this module.
       rule 1 claims it: path "conv*"
       rule 2 claims it: path "conv2"
-      cure: except = ["conv2"]  in rule 1."""
+      fix: except = ["conv2"]  in rule 1."""
     )
     fits(Rule("conv*", (None, None, None, "row"), ("conv2",)), Rule("conv2", ()))
 
@@ -105,11 +105,11 @@ this layout does not fit what this model's modules return, on mesh data=2, row=4
 
   conv1   float32[16, 10, 10, 4]   [[activations]] rule 1: spec ["-", "row"]
       dim 1 has size 10; mesh axis "row" has 4 devices; 10 / 4 leaves 2.
-      cure: except = ["conv1"]  in rule 1, and a rule  path = "conv1"  spec = ["-", "-"], or dim 1 of 8 or 12.
+      fix: except = ["conv1"]  in rule 1, and a rule  path = "conv1"  spec = ["-", "-"], or dim 1 of 8 or 12.
 
   conv2   float32[16, 5, 5, 4]   [[activations]] rule 1: spec ["-", "row"]
       dim 1 has size 5; mesh axis "row" has 4 devices; 5 / 4 leaves 1.
-      cure: except = ["conv2"]  in rule 1, and a rule  path = "conv2"  spec = ["-", "-"], or dim 1 of 4 or 8."""
+      fix: except = ["conv2"]  in rule 1, and a rule  path = "conv2"  spec = ["-", "-"], or dim 1 of 4 or 8."""
     )
     fits(Rule("conv*", (None, "row")), size=16)
     fits(Rule("conv*", (None, "row"), ("conv2",)), Rule("conv2", (None, None)), size=12)
@@ -125,7 +125,7 @@ this layout does not fit what this model's modules return, on mesh data=2, row=4
   conv1   float32[16, 10, 10, 4]   [[activations]] rule 1: spec ["row"]
       of 16 rows, 2 are worked on at once (parts: 8, workers times microbatches).
       dim 0 has size 2; mesh axis "row" has 4 devices; 2 / 4 leaves 2.
-      cure: spec ["-"], or batch_size=32."""
+      fix: spec ["-"], or batch_size=32."""
     )
     fits(Rule("conv1", ("row",)), accumulate=4, rows=32)
     fits(Rule("conv1", (None,)), accumulate=4)
@@ -140,11 +140,11 @@ this layout does not fit what this model's modules return, on mesh data=2, row=4
 
   places   float32[6, 4]   [[activations]] rule 2: spec []
       dim 0 is not the batch, of which there are 16 rows.
-      cure: except = ["places"]  in rule 2.
+      fix: except = ["places"]  in rule 2.
 
   head   float32[16, 3]   [[activations]] rule 1: spec ["-", "-", "row"]
       the spec has 3 entries, the array has 2 dims.
-      cure: spec ["-", "-"]."""
+      fix: spec ["-", "-"]."""
     )
     fits(Rule("head", (None, None)), Rule("{conv1,places}", (), ("places",)))
 
@@ -158,7 +158,7 @@ this layout does not fit what this model's modules return, on mesh data=2, row=4
 
   Both_0, count of what it returns   float32[]   [[activations]] rule 1: spec []
       a scalar has no dim to cut.
-      cure: a pattern for modules that return rows."""
+      fix: a pattern for modules that return rows."""
     )
     fits(Rule("Dense_*", ()), model=Pair())
 
@@ -172,15 +172,15 @@ this layout does not fit this model on mesh data=2, row=4
 
   [[activations]] rule 1
       mesh axis "row" is used 2 times; an array can be cut over it once.
-      cure: keep "row" in one place and write "-" in the other.
+      fix: keep "row" in one place and write "-" in the other.
 
   [[activations]] rule 2
       mesh axis "rwo" does not exist on mesh data=2, row=4.
-      cure: did you mean "row"?
+      fix: did you mean "row"?
 
   [[activations]] rule 3, spec ["-", "data"]
       dim 1 is to be cut over "data", over which dim 0, the batch, is cut already.
-      cure: an axis that the batch is not cut over."""
+      fix: an axis that the batch is not cut over."""
     )
     assert fits(Rule("conv*", ("data", None, None, "row"))).resolved.idle_axes() == ()
 
@@ -194,7 +194,7 @@ this layout does not fit what this model's modules return, on mesh data=2, row=4
 
   [[activations]] rule 1: path "conv*"
       names submodules; a FunctionalModel has none.
-      cure: take the rule out, or call jax.lax.with_sharding_constraint in apply."""
+      fix: take the rule out, or call jax.lax.with_sharding_constraint in apply."""
     )
 
 
@@ -211,7 +211,7 @@ layout does not fit what this model's modules return, on mesh data=2, row=2, col
   conv2   float32[16, 5, 5, 4]   [[activations]] rule 1, line 15: spec ["-", "row", "column"]
       dim 1 has size 5; mesh axis "row" has 2 devices; 5 / 2 leaves 1.
       dim 2 has size 5; mesh axis "column" has 2 devices; 5 / 2 leaves 1.
-      cure: except = ["conv2"]  in rule 1, line 15, and a rule  path = "conv2"  spec = ["-", "-", "-"], or dim 1 of 4 or 6, dim 2 of 4 or 6."""
+      fix: except = ["conv2"]  in rule 1, line 15, and a rule  path = "conv2"  spec = ["-", "-", "-"], or dim 1 of 4 or 6, dim 2 of 4 or 6."""
     )
     assert fits(text, size=12, **spatial).resolved.idle_axes() == ()
 
@@ -232,4 +232,4 @@ def test_layers_of_a_stack_in_a_pipeline_or_not(stage):
     assert fits(text, **options).resolved.idle_axes() == ()
     rows = 2 if stage > 1 else 16
     error = told(text.replace('"row", "-"', '"-", "-", "row"'), **options)
-    assert f"stack/layers   float32[{rows}, 10, 10]" in error and 'cure: spec ["-", "-", "row"].' in error
+    assert f"stack/layers   float32[{rows}, 10, 10]" in error and 'fix: spec ["-", "-", "row"].' in error

@@ -1,4 +1,4 @@
-"""What is wrong with a `[gradients]` table, word for word, in both spellings; each concrete cure is applied."""
+"""What is wrong with a `[gradients]` table, word for word, in both spellings; each concrete fix is applied."""
 
 import numpy as np
 import pytest
@@ -30,14 +30,14 @@ def in_python(*args, **more):
     return Layout(gradients=Gradients(*args, **more), **layout)
 
 
-# each: what the file says, the same in Python, what is told (with the file's line), what the cure makes of it
+# each: what the file says, the same in Python, what is told (with the file's line), what the fix makes of it
 RULE = '[[gradients.rules]]\npath = "{}"\ncodec = "{}"\n'
 BIASED = """without error feedback: what is left out is lost for good, and training may not converge.
-      cure: [gradients] error_feedback = true, or allow_biased = true to go without."""
+      fix: [gradients] error_feedback = true, or allow_biased = true to go without."""
 ELSEWHERE = """XLA reduces gradients itself, in their own dtype.
-      cure: reduction = "all_reduce", or "reduce_scatter"."""
+      fix: reduction = "all_reduce", or "reduce_scatter"."""
 IDLE = """nothing reads it: no codec here does.
-      cure: leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16"."""
+      fix: leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16"."""
 UNREAD = {
     "unknown codec": (
         table('codec = "power_sdg"\nerror_feedback = true'),
@@ -45,7 +45,7 @@ UNREAD = {
         """\
   line 3: [gradients] codec
       no codec "power_sdg".
-      cure: did you mean "power_sgd"? This version knows: exact, bfloat16, int8, float8, sign, top_k, power_sgd.""",
+      fix: did you mean "power_sgd"? This version knows: exact, bfloat16, int8, float8, sign, top_k, power_sgd.""",
         [table('codec = "power_sgd"\nerror_feedback = true')],
     ),
     "unknown codec of a rule": (
@@ -54,7 +54,7 @@ UNREAD = {
         """\
   line 3: [[gradients.rules]] rule 1
       no codec "int4".
-      cure: did you mean "int8"?""",
+      fix: did you mean "int8"?""",
         [table(RULE.format("**/bias", "int8"))],
     ),
     "rank 0": (
@@ -63,7 +63,7 @@ UNREAD = {
         """\
   line 4: [gradients] rank
       0 for codec power_sgd.
-      cure: a whole number from 1.""",
+      fix: a whole number from 1.""",
         [table('codec = "power_sgd"\nrank = 1\nerror_feedback = true')],
     ),
     "rank 0 of a rule": (
@@ -72,43 +72,43 @@ UNREAD = {
         """\
   line 4: [[gradients.rules]] rule 1 rank
       0 for codec power_sgd.
-      cure: a whole number from 1.""",
+      fix: a whole number from 1.""",
         [],
     ),
     "block 0": (
         table('codec = "int8"\nblock = 0'),
         in_python("all_reduce", "int8", {"block": 0}),
-        "  line 4: [gradients] block\n      0 for codec int8.\n      cure: a whole number from 1.",
+        "  line 4: [gradients] block\n      0 for codec int8.\n      fix: a whole number from 1.",
         [table('codec = "int8"\nblock = 1')],
     ),
     "block below 0": (
         table('codec = "float8"\nblock = -256'),
         in_python("all_reduce", "float8", {"block": -256}),
-        "  line 4: [gradients] block\n      -256 for codec float8.\n      cure: a whole number from 1.",
+        "  line 4: [gradients] block\n      -256 for codec float8.\n      fix: a whole number from 1.",
         [],
     ),
     "half a block": (
         table('codec = "sign"\nerror_feedback = true\nblock = 1.5'),
         in_python("all_reduce", "sign", {"block": 1.5}, error_feedback=True),
-        "  line 5: [gradients] block\n      1.5 for codec sign.\n      cure: a whole number from 1.",
+        "  line 5: [gradients] block\n      1.5 for codec sign.\n      fix: a whole number from 1.",
         [],
     ),
     "true is no number": (
         table('codec = "int8"\nblock = true'),
         in_python("all_reduce", "int8", {"block": True}),
-        "  line 4: [gradients] block\n      true for codec int8.\n      cure: a whole number from 1.",
+        "  line 4: [gradients] block\n      true for codec int8.\n      fix: a whole number from 1.",
         [],
     ),
     "keep 0": (
         table('codec = "top_k"\nerror_feedback = true\nkeep = 0'),
         in_python("all_reduce", "top_k", {"keep": 0}, error_feedback=True),
-        "  line 5: [gradients] keep\n      0 for codec top_k.\n      cure: a share of the elements, above 0, at most 1.",
+        "  line 5: [gradients] keep\n      0 for codec top_k.\n      fix: a share of the elements, above 0, at most 1.",
         [table('codec = "top_k"\nerror_feedback = true\nkeep = 1')],
     ),
     "unknown way": (
         table('codec = "bfloat16"\nreduce = "tree"'),
         in_python("all_reduce", "bfloat16", {"reduce": "tree"}),
-        '  line 4: [gradients] reduce\n      "tree" for codec bfloat16.\n      cure: "one_shot" or "ring".',
+        '  line 4: [gradients] reduce\n      "tree" for codec bfloat16.\n      fix: "one_shot" or "ring".',
         [table(f'codec = "bfloat16"\nreduce = "{way}"') for way in ("one_shot", "ring")],
     ),
     "another codec's option": (
@@ -117,7 +117,7 @@ UNREAD = {
         """\
   line 4: unknown key: [gradients] block
       it is an option of int8, float8, sign; the codec is power_sgd.
-      cure: leave it out, or codec = "int8".""",
+      fix: leave it out, or codec = "int8".""",
         [table('codec = "power_sgd"\nerror_feedback = true'), table('codec = "int8"\nblock = 256\nerror_feedback = true')],
     ),
     "another codec's option in a rule": (
@@ -126,13 +126,13 @@ UNREAD = {
         """\
   line 5: unknown key: [[gradients.rules]] rule 1 block
       it is an option of int8, float8, sign; the codec is bfloat16.
-      cure: leave it out, or codec = "int8".""",
+      fix: leave it out, or codec = "int8".""",
         [table('codec = "int8"\nblock = 128\n[[gradients.rules]]\npath = "**/kernel"\ncodec = "bfloat16"')],
     ),
     "unknown option": (
         table('codec = "int8"\nblok = 256'),
         in_python("all_reduce", "int8", {"blok": 256}),
-        '  line 4: unknown key: [gradients] blok\n      nothing reads it.\n      cure: did you mean "block"?',
+        '  line 4: unknown key: [gradients] blok\n      nothing reads it.\n      fix: did you mean "block"?',
         [table('codec = "int8"\nblock = 256')],
     ),
     "an option unlike any other": (
@@ -141,7 +141,7 @@ UNREAD = {
         """\
   line 4: unknown key: [gradients] queue
       nothing reads it.
-      cure: known: reduction, codec, error_feedback, allow_biased, start_step, bucket_bytes, exact_axes, diagnostics, weights, block.""",
+      fix: known: reduction, codec, error_feedback, allow_biased, start_step, bucket_bytes, exact_axes, diagnostics, weights, block.""",
         [],
     ),
     "biased": (
@@ -174,7 +174,7 @@ UNREAD = {
         """\
   line 4: [gradients] reduce
       a ring rounds on the way, where no worker can keep what was lost for error feedback.
-      cure: reduce = "one_shot", or error_feedback = false.""",
+      fix: reduce = "one_shot", or error_feedback = false.""",
         [
             table('codec = "bfloat16"\nreduce = "one_shot"\nerror_feedback = true'),
             table('codec = "bfloat16"\nreduce = "ring"\nerror_feedback = false'),
@@ -183,32 +183,32 @@ UNREAD = {
     "buckets of nothing": (
         table('codec = "int8"\nbucket_bytes = 0'),
         in_python("all_reduce", "int8", bucket_bytes=0),
-        "  line 4: [gradients] bucket_bytes\n      0.\n      cure: a whole number from 1.",
+        "  line 4: [gradients] bucket_bytes\n      0.\n      fix: a whole number from 1.",
         [table('codec = "int8"\nbucket_bytes = 1')],
     ),
     "a start before the start": (
         table('codec = "int8"\nstart_step = -1'),
         in_python("all_reduce", "int8", start_step=-1),
-        "  line 4: [gradients] start_step\n      -1.\n      cure: a whole number from 0.",
+        "  line 4: [gradients] start_step\n      -1.\n      fix: a whole number from 0.",
         [table('codec = "int8"\nstart_step = 0')],
     ),
     "a step out of reach": (
         table('codec = "int8"\nstart_step = 3000000000'),
         in_python("all_reduce", "int8", start_step=3000000000),
-        "  line 4: [gradients] start_step\n      3000000000.\n      cure: below 2**31.",
+        "  line 4: [gradients] start_step\n      3000000000.\n      fix: below 2**31.",
         [table('codec = "int8"\nstart_step = 0')],
     ),
     "an axis named twice": (
         table('codec = "int8"\nexact_axes = ["data", "data"]'),
         in_python("all_reduce", "int8", exact_axes=("data", "data")),
-        "  line 4: [gradients] exact_axes\n      names data more than once.\n      cure: each axis once.",
+        "  line 4: [gradients] exact_axes\n      names data more than once.\n      fix: each axis once.",
         [table('codec = "int8"')],
     ),
     "biased, though what it leaves out is fed back": (
         table('codec = "sign"\nerror_feedback = true\nallow_biased = true'),
         in_python("all_reduce", "sign", error_feedback=True, allow_biased=True),
         "  line 5: [gradients] allow_biased\n      nothing reads it: no codec here does.\n"
-        '      cure: leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16".',
+        '      fix: leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16".',
         [table('codec = "sign"\nerror_feedback = true')],
     ),
     "a start of nothing": (
@@ -229,26 +229,26 @@ UNREAD = {
         """\
   line 3: [gradients] weights
       no weights "bf16".
-      cure: did you mean "bfloat16"? This version knows: exact, bfloat16.""",
+      fix: did you mean "bfloat16"? This version knows: exact, bfloat16.""",
         [table('weights = "bfloat16"\n[default]\nparams = "shard:data"', "reduce_scatter")],
     ),
 }
 
 
-@pytest.mark.parametrize("text, python, problem, cures", UNREAD.values(), ids=UNREAD)
-def test_a_table_that_means_nothing(text, python, problem, cures):
+@pytest.mark.parametrize("text, python, problem, fixes", UNREAD.values(), ids=UNREAD)
+def test_a_table_that_means_nothing(text, python, problem, fixes):
     assert told(text) == unread(problem)
     line, said = problem.split(": ", 1)
     assert line.startswith("  line ")
     assert told(python) == f'layout "layout" cannot be read\n1 problem:\n\n  {said}', "nobody has written it, so it has no lines"
-    for cure in cures:
-        fits(cure)
+    for fix in fixes:
+        fits(fix)
 
 
 def test_a_ring_has_no_inside():
     text = NODES + table('codec = "bfloat16"\nreduce = "{}"\nexact_axes = ["data"]')
     problem = (
-        '  line 6: [gradients] reduce\n      a ring goes over all data axes at once, exact_axes or not.\n      cure: reduce = "one_shot".'
+        '  line 6: [gradients] reduce\n      a ring goes over all data axes at once, exact_axes or not.\n      fix: reduce = "one_shot".'
     )
     assert told(text.format("ring"), "node=2,data=4") == unread(problem)
     fits(text.format("one_shot"), "node=2,data=4")
@@ -260,7 +260,7 @@ def test_one_misspelt_word_is_one_problem():
         """\
   line 2: [gradients] reduction
       no reduction "allreduce".
-      cure: did you mean "all_reduce"? This version knows: compiler, all_reduce, reduce_scatter, parameter_server."""
+      fix: did you mean "all_reduce"? This version knows: compiler, all_reduce, reduce_scatter, parameter_server."""
     )
     assert "1 problem:" in told(table('codec = "int_8"\nblock = 16\nstart_step = 5'))
 
@@ -292,7 +292,7 @@ MISFITS = {
 
   [gradients] exact_axes
       "model" is no data axis.
-      cure: of the axes that the batch is cut over: data.""",
+      fix: of the axes that the batch is cut over: data.""",
         [],
     ),
     "exact axis that does not exist": (
@@ -303,7 +303,7 @@ MISFITS = {
 
   [gradients] exact_axes
       mesh axis "nod" does not exist on mesh node=2, data=4.
-      cure: did you mean "node"?""",
+      fix: did you mean "node"?""",
         [NODES + table(INT8_INSIDE.format('["node"]'))],
     ),
     "all data axes": (
@@ -314,7 +314,7 @@ MISFITS = {
 
   [gradients] exact_axes
       every data axis (node, data) is reduced exactly, so no codec has anything to do.
-      cure: leave the axis that crosses nodes out.""",
+      fix: leave the axis that crosses nodes out.""",
         [NODES + table(INT8_INSIDE.format('["data"]'))],
     ),
     "two rules for one": (
@@ -327,7 +327,7 @@ MISFITS = {
       2 [[gradients.rules]] match this parameter.
       rule 1, line 3 claims it: path "**/kernel", codec int8
       rule 2, line 6 claims it: path "up/*", codec bfloat16
-      cure: name it in one's  except.""",
+      fix: name it in one's  except.""",
         [
             table(RULE.format("**/kernel", "int8") + 'except = "up/kernel"\n' + RULE.format("up/*", "bfloat16")),
             table(RULE.format("**/kernel", "int8") + RULE.format("up/*", "bfloat16") + 'except = ["up/kernel"]'),
@@ -340,7 +340,7 @@ MISFITS = {
         f"""{ON_MODEL} (4 of 4 parameters fit):
 
   [[gradients.rules]] rule 1, line 3: path "**/kernels" matches no parameter.
-      cure: did you mean "**/kernel"? It matches 2.""",
+      fix: did you mean "**/kernel"? It matches 2.""",
         [table(RULE.format("**/kernel", "int8"))],
     ),
     "weights that do not travel": (
@@ -351,7 +351,7 @@ MISFITS = {
 
   [gradients] weights
       SOURCE keeps every parameter and its moments whole on every worker, so no weight travels.
-      cure: leave it out, or cut them: [default] params = "shard:data".""",
+      fix: leave it out, or cut them: [default] params = "shard:data".""",
         [
             table("", "reduce_scatter"),
             table('weights = "bfloat16"\n[default]\nparams = "shard:data"', "reduce_scatter"),
@@ -366,7 +366,7 @@ MISFITS = {
 
   up/kernel   float32[256, 64]   spec ["-", ["data", "model"]]
       a dim is cut over a data axis and another one together, which codec int8 cannot follow.
-      cure: the two axes on two dims, or [[gradients.rules]]  path = "up/kernel"  codec = "exact".""",
+      fix: the two axes on two dims, or [[gradients.rules]]  path = "up/kernel"  codec = "exact".""",
         [
             SHARED + table('codec = "int8"\n' + RULE.format("up/kernel", "exact"), "reduce_scatter"),
             SHARED.replace('["-", ["data", "model"]]', '["data", "model"]') + table('codec = "int8"', "reduce_scatter"),
@@ -375,20 +375,20 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("mesh, text, python, problem, cures", MISFITS.values(), ids=MISFITS)
-def test_a_table_that_does_not_fit(mesh, text, python, problem, cures):
+@pytest.mark.parametrize("mesh, text, python, problem, fixes", MISFITS.values(), ids=MISFITS)
+def test_a_table_that_does_not_fit(mesh, text, python, problem, fixes):
     assert told(text, mesh) == f"mine.toml {problem}".replace("SOURCE", "mine.toml")
     without_lines = problem.replace(", line 3", "").replace(", line 6", "").replace("SOURCE", "this layout")
     assert told(python, mesh) == f"this layout {without_lines}"
-    for cure in cures:
-        fits(cure, mesh)
+    for fix in fixes:
+        fits(fix, mesh)
 
 
-def test_a_cure_that_names_a_rule_leaves_room_for_it():
+def test_a_fix_that_names_a_rule_leaves_room_for_it():
     """The parameter is a rule's already; a second rule for it alone would be one too many."""
     text = SHARED + table(RULE.format("up/*", "int8") + "{}", "reduce_scatter")
-    cure = 'except = ["up/kernel"]  in the rule for "up/*", and  [[gradients.rules]]  path = "up/kernel"  codec = "exact".'
-    assert cure in told(text.format(""))
+    fix = 'except = ["up/kernel"]  in the rule for "up/*", and  [[gradients.rules]]  path = "up/kernel"  codec = "exact".'
+    assert fix in told(text.format(""))
     fits(text.format('except = ["up/kernel"]\n' + RULE.format("up/kernel", "exact")))
 
 

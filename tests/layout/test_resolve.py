@@ -108,7 +108,7 @@ UNKNOWN = Layout(axes=(("embed", "data"), ("heads", "model")), source="mine.toml
 
 
 @pytest.mark.parametrize(
-    "names, shape, cure, spec, added",
+    "names, shape, fix, spec, added",
     [
         (("embed", "kv"), (8, 6), 'add  kv = "-"  to [axes]', ("data", None), {"kv": None}),
         (("kv", "wide"), (8, 6), 'add  kv = "-"  and  wide = "-"  to [axes]', (None, None), {"kv": None, "wide": None}),
@@ -119,13 +119,13 @@ UNKNOWN = Layout(axes=(("embed", "data"), ("heads", "model")), source="mine.toml
         (("embed", "kv"), (9, 6), "", (None, None), None),
     ],
 )
-def test_a_name_that_axes_lacks_is_answered_with_fixes_that_fit(names, shape, cure, spec, added):
+def test_a_name_that_axes_lacks_is_answered_with_fixes_that_fit(names, shape, fix, spec, added):
     all_shapes, all_names = shapes(w=shape, other=(8, 8)), {"w": names, "other": ("embed", "heads")}
     with pytest.raises(LayoutError) as caught:
         placed(UNKNOWN, all_shapes, all_names)
     rule = f'a rule  path = "w"  spec = {spec_text(spec)}'
-    wanted = f"{cure}, or {rule}." if cure else f"{rule}, or a width divisible by 4, such as 12."
-    assert str(caught.value).partition("cure: ")[2] == wanted
+    wanted = f"{fix}, or {rule}." if fix else f"{rule}, or a width divisible by 4, such as 12."
+    assert str(caught.value).partition("fix: ")[2] == wanted
     placed(dataclasses.replace(UNKNOWN, params=(Rule("w", spec),)), all_shapes, all_names)
     if added is not None:
         placed(dataclasses.replace(UNKNOWN, axes=(*UNKNOWN.axes, *added.items())), all_shapes, all_names)
@@ -172,7 +172,7 @@ def test_an_axis_that_nothing_names_is_noted():
 
 def test_an_axis_of_the_layout_that_shards_nothing_is_refused():
     layout = Layout(mesh=(("data", -1), ("model", 2)), default=Default("shard:data"), source="mine.toml")
-    with pytest.raises(LayoutError, match=r'cure: mesh="data=8,model=1", or \[\[params\]\] rules with "model".'):
+    with pytest.raises(LayoutError, match=r'fix: mesh="data=8,model=1", or \[\[params\]\] rules with "model".'):
         fit_layout(layout, shapes(w=(8, 8)), {}, MESH)
     fit_layout(layout, shapes(w=(8, 8)), {}, MeshSpec.parse("data=8,model=1"))
     fit_layout(dataclasses.replace(layout, params=(Rule("w", ("model",)),)), shapes(w=(8, 8)), {}, MESH)

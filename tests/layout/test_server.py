@@ -1,4 +1,4 @@
-"""What is wrong with a `[parameter_server]` table, word for word, in both spellings; each concrete cure is applied."""
+"""What is wrong with a `[parameter_server]` table, word for word, in both spellings; each concrete fix is applied."""
 
 import re
 
@@ -145,7 +145,7 @@ def test_a_table_of_defaults_is_no_table():
 
 
 # what means nothing --------------------------------------------------------------------------------------------------
-# each: lines of the file, the same in Python, what is told (with the file's line), what the cure makes of it
+# each: lines of the file, the same in Python, what is told (with the file's line), what the fix makes of it
 
 MODES = "This version knows: synchronous, asynchronous, bounded, softsync, local, elastic."
 PLACEMENTS = "This version knows: sliced, round_robin, greedy_bytes, largest_first."
@@ -159,30 +159,30 @@ TIMES_CURES = [
 ]
 
 
-def problem(key, why, cure, line=4):
-    return f"  line {line}: [parameter_server] {key}\n      {why}\n      cure: {cure}"
+def problem(key, why, fix, line=4):
+    return f"  line {line}: [parameter_server] {key}\n      {why}\n      fix: {fix}"
 
 
 def number(key, value, least, mode="synchronous", **more):
     """A whole number that is too small, in a mode that reads it; `least` is not too small."""
     write = lambda value: "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in more.items()), f"{key} = {value}"])
     said = problem(key, f"{value}.", f"a whole number from {least}.", 5 + len(more))
-    cures = [write(4 if key == "workers" else least)]
-    return write(value), {"mode": mode, key: value, **more}, said, cures
+    fixes = [write(4 if key == "workers" else least)]
+    return write(value), {"mode": mode, key: value, **more}, said, fixes
 
 
 def large(key, mode="synchronous"):
-    text, python, _, cures = number(key, 2**31, 1, mode)
-    return text, python, problem(key, f"{2**31}.", "below 2**31.", 5), cures
+    text, python, _, fixes = number(key, 2**31, 1, mode)
+    return text, python, problem(key, f"{2**31}.", "below 2**31.", 5), fixes
 
 
 def scale(text):
-    cures = ["none", "inverse", "power(0.5)", "exp(0.1)"]
+    fixes = ["none", "inverse", "power(0.5)", "exp(0.1)"]
     return (
         f'{ASYNC}\nstaleness_scale = "{text}"',
         {"mode": "asynchronous", "staleness_scale": text},
         problem("staleness_scale", f'no scale "{text}".', SCALES, 5),
-        [f'{ASYNC}\nstaleness_scale = "{cure}"' for cure in cures],
+        [f'{ASYNC}\nstaleness_scale = "{fix}"' for fix in fixes],
     )
 
 
@@ -191,11 +191,11 @@ def times(value, why):
     return f"compute_time = {text}", {"compute_time": value}, problem("compute_time", why, TIMES), TIMES_CURES
 
 
-def fraction(key, text, wanted, cures, mode="asynchronous", **more):
+def fraction(key, text, wanted, fixes, mode="asynchronous", **more):
     """A number that is not what it has to be, in a mode that reads it."""
     lines = "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in more.items()), f"{key} = "])
     said = problem(key, f"{float(text)}.", f"a number {wanted}.", 5 + len(more))
-    return f"{lines}{text}", {"mode": mode, key: float(text), **more}, said, [f"{lines}{cure}" for cure in cures]
+    return f"{lines}{text}", {"mode": mode, key: float(text), **more}, said, [f"{lines}{fix}" for fix in fixes]
 
 
 def compensation(text):
@@ -244,21 +244,21 @@ def toml(value):
 @pytest.mark.parametrize("key", KINDS)
 def test_a_misspelt_option(key):
     misspelt, value = LIKE[key]
-    said = f'  line 4: unknown key: [parameter_server] {misspelt}\n      nothing reads it.\n      cure: did you mean "{key}"?'
+    said = f'  line 4: unknown key: [parameter_server] {misspelt}\n      nothing reads it.\n      fix: did you mean "{key}"?'
     assert told(table(f"{misspelt} = {toml(3 if value is None else value)}")) == unread(said)
     if value is not None:
         fits(table(f"{key} = {toml(value)}"))
 
 
 def test_an_option_unlike_any_other():
-    said = f"  line 4: unknown key: [parameter_server] queue\n      nothing reads it.\n      cure: known: {', '.join(KINDS)}."
+    said = f"  line 4: unknown key: [parameter_server] queue\n      nothing reads it.\n      fix: known: {', '.join(KINDS)}."
     assert told(table("queue = 3")) == unread(said)
 
 
 def test_a_misspelt_table():
-    said = '  line 1: unknown key: parameter_sever\n      nothing reads it.\n      cure: did you mean "parameter_server"?'
+    said = '  line 1: unknown key: parameter_sever\n      nothing reads it.\n      fix: did you mean "parameter_server"?'
     assert told("[parameter_sever]\nservers = 2\n") == unread(said)
-    said = "  line 1: parameter_server\n      3 is not a table.\n      cure: write [parameter_server] on a line of its own."
+    said = "  line 1: parameter_server\n      3 is not a table.\n      fix: write [parameter_server] on a line of its own."
     assert told("parameter_server = 3\n") == unread(said)
 
 
@@ -346,19 +346,19 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize("text, python, said, cures", UNREAD.values(), ids=UNREAD)
-def test_a_table_that_means_nothing(text, python, said, cures):
-    assert_refused(text, python, said, cures)
+@pytest.mark.parametrize("text, python, said, fixes", UNREAD.values(), ids=UNREAD)
+def test_a_table_that_means_nothing(text, python, said, fixes):
+    assert_refused(text, python, said, fixes)
 
 
-def assert_refused(text, python, said, cures):
-    """In both spellings, with the same words; what cures it is accepted."""
+def assert_refused(text, python, said, fixes):
+    """In both spellings, with the same words; what fixes it is accepted."""
     assert told(table(text)) == unread(said)
     line, without = said.split(": ", 1)
     assert line.startswith("  line ")
     assert told(in_python(**python)) == unread(f"  {without}", where='layout "layout"'), "nobody has written it, so it has no lines"
-    for cure in cures:
-        fits(table(cure))
+    for fix in fixes:
+        fits(table(fix))
 
 
 def test_a_list_of_words():
@@ -384,13 +384,13 @@ NETWORKS = {
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 def test_a_link_that_means_nothing(network):
-    """The words are another test's; here: one problem, on its line, about the key and the value that are wrong, with the cure."""
+    """The words are another test's; here: one problem, on its line, about the key and the value that are wrong, with the fix."""
     key, value = list(network.items())[-1]
-    cure = '      cure: such as { bandwidth = "10Gb/s", latency = "50us" }.'
+    fix = '      fix: such as { bandwidth = "10Gb/s", latency = "50us" }.'
     by_file, by_python = told(table(f"network = {toml(network)}")), told(in_python(network=network))
     assert headlines(by_file) == ["line 4: [parameter_server] network"] and headlines(by_python) == ["[parameter_server] network"]
     for text in (by_file, by_python):
-        assert "1 problem:" in text and text.endswith(cure) and key in text and (key == "bandwith" or str(value) in text)
+        assert "1 problem:" in text and text.endswith(fix) and key in text and (key == "bandwith" or str(value) in text)
     fits(table('network = { bandwidth = "10Gb/s", latency = "50us" }'))
 
 
@@ -472,14 +472,14 @@ def test_a_wrong_type_in_a_file(key, value):
         return
     if key != "compute_time":
         assert f" is not {SPELT.get(key, 'a whole number')}." in text
-    cure = text.split("cure: ")[1]
-    if cure == TIMES:
+    fix = text.split("fix: ")[1]
+    if fix == TIMES:
         return
-    assert cure.startswith("such as ") and cure.endswith(".")
+    assert fix.startswith("such as ") and fix.endswith(".")
     reader = {"delay_decay": "asynchronous"}.get(key, OF_MODE.get(key, ("asynchronous",))[0])
     mode = "\n".join([f'mode = "{reader}"', *(f"{need} = 4" for need in NEEDED.get(reader, {}) if need != key)])
     mode += "\ndelay_compensation = 2" if key == "delay_decay" else ""
-    loads(table(f"{mode}\n{key} = {cure.removeprefix('such as ').removesuffix('.')}"))
+    loads(table(f"{mode}\n{key} = {fix.removeprefix('such as ').removesuffix('.')}"))
 
 
 def test_several_types_are_all_named():
@@ -512,7 +512,7 @@ def test_what_only_python_can_say_is_told_all_the_same(options):
     with pytest.raises(SpmdError) as caught:
         fits(in_python(**options))
     text = str(caught.value)
-    assert next(iter(options)) in text and ("cure:" in text or "wanted" in text)
+    assert next(iter(options)) in text and ("fix:" in text or "wanted" in text)
     assert "is not TOML" not in text
 
 
@@ -536,9 +536,9 @@ def idle(key, value, mode, readers):
     write = lambda mode: "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in NEEDED.get(mode, {}).items())])
     lines = write(mode)
     said = problem(key, f'nothing reads it in mode "{mode}".', MODES_CURE[readers], 5 + lines.count("\n"))
-    cures = [lines, *(f"{write(reader)}\n{key} = {toml(value)}" for reader in readers if key not in NEEDED.get(reader, {}))]
-    cures += [write(reader) for reader in readers if key in NEEDED.get(reader, {})]
-    return f"{lines}\n{key} = {toml(value)}", {"mode": mode, key: value, **NEEDED.get(mode, {})}, said, cures
+    fixes = [lines, *(f"{write(reader)}\n{key} = {toml(value)}" for reader in readers if key not in NEEDED.get(reader, {}))]
+    fixes += [write(reader) for reader in readers if key in NEEDED.get(reader, {})]
+    return f"{lines}\n{key} = {toml(value)}", {"mode": mode, key: value, **NEEDED.get(mode, {})}, said, fixes
 
 
 NEEDED = {"bounded": {"bound": 4}, "softsync": {"splits": 2}, "local": {"every": 4}, "elastic": {"every": 4}}
@@ -610,9 +610,9 @@ CLASHES = {
 }
 
 
-@pytest.mark.parametrize("text, python, said, cures", CLASHES.values(), ids=CLASHES)
-def test_an_option_of_another_mode(text, python, said, cures):
-    assert_refused(text, python, said, cures)
+@pytest.mark.parametrize("text, python, said, fixes", CLASHES.values(), ids=CLASHES)
+def test_an_option_of_another_mode(text, python, said, fixes):
+    assert_refused(text, python, said, fixes)
 
 
 @pytest.mark.parametrize("mode", ["synchronous", *LATE, *LOCAL])
@@ -623,15 +623,15 @@ def test_options_of_every_mode(mode):
     assert {key: getattr(found, key) for key in options} == options | {"network": tuple(LINK.items())}
 
 
-# each: lines of [gradients], the same in Python, what is told of a file, cures
+# each: lines of [gradients], the same in Python, what is told of a file, fixes
 APPROXIMATES = "approximates a mean over workers; an asynchronous server applies each gradient by itself."
-NO_MEAN = "nothing reads it: an asynchronous server makes no mean.\n      cure: leave it out."
+NO_MEAN = "nothing reads it: an asynchronous server makes no mean.\n      fix: leave it out."
 POWER = 'codec = "power_sgd"\nerror_feedback = true\n'
 GRADIENTS_CLASHES = {
     "power_sgd": (
         POWER,
         {"codec": ("power_sgd",), "error_feedback": True},
-        f'  line 3: [gradients] codec\n      power_sgd {APPROXIMATES}\n      cure: codec = "bfloat16", or mode = "synchronous".',
+        f'  line 3: [gradients] codec\n      power_sgd {APPROXIMATES}\n      fix: codec = "bfloat16", or mode = "synchronous".',
         ['codec = "bfloat16"\nerror_feedback = true\n'],
     ),
     "start_step": (
@@ -650,19 +650,19 @@ GRADIENTS_CLASHES = {
 
 
 @pytest.mark.parametrize("mode, needed", [(mode, NEEDED.get(mode, {})) for mode in LATE])
-@pytest.mark.parametrize("lines, python, said, cures", GRADIENTS_CLASHES.values(), ids=GRADIENTS_CLASHES)
-def test_what_has_no_place_where_each_gradient_is_applied_by_itself(lines, python, said, cures, mode, needed):
+@pytest.mark.parametrize("lines, python, said, fixes", GRADIENTS_CLASHES.values(), ids=GRADIENTS_CLASHES)
+def test_what_has_no_place_where_each_gradient_is_applied_by_itself(lines, python, said, fixes, mode, needed):
     server = "\n".join([f'mode = "{mode}"', *(f"{key} = {value}" for key, value in needed.items())])
     assert told(table(server, lines)) == unread(said)
     assert told(in_python(mode=mode, **needed, **python)) == unread(f"  {said.split(': ', 1)[1]}", where='layout "layout"')
-    for cure in cures:
-        fits(table(server, cure))
+    for fix in fixes:
+        fits(table(server, fix))
     fits(table('mode = "synchronous"', lines))
 
 
 @pytest.mark.parametrize("mode", LOCAL)
 def test_workers_who_meet_now_and_then_measure_no_exchange(mode):
-    said = "  line 4: [gradients] diagnostics\n      nothing reads it: in most steps nothing is exchanged.\n      cure: leave it out."
+    said = "  line 4: [gradients] diagnostics\n      nothing reads it: in most steps nothing is exchanged.\n      fix: leave it out."
     assert told(table(f'mode = "{mode}"\nevery = 4', 'codec = "int8"\ndiagnostics = true\n')) == unread(said)
     fits(table(f'mode = "{mode}"\nevery = 4', 'codec = "int8"\n'))
 
@@ -683,7 +683,7 @@ def test_an_option_that_nothing_reads_for_two_reasons_is_one_problem(key):
 
 
 def test_a_ring_under_an_asynchronous_server():
-    """bfloat16 itself is fine, so a cure that says bfloat16 changes nothing: what is wrong is the way."""
+    """bfloat16 itself is fine, so a fix that says bfloat16 changes nothing: what is wrong is the way."""
     lines = 'codec = "bfloat16"\nreduce = "ring"\n'
     for layout in (table(ASYNC, lines), in_python(mode="asynchronous", codec=("bfloat16", {"reduce": "ring"}))):
         text = told(layout)
@@ -714,7 +714,7 @@ REDUCTIONS = ("compiler", "all_reduce", "reduce_scatter")
 def unused(reduction):
     return f"""[parameter_server]
       nothing reads it: gradients meet by reduction "{reduction}".
-      cure: [gradients] reduction = "parameter_server", or leave it out."""
+      fix: [gradients] reduction = "parameter_server", or leave it out."""
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -742,7 +742,7 @@ def test_one_misspelt_reduction_is_one_problem():
         """\
   line 2: [gradients] reduction
       no reduction "parameter_serer".
-      cure: did you mean "parameter_server"? This version knows: compiler, all_reduce, reduce_scatter, parameter_server."""
+      fix: did you mean "parameter_server"? This version knows: compiler, all_reduce, reduce_scatter, parameter_server."""
     )
     fits(text.replace("serer", "server"))
 
@@ -762,12 +762,12 @@ def test_one_misspelt_mode_is_one_problem(mode, meant):
 
 ON_MODEL = "does not fit this model on mesh data=4, model=2\n1 problem:\n\n"
 KEPT = "the servers keep all parameters, packed, and workers use them whole."
-RULE_CURE = 'cure: leave the rule out, or [gradients] reduction = "reduce_scatter", which keeps them as rules say.'
+RULE_CURE = 'fix: leave the rule out, or [gradients] reduction = "reduce_scatter", which keeps them as rules say.'
 KERNEL = '[[params]]\npath = "up/kernel"\nspec = ["-", "model"]\n'
 
 
-def misfit(key, why, cure):
-    return f"  [parameter_server] {key}\n      {why}\n      cure: {cure}"
+def misfit(key, why, fix):
+    return f"  [parameter_server] {key}\n      {why}\n      fix: {fix}"
 
 
 MISFITS = {
@@ -848,7 +848,7 @@ MISFITS = {
     "state is cut": (
         '[optimizer]\nshard = "data"\n' + table(""),
         in_python(optimizer=OptimizerState("data")),
-        "  [optimizer] shard\n      optimizer state is with the servers.\n      cure: leave it out.",
+        "  [optimizer] shard\n      optimizer state is with the servers.\n      fix: leave it out.",
         [table("")],
     ),
     "a rule that cuts": (
@@ -863,7 +863,7 @@ MISFITS = {
             in_python(placement, rules=(GradientRule("**/bias", "int8"),)),
             f"""  [[gradients.rules]]
       placement "{placement}" packs parameters together, so they have one codec.
-      cure: placement = "sliced".""",
+      fix: placement = "sliced".""",
             [table('placement = "sliced"', RULE.format("**/bias", "int8")), table(f'placement = "{placement}"', 'codec = "int8"\n')],
         )
         for placement in ("round_robin", "greedy_bytes", "largest_first")
@@ -871,18 +871,18 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("text, python, said, cures", MISFITS.values(), ids=MISFITS)
-def test_a_table_that_does_not_fit(text, python, said, cures):
+@pytest.mark.parametrize("text, python, said, fixes", MISFITS.values(), ids=MISFITS)
+def test_a_table_that_does_not_fit(text, python, said, fixes):
     assert told(text) == f"mine.toml {ON_MODEL}{said}"
     assert told(python) == f"this layout {ON_MODEL}{said.replace(', line 1', '')}"
-    for cure in cures:
-        fits(cure)
+    for fix in fixes:
+        fits(fix)
 
 
 def test_positions_are_those_of_all_data_axes():
     batch, mesh = '[batch]\nspec = [["node", "data"]]\n', "node=2,data=4"
     assert "9 servers at 8 positions" in told(batch + table("servers = 9"), mesh)
-    assert "12 workers at 8 positions along the data axes; 12 / 8 leaves 4.\n      cure: such as 16." in told(
+    assert "12 workers at 8 positions along the data axes; 12 / 8 leaves 4.\n      fix: such as 16." in told(
         table("workers = 12"), "data=8"
     )
     fits(batch + table("servers = 8\nworkers = 8"), mesh)
@@ -896,7 +896,7 @@ def test_a_worker_without_rows():
 
 @pytest.mark.parametrize("default", ["shard:data", "shard:model"])
 def test_a_default_that_cuts(default):
-    """No rule is written, so none can be left out: the cure is about the default."""
+    """No rule is written, so none can be left out: the fix is about the default."""
     for layout in (f'[default]\nparams = "{default}"\n' + table(""), in_python(default=Default(default))):
         text = told(layout)
         assert KEPT in text and "1 problem:" in text
@@ -913,7 +913,7 @@ def test_every_rule_that_cuts_is_told():
     assert "down/kernel" in text and "up/kernel" in text, "or one problem for all that share the rule"
 
 
-def test_the_cure_for_too_much_that_is_whole_is_one_for_servers():
+def test_the_fix_for_too_much_that_is_whole_is_one_for_servers():
     """Servers cut every parameter, so nothing is whole; a default that cuts would be refused next."""
     layout = "[default]\nmax_replicated = 0.5\n" + table("")
     try:
@@ -946,7 +946,7 @@ MANY = {
 def test_all_problems_of_a_table_are_told_at_once_in_the_order_of_the_file(order):
     text = told(table("\n".join(order)))
     assert headlines(text) == [f"line {number}: {MANY[line]}" for number, line in enumerate(order, 4)]
-    assert "12 problems:" in text and text.count("cure: ") == 12
+    assert "12 problems:" in text and text.count("fix: ") == 12
 
 
 def test_problems_of_both_tables_are_told_in_the_order_of_the_file():
@@ -1003,7 +1003,7 @@ def test_a_misspelt_key_of_a_link():
 def test_a_trace_that_is_not_there_is_told_before_the_first_step(text):
     """A word that is no distribution is a path, and a path that leads nowhere is known before anything is compiled."""
     for layout in (table(f'compute_time = "{text}"'), in_python(compute_time=text)):
-        with pytest.raises(SpmdError, match=r"(?s)compute_time.*cure: "):
+        with pytest.raises(SpmdError, match=r"(?s)compute_time.*fix: "):
             fits(layout)
 
 
@@ -1022,7 +1022,7 @@ TRACES = {
 @pytest.mark.parametrize("form, content", TRACES.values(), ids=TRACES)
 def test_a_trace_that_is_none(form, content, folder):
     (folder / f"times.{form}").write_text(content)
-    with pytest.raises(SpmdError, match=r"(?s)compute_time.*cure: ") as caught:
+    with pytest.raises(SpmdError, match=r"(?s)compute_time.*fix: ") as caught:
         trainer = fits(table(f'compute_time = "times.{form}"'))
         trainer.step(trainer.init(), (X, Y))
     assert "pickle" not in str(caught.value) and "inhomogeneous" not in str(caught.value), "numpy's words are not ours"

@@ -174,7 +174,7 @@ def test_a_wrong_value_is_told_with_its_line(text, line, why):
     assert told.startswith("mine.toml cannot be read\n1 problem:\n")
     assert f"  line {line}: " in told
     assert why in told
-    assert "cure: " in told
+    assert "fix: " in told
 
 
 def test_problems_come_in_the_order_of_the_file():

@@ -188,16 +188,16 @@ def test_what_cannot_be_cut():
     query, key, value, _ = inputs(28)
     assert told(DataError, query, key, value, causal=True) == (
         'attention ([sequence] axis = "context", 4 devices): a sequence of 28 is not divisible by 8 parts, two for each device in balanced '
-        "order: 28 / 8 leaves 4.\n    cure: sequences of 24 or 32, padded if need be."
+        "order: 28 / 8 leaves 4.\n    fix: sequences of 24 or 32, padded if need be."
     )
     query, key, value, _ = inputs(30)
     assert told(DataError, query, key, value) == (
         'attention ([sequence] axis = "context", 4 devices): a sequence of 30 is not divisible by 4 devices: 30 / 4 leaves 2.\n'
-        "    cure: sequences of 28 or 32, padded if need be."
+        "    fix: sequences of 28 or 32, padded if need be."
     )
     assert told(DataError, inputs(16)[0], *inputs(32)[1:3], causal=True) == (
         'attention ([sequence] axis = "context", 4 devices): 16 queries and 32 keys under a causal mask.\n'
-        "    cure: as many of each, or a layout that does not cut sequences."
+        "    fix: as many of each, or a layout that does not cut sequences."
     )
 
 
@@ -205,9 +205,9 @@ def test_what_does_not_belong_together():
     query, key, value, _ = inputs()
     assert told(OptionError, query, key, value[:, 1:]) == (
         "attention: query float32[4, 32, 4, 8], key float32[4, 32, 2, 8], value float32[4, 31, 2, 8].\n"
-        "    cure: [rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, and heads that divide "
+        "    fix: [rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, and heads that divide "
         "the query's."
     )
     assert told(OptionError, query, key, value, key_mask=jnp.ones((4, 32))) == (
-        "attention: key_mask is float32[4, 32].\n    cure: bool[4, 32], one for each key."
+        "attention: key_mask is float32[4, 32].\n    fix: bool[4, 32], one for each key."
     )

@@ -121,7 +121,7 @@ def test_a_layout_that_nothing_follows():
         trainer.prepare(batches("gpt")[0])
     assert str(caught.value) == (
         'layouts/context_parallel.toml: [sequence] axis = "context", but the loss never calls spmd.nn.attention, so nothing is cut over '
-        '"context" by it.\n    cure: spmd.nn.attention in the model, or a layout without [sequence].'
+        '"context" by it.\n    fix: spmd.nn.attention in the model, or a layout without [sequence].'
     )
 
 
@@ -130,12 +130,12 @@ def test_a_layout_that_nothing_follows():
     [
         (
             "contxt",
-            '  [sequence] axis\n      mesh axis "contxt" does not exist on mesh data=4, context=2.\n      cure: did you mean "context"?',
+            '  [sequence] axis\n      mesh axis "contxt" does not exist on mesh data=4, context=2.\n      fix: did you mean "context"?',
         ),
         (
             "data",
             '  [sequence] axis\n      "data" cuts the rows of the batch among workers, so it cannot cut what one worker has.\n'
-            "      cure: another axis than data.",
+            "      fix: another axis than data.",
         ),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_leaf_without_a_sequence_needs_a_rule():
     make = lambda layout: spmd.Trainer(MODELS["gpt"], loss=loss, optimizer=OPTIMIZER, mesh="data=4,context=2", layout=layout)
     with pytest.raises(DataError) as caught:
         make(LAYOUT).prepare(batch)
-    assert 'cure: add [[batch.rules]]  path = "weight"  spec = ["data"].' in str(caught.value)
+    assert 'fix: add [[batch.rules]]  path = "weight"  spec = ["data"].' in str(caught.value)
     rules = (spmd.Rule("weight", ("data",)),)
     make(dataclasses.replace(LAYOUT, batch=dataclasses.replace(LAYOUT.batch, rules=rules))).prepare(batch)
 

@@ -211,7 +211,7 @@ def test_experts_that_nobody_calls():
         trainer_of(LAYOUT, "data=2,expert=4", lambda: Dense()).prepare(batch())
     assert str(caught.value) == (
         'layouts/expert_parallel.toml: [experts] axis = "expert", but the loss never calls spmd.nn.MixtureOfExperts, so nothing is cut '
-        'over "expert" by it.\n    cure: spmd.nn.MixtureOfExperts in the model, or a layout without [experts].'
+        'over "expert" by it.\n    fix: spmd.nn.MixtureOfExperts in the model, or a layout without [experts].'
     )
 
 
@@ -221,16 +221,16 @@ def test_experts_that_nobody_calls():
         (
             {"axes": (("expert", None), ("embed", None), ("mlp", None))},
             '  [experts] axis\n      no parameter is cut over "expert", so every device would keep all experts.\n'
-            '      cure: [axes]  expert = "expert".',
+            '      fix: [axes]  expert = "expert".',
         ),
         (
             {"experts": spmd.Experts("exprt")},
-            '  [experts] axis\n      mesh axis "exprt" does not exist on mesh data=2, expert=4.\n      cure: did you mean "expert"?',
+            '  [experts] axis\n      mesh axis "exprt" does not exist on mesh data=2, expert=4.\n      fix: did you mean "expert"?',
         ),
         (
             {"experts": spmd.Experts("data")},
             '  [experts] axis\n      "data" cuts the rows of the batch among workers, so it cannot cut what one worker has.\n'
-            "      cure: another axis than data.",
+            "      fix: another axis than data.",
         ),
     ],
 )
@@ -246,17 +246,17 @@ def test_numbers_that_cannot_be():
             call()
         return str(caught.value)
 
-    assert told(OptionError, lambda: moe_of(k=9)) == "MixtureOfExperts: k=9 of 8 experts.\n    cure: from 1 to 8."
-    assert told(OptionError, lambda: moe_of(factor=0)) == "MixtureOfExperts: capacity_factor=0.\n    cure: above 0, such as 1.25."
+    assert told(OptionError, lambda: moe_of(k=9)) == "MixtureOfExperts: k=9 of 8 experts.\n    fix: from 1 to 8."
+    assert told(OptionError, lambda: moe_of(factor=0)) == "MixtureOfExperts: capacity_factor=0.\n    fix: above 0, such as 1.25."
     assert told(OptionError, lambda: moe_of(experts=6)(tokens())) == (
-        'MixtureOfExperts ([experts] axis = "expert"): 6 experts are not divisible by 4 devices: 6 / 4 leaves 2.\n    cure: 8 experts.'
+        'MixtureOfExperts ([experts] axis = "expert"): 6 experts are not divisible by 4 devices: 6 / 4 leaves 2.\n    fix: 8 experts.'
     )
     assert told(DataError, lambda: moe_of()(tokens(ROWS, 18, WIDTH))) == (
-        'MixtureOfExperts: a sequence of 18, not divisible by 4 devices along "expert": 18 / 4 leaves 2.\n    cure: 16 or 20.'
+        'MixtureOfExperts: a sequence of 18, not divisible by 4 devices along "expert": 18 / 4 leaves 2.\n    fix: 16 or 20.'
     )
     assert told(DataError, lambda: moe_of()(tokens(12, WIDTH))) == (
-        'MixtureOfExperts: rows of each worker: 6, not divisible by 4 devices along "expert": 6 / 4 leaves 2.\n    cure: 4 or 8.'
+        'MixtureOfExperts: rows of each worker: 6, not divisible by 4 devices along "expert": 6 / 4 leaves 2.\n    fix: 4 or 8.'
     )
     assert told(OptionError, lambda: moe_of()(tokens(ROWS, LENGTH, 5))) == (
-        "MixtureOfExperts: x is float32[4, 16, 5].\n    cure: [rows, 8] or [rows, length, 8]."
+        "MixtureOfExperts: x is float32[4, 16, 5].\n    fix: [rows, 8] or [rows, length, 8]."
     )

@@ -80,7 +80,7 @@ REFUSED = {
     "no stages": (("gpipe", 0, 2), "stages=0: a whole number from 1"),
     "half a microbatch": (("gpipe", 2, 0.5), "microbatches=0.5"),
     "true": (("1f1b", True, 2), "stages=True"),
-    "groups of gpipe": (("gpipe", 2, 4, 2), 'groups=2: "gpipe" has one on each stage[\\s\\S]*cure: "circular"'),
+    "groups of gpipe": (("gpipe", 2, 4, 2), 'groups=2: "gpipe" has one on each stage[\\s\\S]*fix: "circular"'),
     "uneven": (("circular", 4, 6, 2), "6 microbatches, 4 at a time; 6 / 4 leaves 2[\\s\\S]*microbatches = 4 or 8"),
     "too few": (("circular", 4, 3, 2), "3 / 4 leaves 3[\\s\\S]*microbatches = 4[.]"),
 }

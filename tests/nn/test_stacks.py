@@ -330,7 +330,7 @@ ERRORS = {
     "none": (
         lambda: spmd.nn.LayerStack([]),
         """LayerStack of no layers.
-    cure: a list of at least one.""",
+    fix: a list of at least one.""",
     ),
     "differ": (
         lambda: spmd.nn.LayerStack([nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 8, use_bias=False, rngs=nnx.Rngs(0))]),
@@ -339,124 +339,124 @@ ERRORS = {
     kernel: float32[4, 4] and float32[4, 8].
     the layer itself: out_features is 4 and 8.
     the layer itself: use_bias is True and False.
-    cure: take the one that differs out of the stack, and call it before or after; an nnx.Linear first changes the width of inputs.""",
+    fix: take the one that differs out of the stack, and call it before or after; an nnx.Linear first changes the width of inputs.""",
     ),
     "settings": (
         lambda: spmd.nn.LayerStack([Dilated((1,), nnx.relu), Dilated((2,), nnx.gelu)]),
         """LayerStack: layers 0 and 1 differ, and only equal ones can be stacked:
     conv: kernel_dilation is (1,) and (2,).
     the layer itself: act is 'jax._src.nn.functions.relu' and 'jax._src.nn.functions.gelu'.
-    cure: take the one that differs out of the stack, and call it before or after; an nnx.Linear first changes the width of inputs.""",
+    fix: take the one that differs out of the stack, and call it before or after; an nnx.Linear first changes the width of inputs.""",
     ),
     "no list": (
         lambda: spmd.nn.LayerStack(nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
         """LayerStack(a Linear).
-    cure: a list of layers, or spmd.nn.repeat.""",
+    fix: a list of layers, or spmd.nn.repeat.""",
     ),
     "number": (
         lambda: layers("gpt", 2)[0].layer(2),
         """layer 2 of a stack of 2.
-    cure: a number from 0 to 1.""",
+    fix: a number from 0 to 1.""",
     ),
     "residual": (
         lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], residual_from=-1),
         """RNNStack: residual_from=-1.
-    cure: a layer's number, from 0, or None.""",
+    fix: a layer's number, from 0, or None.""",
     ),
     "no cells": (
         lambda: spmd.nn.RNNStack([nnx.Linear(4, 4, rngs=nnx.Rngs(0))]),
         """RNNStack: its layers are Linear, no cells.
-    cure: nnx.LSTMCell, or LayerStack.""",
+    fix: nnx.LSTMCell, or LayerStack.""",
     ),
     "a share": (
         lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], dropout="0.1"),
         """RNNStack: dropout='0.1'.
-    cure: a share from 0 to 1, without 1.""",
+    fix: a share from 0 to 1, without 1.""",
     ),
     "dropout's rngs": (
         lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], dropout=0.1, rngs=0),
         """RNNStack: dropout=0.1 draws random numbers, and rngs is an int.
-    cure: rngs=nnx.Rngs(0).""",
+    fix: rngs=nnx.Rngs(0).""",
     ),
     "repeat of none": (
         lambda: spmd.nn.repeat(0, lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0)),
         """repeat: 0 layers.
-    cure: a whole number from 1.""",
+    fix: a whole number from 1.""",
     ),
     "repeat of a layer": (
         lambda: spmd.nn.repeat(2, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), 0),
         """repeat(2, a Linear, an int).
-    cure: repeat(2, lambda rngs: ..., nnx.Rngs(0)).""",
+    fix: repeat(2, lambda rngs: ..., nnx.Rngs(0)).""",
     ),
     "repeat of split keys": (
         lambda: spmd.nn.repeat(2, lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0).split(2)),
         """repeat: the keys of rngs are split already, and repeat splits them.
-    cure: the rngs as they were before.""",
+    fix: the rngs as they were before.""",
     ),
     "repeat of what was there": (
         lambda: (lambda outer: spmd.nn.repeat(2, lambda rngs: nnx.Linear(4, 4, rngs=outer), nnx.Rngs(1)))(nnx.Rngs(0)),
         """repeat: make uses a module or random streams that were there before.
-    cure: a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs).""",
+    fix: a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs).""",
     ),
     "repeat makes": (
         lambda: spmd.nn.repeat(2, lambda rngs: 3, nnx.Rngs(0)),
         """repeat: make returned an int.
-    cure: an nnx.Module.""",
+    fix: an nnx.Module.""",
     ),
     "repeat of nothing": (
         lambda: spmd.nn.repeat(2, lambda rngs: nnx.Dropout(0.0), nnx.Rngs(0)),
         """repeat: its layers have no arrays, so there is nothing to stack.
-    cure: call them one after the other.""",
+    fix: call them one after the other.""",
     ),
     "empty": (
         lambda: spmd.nn.LayerStack([nnx.Dropout(0.0), nnx.Dropout(0.0)]),
         """LayerStack: its layers have no arrays, so there is nothing to stack.
-    cure: call them one after the other.""",
+    fix: call them one after the other.""",
     ),
     "kind": (
         lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0)), 3]),
         """RNNStack: layer 1 is an int.
-    cure: an nnx.Module.""",
+    fix: an nnx.Module.""",
     ),
     "returns": (
         lambda: spmd.nn.LayerStack([nnx.Linear(4, 8, rngs=nnx.Rngs(0)) for _ in range(2)])(jnp.ones((2, 4))),
         """a layer of a stack takes float32[2, 4] and returns float32[2, 8]; what one returns is what the next one takes.
-    cure: layers that keep shape and dtype.""",
+    fix: layers that keep shape and dtype.""",
     ),
     "lengths": (
         lambda: layers("gru", 2)[0](jnp.ones((2, 5, WIDTH)), lengths=jnp.ones(3, jnp.int32)),
         """RNNStack: lengths is int32[3] for 2 rows.
-    cure: an array, int32[2].""",
+    fix: an array, int32[2].""",
     ),
     "initial": (
         lambda: layers("lstm", 2)[0](jnp.ones((2, 5, WIDTH)), initial=(jnp.ones((2, 2, WIDTH)),)),
         """RNNStack: initial is a tuple of [2, 2, 8]; the cells have a tuple of [2, 2, 8], [2, 2, 8].
-    cure: [layers, rows, ...] each.""",
+    fix: [layers, rows, ...] each.""",
     ),
     "dropout": (
         lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], dropout=0.1),
         """RNNStack: dropout=0.1 draws random numbers, and rngs is None.
-    cure: rngs=nnx.Rngs(0).""",
+    fix: rngs=nnx.Rngs(0).""",
     ),
     "stages": (
         lambda: run(*layers("gpt", 6), cutting((2, 4))),
         """a stack of 6 layers over 4 stages (mesh axis "stage"): 6 / 4 leaves 2.
-    cure: 4 or 8 layers.""",
+    fix: 4 or 8 layers.""",
     ),
     "cells that change": (
         lambda: spmd.nn.RNNStack([Dropping(nnx.Rngs(0)) for _ in range(2)])(jnp.ones((2, 5, 4))),
         """a recurrent cell changes drop/rngs/count when it is called, once for every step of time.
-    cure: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm.""",
+    fix: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm.""",
     ),
     "rows": (
         lambda: run(spmd.nn.LayerStack([Pair() for _ in range(4)]), (jnp.ones((8, 4)), jnp.ones(4)), cutting((2, 4))),
         """a stack of layers was called with float32[8, 4], float32[4]; a pipeline cuts rows, which are dim 0 of all.
-    cure: pass what has no rows by name: stack(x, table=...).""",
+    fix: pass what has no rows by name: stack(x, table=...).""",
     ),
     "batch statistics": (
         lambda: run(spmd.nn.LayerStack([nnx.BatchNorm(4, rngs=nnx.Rngs(0)) for _ in range(4)]), jnp.ones((8, 4)), cutting((2, 4))),
         """a layer of a pipelined stack changes mean, var when it is called, and it is called once for every microbatch.
-    cure: LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline].""",
+    fix: LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline].""",
     ),
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ def test_pair_agrees(path):
     import jupytext
 
     script = path.with_suffix(".py")
-    assert cells(jupytext.read(path)) == cells(jupytext.read(script)), f"cure: jupytext --sync {path.name}"
+    assert cells(jupytext.read(path)) == cells(jupytext.read(script)), f"fix: jupytext --sync {path.name}"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -94,12 +94,12 @@ def rows_of(text):
 
 
 def plan_before_you_rent(shown):
-    """From a plan that does not fit, by cures that are planned, to a layout file that trains."""
+    """From a plan that does not fit, by fixes that are planned, to a layout file that trains."""
     assert "ESTIMATE by XLA:CPU" in shown.html or "compiled by XLA:GPU" in shown.html
     assert shown.html.count("<svg") == 5  # the plan's three drawings, an array and the curve
     assert "DOES NOT FIT" in shown.text
-    cures = re.findall(r"^\[remat\] save = .*: (does not fit|fits), ", shown.text, re.MULTILINE)
-    assert len(cures) >= 1 and cures[-1] == "fits"
+    fixes = re.findall(r"^\[remat\] save = .*: (does not fit|fits), ", shown.text, re.MULTILINE)
+    assert len(fixes) >= 1 and fixes[-1] == "fits"
     steps = [float(step) for step in re.findall(r"^\d+ +\w+ on .* ([\d.]+) ms +\d\.\d\d ", shown.text, re.MULTILINE)]
     assert len(steps) > 1 and steps == sorted(steps)
     assert "# Found by spmd.search for 1x4xsmall" in shown.text and "[mesh]" in shown.text

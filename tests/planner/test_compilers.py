@@ -122,7 +122,7 @@ def test_slices_of_tpus():
         f"v5e:{shape}" for shape in ("1x1", "1x2", "2x2", "2x4", "8x8")
     ]
     assert [topology(Cluster.parse(f"{count}xtpu_v5p"))["topology_name"] for count in (4, 8, 32)] == ["v5p:2x2x1", "v5p:2x2x2", "v5p:4x4x2"]
-    with pytest.raises(SpmdError, match=r'cure: "4xtpu_v5e" or "8xtpu_v5e"'):
+    with pytest.raises(SpmdError, match=r'fix: "4xtpu_v5e" or "8xtpu_v5e"'):
         topology(Cluster.parse("6xtpu_v5e"))
     assert compiler_of(Cluster.parse("2x4xtpu_v4").target, 2)[1].startswith("an ESTIMATE by XLA:CPU: what XLA:TPU sends between slices")
 

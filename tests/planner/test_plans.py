@@ -240,32 +240,32 @@ ERRORS = {
     "target": (
         lambda: made(target="8xh1000"),
         """there is no target "h1000".
-    cure: did you mean "h100"? A file of your own ends in .toml.""",
+    fix: did you mean "h100"? A file of your own ends in .toml.""",
     ),
     "no devices": (
         lambda: made(target="0xh100"),
         """target "0xh100": 1 x 0 is no device.
-    cure: at least one, such as "h100".""",
+    fix: at least one, such as "h100".""",
     ),
     "more than a node has": (
         lambda: made(target="64xh100"),
         """target "64xh100": a node has 8 of them, and what joins nodes is slower.
-    cure: nodes x devices, such as "8x8xh100".""",
+    fix: nodes x devices, such as "8x8xh100".""",
     ),
     "no text": (
         lambda: made(target=8),
         """target=8 is an int.
-    cure: such as "8xh100", or "4x8xh100" for 4 nodes of 8.""",
+    fix: such as "8xh100", or "4x8xh100" for 4 nodes of 8.""",
     ),
     "mesh": (
         lambda: made(target="2x8xh100"),
         """mesh data=4, model=2 does not use the 16 devices of target 2x8xh100 exactly.
-    cure: mesh="data=8, model=2", or target="8xh100".""",
+    fix: mesh="data=8, model=2", or target="8xh100".""",
     ),
     "mesh that does not divide": (
         lambda: made(target="6xcpu", mesh="data=-1,model=4"),
         """mesh data=-1, model=4 does not use the 6 devices of target 1x6xcpu exactly.
-    cure: mesh="data=-1, model=3".""",
+    fix: mesh="data=-1, model=3".""",
     ),
     "batch": (
         lambda: made(batch={"x": np.zeros((30, 64), "f"), "y": np.zeros((30, 8), "f")}),
@@ -274,7 +274,7 @@ ERRORS = {
     "parameter": (
         lambda: made().explain("upp"),
         """there is no parameter "upp".
-    cure: did you mean "up"?""",
+    fix: did you mean "up"?""",
     ),
 }
 
@@ -284,7 +284,7 @@ def test_errors_say_what_where_and_how(call, wanted):
     with pytest.raises(SpmdError) as caught:
         call()
     assert wanted is None or str(caught.value) == wanted
-    assert "cure: " in str(caught.value)
+    assert "fix: " in str(caught.value)
 
 
 def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
@@ -302,11 +302,11 @@ def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
         "",
         "  insde",
         "      nothing reads it.",
-        '      cure: did you mean "inside"?',
+        '      fix: did you mean "inside"?',
         "",
         "  platform",
         "      'cqu' is none.",
-        '      cure: did you mean "cpu"?',
+        '      fix: did you mean "cpu"?',
         "",
         "  memory",
         "      'much' is no number above 0.",
@@ -316,7 +316,7 @@ def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
         "",
         "  [achieved] lunch",
         "      nothing reads it.",
-        '      cure: did you mean "launch"?',
+        '      fix: did you mean "launch"?',
     ]
 
 
@@ -395,7 +395,7 @@ def test_plans_side_by_side():
 
 
 def test_compare_wants_plans():
-    with pytest.raises(SpmdError, match=r"compare\(a Plan\)\.\n    cure: two plans or more"):
+    with pytest.raises(SpmdError, match=r"compare\(a Plan\)\.\n    fix: two plans or more"):
         spmd.compare(made())
 
 
@@ -431,7 +431,7 @@ def test_what_runs_on_the_host_cannot_be_planned():
         return x @ params["w"]
 
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, told)
-    with pytest.raises(CompileError, match=r"(?s)the step cannot be sent to a compiler elsewhere: .*cure: .*jax.debug.print"):
+    with pytest.raises(CompileError, match=r"(?s)the step cannot be sent to a compiler elsewhere: .*fix: .*jax.debug.print"):
         spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
 
 
@@ -640,7 +640,7 @@ def test_the_page_is_whole_and_safe(tmp_path):
     assert [f"node {number}" in drawings[1] for number in range(3)] == [True, True, False]
     assert "device 7: data 3, model 1" in drawings[1]
     assert plan._repr_html_() in text and str(plan) + "\n" == plan.save(tmp_path / "plan.txt").read_text(encoding="utf-8")
-    with pytest.raises(SpmdError, match=r"cure: \.html or \.txt"):
+    with pytest.raises(SpmdError, match=r"fix: \.html or \.txt"):
         plan.save(tmp_path / "plan.pdf")
 
 

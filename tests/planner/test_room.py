@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import spmd
-from spmd.errors import RoomError
+from spmd.errors import DeviceMemoryError
 from spmd.planner.memory_check import limit_of
 
 pytestmark = pytest.mark.optimized
@@ -34,11 +34,11 @@ def test_a_cpu_says_nothing():
 def test_what_has_no_room_is_not_started(monkeypatch):
     has(monkeypatch, 100_000)
     monkeypatch.setattr(spmd.Trainer, "init", lambda self: pytest.fail("something was allocated"))
-    with pytest.raises(RoomError) as caught:
+    with pytest.raises(DeviceMemoryError) as caught:
         fit()
-    first, second, *_, cure = str(caught.value).splitlines()
+    first, second, *_, fix = str(caught.value).splitlines()
     assert first.startswith("a step needs ") and first.endswith(" of temporaries.") and " of 97.7 KiB on each cpu (" in first
-    assert second.endswith(" too much on each of 8 devices.") and cure.startswith("    cure: `spmd plan` tells")
+    assert second.endswith(" too much on each of 8 devices.") and fix.startswith("    fix: `spmd plan` tells")
 
 
 def test_unless_told_otherwise(monkeypatch):
@@ -57,5 +57,5 @@ def test_what_is_needed_is_what_a_plan_says(monkeypatch):
     has(monkeypatch, 1)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((32, *x.shape[1:]), x.dtype), DATA)
     plan = spmd.plan(MODEL, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="8xcpu", mesh="data=8")
-    with pytest.raises(RoomError, match=f"^a step needs {plan.memory.peak / 1024:.1f} KiB"):
+    with pytest.raises(DeviceMemoryError, match=f"^a step needs {plan.memory.peak / 1024:.1f} KiB"):
         fit()

@@ -1,4 +1,4 @@
-"""Searches and cures: what they choose from, that nothing is lost by what they leave out, and the reasons they give."""
+"""Searches and fixes: what they choose from, that nothing is lost by what they leave out, and the reasons they give."""
 
 import dataclasses
 import itertools
@@ -234,7 +234,7 @@ def test_a_search_as_a_user_sees_it(device, tmp_path, monkeypatch):
         first.startswith(f"# Found by spmd.search for 1x2x{Path(target).stem}: ")
         and second == "# fit(..., layout=<this file>, batch_size=256)"
     )
-    with pytest.raises(SpmdError, match=r"cure: one that ends in \.toml"):
+    with pytest.raises(SpmdError, match=r"fix: one that ends in \.toml"):
         found.save(tmp_path / "mine.txt")
     again = spmd.plan(MODEL, BATCH, layout=path, target=target, **TRAINS)
     assert again.timeline.seconds == found.best.timeline.seconds and again.memory == found.best.memory
@@ -267,33 +267,33 @@ def test_half_of_the_smallest_mesh_holds_nothing_whatever_is_tried(device):
     assert half.best is None and len(half.plans) > 1
 
 
-def test_cures_are_planned_in_their_order_and_end_with_one_that_fits(device):
+def test_fixes_are_planned_in_their_order_and_end_with_one_that_fits(device):
     plan = spmd.plan(MODEL, BATCH, target=f"2x{device(340 * KIB)}", **TRAINS)
-    assert not plan.fits and "plan.cures()" in str(plan)
-    cures = plan.cures()
-    changes_ = [cure.change for cure in cures]
+    assert not plan.fits and "plan.fixes()" in str(plan)
+    fixes = plan.fixes()
+    changes_ = [fix.change for fix in fixes]
     assert changes_[:2] == ['[remat] save = "dots"', '[remat] save = "nothing"']
     order = ("[remat]", "accumulate", "[optimizer]", "[default]", "target")
     ranks = [next(rank for rank, start in enumerate(order) if change.startswith(start)) for change in changes_]
-    assert ranks == sorted(ranks) and cures[-1].fits and not any(cure.fits for cure in cures[:-1])
-    last = cures[-1].plan
+    assert ranks == sorted(ranks) and fixes[-1].fits and not any(fix.fits for fix in fixes[:-1])
+    last = fixes[-1].plan
     options = last.program.placed.options
     same = spmd.plan(MODEL, BATCH, target=last.cluster, mesh=last.mesh, layout=last.layout, accumulate=options.accumulate, **TRAINS)
-    assert same.memory == last.memory and str(cures[-1]).startswith(f"{cures[-1].change}: fits, ")
-    assert same.cures() == ()
+    assert same.memory == last.memory and str(fixes[-1]).startswith(f"{fixes[-1].change}: fits, ")
+    assert same.fixes() == ()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compiles": 0}, "compiles=0.\n    cure: a whole number from 1, or None for all."),
+        ({"compiles": 0}, "compiles=0.\n    fix: a whole number from 1, or None for all."),
         ({"candidates": "best"}, "candidates='best' is a str."),
         ({"candidates": []}, "candidates=[] is empty."),
         ({"candidates": ["fsdpp"]}, 'did you mean "fsdp"?'),
         ({"target": "4xh10"}, 'did you mean "h100"?'),
         ({"precision": "bf16"}, "precision"),
         ({"metrics": 3}, "metrics=3 is not a dict."),
-        ({"timeout": 0}, "timeout=0.\n    cure: seconds, more than none."),
+        ({"timeout": 0}, "timeout=0.\n    fix: seconds, more than none."),
         ({"timeout": "a"}, "timeout='a'."),
         ({"batch": {"x": jnp.zeros(())}}, "the batch"),
     ],
@@ -363,9 +363,9 @@ def test_the_command(tmp_path, capsys, device):
     shown = capsys.readouterr().out
     assert re.search(r"^1 +data_parallel on data=2, reduction all_reduce +[\d.]+ us +1\.00", shown, re.MULTILINE)
     assert spmd.Layout.load(tmp_path / "best.toml").name == "best"
-    assert main([*given, "--save", "best.html"]) == 2 and "cure: one that ends in .toml" in capsys.readouterr().err
+    assert main([*given, "--save", "best.html"]) == 2 and "fix: one that ends in .toml" in capsys.readouterr().err
     assert main([*given[:4], "--candidates", "nothing_like_it"]) == 2
-    plan = ["plan", str(script), "--target", f"2x{device(13_000)}", "--layout", "data_parallel", "--cures"]
+    plan = ["plan", str(script), "--target", f"2x{device(13_000)}", "--layout", "data_parallel", "--fixes"]
     assert main(plan) == 0
     shown = capsys.readouterr().out
-    assert "DOES NOT FIT" in shown and "CURES, each planned" in shown and shown.index("[remat]") < shown.index("[optimizer]")
+    assert "DOES NOT FIT" in shown and "FIXES, each planned" in shown and shown.index("[remat]") < shown.index("[optimizer]")

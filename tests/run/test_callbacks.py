@@ -98,7 +98,7 @@ def test_the_state_of_a_step_that_has_passed_is_refused():
         fit(epochs=1, callbacks=[lambda info: info.state])
     assert str(raised.value) == (
         "info.state at step 1: metrics are read one step late, so this state is consumed already.\n"
-        "    cure: give the callback  every = 10  (or more), or  exact = True, which makes the device wait."
+        "    fix: give the callback  every = 10  (or more), or  exact = True, which makes the device wait."
     )
 
 
@@ -286,7 +286,7 @@ def test_early_stopping_stops_a_run(metric, evaluations, steps):
 def test_early_stopping_on_a_metric_that_is_not_there(metric, near):
     with pytest.raises(OptionError) as raised:
         fit(epochs=1, eval_data=numbers(40, 1), callbacks=[callbacks.EarlyStopping(metric)])
-    assert str(raised.value) == f'EarlyStopping: there is no metric "{metric}".\n    cure: did you mean "{near}"?'
+    assert str(raised.value) == f'EarlyStopping: there is no metric "{metric}".\n    fix: did you mean "{near}"?'
 
 
 # what cannot be meant -------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_what_is_no_callback(bad, text):
 
 
 def test_a_mode_that_does_not_exist():
-    with pytest.raises(OptionError, match=r'EarlyStopping: no mode "mni"\.\n    cure: did you mean "min"\?'):
+    with pytest.raises(OptionError, match=r'EarlyStopping: no mode "mni"\.\n    fix: did you mean "min"\?'):
         callbacks.EarlyStopping(mode="mni")
 
 
@@ -325,7 +325,7 @@ def test_a_stop_that_says_nothing(options):
 
 def test_callbacks_and_loggers_are_lists():
     for option in ("callbacks", "loggers"):
-        with pytest.raises(OptionError, match=f"{option}=5 is an int.\n    cure: a list of them."):
+        with pytest.raises(OptionError, match=f"{option}=5 is an int.\n    fix: a list of them."):
             fit(**{option: 5})
 
 
@@ -346,7 +346,7 @@ def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_n
         fit(spoilt(5), shuffle=False, checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100), callbacks=[recorder])
     assert str(raised.value) == (
         f'step 5: metric "loss" is nan. The last checkpoint is step 4 in {tmp_path}.\n'
-        "    cure: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step."
+        "    fix: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step."
     )
     assert not getattr(raised.value, "__notes__", [])
     store = spmd.run.checkpoint.Store(spmd.Checkpoint(tmp_path, every=1, keep=100))
@@ -370,7 +370,7 @@ def test_terminate_on_nan_names_classes_of_cross_entropy(masked):
     also = ', and where the mask "mask" is neither 0 nor 1' if masked else ""
     assert str(raised.value) == (
         'step 3: metric "loss" is nan. There is no checkpoint.\n'
-        "    cure: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step: "
+        "    fix: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step: "
         f"spmd.losses.cross_entropy is NaN where a target is not one of the model's classes, 0 to 2{also}."
     )
 
@@ -385,7 +385,7 @@ def test_the_first_step_has_its_own_message():
         fit(spoilt(1), shuffle=False)
     assert str(raised.value) == (
         "the loss is nan at the first step.\n"
-        "    cure: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
+        "    fix: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
         "or an initialisation that is too large."
     )
 
@@ -418,7 +418,7 @@ def test_what_would_do_nothing_is_refused():
         def on_step_end(self, info):
             pass
 
-    with pytest.raises(spmd.SpmdError, match=r"callback Keras: nothing calls on_step_end.\n    cure: did you mean \"on_step\""):
+    with pytest.raises(spmd.SpmdError, match=r"callback Keras: nothing calls on_step_end.\n    fix: did you mean \"on_step\""):
         fit_net(labelled(32), epochs=1, callbacks=[Keras()])
 
     def stops(info):

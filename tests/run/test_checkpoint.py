@@ -274,8 +274,8 @@ def test_the_whole_table_of_a_wider_model(tmp_path):
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"mode": "best"}, 'Checkpoint: no mode "best".\n    cure: known: min, max.'),
-        ({"mode": "mx"}, 'Checkpoint: no mode "mx".\n    cure: did you mean "max"?'),
+        ({"mode": "best"}, 'Checkpoint: no mode "best".\n    fix: known: min, max.'),
+        ({"mode": "mx"}, 'Checkpoint: no mode "mx".\n    fix: did you mean "max"?'),
         ({"every": 0}, "Checkpoint: every=0; a whole number from 1."),
         ({"keep": True}, "Checkpoint: keep=True; a whole number from 1."),
     ],
@@ -347,7 +347,7 @@ def test_the_best_and_any_other_can_be_loaded(tmp_path):
 
 def test_a_checkpoint_that_is_not_there(tmp_path):
     trainer = fit(epochs=1, checkpoint=tmp_path).trainer
-    for which, text in (("best", "did not say what is best"), (7, "there is no checkpoint of step 7 in .*\n    cure: 3\\.")):
+    for which, text in (("best", "did not say what is best"), (7, "there is no checkpoint of step 7 in .*\n    fix: 3\\.")):
         with pytest.raises(CheckpointError, match=text):
             trainer.restore(tmp_path, step=which)
     for path, text in ((tmp_path / "none", "there is no such folder"), (None, "there is no such folder")):
@@ -364,7 +364,7 @@ def test_restore_of_a_file_names_the_run_that_it_is_in(name, tmp_path):
         trainer.restore(tmp_path / name)
     file = tmp_path / name
     assert str(raised.value) == (
-        f"checkpoint={brief(str(file))}: {file} is a file, and not the folder of a run.\n    cure: {tmp_path}, which it is in."
+        f"checkpoint={brief(str(file))}: {file} is a file, and not the folder of a run.\n    fix: {tmp_path}, which it is in."
     )
     assert int(trainer.restore(tmp_path).step) == 3
 
@@ -401,7 +401,7 @@ def test_every_checkpoint_that_could_be_the_best_is_evaluated(tmp_path):
 def test_a_best_metric_that_is_not_there(tmp_path):
     with pytest.raises(OptionError) as raised:
         scored([0.5], tmp_path, best="eval_scores")
-    assert str(raised.value) == 'Checkpoint: there is no metric "eval_scores".\n    cure: did you mean "eval_score"?'
+    assert str(raised.value) == 'Checkpoint: there is no metric "eval_scores".\n    fix: did you mean "eval_score"?'
 
 
 # beside the arrays ----------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_a_run_with_checkpoints_keeps_json_lines_and_a_resumed_one_goes_on_in_th
     "bad", [print, "runs/log", Memory, type("Half", (), {"write": print})()], ids=["function", "path", "class", "half"]
 )
 def test_what_is_no_logger(bad):
-    with pytest.raises(OptionError, match=r"has no write\(record\) and close\(\)\.\n    cure: such as spmd\.loggers\.JsonLines\(path\)\."):
+    with pytest.raises(OptionError, match=r"has no write\(record\) and close\(\)\.\n    fix: such as spmd\.loggers\.JsonLines\(path\)\."):
         fit(loggers=[bad])
 
 
@@ -180,7 +180,7 @@ def test_the_extra_is_named_when_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(spmd.errors.MissingExtraError) as raised:
         TensorBoard("runs")
-    assert str(raised.value) == "tensorboardX is not installed.\n    cure: in the checkout of spmd: pip install '.[tensorboard]'."
+    assert str(raised.value) == "tensorboardX is not installed.\n    fix: in the checkout of spmd: pip install '.[tensorboard]'."
 
 
 def test_write_lets_a_logger_use_jax():

@@ -171,13 +171,13 @@ def test_a_run_is_as_long_as_its_plan(plan, steps):
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 both say when to end.\n    cure: give one of them."),
+        ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 both say when to end.\n    fix: give one of them."),
         ({"epochs": 0}, "epochs=0: a whole number from 1."),
         ({"steps": True}, "steps=True: a whole number from 1."),
         ({"eval_every": 0}, "eval_every=0: a whole number from 1."),
         ({"log_every": 0}, "log_every=0: a whole number from 1."),
         ({"prefetch": -1}, "prefetch=-1: a whole number from 0."),
-        ({"resume": True}, 'resume=True without a checkpoint folder.\n    cure: checkpoint="runs/name".'),
+        ({"resume": True}, 'resume=True without a checkpoint folder.\n    fix: checkpoint="runs/name".'),
     ],
 )
 def test_a_plan_that_cannot_be_meant(options, text):
@@ -191,7 +191,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError) as raised:
         fit(steps=5, checkpoint=tmp_path)
-    assert str(raised.value) == f"{tmp_path} already holds a run, up to step 4.\n    cure: resume=True to go on with it, or another folder."
+    assert str(raised.value) == f"{tmp_path} already holds a run, up to step 4.\n    fix: resume=True to go on with it, or another folder."
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 

@@ -141,7 +141,7 @@ def test_resume_with_only_damaged_checkpoints_is_refused(run):
     assert str(raised.value) == (
         f"every checkpoint in {run} is damaged\n3 problems:\n\n"
         "  step 6\n      it has no manifest\n\n  step 4\n      it has no manifest\n\n  step 2\n      it has no manifest\n\n"
-        f"    cure: another copy of the folder; or remove {run}/checkpoints, and the run starts at step 0."
+        f"    fix: another copy of the folder; or remove {run}/checkpoints, and the run starts at step 0."
     )
     assert sorted(run.rglob("*")) == before
     shutil.rmtree(run / "checkpoints")
@@ -152,7 +152,7 @@ def test_a_damaged_step_that_is_asked_for_is_refused(run):
     flipped(newest(run) / "meta" / "metadata", np.random.default_rng(0))
     trainer = spmd.Trainer(MODEL, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.01))
     with pytest.raises(
-        CheckpointError, match=r"step 6 in \S+ is damaged: meta/metadata is not what was written\.\n    cure: another: 2, 4\."
+        CheckpointError, match=r"step 6 in \S+ is damaged: meta/metadata is not what was written\.\n    fix: another: 2, 4\."
     ):
         trainer.restore(run)
     assert int(trainer.restore(run, step=4).step) == 4 and newest(run).is_dir(), "nothing is put aside that nobody goes on with"

@@ -75,7 +75,7 @@ def test_second_owner_in_the_same_thread_is_refused(tmp_path):
     assert str(raised.value) == (
         f"{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run that this thread has started has not ended; this call is "
         "inside it, as in a callback, or it was not closed.\n"
-        "    cure: another folder for this run; or call it after the first has returned."
+        "    fix: another folder for this run; or call it after the first has returned."
     )
     mine.check()
     mine.release()
@@ -108,7 +108,7 @@ def test_second_owner_in_another_thread_is_told_which(tmp_path):
             own(tmp_path)
         assert str(raised.value) == (
             f'{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run in its thread "trainer-1" has not ended.\n'
-            "    cure: another folder; or resume=True after that run has returned."
+            "    fix: another folder; or resume=True after that run has returned."
         )
         mine.check()
         mine.release()

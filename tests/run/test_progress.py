@@ -120,7 +120,7 @@ def test_what_can_be_asked_for():
     assert isinstance(make_progress(False), NoProgress) and isinstance(make_progress("auto"), NoProgress)
     with pytest.raises(OptionError) as raised:
         make_progress("yes")
-    assert str(raised.value) == "progress='yes'.\n    cure: True, False or \"auto\"."
+    assert str(raised.value) == "progress='yes'.\n    fix: True, False or \"auto\"."
 
 
 def test_no_progress_has_all_the_methods():

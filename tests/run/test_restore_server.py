@@ -367,7 +367,7 @@ def test_another_optimizer_is_told_in_a_table(tmp_path):
     assert not any(line.startswith("params/") for line in lines)
 
 
-def test_an_optimizer_state_that_is_not_its_parameters_is_refused_with_a_cure(tmp_path):
+def test_an_optimizer_state_that_is_not_its_parameters_is_refused_with_a_fix(tmp_path):
     """Each worker's own momentum, [workers, ...]: never parted by a shape that happens to fit."""
     own = {"mode": "local", "every": 2}
     here = trainer(served(**own), 8, MOMENTUM, TWO)
@@ -375,7 +375,7 @@ def test_an_optimizer_state_that_is_not_its_parameters_is_refused_with_a_cure(tm
     for layout, why in ((served(**own, servers=5), "it has not its parameter's shape"), (served(), "one of them is of every worker")):
         text = refusal(trainer(layout, 8, MOMENTUM, TWO), tmp_path)
         assert "params/" not in text and text.count("opt/") == 2
-        assert f"      {why}" in text and "\n      cure: the [parameter_server] placement, servers and mode that it had" in text
+        assert f"      {why}" in text and "\n      fix: the [parameter_server] placement, servers and mode that it had" in text
 
 
 @pytest.mark.slow
@@ -411,4 +411,4 @@ def test_the_same_parameters_in_another_order_are_not_taken_for_each_other(tmp_p
             assert same(dict(whole(there, state.params)), dict(whole(here, restored(here, tmp_path / placement)[0].params)))
         else:
             text = refusal(here, tmp_path / placement)
-            assert "packed in the order first, second, third, and are now in the order third, second, first" in text and "cure:" in text
+            assert "packed in the order first, second, third, and are now in the order third, second, first" in text and "fix:" in text

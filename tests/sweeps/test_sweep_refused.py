@@ -7,7 +7,7 @@ import pytest
 from swept import ADAM, CLASSES, FEATURES, FEEDBACK, MODELS, RATES, Net, labelled, sweep
 
 import spmd
-from spmd.errors import CheckpointError, DataError, LayoutError, MeshError, ModelError, OptimizerError, OptionError, RoomError
+from spmd.errors import CheckpointError, DataError, DeviceMemoryError, LayoutError, MeshError, ModelError, OptimizerError, OptionError
 from spmd.sweeps.scheduler import Contest
 
 
@@ -54,7 +54,7 @@ from spmd.sweeps.scheduler import Contest
         (
             {"search": "grid", "trials": None, "space": {"learning_rate": [0.1, 0.2], "seed": range(10**4)}},
             OptionError,
-            "the grid has 20,000 combinations: 2 of learning_rate x 10000 of seed.\n    cure: trials=20000, if so many",
+            "the grid has 20,000 combinations: 2 of learning_rate x 10000 of seed.\n    fix: trials=20000, if so many",
         ),
         (
             {"eval_data": {"x": labelled()["x"][:, :4], "y": labelled()["y"]}},
@@ -120,7 +120,7 @@ def test_shapes_that_depend_on_the_seed(monkeypatch):
 
 def test_several_processes_are_told_what_to_do(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(OptionError, match=r"in one process, and here are 2\.\n    cure: one sweep for each process"):
+    with pytest.raises(OptionError, match=r"in one process, and here are 2\.\n    fix: one sweep for each process"):
         sweep(trials=0)
 
 
@@ -131,15 +131,15 @@ def test_what_has_no_room_is_not_started_and_the_cure_has(monkeypatch):
     data = 80 * (FEATURES + 1) * 4
     monkeypatch.setattr(Contest, "run", lambda *_: "started")
     for limit, told in (
-        (data - 1, "cure: fewer examples"),
+        (data - 1, "fix: fewer examples"),
         (data + state // 2, " of state and 2.8 KiB of data.\n    Each of 2 devices has 2 of them"),
         (data + 2 * state + 8192, " of temporaries.\n    Each of 2 devices has 2 of them"),
     ):
         has(limit)
-        with pytest.raises(RoomError, match=r"^4 trials at once need ") as caught:
+        with pytest.raises(DeviceMemoryError, match=r"^4 trials at once need ") as caught:
             sweep(**more)
         assert told in str(caught.value)
-    assert "cure: at_once=2, 1 on each device" in str(caught.value)
+    assert "fix: at_once=2, 1 on each device" in str(caught.value)
     assert sweep(**more, at_once=2) == sweep(**more, check_memory=False) == "started"
 
 

@@ -125,7 +125,7 @@ def test_bind_of_other_shapes_than_init_makes_is_a_table(stateful):
         "  params/b\n      given nothing, init makes float32[2]\n\n"
         "  params/w\n      given float32[2, 4], init makes float32[4, 2]\n\n"
         + "  state/mean\n      given float32[1, 4], init makes float32[4]\n\n" * stateful
-        + "    cure: arrays of the shapes that init makes; or a FunctionalModel whose init makes these."
+        + "    fix: arrays of the shapes that init makes; or a FunctionalModel whose init makes these."
     )
     model.bind(*((params, state) if stateful else (params,)))
 
@@ -149,7 +149,7 @@ def test_restore_of_params_under_another_optimizer(kind, tmp_path):
         other.restore(tmp_path)
     assert (
         str(raised.value)
-        .partition("\n\n    cure: ")[2]
+        .partition("\n\n    fix: ")[2]
         .startswith(
             'parameters and batch statistics fit. Trainer.restore(folder, only="params") gives them in a new state of this optimizer,'
         )
@@ -198,10 +198,10 @@ def test_restore_of_another_model_does_not_offer_its_params(tmp_path):
 def test_resume_under_another_optimizer_offers_the_params(tmp_path):
     model = MODELS["nnx"]()
     fit(model, checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match=r'cure: parameters and batch statistics fit\. Trainer\.restore\(folder, only="params"\)'):
+    with pytest.raises(CheckpointError, match=r'fix: parameters and batch statistics fit\. Trainer\.restore\(folder, only="params"\)'):
         fit(model, checkpoint=tmp_path, resume=True, optimizer=optax.sgd(0.1))
 
 
 def test_restore_of_what_is_not_known(tmp_path):
-    with pytest.raises(OptionError, match=r'only=.param.\.\n    cure: did you mean "params"\?'):
+    with pytest.raises(OptionError, match=r'only=.param.\.\n    fix: did you mean "params"\?'):
         trainer(MODELS["nnx"](), optax.sgd(0.1)).restore(tmp_path, only="param")

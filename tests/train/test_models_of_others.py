@@ -146,7 +146,7 @@ def test_a_constraint_over_an_axis_that_the_mesh_lacks():
         trained(lambda: Constrained(P("dta"), nnx.Rngs(0)))
     assert str(caught.value) == (
         'the model calls with_sharding_constraint with mesh axis "dta", which mesh data=8 does not have.\n'
-        '    cure: did you mean "data"? Or a mesh and a layout with that axis.'
+        '    fix: did you mean "data"? Or a mesh and a layout with that axis.'
     )
 
 
@@ -160,7 +160,7 @@ def test_a_constraint_that_was_imported_by_name():
         def __call__(self, x):
             return imported(self.out(x.mean(1)), P("data"))
 
-    with pytest.raises(spmd.errors.LossError, match=r"cure: call it as jax\.lax\.with_sharding_constraint, or take it out\."):
+    with pytest.raises(spmd.errors.LossError, match=r"fix: call it as jax\.lax\.with_sharding_constraint, or take it out\."):
         trained(lambda: Model())
 
 
@@ -174,7 +174,7 @@ def test_explicit_sharding_is_named_as_the_cause():
 
     with pytest.raises(spmd.errors.LossError, match=r"by out_sharding, which needs a mesh with explicit axes") as caught:
         trained(lambda: Model())
-    assert "cure: the model without shardings of its own" in str(caught.value)
+    assert "fix: the model without shardings of its own" in str(caught.value)
 
 
 def test_outside_of_a_step_constraints_are_those_of_jax():
@@ -225,7 +225,7 @@ def test_another_collective_of_the_model_is_named_as_the_cause():
         trained(lambda: Summed(nnx.Rngs(0)))
     assert str(caught.value) == (
         'the model or the loss runs a collective over an axis "batch" (such as jax.lax.pmean), which is not bound here.\n'
-        "    cure: take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already."
+        "    fix: take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already."
     )
 
 
@@ -273,14 +273,14 @@ def test_state_of_one_workers_rows_alone_is_refused():
     alone = spmd.FunctionalModel(normed_init, lambda params, state, x, train: normed(params, state, x, train=train), stateful=True)
     with pytest.raises(spmd.errors.ModelError, match="batch statistics would be of these rows alone") as caught:
         trained(alone)
-    assert "cure: a keyword axis_name=None of apply" in str(caught.value) and 'reduction = "compiler"' in str(caught.value)
+    assert "fix: a keyword axis_name=None of apply" in str(caught.value) and 'reduction = "compiler"' in str(caught.value)
     assert_as_on_one_device(alone, "data_parallel", "data=8", "compiler")
 
 
 @pytest.mark.parametrize(
     "init, apply, told",
     [
-        (lambda key: {"w": jnp.ones(4)}, normed, "init of a stateful model returned a dict.\n    cure: (params, state), a tuple of two."),
+        (lambda key: {"w": jnp.ones(4)}, normed, "init of a stateful model returned a dict.\n    fix: (params, state), a tuple of two."),
         (normed_init, lambda p, s, x, axis_name: x, "apply of a stateful model returned"),
         (
             normed_init,
@@ -297,5 +297,5 @@ def test_state_that_does_not_fit_is_refused(init, apply, told):
 
 
 def test_binding_wants_state_where_there_is_some():
-    with pytest.raises(spmd.errors.ModelError, match=r"cure: model\.bind\(params, state\)"):
+    with pytest.raises(spmd.errors.ModelError, match=r"fix: model\.bind\(params, state\)"):
         NORMED.bind({})

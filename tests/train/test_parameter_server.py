@@ -712,7 +712,7 @@ def test_one_that_looks_at_parameters_is_refused_by_name(name):
     optimizer, placement, named = NOT_FINE[name]
     with pytest.raises(OptimizerError, match=named) as caught:
         trainer_of(served(placement=placement), optimizer=optimizer).prepare(data())
-    assert "cure: " in str(caught.value) and placement in str(caught.value)
+    assert "fix: " in str(caught.value) and placement in str(caught.value)
 
 
 @pytest.mark.slow

@@ -239,7 +239,7 @@ def test_1f1b_pipeline_refuses_loss_that_joins_rows(joins, caplog):
     trainer = spmd.Trainer(lambda: Tied(nnx.Rngs(0), depth=2), loss=loss, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh)
     caplog.set_level("INFO", "spmd")
     if joins:
-        with pytest.raises(LossError, match=r'1f1b pipeline:(.|\n)*cure: \[pipeline\] schedule = "gpipe", which was tried'):
+        with pytest.raises(LossError, match=r'1f1b pipeline:(.|\n)*fix: \[pipeline\] schedule = "gpipe", which was tried'):
             trainer.step(trainer.init(), tokens())
     else:
         trainer.step(trainer.init(), tokens())
@@ -276,7 +276,7 @@ def test_moments_of_another_shape_stay_with_their_stages(tmp_path):
     )
     cut = {"mesh": "data=4,stage=2", "layout": piped(schedule="circular", groups=2)}
     make(steps=1, **cut)
-    with pytest.raises(CheckpointError, match="cure: the \\[pipeline\\] stages and groups that it had"):
+    with pytest.raises(CheckpointError, match="fix: the \\[pipeline\\] stages and groups that it had"):
         make(steps=2, resume=True, mesh="data=8", layout="data_parallel")
     assert int(make(steps=2, resume=True, **cut).state.step) == 2
 
@@ -353,7 +353,7 @@ ERRORS = {
 
   [pipeline] axis
       mesh axis "stage" does not exist on mesh data=2, stages=4.
-      cure: did you mean "stages"?""",
+      fix: did you mean "stages"?""",
     ),
     "layers that do not divide": (
         lambda: refused(lambda rngs: Tied(rngs, depth=6), "data=2,stage=4", piped(), LayoutError),
@@ -362,7 +362,7 @@ ERRORS = {
 
   [pipeline]   blocks/layers/down/bias, blocks/layers/down/kernel, blocks/layers/mixed/bias and 4 more
       a stack of 6 layers; mesh axis "stage" has 4 devices; 6 / 4 leaves 2.
-      cure: 4 or 8 layers, or mesh axis "stage" of size 3.""",
+      fix: 4 or 8 layers, or mesh axis "stage" of size 3.""",
     ),
     "the batch's axis": (
         lambda: refused(Tied, "data=2,stage=4", Layout(pipeline=Pipeline("data")), LayoutError),
@@ -371,7 +371,7 @@ ERRORS = {
 
   [pipeline] axis
       mesh axis "data" cuts the batch; a stage sees all rows of its worker.
-      cure: an axis of its own, such as "stage".""",
+      fix: an axis of its own, such as "stage".""",
     ),
     "a rule that cuts the layers": (
         lambda: refused(Tied, "data=2,stage=4", piped(more={"params": (spmd.Rule("**/up/kernel", (None, "stage")),)}), LayoutError),
@@ -380,7 +380,7 @@ ERRORS = {
 
   blocks/layers/up/kernel   float32[8, 16]   rule 1: spec ["-", "stage"]
       mesh axis "stage" cuts the layers of this stack ([pipeline]); a rule speaks of one layer.
-      cure: spec ["-", "-"].""",
+      fix: spec ["-", "-"].""",
     ),
     "microbatches that do not divide": (
         lambda: refused(Tied, "data=2,stage=4", piped(microbatches=5), DataError),
@@ -389,7 +389,7 @@ ERRORS = {
 
   batch of 32 rows
       is not divisible by 2 workers (data=2) times 5 microbatches of the pipeline: 32 / 10 leaves 2.
-      cure: batch_size=30 or batch_size=40.""",
+      fix: batch_size=30 or batch_size=40.""",
     ),
     "microbatches of a circle": (
         lambda: refused(Tied, "data=2,stage=4", piped(schedule="circular", groups=2, microbatches=6), LayoutError),
@@ -398,37 +398,37 @@ ERRORS = {
 
   [pipeline] microbatches
       6 microbatches, 4 at a time through each group; 6 / 4 leaves 2.
-      cure: 4 or 8.""",
+      fix: 4 or 8.""",
     ),
     "no stack": (
         lambda: refused(lambda rngs: nnx.Embed(VOCAB, VOCAB, rngs=rngs), "data=2,stage=4", piped(), LayoutError),
         """this layout: [pipeline] cuts stacks of layers over "stage", and the loss calls none.
-    cure: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline].""",
+    fix: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline].""",
     ),
     "chunks of nothing": (
         lambda: refused(Tied, "data=2,stage=4", piped(time_chunk=2, microbatches=4), LayoutError),
         """this layout: [pipeline] time_chunk is for spmd.nn.RNNStack, and the loss calls none.
-    cure: leave it out.""",
+    fix: leave it out.""",
     ),
     "groups of nothing": (
         lambda: refused(Deep, "data=4,stage=2", Layout(pipeline=Pipeline("stage", "circular", groups=2)), LayoutError),
         """this layout: [pipeline] groups is for spmd.nn.LayerStack, and the loss calls none.
-    cure: leave it out; schedule = "gpipe".""",
+    fix: leave it out; schedule = "gpipe".""",
     ),
     "recurrent layers back at once": (
         lambda: trained(Deep, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b"))),
         """a 1f1b pipeline is made of one spmd.nn.LayerStack, and the loss calls an RNNStack.
-    cure: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.""",
+    fix: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.""",
     ),
     "two stacks back at once": (
         lambda: trained(Twice, "data=2,stage=4", piped(schedule="1f1b")),
         """the loss calls stacks of layers more than once, and a 1f1b pipeline is made of one.
-    cure: one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.""",
+    fix: one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.""",
     ),
     "batch statistics back at once": (
         lambda: refused(Counted, "data=2,stage=4", piped(schedule="1f1b"), ModelError),
         """this layout: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch statistics.
-    cure: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".""",
+    fix: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".""",
     ),
 }  # fmt: skip
 
@@ -469,7 +469,7 @@ FILES = {
 
   line 1: [pipeline] groups
       1 with a circular schedule is gpipe.
-      cure: groups = 2, or schedule = "gpipe".""",
+      fix: groups = 2, or schedule = "gpipe".""",
     ),
     "no axis": (
         "[pipeline]\nmicrobatches = 4",
@@ -478,7 +478,7 @@ FILES = {
 
   line 1: [pipeline] axis
       there is none, so nothing is cut into stages.
-      cure: such as axis = "stage".""",
+      fix: such as axis = "stage".""",
     ),
     "unknown": (
         '[pipeline]\naxis = "stage"\nschedule = "gpip"\nmicrobatch = 0',
@@ -487,11 +487,11 @@ FILES = {
 
   line 3: [pipeline] schedule
       no schedule "gpip".
-      cure: did you mean "gpipe"? This version knows: gpipe, circular, 1f1b.
+      fix: did you mean "gpipe"? This version knows: gpipe, circular, 1f1b.
 
   line 4: unknown key: [pipeline] microbatch
       nothing reads it.
-      cure: did you mean "microbatches"?""",
+      fix: did you mean "microbatches"?""",
     ),
     "zero": (
         '[pipeline]\naxis = "stage"\nmicrobatches = 0\ngroups = 2',
@@ -500,11 +500,11 @@ FILES = {
 
   line 3: [pipeline] microbatches
       0.
-      cure: a whole number from 1.
+      fix: a whole number from 1.
 
   line 4: [pipeline] groups
       2, of which gpipe has one on each stage.
-      cure: leave it out, or schedule = "circular".""",
+      fix: leave it out, or schedule = "circular".""",
     ),
 }
 

@@ -180,18 +180,16 @@ def test_fixes_that_compare_offers_train_as_one_device(case):
 
 
 def test_compare_refuses_accumulation_and_offers_what_works():
-    with pytest.raises(LossError, match=r"seen in 4 microbatches:(.|\n)*cure: accumulate=1, which was tried"):
+    with pytest.raises(LossError, match=r"seen in 4 microbatches:(.|\n)*fix: accumulate=1, which was tried"):
         trained(trainer_of(token_mean, mesh="data=1", accumulate=4))
-    with pytest.raises(
-        LossError, match=r"seen by 2 workers, in 2 microbatches:(.|\n)*cure: .*compiler\" and accumulate=1, which was tried"
-    ):
+    with pytest.raises(LossError, match=r"seen by 2 workers, in 2 microbatches:(.|\n)*fix: .*compiler\" and accumulate=1, which was tried"):
         trained(trainer_of(token_mean, mesh="data=2", accumulate=2))
     trained(trainer_of(token_pair, mesh="data=1", accumulate=4), 1)
 
 
 def test_compare_refuses_simulated_workers():
     layout = dataclasses.replace(spmd.Layout.load("parameter_server"), parameter_server=spmd.ParameterServer(workers=8))
-    with pytest.raises(LossError, match=r"seen by 8 workers:(.|\n)*cure: \[gradients\] reduction = \"compiler\", which was tried"):
+    with pytest.raises(LossError, match=r"seen by 8 workers:(.|\n)*fix: \[gradients\] reduction = \"compiler\", which was tried"):
         trained(trainer_of(token_mean, layout=layout, mesh="data=1"))
 
 
@@ -422,7 +420,7 @@ def test_step_refuses_masks_that_are_not_0_and_1(value, said, where):
     name = masked[0].name if where == "loss" else masked[1].name
     assert str(raised.value).startswith(
         f'{name}: 2 of the {batch["mask"].size} entries of the mask "mask", float32{list(batch["mask"].shape)}, are neither 0 nor 1, '
-        f"such as {said}.\n    cure: a mask of bool, or of 0 and 1."
+        f"such as {said}.\n    fix: a mask of bool, or of 0 and 1."
     ), raised.value
 
 

@@ -63,7 +63,7 @@ def test_several_have_one_axis_of_time():
 
 @pytest.mark.parametrize("more", [{"seconds": 0.0}, {"seconds": np.nan}, {"begin": 1e9}, {"begin": -1.0}, {"workers": 0}], ids=str)
 def test_nothing_to_draw_is_an_error(more, tmp_path):
-    with pytest.raises(spmd.errors.OptionError, match=r"nothing would be drawn(.|\n)*cure:"):
+    with pytest.raises(spmd.errors.OptionError, match=r"nothing would be drawn(.|\n)*fix:"):
         viz.timeline(told(), tmp_path / "none.png", **more)
     assert not list(tmp_path.iterdir())
 

@@ -228,7 +228,7 @@ def test_steps_that_are_no_number_of_steps(steps):
 @every_mode
 def test_a_trace_that_ends_before(trace, words):
     assert Account.of(events_of(trace, **words), ROWS).steps == ROWS  # the whole of it can be asked about
-    with pytest.raises(OptionError, match=f"the trace has {ROWS} rows(.|\n)*cure: a longer trace, or fewer steps"):
+    with pytest.raises(OptionError, match=f"the trace has {ROWS} rows(.|\n)*fix: a longer trace, or fewer steps"):
         Account.of(events_of(trace, **words), 20 * ROWS)
 
 
@@ -271,9 +271,9 @@ def test_of_many_workers_those_who_compute_least_and_most_are_printed():
 @pytest.mark.parametrize(
     "words, more, kind, wanted",
     [
-        ({"spares": 4}, {}, LayoutError, r"4 workers(.|\n)*\[parameter_server\] spares\n *4, of 4 workers\.\n *cure: at most 3\."),
+        ({"spares": 4}, {}, LayoutError, r"4 workers(.|\n)*\[parameter_server\] spares\n *4, of 4 workers\.\n *fix: at most 3\."),
         ({"mode": "softsync", "splits": 5}, {}, LayoutError, r"splits\n *5, of 4 workers\."),
-        ({"mode": "asynch"}, {}, LayoutError, r'no mode "asynch"\.\n *cure: did you mean "asynchronous"\?'),
+        ({"mode": "asynch"}, {}, LayoutError, r'no mode "asynch"\.\n *fix: did you mean "asynchronous"\?'),
         ({"mode": "bounded"}, {}, LayoutError, r'"bounded" needs bound'),
         ({"bound": 1}, {}, LayoutError, r'nothing reads it in mode "synchronous"'),
         ({"compute_time": (1.0, 2.0)}, {}, LayoutError, r"2 numbers for 4 workers"),
@@ -318,5 +318,5 @@ def test_a_trainer_tells_of_its_own_clock():
 
 
 def test_a_trainer_without_a_server_has_no_clock():
-    with pytest.raises(OptionError, match=r'has no parameter server(.|\n)*cure: \[gradients\] reduction = "parameter_server"'):
+    with pytest.raises(OptionError, match=r'has no parameter server(.|\n)*fix: \[gradients\] reduction = "parameter_server"'):
         trainer_of("data_parallel").simulate(3)

@@ -615,7 +615,7 @@ def test_a_trace_ends_with_a_word(tmp_path, mode, name):
     more = NEEDED.get(mode, {})
     with pytest.raises(OptionError, match=r"compute_time: the trace has 5 rows, and worker \d begins its gradient 6") as caught:
         simulate(2, 100, mode=mode, compute_time=save(tmp_path / name, TABLE), **more)
-    assert "cure:" in str(caught.value)
+    assert "fix:" in str(caught.value)
 
 
 def test_a_trace_that_has_ended_is_told_as_often_as_it_is_asked(tmp_path):
@@ -682,7 +682,7 @@ def test_a_trace_that_is_not_there(tmp_path):
     for path in (tmp_path / "none.csv", tmp_path / "none.npy", tmp_path):
         with pytest.raises(OptionError) as caught:
             Times(str(path), 2, 0)
-        assert str(path) in str(caught.value) and "cure:" in str(caught.value)
+        assert str(path) in str(caught.value) and "fix:" in str(caught.value)
 
 
 def test_a_list_needs_a_number_for_each_worker():

@@ -68,6 +68,9 @@ def self_test() -> None:
     wanted = values.astype(jnp.bfloat16).astype(np.float32)
     if not np.array_equal(found, wanted):
         raise CodecError(
-            f"codec bfloat16: this backend ({jax.default_backend()}) does not round to bfloat16; {int((found != wanted).sum())} of "
-            f'{values.size} values differ.\n    cure: codec = "exact", and report it with the version of jaxlib.'
+            (
+                f"codec bfloat16: this backend ({jax.default_backend()}) does not round to bfloat16; {int((found != wanted).sum())} of "
+                f"{values.size} values differ."
+            ),
+            fix='codec = "exact", and report it with the version of jaxlib.',
         )

@@ -26,7 +26,7 @@ class Times:
         self._seed, self._drawn = seed, {}
         self._trace = read_trace(str(declared), workers) if self._kind == "trace" else None
         if self._kind == "list" and len(self._values) != workers:
-            raise OptionError(f"compute_time: {len(self._values)} numbers for {workers} workers.\n    cure: one for each.")
+            raise OptionError(f"compute_time: {len(self._values)} numbers for {workers} workers.", fix="one for each.")
 
     @property
     def length(self) -> int | None:
@@ -43,7 +43,7 @@ class Times:
             if number >= len(self._trace):
                 raise OptionError(
                     f"compute_time: the trace has {len(self._trace)} rows, and worker {worker} begins its gradient {number + 1}.\n"
-                    "    cure: a longer trace, or fewer steps."
+                    "    fix: a longer trace, or fewer steps."
                 )
             return float(self._trace[number, worker])
         if self._kind in ("constant", "list"):
@@ -64,7 +64,7 @@ def read_trace(path: str, workers: int) -> np.ndarray:
       OptionError: no such file, no table of numbers from 0, or another number of columns than there are workers.
     """
     if not Path(path).is_file():
-        raise OptionError(f'compute_time: "{path}" is no distribution, and no such file exists.\n    cure: check the path.')
+        raise OptionError(f'compute_time: "{path}" is no distribution, and no such file exists.', fix="check the path.")
     try:
         if path.endswith(".npy"):
             table = np.load(path, allow_pickle=False).astype(np.float64)
@@ -72,12 +72,12 @@ def read_trace(path: str, workers: int) -> np.ndarray:
             with open(path, newline="", encoding="utf-8") as file:
                 table = np.array([[float(cell) for cell in row] for row in csv.reader(file) if row], np.float64)
     except (ValueError, EOFError, OSError) as error:
-        cure = "one row per gradient, one column of seconds per worker, and nothing else."
-        raise OptionError(f"compute_time: {path} is no table of numbers.\n    cure: {cure}") from error
+        fix = "one row per gradient, one column of seconds per worker, and nothing else."
+        raise OptionError(f"compute_time: {path} is no table of numbers.", fix=fix) from error
     if table.ndim != 2 or not len(table) or table.shape[1] != workers or not np.isfinite(table).all() or (table < 0).any():
         shape = " x ".join(map(str, table.shape))
         raise OptionError(
             f"compute_time: {path} is a table of {shape}; wanted a column of seconds, from 0, for each of {workers} workers.\n"
-            "    cure: one row per gradient, one column per worker."
+            "    fix: one row per gradient, one column per worker."
         )
     return table

@@ -37,7 +37,7 @@ class Events:
     def __init__(self, declared: ParameterServer, workers: int, sent: tuple[float, float] = (0.0, 0.0), times: Times | None = None):
         self.declared, self.workers, self.sent = declared, workers, sent
         if declared.asynchronous and workers > MOST:
-            raise OptionError(f"[parameter_server] {workers} workers: a round is a table of workers by workers.\n    cure: at most {MOST}.")
+            raise OptionError(f"[parameter_server] {workers} workers: a round is a table of workers by workers.", fix=f"at most {MOST}.")
         self._network = Network.parse(declared.network)
         self._times = Times(declared.compute_time, workers, declared.seed) if times is None else times
         self._coming: Iterator[Round] = iter(())

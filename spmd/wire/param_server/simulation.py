@@ -36,15 +36,15 @@ def simulate(server: ParameterServer, *, workers: int | None = None, steps: int,
       3.1
     """
     if not isinstance(server, ParameterServer):
-        raise OptionError(f"simulate: {server!r} is {a_kind(server)}.\n    cure: a spmd.ParameterServer.")
+        raise OptionError(f"simulate: {server!r} is {a_kind(server)}.", fix="a spmd.ParameterServer.")
     count = server.workers if workers is None else workers
     if count is None:
-        raise OptionError("simulate: how many workers?\n    cure: such as  workers=8.")
+        raise OptionError("simulate: how many workers?", fix="such as  workers=8.")
     check_number("workers", count)
     if server.workers not in (None, count):
-        raise OptionError(f"simulate: workers={count}, and the server says {server.workers}.\n    cure: one of them.")
+        raise OptionError(f"simulate: workers={count}, and the server says {server.workers}.", fix="one of them.")
     if not isinstance(bytes, tuple | list) or len(bytes) != 2 or not all(_is_size(part) for part in bytes):
-        raise OptionError(f"simulate: bytes={bytes!r} is no pair of numbers from 0.\n    cure: bytes=(pushed, pulled), such as (4e6, 4e6).")
+        raise OptionError(f"simulate: bytes={bytes!r} is no pair of numbers from 0.", fix="bytes=(pushed, pulled), such as (4e6, 4e6).")
     source = f"a parameter server of {count} workers"
     layout = Layout(gradients=Gradients("parameter_server"), parameter_server=server, name=source, source=source)
     any_model = {str(number): jax.ShapeDtypeStruct((count,), "float32") for number in range(server.fragments)}
