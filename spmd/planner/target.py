@@ -138,7 +138,7 @@ class Cluster:
 
 def shipped() -> dict[str, Path]:
     """The targets that come with the library, by name."""
-    folder = Path(str(resources.files("spmd"))) / "preflight" / "targets"
+    folder = Path(str(resources.files("spmd"))) / "planner" / "targets"
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 

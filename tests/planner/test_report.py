@@ -1,6 +1,6 @@
 """The whole report, word for word, of a step whose compiled program is kept here, so that no compiler's version changes it.
 
-To record them anew: `python -m tests.preflight.test_report` from the repository's root; read the difference.
+To record them anew: `python -m tests.planner.test_report` from the repository's root; read the difference.
 """
 
 import dataclasses

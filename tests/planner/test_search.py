@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from tests.preflight.test_plans import SMALL
 
 import spmd
 from spmd.errors import SpmdError
@@ -26,6 +25,7 @@ from spmd.planner.planning import planned
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline
 from spmd.train.model_setup import Options, Placed
+from tests.planner.test_plans import SMALL
 from tests.train.plain import MODELS, batches
 
 pytestmark = pytest.mark.system
