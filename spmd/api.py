@@ -36,7 +36,7 @@ from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.signals import ENDED
 from spmd.train.compiled_step import Program
-from spmd.train.model_setup import Options
+from spmd.train.model_setup import TrainConfig
 from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe, flatten
@@ -177,18 +177,7 @@ def fit(
     """
     length = _length(epochs, steps, eval_every, log_every, prefetch)
     join()
-    accumulate = _folded(accumulate)
-    trainer = Trainer(
-        model,
-        loss=loss,
-        optimizer=optimizer,
-        mesh=mesh,
-        layout=layout,
-        metrics=metrics,
-        precision=precision,
-        accumulate=accumulate,
-        seed=seed,
-    )
+    trainer = Trainer.of(TrainConfig(model, loss, optimizer, metrics, precision, _folded(accumulate), seed), mesh, layout)
     given = data.arrays if isinstance(data, Resident) else data
     reader = source(given, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = settled(reader, trainer.prepare(reader.sample()))
@@ -197,7 +186,7 @@ def fit(
     config = as_checkpoint(checkpoint)
     evaluated = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
-    meta = about_run(trainer, reader, Options(precision, accumulate, seed))
+    meta = about_run(trainer, reader)
     _agree(program, reader, hooks, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
@@ -235,13 +224,14 @@ def fit(
     return Result(loop.state, loop.history, loop.stop_reason, trainer)
 
 
-def about_run(trainer: Trainer, reader: Source, options: Options) -> dict[str, Any]:
+def about_run(trainer: Trainer, reader: Source) -> dict[str, Any]:
     """What a checkpoint says of its run, beside the arrays and how far it has come."""
+    config = trainer.placed.config
     return {
-        "data": {**reader.fingerprint(), "seed": options.seed},
+        "data": {**reader.fingerprint(), "seed": config.seed},
         "layout": trainer.layout.to_toml(),
         "mesh": str(MeshSpec.parse(trainer.mesh)),
-        "options": {"precision": options.precision, "accumulate": options.accumulate},
+        "options": {"precision": config.precision, "accumulate": config.accumulate},
         "storage": trainer.packing,
     }
 

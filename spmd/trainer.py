@@ -33,7 +33,7 @@ from spmd.run.restore_comm_state import check_meetings
 from spmd.train.compiled_step import Program, prepared
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
-from spmd.train.model_setup import Options, Placed
+from spmd.train.model_setup import Placed, TrainConfig
 from spmd.train.state import State, check_alive, whole_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract
@@ -109,9 +109,19 @@ class Trainer:
         accumulate: int = 1,
         seed: int = 0,
     ):
+        self._lay_out(TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed), mesh, layout)
+
+    @classmethod
+    def of(cls, config: TrainConfig, mesh: Any, layout: str | Path | Layout) -> "Trainer":
+        """The trainer of a `TrainConfig`."""
+        trainer = cls.__new__(cls)
+        trainer._lay_out(config, mesh, layout)
+        return trainer
+
+    def _lay_out(self, config: TrainConfig, mesh: Any, layout: str | Path | Layout) -> None:
         self.layout = Layout.load(layout)
         self.mesh: Mesh = make_mesh(mesh if mesh is not None else dict(self.layout.mesh) or None)
-        self._placed = Placed(model, loss, metrics, optimizer, self.mesh, self.layout, Options(precision, accumulate, seed))
+        self._placed = Placed(config, self.mesh, self.layout)
         self._program: Program | None = None
         self._placer: Placer | None = None
         self._evaluations: dict[Any, tuple[Program, Placer]] = {}  # by the kind of batch
@@ -314,7 +324,7 @@ class Trainer:
               if info.step % 100 == 0:
                   print(info.step, info.metrics["loss"])
         """
-        reader = source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.options.seed)
+        reader = source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.config.seed)
         check_whole(epochs, "epochs", 0)
         program, placer = settled(reader, self.prepare(reader.sample()))
         state = self.init() if state is None else state

@@ -123,7 +123,7 @@ def export(
         "outputs": _shapes(jax.tree.unflatten(exported.out_tree, exported.out_avals)),
         "weights": weights,
         "step": int(state.step),
-        "precision": trainer.placed.options.precision,
+        "precision": trainer.placed.config.precision,
         "layout": trainer.layout.to_toml(),
         "mesh": str(MeshSpec.parse(trainer.mesh)),
         "versions": _versions(),

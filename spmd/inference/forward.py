@@ -55,7 +55,7 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     paths = tuple(flatten(variables))
     if len(paths) != len(named):
         raise ExportError(f"{len(named)} arrays of the model have {len(paths)} paths.", fix="no key with a slash in it.")
-    dtype = compute_dtype(placed.options.precision)
+    dtype = compute_dtype(placed.config.precision)
 
     def function(arrays: list, given: Tree) -> Tree:
         found = jax.tree.unflatten(tree, arrays)

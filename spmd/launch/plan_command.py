@@ -148,12 +148,12 @@ def _step_of(script: str, arguments: list[str], options: dict[str, Any]) -> tupl
 
     from spmd.data.device_dataset import Resident
     from spmd.data.sources import source
-    from spmd.train.model_setup import Options
+    from spmd.train.model_setup import check_numbers
 
     cluster = Cluster.parse(options["target"])
     names = ("layout", "mesh", "precision", "accumulate", "batch_size")
     chosen = {name: options[name] for name in names if options.get(name) is not None}
-    Options(chosen.get("precision", "float32"), chosen.get("accumulate", 1))
+    check_numbers(chosen.get("precision", "float32"), chosen.get("accumulate", 1))
     if "layout" in chosen:
         chosen["layout"] = load(chosen["layout"])
     if not os.environ.get("JAX_PLATFORMS"):

@@ -75,7 +75,7 @@ def _names(plans: tuple[Plan, ...]) -> tuple[str, ...]:
     """As few of the parts in which the plans differ as tell them apart: layout, mesh, target, precision, microbatches, reduction, codec."""
     parts = []
     for plan in plans:
-        options, gradients = plan.program.placed.options, plan.layout.gradients
+        options, gradients = plan.program.placed.config, plan.layout.gradients
         how = (options.precision, f"{options.accumulate} microbatches", gradients.reduction, gradients.codec)
         parts.append((plan.layout.name, f"mesh {plan.mesh}", str(plan.cluster), *how))
     differ = [at for at, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1] or [0]

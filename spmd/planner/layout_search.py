@@ -22,7 +22,7 @@ from spmd.planner.planning import Plan, planned
 from spmd.planner.target import LARGEST, LESS, Cluster
 from spmd.planner.text_report import seconds
 from spmd.render.html import aligned, filled
-from spmd.train.model_setup import Options, Placed
+from spmd.train.model_setup import Placed, TrainConfig
 from spmd.tree import Tree, abstract, format_bytes
 from spmd.user_paths import as_path, write_text
 
@@ -84,7 +84,7 @@ class Search:
           OptionError: nothing fits.
         """
         layout, best = self.layout, self.plans[0][1]
-        options = best.program.placed.options
+        options = best.program.placed.config
         words = [f"batch_size={best.rows}", *([f"accumulate={options.accumulate}"] if options.accumulate > 1 else [])]
         words += [f'precision="{options.precision}"'] if options.precision != "float32" else []
         lines = [
@@ -209,10 +209,8 @@ def search(
     layouts, left_out = chosen_layouts(candidates)
     rows = check_leaves(abstract(batch), "the batch")
     one = Cluster(1, 1, cluster.target)
-    options = Options(precision, 1, seed)
-    base = Placed(
-        model, loss, metrics, optimizer, abstract_mesh(MeshSpec((("data", 1),))), Layout(), options, platform=cluster.target.platform
-    )
+    config = TrainConfig(model, loss, optimizer, metrics, precision, seed=seed)
+    base = Placed(config, abstract_mesh(MeshSpec((("data", 1),))), Layout(), platform=cluster.target.platform)
     say(f"compiling for one device, of {cluster}")
     alone = planned(base, batch, one, timeout=timeout)
     left_out = {name: f'{why}; candidates="all" searches it too' for name, why in left_out.items()}

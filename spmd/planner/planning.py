@@ -21,7 +21,7 @@ from spmd.planner.timeline import Timeline, timeline_of
 from spmd.planner.traffic import Traffic, traffic_of
 from spmd.render.html import Html, Text
 from spmd.train.compiled_step import Program, prepared
-from spmd.train.model_setup import Options, Placed
+from spmd.train.model_setup import Placed, TrainConfig
 from spmd.train.state import owner_of
 from spmd.tree import Tree, describe, flatten, format_bytes
 from spmd.user_paths import as_path, write_text
@@ -93,7 +93,7 @@ class Plan:
     def at_least(self, accumulate: int) -> float:
         """Bytes of a device, were more microbatches to divide all temporaries but gradients."""
         divided = max(self.memory.temporaries - self.memory.gradients, 0)
-        return self.memory.peak - divided * (1 - self.program.placed.options.accumulate / accumulate)
+        return self.memory.peak - divided * (1 - self.program.placed.config.accumulate / accumulate)
 
     def fixes(self, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> "tuple[Fix, ...]":
         """What would make it fit, each planned, in the order of `spmd.planner.suggest_fixes.fixes_of`; () where it fits."""
@@ -285,8 +285,8 @@ def plan(
     check_timeout(timeout)
     cluster, declared = Cluster.parse(target), Layout.load(layout)
     spec = _mesh(mesh if mesh is not None else dict(declared.mesh) or {"data": -1}, cluster)
-    options = Options(precision, accumulate, seed)
-    placed = Placed(model, loss, metrics, optimizer, abstract_mesh(spec), declared, options, platform=cluster.target.platform)
+    config = TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed)
+    placed = Placed(config, abstract_mesh(spec), declared, platform=cluster.target.platform)
     return planned(placed, batch, cluster, timeout=timeout, say=say)
 
 
@@ -299,7 +299,7 @@ def planned(
       SpmdError: as `plan`.
     """
     program = prepared(placed, batch)
-    spec, data, precision = MeshSpec.parse(placed.mesh), placed.resolved.data_axes, placed.options.precision
+    spec, data, precision = MeshSpec.parse(placed.mesh), placed.resolved.data_axes, placed.config.precision
     compiled = compile_step(program, cluster, timeout=timeout, say=say)
     module = parse(compiled.hlo)
     traffic = traffic_of(module, spec, cluster, data)

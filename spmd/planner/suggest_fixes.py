@@ -60,7 +60,7 @@ def fixes_of(plan: Plan, *, timeout: float = 600.0, say: Callable[[str], None] =
       All that were tried, the last of which fits if any does; () for a plan that fits.
     """
     placed, found = plan.program.placed, []
-    at = _Trial(plan.layout, plan.mesh, placed.options.accumulate, plan.cluster)
+    at = _Trial(plan.layout, plan.mesh, placed.config.accumulate, plan.cluster)
     best = plan
     for step in (_remat, _microbatches, _shard_optimizer, _shard_parameters, _more_devices):
         before = at

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from spmd.data.device_dataset import on_devices
 from spmd.data.sources import ArraySource, is_arrays, source
-from spmd.errors import DataError, MeshError, OptionError, SpmdError, a_kind, did_you_mean
+from spmd.errors import DataError, MeshError, OptionError, SpmdError, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, make_mesh
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
@@ -24,7 +24,7 @@ from spmd.sweeps.storage import Shelf, owned, spelled
 from spmd.sweeps.successive_halving import Halving, check_search
 from spmd.sweeps.train_chunk import calls
 from spmd.sweeps.vmapped_trials import DATA, NET, Packed
-from spmd.train.model_setup import Options
+from spmd.train.model_setup import TrainConfig
 
 
 def sweep(
@@ -108,12 +108,10 @@ def sweep(
             f"a sweep runs in one process, and here are {jax.process_count()}.\n"
             "    fix: one sweep for each process, without `join`, each with a part of the space or a seed of its own: docs/sweeps.md."
         )
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise OptionError(f"metrics is {a_kind(metrics)}.", fix='functions by name, such as {"accuracy": spmd.metrics.accuracy}.')
     space, search = check_space(space), check_search(search)
-    options, own = Options(precision, 1, seed), _arrays(data, "data", batch_size, shuffle, seed)
+    config, own = TrainConfig(make_model, loss, optimizer, metrics, precision, seed=seed), _arrays(data, "data", batch_size, shuffle, seed)
     evaluated = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
-    study = Study(make_model, optimizer, loss, dict(metrics or {}), Layout.load(layout), options, own, evaluated, exact)
+    study = Study(config, Layout.load(layout), own, evaluated, exact)
     study.check(space)
     length = _length(epochs, steps, own)
     wanted = _trials(space, trials, search, seed)
@@ -122,22 +120,22 @@ def sweep(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (name != "keep")):
             raise OptionError(f"{name}={value!r}.", fix=f"a whole number from {int(name != 'keep')}.")
     devices, shown = _mesh(mesh, batch_size), make_progress(progress)
-    config = as_checkpoint(checkpoint)
-    if config is not None and config != Checkpoint(config.path, every=config.every):
+    saves = as_checkpoint(checkpoint)
+    if saves is not None and saves != Checkpoint(saves.path, every=saves.every):
         raise OptionError(
-            f"checkpoint={config!r}: of a Checkpoint a sweep takes the path and `every`.", fix="sweep(score=..., mode=..., keep=...)."
+            f"checkpoint={saves!r}: of a Checkpoint a sweep takes the path and `every`.", fix="sweep(score=..., mode=..., keep=...)."
         )
-    if config is None and resume:
+    if saves is None and resume:
         raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
     resident, alike = functools.cache(lambda: on_devices(own.arrays, devices)), _alike(study, wanted)
     packs = {key: _packed(study, equal[0], devices, resident) for key, equal in alike.items()}
     measure = _measure(score, mode, study, packs)
     _check_columns(space, packs, measure)
-    every = own.steps_per_epoch if config is None or config.every is None else config.every
+    every = own.steps_per_epoch if saves is None or saves.every is None else saves.every
     for key, packed in packs.items() if check_memory else ():
         first = next(calls(packed, 0, plan[0][1], limit=steps_per_call, every=every))
         check_room(packed, alike[key], at_once, first)
-    folder = None if config is None else Path(config.path).absolute()
+    folder = None if saves is None else Path(saves.path).absolute()
     about = {
         "trials": f"[{', '.join(spelled(trial.given) for trial in wanted)}]" if folder is not None else "",
         "rungs": str(plan),
@@ -147,7 +145,7 @@ def sweep(
         "data": str(own.fingerprint()),
         "layout": study.layout.to_toml(),
         "evaluated": str(evaluated and evaluated.fingerprint()),
-        "metrics": str(sorted(study.metrics)),
+        "metrics": str(sorted(metrics or ())),
         "keep": str(keep),
         "precision": precision,
         "exact": str(exact),

@@ -11,7 +11,7 @@ from spmd.data.sources import ArraySource
 from spmd.errors import OptimizerError, OptionError, SpmdError, a_kind, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.sweeps.search_space import SEED, Between
-from spmd.train.model_setup import Options
+from spmd.train.model_setup import TrainConfig
 from spmd.train.state import check_optimizer
 
 
@@ -31,18 +31,14 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Everything that the trials of a sweep have in common.
+    """Everything that the trials of a sweep share.
 
-    `make_model` and `optimizer` are functions of hyper-parameters by name. Values of the optimizer's that are floats are traced, so trials
-    that differ only in them run in one program; every other value is written into it.
+    `config.model` and `config.optimizer` are functions of hyper-parameters by name. Floats that the optimizer takes are traced, so trials
+    that differ only in them share one program; every other value is a constant of its program.
     """
 
-    make_model: Callable[..., Any]
-    optimizer: Callable[..., Any]
-    loss: Callable[..., Any]
-    metrics: Mapping[str, Callable[..., Any]]
+    config: TrainConfig
     layout: Layout
-    options: Options
     data: ArraySource
     evaluated: ArraySource | None
     exact: bool
@@ -53,8 +49,7 @@ class Study:
         Raises:
           OptionError: such a name; or a function that wants something that is not in the space.
         """
-        for what in ("make_model", "optimizer"):
-            function = getattr(self, what)
+        for what, function in (("make_model", self.config.model), ("optimizer", self.config.optimizer)):
             if not callable(function) or isinstance(function, nnx.Module | linen.Module):
                 fix = "lambda learning_rate: optax.adam(learning_rate)" if what == "optimizer" else "lambda width: Net(width)"
                 raise OptionError(f"{what}={_shown(function)} is no function of hyper-parameters.", fix=f"{what}={fix}.")
@@ -63,28 +58,33 @@ class Study:
             if missing:
                 known = did_you_mean(missing[0], list(space))
                 raise OptionError(f'{what} takes "{missing[0]}", which is not in the space.', fix=f"{known}; or a default.")
-        for name in takes(self.make_model, space):
+        for name in takes(self.config.model, space):
             if isinstance(space[name], Between):
                 raise OptionError(
                     f"make_model takes {name}, of {space[name]}: each trial would be a program of its own.\n"
                     "    fix: a list of a few values; only the optimizer's can be drawn from a distribution."
                 )
-        taken = {*takes(self.make_model, space), *takes(self.optimizer, space), SEED}
+        taken = {*takes(self.config.model, space), *takes(self.config.optimizer, space), SEED}
         unused = [name for name in space if name not in taken]
         if unused:
             raise OptionError(
                 f'space: nothing takes "{unused[0]}".', fix="an argument of that name of make_model or optimizer, or leave it out."
             )
 
+    def train_config(self, trial: Trial) -> TrainConfig:
+        """The arguments of `fit` that train this trial alone."""
+        values = trial.given
+        return dataclasses.replace(self.config, model=self.model(values), optimizer=self.optimizer_of(values), seed=trial.seed)
+
     def model(self, values: Mapping[str, Any]) -> Callable[[], Any]:
         """A function that builds the model of a trial."""
-        picked = {name: values[name] for name in takes(self.make_model, values)}
-        return lambda: self.make_model(**picked)
+        picked = {name: values[name] for name in takes(self.config.model, values)}
+        return lambda: self.config.model(**picked)
 
     @property
     def builds_from_seed(self) -> bool:
         """Whether models take the seed themselves; else only linen and functional models, which are given a key, depend on it."""
-        return bool(takes(self.make_model, [SEED]))
+        return bool(takes(self.config.model, [SEED]))
 
     def optimizer_of(self, values: Mapping[str, Any]) -> Any:
         """The optimizer of a trial; values may be traced.
@@ -92,9 +92,9 @@ class Study:
         Raises:
           OptimizerError: it cannot be made, or is none.
         """
-        picked = {name: values[name] for name in takes(self.optimizer, values)}
+        picked = {name: values[name] for name in takes(self.config.optimizer, values)}
         try:
-            return check_optimizer(self.optimizer(**picked))
+            return check_optimizer(self.config.optimizer(**picked))
         except SpmdError:
             raise
         except Exception as error:
@@ -106,10 +106,10 @@ class Study:
 
     def traced(self, trial: Trial) -> dict[str, float]:
         """The values that are arguments of the program."""
-        inside = takes(self.make_model, trial.values)
+        inside = takes(self.config.model, trial.values)
         return {
             name: trial.values[name]
-            for name in takes(self.optimizer, trial.values)
+            for name in takes(self.config.optimizer, trial.values)
             if isinstance(trial.values[name], float) and name not in inside
         }
 

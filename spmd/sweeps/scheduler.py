@@ -171,12 +171,10 @@ class Contest:
         return Tried(trial, record.score, record.evaluations[-1][1] if record.evaluations else {}, history, record.ended, build)
 
     def _trainer(self, trial: Trial) -> Trainer:
-        study, given = self.study, trial.given
-        options = dataclasses.asdict(dataclasses.replace(study.options, seed=trial.seed))
+        study = self.study
         workers = self.packs[study.written(trial)].placed.resolved.workers
         mesh = make_mesh({"data": workers}, devices=jax.devices()[:workers])
-        shared = {"loss": study.loss, "metrics": study.metrics, "layout": study.layout, **options}
-        trainer = Trainer(study.model(given), optimizer=study.optimizer_of(given), mesh=mesh, **shared)
+        trainer = Trainer.of(study.train_config(trial), mesh, study.layout)
         trainer.prepare(study.data.sample())
         return trainer
 
@@ -193,7 +191,7 @@ class Contest:
             return
         result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
         epoch, batch = divmod(int(result.state.step), data.steps_per_epoch)
-        about = about_run(result.trainer, data, dataclasses.replace(self.study.options, seed=tried.trial.seed))
+        about = about_run(result.trainer, data)
         more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": Pace().saved()}
         unfinished = place.with_name(f".{place.name}")
         if unfinished.exists():

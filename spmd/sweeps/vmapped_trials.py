@@ -36,8 +36,7 @@ class Packed:
     def __init__(self, study: Study, first: Trial, mesh: Mesh, data: Callable[[], Tree]):
         self.study, self.first, self.mesh, self._data, self._abreast = study, first, mesh, data, not study.exact
         inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
-        optimizer = study.optimizer_of(first.given)
-        self.placed = Placed(study.model(first.given), study.loss, study.metrics, optimizer, inner, study.layout, study.options)
+        self.placed = Placed(study.train_config(first), inner, study.layout)
         self.program = prepared(self.placed, study.data.sample())
         self._check()
         self._compiled: dict[tuple, Any] = {}

@@ -53,7 +53,7 @@ class Program:
         self.placed, self.sample = placed, sample
         self.rows = jax.tree.leaves(sample)[0].shape[0]
         self._train, self._eval = placed.objective.for_training(), placed.objective
-        self._dtype = compute_dtype(placed.options.precision)
+        self._dtype = compute_dtype(placed.config.precision)
         stats = bool(jax.tree.leaves(placed.abstract_state.stats))
         seen = Seen(placed.resolved)
         self.schedules: dict[str, Schedule] = {}  # of a step on a full batch, by stack
@@ -66,7 +66,7 @@ class Program:
         if placed.exchange.reduction.manual and not (placed.exchange.asynchronous or placed.exchange.local):
             placed.given.check_workers()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
-        seen.check(self.rows, placed.exchange.simulated * placed.options.accumulate)
+        seen.check(self.rows, placed.exchange.simulated * placed.config.accumulate)
         self._packed = (LOSS, *extra)
         self.names = (*self._packed, *placed.exchange.measures, *(placed.events.counts if placed.events else ()))
         self._rowwise = check_loss(value, extra, self.rows)
@@ -83,7 +83,7 @@ class Program:
     def _trace(self, objective: Objective, seen: Seen, *, training: bool, rows: int | None = None) -> tuple[tuple, Any]:
         """What an objective returns on so many rows, those of a full batch unless they are given, as shapes, and its jaxpr."""
         placed = self.placed
-        shares = placed.options.accumulate * placed.exchange.simulated // placed.resolved.workers
+        shares = placed.config.accumulate * placed.exchange.simulated // placed.resolved.workers
         cutting = dataclasses.replace(placed.cutting, shares=shares, schedules=self.schedules if training else {})
 
         def call(variables: Variables, batch: Tree, key: Any) -> tuple:
@@ -142,7 +142,7 @@ class Program:
         placed = self.placed
         simulated = placed.exchange.simulated // placed.resolved.workers if split else 1
         own = rows // placed.exchange.simulated if split else rows  # rows of each worker
-        parts = max(count for count in range(1, placed.options.accumulate + 1) if own % count == 0)
+        parts = max(count for count in range(1, placed.config.accumulate + 1) if own % count == 0)
         model, optimizer, resolved, exchange = placed.model, placed.optimizer, placed.resolved, placed.exchange
         more = {"simulated": simulated, "unroll": self._unroll, "dtype": self._dtype, "rowwise": self._rowwise, "split": split}
         more["cutting"] = self._cutting
@@ -397,7 +397,7 @@ def prepared(placed: Placed, sample: Tree) -> Program:
     sample = abstract(sample)
     check_leaves(sample, "the batch")
     placed.learn(sample)
-    check_batch(sample, placed.resolved.layout, placed.resolved.mesh, placed.options.accumulate)  # after the layout's own problems
+    check_batch(sample, placed.resolved.layout, placed.resolved.mesh, placed.config.accumulate)  # after the layout's own problems
     program = Program(placed, sample)
     check_gradient(program._jaxpr.jaxpr, len(jax.tree.leaves(placed.abstract_state.params)))
     return program

@@ -49,52 +49,54 @@ from spmd.wire.strategies import Scene
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """The plain options of a training program."""
+class TrainConfig:
+    """What is trained and how, on any mesh and under any layout; the arguments of `fit` with these names."""
 
+    model: Any
+    loss: Callable[..., Any]
+    optimizer: Any
+    metrics: Mapping[str, Callable[..., Any]] | None = None
     precision: str = "float32"
     accumulate: int = 1
     seed: int = 0
 
     def __post_init__(self):
-        compute_dtype(self.precision)
-        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
-            raise OptionError(f"accumulate={brief(self.accumulate)}: a number of microbatches, from 1.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise OptionError(f"seed={brief(self.seed)}: a whole number from 0 to 2**32 - 1.")
+        if self.metrics is not None and not isinstance(self.metrics, Mapping):
+            raise OptionError(f"metrics={brief(self.metrics)} is not a dict.", fix="{name: function(model, batch)}.")
+        check_numbers(self.precision, self.accumulate, self.seed)
+
+
+def check_numbers(precision: str = "float32", accumulate: int = 1, seed: int = 0) -> None:
+    """Refuse an unknown precision, and numbers out of range.
+
+    Raises:
+      OptionError: names the argument, its value and the range.
+    """
+    compute_dtype(precision)
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise OptionError(f"accumulate={brief(accumulate)}: a number of microbatches, from 1.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise OptionError(f"seed={brief(seed)}: a whole number from 0 to 2**32 - 1.")
 
 
 class Placed:
     """A model on a mesh: what it is made of and where each array lives.
 
-    On a mesh without devices `platform` says what they would be ("cpu", "cuda"); then everything is there but `init`.
+    On a mesh without devices, `platform` says what they would be ("cpu", "cuda"); then everything works except `init`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        loss: Callable,
-        metrics: Mapping[str, Callable] | None,
-        optimizer: Any,
-        mesh: Any,
-        layout: Layout,
-        options: Options,
-        platform: str | None = None,
-    ):
-        if metrics is not None and not isinstance(metrics, Mapping):
-            raise OptionError(f"metrics={brief(metrics)} is not a dict.", fix="{name: function(model, batch)}.")
-        self._given, self.options = wrap(model), options
+    def __init__(self, config: TrainConfig, mesh: Any, layout: Layout, platform: str | None = None):
+        self._given, self.config = wrap(config.model), config
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
         self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
-        self.objective, self.optimizer = Objective(loss, dict(metrics or {})), check_optimizer(optimizer)
+        self.objective, self.optimizer = Objective(config.loss, dict(config.metrics or {})), check_optimizer(config.optimizer)
         self._layout = layout
         self._sample: Tree = None
 
     def moved(self, mesh: Any, layout: Layout, *, accumulate: int | None = None, precision: str | None = None) -> "Placed":
         """The same under another layout or mesh, which may be one without devices; the model is not traced again."""
         changed = {name: value for name, value in (("accumulate", accumulate), ("precision", precision)) if value is not None}
-        options = dataclasses.replace(self.options, **changed)
-        other = Placed(self._given, self.objective.loss, self.objective.metrics, self.optimizer, mesh, layout, options, self.platform)
+        other = Placed(dataclasses.replace(self.config, model=self._given, **changed), mesh, layout, self.platform)
         other.learn(self._sample)
         other._own, other._names = self._own, self._names  # type: ignore[misc]  # as traced here
         return other
@@ -236,20 +238,20 @@ class Placed:
 
     def init_memory(self, params: Tree) -> Tree:
         """What the exchange of gradients remembers of these parameters at step 0, made in place on the mesh."""
-        key = jax.random.key(self.options.seed, impl="threefry2x32")
+        key = jax.random.key(self.config.seed, impl="threefry2x32")
         return jax.jit(self.exchange.init, out_shardings=self.shardings.exchange)(key, params)
 
     def init(self) -> State:
         """A new state, made in place on the mesh."""
         given = self.model.concrete
         if given is not None:
-            return opened_from(given, self.opening, self.options.seed, self.shardings, self.exchange.init)
+            return opened_from(given, self.opening, self.config.seed, self.shardings, self.exchange.init)
         with nnx.use_eager_sharding(False):
             return self._opener()
 
     def begin(self, params: Tree, stats: Tree) -> State:
         """A new state of these parameters and statistics, which are on the mesh already and are consumed."""
-        given, seed, at = self.model.concrete, self.options.seed, self.shardings
+        given, seed, at = self.model.concrete, self.config.seed, self.shardings
         if given is not None:
             rngs = jax.tree.map(place_copy, given.rngs, at.rngs)
         else:
@@ -271,4 +273,4 @@ class Placed:
 
     @functools.cached_property
     def _opener(self) -> Any:
-        return opener(self.model, self.opening, self.options.seed, self._run, self.shardings, self.exchange.init)
+        return opener(self.model, self.opening, self.config.seed, self._run, self.shardings, self.exchange.init)

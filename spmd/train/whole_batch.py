@@ -101,7 +101,7 @@ def proof_of(placed: Placed, loss: Objective, sample: Tree, parts: Parts, traced
     variables, rows = abstract(placed.abstract_variables), jax.tree.leaves(sample)[0].shape[0]
     sizes = {axis: placed.mesh.shape[axis] for axis in placed.exchange.scene.data_axes}
     synchronised = jax.tree.leaves(variables.stats) and not parts.of_position and not parts.ticks
-    dtype, outputs, remat = compute_dtype(placed.options.precision), [], placed.resolved.layout.remat.modules
+    dtype, outputs, remat = compute_dtype(placed.config.precision), [], placed.resolved.layout.remat.modules
 
     def call(variables: Variables, batch: Tree, key: Any) -> Any:
         variables = dataclasses.replace(variables, params=cast(variables.params, dtype))

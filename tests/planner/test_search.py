@@ -24,7 +24,7 @@ from spmd.planner.lower_bounds import floor_of
 from spmd.planner.planning import planned
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline
-from spmd.train.model_setup import Options, Placed
+from spmd.train.model_setup import Placed, TrainConfig
 from tests.planner.test_plans import SMALL
 from tests.train.plain import MODELS, batches
 
@@ -61,9 +61,7 @@ def device(tmp_path):
 
 def placed(mesh, layout, **options):
     spec = MeshSpec.parse(mesh)
-    found = Placed(
-        MODEL, TRAINS["loss"], {}, TRAINS["optimizer"], abstract_mesh(spec), spmd.Layout.load(layout), Options(**options), platform="cpu"
-    )
+    found = Placed(TrainConfig(MODEL, **TRAINS, **options), abstract_mesh(spec), spmd.Layout.load(layout), platform="cpu")
     found.learn(BATCH)
     return found
 
@@ -107,9 +105,8 @@ def test_candidates_are_all_that_can_be_said():
 
 def test_what_may_be_recomputed_is_what_repeats():
     def of(model, batch):
-        found = Placed(
-            model, spmd.losses.cross_entropy, {}, optax.sgd(0.1), abstract_mesh(MeshSpec.parse("data=1")), spmd.Layout(), Options()
-        )
+        config = TrainConfig(model, spmd.losses.cross_entropy, optax.sgd(0.1))
+        found = Placed(config, abstract_mesh(MeshSpec.parse("data=1")), spmd.Layout())
         found.learn(batch)
         return [(remat.save, remat.modules) for remat in remats(found)]
 
@@ -277,7 +274,7 @@ def test_fixes_are_planned_in_their_order_and_end_with_one_that_fits(device):
     ranks = [next(rank for rank, start in enumerate(order) if change.startswith(start)) for change in changes_]
     assert ranks == sorted(ranks) and fixes[-1].fits and not any(fix.fits for fix in fixes[:-1])
     last = fixes[-1].plan
-    options = last.program.placed.options
+    options = last.program.placed.config
     same = spmd.plan(MODEL, BATCH, target=last.cluster, mesh=last.mesh, layout=last.layout, accumulate=options.accumulate, **TRAINS)
     assert same.memory == last.memory and str(fixes[-1]).startswith(f"{fixes[-1].change}: fits, ")
     assert same.fixes() == ()

@@ -61,7 +61,7 @@ from spmd.sweeps.scheduler import Contest
             DataError,
             "the data to evaluate does not fit: the loss fails on a batch of {x: float32[32, 4], y: int32[32]}: TypeError",
         ),
-        ({"metrics": [spmd.metrics.accuracy]}, OptionError, "metrics is a list"),
+        ({"metrics": [spmd.metrics.accuracy]}, OptionError, "is not a dict"),
         ({"optimizer": lambda learning_rate: optax.inject_hyperparams(optax.adam)(learning_rate)}, OptimizerError, "no optax.inject_hyper"),
     ],
 )
