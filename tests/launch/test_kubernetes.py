@@ -20,7 +20,7 @@ from spmd.launch.kubernetes import Kubernetes, manifest
 from spmd.launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES, JOB = ROOT / "examples" / "cluster", ROOT / "tests" / "hosts" / "faulty_job.py"
+EXAMPLES, JOB = ROOT / "examples" / "cluster", ROOT / "tests" / "distributed" / "faulty_job.py"
 FULL = Kubernetes(
     "registry.example/team/train@sha256:0123",
     nodes=4,

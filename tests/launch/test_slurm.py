@@ -21,7 +21,7 @@ from spmd.launch.slurm import Slurm, script
 from spmd.launch.srun import _plain, _signal, _step, command
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = ROOT / "tests" / "hosts" / "faulty_job.py"
+JOB = ROOT / "tests" / "distributed" / "faulty_job.py"
 SLOW = pytest.mark.slow
 
 # srun of one node: tasks with the variables that it gives them, their lines with labels; it ends with the highest code, and SIGTERM is

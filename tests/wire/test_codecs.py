@@ -173,7 +173,7 @@ def true_means(workers):
 class Outcome:
     """Everything that one case's program gave: means per slot, the first and last memories, and whether copies were equal."""
 
-    gradient_sync: Exchange
+    exchange: Exchange
     means: list
     memories: list
     unequal: list
@@ -528,7 +528,7 @@ def test_it_runs_before_the_first_step_that_needs_it(how, monkeypatch):
 
 def test_every_codec_is_in_every_suite():
     """What is registered is tested here, counted in test_wire.py, and can be written in a layout."""
-    from tests.comm import test_wire
+    from tests.wire import test_wire
 
     assert set(CODECS) == set(OPTIONS) == {codec for codec, _ in CHOICES.values()} == {name.split()[0] for name in test_wire.CODECS}
     for name, options in OPTIONS.items():
