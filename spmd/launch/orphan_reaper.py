@@ -1,4 +1,4 @@
-"""Ends what a launcher has started when the launcher is gone, however it went: `python keeper.py COOKIE LAUNCHER`.
+"""Ends what a launcher has started when the launcher is gone, however it went: `python orphan_reaper.py COOKIE LAUNCHER`.
 
 A process that is killed can end nothing, and what its processes have started, such as the workers of a data loader, has other parents. So
 this small process waits for the launcher's end, and then kills every process whose environment holds the launcher's cookie, which is

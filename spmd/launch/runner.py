@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _end_with(launcher: int) -> None:
-    """Leave when the launcher is gone, however it went, with what this process has started: nobody else may (`keeper.py`)."""
+    """Leave when the launcher is gone, however it went, with what this process has started: nobody else may (`orphan_reaper.py`)."""
     while launcher in (0, os.getppid()):
         time.sleep(1.0)
     if os.getpgrp() == os.getpid():  # this process leads its group: nobody else's processes are in it

@@ -88,7 +88,7 @@ def test_processes_are_found_by_their_cookie_alone():
 
 def test_keeper_ends_with_the_block():
     children = lambda: (
-        subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "keeper.py"], capture_output=True, text=True, check=False).stdout
+        subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "orphan_reaper.py"], capture_output=True, text=True, check=False).stdout
     )
     with orphan_reaper.keeping("a-cookie"):
         assert until(children)

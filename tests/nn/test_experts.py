@@ -249,7 +249,7 @@ def test_numbers_that_cannot_be():
     assert told(OptionError, lambda: moe_of(k=9)) == "MixtureOfExperts: k=9 of 8 experts.\n    fix: from 1 to 8."
     assert told(OptionError, lambda: moe_of(factor=0)) == "MixtureOfExperts: capacity_factor=0.\n    fix: above 0, such as 1.25."
     assert told(OptionError, lambda: moe_of(experts=6)(tokens())) == (
-        'MixtureOfExperts ([experts] axis = "expert"): 6 experts are not divisible by 4 devices: 6 / 4 leaves 2.\n    fix: 8 experts.'
+        'MixtureOfExperts ([experts] axis = "expert"): 6 experts do not divide by 4 devices: 6 / 4 leaves 2.\n    fix: 8 experts.'
     )
     assert told(DataError, lambda: moe_of()(tokens(ROWS, 18, WIDTH))) == (
         'MixtureOfExperts: a sequence of 18, not divisible by 4 devices along "expert": 18 / 4 leaves 2.\n    fix: 16 or 20.'

@@ -120,7 +120,7 @@ def test_owner_of_a_thread_that_has_ended_is_replaced(tmp_path):
         pass
     mine = own(tmp_path)
     assert mine.waited == 0
-    with pytest.raises(CheckpointError, match="does not belong to this run any more"):
+    with pytest.raises(CheckpointError, match="no longer belongs to this run"):
         before.check()
     before.release()
     mine.check()
@@ -221,7 +221,7 @@ def test_owner_that_slept_through_a_takeover_finds_it(tmp_path):
     text = json.dumps(dataclasses.asdict(dataclasses.replace(recorded(tmp_path), token="another", **ELSEWHERE)))
     (tmp_path / NAME).write_text(text)
     mine.beat()
-    with pytest.raises(CheckpointError, match="does not belong to this run any more, but to process 12 on node7"):
+    with pytest.raises(CheckpointError, match="no longer belongs to this run, but to process 12 on node7"):
         mine.check()
     mine.release()
     assert (tmp_path / NAME).read_text() == text

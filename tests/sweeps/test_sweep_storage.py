@@ -83,7 +83,7 @@ def test_sweep_that_was_taken_over_writes_no_result(tmp_path):
         shelf.place(0, 0).mkdir(parents=True)
         file = tmp_path / NAME
         file.write_text(json.dumps(json.loads(file.read_text()) | {"token": "another"}))
-        with pytest.raises(CheckpointError, match="does not belong to this run any more"):
+        with pytest.raises(CheckpointError, match="no longer belongs to this run"):
             shelf.finish(0, 0, HISTORY, EVALUATIONS)
         assert not list(shelf.place(0, 0).iterdir())
 

@@ -323,7 +323,7 @@ def test_what_was_never_sent_is_not_taken_back(mode, tmp_path):
     options = {"loss": spmd.losses.cross_entropy, "optimizer": SGD, "mesh": "data=8", "batch_size": 32, "progress": False}
     model, rows, folder = spmd.FunctionalModel(init, apply), tuple(data(256).values()), tmp_path / "run"
     spmd.fit(model, rows, layout=served(**mode), steps=2, checkpoint=folder, **options)
-    with pytest.raises(CheckpointError, match=r"stands between what is sent and what is taken back[\s\S]*first go on to step 3"):
+    with pytest.raises(CheckpointError, match=r"lies between a send and its receive[\s\S]*first go on to step 3"):
         spmd.fit(model, rows, layout=served(mode="local", every=2, overlap=1), steps=4, checkpoint=folder, resume=True, **options)
 
 
