@@ -80,8 +80,8 @@ def _check_last(batches: Iterator[HostBatch], rows: int, size: int) -> None:
     if next(batches, None) is not None:
         raise DataError(
             (
-                f"a batch of {rows} rows, where {size} were expected, in the middle of an epoch, with drop_remainder = true: all after it "
-                "it would be dropped too."
+                f"a batch of {rows} rows, where {size} were expected, in the middle of an epoch, with drop_remainder = true: "
+                "all batches after it would be dropped too."
             ),
             fix="batches of one size but for the last, or drop_remainder = false.",
         )

@@ -635,7 +635,7 @@ def test_a_remainder_that_is_all_there_is_is_told(server):
     with pytest.raises(DataError, match="begins with 16 rows of 32, and drop_remainder = true"):
         spmd.fit(counting.model, batches, layout=served(drop_remainder=True, **server), **options)
     short = [{"row": np.arange(rows, dtype=np.int32)} for rows in (32, 30, 32)]
-    with pytest.raises(DataError, match="in the middle of an epoch, and drop_remainder = true"):
+    with pytest.raises(DataError, match="in the middle of an epoch, with drop_remainder = true"):
         spmd.fit(counting.model, short, layout=served(drop_remainder=True, **server), **options)
 
 
