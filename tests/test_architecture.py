@@ -264,6 +264,16 @@ def test_no_imports_go_round():
     assert len(list(graphlib.TopologicalSorter(needs).static_order())) == len(FILES)
 
 
+KNOWN_CIRCLES = ("planner/",)  # folders whose modules still import each other in a circle; take one out when its circles are gone
+
+
+def test_no_imports_go_round_inside_functions():
+    """Every module stands on its own, imports inside functions included; `if TYPE_CHECKING` does not count."""
+    needs = {name: {file_of(module) for _, module in imports(name)} - {name} for name in FILES}
+    needs = {name: {other for other in needs[name] if not other.startswith(KNOWN_CIRCLES)} for name in FILES}
+    assert len(list(graphlib.TopologicalSorter(needs).static_order())) == len(FILES)
+
+
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("__main__")])
 def test_every_module_imports(name):
     importlib.import_module(module_of(name))

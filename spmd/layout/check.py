@@ -14,7 +14,7 @@ from spmd.layout.check_resolved import resolved_problems
 from spmd.layout.fixes import fitting_spec, listed, overlap_fix, path_fix, rule_fix, spec_fix, spec_problems
 from spmd.layout.match import covering, matches
 from spmd.layout.resolve import Names, Resolved, choose, each_name, named_spec, names_text, one_layer, owners, resolve, rule_name
-from spmd.layout.schema import WHOLE, Entry, Layout, Rule, Spec, entry_axes, keep_axes, spec_axes, spec_text
+from spmd.layout.schema import REPLICATED, Entry, Layout, Rule, Spec, entry_axes, keep_axes, spec_axes, spec_text
 from spmd.mesh import MeshSpec, axis_problem
 from spmd.tree import describe
 
@@ -290,7 +290,7 @@ def _with_names(axes: Mapping[str, Entry], names: Names, missing: list[str], sha
     same = {name: name for name in missing if name in mesh.names}
     added = {**whole, **same} if fits({**whole, **same}) else whole
     if fits(added):
-        entries = "  and  ".join(f'{name} = "{axis or WHOLE}"' for name, axis in added.items())
+        entries = "  and  ".join(f'{name} = "{axis or REPLICATED}"' for name, axis in added.items())
         fixes.append(f"{'Or add' if fixes else 'add'}  {entries}  to [axes]")
     return _once(named_spec(names, {**axes, **whole})), " ".join(fixes)
 

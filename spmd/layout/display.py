@@ -11,10 +11,10 @@ OTHERS = ("optimizer", "parameter_server", "remat", "pipeline", "sequence", "exp
 COLUMNS = ("", "of", "is", "except", "line")
 
 
-def line(layout: Layout) -> str:
+def one_line(layout: Layout) -> str:
     """Name, mesh, how many rules, and how gradients meet.
 
-    >>> line(Layout.load("zero1"))
+    >>> one_line(Layout.load("zero1"))
     'Layout zero1 on data=-1: no rules, else replicate; gradients by reduce_scatter, exact'
     """
     axes = ", ".join(f"{axis}={size}" for axis, size in layout.mesh)
@@ -24,9 +24,9 @@ def line(layout: Layout) -> str:
     return f"Layout {layout.name}{f' on {axes}' if axes else ''}: {rules}, else {layout.default.params}; {met}"
 
 
-def cell(layout: Layout) -> Html:
+def html_table(layout: Layout) -> Html:
     """What it is for, its rules as a table, and the file."""
-    title, _, rest = line(layout).partition(":")
+    title, _, rest = one_line(layout).partition(":")
     words = f"<p><b>{html.escape(title)}</b>:{html.escape(rest)}</p>"
     described = f"<p>{html.escape(layout.description)}</p>" if layout.description else ""
     toml = folded("as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>")

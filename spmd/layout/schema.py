@@ -1,7 +1,9 @@
-"""What a layout says: frozen dataclasses, no logic. `toml.py` spells them, `resolve.py` applies them to a model."""
+"""What a layout says: frozen dataclasses. `toml_reader.py` and `toml_writer.py` convert them, `resolve.py` applies them to a model."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from spmd.errors import OptionError, a_kind
 from spmd.layout.gradients import Gradients
@@ -12,7 +14,8 @@ from spmd.layout.server import ParameterServer
 Entry = str | tuple[str, ...] | None  # one dim: whole (None), over one mesh axis, or over several (outermost first)
 Spec = tuple[Entry, ...]  # one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are whole
 
-WHOLE = "-"  # how TOML writes None
+REPLICATED = "-"  # how TOML writes None
+FUNCTIONS: dict[str, Callable[..., Any]] = {}  # behind `Layout`'s methods; `spmd.layout` fills it, since their modules import this one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,26 +131,18 @@ class Layout:
 
     @staticmethod
     def load(source: "str | Path | Layout") -> "Layout":
-        """A shipped layout's name, a path to a TOML file, or a `Layout`, as a `Layout`."""
-        from spmd.layout.toml_reader import load  # the spelling knows the dataclasses, so it is imported late
-
-        return load(source)
+        """The `Layout` that is shipped under a name or stored in a TOML file; a `Layout` is checked and returned."""
+        return FUNCTIONS["load"](source)
 
     def to_toml(self) -> str:
         """The TOML text of this layout; written to a file, `Layout.load` of it gives an equal one."""
-        from spmd.layout.toml_writer import dumps
-
-        return dumps(self)
+        return FUNCTIONS["dumps"](self)
 
     def __repr__(self) -> str:
-        from spmd.layout.display import line  # what shows a layout knows it
-
-        return line(self)
+        return FUNCTIONS["one_line"](self)
 
     def _repr_html_(self) -> str:
-        from spmd.layout.display import cell
-
-        return cell(self)
+        return FUNCTIONS["html_table"](self)
 
     @property
     def stage_axis(self) -> str | None:
@@ -205,7 +200,7 @@ def spec_text(spec: Spec) -> str:
 
 def _entry_text(entry: Entry) -> str:
     if entry is None:
-        return f'"{WHOLE}"'
+        return f'"{REPLICATED}"'
     if isinstance(entry, str):
         return f'"{entry}"'
     return "[" + ", ".join(f'"{axis}"' for axis in entry) + "]"

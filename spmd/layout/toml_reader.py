@@ -12,7 +12,7 @@ from typing import Any
 from spmd.errors import LayoutError, Problem, a_kind, brief, closest, did_you_mean, raise_problems
 from spmd.layout.gradients import OPTIONS, GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.match import compiled
-from spmd.layout.schema import WHOLE, Batch, Default, Entry, Layout, OptimizerState, Remat, Rule, Spec
+from spmd.layout.schema import REPLICATED, Batch, Default, Entry, Layout, OptimizerState, Remat, Rule, Spec
 from spmd.layout.timing import shown
 from spmd.layout.toml_model_parallel import CHOICES as FORWARD_CHOICES
 from spmd.layout.toml_model_parallel import read_forward
@@ -364,4 +364,4 @@ class _Reader:
 def _entry(value: str | list[str]) -> Entry:
     if isinstance(value, list):
         return value[0] if len(value) == 1 else tuple(value)
-    return None if value == WHOLE else value
+    return None if value == REPLICATED else value
