@@ -149,3 +149,24 @@ def digits():
     data = load_digits()
     images, labels = (data.images / 16.0).astype("float32")[..., None], data.target.astype("int32")
     return {"image": images[:1500], "label": labels[:1500]}, {"image": images[1500:], "label": labels[1500:]}
+
+
+GOLDENS = Path(__file__).parent / "tests" / "goldens"
+
+
+def pytest_addoption(parser):
+    """`--regenerate-goldens`, which is read by `golden`."""
+    parser.addoption("--regenerate-goldens", action="store_true", help="write the texts that tests compare with tests/goldens/*.txt")
+
+
+@pytest.fixture
+def golden(request):
+    """`golden(name, text)` fails unless tests/goldens/NAME.txt holds `text` and a newline, or writes that file."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDENS / f"{name}.txt"
+        if request.config.getoption("--regenerate-goldens"):
+            path.write_text(text + "\n", encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8").removesuffix("\n")
+
+    return check

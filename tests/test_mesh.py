@@ -24,7 +24,7 @@ from spmd.mesh import MeshSpec, make_mesh
     ],
     ids=str,
 )
-def test_what_a_mesh_can_be_written_as(value):
+def test_mesh_spec_parse(value):
     spec = MeshSpec.parse(value)
     assert spec.axes == (("data", 4), ("model", 2))
     assert (spec.names, spec.sizes, spec.size, str(spec)) == (("data", "model"), {"data": 4, "model": 2}, 8, "data=4, model=2")
@@ -50,7 +50,7 @@ def test_what_a_mesh_can_be_written_as(value):
         (8, 'mesh=8 is an int.\n    fix: write "data=4,model=2", a dict, or a jax Mesh.'),
     ],
 )
-def test_what_a_mesh_cannot_be_written_as(value, text):
+def test_mesh_spec_parse_invalid(value, text):
     with pytest.raises(MeshError) as caught:
         MeshSpec.parse(value)
     assert str(caught.value) == text
@@ -59,21 +59,21 @@ def test_what_a_mesh_cannot_be_written_as(value, text):
 @pytest.mark.parametrize(
     "words, sizes", [("data=-1,model=2", (4, 2)), ("data=2,model=-1", (2, 4)), ("a=2,b=-1,c=2", (2, 2, 2)), ("a=8,b=-1", (8, 1))]
 )
-def test_minus_one_takes_what_is_left(words, sizes):
+def test_minus_one_takes_remaining_devices(words, sizes):
     assert tuple(MeshSpec.parse(words).resolve(8).sizes.values()) == sizes
 
 
 @pytest.mark.parametrize(
     "words, fix", [("a=3,b=-1,c=3", "a=2, b=-1, c=2"), ("a=-1,b=16", "a=-1, b=8"), ("a=3,b=3", "a=4, b=2"), ("a=5", "a=8")]
 )
-def test_the_mesh_proposed_uses_every_device(words, fix):
+def test_proposed_mesh_uses_every_device(words, fix):
     with pytest.raises(MeshError) as caught:
         MeshSpec.parse(words).resolve(8)
     assert f'fix: mesh="{fix}"' in str(caught.value)
     assert MeshSpec.parse(fix).resolve(8).size == 8
 
 
-def test_one_device_reads_as_one():
+def test_error_singular_device():
     with pytest.raises(
         MeshError, match=r"1 device / 2 leaves 1, so .*\n    fix: mesh=\"data=-1, model=1\"; on a CPU, spmd.simulate_devices\(2\)"
     ):
@@ -83,21 +83,21 @@ def test_one_device_reads_as_one():
 
 
 @pytest.mark.parametrize("words", [None, "data=-1", "data=8", "data=4,model=2", "a=2,b=2,c=2"])
-def test_a_mesh_uses_every_device_in_order(words):
+def test_make_mesh_uses_every_device_in_order(words):
     mesh = make_mesh(words)
     assert [device.id for device in mesh.devices.flat] == list(range(8))
     assert mesh.axis_types == (AxisType.Auto,) * len(mesh.axis_names)
     assert MeshSpec.parse(mesh) == MeshSpec.parse(words or "data=8").resolve(8)
 
 
-def test_devices_left_over_are_refused_and_some_can_be_chosen():
+def test_make_mesh_with_too_many_devices():
     with pytest.raises(MeshError, match="4 would be left unused"):
         make_mesh("data=4")
     mesh = make_mesh("data=4", devices=jax.devices()[4:])
     assert [device.id for device in mesh.devices.flat] == [4, 5, 6, 7]
 
 
-def test_a_mesh_of_jax_passes_through():
+def test_make_mesh_returns_jax_mesh():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     assert make_mesh(mesh) is mesh
     explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -106,7 +106,7 @@ def test_a_mesh_of_jax_passes_through():
     assert (auto.devices == explicit.devices).all()
 
 
-def test_devices_are_simulated_once():
+def test_simulate_devices_once():
     spmd.simulate_devices(8)
     assert jax.device_count() == 8
     with pytest.raises(MeshError) as caught:
@@ -125,7 +125,7 @@ def alone(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_a_fresh_process_simulates_and_a_started_one_says_that_it_is_late():
+def test_simulate_devices_in_fresh_and_started_process():
     assert alone("import spmd, jax; spmd.simulate_devices(3); spmd.simulate_devices(3); print(jax.device_count())") == "3"
     late = "import jax, spmd; jax.devices()\ntry: spmd.simulate_devices(3)\nexcept spmd.SpmdError as error: print(error)"
     assert alone(late).startswith("simulate_devices(3) comes too late: JAX has already started with 1 cpu device.\n    fix: call it first")

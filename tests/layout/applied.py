@@ -37,13 +37,13 @@ def fits(layout, mesh=MESH):
     return trainer
 
 
-def told(layout, mesh=MESH):
+def error_text(layout, mesh=MESH):
     """The error, as text."""
     with pytest.raises(LayoutError) as caught:
         fits(layout, mesh)
     return str(caught.value)
 
 
-def unread(*problems, where="mine.toml"):
+def unreadable(*problems, where="mine.toml"):
     """The error of a text that cannot be read."""
     return "\n\n".join([f"{where} cannot be read\n{len(problems)} problem{'s' * (len(problems) > 1)}:", *problems])

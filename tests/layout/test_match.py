@@ -32,22 +32,22 @@ PATHS = ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel", "blocks/10/m
         ("", []),
     ],
 )
-def test_what_a_pattern_matches(pattern, found):
+def test_pattern_matches(pattern, found):
     assert matches(pattern, PATHS) == found
 
 
-def test_two_stars_stand_for_whole_levels_only_before_a_slash():
+def test_double_star_matches_full_levels_only_before_slash():
     assert matches("**/up/**", ["up/x", "a/up/x", "a/b/up/x/y", "sup/x"]) == ["up/x", "a/up/x", "a/b/up/x/y"]
     assert matches("a**", ["a", "ab/c", "b/a"]) == ["a", "ab/c"]
 
 
 @pytest.mark.parametrize("pattern", ["a/{b", "a}", "{a,{b,c}}", "{a}}{"])
-def test_braces_that_do_not_close_are_refused(pattern):
+def test_unbalanced_braces_raise(pattern):
     with pytest.raises(LayoutError, match="braces must close and cannot be nested"):
         compiled(pattern)
 
 
-def test_a_pattern_is_bounded():
+def test_pattern_length_is_bounded():
     assert compiled("a" * MAX_LENGTH)
     with pytest.raises(LayoutError, match=f"of {MAX_LENGTH + 1} characters: at most {MAX_LENGTH}"):
         compiled("a" * (MAX_LENGTH + 1))
@@ -63,7 +63,7 @@ def test_a_pattern_is_bounded():
         ("zzz", None),
     ],
 )
-def test_a_near_pattern_is_tried_before_it_is_proposed(pattern, near):
+def test_suggested_pattern_matches(pattern, near):
     assert suggest(pattern, PATHS) == near
     if near:
         assert len(matches(near[0], PATHS)) == near[1]
@@ -83,7 +83,7 @@ TREE = [f"blocks/{n}/{part}/{leaf}" for n in range(3) for part in ("key", "up") 
         (["blocks/0/up/bias", "blocks/2/key/bias"], None),
     ],
 )
-def test_one_pattern_for_some_paths_and_no_other(some, pattern):
+def test_covering_pattern_matches_only_given_paths(some, pattern):
     assert covering(some, TREE) == pattern
     if pattern:
         assert matches(pattern, TREE) == some

@@ -39,7 +39,7 @@ def placed(layout, params, names=None, mesh=MESH):
         ((0, 3), ()),
     ],
 )
-def test_shard_default_cuts_the_largest_dim_that_divides(shape, spec):
+def test_default_shards_largest_divisible_dim(shape, spec):
     place = placed(Layout(default=Default("shard:data")), shapes(w=shape))["w"]
     assert place.spec == spec
     assert place.chosen_by == ("default shard:data" if spec else "default shard:data, but no dim divides by 4")
@@ -56,19 +56,19 @@ def test_shard_default_cuts_the_largest_dim_that_divides(shape, spec):
         ((("data", "model"),), (512, 64), (("data", "model"),)),
     ],
 )
-def test_optimizer_state_is_cut_further_than_its_parameter(spec, shape, further):
+def test_optimizer_state_is_sharded_further_than_parameter(spec, shape, further):
     assert shard_further(spec, shape, "data", MESH) == further
     layout = Layout(params=(Rule("w", spec),), optimizer=OptimizerState("data"))
     place = placed(layout, shapes(w=shape))["w"]
     assert (place.spec, place.state_spec) == (spec, further)
 
 
-def test_without_optimizer_shard_the_state_follows_its_parameter():
+def test_optimizer_state_follows_parameter_by_default():
     place = placed(Layout(params=(Rule("w", (None, "model")),)), shapes(w=(8, 8)))["w"]
     assert place.state_spec == place.spec == (None, "model")
 
 
-def test_except_gives_a_parameter_to_another_rule():
+def test_except_leaves_parameter_to_another_rule():
     rules = (Rule("**/kernel", ("data",), ("head/*",)), Rule("head/kernel", (None, "model")))
     found = placed(Layout(params=rules), shapes(**{"up/kernel": (8, 8), "head/kernel": (8, 8)}))
     assert {path: (place.spec, place.chosen_by) for path, place in found.items()} == {
@@ -77,7 +77,7 @@ def test_except_gives_a_parameter_to_another_rule():
     }
 
 
-def test_a_path_rule_wins_over_logical_axes_and_these_over_the_default():
+def test_precedence_path_rule_logical_axes_default():
     layout = Layout(params=(Rule("ruled", (None, "data")),), axes=(("mlp", "model"), ("embed", None)), default=Default("shard:data"))
     names = {"ruled": ("mlp", "embed"), "named": ("mlp", "embed"), "half": (None, "mlp")}
     found = placed(layout, shapes(ruled=(8, 8), named=(8, 8), half=(8, 8), plain=(8, 8)), names)
@@ -89,7 +89,7 @@ def test_a_path_rule_wins_over_logical_axes_and_these_over_the_default():
     }
 
 
-def test_names_fewer_than_dims_say_nothing_of_the_last_dims():
+def test_fewer_logical_names_than_dims():
     layout = Layout(axes=(("embed", None), ("heads", "model")))
     found = placed(layout, shapes(query=(8, 4, 6), bias=(4, 6)), {"query": ("embed", "heads"), "bias": ("heads",)})
     assert {path: (place.spec, place.chosen_by) for path, place in found.items()} == {
@@ -98,7 +98,7 @@ def test_names_fewer_than_dims_say_nothing_of_the_last_dims():
     }
 
 
-def test_several_names_of_one_dim():
+def test_several_logical_names_on_one_dim():
     layout = Layout(axes=(("heads", "model"), ("kv", None), ("embed", "data")))
     place = placed(layout, shapes(w=(8, 8)), {"w": (("heads", "kv"), "embed")})["w"]
     assert (place.spec, place.chosen_by) == (("model", "data"), "axes (heads and kv, embed)")
@@ -119,7 +119,7 @@ UNKNOWN = Layout(axes=(("embed", "data"), ("heads", "model")), source="mine.toml
         (("embed", "kv"), (9, 6), "", (None, None), None),
     ],
 )
-def test_a_name_that_axes_lacks_is_answered_with_fixes_that_fit(names, shape, fix, spec, added):
+def test_unknown_logical_name_fixes_fit(names, shape, fix, spec, added):
     all_shapes, all_names = shapes(w=shape, other=(8, 8)), {"w": names, "other": ("embed", "heads")}
     with pytest.raises(LayoutError) as caught:
         placed(UNKNOWN, all_shapes, all_names)
@@ -131,46 +131,35 @@ def test_a_name_that_axes_lacks_is_answered_with_fixes_that_fit(names, shape, fi
         placed(dataclasses.replace(UNKNOWN, axes=(*UNKNOWN.axes, *added.items())), all_shapes, all_names)
 
 
-def test_names_count_for_nothing_in_a_layout_without_axes():
+def test_logical_names_are_ignored_without_axes():
     assert placed(Layout(), shapes(w=(8, 8)), {"w": ("mlp", "embed")})["w"].chosen_by == "default replicate"
 
 
-def test_bytes_and_copies():
+def test_bytes_per_device_and_copies():
     layout = Layout(params=(Rule("a", ("data", "model")), Rule("b", ("model",)), Rule("c", ())))
     found = placed(layout, shapes(a=(8, 8), b=(8, 8), c=(8, 8)))
     assert [place.bytes_per_device(MESH) for place in found.values()] == [32, 128, 256]
     assert [place.copies(MESH) for place in found.values()] == [1, 4, 8]
 
 
-def test_the_table_says_where_everything_is_and_why():
+def test_summary_lists_specs_and_origins(golden):
     layout = Layout(params=(Rule("a", ("data", "model"), line=7),), source="mine.toml")
     resolved = fit_layout(layout, shapes(a=(8, 8), b=(8,)), {}, MESH)
     assert rows(resolved) == [
         ("a", "float32[8, 8]", '["data", "model"]', "rule 1, line 7", "32 B", "x1"),
         ("b", "float32[8]", "whole", "default replicate", "32 B", "x8"),
     ]
-    assert (
-        summary(resolved)
-        == """\
-mine.toml on mesh data=4, model=2: 4 workers, gradients by compiler, codec exact
-
-parameter  array          spec               chosen by          bytes/device  copies
-------------------------------------------------------------------------------------
-a          float32[8, 8]  ["data", "model"]  rule 1, line 7     32 B          x1
-b          float32[8]     whole              default replicate  32 B          x8
-
-2 parameters, 288 B; 64 B on each of 8 devices (36 B if nothing were replicated: 28 bytes, 44%, are copies)."""
-    )
+    golden("resolve_summary_lists_specs_and_origins", summary(resolved))
 
 
-def test_an_axis_that_nothing_names_is_noted():
+def test_note_unused_mesh_axis():
     idle = fit_layout(Layout(), shapes(w=(8,)), {}, MESH)
     assert idle.idle_axes() == ("model",)
     assert notes(idle)[1:] == ['note: nothing in the layout names mesh axis "model": its 2 devices repeat the same work.']
     assert fit_layout(Layout(batch=Batch((("data", "model"),))), shapes(w=(8,)), {}, MESH).idle_axes() == ()
 
 
-def test_an_axis_of_the_layout_that_shards_nothing_is_refused():
+def test_declared_mesh_axis_that_shards_nothing_raises():
     layout = Layout(mesh=(("data", -1), ("model", 2)), default=Default("shard:data"), source="mine.toml")
     with pytest.raises(LayoutError, match=r'fix: mesh="data=8,model=1", or \[\[params\]\] rules with "model".'):
         fit_layout(layout, shapes(w=(8, 8)), {}, MESH)
@@ -178,14 +167,14 @@ def test_an_axis_of_the_layout_that_shards_nothing_is_refused():
     fit_layout(dataclasses.replace(layout, params=(Rule("w", ("model",)),)), shapes(w=(8, 8)), {}, MESH)
 
 
-def test_a_mesh_that_does_not_fit_is_no_fix_for_an_idle_axis():
+def test_idle_axis_fix_skips_mesh_that_does_not_fit():
     layout = Layout(axes=(("embed", "data"), ("mlp", "model")), source="mine.toml")
     with pytest.raises(LayoutError, match="they carry embed") as caught:
         fit_layout(layout, shapes(w=(12, 8)), {"w": ("embed", None)}, MESH)
     assert "mesh=" not in str(caught.value), "12 / 8 leaves 4"
 
 
-def test_workers_are_the_positions_along_the_data_axes():
+def test_workers_counts_positions_along_data_axes():
     resolved = fit_layout(Layout(batch=Batch((("data", "model"),))), shapes(w=(8,)), {}, MESH)
     assert (resolved.data_axes, resolved.workers) == (("data", "model"), 8)
 
@@ -274,7 +263,7 @@ RULES = (
     ],
     ids=["fits", "a quarter has no rule", "rules overlap"],
 )
-def test_ten_thousand_parameters_cost_ten_times_a_thousand(monkeypatch, layout):
+def test_resolve_cost_is_linear_in_parameters(monkeypatch, layout):
     few, thousand = work(monkeypatch, 250, layout)
     many, ten_thousand = work(monkeypatch, 2500, layout)
     assert (thousand, ten_thousand) == (1000, 10_000)

@@ -54,13 +54,13 @@ GENERATED |= {
 
 
 @pytest.mark.parametrize("layout", GENERATED.values(), ids=GENERATED)
-def test_text_gives_the_same_layout_back(layout):
+def test_toml_round_trip(layout):
     assert loads(dumps(layout)) == layout
     assert layout == Layout() or loads(dumps(layout)) != Layout()
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_a_shipped_layout(name):
+def test_shipped_layout(name):
     layout, text = Layout.load(name), shipped()[name].read_text(encoding="utf-8")
     assert loads(dumps(layout)) == layout
     assert loads(layout.to_toml()) == layout
@@ -72,7 +72,7 @@ def test_a_shipped_layout(name):
     assert layout.mesh
 
 
-def test_what_ships():
+def test_shipped_layout_names():
     assert list(shipped()) == [
         "backup_workers",
         "context_parallel",
@@ -100,7 +100,7 @@ def test_what_ships():
     assert len(set(map(dumps, layouts))) == len(layouts)
 
 
-def test_a_path_a_name_and_a_layout_are_read_alike(tmp_path):
+def test_load_accepts_path_name_and_layout(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(shipped()["fsdp"].read_text())
     layout = Layout.load("fsdp")
@@ -109,7 +109,7 @@ def test_a_path_a_name_and_a_layout_are_read_alike(tmp_path):
     assert Layout.load(path).name == "mine"
 
 
-def test_every_rule_knows_its_line():
+def test_rules_carry_line_numbers():
     text = """# a comment, then a rule
 
 [[params]]
@@ -135,7 +135,7 @@ spec = []
     assert [(rule.path, rule.line) for rule in layout.batch.rules] == [("x", 7), ("y", 14)]
 
 
-def test_a_line_is_no_part_of_what_a_rule_says():
+def test_line_is_ignored_in_rule_equality():
     assert Rule("a", ("data",), line=3) == Rule("a", ("data",))
 
 
@@ -169,7 +169,7 @@ def problems(text):
         ('["default"]\nparam = "error"', 2, "nothing reads it"),
     ],
 )
-def test_a_wrong_value_is_told_with_its_line(text, line, why):
+def test_invalid_value_is_reported_with_line(text, line, why):
     told = problems(text)
     assert told.startswith("mine.toml cannot be read\n1 problem:\n")
     assert f"  line {line}: " in told
@@ -177,17 +177,17 @@ def test_a_wrong_value_is_told_with_its_line(text, line, why):
     assert "fix: " in told
 
 
-def test_problems_come_in_the_order_of_the_file():
+def test_problems_in_file_order():
     told = problems('[remat]\nsave = "x"\n[gradients]\ncodec = "y"\n[mesh]\ndata = 0\n[z]\n')
     lines = [line.split(":")[0].strip() for line in told.splitlines() if line.startswith("  line")]
     assert lines == ["line 2", "line 4", "line 6", "line 7"]
 
 
-def test_no_code_in_a_layout():
+def test_import_key_is_rejected():
     with pytest.raises(LayoutError, match="nothing reads it"):
         loads('import = "os"')
 
 
-def test_a_layout_in_python_reads_as_its_text():
+def test_to_toml():
     layout = spmd.Layout(params=(spmd.Rule("**/kernel", (None, "model")),), gradients=spmd.Gradients("all_reduce"))
     assert layout.to_toml() == '[[params]]\npath = "**/kernel"\nspec = ["-", "model"]\n\n[gradients]\nreduction = "all_reduce"\n'
