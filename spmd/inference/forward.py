@@ -10,7 +10,7 @@ import numpy as np
 from spmd.data.batches import check_leaves
 from spmd.errors import DataError, ExportError, OptionError, SpmdError
 from spmd.models.base import Call, Variables
-from spmd.nn.parallel_context import WHOLE, under
+from spmd.nn.parallel_context import UNSHARDED, parallel_scope
 from spmd.train.model_setup import Placed
 from spmd.train.precision import cast, compute_dtype
 from spmd.train.state import State, check_alive
@@ -60,7 +60,7 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     def function(arrays: list, given: Tree) -> Tree:
         found = jax.tree.unflatten(tree, arrays)
         bound = placed.given.bind(dataclasses.replace(found, params=cast(found.params, dtype)), Call(training=False, dtype=dtype))
-        with under(WHOLE):
+        with parallel_scope(UNSHARDED):
             return bound(given)
 
     wanted = abstract(_heard(placed, abstract(variables)) if inputs is None else inputs)
@@ -92,7 +92,7 @@ def _heard(placed: Placed, variables: Variables) -> Tree:
 
     def loss(variables: Variables, sample: Tree) -> None:
         model = placed.given.bind(variables, Call(training=False))
-        with under(WHOLE):
+        with parallel_scope(UNSHARDED):
             placed.objective.for_training().call(_Heard(model, calls), sample, jax.random.key(0))
 
     try:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import DataError, OptionError
-from spmd.nn.parallel_context import Cutting, current
+from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.ring_attention import Ring, into_ring, out_of_ring, ring_attention
 from spmd.tree import describe
 
@@ -48,16 +48,16 @@ def attention(
     """
     _check(query, key, value, key_mask)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    cutting = current()
-    axis = cutting.sequence.axis
+    parallel = current()
+    axis = parallel.sequence.axis
     if axis is None:
         return _whole(query, key, value, causal, key_mask, scale)
-    cutting.used.add("sequence")
-    if cutting.size(axis) == 1:
+    parallel.used.add("sequence")
+    if parallel.axis_size(axis) == 1:
         return _whole(query, key, value, causal, key_mask, scale)
-    balanced = causal and cutting.sequence.order == "balanced"
-    ring = Ring(cutting, axis, cutting.free_over(query.shape[0]), causal, 2 if balanced else 1, scale)
-    _check_cut(cutting, ring, query, key)
+    balanced = causal and parallel.sequence.order == "balanced"
+    ring = Ring(parallel, axis, parallel.auto_row_axes(query.shape[0]), causal, 2 if balanced else 1, scale)
+    _check_cut(parallel, ring, query, key)
     (rows, length, _, size), groups = query.shape, key.shape[2]
     arrays = (query.reshape(rows, length, groups, -1, size), key, value, key_mask)
     out: Any = ring_attention(ring, *(into_ring(ring, *arrays) if balanced else arrays))
@@ -90,7 +90,7 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array |
         raise OptionError(f"attention: key_mask is {describe(mask)}.", fix=f"bool[{key.shape[0]}, {key.shape[1]}], one for each key.")
 
 
-def _check_cut(cutting: Cutting, ring: Ring, query: jax.Array, key: jax.Array) -> None:
+def _check_cut(parallel: ParallelConfig, ring: Ring, query: jax.Array, key: jax.Array) -> None:
     """Lengths that the ring can cut."""
     where, unit = f'[sequence] axis = "{ring.axis}", {ring.count} devices', ring.count * ring.parts
     if ring.causal and query.shape[1] != key.shape[1]:

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.nn.parallel_context import Cutting, current
+from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.rnn_stack import Cells, check_inputs
 from spmd.nn.stacking import Layers, join_modules
 from spmd.wire import collectives
@@ -47,12 +47,12 @@ class Bidirectional(nnx.Module):
           [rows, time, 2 features], the forward cell's first.
         """
         check_inputs("Bidirectional", x, lengths, None)
-        layers, cutting = Layers(self.cells), current()
-        both = _at_once if cutting.stages > 1 and cutting.tap is None else _in_turn
-        return jnp.swapaxes(both(cutting, layers, jnp.swapaxes(x, 0, 1), lengths), 0, 1)
+        layers, parallel = Layers(self.cells), current()
+        both = _at_once if parallel.stages > 1 and parallel.tap is None else _in_turn
+        return jnp.swapaxes(both(parallel, layers, jnp.swapaxes(x, 0, 1), lengths), 0, 1)
 
 
-def _one_way(cutting: Cutting, layers: Layers, variables: tuple, x: jax.Array, lengths: Any, backward: Any) -> jax.Array:
+def _one_way(parallel: ParallelConfig, layers: Layers, variables: tuple, x: jax.Array, lengths: Any, backward: Any) -> jax.Array:
     """One cell over [time, rows, features]; `backward`: from the end of each row to its front."""
     time = x.shape[0]
     ends = jnp.full(x.shape[1], time) if lengths is None else lengths
@@ -61,32 +61,32 @@ def _one_way(cutting: Cutting, layers: Layers, variables: tuple, x: jax.Array, l
     turned = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - 2)), axis=0)
     cells = Cells(layers, residual_from=layers.count, dropout=0.0)
     # of these arrays: inside a region those of `layers` belong to the mesh around it
-    y, _ = cells.over_time(variables, cells.opening_of(variables, x), turned(x), None, steps[:, 0], lengths, unroll=cutting.unroll)
+    y, _ = cells.over_time(variables, cells.opening_of(variables, x), turned(x), None, steps[:, 0], lengths, unroll=parallel.unroll)
     return turned(y)
 
 
-def _in_turn(cutting: Cutting, layers: Layers, x: jax.Array, lengths: Any) -> jax.Array:
+def _in_turn(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths: Any) -> jax.Array:
     """One direction, then the other."""
     pick = lambda number: jax.tree.map(lambda leaf: leaf[number], layers.variables)
-    ways = [_one_way(cutting, layers, pick(number), x, lengths, jnp.bool_(number == 1)) for number in (0, 1)]
+    ways = [_one_way(parallel, layers, pick(number), x, lengths, jnp.bool_(number == 1)) for number in (0, 1)]
     return jnp.concatenate(ways, axis=-1)
 
 
-def _at_once(cutting: Cutting, layers: Layers, x: jax.Array, lengths: Any) -> jax.Array:
+def _at_once(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths: Any) -> jax.Array:
     """Each direction on a device of its own."""
-    axis = str(cutting.pipeline.axis)
-    free = cutting.free_over(x.shape[1])
+    axis = str(parallel.pipeline.axis)
+    free = parallel.auto_row_axes(x.shape[1])
 
     def stage(variables: tuple, x: jax.Array, lengths: Any) -> jax.Array:
         number = collectives.worker_index((axis,))
         own = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, 1)], variables)
-        run = lambda: _one_way(cutting, layers, own, x, lengths, number == 1)
+        run = lambda: _one_way(parallel, layers, own, x, lengths, number == 1)
         like = jax.eval_shape(run)
-        y = run() if cutting.branchless else lax.cond(number < 2, run, lambda: jnp.zeros(like.shape, like.dtype))
+        y = run() if parallel.branchless else lax.cond(number < 2, run, lambda: jnp.zeros(like.shape, like.dtype))
         there = lambda way: collectives.all_reduce(jnp.where(number == way, y, jnp.zeros_like(y)), (axis,))
         return jnp.concatenate([there(0), there(1)], axis=-1)
 
     whole, times = PartitionSpec(), PartitionSpec(None, free or None)
     of_rows = PartitionSpec(free or None) if lengths is not None else whole
-    run = cutting.over((axis, *free), stage, in_specs=(whole, times, of_rows), out_specs=times)
+    run = parallel.shard_map((axis, *free), stage, in_specs=(whole, times, of_rows), out_specs=times)
     return run(layers.variables, x, lengths)

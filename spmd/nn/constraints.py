@@ -25,7 +25,7 @@ def manual_axes() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def own_constraints(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
+def constraints_on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
     """Inside, `jax.lax.with_sharding_constraint` of a model's own code speaks of this mesh; of none it says nothing.
 
     Other threads are not affected: there the functions do what they always do.

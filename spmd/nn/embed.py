@@ -25,14 +25,14 @@ class Embed(nnx.Embed):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Rows of the table, [*inputs.shape, features]."""
-        cutting = current()
-        axis = cutting.sequence.axis
+        parallel = current()
+        axis = parallel.sequence.axis
         cut = axis is not None and inputs.ndim == 2 and jnp.issubdtype(inputs.dtype, jnp.integer)
-        if axis is None or not cut or inputs.shape[1] % cutting.size(axis) or out_sharding is not None:
+        if axis is None or not cut or inputs.shape[1] % parallel.axis_size(axis) or out_sharding is not None:
             return super().__call__(inputs, out_sharding)
-        rows = cutting.free_over(inputs.shape[0])
+        rows = parallel.auto_row_axes(inputs.shape[0])
         spec = PartitionSpec(rows or None, axis)
         (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
         look_up = lambda table, inputs: jnp.take(table, inputs, axis=0)
         with jax.named_scope("embed"):
-            return cutting.over((axis, *rows), look_up, (PartitionSpec(), spec), spec)(table, inputs)
+            return parallel.shard_map((axis, *rows), look_up, (PartitionSpec(), spec), spec)(table, inputs)

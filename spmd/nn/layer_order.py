@@ -1,7 +1,7 @@
-"""The order in which a state keeps a stack's layers, so that each stage of a circular pipeline holds its own and nothing is moved to it.
+"""The order in which a state stores a stack's layers, so that each stage of a circular pipeline holds its layers without communication.
 
-With g groups on each of p stages, group c of stage s is the network's (c p + s)th (`spmd.nn.schedule`), but a mesh axis cuts dim 0 into
-pieces that lie side by side. So the layers of stage 0 are kept first, then those of stage 1, and so on.
+With g groups on each of p stages, group c of stage s is the network's (c p + s)th (`spmd.nn.schedule`), but a mesh axis shards dim 0 into
+contiguous blocks. So the layers of stage 0 are stored first, then those of stage 1, and so on.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from spmd.xla import move_bits
 
 
 def stage_order(layers: int, stages: int, groups: int) -> np.ndarray:
-    """int[layers]: which of the network's layers stands where.
+    """int[layers]: the network's layer at each position.
 
     >>> stage_order(8, stages=2, groups=2).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]
@@ -26,8 +26,8 @@ def stage_order(layers: int, stages: int, groups: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered:
-    """How a state keeps parameters like these: those of `paths` with their layers in the order of stages, all others as they are."""
+class StageOrder:
+    """How a state stores parameters like these: those of `paths` with their layers in stage order, all others as they are."""
 
     like: Tree
     stages: int
@@ -36,66 +36,68 @@ class Ordered:
 
     def pack(self, params: Tree) -> Tree:
         """From the network's order."""
-        return self._taken(params, lambda order: order)
+        return self._permute(params, lambda order: order)
 
     def unpack(self, stored: Tree) -> Tree:
         """To the network's order."""
-        return self._taken(stored, np.argsort)
+        return self._permute(stored, np.argsort)
 
-    def _taken(self, params: Tree, rows: Callable[[np.ndarray], np.ndarray]) -> Tree:
-        take = lambda leaf: leaf[rows(stage_order(leaf.shape[0], self.stages, self.groups))]
-        return move_bits(lambda tree: map_paths(lambda path, leaf: take(leaf) if path in self.paths else leaf, tree), params)
+    def _permute(self, params: Tree, direction: Callable[[np.ndarray], np.ndarray]) -> Tree:
+        def permute(path: str, leaf: Any) -> Any:
+            return leaf[direction(stage_order(leaf.shape[0], self.stages, self.groups))] if path in self.paths else leaf
 
-    def alone(self, path: str, leaf: Any) -> "Ordered":
-        """The same for one parameter by itself."""
+        return move_bits(lambda tree: map_paths(permute, tree), params)
+
+    def alone(self, path: str, leaf: Any) -> "StageOrder":
+        """The same for a single parameter."""
         return dataclasses.replace(self, like=leaf, paths=("",) if path in self.paths else ())
 
 
-class OrderedModel(Model):
-    """`model`, whose parameters are kept in the order of stages; its stacks know it."""
+class StageOrderedModel(Model):
+    """`model` with its parameters stored in stage order; its stacks read `ParallelConfig.in_stage_order`."""
 
-    def __init__(self, model: Model, order: Ordered):
+    def __init__(self, model: Model, order: StageOrder):
         self._model, self._order = model, order
 
     @property
     def concrete(self) -> Variables | None:
-        """The arrays of one that was given whole, ordered."""
+        """The arrays of a model that was passed already initialized, in stage order."""
         return None if self._model.concrete is None else self._packed(self._model.concrete)
 
     def _packed(self, variables: Variables) -> Variables:
         return dataclasses.replace(variables, params=self._order.pack(variables.params))
 
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
-        """All arrays, ordered."""
+        """All arrays, in stage order."""
         return self._packed(self._model.init(key, run))
 
     def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
-        """The model's own."""
+        """Those of the model."""
         return self._model.names(key, run)
 
     def stacks(self) -> dict[str, int]:
-        """The model's own."""
+        """Those of the model."""
         return self._model.stacks()
 
     def bind(self, variables: Variables, call: Call) -> Any:
-        """The model with its layers in the order of stages."""
+        """The model with its layers in stage order."""
         return self._model.bind(variables, call)
 
     def stats_of(self, bound: Any) -> Tree:
-        """The model's own."""
+        """Those of the model."""
         return self._model.stats_of(bound)
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
-        """The model's own."""
+        """Those of the model."""
         self._model.check_remat(patterns)
 
     def rebuild(self, variables: Variables) -> Any:
-        """The user's kind of object, layers in the network's order."""
+        """An object of the user's kind, with layers in the network's order."""
         params = jax.jit(self._order.unpack)(variables.params)
         return self._model.rebuild(dataclasses.replace(variables, params=params))
 
 
-def order_of(stacks: Mapping[str, int], like: Tree, stages: int, groups: int) -> Ordered | None:
-    """The order of a pipeline with several groups on each stage; None where layers stay as they are."""
+def make_stage_order(stacks: Mapping[str, int], like: Tree, stages: int, groups: int) -> StageOrder | None:
+    """The stage order of a pipeline with several groups on each stage; None where the network's order is kept."""
     paths = tuple(path for path in flatten(like) if path in stacks)
-    return Ordered(like, stages, groups, paths) if groups > 1 and stages > 1 and paths else None
+    return StageOrder(like, stages, groups, paths) if groups > 1 and stages > 1 and paths else None

@@ -12,27 +12,27 @@ from jax.sharding import PartitionSpec
 
 from spmd.errors import ModelError
 from spmd.nn.layer_order import stage_order
-from spmd.nn.parallel_context import Cutting, current, rows_over
-from spmd.nn.pipeline_executor import from_last_stage, run_ticks
+from spmd.nn.parallel_context import ParallelConfig, current, row_spec
+from spmd.nn.pipeline_executor import from_last_stage, run_schedule
 from spmd.nn.schedule import make_schedule
 from spmd.nn.stacking import Layers, Repeated, scan_layers, stack_modules, unstack_module
 from spmd.rng import part_key
 from spmd.tree import Tree, describe
 from spmd.wire import collectives
 
-MICROBATCHES = 4  # per stage, where a layout does not say: with as many a pipeline idles for a fifth of its time at most
+MICROBATCHES = 4  # per stage, if a layout does not say: then a pipeline is idle for at most a fifth of its time
 
 
 class LayerStack(nnx.Module):
-    """Layers of the same structure, one after the other: `x = layer(x, *rows, **whole)` for each.
+    """Layers of the same structure, one after the other: `x = layer(x, *rows, **shared)` for each.
 
     On one device it is a `lax.scan` over the layers, so that compiling takes as long for 48 as for 6. Under a layout with `[pipeline]` each
-    device along its axis has `layers / stages` of them, rows are cut into microbatches, and these go from device to device by the
-    layout's schedule (GPipe, Huang et al., arXiv:1811.06965). What is computed is the same.
+    device along its axis has `layers / stages` of them, rows are split into microbatches, and these are sent from device to device by the
+    layout's schedule (GPipe, Huang et al., arXiv:1811.06965). The result is the same.
 
-    Parameters are those of one layer with dim 0 in front, [layers, ...]: `stack/layers/up/kernel`. A rule of a layout speaks of one
-    layer's; dim 0 is cut over the pipeline's axis by itself. The path of the layer, for `[remat] modules` and `[[activations]]`, is
-    `stack/layers`.
+    Parameters are those of one layer with a leading dim of layers, [layers, ...]: `stack/layers/up/kernel`. A rule of a layout describes
+    one layer's; dim 0 is sharded over the pipeline's axis automatically. The path of the layer, for `[remat] modules` and
+    `[[activations]]`, is `stack/layers`.
 
     Args:
       layers: modules equal in kind, settings and shapes, which are copied into the stack, or `spmd.nn.repeat`. What a layer returns is
@@ -51,135 +51,157 @@ class LayerStack(nnx.Module):
     def __init__(self, layers: Sequence[nnx.Module] | Repeated):
         self.layers = stack_modules(layers, "LayerStack")
 
-    def __call__(self, x: Tree, *rows: Tree, **whole: Any) -> Tree:
+    def __call__(self, x: Tree, *rows: Tree, **shared: Any) -> Tree:
         """Every layer in turn.
 
         Args:
           x: an array or a tree of them, [rows, ...] each.
-          rows: more that every layer gets, [rows, ...] each: it is cut into microbatches as `x` is.
-          whole: more that every layer gets as it is.
+          rows: further inputs of every layer, [rows, ...] each: they are split into microbatches as `x` is.
+          shared: further inputs of every layer, which are not split.
         """
-        layers, cutting = Layers(self.layers), current()
-        cutting.used.update(("pipeline", "microbatches"))
-        leaves, structure = jax.tree.flatten(whole, is_leaf=lambda leaf: leaf is None)
+        layers, parallel = Layers(self.layers), current()
+        parallel.used.update(("pipeline", "microbatches"))
+        leaves, structure = jax.tree.flatten(shared, is_leaf=lambda leaf: leaf is None)
         arrays = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
-        named = lambda arrays: structure.unflatten([arrays.get(number, leaf) for number, leaf in enumerate(leaves)])
-        call = lambda x, more, variables, change: layers.call(lambda layer: layer(x, *more[0], **named(more[1])), variables, change)
-        if cutting.tap is not None:
-            return cutting.tap(cutting, layers, call, x, (rows, arrays))
-        if cutting.stages == 1:
-            one = lambda x, variables: call(x, (rows, arrays), variables, lambda key: key)
-            y, kept = scan_layers(one, x, layers.variables, unroll=cutting.unroll)
+
+        def call(x: Tree, inputs: tuple, variables: tuple, change: Callable[[Any], Any]) -> tuple[Any, Tree]:
+            rows, arrays = inputs
+            shared = structure.unflatten([arrays.get(number, leaf) for number, leaf in enumerate(leaves)])
+            return layers.call(lambda layer: layer(x, *rows, **shared), variables, change)
+
+        if parallel.tap is not None:
+            return parallel.tap(parallel, layers, call, x, (rows, arrays))
+        if parallel.stages == 1:
+
+            def run_layer(x: Tree, variables: tuple) -> tuple[Any, Tree]:
+                return call(x, (rows, arrays), variables, lambda key: key)
+
+            y, kept = scan_layers(run_layer, x, layers.variables, unroll=parallel.unroll)
         else:
-            y, kept = _pipelined(cutting, layers, call, x, rows, arrays)
+            y, kept = _pipelined(parallel, layers, call, x, rows, arrays)
         layers.keep(kept)
         return y
 
     def layer(self, number: int) -> nnx.Module:
-        """Layer `number` by itself, with a copy of its arrays."""
+        """Layer `number` as a module with a copy of its arrays."""
         return unstack_module(self.layers, number)
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """How a worker's rows are cut into microbatches.
+class Microbatches:
+    """How a worker's rows are split into microbatches.
 
-    `free`: the data axes that the pipeline cuts by itself, because nothing around it has.
+    Attributes:
+      count: microbatches; `rows`: of each.
+      row_axes: the data axes over which the pipeline itself shards rows, because no region around it does.
     """
 
     count: int
     rows: int
-    free: tuple[str, ...]
+    row_axes: tuple[str, ...]
 
-    def apart(self, tree: Tree) -> Tree:
-        """Leaves [rows, ...] as [microbatches, rows of one, ...], of rows that lie side by side."""
+    def split(self, tree: Tree) -> Tree:
+        """Leaves [rows, ...] as [microbatches, rows of one, ...], of contiguous rows."""
         return jax.tree.map(lambda x: x.reshape(self.count, self.rows, *x.shape[1:]), tree)
 
-    def together(self, tree: Tree) -> Tree:
-        """The opposite."""
+    def merge(self, tree: Tree) -> Tree:
+        """The inverse of `split`."""
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
     def key(self, number: jax.Array) -> Callable[[Any], Any]:
-        """From a key for all rows to that for microbatch `number` of this worker: it draws what all would have drawn there."""
-        workers = collectives.worker_count(self.free) if self.free else 1
-        part = collectives.worker_index(self.free) * self.count + number
+        """From a key for all rows to that for microbatch `number` of this worker, which draws the same values for its rows."""
+        workers = collectives.worker_count(self.row_axes) if self.row_axes else 1
+        part = collectives.worker_index(self.row_axes) * self.count + number
         return lambda key: part_key(key, part, workers * self.count, rows=self.rows)
 
 
-def cut_rows(cutting: Cutting, trees: Tree) -> Parts:
-    """As many microbatches as the layout asks for, or as many as divide the rows there are.
+def split_microbatches(parallel: ParallelConfig, trees: Tree) -> Microbatches:
+    """The layout's number of microbatches, or the largest below it that divides the rows.
 
     Raises:
       ModelError: arrays that do not all have the same rows along dim 0.
     """
     leaves = jax.tree.leaves(trees)
     if not leaves or any(np.ndim(leaf) == 0 or leaf.shape[0] != leaves[0].shape[0] for leaf in leaves):
-        given = ", ".join(map(describe, leaves)) or "no arrays"
+        inputs = ", ".join(map(describe, leaves)) or "no arrays"
         raise ModelError(
-            f"a stack of layers was called with {given}; a pipeline cuts rows, which are dim 0 of all.\n"
-            "    fix: pass what has no rows by name: stack(x, table=...)."
+            f"a stack of layers was called with {inputs}; a pipeline splits rows, which must be dim 0 of all.\n"
+            "    fix: pass arrays without rows by name: stack(x, table=...)."
         )
-    rows, stages, declared = leaves[0].shape[0], cutting.stages, cutting.pipeline
-    free = cutting.free_over(rows)
-    rows //= math.prod(map(cutting.size, free))
+    rows, stages, declared = leaves[0].shape[0], parallel.stages, parallel.pipeline
+    free = parallel.auto_row_axes(rows)
+    rows //= math.prod(map(parallel.axis_size, free))
     unit = stages if declared.groups > 1 else 1
-    # by itself never of one row: a draw for one row cannot be told from one that all rows share (`spmd.rng.worker_key`)
-    most = declared.microbatches or min(MICROBATCHES * stages, max(unit, rows // cutting.shares // 2))
-    fitting = [count for count in range(unit, min(most, rows // cutting.shares) + 1, unit) if rows % (count * cutting.shares) == 0]
+    # The default is never one row each: a draw for one row looks like one that all rows share (`spmd.rng.worker_key`).
+    splits = parallel.row_splits
+    most = declared.microbatches or min(MICROBATCHES * stages, max(unit, rows // splits // 2))
+    fitting = [count for count in range(unit, min(most, rows // splits) + 1, unit) if rows % (count * splits) == 0]
     if not fitting:
-        why = f"{rows} rows on each worker cannot be cut into microbatches for {stages} stages of {declared.groups} groups"
+        why = f"{rows} rows on each worker cannot be split into microbatches for {stages} stages of {declared.groups} groups"
         raise ModelError(f"{why}: their number must divide by {stages}.", fix=f"a batch of which each worker has a multiple of {stages}.")
-    return Parts(fitting[-1], rows // fitting[-1], free)
+    return Microbatches(fitting[-1], rows // fitting[-1], free)
 
 
-def stage_layers(cutting: Cutting, count: int) -> int:
-    """How many layers each stage has.
+def layers_per_stage(parallel: ParallelConfig, count: int) -> int:
+    """The number of layers on each stage.
 
     Raises:
-      ModelError: a number of layers that stages (and groups on them) do not divide.
+      ModelError: the stages (and their groups) do not divide the number of layers.
     """
-    declared, parts = cutting.pipeline, cutting.stages * cutting.pipeline.groups
+    declared, parts = parallel.pipeline, parallel.stages * parallel.pipeline.groups
     if count % parts:
-        of = f'{cutting.stages} stages (mesh axis "{declared.axis}")' + (f" of {declared.groups} groups" if declared.groups > 1 else "")
+        of = f'{parallel.stages} stages (mesh axis "{declared.axis}")' + (f" of {declared.groups} groups" if declared.groups > 1 else "")
         near = " or ".join(map(str, sorted({max(parts, count // parts * parts), -(-count // parts) * parts})))
         raise ModelError(f"a stack of {count} layers over {of}: {count} / {parts} leaves {count % parts}.", fix=f"{near} layers.")
-    return count // cutting.stages
+    return count // parallel.stages
 
 
-def _pipelined(cutting: Cutting, layers: Layers, call: Callable[..., tuple], x: Tree, rows: tuple, whole: dict) -> tuple[Tree, Tree]:
-    """The stack's results and what its layers keep, by way of the stages."""
-    axis, groups = str(cutting.pipeline.axis), cutting.pipeline.groups
-    own = stage_layers(cutting, layers.count) // groups
-    parts = cut_rows(cutting, (x, rows))
-    declared = cutting.pipeline
-    schedule = make_schedule(declared.schedule, stages=cutting.stages, microbatches=parts.count, groups=groups, hop=declared.hop)
-    cutting.schedules[f"LayerStack of {layers.count} layers"] = schedule
+def _pipelined(
+    parallel: ParallelConfig, layers: Layers, call: Callable[..., tuple], x: Tree, rows: tuple, shared: dict
+) -> tuple[Tree, Tree]:
+    """The stack's results and what its layers keep, computed by a pipeline."""
+    declared, groups = parallel.pipeline, parallel.pipeline.groups
+    axis, group_size = str(declared.axis), layers_per_stage(parallel, layers.count) // groups
+    microbatches = split_microbatches(parallel, (x, rows))
+    schedule = make_schedule(declared.schedule, stages=parallel.stages, microbatches=microbatches.count, groups=groups, hop=declared.hop)
+    parallel.schedules[f"LayerStack of {layers.count} layers"] = schedule
 
-    def stage(variables: tuple, x: Tree, rows: tuple, whole: dict) -> tuple[Tree, Tree]:
-        x, rows = parts.apart(x), parts.apart(rows)
+    def stage(variables: tuple, x: Tree, rows: tuple, shared: dict) -> tuple[Tree, Tree]:
+        x, rows = microbatches.split(x), microbatches.split(rows)
 
-        def work(given: tuple, kept: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-            variables, rows, whole = given
-            here = jax.tree.map(lambda leaf: leaf[number], rows), whole
-            one = lambda x, variables: layers.unchanged(*call(x, here, variables, parts.key(number)))
+        def work(inputs: tuple, kept: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+            variables, rows, shared = inputs
+            layer_inputs = jax.tree.map(lambda leaf: leaf[number], rows), shared
+
+            def run_layer(x: Tree, variables: tuple) -> tuple[Any, Tree]:
+                return layers.unchanged(*call(x, layer_inputs, variables, microbatches.key(number)))
+
             if groups == 1:
-                y, after = scan_layers(one, x, variables, unroll=cutting.unroll)
+                y, after = scan_layers(run_layer, x, variables, unroll=parallel.unroll)
                 return after, y
-            pick = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group * own, own)
-            y, after = scan_layers(one, x, jax.tree.map(pick, variables), unroll=cutting.unroll)
-            put = lambda kept, after: jax.lax.dynamic_update_slice_in_dim(kept, after, group * own, 0)
+
+            def pick(leaf: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_slice_in_dim(leaf, group * group_size, group_size)
+
+            def put(kept: jax.Array, after: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_slice_in_dim(kept, after, group * group_size, 0)
+
+            y, after = scan_layers(run_layer, x, jax.tree.map(pick, variables), unroll=parallel.unroll)
             return jax.tree.map(put, kept, after), y
 
-        kept, y = run_ticks(cutting, schedule, work, (variables, rows, whole), variables[2], x)
-        return parts.together(from_last_stage(y, axis, scatter=scatter)), kept
+        kept, y = run_schedule(parallel, schedule, work, (variables, rows, shared), variables[2], x)
+        return microbatches.merge(from_last_stage(y, axis, scatter=scatter)), kept
 
-    order = stage_order(layers.count, cutting.stages, groups)
-    ordered = lambda tree, order: jax.tree.map(lambda leaf: leaf[order], tree) if groups > 1 else tree
-    params = layers.params if cutting.ordered else ordered(layers.params, order)
-    variables = (params, *ordered(layers.variables[1:], order))
-    scatter = parts.count % cutting.stages == 0
-    at, over = PartitionSpec(axis), rows_over(parts.free)
-    out = rows_over((*parts.free, axis)) if scatter else over
-    run = cutting.over((axis, *parts.free), stage, in_specs=(at, over, over, PartitionSpec()), out_specs=(out, at))
-    y, kept = run(variables, x, rows, whole)
-    return y, ordered(kept, np.argsort(order))
+    def permute(tree: Tree, order: np.ndarray) -> Tree:
+        return jax.tree.map(lambda leaf: leaf[order], tree) if groups > 1 else tree
+
+    order = stage_order(layers.count, parallel.stages, groups)
+    params = layers.params if parallel.in_stage_order else permute(layers.params, order)
+    variables = (params, *permute(layers.variables[1:], order))
+    scatter = microbatches.count % parallel.stages == 0
+    by_stage, by_row, row_axes = PartitionSpec(axis), row_spec(microbatches.row_axes), microbatches.row_axes
+    y_spec = row_spec((*row_axes, axis)) if scatter else by_row
+    in_specs = (by_stage, by_row, by_row, PartitionSpec())
+    run = parallel.shard_map((axis, *row_axes), stage, in_specs=in_specs, out_specs=(y_spec, by_stage))
+    y, kept = run(variables, x, rows, shared)
+    return y, permute(kept, np.argsort(order))

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from spmd.errors import DataError, OptionError
-from spmd.nn.parallel_context import MIXTURE, Cutting, current, manual_axes
+from spmd.nn.parallel_context import MIXTURE, ParallelConfig, current, manual_axes
 from spmd.tree import describe
 from spmd.wire import collectives
 
@@ -90,43 +90,41 @@ class MixtureOfExperts(nnx.Module):
         if x.ndim not in (2, 3) or x.shape[-1] != router.shape[0]:
             wanted = f"[rows, {router.shape[0]}] or [rows, length, {router.shape[0]}]"
             raise OptionError(f"MixtureOfExperts: x is {describe(x)}.", fix=f"{wanted}.")
-        cutting = current()
-        cutting.used.add(MIXTURE)
-        axis = cutting.experts.axis
+        parallel = current()
+        parallel.used.add(MIXTURE)
+        axis = parallel.experts.axis
         if axis is not None:
-            cutting.used.add("experts")
-            axis = axis if cutting.size(axis) > 1 else None
-        axes, spec = _cut(cutting, axis, x, len(up))
+            parallel.used.add("experts")
+            axis = axis if parallel.axis_size(axis) > 1 else None
+        axes, spec = _cut(parallel, axis, x, len(up))
         deal = functools.partial(_deal, axis=axis, k=self.k, factor=self.capacity_factor, activation=self.activation)
         whole, own = PartitionSpec(), PartitionSpec(axis)
         stats = PartitionSpec(axes or None)
         if axes:
-            deal = cutting.over(axes, deal, (spec, whole, own, own), (spec, stats, stats, stats))
+            deal = parallel.shard_map(axes, deal, (spec, whole, own, own), (spec, stats, stats, stats))
         with jax.named_scope("experts"):
             y, chosen, likely, dropped = deal(x, router, up, down)
             # shares of tokens over all workers: they have no gradient, and so the mean of the workers' losses is that of all tokens
-            workers = tuple(name for name in cutting.data if name in manual_axes())
+            workers = tuple(name for name in parallel.data if name in manual_axes())
             shares = collectives.all_reduce(jax.lax.stop_gradient(chosen.sum(axis=0)), workers)
         loss = len(up) * jnp.sum(shares / shares.sum() * likely.mean(axis=0))
         return y, Routing(loss, dropped.mean())
 
 
-def _cut(cutting: Cutting, axis: str | None, x: jax.Array, experts: int) -> tuple[tuple[str, ...], PartitionSpec]:
+def _cut(parallel: ParallelConfig, axis: str | None, x: jax.Array, experts: int) -> tuple[tuple[str, ...], PartitionSpec]:
     """The mesh axes over which tokens are cut into groups, and the spec of `x`: of a sequence, dim 1 is cut, else the rows."""
-    wanted = (cutting.sequence.axis if x.ndim == 3 else None, axis)
-    along = tuple(name for name in dict.fromkeys(wanted) if name is not None and cutting.size(name) > 1)
-    rows, parts = cutting.free_over(x.shape[0]), math.prod(map(cutting.size, along))
-    if axis is not None and experts % cutting.size(axis):
-        count = cutting.size(axis)
+    wanted = (parallel.sequence.axis if x.ndim == 3 else None, axis)
+    along = tuple(name for name in dict.fromkeys(wanted) if name is not None and parallel.axis_size(name) > 1)
+    rows, parts = parallel.auto_row_axes(x.shape[0]), math.prod(map(parallel.axis_size, along))
+    if axis is not None and experts % parallel.axis_size(axis):
+        count = parallel.axis_size(axis)
         raise OptionError(
-            (
-                f'MixtureOfExperts ([experts] axis = "{axis}"): {experts} experts do not divide by {count} devices: {experts} / {count} '
-                f"leaves {experts % count}."
-            ),
+            f'MixtureOfExperts ([experts] axis = "{axis}"): {experts} experts are not divisible by {count} devices: '
+            f"{experts} / {count} leaves {experts % count}.",
             fix=f"{-(-experts // count) * count} experts.",
         )
     dim = x.ndim - 2
-    size = x.shape[dim] // (1 if dim else math.prod(map(cutting.size, rows)))
+    size = x.shape[dim] // (1 if dim else math.prod(map(parallel.axis_size, rows)))
     if size % parts:
         near = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
         what, names = "a sequence of" if dim else "rows of each worker:", " and ".join(f'"{name}"' for name in along)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd.nn.parallel_context import Cutting
+from spmd.nn.parallel_context import ParallelConfig
 from spmd.nn.schedule import Schedule, Work
 from spmd.tree import Tree
 from spmd.wire import collectives
@@ -24,7 +24,7 @@ from spmd.wire import collectives
 Stage = Callable[[Tree, Tree, jax.Array, jax.Array, Tree], tuple[Tree, Tree]]  # (params, state, number, group, x) -> (state, y)
 
 
-def run_ticks(cutting: Cutting, schedule: Schedule, work: Stage, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
+def run_schedule(parallel: ParallelConfig, schedule: Schedule, work: Stage, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
     """This stage's part of a forward pass, inside a region that is manual along the pipeline's axis.
 
     Args:
@@ -37,7 +37,7 @@ def run_ticks(cutting: Cutting, schedule: Schedule, work: Stage, params: Tree, s
     Returns:
       The state after the last tick, and the results [microbatches, ...], which are right on the last stage and zeros on others.
     """
-    table, axis = schedule.forward.table, str(cutting.pipeline.axis)
+    table, axis = schedule.forward.table, str(parallel.pipeline.axis)
     column = np.array([[(-1, 0) if work is None else (work.microbatch, work.group) for work in tick] for tick in table], np.int32)
     stage, last = collectives.worker_index((axis,)), schedule.stages - 1
     run, send = masked(work), functools.partial(jax.tree.map, lambda y: collectives.shift(y, axis, around=schedule.groups > 1))
@@ -53,7 +53,7 @@ def run_ticks(cutting: Cutting, schedule: Schedule, work: Stage, params: Tree, s
 
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
     begin = (state, nothing, nothing if schedule.hop > 1 else ())
-    (state, *_), results = lax.scan(tick, begin, jnp.asarray(column)[:, stage], unroll=len(table) if cutting.unroll else 1)
+    (state, *_), results = lax.scan(tick, begin, jnp.asarray(column)[:, stage], unroll=len(table) if parallel.unroll else 1)
     done = {work: at for at, work in enumerate(tick[last] for tick in table)}
     order = np.array([done[Work(number, schedule.groups - 1)] for number in range(schedule.microbatches)])
     return state, jax.tree.map(lambda y: jnp.where(stage == last, y[order], jnp.zeros_like(y[order])), results)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.nn.parallel_context import Cutting
+from spmd.nn.parallel_context import ParallelConfig
 from spmd.wire import collectives
 
 TILE = 512  # keys at a time: scores take memory as queries times this, not as the square of a shard
@@ -65,7 +65,7 @@ class Ring:
       parts: of the sequence that each device has; 2 in balanced order.
     """
 
-    cutting: Cutting
+    parallel: ParallelConfig
     axis: str
     rows: tuple[str, ...]
     causal: bool
@@ -75,13 +75,13 @@ class Ring:
     @property
     def count(self) -> int:
         """Devices of the ring."""
-        return self.cutting.size(self.axis)
+        return self.parallel.axis_size(self.axis)
 
     def run(self, function: Callable[..., Any], *arrays: Any) -> Any:
         """`function(self, ...)` on each device's own piece: of every array, in and out, dim 0 is rows and dim 1 the sequence."""
         spec = PartitionSpec(self.rows or None, self.axis)
         with jax.named_scope("ring"):
-            return self.cutting.over((self.axis, *self.rows), functools.partial(function, self), spec, spec)(*arrays)
+            return self.parallel.shard_map((self.axis, *self.rows), functools.partial(function, self), spec, spec)(*arrays)
 
     def shift(self, held: Any) -> Any:
         """What the device before holds."""

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 
 from spmd.errors import ModelError, a_kind
 from spmd.nn.layer_order import stage_order
-from spmd.nn.layer_stack import stage_layers
-from spmd.nn.parallel_context import Cutting, current
-from spmd.nn.pipeline_executor import from_last_stage, run_ticks
+from spmd.nn.layer_stack import layers_per_stage
+from spmd.nn.parallel_context import ParallelConfig, current
+from spmd.nn.pipeline_executor import from_last_stage, run_schedule
 from spmd.nn.schedule import best_chunk, make_schedule
 from spmd.nn.stacking import Layers, Repeated, scan_layers, stack_modules, unstack_module
 from spmd.rng import part_key
@@ -84,9 +84,9 @@ class RNNStack(nnx.Module):
         Returns:
           [rows, time, features], or that and the carries, leaves [layers, rows, ...].
         """
-        layers, cutting = Layers(self.cells), current()
-        cutting.used.update(("pipeline", "time_chunk"))
-        if cutting.tap is not None:
+        layers, parallel = Layers(self.cells), current()
+        parallel.used.update(("pipeline", "time_chunk"))
+        if parallel.tap is not None:
             raise ModelError(
                 "a 1f1b pipeline is made of one spmd.nn.LayerStack, and the loss calls an RNNStack.\n"
                 '    fix: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.'
@@ -97,8 +97,8 @@ class RNNStack(nnx.Module):
         initial = cells.opening(x) if initial is None else cells.checked(initial, x)
         key = self.rngs() if drop and self.rngs is not None else None
         along = {"x": jnp.swapaxes(x, 0, 1)} | ({} if beside is None else {"beside": jnp.swapaxes(beside, 0, 1)})
-        run = _on_one if cutting.stages == 1 else _wavefront
-        y, carry = run(cutting, cells, layers.variables, initial, along, lengths, key)
+        run = _on_one if parallel.stages == 1 else _wavefront
+        y, carry = run(parallel, cells, layers.variables, initial, along, lengths, key)
         return (jnp.swapaxes(y, 0, 1), carry) if return_carry else jnp.swapaxes(y, 0, 1)
 
     def cell(self, number: int) -> nnx.Module:
@@ -186,22 +186,22 @@ class Cells:
         return jnp.where(jax.vmap(draw)(steps), x / (1 - self.dropout), jnp.zeros_like(x))
 
 
-def _on_one(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, along: dict, lengths: Any, key: Any) -> tuple:
-    return cells.run((variables, initial), 0, along, 0, lengths, key, unroll=cutting.unroll)
+def _on_one(parallel: ParallelConfig, cells: Cells, variables: tuple, initial: Tree, along: dict, lengths: Any, key: Any) -> tuple:
+    return cells.run((variables, initial), 0, along, 0, lengths, key, unroll=parallel.unroll)
 
 
-def _wavefront(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, along: dict, lengths: Any, key: Any) -> tuple:
+def _wavefront(parallel: ParallelConfig, cells: Cells, variables: tuple, initial: Tree, along: dict, lengths: Any, key: Any) -> tuple:
     """The same, layer by layer on the stages, chunk after chunk."""
-    axis, stages = str(cutting.pipeline.axis), cutting.stages
-    own, (time, rows) = stage_layers(cutting, cells.layers.count), along["x"].shape[:2]
-    chunk = min(cutting.pipeline.time_chunk or best_chunk(time, stages), time)
+    axis, stages = str(parallel.pipeline.axis), parallel.stages
+    own, (time, rows) = layers_per_stage(parallel, cells.layers.count), along["x"].shape[:2]
+    chunk = min(parallel.pipeline.time_chunk or best_chunk(time, stages), time)
     count = -(-time // chunk)
     if count * chunk != time:  # a last chunk that is not full: what fills it up is masked, as steps after a row's end are
         along = jax.tree.map(lambda x: jnp.pad(x, ((0, count * chunk - time), *[(0, 0)] * (x.ndim - 1))), along)
         lengths = jnp.int32(time) if lengths is None else lengths
-    free = cutting.free_over(rows)
-    schedule = make_schedule("gpipe", stages=stages, microbatches=count, hop=cutting.pipeline.hop)
-    cutting.schedules[f"RNNStack of {cells.layers.count} layers, chunks of {chunk} steps"] = schedule
+    free = parallel.auto_row_axes(rows)
+    schedule = make_schedule("gpipe", stages=stages, microbatches=count, hop=parallel.pipeline.hop)
+    parallel.schedules[f"RNNStack of {cells.layers.count} layers, chunks of {chunk} steps"] = schedule
     scatter = count % stages == 0 and count * chunk == time
     data = jax.random.key_data(key) if key is not None else None
 
@@ -219,20 +219,20 @@ def _wavefront(cutting: Cutting, cells: Cells, variables: tuple, initial: Tree, 
             variables, beside = given
             here = {"x": x} | {name: other[number] for name, other in beside.items()}
             first = collectives.worker_index((axis,)) * own
-            y, carry = cells.run((variables, carry), first, here, number * chunk, lengths, own_key, unroll=cutting.unroll)
+            y, carry = cells.run((variables, carry), first, here, number * chunk, lengths, own_key, unroll=parallel.unroll)
             return carry, y
 
-        carry, y = run_ticks(cutting, schedule, work, (variables, along), carry, x)
+        carry, y = run_schedule(parallel, schedule, work, (variables, along), carry, x)
         return from_last_stage(y, axis, scatter=scatter).reshape(-1, *y.shape[2:]), carry
 
-    if cutting.ordered:  # a circular pipeline's state has groups of layers side by side, of which a wavefront has none
-        order = np.argsort(stage_order(cells.layers.count, stages, cutting.pipeline.groups))
+    if parallel.in_stage_order:  # a circular pipeline's state has groups of layers side by side, of which a wavefront has none
+        order = np.argsort(stage_order(cells.layers.count, stages, parallel.pipeline.groups))
         variables = (jax.tree.map(lambda leaf: leaf[order], variables[0]), *variables[1:])
     layers, times = PartitionSpec(axis), PartitionSpec(None, free or None)
     of_rows = PartitionSpec(free or None) if getattr(lengths, "ndim", 0) else PartitionSpec()
     out = PartitionSpec(axis if scatter else None, free or None)
     each = PartitionSpec(axis, free or None)
-    run = cutting.over((axis, *free), stage, in_specs=((layers, each), times, of_rows, PartitionSpec()), out_specs=(out, each))
+    run = parallel.shard_map((axis, *free), stage, in_specs=((layers, each), times, of_rows, PartitionSpec()), out_specs=(out, each))
     y, carry = run((variables, initial), along, lengths, data)
     return y[:time], carry
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import Problem
 from spmd.layout.fixes import listed
-from spmd.nn.layer_order import Ordered
+from spmd.nn.layer_order import StageOrder
 from spmd.tree import Tree, describe, flatten, map_paths
 from spmd.wire.param_server.packing import Storage
 from spmd.xla import from_bits, to_bits
@@ -43,7 +43,7 @@ class Plain:
         return stored
 
 
-Packing = Storage | Ordered | Plain
+Packing = Storage | StageOrder | Plain
 
 
 def packing_of(saved: Mapping[str, Any] | None, like: Tree) -> Packing:
@@ -51,7 +51,7 @@ def packing_of(saved: Mapping[str, Any] | None, like: Tree) -> Packing:
     if saved is None:
         return Plain(like)
     if "stages" in saved:
-        return Ordered(like, saved["stages"], saved["groups"], tuple(saved["paths"]))
+        return StageOrder(like, saved["stages"], saved["groups"], tuple(saved["paths"]))
     return Storage(like, saved["placement"], saved["positions"], saved["servers"])
 
 
@@ -59,7 +59,7 @@ def written(packing: Packing) -> dict[str, Any] | None:
     """What stands in a checkpoint of how parameters are packed; where servers do, their own shapes too, which packed arrays do not tell."""
     if isinstance(packing, Plain):
         return None
-    if isinstance(packing, Ordered):
+    if isinstance(packing, StageOrder):
         return {"stages": packing.stages, "groups": packing.groups, "paths": list(packing.paths)}
     own = {path: describe(leaf) for path, leaf in flatten(packing.like).items() if leaf.size}
     return {"placement": packing.placement, "servers": packing.servers, "positions": packing.positions, "parameters": own}
@@ -73,7 +73,7 @@ def in_words(packing: Packing) -> str:
     """
     if isinstance(packing, Plain):
         return "not packed for a parameter server"
-    if isinstance(packing, Ordered):
+    if isinstance(packing, StageOrder):
         return f"with layers in the order of a circular pipeline ({packing.stages} stages of {packing.groups} groups)"
     numbers = f"{packing.servers} servers, {packing.positions} positions"
     return f'packed for a parameter server (placement "{packing.placement}", {numbers})'
@@ -143,7 +143,7 @@ def _groups(packing: Packing, mesh: Mesh) -> dict[str, tuple[Group, tuple[str, .
     leaves = {path: leaf for path, leaf in flatten(packing.like).items() if leaf.size}
     if _apart(packing):
         alike = functools.cache(lambda packing: Group(packing, mesh))  # layers are: they share a compiled program
-        own = lambda path, leaf: packing.alone(path, leaf) if isinstance(packing, Ordered) else dataclasses.replace(packing, like=leaf)
+        own = lambda path, leaf: packing.alone(path, leaf) if isinstance(packing, StageOrder) else dataclasses.replace(packing, like=leaf)
         return {path: (alike(own(path, leaf)), (path,)) for path, leaf in leaves.items()}
     found = {}
     for kind in dict.fromkeys(str(leaf.dtype) for leaf in leaves.values()):
@@ -183,7 +183,7 @@ class Repacking:
     def __init__(self, saved: Mapping[str, str], wanted: Mapping[str, Any], old: Packing, new: Packing, mesh: Mesh):
         self._saved, self._wanted, self._mesh = saved, wanted, mesh
         self._old, self._new = _groups(old, mesh), _groups(new, mesh)
-        self._as_it_was = SAME_STAGES if {type(old), type(new)} <= {Ordered, Plain} else AS_IT_WAS
+        self._as_it_was = SAME_STAGES if {type(old), type(new)} <= {StageOrder, Plain} else AS_IT_WAS
         self._from_plain, self._into_plain = isinstance(old, Plain), isinstance(new, Plain)
         before = {path: found for path, text in saved.items() if (found := _named(path, shape_of(text), self._old))}
         after = {path: found for path, leaf in wanted.items() if (found := _named(path, leaf.shape, self._new))}

@@ -19,7 +19,7 @@ from spmd.errors import DataError, LayoutError, ModelError, SpmdError, first_lin
 from spmd.layout.resolve import pspec
 from spmd.layout.schema import Spec, keep_axes
 from spmd.models.base import Call, Variables
-from spmd.nn.parallel_context import under
+from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
@@ -60,7 +60,7 @@ class Program:
         (value, extra), self._jaxpr = self._trace(self._train, seen, training=True)
         self.suspects = suspects(self._train.loss, self._train.outputs)  # what in a batch makes the loss NaN, to end a sentence with
         check_update(placed.optimizer, abstract(placed.abstract_state.params))
-        placed.cutting.check_used(placed.resolved.layout.source)
+        placed.parallel.check_used(placed.resolved.layout.source)
         self._check_pipeline(stats=stats)
         placed.exchange.prove()
         if placed.exchange.reduction.manual and not (placed.exchange.asynchronous or placed.exchange.local):
@@ -76,7 +76,7 @@ class Program:
         self.convolutions = has_convolution(equations(self._jaxpr.jaxpr))
         self._unroll = self.convolutions and placed.platform == "cpu"
         self.donated = () if self._unroll else (0,)  # of a step's arguments
-        self._cutting = dataclasses.replace(placed.cutting, unroll=self._unroll, schedules={})
+        self._parallel = dataclasses.replace(placed.parallel, unroll=self._unroll, schedules={})
         self._compiled: dict[tuple, Callable] = {}
         self._fitting: set[Any] = set()  # kinds of inputs that the model was traced on
 
@@ -84,12 +84,12 @@ class Program:
         """What an objective returns on so many rows, those of a full batch unless they are given, as shapes, and its jaxpr."""
         placed = self.placed
         shares = placed.config.accumulate * placed.exchange.simulated // placed.resolved.workers
-        cutting = dataclasses.replace(placed.cutting, shares=shares, schedules=self.schedules if training else {})
+        parallel = dataclasses.replace(placed.parallel, row_splits=shares, schedules=self.schedules if training else {})
 
         def call(variables: Variables, batch: Tree, key: Any) -> tuple:
             variables = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
             remat = placed.resolved.layout.remat.modules if training else ()
-            with under(cutting):
+            with parallel_scope(parallel):
                 asked = Call(training, key if training else None, remat_modules=remat, dtype=self._dtype, returned=seen)
                 return objective(placed.model.bind(variables, asked), batch, key)
 
@@ -101,21 +101,21 @@ class Program:
 
     def _check_pipeline(self, *, stats: bool) -> None:
         """A pipeline that nothing runs through, or that cannot run what there is."""
-        cutting, source = self.placed.cutting, self.placed.resolved.layout.source
-        if cutting.pipeline.axis is not None and "pipeline" not in cutting.used:
+        parallel, source = self.placed.parallel, self.placed.resolved.layout.source
+        if parallel.pipeline.axis is not None and "pipeline" not in parallel.used:
             raise LayoutError(
-                f'{source}: [pipeline] cuts stacks of layers over "{cutting.pipeline.axis}", and the loss calls none.\n'
+                f'{source}: [pipeline] cuts stacks of layers over "{parallel.pipeline.axis}", and the loss calls none.\n'
                 "    fix: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline]."
             )
-        pipeline, leave = cutting.pipeline, "leave it out."
+        pipeline, leave = parallel.pipeline, "leave it out."
         for key, given, part, kind, fix in (
             ("microbatches", pipeline.microbatches, "microbatches", "LayerStack", leave),
             ("groups", pipeline.groups > 1, "microbatches", "LayerStack", 'leave it out; schedule = "gpipe".'),
             ("time_chunk", pipeline.time_chunk, "time_chunk", "RNNStack", leave),
         ):
-            if given and part not in cutting.used:
+            if given and part not in parallel.used:
                 raise LayoutError(f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.", fix=fix)
-        if cutting.by_hand and stats:
+        if parallel.manual_backward and stats:
             raise ModelError(
                 (
                     f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch '
@@ -145,7 +145,7 @@ class Program:
         parts = max(count for count in range(1, placed.config.accumulate + 1) if own % count == 0)
         model, optimizer, resolved, exchange = placed.model, placed.optimizer, placed.resolved, placed.exchange
         more = {"simulated": simulated, "unroll": self._unroll, "dtype": self._dtype, "rowwise": self._rowwise, "split": split}
-        more["cutting"] = self._cutting
+        more["parallel"] = self._parallel
         kind = ServedStep if exchange.asynchronous else LocalStep if exchange.local else Step
         return kind(model, self._train, optimizer, resolved, exchange, self._packed, parts, **more)
 
@@ -274,12 +274,12 @@ class Program:
         return step._map(lambda place, p: constrain(step.scene, keep_axes(place.spec, step.scene.rest), p), params)
 
     def _measure(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
-        with under(self._cutting):
+        with parallel_scope(self._parallel):
             value, extra = self._eval(self._bound(params, stats, rngs), batch, jax.random.key(0))
         return pack(self._eval.sums(value, extra, weights), self.eval_names)
 
     def _outputs(self, params: Tree, stats: Tree, rngs: Tree, inputs: Tree) -> Tree:
-        with under(self._cutting):
+        with parallel_scope(self._parallel):
             return self._bound(params, stats, rngs)(inputs)
 
     @property

@@ -100,7 +100,7 @@ class MetricRows:
         """Metrics that their trace does not prove to be means over rows; none where parts of a batch draw or are routed otherwise."""
         (value, extra), first = self._traced
         draws = any(found.primitive.name == "random_bits" and found.outvars[0].aval.shape for found in equations(first.jaxpr))
-        if draws or MIXTURE in self.placed.cutting.used:
+        if draws or MIXTURE in self.placed.parallel.used:
             return set()
         others = self.rows // 2 if self.rows // 2 % self.placed.resolved.workers == 0 and self.rows > 3 else 2 * self.rows
         state = self.placed.abstract_state

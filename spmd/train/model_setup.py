@@ -21,8 +21,8 @@ from spmd.mesh import MeshSpec
 from spmd.models.base import Model, Variables, abstractly
 from spmd.models.flax_linen import LinenModel
 from spmd.models.wrap import wrap
-from spmd.nn.layer_order import Ordered, OrderedModel, order_of
-from spmd.nn.parallel_context import WHOLE, Cutting, under
+from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
+from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
 from spmd.train.objective import Objective
 from spmd.train.packing_check import check_packed
 from spmd.train.precision import compute_dtype
@@ -118,23 +118,23 @@ class Placed:
     def _run(self, model: Any) -> None:
         """Call the loss on zeros, for a model that shows its shapes only when it is called."""
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._sample)
-        with under(WHOLE):
+        with parallel_scope(UNSHARDED):
             self.objective.for_training().call(model, zeros, jax.random.key(0))
 
     @functools.cached_property
     def model(self) -> Model:
         """The model as training sees it: what it is made of is what is kept and updated."""
         if self.order is not None:
-            return OrderedModel(self._given, self.order)
+            return StageOrderedModel(self._given, self.order)
         return self._given if self.storage is None else StoredModel(self._given, self.storage)
 
     @functools.cached_property
-    def order(self) -> Ordered | None:
+    def order(self) -> StageOrder | None:
         """The order in which a circular pipeline keeps the layers of stacks; None where they stay as they are."""
         layout, mesh = self._fitted.layout, self._fitted.mesh
         if layout.stage_axis is None:
             return None
-        return order_of(self._given.stacks(), self._own.params, mesh.sizes[layout.stage_axis], layout.pipeline.groups)
+        return make_stage_order(self._given.stacks(), self._own.params, mesh.sizes[layout.stage_axis], layout.pipeline.groups)
 
     @functools.cached_property
     def storage(self) -> Storage | None:
@@ -148,7 +148,7 @@ class Placed:
         return found
 
     @property
-    def packing(self) -> Storage | Ordered | None:
+    def packing(self) -> Storage | StageOrder | None:
         """How the state keeps parameters, where it is not as the model has them."""
         return self.order if self.order is not None else self.storage
 
@@ -202,11 +202,11 @@ class Placed:
         return Exchange(self.resolved, Scene(self.mesh, self.resolved.data_axes))
 
     @functools.cached_property
-    def cutting(self) -> Cutting:
+    def parallel(self) -> ParallelConfig:
         """How the forward pass is cut."""
         layout = self._fitted.layout
-        data, ordered = self._fitted.data_axes, self.order is not None
-        return Cutting(self.mesh, data, layout.pipeline, layout.sequence, layout.experts, ordered=ordered)
+        data = self._fitted.data_axes
+        return ParallelConfig(self.mesh, data, layout.pipeline, layout.sequence, layout.experts, in_stage_order=self.order is not None)
 
     @functools.cached_property
     def _abstract(self) -> State:

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec
 from spmd.layout.resolve import Placement, Resolved, owners, pspec
 from spmd.layout.schema import Spec, keep_axes
 from spmd.models.base import Call, Model, Variables
-from spmd.nn.layer_stack import cut_rows, stage_layers
-from spmd.nn.parallel_context import WHOLE, Cutting, under
-from spmd.nn.pipeline_1f1b import back_at_once
+from spmd.nn.layer_stack import layers_per_stage, split_microbatches
+from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
+from spmd.nn.pipeline_1f1b import run_1f1b
 from spmd.rng import part_key, worker_key
 from spmd.train.accumulate import accumulate, apart, microbatches
 from spmd.train.activations import Activations
@@ -55,7 +55,7 @@ class Step:
     rowwise: bool = False  # the loss gives one value per row
     split: bool = True  # False: every worker computes all rows (a last batch that the workers do not divide)
     held: bool = False  # each worker computes at weights that it holds, whole and its own
-    cutting: Cutting = WHOLE  # how the forward pass is cut
+    parallel: ParallelConfig = UNSHARDED  # how the forward pass is cut
     training: bool = True  # False: the model in evaluation mode
 
     @property
@@ -190,7 +190,7 @@ class Step:
         localize = self._localizer(number, rows[1].shape[0] // self.microbatches, axes)
         loss = functools.partial(self._loss, state, localize, () if self.held else axes)  # its batch statistics are its own, too
         remat = self.resolved.layout.remat
-        if self.cutting.by_hand:
+        if self.parallel.manual_backward:
             by_hand = functools.partial(self._by_hand, state, number, axes, pieces)
             return self._accumulated(lambda stats, rows, index: (by_hand(rows, jax.random.fold_in(key, index)), stats), stats, rows)
         if remat.saves != "everything" and not remat.modules:
@@ -222,23 +222,23 @@ class Step:
 
     def _by_hand(self, state: State, number: Any, axes: tuple, pieces: Tree, rows: tuple, key: Any) -> tuple[Tree, Sums]:
         """Gradients and metric sums of a pipeline whose stages go back as soon as they can."""
-        cutting, stacks = self.cutting, self.model.stacks()
-        parts, held = cut_rows(cutting, rows), (state.stats, state.rngs, jax.random.key_data(key), jnp.asarray(number))
-        count = parts.count * math.prod(map(cutting.size, parts.free))
+        parallel, stacks = self.parallel, self.model.stacks()
+        parts, held = split_microbatches(parallel, rows), (state.stats, state.rngs, jax.random.key_data(key), jnp.asarray(number))
+        count = parts.count * math.prod(map(parallel.axis_size, parts.row_axes))
 
-        def loss(params: Tree, rows: tuple, part: Any, cutting: Cutting, held: tuple) -> tuple[jax.Array, Sums]:
+        def loss(params: Tree, rows: tuple, part: Any, parallel: ParallelConfig, held: tuple) -> tuple[jax.Array, Sums]:
             stats, rngs, data, number = held
             localize = self._localizer(number, parts.rows * parts.count, axes)
             own = lambda k: part_key(localize(k), part, count, rows=parts.rows)
             within = dataclasses.replace(state, stats=stats, rngs=rngs)
             key = jax.random.wrap_key_data(data, impl="threefry2x32")
-            value, (sums, _) = self._loss(within, own, (), params, stats=stats, rows=rows, key=key, cutting=cutting)
+            value, (sums, _) = self._loss(within, own, (), params, stats=stats, rows=rows, key=key, parallel=parallel)
             return value, sums
 
         cut = self.resolved.layout.stage_axis is not None
         at_stage = map_paths(lambda path, _: cut and path in stacks, pieces)
-        own = None if cut else functools.partial(stage_layers, cutting)
-        grads, sums = back_at_once(cutting, loss, self._pull(pieces), rows, held, at_stage, parts, own=own)
+        own = None if cut else functools.partial(layers_per_stage, parallel)
+        grads, sums = run_1f1b(parallel, loss, self._pull(pieces), rows, held, at_stage, parts, layers_per_stage=own)
         return cast_like(grads, pieces), sums
 
     def _loss(
@@ -251,7 +251,7 @@ class Step:
         stats: Tree,
         rows: tuple,
         key: Any,
-        cutting: Cutting | None = None,
+        parallel: ParallelConfig | None = None,
     ) -> tuple[jax.Array, tuple]:
         """The sum of the loss over these rows; all metric sums and new stats beside it."""
         batch, weights = rows
@@ -261,7 +261,7 @@ class Step:
         call = Call(
             self.training, model_key, localize, axes, layout.remat.modules, remat_policy(layout.remat.saves), self.dtype, activations
         )
-        with under(cutting or self.cutting):
+        with parallel_scope(parallel or self.parallel):
             bound = self.model.bind(Variables(params, stats, state.rngs), call)
             value, extra = self.objective(bound, batch, localize(loss_key))
         check_worker(value, weights.shape[0], rowwise=self.rowwise)

@@ -21,8 +21,8 @@ from spmd.errors import LossError
 from spmd.layout.gradients import Gradients
 from spmd.layout.server import ParameterServer
 from spmd.models.base import Call, Variables
-from spmd.nn.layer_stack import cut_rows
-from spmd.nn.parallel_context import MIXTURE, WHOLE, under
+from spmd.nn.layer_stack import split_microbatches
+from spmd.nn.parallel_context import MIXTURE, UNSHARDED, parallel_scope
 from spmd.train.accumulate import equations
 from spmd.train.activations import Seen
 from spmd.train.losses import check_masks, check_targets
@@ -82,7 +82,7 @@ def parts_of(placed: Placed, step: Step) -> Parts:
     """The parts of a step of this model under its layout."""
     exchange, positions = placed.exchange, placed.resolved.workers
     workers = positions if exchange.reduction.manual else 1
-    return Parts(workers, exchange.simulated // positions, step.microbatches, placed.cutting.by_hand)
+    return Parts(workers, exchange.simulated // positions, step.microbatches, placed.parallel.manual_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def proof_of(placed: Placed, loss: Objective, sample: Tree, parts: Parts, traced
     def call(variables: Variables, batch: Tree, key: Any) -> Any:
         variables = dataclasses.replace(variables, params=cast(variables.params, dtype))
         sync = tuple(sizes) if synchronised else ()
-        with under(dataclasses.replace(WHOLE, used=set(), schedules={})):
+        with parallel_scope(dataclasses.replace(UNSHARDED, used=set(), schedules={})):
             asked = Call(True, key, sync_axes=sync, remat_modules=remat, dtype=dtype, returned=Seen(placed.resolved))
             value, extra = loss(placed.given.bind(variables, asked), batch, key)
         outputs.append(len(value) if isinstance(value, tuple) else 1)
@@ -120,7 +120,7 @@ def proof_of(placed: Placed, loss: Objective, sample: Tree, parts: Parts, traced
     given += [*map(lambda _: KEY, jax.tree.leaves(variables.rngs)), *map(lambda _: PerRow(0), jax.tree.leaves(sample)), KEY]
     try:
         fewest = rows // parts.count
-        fewest = cut_rows(placed.cutting, jax.ShapeDtypeStruct((fewest,), jnp.float32)).rows if parts.ticks else fewest
+        fewest = split_microbatches(placed.parallel, jax.ShapeDtypeStruct((fewest,), jnp.float32)).rows if parts.ticks else fewest
         fewest = max(fewest, 2)  # what is written for dims of size 1 says too little
         others = fewest if fewest < rows else 2 * rows
         second = trace(others)
@@ -262,7 +262,7 @@ class Comparison:
     @property
     def groups(self) -> bool:
         """Whether tokens are routed in groups, which are those of a microbatch."""
-        return MIXTURE in self.placed.cutting.used
+        return MIXTURE in self.placed.parallel.used
 
     @property
     def whole(self) -> Parts:

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 import spmd
-from spmd.nn.parallel_context import Cutting, under
+from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 
 WIDTH = 8
 
@@ -50,11 +50,11 @@ def layers(kind, count=8, dropout=0.0):
     return spmd.nn.LayerStack([Conv(rngs) for _ in range(count)]), draw(6, 6, WIDTH)
 
 
-def cutting(mesh, unroll=False, **pipeline):
+def parallel_config(mesh, unroll=False, **pipeline):
     """A mesh of so many positions along `data` and `stage`, and a pipeline on it."""
     data, stage = mesh
     made = spmd.make_mesh(f"data={data},stage={stage}", devices=jax.devices()[: data * stage])
-    return Cutting(made, ("data",), spmd.Pipeline("stage", **pipeline), unroll=unroll)
+    return ParallelConfig(made, ("data",), spmd.Pipeline("stage", **pipeline), unroll=unroll)
 
 
 def loss_of(stack, how, **given):
@@ -63,7 +63,7 @@ def loss_of(stack, how, **given):
     params, rest = (nnx.to_pure_dict(part) for part in parts)
 
     def loss(params, x):
-        with under(how):
+        with parallel_scope(how):
             y = nnx.merge(graphdef, params, rest)(x, **given)
         weights = [jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape) for leaf in jax.tree.leaves(y)]
         return sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(y), weights, strict=True)), y

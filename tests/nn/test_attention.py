@@ -12,7 +12,7 @@ import pytest
 import spmd
 from spmd.errors import DataError, OptionError
 from spmd.nn import ring_attention
-from spmd.nn.parallel_context import Cutting, under
+from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 
 ROWS, LENGTH, HEADS, GROUPS, SIZE = 4, 32, 4, 2, 8
 
@@ -25,14 +25,14 @@ def inputs(length=LENGTH, dtype="float32", rows=ROWS):
 
 def cutting_of(mesh, order="balanced"):
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
-    return Cutting(mesh, tuple(axis for axis in mesh.axis_names if axis == "data"), sequence=spmd.Sequence("context", order))
+    return ParallelConfig(mesh, tuple(axis for axis in mesh.axis_names if axis == "data"), sequence=spmd.Sequence("context", order))
 
 
-def program(cutting, **options):
+def program(parallel, **options):
     """Result and gradients of all three inputs, as one compiled function."""
 
     def run(query, key, value, grad):
-        with under(cutting):
+        with parallel_scope(parallel):
             out, back = jax.vjp(functools.partial(spmd.nn.attention, **options), query, key, value)
         return out, *back(grad)
 
@@ -47,7 +47,7 @@ def worst(ours, theirs):
 
 @functools.cache
 def whole(causal):
-    return program(Cutting(), causal=causal)(*inputs())
+    return program(ParallelConfig(), causal=causal)(*inputs())
 
 
 FAST = [("context=2", True, "balanced"), ("context=8", True, "balanced"), ("data=2,context=4", True, "contiguous")]
@@ -67,11 +67,11 @@ EVERY = [
 )
 def test_equals_the_whole_sequence(mesh, causal, order):
     """To a few roundings of float32: sums are taken in another order."""
-    cutting = cutting_of(mesh, order)
-    cut = program(cutting, causal=causal)
+    parallel = cutting_of(mesh, order)
+    cut = program(parallel, causal=causal)
     found = cut(*inputs())
     assert worst(found, whole(causal)) < 2e-6
-    assert cutting.used == {"sequence"}
+    assert parallel.used == {"sequence"}
     jaxpr = str(cut.trace(*inputs()).jaxpr)
     assert "ppermute" in jaxpr, "the arms differ"
     assert "all_gather" not in jaxpr
@@ -83,7 +83,7 @@ def test_padding_and_rows_that_see_nothing():
     mask = np.ones((ROWS, LENGTH), bool)
     mask[0, :9], mask[1, 20:], mask[2] = False, False, False
     arrays = inputs()
-    plain = program(Cutting(), causal=True, key_mask=mask)(*arrays)
+    plain = program(ParallelConfig(), causal=True, key_mask=mask)(*arrays)
     cut = program(cutting_of("data=2,context=4"), causal=True, key_mask=mask)(*arrays)
     assert worst(cut, plain) < 2e-6
     assert worst(cut[:1], whole(True)[:1]) > 0.1, "the mask does something"
@@ -105,7 +105,7 @@ def test_keys_of_another_sequence():
     """Twice as many keys as queries, which a ring without a mask may have."""
     query, _, _, grad = inputs()
     _, key, value, _ = inputs(2 * LENGTH)
-    cut, plain = (program(cutting)(query, key, value, grad) for cutting in (cutting_of("context=4"), Cutting()))
+    cut, plain = (program(parallel)(query, key, value, grad) for parallel in (cutting_of("context=4"), ParallelConfig()))
     assert worst(cut, plain) < 2e-6
 
 
@@ -153,17 +153,17 @@ def test_balanced_causal_attention_does_half_the_work():
     assert contiguous == everything, "the last device's share, for which all wait"
 
 
-def temporaries(cutting, length):
+def temporaries(parallel, length):
     """Bytes of one device, to compute the gradients of a causal attention."""
     shape = jax.ShapeDtypeStruct((1, length, 2, SIZE), "float32")
-    return program(cutting, causal=True).lower(*[shape] * 4).compile().memory_analysis().temp_size_in_bytes
+    return program(parallel, causal=True).lower(*[shape] * 4).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_memory_grows_as_the_shard():
     """Four times the sequence on four times the devices takes what it took; unsplit, it takes more than ten times that."""
     two, eight = temporaries(cutting_of("context=2"), 1024), temporaries(cutting_of("context=8"), 4096)
     assert eight < 1.1 * two
-    assert temporaries(Cutting(), 4096) > 10 * temporaries(Cutting(), 1024) > 10 * two
+    assert temporaries(ParallelConfig(), 4096) > 10 * temporaries(ParallelConfig(), 1024) > 10 * two
 
 
 @pytest.mark.slow
@@ -173,13 +173,13 @@ def test_memory_grows_with_the_length_of_the_shard_and_not_its_square():
 
 
 def test_a_single_device_along_the_axis_is_plain_attention():
-    cutting = cutting_of("context=1")
-    assert "ppermute" not in str(program(cutting, causal=True).trace(*inputs()).jaxpr)
-    assert cutting.used == {"sequence"}
+    parallel = cutting_of("context=1")
+    assert "ppermute" not in str(program(parallel, causal=True).trace(*inputs()).jaxpr)
+    assert parallel.used == {"sequence"}
 
 
 def told(error, *arrays, mesh="data=2,context=4", order="balanced", **options):
-    with pytest.raises(error) as caught, under(cutting_of(mesh, order)):
+    with pytest.raises(error) as caught, parallel_scope(cutting_of(mesh, order)):
         spmd.nn.attention(*arrays, **options)
     return str(caught.value)
 

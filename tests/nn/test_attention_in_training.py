@@ -120,8 +120,8 @@ def test_a_layout_that_nothing_follows():
     with pytest.raises(LayoutError) as caught:
         trainer.prepare(batches("gpt")[0])
     assert str(caught.value) == (
-        'layouts/context_parallel.toml: [sequence] axis = "context", but the loss never calls spmd.nn.attention, so nothing is cut over '
-        '"context" by it.\n    fix: spmd.nn.attention in the model, or a layout without [sequence].'
+        'layouts/context_parallel.toml: [sequence] axis = "context", but the loss never calls spmd.nn.attention, so nothing is sharded '
+        'over "context".\n    fix: spmd.nn.attention in the model, or a layout without [sequence].'
     )
 
 

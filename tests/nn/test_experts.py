@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from spmd.errors import DataError, LayoutError, OptionError
-from spmd.nn.parallel_context import Cutting, under
+from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 
 ROWS, LENGTH, WIDTH, HIDDEN, EXPERTS = 4, 16, 8, 12, 8
 LAYOUT = spmd.Layout.load("expert_parallel")
@@ -28,19 +28,19 @@ def moe_of(k=2, factor=100.0, experts=EXPERTS):
 def cutting_of(mesh, sequence=None):
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
     data = tuple(axis for axis in mesh.axis_names if axis == "data")
-    return Cutting(mesh, data, sequence=spmd.Sequence(sequence), experts=spmd.Experts("expert"))
+    return ParallelConfig(mesh, data, sequence=spmd.Sequence(sequence), experts=spmd.Experts("expert"))
 
 
 def tokens(*shape):
     return np.random.default_rng(0).normal(size=shape or (ROWS, LENGTH, WIDTH)).astype("float32")
 
 
-def program(cutting, moe):
+def program(parallel, moe):
     """Result, routing, and the gradients of parameters and tokens, as one compiled function of the two."""
     graph, params = nnx.split(moe)
 
     def loss(params, x):
-        with under(cutting):
+        with parallel_scope(parallel):
             y, routing = nnx.merge(graph, params)(x)
         return (y**2).sum() + 3 * routing.loss, (y, routing)
 
@@ -88,9 +88,9 @@ MESHES = [
 @pytest.mark.parametrize(("mesh", "k"), MESHES)
 def test_equals_one_device(mesh, k):
     """With room for all, the result, the loss and all gradients are those of one device."""
-    cutting, moe = cutting_of(mesh), moe_of(k)
-    near(program(cutting, moe)(tokens()), program(Cutting(), moe)(tokens()))
-    assert cutting.used == {"experts", "mixture"}
+    parallel, moe = cutting_of(mesh), moe_of(k)
+    near(program(parallel, moe)(tokens()), program(ParallelConfig(), moe)(tokens()))
+    assert parallel.used == {"experts", "mixture"}
 
 
 def test_groups_decide_who_is_dropped():
@@ -125,9 +125,9 @@ def test_who_finds_no_room_gets_zeros():
 
 def test_what_travels():
     """Of tokens that lie as they are cut: to the experts and back, backward too. Neither tokens nor weights are gathered."""
-    cutting, moe = cutting_of("data=2,expert=4"), moe_of()
-    at = lambda *spec: NamedSharding(cutting.mesh, PartitionSpec(*spec))
-    run = program(cutting, moe)
+    parallel, moe = cutting_of("data=2,expert=4"), moe_of()
+    at = lambda *spec: NamedSharding(parallel.mesh, PartitionSpec(*spec))
+    run = program(parallel, moe)
     params = jax.tree.map(lambda x: jax.device_put(x, at("expert") if x.ndim == 3 else at()), run.args[0])
     lowered = run.func.lower(params, jax.device_put(tokens(), at("data", "expert")))
     text = lowered.compile().as_text()
@@ -210,8 +210,8 @@ def test_experts_that_nobody_calls():
     with pytest.raises(LayoutError) as caught:
         trainer_of(LAYOUT, "data=2,expert=4", lambda: Dense()).prepare(batch())
     assert str(caught.value) == (
-        'layouts/expert_parallel.toml: [experts] axis = "expert", but the loss never calls spmd.nn.MixtureOfExperts, so nothing is cut '
-        'over "expert" by it.\n    fix: spmd.nn.MixtureOfExperts in the model, or a layout without [experts].'
+        'layouts/expert_parallel.toml: [experts] axis = "expert", but the loss never calls spmd.nn.MixtureOfExperts, so nothing is sharded '
+        'over "expert".\n    fix: spmd.nn.MixtureOfExperts in the model, or a layout without [experts].'
     )
 
 
@@ -242,14 +242,14 @@ def test_axes_that_cannot_be(change, told):
 
 def test_numbers_that_cannot_be():
     def told(error, call):
-        with pytest.raises(error) as caught, under(cutting_of("data=2,expert=4")):
+        with pytest.raises(error) as caught, parallel_scope(cutting_of("data=2,expert=4")):
             call()
         return str(caught.value)
 
     assert told(OptionError, lambda: moe_of(k=9)) == "MixtureOfExperts: k=9 of 8 experts.\n    fix: from 1 to 8."
     assert told(OptionError, lambda: moe_of(factor=0)) == "MixtureOfExperts: capacity_factor=0.\n    fix: above 0, such as 1.25."
     assert told(OptionError, lambda: moe_of(experts=6)(tokens())) == (
-        'MixtureOfExperts ([experts] axis = "expert"): 6 experts do not divide by 4 devices: 6 / 4 leaves 2.\n    fix: 8 experts.'
+        'MixtureOfExperts ([experts] axis = "expert"): 6 experts are not divisible by 4 devices: 6 / 4 leaves 2.\n    fix: 8 experts.'
     )
     assert told(DataError, lambda: moe_of()(tokens(ROWS, 18, WIDTH))) == (
         'MixtureOfExperts: a sequence of 18, not divisible by 4 devices along "expert": 18 / 4 leaves 2.\n    fix: 16 or 20.'

@@ -8,9 +8,9 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.nn.parallel_context import WHOLE
+from spmd.nn.parallel_context import UNSHARDED
 from spmd.nn.schedule import make_schedule
-from tests.nn.pipes import WIDTH, cutting, layers, loss_of
+from tests.nn.pipes import WIDTH, layers, loss_of, parallel_config
 
 SLOW = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def traced(kind, how, grad=False):
 )
 def test_ticks_are_those_of_the_table(kind, stages, options, ticks):
     """One hand-over in each tick, forward and again backward."""
-    how = cutting((1, stages), **options)
+    how = parallel_config((1, stages), **options)
     forward, pairs = shifts(traced(kind, how))
     assert forward == ticks == next(iter(how.schedules.values())).forward.ticks
     assert shifts(traced(kind, how, grad=True))[0] == 2 * ticks
@@ -201,5 +201,6 @@ def test_recurrent_weights_are_reduced_once_per_step():
 
 
 def test_a_plain_stack_has_no_collectives():
-    text = jax.jit(loss_of(layers("gpt")[0], WHOLE)[0]).lower(loss_of(layers("gpt")[0], WHOLE)[1], jnp.ones((16, 6, WIDTH))).compile()
+    loss, params = loss_of(layers("gpt")[0], UNSHARDED)
+    text = jax.jit(loss).lower(params, jnp.ones((16, 6, WIDTH))).compile()
     assert not collectives(text.as_text())

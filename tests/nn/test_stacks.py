@@ -12,8 +12,8 @@ import spmd
 from spmd.errors import ModelError
 from spmd.models.base import STACKED
 from spmd.nn.layer_order import stage_order
-from spmd.nn.parallel_context import WHOLE, current, under
-from tests.nn.pipes import WIDTH, apart, cutting, layers, loss_of, run
+from spmd.nn.parallel_context import UNSHARDED, current, parallel_scope
+from tests.nn.pipes import WIDTH, apart, layers, loss_of, parallel_config, run
 
 SLOW = pytest.mark.slow
 KINDS = {"lstm": {"time_chunk": 3}, "gru": {"time_chunk": 4}, "gpt": {"microbatches": 4}, "cnn": {"microbatches": 4}}
@@ -22,14 +22,14 @@ KINDS = {"lstm": {"time_chunk": 3}, "gru": {"time_chunk": 4}, "gpt": {"microbatc
 @pytest.fixture(scope="module")
 def plain():
     """Outputs and gradients of every kind of stack on one device."""
-    return {kind: run(*layers(kind), WHOLE) for kind in KINDS}
+    return {kind: run(*layers(kind), UNSHARDED) for kind in KINDS}
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("mesh", [(2, 4), pytest.param((4, 2), marks=SLOW), pytest.param((1, 8), marks=SLOW)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pipeline_is_the_stack(plain, kind, mesh):
-    how = cutting(mesh, unroll=kind == "cnn", **KINDS[kind])
+    how = parallel_config(mesh, unroll=kind == "cnn", **KINDS[kind])
     y, grads = run(*layers(kind), how)
     assert np.isfinite(y).all()
     assert apart(y, plain[kind][0]) <= (0 if kind in ("lstm", "gru") else 1e-6)  # chunks of 2 and more: the same bits
@@ -92,7 +92,7 @@ def test_two_stacks_of_what_was_repeated_once_have_weights_of_their_own():
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["lstm", pytest.param("gpt", marks=SLOW)])
 def test_results_may_travel_while_the_next_tick_is_computed(plain, kind):
-    how = cutting((2, 4), overlap=True, **KINDS[kind])
+    how = parallel_config((2, 4), overlap=True, **KINDS[kind])
     y, grads = run(*layers(kind), how)
     assert apart(y, plain[kind][0]) <= 1e-6 and apart(grads, plain[kind][1]) <= 1e-5
     (schedule,) = how.schedules.values()
@@ -102,7 +102,7 @@ def test_results_may_travel_while_the_next_tick_is_computed(plain, kind):
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["gpt", pytest.param("cnn", marks=SLOW)])
 def test_a_circular_pipeline_is_the_stack(plain, kind):
-    how = cutting((2, 2), unroll=kind == "cnn", schedule="circular", groups=2, microbatches=4)
+    how = parallel_config((2, 2), unroll=kind == "cnn", schedule="circular", groups=2, microbatches=4)
     y, grads = run(*layers(kind), how)
     assert apart(y, plain[kind][0]) <= 1e-6 and apart(grads, plain[kind][1]) <= 1e-5
     assert next(iter(how.schedules.values())).groups == 2
@@ -112,9 +112,9 @@ def test_a_circular_pipeline_is_the_stack(plain, kind):
 def test_what_idle_stages_compute_is_never_seen(unroll):
     """Zeros, which an idle stage would work on, have an infinite slope here."""
     stack, x = layers("cnn", 4)
-    loss, params = loss_of(stack, WHOLE)
+    loss, params = loss_of(stack, UNSHARDED)
     assert not np.isfinite(jax.grad(lambda x: loss(params, x)[0])(jnp.zeros_like(x))).all()
-    y, grads = run(stack, x, cutting((1, 4), unroll=unroll, microbatches=2))
+    y, grads = run(stack, x, parallel_config((1, 4), unroll=unroll, microbatches=2))
     assert np.isfinite(y).all() and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
@@ -122,7 +122,7 @@ def test_what_idle_stages_compute_is_never_seen(unroll):
 @pytest.mark.parametrize("chunk", [12, 1, None, 5], ids=lambda chunk: f"chunk-{chunk}")
 def test_chunks_of_time_change_nothing(plain, chunk):
     """One step; a length that leaves a remainder, which is masked; all steps at once; what the library chooses."""
-    how = cutting((1, 4), **({"time_chunk": chunk} if chunk else {}))
+    how = parallel_config((1, 4), **({"time_chunk": chunk} if chunk else {}))
     y, grads = run(*layers("lstm"), how)
     assert apart(y, plain["lstm"][0]) <= (1e-6 if chunk in (1, 5) else 0)  # a loop of one step, and a mask, are compiled otherwise
     assert apart(grads, plain["lstm"][1]) <= 1e-5
@@ -133,15 +133,15 @@ def test_chunks_of_time_change_nothing(plain, chunk):
 def test_one_stage_is_a_scan():
     """No region, no collective."""
     stack, x = layers("lstm", 4)
-    loss, params = loss_of(stack, cutting((8, 1)))
+    loss, params = loss_of(stack, parallel_config((8, 1)))
     text = str(jax.make_jaxpr(loss)(params, x))
     assert "shard_map" not in text and "ppermute" not in text and text.count("scan[") == 2
-    cut, _ = loss_of(stack, cutting((2, 4)))
+    cut, _ = loss_of(stack, parallel_config((2, 4)))
     assert "ppermute" in str(jax.make_jaxpr(cut)(params, x))
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("how", [pytest.param(WHOLE, marks=SLOW), cutting((2, 4), time_chunk=5)], ids=["plain", "wavefront"])
+@pytest.mark.parametrize("how", [pytest.param(UNSHARDED, marks=SLOW), parallel_config((2, 4), time_chunk=5)], ids=["plain", "wavefront"])
 @pytest.mark.parametrize("kind", ["lstm", pytest.param("gru", marks=SLOW)])
 def test_lengths_states_and_dropout(kind, how):
     """Against flax's own RNN, layer by layer: final carries, zeros after a row's end, states that are handed on."""
@@ -158,7 +158,7 @@ def test_lengths_states_and_dropout(kind, how):
     assert apart(carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *carries)) < 1e-6
     (front, half), _ = run(stack, x[:, :5], how, return_carry=True)
     (back, end), _ = run(stack, x[:, 5:], how, return_carry=True, initial=half)
-    (y, carry), _ = run(stack, x, WHOLE, return_carry=True)
+    (y, carry), _ = run(stack, x, UNSHARDED, return_carry=True)
     assert apart(np.concatenate([front, back], 1), y) < 1e-6 and apart(end, carry) < 1e-6
 
 
@@ -166,17 +166,17 @@ def test_lengths_states_and_dropout(kind, how):
 def test_a_last_state_has_its_gradient(unroll):
     """Stages that are done early keep it through their idle ticks."""
     stack, x = layers("gru", 4)
-    y, grads = run(stack, x, WHOLE, return_carry=True)
-    cut = run(stack, x, cutting((2, 4), unroll=unroll, time_chunk=4), return_carry=True)
+    y, grads = run(stack, x, UNSHARDED, return_carry=True)
+    cut = run(stack, x, parallel_config((2, 4), unroll=unroll, time_chunk=4), return_carry=True)
     assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", [pytest.param("lstm", marks=SLOW), "gpt"])
 def test_dropout_draws_what_it_draws_on_one_device(kind):
-    y, grads = run(*layers(kind, 4, dropout=0.3), WHOLE)
-    cut = run(*layers(kind, 4, dropout=0.3), cutting((2, 4), **KINDS[kind]))
-    assert apart(y, run(*layers(kind, 4), WHOLE)[0]) > 0.1, "something is dropped"
+    y, grads = run(*layers(kind, 4, dropout=0.3), UNSHARDED)
+    cut = run(*layers(kind, 4, dropout=0.3), parallel_config((2, 4), **KINDS[kind]))
+    assert apart(y, run(*layers(kind, 4), UNSHARDED)[0]) > 0.1, "something is dropped"
     assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
 
 
@@ -185,12 +185,12 @@ def test_what_stands_beside_reaches_every_layer():
     stack = spmd.nn.RNNStack([nnx.GRUCell(WIDTH + 3, WIDTH, rngs=rngs) for _ in range(4)])
     rows = np.random.default_rng(1)
     x, beside = (jnp.asarray(rows.normal(size=(8, 6, size)), jnp.float32) for size in (WIDTH, 3))
-    y, grads = run(stack, x, WHOLE, beside=beside)
+    y, grads = run(stack, x, UNSHARDED, beside=beside)
     inner = x
     for number in range(4):
         inner = nnx.RNN(stack.cell(number), rngs=rngs)(jnp.concatenate([inner, beside], -1))
     assert apart(y, inner) < 1e-6
-    cut = run(stack, x, cutting((2, 4), time_chunk=2), beside=beside)
+    cut = run(stack, x, parallel_config((2, 4), time_chunk=2), beside=beside)
     assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
 
 
@@ -200,12 +200,12 @@ def test_both_ways_side_by_side():
     layer = spmd.nn.Bidirectional(*(nnx.OptimizedLSTMCell(3, WIDTH, rngs=rngs) for _ in range(2)))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 6, 3)), jnp.float32)
     lengths = jnp.asarray([6, 2, 5, 1] * 2)
-    y, grads = run(layer, x, WHOLE, lengths=lengths)
+    y, grads = run(layer, x, UNSHARDED, lengths=lengths)
     parts = [spmd.nn.stacking.unstack_module(layer.cells, number) for number in (0, 1)]
     both = nnx.Bidirectional(nnx.RNN(parts[0], rngs=rngs), nnx.RNN(parts[1], rngs=rngs), rngs=rngs)
     mask = jnp.arange(6)[None, :, None] < lengths[:, None, None]
     assert apart(y, jnp.where(mask, both(x, seq_lengths=lengths), 0)) < 1e-6
-    how = cutting((2, 4))
+    how = parallel_config((2, 4))
     cut = run(layer, x, how, lengths=lengths)
     assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
 
@@ -215,7 +215,7 @@ def test_a_wavefront_in_the_order_of_a_circular_pipeline(plain):
     stack, x = layers("lstm")
     order = stage_order(8, 4, 2)
     nnx.update(stack.cells, jax.tree.map(lambda leaf: leaf[order], nnx.state(stack.cells)))
-    how = dataclasses.replace(cutting((2, 4), schedule="circular", groups=2, time_chunk=3), ordered=True)
+    how = dataclasses.replace(parallel_config((2, 4), schedule="circular", groups=2, time_chunk=3), in_stage_order=True)
     y, grads = run(stack, x, how)
     assert apart(y, plain["lstm"][0]) == 0
     back = lambda tree: jax.tree.map(lambda leaf: leaf[np.argsort(order)], tree)
@@ -226,7 +226,7 @@ def test_layers_keep_the_dtype_of_what_comes_in():
     """Though flax's carries are float32."""
     for stack in (layers("gru", 4)[0], spmd.nn.Bidirectional(*(nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(2)))):
         x = layers("gru", 4)[1].astype(jnp.bfloat16)
-        for how in (WHOLE, cutting((2, 4), time_chunk=5)):
+        for how in (UNSHARDED, parallel_config((2, 4), time_chunk=5)):
             for given in ({}, {"lengths": jnp.full(16, 7)}):
                 loss, params = loss_of(stack, how, **given)
                 assert jax.eval_shape(loss, params, x)[1].dtype == jnp.bfloat16
@@ -262,17 +262,17 @@ def test_more_for_every_layer():
 
     def grads(how):
         def loss(params, *given):
-            with under(how):
+            with parallel_scope(how):
                 return jnp.sum(jnp.cos(nnx.merge(graphdef, params)(given[0], given[1], table=given[2], double=True)))
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(params, x, scale, table)
 
-    assert apart(grads(cutting((2, 4), microbatches=4)), grads(WHOLE)) < 1e-5
+    assert apart(grads(parallel_config((2, 4), microbatches=4)), grads(UNSHARDED)) < 1e-5
 
 
 def test_a_stack_stands_by_itself():
     """Outside of a step it is plain model code, and each layer can be taken out."""
-    assert current() is WHOLE
+    assert current() is UNSHARDED
     rngs = nnx.Rngs(0)
     made = [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(5)]
     stack, x = spmd.nn.LayerStack(made), jnp.ones((3, WIDTH))
@@ -292,7 +292,7 @@ def test_compiling_does_not_grow_with_depth():
 
     def lines(depth):
         stack, x = layers("gpt", depth)
-        loss, params = loss_of(stack, WHOLE)
+        loss, params = loss_of(stack, UNSHARDED)
         return len(str(jax.make_jaxpr(loss)(params, x)).splitlines())
 
     assert lines(48) == lines(6)
@@ -439,7 +439,7 @@ ERRORS = {
     fix: rngs=nnx.Rngs(0).""",
     ),
     "stages": (
-        lambda: run(*layers("gpt", 6), cutting((2, 4))),
+        lambda: run(*layers("gpt", 6), parallel_config((2, 4))),
         """a stack of 6 layers over 4 stages (mesh axis "stage"): 6 / 4 leaves 2.
     fix: 4 or 8 layers.""",
     ),
@@ -449,12 +449,12 @@ ERRORS = {
     fix: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm.""",
     ),
     "rows": (
-        lambda: run(spmd.nn.LayerStack([Pair() for _ in range(4)]), (jnp.ones((8, 4)), jnp.ones(4)), cutting((2, 4))),
-        """a stack of layers was called with float32[8, 4], float32[4]; a pipeline cuts rows, which are dim 0 of all.
-    fix: pass what has no rows by name: stack(x, table=...).""",
+        lambda: run(spmd.nn.LayerStack([Pair() for _ in range(4)]), (jnp.ones((8, 4)), jnp.ones(4)), parallel_config((2, 4))),
+        """a stack of layers was called with float32[8, 4], float32[4]; a pipeline splits rows, which must be dim 0 of all.
+    fix: pass arrays without rows by name: stack(x, table=...).""",
     ),
     "batch statistics": (
-        lambda: run(spmd.nn.LayerStack([nnx.BatchNorm(4, rngs=nnx.Rngs(0)) for _ in range(4)]), jnp.ones((8, 4)), cutting((2, 4))),
+        lambda: run(spmd.nn.LayerStack([nnx.BatchNorm(4, rngs=nnx.Rngs(0)) for _ in range(4)]), jnp.ones((8, 4)), parallel_config((2, 4))),
         """a layer of a pipelined stack changes mean, var when it is called, and it is called once for every microbatch.
     fix: LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline].""",
     ),
