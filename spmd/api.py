@@ -27,14 +27,15 @@ from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
 from spmd.planner.memory_check import check_room
 from spmd.resume import CHANGED_DATA, open_store, resume_wanted, start
-from spmd.run.callbacks import Callback, as_callbacks, name_of, watched
+from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
-from spmd.run.duration import Length
+from spmd.run.config import LoopConfig
 from spmd.run.history import History
-from spmd.run.loggers import JsonLines, Logger, check_loggers, write
+from spmd.run.loggers import JsonLines, Logger, check_loggers, write_record
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
-from spmd.run.signals import ENDED
+from spmd.run.schedule import RunSchedule
+from spmd.run.signals import SIGTERM_REASON
 from spmd.train.compiled_step import Program
 from spmd.train.model_setup import TrainConfig
 from spmd.train.state import State
@@ -175,7 +176,7 @@ def fit(
       >>> round(float(result.state.params["w"][0, 0]), 3)
       3.0
     """
-    length = _length(epochs, steps, eval_every, log_every, prefetch)
+    schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
     join()
     trainer = Trainer.of(TrainConfig(model, loss, optimizer, metrics, precision, _folded(accumulate), seed), mesh, layout)
     given = data.arrays if isinstance(data, Resident) else data
@@ -187,41 +188,37 @@ def fit(
     evaluated = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
     meta = about_run(trainer, reader)
-    _agree(program, reader, hooks, {"epochs and so on": length, "checkpoint": config, "eval_data": eval_data is not None, **meta})
+    _agree(program, reader, hooks, {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta})
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
         store = open_store(config, opened, resume=resume_wanted(resume) or (config is not None and restarted()))
         begun = start(store, trainer, meta, changed_data=resume == CHANGED_DATA)
-        loop = Loop(
-            program,
-            reader,
-            placer,
-            length,
-            begun.state,
-            None if eval_data is None else functools.partial(trainer.measure, data=eval_data),
-            hooks,
-            *_outputs(store, trainer, sinks, shown, begun.state, begun.changed, room),
-            store,
-            meta,
-            prefetch,
-            data=on_devices(given, trainer.mesh) if isinstance(data, Resident) else None,
+        outputs, shown = _outputs(store, trainer, sinks, shown, begun.state, begun.changes, room)
+        loop_config = LoopConfig(
+            program=program,
+            source=reader,
+            placer=placer,
+            schedule=schedule,
+            evaluate=None if eval_data is None else functools.partial(trainer.measure, data=eval_data),
+            callbacks=hooks,
+            loggers=outputs,
+            progress=shown,
+            store=store,
+            meta=meta,
+            prefetch=prefetch,
+            device_data=on_devices(given, trainer.mesh) if isinstance(data, Resident) else None,
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
-            step=int(begun.state.step),
-            position=begun.position,
-            pace=begun.pace,
-            owes_evaluation=begun.owes_evaluation,
-            saved_callbacks=begun.callbacks,
         )
-        if store is not None and jax.process_index() == 0:
-            loop.history.record_in(store.folder, after=loop.step)
+        loop = Loop(loop_config, begun)
         opened.pop_all()
-    loop.run()
-    _tell_unmet(program.clock.declared if program.clock is not None else None, loop.step)
-    if loop.stop_reason == ENDED:
+    loop.train()
+    run = loop.run
+    _tell_unmet(program.clock.declared if program.clock is not None else None, run.step)
+    if run.stop_reason == SIGTERM_REASON:
         if store is not None and jax.process_index() == 0:
-            report("saved", {"step": loop.step})
+            report("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
-    return Result(loop.state, loop.history, loop.stop_reason, trainer)
+    return Result(run.state, run.history, run.stop_reason, trainer)
 
 
 def about_run(trainer: Trainer, reader: Source) -> dict[str, Any]:
@@ -281,7 +278,7 @@ def _tell_unmet(server: ParameterServer | None, steps: int) -> None:
         logging.getLogger("spmd").warning(why, left, steps, since, fix)
 
 
-def _length(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> Length:
+def _schedule(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> RunSchedule:
     if epochs is not None and steps is not None:
         raise OptionError(f"epochs={epochs} and steps={steps} both say when to end.", fix="give one of them.")
     for name, value, least in (
@@ -293,7 +290,7 @@ def _length(epochs: int | None, steps: int | None, eval_every: int | None, log_e
     ):
         if value is not None:
             check_whole(value, name, least)
-    return Length(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
+    return RunSchedule(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
 
 
 def _check_evaluation(
@@ -310,7 +307,7 @@ def _check_evaluation(
 
 def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...]) -> None:
     """Metrics that a callback or the checkpoint watches must be there, before anything is compiled."""
-    wanted = [(name_of(hook), name) for hook in hooks for name in watched(hook)]
+    wanted = [(callback_name(hook), name) for hook in hooks for name in watched_metrics(hook)]
     wanted += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
     for who, name in wanted:
         if name not in known:
@@ -330,7 +327,7 @@ def _outputs(
     step = int(state.step)
     if step:
         # records after this step, if there are any before this line, are of a run that was cut off
-        write(sinks, {"step": step, "event": "resumed", **({"changed": changed} if changed else {})})
+        write_record(sinks, {"step": step, "event": "resumed", **({"changed": changed} if changed else {})})
         shown.say(f"resumed from step {step}{''.join(f'; {change}' for change in changed)}")
     for line in [*trainer.notes(), *([room] if room else [])]:
         shown.say(line)

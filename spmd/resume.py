@@ -12,8 +12,8 @@ from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
 from spmd.run.checkpoint import Checkpoint, Store
-from spmd.run.throughput import Pace
-from spmd.train.state import State
+from spmd.run.config import StartPoint
+from spmd.run.throughput import Throughput
 from spmd.trainer import Trainer
 
 CHANGED_DATA = "changed_data"  # resume=, where other contents of the data are meant
@@ -50,28 +50,7 @@ def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resum
     return store
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """What a run begins with.
-
-    Attributes:
-      state: new, or that of the checkpoint.
-      position: in the data.
-      callbacks: (class name, what it had saved).
-      changed: which options are not those of the checkpoint, and what of the codecs' memory did not fit, in words.
-      pace: the time spent before.
-      owes_evaluation: whether a signal ended the run before an evaluation that was due.
-    """
-
-    state: State
-    position: Position = dataclasses.field(default_factory=Position)
-    callbacks: list = dataclasses.field(default_factory=list)
-    changed: list[str] = dataclasses.field(default_factory=list)
-    pace: Pace = dataclasses.field(default_factory=Pace)
-    owes_evaluation: bool = False
-
-
-def start(store: Store | None, trainer: Trainer, meta: dict[str, Any], *, changed_data: bool) -> Start:
+def start(store: Store | None, trainer: Trainer, meta: dict[str, Any], *, changed_data: bool) -> StartPoint:
     """As `_begin`; copies that several processes have of the state are equal."""
     begun = _begin(store, trainer, meta, changed_data)
     if jax.process_count() > 1:
@@ -79,7 +58,7 @@ def start(store: Store | None, trainer: Trainer, meta: dict[str, Any], *, change
     return begun
 
 
-def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_data: bool) -> Start:
+def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_data: bool) -> StartPoint:
     """From the newest checkpoint that is intact, or from step 0 where there is none.
 
     Raises:
@@ -91,13 +70,13 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_
         fix = f"\n\n    fix: another copy of the folder; or remove {store.folder}/checkpoints, and the run starts at step 0."
         raise CheckpointError(problems_text(f"every checkpoint in {store.folder} is damaged", problems) + fix)
     if store is None or step is None:
-        return Start(trainer.init())
+        return StartPoint(trainer.init())
     saved = store.meta(step)
     with store.reading(step):
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
         owes = saved.get("owes_evaluation") is True
-        pace = Pace(saved.get("pace") if restarted() else None)  # a run that somebody has resumed may have rested for days
+        throughput = Throughput(saved.get("pace") if restarted() else None)  # a run that somebody has resumed may have rested for days
     now = meta["data"]
     hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
     unseen = [] if hashed else [name for name in now if name.startswith("contents")]
@@ -120,4 +99,4 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_
         fix = f'the data that the run began with; or resume="{CHANGED_DATA}" to resume on this data.'
         raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems.values()])
     store.put_aside(damaged)  # not before it is certain that the run is resumed
-    return Start(state, position, callbacks, [*changed, *told], pace, owes)
+    return StartPoint(state, position, callbacks, [*changed, *told], throughput, owes)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, check_leaves, check_like, kind_of
-from spmd.data.prefetch import prefetch
+from spmd.data.prefetch import allow_transfers, prefetch
 from spmd.data.sources import is_arrays, settled, source
 from spmd.data.work_assignment import Position, check_present, epoch_of
 from spmd.distributed import uneven_batches, watchdog
@@ -27,7 +27,6 @@ from spmd.mesh import make_mesh
 from spmd.nn.schedule import Schedule
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.checkpoint_reader import Reader, check_folder
-from spmd.run.duration import allowing
 from spmd.run.reshard_checkpoint import PARAMS, written
 from spmd.run.restore_comm_state import check_meetings
 from spmd.train.compiled_step import Program, prepared
@@ -354,7 +353,7 @@ class Trainer:
         reader = source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
         check_alive(state)
         program, placer = settled(reader, self._evaluation(reader.sample()))
-        placed = map(placer, allowing(reader.epoch(0)))
+        placed = map(placer, allow_transfers(reader.epoch(0)))
         batches = uneven_batches.batches(placed, "the evaluation's data") if reader.threaded else placed
         with watchdog.current().during("eval"):
             return measured(program, placer, state, batches, stops)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import jax
+
 T = TypeVar("T")
 _END = object()
 
@@ -75,4 +77,15 @@ def _drain(results: queue.Queue) -> Iterator[Any]:
             raise error
         if item is _END:
             return
+        yield item
+
+
+def allow_transfers(items: Iterator[T]) -> Iterator[T]:
+    """The same items; the code that reads them may transfer arrays, whatever the transfer guard says."""
+    while True:
+        with jax.transfer_guard("allow"):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
         yield item

@@ -4,8 +4,8 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 
@@ -67,7 +67,7 @@ class Info:
     @property
     def suspects(self) -> str:
         """What in a batch is known to make this loss NaN, to end a sentence with."""
-        return self._control.program.suspects
+        return self._control.config.program.suspects
 
 
 class Callback:
@@ -179,7 +179,7 @@ class TerminateOnNaN(Callback):
                 raise DivergedError(f'step {info.step}: metric "{name}" is {value}. {info.last_checkpoint}', fix=f"{fix}")
 
 
-def check_first(callbacks: Sequence[Callback], loss: float) -> None:
+def check_first_loss(callbacks: Sequence[Callback], loss: float) -> None:
     """Raise `DivergedError` where somebody watches the loss and the first one is not finite: training is not the cause then."""
     if not math.isfinite(loss) and any("loss" in each.watches() for each in callbacks if isinstance(each, TerminateOnNaN)):
         raise DivergedError(
@@ -306,6 +306,39 @@ def as_callbacks(given: Any) -> list[Callback]:
     return callbacks
 
 
+class ReadOnlyMetrics(dict):
+    """Metrics of a step. A callback that adds to them gets an error, since the addition would be lost."""
+
+    def _refuse(self, *args: Any, **named: Any) -> Any:
+        raise OptionError(
+            "info.metrics cannot be changed here: the change would be lost.",
+            fix="use fit(metrics=...), or return (value, {name: metric}) from the loss; on_eval records what is added.",
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = cast(Any, _refuse)
+
+
+def as_numbers(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
+    """Metrics after the callbacks' `on_eval`, as floats.
+
+    Raises:
+      OptionError: one of them is not a number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            with jax.transfer_guard("allow"):
+                numbers[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise OptionError(f"step {step}: on_eval has put {brief(value)} into info.metrics[{name!r}].", fix="a number.") from None
+    return numbers
+
+
+def step_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Those that override `on_step`."""
+    return [callback for callback in callbacks if type(callback).on_step is not Callback.on_step]
+
+
 def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
     """Call one method of each of them. The transfer guard is lifted for those of the user's, and only for them.
 
@@ -313,7 +346,7 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
       CallbackError: one of them raises.
     """
     callback, moving = None, any(not callback.moves_nothing for callback in callbacks)
-    with naming(lambda: f"step {info.step}: callback {name_of(callback)}.{event}"):
+    with naming(lambda: f"step {info.step}: callback {callback_name(callback)}.{event}"):
         with contextlib.ExitStack() as block:
             if moving:
                 block.enter_context(jax.transfer_guard("allow"))
@@ -322,25 +355,25 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
                 getattr(callback, event)(info)
 
 
-def name_of(callback: Any) -> str:
+def callback_name(callback: Any) -> str:
     """What the user knows a callback as: its class, or the function that it calls."""
     return brief(callback.function) if isinstance(callback, Each) else type(callback).__name__
 
 
-def watched(callback: Callback) -> tuple[str, ...]:
+def watched_metrics(callback: Callback) -> tuple[str, ...]:
     """The metrics that a callback needs.
 
     Raises:
       OptionError: they are no tuple of names.
     """
-    with naming(lambda: f"callback {name_of(callback)}.watches"):
+    with naming(lambda: f"callback {callback_name(callback)}.watches"):
         found = callback.watches()
     if isinstance(found, str) or not all(isinstance(name, str) for name in found):
-        raise OptionError(f"callback {name_of(callback)} watches {brief(found)}.", fix="a tuple of names, such as ('loss',).")
+        raise OptionError(f"callback {callback_name(callback)} watches {brief(found)}.", fix="a tuple of names, such as ('loss',).")
     return tuple(found)
 
 
-def saved(callbacks: Sequence[Callback], step: int) -> list[list[Any]]:
+def save_callbacks(callbacks: Sequence[Callback], step: int) -> list[list[Any]]:
     """What each wants kept in a checkpoint, (class name, what it gives).
 
     Raises:
@@ -348,18 +381,18 @@ def saved(callbacks: Sequence[Callback], step: int) -> list[list[Any]]:
     """
     kept, entry = [], None
     for callback in callbacks:
-        with naming(lambda: f"step {step}: callback {name_of(callback)}.save"):
+        with naming(lambda: f"step {step}: callback {callback_name(callback)}.save"):
             entry = callback.save()
         try:
             json.dumps(entry)
         except (TypeError, ValueError) as error:
-            why = f"step {step}: callback {name_of(callback)}.save gives {brief(entry)}, which a checkpoint cannot hold: {error}."
+            why = f"step {step}: callback {callback_name(callback)}.save gives {brief(entry)}, which a checkpoint cannot hold: {error}."
             raise CallbackError(f"{why}", fix="plain numbers, words, lists and dicts, such as float(value).") from error
         kept.append([type(callback).__name__, entry])
     return kept
 
 
-def restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> None:
+def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> None:
     """Hand back what callbacks of a resumed run had saved, (class name, what it was): to the first of a class what its first had saved.
 
     Raises:

@@ -84,7 +84,7 @@ class TensorBoard:
         self._writer.close()
 
 
-def write(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
+def write_record(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
     """One record to each of them; they may use JAX as they please.
 
     Raises:
@@ -96,7 +96,7 @@ def write(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
             logger.write(record)
 
 
-def close(logger: Logger) -> None:
+def close_logger(logger: Logger) -> None:
     """Let a logger go.
 
     Raises:

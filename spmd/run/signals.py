@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-INTERRUPTED, ENDED = "interrupted", "asked to end"  # the stop reasons that Ctrl-C and SIGTERM give
+SIGINT_REASON, SIGTERM_REASON = "interrupted", "asked to end"  # why a run stopped
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def interruptible(request_stop: Callable[[str], None]) -> Iterator[None]:
         del frame
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)  # whatever handler was there before, maybe none that interrupts
-        request_stop(INTERRUPTED if number == signal.SIGINT else ENDED)
+        request_stop(SIGINT_REASON if number == signal.SIGINT else SIGTERM_REASON)
 
     taken = [number for number, handler in before.items() if number == signal.SIGINT or handler == signal.SIG_DFL]
     for number in taken:

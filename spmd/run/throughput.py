@@ -10,7 +10,7 @@ from spmd.distributed import watchdog
 T = TypeVar("T")
 
 
-class Pace:
+class Throughput:
     """Takes the time of a run, on this process.
 
     Goodput is the share of time in which steps were made that are in the state now: since the run began, or, where `spmd launch` or a
@@ -18,7 +18,7 @@ class Pace:
     are what it lacks.
 
     Args:
-      carried: `saved()` of the checkpoint that a restarted run goes on from; None: the run begins now.
+      carried: `to_checkpoint()` of the checkpoint that a restarted run goes on from; None: the run begins now.
 
     Attributes:
       waited: seconds that the run has waited for data.
@@ -31,7 +31,7 @@ class Pace:
         self._marked: tuple[int, float, int, float] | None = None  # step, time, samples, waited: at the last record
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def not_training(self) -> Iterator[None]:
         """What happens in the block, an evaluation or a save, is not training."""
         began = time.monotonic()
         try:
@@ -39,7 +39,7 @@ class Pace:
         finally:
             self._apart += time.monotonic() - began
 
-    def waited_for(self, items: Iterable[T]) -> Iterator[T]:
+    def count_waiting(self, items: Iterable[T]) -> Iterator[T]:
         """The same items; the time until each is there is counted, here and in this process's sign of life."""
         reader = iter(items)
         while True:
@@ -54,17 +54,17 @@ class Pace:
                 watchdog.current().waited = self.waited
             yield item
 
-    def step(self) -> None:
+    def step_done(self) -> None:
         """A step is done."""
         if self._first is None:
             self._first, self._apart = time.monotonic(), 0.0
 
-    def saved(self) -> list[float]:
+    def to_checkpoint(self) -> list[float]:
         """Seconds of training so far, and when the run began: for the next checkpoint."""
         spent = 0.0 if self._first is None else time.monotonic() - self._first - self._apart
         return [round(self._trained + max(spent, 0.0), 3), round(self._began, 3)]
 
-    def record(self, step: int, samples: int) -> dict[str, float]:
+    def rates(self, step: int, samples: int) -> dict[str, float]:
         """Steps and samples per second and the share of time that data was waited for, all since the last record; and goodput.
 
         A device is idle meanwhile only where a batch takes longer than a step.
@@ -78,7 +78,7 @@ class Pace:
         if before is None or now <= before[1]:
             return {}
         seconds = now - before[1]
-        trained, began = self.saved()
+        trained, began = self.to_checkpoint()
         return {
             "steps_per_second": round((step - before[0]) / seconds, 3),
             "samples_per_second": round((samples - before[2]) / seconds, 1),

@@ -16,7 +16,7 @@ from spmd.data.work_assignment import Position
 from spmd.mesh import make_mesh
 from spmd.run.checkpoint import Checkpoint, Store
 from spmd.run.history import History
-from spmd.run.throughput import Pace
+from spmd.run.throughput import Throughput
 from spmd.sweeps.config import Study, Trial
 from spmd.sweeps.results import Sweep, Tried
 from spmd.sweeps.storage import Shelf
@@ -192,7 +192,7 @@ class Contest:
         result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
         epoch, batch = divmod(int(result.state.step), data.steps_per_epoch)
         about = about_run(result.trainer, data)
-        more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": Pace().saved()}
+        more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": Throughput().to_checkpoint()}
         unfinished = place.with_name(f".{place.name}")
         if unfinished.exists():
             shutil.rmtree(unfinished)

@@ -170,7 +170,7 @@ def test_what_on_eval_adds_that_is_no_number_is_refused():
 @pytest.mark.parametrize("change", [lambda metrics: metrics.update(mine=1.0), lambda metrics: metrics.setdefault("mine", 1.0)])
 def test_metrics_that_would_show_nowhere_are_refused(event, change):
     kind = type("Adds", (callbacks.Callback,), {event: lambda self, info: change(info.metrics)})
-    with pytest.raises(spmd.SpmdError, match=r"info\.metrics cannot be changed here: it would show nowhere"):
+    with pytest.raises(spmd.SpmdError, match=r"info\.metrics cannot be changed here: the change would be lost"):
         fit(steps=2, callbacks=[kind()])
 
 

@@ -8,7 +8,7 @@ from small import fit_net, labelled
 
 import spmd
 from spmd.run import throughput
-from spmd.run.throughput import Pace
+from spmd.run.throughput import Throughput
 
 
 @pytest.fixture
@@ -30,17 +30,17 @@ def clock(monkeypatch):
 
 
 def test_goodput_is_what_neither_compiling_nor_saving_took(clock):
-    own = Pace()
+    own = Throughput()
     clock.now += 30.0  # compiling
-    own.step()
-    own.record(1, 32)
-    for _ in own.waited_for(range(2)):
+    own.step_done()
+    own.rates(1, 32)
+    for _ in own.count_waiting(range(2)):
         clock.now += 20.0
-    with own.apart():
+    with own.not_training():
         clock.now += 10.0
-    found = own.record(201, 32 * 201)
+    found = own.rates(201, 32 * 201)
     assert found == {"steps_per_second": 4.0, "samples_per_second": 128.0, "data_wait": 0.0, "goodput": round(40 / 80, 3)}
-    assert own.saved() == [40.0, 1000.0 + 1e9]
+    assert own.to_checkpoint() == [40.0, 1000.0 + 1e9]
 
 
 def test_waiting_for_data_is_counted(clock):
@@ -49,25 +49,25 @@ def test_waiting_for_data_is_counted(clock):
             clock.now += 5.0
             yield item
 
-    own = Pace()
-    own.step()
-    own.record(0, 0)
-    assert [item for item in own.waited_for(slow()) if not setattr(clock, "now", clock.now + 15.0)] == [0, 1, 2, 3]
-    assert own.record(8, 8)["data_wait"] == 0.25 and own.waited == 20.0
+    own = Throughput()
+    own.step_done()
+    own.rates(0, 0)
+    assert [item for item in own.count_waiting(slow()) if not setattr(clock, "now", clock.now + 15.0)] == [0, 1, 2, 3]
+    assert own.rates(8, 8)["data_wait"] == 0.25 and own.waited == 20.0
 
 
 def test_a_restart_carries_what_is_in_the_checkpoint_and_the_time_since_the_first_start(clock):
-    first = Pace()
-    first.step()
+    first = Throughput()
+    first.step_done()
     clock.now += 60.0
-    carried = first.saved()
+    carried = first.to_checkpoint()
     clock.now += 30.0  # made again
-    second = Pace(carried)
+    second = Throughput(carried)
     clock.now += 10.0
-    second.step()
-    second.record(0, 0)
+    second.step_done()
+    second.rates(0, 0)
     clock.now += 20.0
-    assert second.record(10, 10)["goodput"] == round((60 + 20) / 120, 3)
+    assert second.rates(10, 10)["goodput"] == round((60 + 20) / 120, 3)
 
 
 def test_records_of_a_run_have_them(tmp_path):

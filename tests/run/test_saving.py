@@ -18,7 +18,8 @@ from spmd.distributed.timeouts import Limits
 from spmd.errors import CallbackError, CheckpointError, DivergedError
 from spmd.run import checkpoint, device_snapshot
 from spmd.run.checkpoint import Store
-from spmd.run.loop import Loop
+from spmd.run.evaluate_and_save import Evaluator
+from spmd.run.step_metrics import StepMetrics
 from spmd.train.state import State
 
 COPIED, WAITED_FOR = True, False
@@ -95,16 +96,16 @@ def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch)
 
 def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
     """From the second save on: the first finds out whether there is room. What the guard sees the host wait for is the step, no save."""
-    told, read, copy = [], Loop._read, device_snapshot.Copier.__call__
+    told, read, copy = [], StepMetrics.read_oldest, device_snapshot.Copier.__call__
 
     def noted(self):
-        told.append(("read", self._unread[0][0], self._guard.phase))
+        told.append(("read", self._unread[0][0], self._control.watchdog.phase))
         read(self)
-        futures.wait([self.store._written])
+        futures.wait([self._config.store._written])
 
     guarded = watchdog.Together(0, 1, Limits(), print)
     monkeypatch.setattr(watchdog, "_current", guarded)
-    monkeypatch.setattr(Loop, "_read", noted)
+    monkeypatch.setattr(StepMetrics, "read_oldest", noted)
     monkeypatch.setattr(device_snapshot.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.Each(lambda info: info.state, every=2)])
     seen = [entry if entry == "copy" else entry[:2] for entry in told]
@@ -113,8 +114,8 @@ def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
 
 
 def test_devices_copy_after_an_evaluation_which_may_want_the_room(tmp_path, monkeypatch):
-    told, measure, copy = [], Loop._measure, device_snapshot.Copier.__call__
-    monkeypatch.setattr(Loop, "_measure", lambda self: told.append("evaluation") or measure(self))
+    told, measure, copy = [], Evaluator.evaluate, device_snapshot.Copier.__call__
+    monkeypatch.setattr(Evaluator, "evaluate", lambda self: told.append("evaluation") or measure(self))
     monkeypatch.setattr(device_snapshot.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
     fit(steps=4, checkpoint=spmd.Checkpoint(tmp_path, every=2), eval_data=numbers(8), eval_every=2)
     assert told[:4] == ["evaluation", "copy", "evaluation", "copy"]
@@ -127,9 +128,9 @@ def test_a_copy_that_nobody_saves_is_dropped(error, tmp_path):
 
     def fail(info):
         seen[info.step] = jax.device_get(info.state.params)
-        futures.wait([info._control.store._written])
+        futures.wait([info._control.config.store._written])
         if info.step == 4:
-            assert list(info._control.store._copies) == [4]
+            assert list(info._control.config.store._copies) == [4]
             raise error("no more")
 
     each = spmd.callbacks.Each(fail)

@@ -1,0 +1,82 @@
+"""What a run is made of (`LoopConfig`), where it begins (`StartPoint`), and how far it has come (`RunState`)."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spmd.data.batches import Placer
+from spmd.data.sources import Source
+from spmd.data.work_assignment import Position
+from spmd.run.callbacks import Callback
+from spmd.run.checkpoint import Store
+from spmd.run.history import History
+from spmd.run.loggers import Logger
+from spmd.run.progress import NoProgress, Progress
+from spmd.run.schedule import RunSchedule
+from spmd.run.throughput import Throughput
+from spmd.train.compiled_step import Program
+from spmd.train.state import State
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopConfig:
+    """The parts of a run; they stay the same until it ends.
+
+    Attributes:
+      evaluate: called with the state and with a function that says whether a signal stops the evaluation before batch n; None then.
+      meta: what each checkpoint records about the run's options and data.
+      device_data: arrays of a data set that lives on the devices.
+    """
+
+    program: Program
+    source: Source
+    placer: Placer
+    schedule: RunSchedule
+    evaluate: Callable[[State, Callable[[int], bool]], dict[str, float] | None] | None
+    callbacks: Sequence[Callback]
+    loggers: Sequence[Logger]
+    progress: NoProgress | Progress
+    store: Store | None
+    meta: dict[str, Any]
+    prefetch: int
+    device_data: Any = None
+    steps_per_call: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class StartPoint:
+    """What a run begins with: new, or from a checkpoint.
+
+    Attributes:
+      position: in the data.
+      callbacks: (class name, what it saved).
+      changes: options that differ from the checkpoint's, and codec state that did not fit, as text.
+      throughput: holds the time spent before.
+      owes_evaluation: whether a signal ended the run before an evaluation that was due.
+    """
+
+    state: State
+    position: Position = dataclasses.field(default_factory=Position)
+    callbacks: list = dataclasses.field(default_factory=list)
+    changes: list[str] = dataclasses.field(default_factory=list)
+    throughput: Throughput = dataclasses.field(default_factory=Throughput)
+    owes_evaluation: bool = False
+
+
+@dataclasses.dataclass
+class RunState:
+    """How far a run has come.
+
+    Attributes:
+      epoch: number of the current epoch, from 0; `position` is in the next one already when an epoch ends.
+      evaluated: results of the newest evaluation.
+    """
+
+    state: State
+    step: int
+    position: Position
+    epoch: int
+    throughput: Throughput
+    history: History
+    evaluated: dict[str, float] = dataclasses.field(default_factory=dict)
+    stop_reason: str | None = None

@@ -1,0 +1,80 @@
+"""When a run stops: at its planned end, when a callback asks, or after a signal. Callbacks reach it through `info`."""
+
+from spmd.distributed import watchdog
+from spmd.run.callbacks import Info, ReadOnlyMetrics, notify
+from spmd.run.config import LoopConfig, RunState
+from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
+from spmd.train.state import State
+
+
+class RunControl:
+    """Stops the run, and tells callbacks what happens in it."""
+
+    def __init__(self, config: LoopConfig, run: RunState):
+        self.config, self.run, self.watchdog = config, run, watchdog.current()
+        self.last_step, self._notified_stop = config.schedule.steps, False
+
+    @property
+    def state(self) -> State:
+        """The arrays after the newest step."""
+        return self.run.state
+
+    def stop(self, reason: str) -> None:
+        """Stop after the current step. Every process must call this at the same step; use `ask` where only one process knows."""
+        self.run.stop_reason = self.watchdog.stopped = self.run.stop_reason or reason
+
+    def ask(self, reason: str) -> None:
+        """Stop soon, all processes after the same step."""
+        self.watchdog.ask(reason)
+
+    def stop_at(self, step: int) -> None:
+        """Stop after this many updates; immediately if there were more already."""
+        self.last_step = step if self.last_step is None else min(step, self.last_step)
+
+    def should_stop(self) -> bool:
+        """Whether the run stops here, between two steps, before its planned end."""
+        if self.run.stop_reason is None and self.watchdog.stops(self.run.step):
+            self.run.stop_reason = self.watchdog.asked
+        return self.run.stop_reason is not None
+
+    def stopped_by_signal(self) -> bool:
+        """Whether a signal stops the run: then it must hurry, since the sender follows up with one that cannot be handled."""
+        return self.should_stop() and self.run.stop_reason in (SIGINT_REASON, SIGTERM_REASON)
+
+    def stops_evaluation(self, batch: int) -> bool:
+        """Whether a signal ends an evaluation before this batch, from 1: finishing it could use up the time left to save."""
+        return self.watchdog.stops(self.run.step, batch) and self.watchdog.asked in (SIGINT_REASON, SIGTERM_REASON)
+
+    def steps_done(self) -> bool:
+        """Whether the planned number of steps is reached."""
+        return self.last_step is not None and self.run.step >= self.last_step
+
+    def finished(self) -> bool:
+        """Whether the run is at its planned end, in steps or in epochs."""
+        epochs = self.config.schedule.epochs
+        return self.steps_done() or (epochs is not None and self.run.position.epoch >= epochs)
+
+    def total_steps(self) -> int | None:
+        """Steps of the complete run; None where the length of an epoch is not known."""
+        per_epoch, epochs = self.config.source.steps_per_epoch, self.config.schedule.epochs
+        if self.last_step is not None:
+            return self.last_step
+        return None if per_epoch is None or epochs is None else per_epoch * epochs
+
+    def last_checkpoint(self) -> str:
+        """A sentence that says where the newest checkpoint is."""
+        store = self.config.store
+        if store is None or (step := store.latest()) is None:
+            return "There is no checkpoint."
+        return f"The last checkpoint is step {step} in {store.folder}."
+
+    def notify(self, event: str, metrics: dict[str, float] | None = None) -> None:
+        """Call this method of each callback."""
+        metrics = ReadOnlyMetrics() if metrics is None else metrics
+        notify(self.config.callbacks, event, Info(self, self.run.step, self.run.epoch, metrics, 0, exact=True))
+
+    def notify_stop(self) -> None:
+        """Call `on_stop`, once however the run ends."""
+        if not self._notified_stop:
+            self._notified_stop = True
+            self.notify("on_stop")

@@ -1,0 +1,107 @@
+"""Evaluates the state and saves it: a checkpoint is ranked by the evaluation of its own step."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from spmd.errors import OptionError, did_you_mean
+from spmd.run.callbacks import as_numbers, save_callbacks
+from spmd.run.config import LoopConfig, RunState
+from spmd.run.control import RunControl
+from spmd.run.loggers import write_record
+from spmd.run.schedule import Intervals
+from spmd.run.step_metrics import StepMetrics
+
+
+class Evaluator:
+    """Evaluates at most once after each step; says which evaluations a signal ended."""
+
+    def __init__(self, config: LoopConfig, run: RunState, control: RunControl, metrics: StepMetrics):
+        self._config, self._run, self._control, self._metrics = config, run, control, metrics
+        self.completed_at = self.unfinished_at = -1  # steps of the newest evaluation that was completed, and that was not
+
+    def evaluate(self) -> None:
+        """Evaluate the newest state, unless that was done; report the results to callbacks, history, loggers and display."""
+        config, run = self._config, self._run
+        if config.evaluate is None or self.completed_at == run.step:
+            return
+        self._metrics.drain()
+        self.completed_at = run.step
+        self._control.watchdog.at("eval", run.step)
+        with run.throughput.not_training(), jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
+            results = config.evaluate(run.state, self._control.stops_evaluation)
+        self._control.watchdog.at("step", run.step)
+        if results is None:
+            self._report_unfinished()
+            return
+        run.evaluated = {f"eval_{name}": value for name, value in results.items()}
+        extended = dict(run.evaluated)
+        try:
+            self._control.notify("on_eval", extended)
+            run.evaluated = as_numbers(extended, run.step)  # with what callbacks have added
+        finally:
+            run.history.add_evaluation(run.step, run.evaluated)
+            write_record(config.loggers, {"step": run.step, "epoch": run.epoch, **run.evaluated})
+            config.progress.say(f"step {run.step}: " + "  ".join(f"{name} {value:.4f}" for name, value in run.evaluated.items()))
+
+    def _report_unfinished(self) -> None:
+        """Report an evaluation that was not completed; the resumed run repeats it."""
+        run = self._run
+        self.completed_at, self.unfinished_at, run.stop_reason = -1, run.step, self._control.watchdog.asked
+        run.history.unfinished.append(run.step)
+        write_record(self._config.loggers, {"step": run.step, "epoch": run.epoch, "event": "evaluation not completed"})
+        self._config.progress.say(f"step {run.step}: the evaluation was not completed ({run.stop_reason})")
+
+
+class Saver:
+    """Writes checkpoints; without a checkpoint folder it does nothing."""
+
+    def __init__(self, control: RunControl, metrics: StepMetrics, evaluator: Evaluator, intervals: Intervals):
+        self._config, self._run, self._control = control.config, control.run, control
+        self._metrics, self._evaluator, self._intervals = metrics, evaluator, intervals
+
+    def copy_early(self) -> None:
+        """Copy the state on the devices before the host waits for the step, where no evaluation comes first that may need the memory."""
+        if self._config.store is not None and self._config.store.config.best is None:
+            self._config.store.copy(self._run.state, self._run.step)
+
+    def save(self) -> None:
+        """Start to write a checkpoint of the newest state, unless this step was saved."""
+        store, run = self._config.store, self._run
+        if store is None:
+            return
+        best = store.config.best
+        if best is not None and not self._control.stopped_by_signal():
+            self._evaluator.evaluate()  # a checkpoint without a value could never be the best
+        self._metrics.drain()
+        results = dict(run.evaluated) if run.step == self._evaluator.completed_at else {}
+        if best is not None and results and best not in results:
+            raise OptionError(f'Checkpoint: there is no metric "{best}".', fix=did_you_mean(best, results))
+        self._control.watchdog.at("save", run.step)
+        with run.throughput.not_training():
+            run.history.flush()  # before the save: a run that resumes from it finds all earlier steps
+            saved = store.save(run.state, run.step, self._meta(), results)
+        self._control.watchdog.at("step", run.step)
+        if saved:
+            self._control.notify("on_checkpoint")
+
+    def save_after_error(self, error: BaseException) -> None:
+        """Save the newest state and wait until it is on disk; a note of the error says where."""
+        store, run = self._config.store, self._run
+        if store is not None:
+            store.save(run.state, run.step, self._meta(), {})
+            store.wait()
+            error.add_note(f"spmd: the state after step {run.step} was saved in {store.folder}.")
+
+    def _meta(self) -> dict[str, Any]:
+        """Everything beside the arrays that a resumed run needs."""
+        run, evaluator = self._run, self._evaluator
+        owes = run.step == evaluator.unfinished_at or (evaluator.completed_at != run.step and self._intervals.evaluates(run.step))
+        return {
+            **self._config.meta,
+            "position": dataclasses.asdict(run.position),
+            "callbacks": save_callbacks(self._config.callbacks, run.step),
+            "pace": run.throughput.to_checkpoint(),
+            "owes_evaluation": owes,
+        }

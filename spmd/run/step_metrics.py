@@ -1,0 +1,90 @@
+"""Training metrics: read one step late, then given to callbacks, averaged, logged and shown."""
+
+import collections
+
+import jax
+import numpy as np
+
+from spmd.run.callbacks import Info, ReadOnlyMetrics, check_first_loss, notify, step_callbacks
+from spmd.run.config import LoopConfig, RunState
+from spmd.run.control import RunControl
+from spmd.run.loggers import write_record
+from spmd.train.metrics import IN_FLIGHT, fetch, means
+
+
+class StepMetrics:
+    """Metrics of the dispatched steps, still on the devices; and their sums since the last log record, on the host."""
+
+    def __init__(self, config: LoopConfig, run: RunState, control: RunControl):
+        self._config, self._run, self._control = config, run, control
+        self._unread: collections.deque[tuple[int, int, jax.Array, list[int]]] = collections.deque()
+        self._window = np.zeros((2, len(config.program.names)))
+        self._samples, self._newest = 0, None
+        self._newest_step = (run.step, run.position.epoch)
+        self._callbacks, self._fetch = step_callbacks(config.callbacks), fetch()
+
+    def add(self, first_step: int, packed: jax.Array, rows: list[int]) -> None:
+        """Add the metrics of a call that was dispatched, and read those of earlier calls.
+
+        Metrics are read one step late: the device already has its next step while the host reads this one.
+        """
+        self._unread.append((first_step, self._run.position.epoch, packed, rows))
+        while len(self._unread) >= IN_FLIGHT:
+            self.read_oldest()
+
+    def drain(self) -> None:
+        """Read all that are unread: waits for every dispatched step."""
+        while self._unread:
+            self.read_oldest()
+
+    def discard(self) -> None:
+        """Forget those that are unread."""
+        self._unread.clear()
+
+    def read_oldest(self) -> None:
+        """Fetch the metrics of the oldest unread call; record them and call the callbacks that are due."""
+        run, program = self._run, self._config.program
+        first, epoch, packed, rows = self._unread.popleft()
+        packed = self._fetch(packed)
+        packed = packed if packed.ndim == 3 else packed[None]
+        self._control.watchdog.at("step", first + len(packed) - 1)
+        run.throughput.step_done()
+        run.history.add_steps(first, packed)
+        self._samples += sum(rows)
+        if first == 1:
+            check_first_loss(self._config.callbacks, self._means(packed[0]).get("loss", 0.0))
+        newest = first + len(packed) - 1 == run.step
+        for offset, sums in enumerate(packed):
+            step = first + offset
+            due = [callback for callback in self._callbacks if step % callback.every == 0]
+            if due:
+                metrics = ReadOnlyMetrics({**self._means(sums), **program.constants(step - 1)})
+                info = Info(self._control, step, epoch, metrics, rows[offset], exact=newest and step == run.step)
+                notify(due, "on_step", info)
+            self._window += sums
+            self._newest_step = (step, epoch)
+            if step % self._config.schedule.log_every == 0:
+                self.log()
+        self._newest = packed[-1]
+        if self._config.progress.due():
+            self.show()
+
+    def show(self) -> None:
+        """Update the progress display."""
+        if self._newest is not None:
+            step, epoch = self._newest_step
+            self._config.progress.update(step, epoch, {**self._means(self._newest), **self._run.evaluated}, self._samples)
+
+    def log(self) -> None:
+        """Log the means since the last record; the last record of a run may cover fewer steps."""
+        step, epoch = self._newest_step
+        if self._window[1].any():
+            rates = self._run.throughput.rates(step, self._samples)
+            record = {"step": step, "epoch": epoch, **self._means(self._window), **self._config.program.constants(step - 1), **rates}
+            write_record(self._config.loggers, record)
+            self._window = np.zeros_like(self._window)
+
+    def _means(self, sums: np.ndarray) -> dict[str, float]:
+        """Means by name. One over nothing is left out: it is no number, and no NaN to stop for."""
+        named_means = zip(self._config.program.names, means(*sums).tolist(), sums[1], strict=True)
+        return {name: value for name, value, count in named_means if count}
