@@ -26,7 +26,7 @@ from jax.sharding import AxisType, PartitionSpec
 import spmd
 from spmd.wire.codec import make_codec
 from spmd.wire.codec.base import Bucket, RowCodec
-from spmd.wire.shard_layout import Cut
+from spmd.wire.shard_layout import ShardLayout
 
 WORKERS = (2, 4, 8, 16, 32, 64, 128)
 REAL = (2, 4, 8)
@@ -78,7 +78,7 @@ def exchange(codec, grads: np.ndarray) -> np.ndarray:
     """The library's exchange of these gradients on one simulated device per worker; [workers, SIZE], what each of them has got."""
     workers = len(grads)
     mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
-    bucket = Bucket((Cut((SIZE,), (), ("data",), (workers,)),))
+    bucket = Bucket((ShardLayout((SIZE,), (), ("data",), (workers,)),))
     each = lambda grad: codec.mean([grad[0]], [{}], bucket)[0][0][None]
     run = jax.shard_map(each, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False)
     return np.asarray(jax.jit(run)(grads))

@@ -29,7 +29,7 @@ from spmd.train import step as step_module
 from spmd.train.compiled_step import Program
 from spmd.train.model_setup import Placed, TrainConfig
 from spmd.tree import map_paths
-from spmd.wire.gradient_sync import Exchange
+from spmd.wire.gradient_sync import GradientSync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import gpt
@@ -119,14 +119,16 @@ def main() -> None:
     lines += [__doc__.strip().split("\n\n")[-1], ""]
     header = ("GPUs", "program", "MB sent per GPU and step", "of which", "memory: arguments + temporaries, GB", "compile s")
     lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    pull, gather, push = step_module.pull, step_module.needs_gather, Exchange.push
+    pull, gather, push = step_module.pull, step_module.needs_gather, GradientSync.reduce_gradients
     for count in map(int, options.gpus.split(",")):
         topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x{max(1, count // 8)}x{min(8, count)}")
         for arm in ("naive", "auto", "manual"):
             # naive: what the partitioner does when it is told how arrays are stored, and not where weights are used whole
-            step_module.needs_gather = (lambda place, scene: False) if arm == "naive" else gather
+            step_module.needs_gather = (lambda place, mesh_axes: False) if arm == "naive" else gather
             step_module.pull = (lambda exchange, place, piece: piece) if arm == "naive" else pull
-            Exchange.push = (lambda self, grads, memory, step: (grads, memory, jnp.zeros((2, 0)))) if arm == "naive" else push
+            GradientSync.reduce_gradients = (
+                (lambda self, grads, memory, step: (grads, memory, jnp.zeros((2, 0)))) if arm == "naive" else push
+            )
             started = time.perf_counter()
             compiled = program(list(topology.devices), arm).compile()
             took, memory, moved = time.perf_counter() - started, compiled.memory_analysis(), wire(compiled.as_text(), count)

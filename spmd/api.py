@@ -42,7 +42,7 @@ from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe, flatten
 from spmd.user_paths import writing
-from spmd.wire.param_server.sync_schedule import unmet
+from spmd.wire.param_server.sync_schedule import unsynced_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _tell_unmet(server: ParameterServer | None, steps: int) -> None:
     """What workers who train by themselves have learnt and nobody else knows."""
     if server is None:
         return
-    left = unmet(server, steps) if server.local else 0
+    left = unsynced_steps(server, steps) if server.local else 0
     since, fix = "their last meeting", "Choose a number of steps that `every` divides."
     if server.fragments > 1:
         since = "the last meeting of some parameters"

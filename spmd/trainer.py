@@ -36,10 +36,10 @@ from spmd.train.model_setup import Placed, TrainConfig
 from spmd.train.state import State, check_alive, whole_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract
-from spmd.wire.comm_log import WireLog
+from spmd.wire.comm_log import CommLog
 from spmd.wire.notes import notes as exchange_notes
 from spmd.wire.notes import server_notes
-from spmd.wire.param_server.statistics import Account
+from spmd.wire.param_server.statistics import ServerStatistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Trainer:
         return summary(self.resolved)
 
     @property
-    def wire(self) -> WireLog:
+    def wire(self) -> CommLog:
         """What a step sends: every collective of the manual step, with axes, payload and bytes; printed, a table.
 
         Raises:
@@ -177,7 +177,7 @@ class Trainer:
         """What the pipelines of this model do when, by stack; known from the first batch on. `spmd.viz.schedule` draws them."""
         return {} if self._program is None else self._program.schedules
 
-    def simulate(self, steps: int) -> Account:
+    def simulate(self, steps: int) -> ServerStatistics:
         """What the parameter server's clock says of so many steps: time, waiting, staleness, what is dropped; printed, a table.
 
         Raises:
@@ -186,7 +186,7 @@ class Trainer:
         if self._placed.events is None:
             fix = '[gradients] reduction = "parameter_server".'
             raise OptionError(f"trainer.simulate: {self.layout.source} has no parameter server, so no clock.", fix=fix)
-        return Account.of(self._placed.events, steps)
+        return ServerStatistics.of(self._placed.events, steps)
 
     def init(self, batch: Tree = None) -> State:
         """A new state, each array made in place on the mesh. A linen model needs a `batch` (arrays or their shapes).
@@ -256,7 +256,7 @@ class Trainer:
         """The compiled functions for full batches shaped like `sample`; checked now, compiled at the first call."""
         if self._program is None or self._placer is None:
             self._program = prepared(self._placed, sample)
-            workers = self._placed.exchange.simulated
+            workers = self._placed.exchange.worker_count
             self._placer = self._make_placer(self._program, pad=self._program.pad_training, workers=workers)
         return self._program, self._placer
 

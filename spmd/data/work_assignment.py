@@ -49,7 +49,7 @@ def epoch_of(source: Source, clock: Events | None, at: Position, step: int, *, p
         would be used, where a remainder is dropped.
     """
     drop = clock is not None and clock.declared.drop_remainder
-    if clock is not None and clock.dealt and at.workers in (0, clock.workers):
+    if clock is not None and clock.assigns_rows and at.workers in (0, clock.workers):
         at.parts = at.parts or at.batch * clock.workers  # of a run in whole batches
         return deal(source.epoch(at.epoch), clock, step, source.batch_size, at.parts, pad=pad, drop=drop)
     if at.parts:
@@ -103,24 +103,24 @@ def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int 
     """
     if clock is None:
         return
-    if clock.dealt and jax.process_count() > 1 and not isinstance(source, ArraySource):
+    if clock.assigns_rows and jax.process_count() > 1 and not isinstance(source, ArraySource):
         raise DataError(
             f"rows are dealt out to {clock.workers} workers, and each of {jax.process_count()} processes reads batches of its own.\n"
             "    fix: arrays, which every process can index."
         )
     unit = source.batch_size // clock.workers
     drop = clock.declared.drop_remainder
-    part = unit if clock.dealt else source.batch_size
+    part = unit if clock.assigns_rows else source.batch_size
     if not drop and not pad and clock.masked and isinstance(source, ArraySource) and source.examples % part:
         raise DataError(_UNEVEN.format(source.examples, part))
     parts = None
     if epochs is not None and isinstance(source, ArraySource):
-        size = unit if clock.dealt else source.batch_size
+        size = unit if clock.assigns_rows else source.batch_size
         parts = source.examples // size if drop else -(-source.examples // size)
-        if not clock.dealt:
+        if not clock.assigns_rows:
             steps, parts = parts * epochs, None
-    ahead = 1 if clock.dealt else 0  # rows of the next round are dealt while one runs
-    clock.check(None if steps is None else steps + ahead, parts, epochs or 1, drop=drop)
+    ahead = 1 if clock.assigns_rows else 0  # rows of the next round are dealt while one runs
+    clock.check_trace_length(None if steps is None else steps + ahead, parts, epochs or 1, drop=drop)
 
 
 _UNEVEN = (
@@ -202,7 +202,7 @@ def _dealt(lots: list[_Part], have: np.ndarray, unit: int) -> HostBatch:
 
 def check_present(clock: Events | None, step: int, batch: Batch) -> None:
     """Rows of workers who are busy elsewhere would be lost in silence."""
-    if clock is None or not clock.dealt or batch.have is not None or clock.round(step).takes.all():
+    if clock is None or not clock.assigns_rows or batch.have is not None or clock.round(step).takes.all():
         return
     absent = int((~clock.round(step).takes).sum())
     raise OptionError(

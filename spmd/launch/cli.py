@@ -100,9 +100,9 @@ def _check(options: argparse.Namespace) -> str:
     from spmd.layout.summary import summary
     from spmd.models.wrap import wrap
     from spmd.tree import flatten
-    from spmd.wire.gradient_sync import Exchange
+    from spmd.wire.gradient_sync import GradientSync
     from spmd.wire.notes import notes
-    from spmd.wire.strategies import Scene
+    from spmd.wire.strategies import MeshAxes
 
     layout = load(options.layout)
     mesh = _mesh(options.mesh, layout)
@@ -112,8 +112,8 @@ def _check(options: argparse.Namespace) -> str:
     resolved = fit_layout(layout, flatten(variables.params), names, mesh, model.stacks())
     if batch is not None:
         check_batch(batch, layout, mesh, 1)
-    scene = Scene(AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.names)), resolved.data_axes)
-    return "\n".join([summary(resolved), *notes(Exchange(resolved, scene))])
+    mesh_axes = MeshAxes(AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.names)), resolved.data_axes)
+    return "\n".join([summary(resolved), *notes(GradientSync(resolved, mesh_axes))])
 
 
 def _mesh(text: str | None, layout: Any) -> Any:

@@ -128,7 +128,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, target: Targ
 def _gradients(program: Program, params: Tree) -> int:
     """Gradients as they leave the exchange: cut as the reduction leaves them."""
     placed = program.placed
-    resolved, pushed = placed.resolved, placed.exchange.reduction.pushed
+    resolved, pushed = placed.resolved, placed.exchange.reduction.mean_spec
     total = 0
     for path, leaf in flatten(params).items():
         place = resolved.placements[path]

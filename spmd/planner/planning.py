@@ -160,7 +160,7 @@ class Plan:
             lines.append("  as the parameter server keeps it, rows over the workers")
         elif data:
             lines.append(f"  gathered over {', '.join(data)} where it is used: {format_bytes(on_device(leaf) * _ways(data, self.mesh))}")
-        if reduction == "reduce_scatter" and not set(spec_axes(placed.exchange.reduction.pushed(place))) & set(workers):
+        if reduction == "reduce_scatter" and not set(spec_axes(placed.exchange.reduction.mean_spec(place))) & set(workers):
             reduction = "all_reduce, for it is not cut over the workers"
         lines.append(f"  its gradient meets by {reduction}")
         return Text("\n".join(lines))

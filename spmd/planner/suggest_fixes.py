@@ -95,7 +95,7 @@ def _remat(at: _Trial, best: Plan) -> _Trials:
 
 def _microbatches(at: _Trial, best: Plan) -> _Trials:
     """The least numbers that could do."""
-    parts = best.program.placed.exchange.simulated * (at.layout.pipeline.microbatches or 1)
+    parts = best.program.placed.exchange.worker_count * (at.layout.pipeline.microbatches or 1)
     counts = [count for count in microbatches(best.rows, parts) if count > at.accumulate]
     could = [count for count in counts if best.at_least(count) <= best.memory.capacity]
     for count in (could or counts[-1:])[:3]:

@@ -17,7 +17,7 @@ from spmd.layout.server import ParameterServer
 from spmd.run.reshard_checkpoint import dtype_of, read_as, shape_of
 from spmd.tree import describe
 from spmd.wire.gradient_sync import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
-from spmd.wire.param_server.sync_schedule import unfinished
+from spmd.wire.param_server.sync_schedule import has_pending_sync
 
 STATE = "state"
 REMEMBERED = {  # items of a checkpoint, and in words
@@ -133,7 +133,7 @@ def check_meetings(before: ParameterServer, now: ParameterServer, step: int) -> 
     """
     turns = lambda server: f"every = {server.every}, fragments = {server.fragments}, overlap = {server.overlap}"
     same = before.mode == "local" and turns(before) == turns(now)
-    between = lambda number: unfinished(now, number) or (before.mode == "local" and unfinished(before, number))
+    between = lambda number: has_pending_sync(now, number) or (before.mode == "local" and has_pending_sync(before, number))
     if now.mode == "local" and not same and between(step):
         free = next(number for number in itertools.count(step) if not between(number))
         was = turns(before) if before.mode == "local" else f'mode = "{before.mode}"'

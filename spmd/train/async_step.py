@@ -41,7 +41,7 @@ class ServedStep(Step):
 
     def _round(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, Tree, jax.Array]:
         """What arrives at the servers, by path [D, W, width]; the next memory; stats; metrics of each worker, [W, 2, names]."""
-        exchange, data, whole = self.exchange, self.scene.data_axes, PartitionSpec()
+        exchange, data, whole = self.exchange, self.mesh_axes.data_axes, PartitionSpec()
         cut = lambda spec: pspec(keep_axes(spec, data))
         memory = jax.tree.map(cut, exchange.specs(state.exchange), is_leaf=lambda x: isinstance(x, tuple))
         rows = map_paths(lambda path, x: cut(batch_spec(self.resolved, path)), batch)
@@ -58,7 +58,7 @@ class ServedStep(Step):
 
         return shard_map(
             position,
-            mesh=self.scene.mesh,
+            mesh=self.mesh_axes.mesh,
             in_specs=(specs, rows, PartitionSpec(data), whole),
             out_specs=(PartitionSpec(data), memory, whole, PartitionSpec(data)),
             axis_names=data,
@@ -67,7 +67,7 @@ class ServedStep(Step):
     def _serve(self, state: State, arrived: Tree, memory: Tree, losses: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
         """One arrival after the other: the server's part, on whole arrays, which live cut over the servers."""
         declared = self.resolved.layout.parameter_server
-        workers = self.exchange.simulated
+        workers = self.exchange.worker_count
         share, gathers = 1 / workers if declared.mode == "bounded" else 1.0, declared.per_update(workers) > 1
 
         def one(carry: tuple, event: Tree) -> tuple[tuple, None]:

@@ -37,7 +37,7 @@ from spmd.train.state import State
 from spmd.train.step import Step, batch_spec, many
 from spmd.train.whole_batch import Comparison, parts_of
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
-from spmd.wire.comm_log import WireLog, read
+from spmd.wire.comm_log import CommLog, read
 from spmd.wire.notes import exact_bytes
 from spmd.wire.param_server.events import Events
 from spmd.wire.strategies import constrain
@@ -62,13 +62,13 @@ class Program:
         check_update(placed.optimizer, abstract(placed.abstract_state.params))
         placed.parallel.check_used(placed.resolved.layout.source)
         self._check_pipeline(stats=stats)
-        placed.exchange.prove()
+        placed.exchange.check_rounding()
         if placed.exchange.reduction.manual and not (placed.exchange.asynchronous or placed.exchange.local):
             placed.given.check_workers()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
-        seen.check(self.rows, placed.exchange.simulated * placed.config.accumulate)
+        seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
         self._packed = (LOSS, *extra)
-        self.names = (*self._packed, *placed.exchange.measures, *(placed.events.counts if placed.events else ()))
+        self.names = (*self._packed, *placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         self._rowwise = check_loss(value, extra, self.rows)
         self.pad_training = self._rowwise and all(x.shape == (self.rows,) for x in jax.tree.leaves(extra)) and not stats
         # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step by copying the donated
@@ -83,7 +83,7 @@ class Program:
     def _trace(self, objective: Objective, seen: Seen, *, training: bool, rows: int | None = None) -> tuple[tuple, Any]:
         """What an objective returns on so many rows, those of a full batch unless they are given, as shapes, and its jaxpr."""
         placed = self.placed
-        shares = placed.config.accumulate * placed.exchange.simulated // placed.resolved.workers
+        shares = placed.config.accumulate * placed.exchange.worker_count // placed.resolved.workers
         parallel = dataclasses.replace(placed.parallel, row_splits=shares, schedules=self.schedules if training else {})
 
         def call(variables: Variables, batch: Tree, key: Any) -> tuple:
@@ -140,8 +140,8 @@ class Program:
 
     def _step(self, rows: int, split: bool) -> Step:
         placed = self.placed
-        simulated = placed.exchange.simulated // placed.resolved.workers if split else 1
-        own = rows // placed.exchange.simulated if split else rows  # rows of each worker
+        simulated = placed.exchange.worker_count // placed.resolved.workers if split else 1
+        own = rows // placed.exchange.worker_count if split else rows  # rows of each worker
         parts = max(count for count in range(1, placed.config.accumulate + 1) if own % count == 0)
         model, optimizer, resolved, exchange = placed.model, placed.optimizer, placed.resolved, placed.exchange
         more = {"simulated": simulated, "unroll": self._unroll, "dtype": self._dtype, "rowwise": self._rowwise, "split": split}
@@ -196,7 +196,8 @@ class Program:
             self._look(state, batch, weights)
         if "present" in events and not split:
             raise DataError(
-                f"a batch of {weights.shape[0]} rows, which {self.placed.exchange.simulated} workers do not divide, while not all count.\n"
+                f"a batch of {weights.shape[0]} rows, which {self.placed.exchange.worker_count} workers do not divide, "
+                "while not all count.\n"
                 "    fix: a loss with one value per example and no batch statistics, which can leave padding out; or drop the batch."
             )
         return self._function(("step", weights.shape[0], split))(state, batch, weights, events)
@@ -271,7 +272,7 @@ class Program:
 
     def _gather(self, params: Tree) -> Tree:
         step = self._step(self.rows, True)
-        return step._map(lambda place, p: constrain(step.scene, keep_axes(place.spec, step.scene.rest), p), params)
+        return step._map(lambda place, p: constrain(step.mesh_axes, keep_axes(place.spec, step.mesh_axes.rest), p), params)
 
     def _measure(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
         with parallel_scope(self._parallel):
@@ -291,7 +292,7 @@ class Program:
         return self.placed.abstract_state, map_paths(place, self.sample), weights, self.abstract_events
 
     @functools.cached_property
-    def wire(self) -> WireLog:
+    def wire(self) -> CommLog:
         """Every collective of a step on a full batch; reads the traced step (`step` then compiles that trace)."""
         return read(self._traced.jaxpr.jaxpr, self.placed.mesh.shape, self.placed.resolved.layout.gradients.start_step)
 
@@ -326,8 +327,8 @@ class Program:
     def constant_names(self) -> tuple[str, ...]:
         """Names of what is known of a step without measuring."""
         exchange, clock = self.placed.exchange, self.placed.events
-        sent = (("wire_bytes", "compression_ratio") if exchange.measures else ("wire_bytes",)) if exchange.reduction.manual else ()
-        return (*sent, *(clock.told(0) if clock else ()))
+        sent = (("wire_bytes", "compression_ratio") if exchange.metric_names else ("wire_bytes",)) if exchange.reduction.manual else ()
+        return (*sent, *(clock.metrics(0) if clock else ()))
 
     @property
     def drops_remainder(self) -> bool:
@@ -341,12 +342,12 @@ class Program:
 
     def events(self, step: int, rows: int, have: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """What the compiled step has to be told of the parameter server's clock, for a batch of so many rows."""
-        clock, workers = self.placed.events, self.placed.exchange.simulated
+        clock, workers = self.placed.events, self.placed.exchange.worker_count
         if clock is None:
             return {}
         if have is None and rows < self.rows and self.pad_training:  # the last workers have padding
             have = np.arange(workers) * (self.rows // workers) < rows
-        return clock.at(step, have)
+        return clock.step_inputs(step, have)
 
     @property
     def abstract_events(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -361,8 +362,8 @@ class Program:
         if clock is None:
             return sent
         if self.placed.exchange.local:
-            sent = {**sent, "wire_bytes": sent["wire_bytes"] - sum(self._at_meeting(early, where) for where in clock.apart(step))}
-        return {**sent, **clock.told(step)}
+            sent = {**sent, "wire_bytes": sent["wire_bytes"] - sum(self._at_meeting(early, where) for where in clock.skipped_scopes(step))}
+        return {**sent, **clock.metrics(step)}
 
     @functools.cached_property
     def _at_meeting(self) -> Callable[[bool, str], int]:
@@ -380,7 +381,7 @@ class Program:
         for step in (start, 0):
             pushed, sent = self.wire.bytes(step, "push"), self.wire.bytes(step)
             values = (sent, exact_bytes(exchange) / pushed if pushed else 1.0)
-            found.append(dict(zip(("wire_bytes", "compression_ratio")[: 1 + bool(exchange.measures)], values, strict=False)))
+            found.append(dict(zip(("wire_bytes", "compression_ratio")[: 1 + bool(exchange.metric_names)], values, strict=False)))
         return found[0], found[1]
 
     def compilations(self) -> int:

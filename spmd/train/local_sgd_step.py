@@ -21,7 +21,7 @@ from spmd.train.step import Step, batch_spec, measurements
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
 from spmd.wire.gradient_sync import CODEC, OUTER, OWN, READ, RESIDUAL
-from spmd.wire.parameter_sync import pull_rows
+from spmd.wire.parameter_sync import gather_packed_params
 from spmd.xla import shard_map
 
 
@@ -33,7 +33,7 @@ class LocalStep(Step):
 
     def update(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """The next state, and the step's metrics, as `Step.update` gives them: the loss is that of each worker's own weights."""
-        exchange, data, whole = self.exchange, self.scene.data_axes, PartitionSpec()
+        exchange, data, whole = self.exchange, self.mesh_axes.data_axes, PartitionSpec()
         cut = lambda spec: pspec(keep_axes(spec, data))
         memory = jax.tree.map(cut, exchange.specs(state.exchange), is_leaf=lambda x: isinstance(x, tuple))
         rows = map_paths(lambda path, x: cut(batch_spec(self.resolved, path)), batch)
@@ -50,7 +50,7 @@ class LocalStep(Step):
 
         state, sums = shard_map(
             position,
-            mesh=self.scene.mesh,
+            mesh=self.mesh_axes.mesh,
             in_specs=(specs, rows, PartitionSpec(data), whole),
             out_specs=(specs, whole),
             axis_names=data,
@@ -98,7 +98,7 @@ class LocalStep(Step):
     def _receive(self, rows: Tree, memory: Tree) -> tuple[Tree, Tree]:
         """Every worker's weights are the servers', but for the share of its own that it keeps."""
         kept, after = self.resolved.layout.parameter_server.mix, {}
-        for path, whole in pull_rows(self.exchange, rows).items():
+        for path, whole in gather_packed_params(self.exchange, rows).items():
             own = memory[path][OWN]
             own = jnp.broadcast_to(whole, own.shape) if not kept else (kept * own + (1 - kept) * whole).astype(own.dtype)
             after[path] = memory[path] | {READ: whole, OWN: own}
@@ -106,8 +106,8 @@ class LocalStep(Step):
 
     def _pull_together(self, step: Any, rows: Tree, memory: Tree) -> tuple[Tree, Tree]:
         """x_i -= a (x_i - z) and z += sum_i a (x_i - z): their sum stays what it was (EASGD, equations 5 and 6)."""
-        declared, workers = self.resolved.layout.parameter_server, self.exchange.simulated
-        rate, whole = 0.9 / workers if declared.moving_rate is None else declared.moving_rate, pull_rows(self.exchange, rows)
+        declared, workers = self.resolved.layout.parameter_server, self.exchange.worker_count
+        rate, whole = 0.9 / workers if declared.moving_rate is None else declared.moving_rate, gather_packed_params(self.exchange, rows)
         ways = {path: (rate * (entry[OWN] - whole[path])).astype(entry[OWN].dtype) for path, entry in memory.items()}
         memory = {path: entry | {OWN: entry[OWN] - ways[path]} for path, entry in memory.items()}
         mean, memory = self._pushed(step, {path: way.mean(0) for path, way in ways.items()}, memory)
@@ -116,7 +116,7 @@ class LocalStep(Step):
     def _pushed(self, step: Any, ways: Tree, memory: Tree) -> tuple[Tree, Tree]:
         """This server's rows of the mean over all workers, and the next memory, by path."""
         codecs = {path: {kind: entry[kind] for kind in (RESIDUAL, CODEC) if kind in entry} for path, entry in memory.items()}
-        mean, after, _ = self.exchange.push(ways, {path: entry for path, entry in codecs.items() if entry}, step)
+        mean, after, _ = self.exchange.reduce_gradients(ways, {path: entry for path, entry in codecs.items() if entry}, step)
         return mean, {path: entry | after.get(path, {}) for path, entry in memory.items()}
 
 

@@ -40,12 +40,12 @@ from spmd.train.state import (
     state_shardings,
 )
 from spmd.tree import Tree, flatten
-from spmd.wire.gradient_sync import Exchange
+from spmd.wire.gradient_sync import GradientSync
 from spmd.wire.notes import server_bytes
 from spmd.wire.param_server.events import Events
 from spmd.wire.param_server.packed_model import StoredModel
 from spmd.wire.param_server.packing import Storage
-from spmd.wire.strategies import Scene
+from spmd.wire.strategies import MeshAxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,9 +197,9 @@ class Placed:
         return self._fitted if self.storage is None else self.storage.resolved(self._fitted.layout, self._fitted.mesh)
 
     @functools.cached_property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> GradientSync:
         """How gradients meet."""
-        return Exchange(self.resolved, Scene(self.mesh, self.resolved.data_axes))
+        return GradientSync(self.resolved, MeshAxes(self.mesh, self.resolved.data_axes))
 
     @functools.cached_property
     def parallel(self) -> ParallelConfig:
@@ -216,7 +216,7 @@ class Placed:
     def opening(self) -> Opening:
         """The optimizer's state at step 0: one, or each worker's own."""
         exchange, first = self.exchange, self.optimizer.init
-        return each_its_own(first, exchange.simulated) if exchange.local else first
+        return each_its_own(first, exchange.worker_count) if exchange.local else first
 
     @functools.cached_property
     def shardings(self) -> State:
@@ -234,7 +234,7 @@ class Placed:
         """The parameter server's clock; None without one."""
         if self.storage is None:
             return None
-        return Events(self.resolved.layout.parameter_server, self.exchange.simulated, server_bytes(self.exchange))
+        return Events(self.resolved.layout.parameter_server, self.exchange.worker_count, server_bytes(self.exchange))
 
     def init_memory(self, params: Tree) -> Tree:
         """What the exchange of gradients remembers of these parameters at step 0, made in place on the mesh."""

@@ -32,9 +32,9 @@ from spmd.train.precision import cast, cast_like
 from spmd.train.state import State
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
-from spmd.wire.gradient_sync import Exchange
-from spmd.wire.parameter_sync import needs_gather, pull, pull_rows, spread
-from spmd.wire.strategies import Scene
+from spmd.wire.gradient_sync import GradientSync
+from spmd.wire.parameter_sync import gather_packed_params, gather_params, gather_updates, needs_gather
+from spmd.wire.strategies import MeshAxes
 from spmd.xla import shard_map
 
 
@@ -46,7 +46,7 @@ class Step:
     objective: Objective
     optimizer: optax.GradientTransformationExtraArgs
     resolved: Resolved
-    exchange: Exchange
+    exchange: GradientSync
     names: tuple[str, ...]
     microbatches: int = 1
     simulated: int = 1  # workers at each position along the data axes
@@ -59,9 +59,9 @@ class Step:
     training: bool = True  # False: the model in evaluation mode
 
     @property
-    def scene(self) -> Scene:
+    def mesh_axes(self) -> MeshAxes:
         """The mesh as the reduction sees it."""
-        return self.exchange.scene
+        return self.exchange.mesh_axes
 
     def update(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
         """The next state, and the step's metrics as float32[2, names] (sums, counts), equal on every device.
@@ -89,7 +89,7 @@ class Step:
         """The optimizer's step with the gradients that have met."""
         updates, opt = self.optimizer.update(grads, state.opt, state.params, value=mean(*sums[:, self.names.index(LOSS)]))
         memory = jax.tree.map(functools.partial(jnp.where, skipped(opt)), state.exchange, memory)
-        params = optax.apply_updates(state.params, spread(self.exchange, updates))
+        params = optax.apply_updates(state.params, gather_updates(self.exchange, updates))
         return State(state.step + 1, params, opt, stats, state.rngs, state.key, memory), measurements(sums, measured, events)
 
     def _gradients(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
@@ -97,18 +97,18 @@ class Step:
         exchange = self.exchange
         if not exchange.reduction.manual:
             return self._together(state, batch, weights, events)
-        data = self.scene.data_axes
+        data = self.mesh_axes.data_axes
         cut = lambda spec: pspec(keep_axes(spec, data))  # the manual region's specs name the data axes only
         whole = PartitionSpec()
         params = self._map(lambda place, p: cut(place.spec), state.params)
-        pushed = self._map(lambda place, p: cut(exchange.reduction.pushed(place)), state.params)
+        pushed = self._map(lambda place, p: cut(exchange.reduction.mean_spec(place)), state.params)
         memory = jax.tree.map(cut, exchange.specs(state.exchange), is_leaf=lambda x: isinstance(x, tuple))
         rows = map_paths(lambda path, x: cut(batch_spec(self.resolved, path)) if self.split else whole, batch)
         specs = dataclasses.replace(jax.tree.map(lambda _: whole, state), params=params, opt=None, exchange=memory)
 
         return shard_map(
             self._together,
-            mesh=self.scene.mesh,
+            mesh=self.mesh_axes.mesh,
             in_specs=(specs, rows, PartitionSpec(data) if self.split else whole, whole),
             out_specs=(pushed, memory, whole, whole, whole),
             axis_names=data,
@@ -116,14 +116,14 @@ class Step:
 
     def _together(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, jax.Array, Tree, jax.Array]:
         """What `_gradients` returns, of one worker among the others."""
-        data = self.scene.data_axes if self.exchange.reduction.manual else ()
+        data = self.mesh_axes.data_axes if self.exchange.reduction.manual else ()
         grads, stats, sums = self._worker(state, batch, weights, events, axes=data)
         packed = pack(sums, self.names)
         with jax.named_scope("metrics"):
             packed = collectives.all_reduce(packed, data) if self.split else packed
         with jax.named_scope("stats"):
             stats = agree(stats, data, self._present(events).any() if "present" in events else None, state.stats) if data else stats
-        return *self.exchange.push(grads, state.exchange, state.step), stats, packed
+        return *self.exchange.reduce_gradients(grads, state.exchange, state.step), stats, packed
 
     def _worker(self, state: State, batch: Tree, weights: jax.Array, events: Tree, *, axes: tuple[str, ...]) -> tuple[Tree, Tree, Sums]:
         """Gradients of the mean loss over these rows (whole, not yet averaged over workers), new stats, metric sums."""
@@ -148,7 +148,9 @@ class Step:
 
     def _present(self, events: Tree) -> jax.Array:
         """bool[m], which of this position's workers take part in the step."""
-        return lax.dynamic_slice_in_dim(events["present"], collectives.worker_index(self.scene.data_axes) * self.simulated, self.simulated)
+        return lax.dynamic_slice_in_dim(
+            events["present"], collectives.worker_index(self.mesh_axes.data_axes) * self.simulated, self.simulated
+        )
 
     def _each(self, state: State, held: Tree, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, jax.Array]:
         """This position's workers, each at weights of its own: mean gradients over its rows, the next stats, and metrics.
@@ -159,7 +161,7 @@ class Step:
         Returns:
           Gradients as `held`, stats equal everywhere, and float32[m, 2, names].
         """
-        data = self.scene.data_axes
+        data = self.mesh_axes.data_axes
         first = collectives.worker_index(data) * self.simulated
 
         def one(stats: Tree, inputs: tuple) -> tuple[Tree, tuple]:
@@ -201,7 +203,7 @@ class Step:
             value, backward, (sums, stats) = jax.vjp(call, self._pull(pieces), has_aux=True)
             # whole weights are not kept from the forward to the backward pass: they are gathered again, once the loss is
             # known. What the compiler sees depends on the loss, so it cannot merge the two gathers into one.
-            if not (self.held or self.exchange.reduction.keeps):
+            if not (self.held or self.exchange.reduction.keeps_params):
                 later, value = lax.optimization_barrier((pieces, value))
                 backward.args_res[0] = self._again(backward.args_res[0], later)
             (grads,) = backward(jnp.ones_like(value))
@@ -257,7 +259,7 @@ class Step:
         batch, weights = rows
         layout = self.resolved.layout
         model_key, loss_key = jax.random.split(key)
-        activations = Activations(self.resolved, self.scene.mesh)
+        activations = Activations(self.resolved, self.mesh_axes.mesh)
         call = Call(
             self.training, model_key, localize, axes, layout.remat.modules, remat_policy(layout.remat.saves), self.dtype, activations
         )
@@ -273,9 +275,9 @@ class Step:
         params = cast(params, self.dtype)
         if self.held:
             return params
-        if self.exchange.reduction.keeps:
-            return jax.tree.unflatten(jax.tree.structure(params), list(pull_rows(self.exchange, flatten(params)).values()))
-        return self._map(lambda place, piece: pull(self.exchange, place, piece), params)
+        if self.exchange.reduction.keeps_params:
+            return jax.tree.unflatten(jax.tree.structure(params), list(gather_packed_params(self.exchange, flatten(params)).values()))
+        return self._map(lambda place, piece: gather_params(self.exchange, place, piece), params)
 
     def _again(self, kept: Any, pieces: Tree) -> list[Any]:
         """The weights that the backward pass needs, leaf by leaf: those that were gathered, gathered anew."""
@@ -283,8 +285,8 @@ class Step:
 
         def again(place: Placement, leaf: Any, piece: jax.Array) -> Any:
             # jax marks a weight that the backward pass does not need by something that is no array
-            wanted = needs_gather(place, self.scene) and hasattr(leaf, "shape")
-            return pull(self.exchange, place, cast(piece, self.dtype)) if wanted else leaf
+            wanted = needs_gather(place, self.mesh_axes) and hasattr(leaf, "shape")
+            return gather_params(self.exchange, place, cast(piece, self.dtype)) if wanted else leaf
 
         places = [self.resolved.placements[path] for path in flatten(pieces)]
         return [again(*found) for found in zip(places, leaves, jax.tree.leaves(pieces), strict=True)]

@@ -82,7 +82,7 @@ def parts_of(placed: Placed, step: Step) -> Parts:
     """The parts of a step of this model under its layout."""
     exchange, positions = placed.exchange, placed.resolved.workers
     workers = positions if exchange.reduction.manual else 1
-    return Parts(workers, exchange.simulated // positions, step.microbatches, placed.parallel.manual_backward)
+    return Parts(workers, exchange.worker_count // positions, step.microbatches, placed.parallel.manual_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def proof_of(placed: Placed, loss: Objective, sample: Tree, parts: Parts, traced
     `traced`: the jaxpr of a call like the one below on `sample`, if there is one: then only one more is made.
     """
     variables, rows = abstract(placed.abstract_variables), jax.tree.leaves(sample)[0].shape[0]
-    sizes = {axis: placed.mesh.shape[axis] for axis in placed.exchange.scene.data_axes}
+    sizes = {axis: placed.mesh.shape[axis] for axis in placed.exchange.mesh_axes.data_axes}
     synchronised = jax.tree.leaves(variables.stats) and not parts.of_position and not parts.ticks
     dtype, outputs, remat = compute_dtype(placed.config.precision), [], placed.resolved.layout.remat.modules
 

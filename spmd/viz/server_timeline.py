@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd.errors import OptionError, import_extra
 from spmd.render.picture import Picture
-from spmd.wire.param_server.statistics import Account
+from spmd.wire.param_server.statistics import ServerStatistics
 
 COMPUTES, TRAVELS, WAITS, DROPPED, UPDATE = "#3566c0", "#c4571f", "#e4e4e4", "#b9c9e8", "#222222"
 GRADIENTS = 16  # so many, one after another, can be told apart on a line
@@ -18,14 +18,24 @@ HIGH = 0.72  # of a line that is one unit high
 
 @overload
 def timeline(
-    account: Account | Mapping[str, Account], path: None = None, *, begin: float = ..., seconds: float | None = ..., workers: int = ...
+    account: ServerStatistics | Mapping[str, ServerStatistics],
+    path: None = None,
+    *,
+    begin: float = ...,
+    seconds: float | None = ...,
+    workers: int = ...,
 ) -> Picture: ...
 @overload
 def timeline(
-    account: Account | Mapping[str, Account], path: str | Path, *, begin: float = ..., seconds: float | None = ..., workers: int = ...
+    account: ServerStatistics | Mapping[str, ServerStatistics],
+    path: str | Path,
+    *,
+    begin: float = ...,
+    seconds: float | None = ...,
+    workers: int = ...,
 ) -> Path: ...
 def timeline(
-    account: Account | Mapping[str, Account],
+    account: ServerStatistics | Mapping[str, ServerStatistics],
     path: str | Path | None = None,
     *,
     begin: float = 0.0,
@@ -60,12 +70,12 @@ def timeline(
 
 
 def timeline_figure(
-    account: Account | Mapping[str, Account], *, begin: float = 0.0, seconds: float | None = None, workers: int = 16
+    account: ServerStatistics | Mapping[str, ServerStatistics], *, begin: float = 0.0, seconds: float | None = None, workers: int = 16
 ) -> Any:
     """The same drawing as a `matplotlib.figure.Figure`, with no window and no global state behind it."""
     make = import_extra("matplotlib.figure", "examples").Figure
     several = account if isinstance(account, Mapping) else {"": account}
-    if not several or not all(isinstance(one, Account) for one in several.values()):
+    if not several or not all(isinstance(one, ServerStatistics) for one in several.values()):
         raise OptionError(f"timeline: {account!r} is no account.", fix="what spmd.simulate gives, or a dict of such by title.")
     told = {title or _title(one): one for title, one in several.items()}
     end = _end(told, begin, seconds, workers)
@@ -83,7 +93,7 @@ def timeline_figure(
     return drawn
 
 
-def _end(told: Mapping[str, Account], begin: float, seconds: float | None, workers: int) -> float:
+def _end(told: Mapping[str, ServerStatistics], begin: float, seconds: float | None, workers: int) -> float:
     """Where the axis ends."""
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (begin, 0.0 if seconds is None else seconds))
     if not numbers or isinstance(workers, bool) or not isinstance(workers, int):
@@ -99,12 +109,12 @@ def _end(told: Mapping[str, Account], begin: float, seconds: float | None, worke
     return begin + seconds
 
 
-def _title(account: Account) -> str:
+def _title(account: ServerStatistics) -> str:
     spares = f", {account.declared.spares} spares" if account.declared.spares else ""
     return f"{account.declared.mode}{spares}"
 
 
-def _said(account: Account, lines: int) -> str:
+def _said(account: ServerStatistics, lines: int) -> str:
     """What the picture alone does not tell."""
     late, more = account.staleness, account.workers - lines
     mean = f", mean staleness {late @ np.arange(len(late)) / late.sum():.1f}" if account.declared.asynchronous else ""
@@ -114,7 +124,7 @@ def _said(account: Account, lines: int) -> str:
     return f"computing {1 - account.idle_share.mean():.0%}{lost}, {rate:.3g} gradients applied per second{mean}{left}"
 
 
-def _panel(axes: Any, account: Account, begin: float, end: float, lines: int) -> None:
+def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines: int) -> None:
     spans, last = account.spans, min(end, account.seconds)
     dropped = spans.arrived & ~spans.applied
     for worker in range(lines):
@@ -141,7 +151,7 @@ def _bars(start: np.ndarray, stop: np.ndarray, begin: float, end: float) -> list
     return [(a, b - a) for a, b in zip(left.tolist(), right.tolist(), strict=True) if b > a]
 
 
-def _legend(told: Mapping[str, Account]) -> list[Any]:
+def _legend(told: Mapping[str, ServerStatistics]) -> list[Any]:
     patch, line = (import_extra(module, "examples") for module in ("matplotlib.patches", "matplotlib.lines"))
     found = [patch.Patch(facecolor=COMPUTES, label="computes")]
     if any(one.dropped.any() for one in told.values()):

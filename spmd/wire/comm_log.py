@@ -70,7 +70,7 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class WireLog:
+class CommLog:
     """Every collective of one step; printed, a table."""
 
     ops: tuple[Op, ...]
@@ -103,9 +103,9 @@ class WireLog:
     __repr__ = __str__
 
 
-def read(jaxpr: Any, sizes: Mapping[str, int], start_step: int = 0) -> WireLog:
+def read(jaxpr: Any, sizes: Mapping[str, int], start_step: int = 0) -> CommLog:
     """The log of a traced program on a mesh with axes of these sizes."""
-    return WireLog(tuple(_ops(jaxpr, sizes, 1, None, "")), start_step)
+    return CommLog(tuple(_ops(jaxpr, sizes, 1, None, "")), start_step)
 
 
 def _ops(jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str) -> Iterator[Op]:

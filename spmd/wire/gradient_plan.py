@@ -10,19 +10,19 @@ from spmd.layout.schema import Entry, Spec, entry_axes, keep_axes, mixed
 from spmd.wire.codec import make_codec
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import Exact
-from spmd.wire.shard_layout import Cut
-from spmd.wire.strategies import Reduction, Scene
+from spmd.wire.shard_layout import ShardLayout
+from spmd.wire.strategies import MeshAxes, Reduction
 
 ALONE = 2**20  # bytes that are worth a collective of their own
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class GradientSpec:
     """One parameter's gradient on its way: how it is cut, and how it travels."""
 
     place: Placement
     name: str  # the codec's
-    cut: Cut
+    cut: ShardLayout
     codec: Codec
     feedback: bool
     rest: Spec  # its spec along the axes that are not the workers'
@@ -30,30 +30,30 @@ class Item:
     dtype: np.dtype  # what it is on the way when it goes exactly
 
 
-def routes(resolved: Resolved, scene: Scene, reduction: Reduction) -> dict[str, Item]:
+def plan_gradients(resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction) -> dict[str, GradientSpec]:
     """The way of every parameter's gradient, by path."""
-    return {path: _item(place, resolved, scene, reduction) for path, place in resolved.placements.items()}
+    return {path: _item(place, resolved, mesh_axes, reduction) for path, place in resolved.placements.items()}
 
 
-def _item(place: Placement, resolved: Resolved, scene: Scene, reduction: Reduction) -> Item:
+def _item(place: Placement, resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction) -> GradientSpec:
     declared, spec = resolved.layout.gradients, reduction.spec(place)
-    rest = keep_axes(spec, scene.rest)
-    nested = bool(scene.rest) and not mixed(spec, scene.data_axes)
+    rest = keep_axes(spec, mesh_axes.rest)
+    nested = bool(mesh_axes.rest) and not mixed(spec, mesh_axes.data_axes)
     # XLA:CPU aborts on a bfloat16 sum where other axes are left to the partitioner
-    dtype = np.dtype(place.dtype if nested or not scene.rest else "float32")
+    dtype = np.dtype(place.dtype if nested or not mesh_axes.rest else "float32")
     full = (*rest, *[None] * (len(place.shape) - len(rest)))
-    shape = tuple(size // ways_of(scene, entry) for size, entry in zip(place.shape, full, strict=True))
-    sizes = tuple(scene.mesh.shape[axis] for axis in scene.data_axes)
-    pushed = keep_axes(reduction.pushed(place), scene.data_axes)
-    cut = Cut(shape if nested else place.shape, pushed, scene.data_axes, sizes)
+    shape = tuple(size // ways_of(mesh_axes, entry) for size, entry in zip(place.shape, full, strict=True))
+    sizes = tuple(mesh_axes.mesh.shape[axis] for axis in mesh_axes.data_axes)
+    pushed = keep_axes(reduction.mean_spec(place), mesh_axes.data_axes)
+    cut = ShardLayout(shape if nested else place.shape, pushed, mesh_axes.data_axes, sizes)
     chosen = how_it_travels(declared, place.path)
     name, codec = chosen.codec, make_codec(chosen.codec, chosen.options)
-    if not (math.prod(place.shape) and crosses(resolved, scene) and codec.compresses(cut, place.shape)):
+    if not (math.prod(place.shape) and crosses(resolved, mesh_axes) and codec.compresses(cut, place.shape)):
         name, codec = "exact", Exact()
-    return Item(place, name, cut, codec, declared.error_feedback and not codec.lossless, rest, nested, dtype)
+    return GradientSpec(place, name, cut, codec, declared.error_feedback and not codec.lossless, rest, nested, dtype)
 
 
-def buckets(items: dict[str, Item], limit: int) -> list[list[str]]:
+def buckets(items: dict[str, GradientSpec], limit: int) -> list[list[str]]:
     """Paths of the gradients that travel together: one codec, one kind of cut, up to `limit` bytes as float32.
 
     What travels as it is would be copied to lie side by side, so there the limit is lower.
@@ -71,12 +71,12 @@ def buckets(items: dict[str, Item], limit: int) -> list[list[str]]:
     return found
 
 
-def crosses(resolved: Resolved, scene: Scene) -> bool:
+def crosses(resolved: Resolved, mesh_axes: MeshAxes) -> bool:
     """Whether anything is left for a codec to cross beside `exact_axes`."""
     inside = resolved.layout.gradients.exact_axes
-    return ways_of(scene, tuple(axis for axis in scene.data_axes if axis not in inside)) > 1
+    return ways_of(mesh_axes, tuple(axis for axis in mesh_axes.data_axes if axis not in inside)) > 1
 
 
-def ways_of(scene: Scene, entry: Entry) -> int:
+def ways_of(mesh_axes: MeshAxes, entry: Entry) -> int:
     """How many devices there are along one mesh axis, or along several."""
-    return math.prod(scene.mesh.shape[axis] for axis in entry_axes(entry))
+    return math.prod(mesh_axes.mesh.shape[axis] for axis in entry_axes(entry))

@@ -1,6 +1,6 @@
 """One step's exchange of gradients: which codec for which, which of them travel together, and what is remembered.
 
-`Exchange.push` is the whole of it: group, add the residuals, let the codecs meet, keep what they lost.
+`GradientSync.push` is the whole of it: group, add the residuals, let the codecs meet, keep what they lost.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from spmd.wire.codec.base import Bucket
 from spmd.wire.codec.bfloat16 import self_test
 from spmd.wire.codec.exact import reduce as exactly
 from spmd.wire.comm_log import WARM_UP
-from spmd.wire.gradient_plan import ALONE, Item, buckets, routes, ways_of
+from spmd.wire.gradient_plan import ALONE, GradientSpec, buckets, plan_gradients, ways_of
 from spmd.wire.param_server.placement import assign
-from spmd.wire.strategies import REDUCTIONS, Reduction, Scene, constrain
+from spmd.wire.strategies import REDUCTIONS, MeshAxes, Reduction, constrain
 from spmd.xla import shard_map
 
 RESIDUAL = "residual"  # what a worker's codec has lost so far: float32[workers, *parameter], over workers on dim 0
@@ -38,11 +38,11 @@ CODEC = "codec"  # what the codec itself remembers: [blocks along the other axes
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class GradientSync:
     """A layout's `[gradients]`, applied to a model on a mesh."""
 
     resolved: Resolved
-    scene: Scene
+    mesh_axes: MeshAxes
 
     @functools.cached_property
     def reduction(self) -> Reduction:
@@ -51,9 +51,9 @@ class Exchange:
         return REDUCTIONS[self.resolved.layout.gradients.reduction if several else "compiler"]
 
     @functools.cached_property
-    def items(self) -> dict[str, Item]:
+    def items(self) -> dict[str, GradientSpec]:
         """Every parameter's gradient, by path."""
-        return routes(self.resolved, self.scene, self.reduction)
+        return plan_gradients(self.resolved, self.mesh_axes, self.reduction)
 
     @functools.cached_property
     def fragments(self) -> list[list[str]]:
@@ -72,7 +72,7 @@ class Exchange:
     # what is remembered between steps --------------------------------------------------------------------------------
 
     @property
-    def simulated(self) -> int:
+    def worker_count(self) -> int:
         """How many workers there are: one at each position along the data axes, or as many as a parameter server simulates."""
         declared = self.resolved.layout
         return (declared.gradients.reduction == "parameter_server" and declared.parameter_server.workers) or self.resolved.workers
@@ -98,7 +98,7 @@ class Exchange:
             entry: dict[str, Any] = {}
             if item.feedback:
                 entry[RESIDUAL] = jnp.zeros((self.resolved.workers, *item.place.shape), jnp.float32)
-            blocks = ways_of(self.scene, spec_axes(item.rest)) if item.nested else 1
+            blocks = ways_of(self.mesh_axes, spec_axes(item.rest)) if item.nested else 1
             keys = jax.random.split(jax.random.fold_in(key, number), blocks)
             own = jax.vmap(lambda k, item=item: item.codec.init(k, item.cut.shape, item.place.shape))(keys)
             entry |= {CODEC: own} if own else {}
@@ -110,7 +110,7 @@ class Exchange:
     def _alone(self, leaf: jax.Array) -> dict[str, jax.Array]:
         """Every worker begins with the servers' weights."""
         declared = self.resolved.layout.parameter_server
-        entry = {OWN: jnp.broadcast_to(leaf, (self.simulated, *leaf.shape))}
+        entry = {OWN: jnp.broadcast_to(leaf, (self.worker_count, *leaf.shape))}
         entry |= {READ: leaf} if declared.mode == "local" else {}
         return entry | ({OUTER: jnp.zeros(leaf.shape, jnp.float32)} if declared.mode == "local" and declared.outer_momentum else {})
 
@@ -118,10 +118,10 @@ class Exchange:
         """Everybody has read the first weights."""
         positions, width = leaf.shape
         declared, zeros = self.resolved.layout.parameter_server, jnp.zeros(leaf.shape, jnp.float32)
-        entry = {HELD: jnp.broadcast_to(leaf[:, None], (positions, self.simulated, width))}
-        entry |= {SUM: zeros, GATHERED: jnp.zeros(2, jnp.float32)} if declared.per_update(self.simulated) > 1 else {}
+        entry = {HELD: jnp.broadcast_to(leaf[:, None], (positions, self.worker_count, width))}
+        entry |= {SUM: zeros, GATHERED: jnp.zeros(2, jnp.float32)} if declared.per_update(self.worker_count) > 1 else {}
         entry |= {SQUARES: zeros} if declared.delay_decay is not None else {}
-        return entry | ({RESIDUAL: jnp.zeros((self.simulated, positions, width), jnp.float32)} if self.items[path].feedback else {})
+        return entry | ({RESIDUAL: jnp.zeros((self.worker_count, positions, width), jnp.float32)} if self.items[path].feedback else {})
 
     def specs(self, memory: Tree) -> Tree:
         """The spec of every leaf of the memory."""
@@ -135,15 +135,15 @@ class Exchange:
         if kind in (GATHERED, READ):
             return ()
         if kind in (HELD, SUM, SQUARES, OWN, OUTER):
-            return (self.scene.data_axes,)
+            return (self.mesh_axes.data_axes,)
         if kind == RESIDUAL:
-            return (self.scene.data_axes, *(item.rest if item.nested else ()))
+            return (self.mesh_axes.data_axes, *(item.rest if item.nested else ()))
         axes = spec_axes(item.rest) if item.nested else ()
         return (axes or None,)
 
     # the exchange ----------------------------------------------------------------------------------------------------
 
-    def push(self, grads: Tree, memory: Tree, step: Any) -> tuple[Tree, Tree, Any]:
+    def reduce_gradients(self, grads: Tree, memory: Tree, step: Any) -> tuple[Tree, Tree, Any]:
         """From each worker's own gradients to this worker's pieces of their mean, the next memory, and what was measured.
 
         Args:
@@ -154,7 +154,7 @@ class Exchange:
           The measurements are float32[2, measures], values and counts (1), equal on all workers.
         """
         if not self.reduction.manual:
-            pushed = map_paths(lambda path, grad: constrain(self.scene, self.resolved.placements[path].state_spec, grad), grads)
+            pushed = map_paths(lambda path, grad: constrain(self.mesh_axes, self.resolved.placements[path].state_spec, grad), grads)
             return pushed, memory, jnp.zeros((2, 0))
         flat, structure = flatten(grads), jax.tree.structure(grads)
         means, after, measured = {}, {}, jnp.zeros(3)
@@ -163,7 +163,7 @@ class Exchange:
             if inside:
                 inside = {path: grad.astype(self.items[path].dtype) for path, grad in inside.items()}
                 kept = {path: entry for path, entry in memory.items() if path in inside}
-                run = self._over_rest(inside, kept) if nested else self._meet
+                run = self._over_rest(inside, kept) if nested else self._sync_buckets
                 more_means, more_after, more = run(inside, kept, step)
                 means |= more_means
                 after |= more_after
@@ -174,17 +174,17 @@ class Exchange:
         return pushed, {path: after[path] for path in memory}, self._summed(measured)
 
     @property
-    def measures(self) -> tuple[str, ...]:
+    def metric_names(self) -> tuple[str, ...]:
         """Names of what is measured in every step: the norm of a worker's residuals (root mean square over workers), and
         |mean - exact mean| / |exact mean| of what the codecs were given (gradients plus residuals)."""
         return ("residual_norm", "mean_error") if self.reduction.manual and self.resolved.layout.gradients.diagnostics else ()
 
     def _summed(self, measured: jax.Array) -> jax.Array:
         """Per worker: the measurements by name as (value, 1), float32[2, names], from every worker's share."""
-        if not self.measures:
+        if not self.metric_names:
             return jnp.zeros((2, 0))
         with jax.named_scope("measure"):
-            residual, error, exact = collectives.all_reduce(measured, self.scene.data_axes)
+            residual, error, exact = collectives.all_reduce(measured, self.mesh_axes.data_axes)
         values = jnp.stack([jnp.sqrt(residual), jnp.sqrt(error / jnp.where(exact == 0, 1.0, exact))])
         return jnp.stack([values, jnp.ones_like(values)])
 
@@ -193,13 +193,13 @@ class Exchange:
 
         Left to the partitioner, a collective on an array cut over the model axis gathers it there first.
         """
-        rest = self.scene.rest
+        rest = self.mesh_axes.rest
         of_grads = {path: pspec(self.items[path].rest) for path in grads}
         of_memory = jax.tree.map(lambda spec: pspec(keep_axes(spec, rest)), self.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
         specs = (of_grads, of_memory)
-        return shard_map(self._meet, in_specs=(*specs, PartitionSpec()), out_specs=(*specs, PartitionSpec(rest)), axis_names=rest)
+        return shard_map(self._sync_buckets, in_specs=(*specs, PartitionSpec()), out_specs=(*specs, PartitionSpec(rest)), axis_names=rest)
 
-    def _meet(self, grads: dict[str, Any], memory: dict[str, Any], step: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    def _sync_buckets(self, grads: dict[str, Any], memory: dict[str, Any], step: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
         """All buckets; exactly before `start_step`."""
         start = self.resolved.layout.gradients.start_step
         if not start:
@@ -220,7 +220,9 @@ class Exchange:
             with jax.named_scope(f"push/{items[0].name}/{number}"):
                 bucket = Bucket(tuple(item.cut for item in items), declared.exact_axes)
                 for path, mean, entry in zip(
-                    paths, *feedback(items, [grads[p] for p in paths], [memory.get(p, {}) for p in paths], bucket), strict=True
+                    paths,
+                    *exchange_with_error_feedback(items, [grads[p] for p in paths], [memory.get(p, {}) for p in paths], bucket),
+                    strict=True,
                 ):
                     means[path] = mean.astype(grads[path].dtype)
                     after |= {path: entry} if entry else {}
@@ -231,24 +233,28 @@ class Exchange:
                     )
         return means, after, measured
 
-    def _measured(self, item: Item, grad: Any, memory: dict[str, Any], after: dict[str, Any], mean: Any) -> jax.Array:
+    def _measured(self, item: GradientSpec, grad: Any, memory: dict[str, Any], after: dict[str, Any], mean: Any) -> jax.Array:
         """float32[3] of one gradient, divided by how many devices add the same to the sum."""
         residual = after[RESIDUAL][0] if item.feedback else jnp.zeros(())
         whole = grad.astype(jnp.float32)
         exact = exactly(item.cut, whole + memory[RESIDUAL][0] if item.feedback else whole)
         squares = jnp.stack([jnp.sum(x.astype(jnp.float32) ** 2) for x in (residual, mean - exact, exact)])
-        same = ways_of(self.scene, item.cut.left)
-        alike = ways_of(self.scene, tuple(axis for axis in self.scene.rest if axis not in spec_axes(item.rest))) if item.nested else 1
+        same = ways_of(self.mesh_axes, item.cut.left)
+        alike = (
+            ways_of(self.mesh_axes, tuple(axis for axis in self.mesh_axes.rest if axis not in spec_axes(item.rest))) if item.nested else 1
+        )
         return squares / jnp.array([item.cut.workers, same, same], jnp.float32) / alike
 
-    def prove(self) -> None:
+    def check_rounding(self) -> None:
         """Prove on the backend in hand that bfloat16 is rounded to, once per process, if anything travels so."""
         declared = self.resolved.layout.gradients
         if self.reduction.manual and ("bfloat16" in declared.codecs or declared.weights == "bfloat16"):
             self_test()
 
 
-def feedback(items: list[Item], grads: list[Any], memory: list[dict[str, Any]], bucket: Bucket) -> tuple[list[Any], list[Any]]:
+def exchange_with_error_feedback(
+    items: list[GradientSpec], grads: list[Any], memory: list[dict[str, Any]], bucket: Bucket
+) -> tuple[list[Any], list[Any]]:
     """A codec with error feedback: what it lost is added to the next gradient (Karimireddy et al. 2019, arXiv:1901.09847).
 
     Summed over steps, what was applied plus the mean of the workers' residuals is the sum of the true mean gradients. The

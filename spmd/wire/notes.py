@@ -8,16 +8,16 @@ import numpy as np
 from spmd.tree import format_bytes, nbytes
 from spmd.wire.codec.base import RowCodec
 from spmd.wire.comm_log import SENT
-from spmd.wire.gradient_plan import Item, crosses, ways_of
-from spmd.wire.gradient_sync import Exchange
+from spmd.wire.gradient_plan import GradientSpec, crosses, ways_of
+from spmd.wire.gradient_sync import GradientSync
 from spmd.wire.param_server.events import Events
 from spmd.wire.param_server.packing import Storage
-from spmd.wire.param_server.statistics import Account
+from spmd.wire.param_server.statistics import ServerStatistics
 
 TRIED = 200  # rounds that the clock is asked about ahead of a run
 
 
-def notes(exchange: Exchange) -> list[str]:
+def notes(exchange: GradientSync) -> list[str]:
     """Which gradients travel as what, what is kept, and what of the layout comes to nothing."""
     declared, manual = exchange.resolved.layout.gradients, exchange.reduction.manual
     codecs, lines = ", ".join(codec for codec in declared.codecs if codec != "exact"), []
@@ -25,7 +25,7 @@ def notes(exchange: Exchange) -> list[str]:
         lines.append(f"gradients travel as {'; '.join(_shares(exchange))}.")
     if declared.compressed and not manual:
         lines.append(f"note: one worker, nothing travels: codec {codecs} is not used.")
-    elif declared.compressed and not crosses(exchange.resolved, exchange.scene):
+    elif declared.compressed and not crosses(exchange.resolved, exchange.mesh_axes):
         inside = ", ".join(declared.exact_axes)
         lines.append(f"note: {inside} spans all workers, and is exact: codec {codecs} is not used.")
     elif declared.compressed and all(item.codec.lossless for item in exchange.items.values()):
@@ -55,16 +55,16 @@ def server_notes(storage: Storage, clock: Events) -> list[str]:
         )
     if clock.declared.max_staleness is not None:
         steps = min(TRIED, clock.steps or TRIED)
-        told = Account.of(clock, steps)
+        told = ServerStatistics.of(clock, steps)
         share = told.dropped.sum() / told.arrived.sum()
         word, limit = "note: " if share > 0.25 else "", clock.declared.max_staleness
         lines.append(f"{word}of the gradients of the first {steps} rounds {share:.0%} are dropped: max_staleness = {limit}.")
     return lines
 
 
-def _shares(exchange: Exchange) -> list[str]:
+def _shares(exchange: GradientSync) -> list[str]:
     """How many gradients, and how many bytes of them as float32, go by each codec; of the exact ones also which."""
-    shares: dict[str, list[Item]] = {}
+    shares: dict[str, list[GradientSpec]] = {}
     for item in exchange.items.values():
         shares.setdefault(item.name, []).append(item)
     said = []
@@ -75,7 +75,7 @@ def _shares(exchange: Exchange) -> list[str]:
     return said
 
 
-def server_bytes(exchange: Exchange) -> tuple[int, int]:
+def server_bytes(exchange: GradientSync) -> tuple[int, int]:
     """Bytes that one worker sends to one server of a parameter server, and gets from it: a row of every stored array."""
     pushed, pulled, short = 0, 0, exchange.resolved.layout.gradients.weights == "bfloat16"
     for item in exchange.items.values():
@@ -87,15 +87,15 @@ def server_bytes(exchange: Exchange) -> tuple[int, int]:
     return pushed, pulled
 
 
-def exact_bytes(exchange: Exchange) -> int:
+def exact_bytes(exchange: GradientSync) -> int:
     """Bytes that each device would send if all gradients travelled exactly, under the same reduction."""
     return sum(_exactly(exchange, item) for item in exchange.items.values())
 
 
-def _exactly(exchange: Exchange, item: Item) -> int:
+def _exactly(exchange: GradientSync, item: GradientSpec) -> int:
     """What `codec.exact.reduce` sends: reduce-scatters dim by dim, then an all-reduce of the piece."""
     sent, left = 0, math.prod(item.cut.shape) * item.dtype.itemsize
     for entry in item.cut.spec:
-        ways = ways_of(exchange.scene, entry)
+        ways = ways_of(exchange.mesh_axes, entry)
         sent, left = sent + SENT["reduce_scatter"](ways, left), left // ways
-    return sent + SENT["all_reduce"](ways_of(exchange.scene, item.cut.left), left)
+    return sent + SENT["all_reduce"](ways_of(exchange.mesh_axes, item.cut.left), left)

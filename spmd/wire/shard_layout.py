@@ -13,7 +13,7 @@ from spmd.wire import collectives
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class ShardLayout:
     """A gradient that is whole on every worker, and the piece of its mean that each worker is to get.
 
     `shape` is what one worker holds (its own piece along other mesh axes). `spec` cuts it over some of the data axes
@@ -21,7 +21,7 @@ class Cut:
     one row of `rows`: 1 / workers of the elements, a part of its piece.
 
     Example:
-      >>> cut = Cut((4, 6), ("data",), ("node", "data"), (2, 2))
+      >>> cut = ShardLayout((4, 6), ("data",), ("node", "data"), (2, 2))
       >>> cut.left, cut.piece, cut.width
       (('node',), (2, 6), 6)
     """

@@ -16,7 +16,7 @@ from spmd.layout.schema import Spec
 
 
 @dataclasses.dataclass(frozen=True)
-class Scene:
+class MeshAxes:
     """What a reduction needs to know of the mesh: its axes, split into the workers' and the rest."""
 
     mesh: Mesh | AbstractMesh
@@ -40,8 +40,8 @@ class Reduction:
     name: str
     manual: bool
     spec: Callable[[Placement], Spec]
-    pushed: Callable[[Placement], Spec]
-    keeps: bool = False
+    mean_spec: Callable[[Placement], Spec]
+    keeps_params: bool = False
 
 
 REDUCTIONS = {
@@ -50,14 +50,14 @@ REDUCTIONS = {
         Reduction("compiler", False, lambda place: place.state_spec, lambda place: place.state_spec),
         Reduction("all_reduce", True, lambda place: place.spec, lambda place: ()),
         Reduction("reduce_scatter", True, lambda place: place.state_spec, lambda place: place.state_spec),
-        Reduction("parameter_server", True, lambda place: place.state_spec, lambda place: place.state_spec, keeps=True),
+        Reduction("parameter_server", True, lambda place: place.state_spec, lambda place: place.state_spec, keeps_params=True),
     )
 }
 
 
-def constrain(scene: Scene, spec: Spec, x: Any) -> Any:
+def constrain(mesh_axes: MeshAxes, spec: Spec, x: Any) -> Any:
     """Tell the compiler where `x` is to be; where all axes are manual it is told by what is written, and there is nothing to add."""
     around = jax.sharding.get_abstract_mesh()
     if around.axis_names and set(around.axis_names) == set(around.manual_axes):
         return x
-    return lax.with_sharding_constraint(x, NamedSharding(scene.mesh, pspec(spec)))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh_axes.mesh, pspec(spec)))

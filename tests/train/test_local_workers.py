@@ -57,7 +57,7 @@ def weights(trainer, state):
 def owns(trainer, state):
     """Every worker's own weights, by path [workers, *shape]."""
     own = {path: kept[OWN] for path, kept in jax.device_get(state.exchange).items()}  # eager collectives in flight may deadlock on CPUs
-    packed = [{path: rows[worker] for path, rows in own.items()} for worker in range(trainer._placed.exchange.simulated)]
+    packed = [{path: rows[worker] for path, rows in own.items()} for worker in range(trainer._placed.exchange.worker_count)]
     structure = jax.tree.structure(state.params)
     unpack = lambda rows: trainer._placed.storage.unpack(jax.tree.unflatten(structure, [rows[path] for path in flatten(state.params)]))
     return {path: np.stack(leaves) for path, *leaves in _by_path([flatten(unpack(rows)) for rows in packed])}

@@ -23,8 +23,8 @@ from spmd.mesh import MeshSpec
 from spmd.tree import flatten
 from spmd.wire import gradient_sync
 from spmd.wire.codec import CODECS, bfloat16, make_codec
-from spmd.wire.gradient_sync import RESIDUAL, Exchange
-from spmd.wire.strategies import Scene
+from spmd.wire.gradient_sync import RESIDUAL, GradientSync
+from spmd.wire.strategies import MeshAxes
 
 START = 2  # steps that reduce exactly first
 STEPS = 50
@@ -80,18 +80,18 @@ def build(gradients, shapes, mesh="data=8", rules=(), shard=None):
     data = tuple(axis for axis in ("node", "data") if axis in mesh)
     layout = Layout(batch=Batch((data,)), params=rules, optimizer=OptimizerState(shard), gradients=gradients)
     params = {path: jax.ShapeDtypeStruct(shape, DTYPES.get(path, jnp.float32)) for path, shape in shapes.items()}
-    return Exchange(resolve(layout, params, {}, MeshSpec.parse(mesh)), Scene(spmd.make_mesh(mesh), data))
+    return GradientSync(resolve(layout, params, {}, MeshSpec.parse(mesh)), MeshAxes(spmd.make_mesh(mesh), data))
 
 
 def meeting(exchange, memory):
     """`Exchange.push` over all workers: gradients [workers, ...], memory and step in; means, memory and measurements out."""
-    data = exchange.scene.data_axes
+    data = exchange.mesh_axes.data_axes
     cut = lambda spec: pspec(keep_axes(spec, data))
-    pushed = {path: cut(exchange.reduction.pushed(place)) for path, place in exchange.resolved.placements.items()}
+    pushed = {path: cut(exchange.reduction.mean_spec(place)) for path, place in exchange.resolved.placements.items()}
     kept = jax.tree.map(cut, exchange.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
     return jax.shard_map(
-        lambda grads, memory, step: exchange.push(jax.tree.map(lambda g: g[0], grads), memory, step),
-        mesh=exchange.scene.mesh,
+        lambda grads, memory, step: exchange.reduce_gradients(jax.tree.map(lambda g: g[0], grads), memory, step),
+        mesh=exchange.mesh_axes.mesh,
         in_specs=(jax.P(data), kept, jax.P()),
         out_specs=(pushed, kept, jax.P()),
         axis_names=set(data),
@@ -102,7 +102,7 @@ def meeting(exchange, memory):
 def beginning(exchange):
     """The memory at step 0, where it belongs."""
     memory = exchange.init(jax.random.key(0), {})
-    place = lambda leaf, spec: jax.device_put(leaf, jax.NamedSharding(exchange.scene.mesh, pspec(spec)))
+    place = lambda leaf, spec: jax.device_put(leaf, jax.NamedSharding(exchange.mesh_axes.mesh, pspec(spec)))
     return jax.tree.map(place, memory, exchange.specs(memory))
 
 
@@ -173,7 +173,7 @@ def true_means(workers):
 class Outcome:
     """Everything that one case's program gave: means per slot, the first and last memories, and whether copies were equal."""
 
-    exchange: Exchange
+    exchange: GradientSync
     means: list
     memories: list
     unequal: list
@@ -187,9 +187,9 @@ class Outcome:
 def outcome(case):
     exchange = of_case(case)
     memory = first = beginning(exchange)
-    mesh, items = exchange.scene.mesh, exchange.items
+    mesh, items = exchange.mesh_axes.mesh, exchange.items
     place = lambda path, g: jax.device_put(
-        g, jax.NamedSharding(mesh, jax.P(None, exchange.scene.data_axes, *(items[path].rest if items[path].nested else ())))
+        g, jax.NamedSharding(mesh, jax.P(None, exchange.mesh_axes.data_axes, *(items[path].rest if items[path].nested else ())))
     )
     grads = {path: place(path, g) for path, g in inputs(WORKERS[case[2]]).items()}
     meet = meeting(exchange, memory)

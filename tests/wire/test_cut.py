@@ -12,7 +12,7 @@ import pytest
 import spmd
 from spmd.layout.resolve import pspec
 from spmd.layout.schema import entry_axes
-from spmd.wire.shard_layout import Cut
+from spmd.wire.shard_layout import ShardLayout
 
 # axes with their sizes (outermost first), shape, spec
 CUTS = [
@@ -44,7 +44,7 @@ every_cut = pytest.mark.parametrize("axes, shape, spec", CUTS, ids=lambda value:
 
 
 def make(axes, shape, spec):
-    return Cut(shape, spec, tuple(axes), tuple(axes.values()))
+    return ShardLayout(shape, spec, tuple(axes), tuple(axes.values()))
 
 
 def numbered(shape):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.wire.codec.base import Bucket, RowCodec
 from spmd.wire.codec.exact import Exact
-from spmd.wire.shard_layout import Cut
+from spmd.wire.shard_layout import ShardLayout
 
 SHAPES = ((8, 16), (16, 3, 8), (24,))
 
@@ -36,12 +36,12 @@ def meet(codec, mesh, specs, inside):
     """Means whole again, every worker's `kept`, and the gradients they were made of."""
     mesh = spmd.make_mesh(mesh)
     axes, sizes = mesh.axis_names, tuple(mesh.shape.values())
-    cuts = tuple(Cut(shape, spec, axes, sizes) for shape, spec in zip(SHAPES, specs, strict=True))
+    shard_layouts = tuple(ShardLayout(shape, spec, axes, sizes) for shape, spec in zip(SHAPES, specs, strict=True))
     random = np.random.default_rng(0)
     grads = [random.normal(size=(8, *shape)).astype(np.float32) for shape in SHAPES]
 
     def worker(*own):
-        means, kept, _ = codec.mean([x[0] for x in own], [{} for _ in own], Bucket(cuts, inside))
+        means, kept, _ = codec.mean([x[0] for x in own], [{} for _ in own], Bucket(shard_layouts, inside))
         return means, [x[None] for x in kept]
 
     rows = [P(axes)] * len(SHAPES)

@@ -14,9 +14,9 @@ from spmd.layout.schema import Layout, keep_axes
 from spmd.mesh import MeshSpec
 from spmd.wire.codec.base import Bucket
 from spmd.wire.codec.power_sgd import PowerSgd, orthonormal
-from spmd.wire.gradient_sync import CODEC, RESIDUAL, Exchange
-from spmd.wire.shard_layout import Cut
-from spmd.wire.strategies import Scene
+from spmd.wire.gradient_sync import CODEC, RESIDUAL, GradientSync
+from spmd.wire.shard_layout import ShardLayout
+from spmd.wire.strategies import MeshAxes
 
 SHAPE = (24, 16)
 
@@ -32,7 +32,7 @@ def on_workers(function, workers):
 @functools.cache
 def meeting(codec, workers, shape=SHAPE):
     """One meeting of the codec: gradients [workers, ...] and Q in; every worker's mean, kept and next Q out."""
-    bucket = Bucket((Cut(shape, (), ("data",), (workers,)),))
+    bucket = Bucket((ShardLayout(shape, (), ("data",), (workers,)),))
 
     def meet(grad, q):
         means, kept, states = codec.mean([grad], [{"q": q}], bucket)
@@ -180,8 +180,8 @@ def test_a_basis_of_columns_is_orthonormal_even_of_columns_that_are_none():
 def exchange_of(gradients, shapes, workers=4):
     layout, mesh = Layout(gradients=gradients), f"data={workers}"
     params = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
-    scene = Scene(spmd.make_mesh(mesh, devices=jax.devices()[:workers]), ("data",))
-    return Exchange(resolve(layout, params, {}, MeshSpec.parse(mesh)), scene)
+    mesh_axes = MeshAxes(spmd.make_mesh(mesh, devices=jax.devices()[:workers]), ("data",))
+    return GradientSync(resolve(layout, params, {}, MeshSpec.parse(mesh)), mesh_axes)
 
 
 def scanned(exchange, grads):
@@ -189,8 +189,8 @@ def scanned(exchange, grads):
     memory = exchange.init(jax.random.key(0), {})
     kept = jax.tree.map(lambda spec: pspec(keep_axes(spec, ("data",))), exchange.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
     meet = jax.shard_map(
-        lambda grads, memory, step: exchange.push(jax.tree.map(lambda g: g[0], grads), memory, step),
-        mesh=exchange.scene.mesh,
+        lambda grads, memory, step: exchange.reduce_gradients(jax.tree.map(lambda g: g[0], grads), memory, step),
+        mesh=exchange.mesh_axes.mesh,
         in_specs=(jax.P("data"), kept, jax.P()),
         out_specs=(jax.P(), kept, jax.P()),
         check_vma=False,
@@ -256,7 +256,7 @@ def test_residuals_stay_where_they_are_a_workers_own_and_walk_away_where_they_ar
     ids=str,
 )
 def test_min_compression_decides_what_goes_exactly(shape, options, compressed):
-    assert PowerSgd(**options).compresses(Cut(shape, (), ("data",), (8,)), shape) is compressed
+    assert PowerSgd(**options).compresses(ShardLayout(shape, (), ("data",), (8,)), shape) is compressed
     exchange = exchange_of(Gradients("all_reduce", "power_sgd", options, error_feedback=True), {"p": shape})
     assert exchange.items["p"].name == ("power_sgd" if compressed else "exact")
 

@@ -11,7 +11,7 @@ from spmd.errors import LayoutError, OptionError
 from spmd.layout.server import ParameterServer
 from spmd.wire.notes import server_bytes
 from spmd.wire.param_server.events import Events
-from spmd.wire.param_server.statistics import Account
+from spmd.wire.param_server.statistics import ServerStatistics
 
 WORKERS, ROWS = 6, 240
 TABLE = np.random.default_rng(0).integers(1, 128, (ROWS, WORKERS)) / 64
@@ -54,7 +54,7 @@ def events_of(times, workers=WORKERS, sent=BYTES, **words):
 @every_mode
 def test_nobody_does_two_things_at_once_and_every_gradient_takes_its_time(trace, words, network):
     events = events_of(trace, network=network, **words)
-    told = Account.of(events, 100)
+    told = ServerStatistics.of(events, 100)
     assert told.seconds == events.round(99).end
     for worker in range(WORKERS):
         mine = told.spans.worker == worker
@@ -73,25 +73,25 @@ def test_nobody_does_two_things_at_once_and_every_gradient_takes_its_time(trace,
 @pytest.mark.parametrize("steps", [1, 2, 50, ROWS])
 def test_who_waits_for_nobody_is_never_idle(trace, words, steps):
     """Those who are under way when the account ends have computed until then."""
-    told = Account.of(events_of(trace, **words), steps)
+    told = ServerStatistics.of(events_of(trace, **words), steps)
     assert (told.compute_seconds == told.seconds).all() and not told.idle_share.any()
     assert (~told.spans.arrived).sum() >= WORKERS - 1  # there are such
 
 
 def test_a_slow_worker_is_under_way_all_the_time():
-    told = Account.of(events_of((0.5, 1e6), workers=2, mode="asynchronous"), 10)
+    told = ServerStatistics.of(events_of((0.5, 1e6), workers=2, mode="asynchronous"), 10)
     assert told.seconds == 5.0 and told.compute_seconds.tolist() == [5.0, 5.0] and told.arrived.tolist() == [10, 0]
 
 
 @pytest.mark.parametrize("words", [MODES["async"], MODES["bounded"], {"mode": "softsync", "splits": 1}, {}], ids=str)
 def test_equal_workers_are_never_idle(words):
-    told = Account.of(events_of("constant(0.25)", **words), 40)
+    told = ServerStatistics.of(events_of("constant(0.25)", **words), 40)
     assert told.seconds == 10.0 and not told.idle_seconds.any() and told.arrived.tolist() == [40] * WORKERS
 
 
 @pytest.mark.parametrize("spares", [0, 1, 3])
 def test_a_synchronous_step_idles_for_the_last_that_it_waits_for(trace, spares):
-    told, steps = Account.of(events_of(trace, spares=spares), 150), np.sort(TABLE[:150], axis=1)[:, WORKERS - 1 - spares]
+    told, steps = ServerStatistics.of(events_of(trace, spares=spares), 150), np.sort(TABLE[:150], axis=1)[:, WORKERS - 1 - spares]
     assert told.seconds == steps.sum()
     computed = np.minimum(TABLE[:150], steps[:, None])  # a spare stops when the next step begins
     assert told.compute_seconds.tolist() == computed.sum(axis=0).tolist()
@@ -102,7 +102,7 @@ def test_a_synchronous_step_idles_for_the_last_that_it_waits_for(trace, spares):
 
 
 def test_a_synchronous_step_idles_for_the_network(trace):
-    near, far = (Account.of(events_of(trace, network=network), 64) for network in ({}, LINK))
+    near, far = (ServerStatistics.of(events_of(trace, network=network), 64) for network in ({}, LINK))
     each = WORKERS * (1 / 16 + 1 / 32) + 2 / 8
     assert far.seconds - near.seconds == 64 * each and (far.compute_seconds == near.compute_seconds).all()
     assert not near.push_seconds.any() and (far.push_seconds == 64 * each).all()
@@ -110,11 +110,11 @@ def test_a_synchronous_step_idles_for_the_network(trace):
 
 @pytest.mark.parametrize("mode", ["local", "elastic"])
 def test_who_trains_by_itself_idles_at_meetings(trace, mode):
-    told, parts = Account.of(events_of(trace, mode=mode, every=4), 80), TABLE[:80].reshape(20, 4, WORKERS).sum(axis=1)
+    told, parts = ServerStatistics.of(events_of(trace, mode=mode, every=4), 80), TABLE[:80].reshape(20, 4, WORKERS).sum(axis=1)
     assert told.seconds == parts.max(axis=1).sum() and told.updates == 20 and told.gradients_per_update == 4 * WORKERS
     assert told.idle_seconds.tolist() == (parts.max(axis=1)[:, None] - parts).sum(axis=0).tolist()
     assert told.link_bytes == (20 * WORKERS * BYTES[0], 20 * WORKERS * BYTES[1])
-    part = Account.of(events_of(trace, mode=mode, every=4), 78)  # ends between two meetings, when the slowest is done
+    part = ServerStatistics.of(events_of(trace, mode=mode, every=4), 78)  # ends between two meetings, when the slowest is done
     own = TABLE[76:80].cumsum(axis=0)
     assert part.seconds == parts[:19].max(axis=1).sum() + own[1].max()
     assert part.compute_seconds.tolist() == (parts[:19].sum(axis=0) + np.minimum(own[1].max(), own[2])).tolist()
@@ -127,7 +127,7 @@ def test_who_trains_by_itself_idles_at_meetings(trace, mode):
 @every_mode
 def test_gradients_are_those_of_the_rounds(trace, words, network):
     events = events_of(trace, network=network, **words)
-    told, found = Account.of(events, 100), [events.round(step) for step in range(100)]
+    told, found = ServerStatistics.of(events, 100), [events.round(step) for step in range(100)]
     applied, dropped, late = np.zeros(WORKERS, int), np.zeros(WORKERS, int), []
     for this in found:
         applied[this.worker[this.applied]] += 1
@@ -142,7 +142,7 @@ def test_gradients_are_those_of_the_rounds(trace, words, network):
 
 
 def test_staleness_of_equal_workers():
-    told = Account.of(events_of("constant", mode="asynchronous"), 20)
+    told = ServerStatistics.of(events_of("constant", mode="asynchronous"), 20)
     assert told.staleness.tolist() == [1] * (WORKERS - 1) + [1 + 19 * WORKERS]
 
 
@@ -150,13 +150,13 @@ def test_staleness_of_equal_workers():
     "words, each", [({}, 6), ({"spares": 2}, 4), ({"mode": "softsync", "splits": 2}, 3), ({"mode": "asynchronous"}, 1)]
 )
 def test_the_effective_batch(trace, words, each):
-    told = Account.of(events_of(trace, **words), 101)
+    told = ServerStatistics.of(events_of(trace, **words), 101)
     assert told.gradients_per_update == each and told.updates == told.applied.sum() // each
 
 
 def test_without_an_update_there_is_no_batch():
     """All of the first round is of the first version, and half an update of softsync."""
-    told = Account.of(events_of((1.0, 8.0), workers=2, mode="softsync", splits=1), 1)
+    told = ServerStatistics.of(events_of((1.0, 8.0), workers=2, mode="softsync", splits=1), 1)
     assert (told.updates, told.applied.tolist()) == (0, [1, 0]) and np.isnan(told.gradients_per_update) and "nan" not in str(told)
 
 
@@ -165,8 +165,8 @@ def test_one_who_bears_all_drops_and_all_alike(times, bias, tmp_path):
     if times == "turns":
         times = str(tmp_path / "turns.npy")
         np.save(times, np.tile(1.0 + np.eye(3), (10, 1)))
-    assert Account.of(events_of(times, workers=3, spares=1), 30).drop_bias == bias
-    assert Account.of(events_of(times, workers=3), 30).drop_bias == 1.0
+    assert ServerStatistics.of(events_of(times, workers=3, spares=1), 30).drop_bias == bias
+    assert ServerStatistics.of(events_of(times, workers=3), 30).drop_bias == 1.0
 
 
 # links ---------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_one_who_bears_all_drops_and_all_alike(times, bias, tmp_path):
 @pytest.mark.parametrize("way, sent", [(0, (256.0, 0.0)), (1, (0.0, 256.0))], ids=["inwards", "outwards"])
 def test_a_link_that_is_never_free_is_busy(way, sent):
     """Half a second for each of eight gradients of a second: from the first that is done on."""
-    told = Account.of(events_of("constant", workers=8, sent=sent, mode="asynchronous", network={"bandwidth": "512B/s"}), 32)
+    told = ServerStatistics.of(events_of("constant", workers=8, sent=sent, mode="asynchronous", network={"bandwidth": "512B/s"}), 32)
     assert told.link_busy[way] == (told.seconds - 1) / told.seconds and told.link_busy[1 - way] == 0
     assert told.link_bytes[way] == (told.seconds - 1) // 0.5 * 256 and told.link_bytes[1 - way] == 0
     assert told.idle_share.min() > 0.5
@@ -183,27 +183,27 @@ def test_a_link_that_is_never_free_is_busy(way, sent):
 
 
 def test_what_a_synchronous_link_carries(trace):
-    told = Account.of(events_of(trace, network=LINK, spares=2), 50)  # spares push too
+    told = ServerStatistics.of(events_of(trace, network=LINK, spares=2), 50)  # spares push too
     assert told.link_bytes == (50 * WORKERS * BYTES[0], 50 * WORKERS * BYTES[1])
     assert told.link_busy == (50 * WORKERS / 16 / told.seconds, 50 * WORKERS / 32 / told.seconds)
 
 
 @pytest.mark.parametrize("each", [1, 3])
 def test_who_fetches_seldom_gets_less(each):
-    told = Account.of(events_of("constant", mode="asynchronous", fetch_every=each), 30)
+    told = ServerStatistics.of(events_of("constant", mode="asynchronous", fetch_every=each), 30)
     assert told.link_bytes == (30 * WORKERS * BYTES[0], 30 // each * WORKERS * BYTES[1]) and told.link_busy == (0, 0)
 
 
 def test_weights_that_have_left_a_link_are_on_their_way():
     """Those for the first worker leave from 1.25 s to 1.75 s and are there at 2 s; the second one's gradient ends the round at 1.875 s."""
     network = {"bandwidth": "512B/s", "latency": "250ms"}
-    told = Account.of(events_of((1.0, 1.625), workers=2, sent=(0.0, 256.0), mode="asynchronous", network=network), 1)
+    told = ServerStatistics.of(events_of((1.0, 1.625), workers=2, sent=(0.0, 256.0), mode="asynchronous", network=network), 1)
     assert told.seconds == 1.875 and told.link_bytes == (0.0, 256.0) and told.link_busy == (0.0, 0.5 / 1.875)
     assert told.compute_seconds.tolist() == [1.0, 1.625] and told.push_seconds.tolist() == [0.25, 0.25]
 
 
 def test_fragments_travel_by_themselves(trace):
-    whole, parts = (Account.of(events_of(trace, mode="local", every=4, fragments=n), 80) for n in (1, 2))
+    whole, parts = (ServerStatistics.of(events_of(trace, mode="local", every=4, fragments=n), 80) for n in (1, 2))
     assert whole.link_bytes == parts.link_bytes and (whole.updates, parts.updates) == (20, 40)
 
 
@@ -214,7 +214,7 @@ def test_fragments_travel_by_themselves(trace):
 def test_asking_changes_nothing_for_a_run(trace, words):
     events = events_of(trace, network=LINK, **words)
     before = events.round(150)
-    one, other = Account.of(events, 100), Account.of(events_of(trace, network=LINK, **words), 100)
+    one, other = ServerStatistics.of(events, 100), ServerStatistics.of(events_of(trace, network=LINK, **words), 100)
     assert events.round(150) is before and one.seconds == other.seconds
     assert all(np.array_equal(getattr(one.spans, name), getattr(other.spans, name)) for name in vars(one.spans))
 
@@ -222,14 +222,14 @@ def test_asking_changes_nothing_for_a_run(trace, words):
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True, None])
 def test_steps_that_are_no_number_of_steps(steps):
     with pytest.raises(OptionError, match=r"steps=.*: a whole number from 1\."):
-        Account.of(events_of("constant"), steps)
+        ServerStatistics.of(events_of("constant"), steps)
 
 
 @every_mode
 def test_a_trace_that_ends_before(trace, words):
-    assert Account.of(events_of(trace, **words), ROWS).steps == ROWS  # the whole of it can be asked about
+    assert ServerStatistics.of(events_of(trace, **words), ROWS).steps == ROWS  # the whole of it can be asked about
     with pytest.raises(OptionError, match=f"the trace has {ROWS} rows(.|\n)*fix: a longer trace, or fewer steps"):
-        Account.of(events_of(trace, **words), 20 * ROWS)
+        ServerStatistics.of(events_of(trace, **words), 20 * ROWS)
 
 
 def test_no_time_at_all_is_shown():

@@ -65,9 +65,9 @@ def test_what_is_on_its_way_while_they_work_costs_nothing():
 
 def test_events_say_who_has_data_and_what_is_sent():
     events = Events(ParameterServer(mode="local", every=4, fragments=2), workers=3)
-    assert events.masked and not events.dealt and events.counts == ("gradients_applied", "gradients_dropped", "updates")
-    told = [events.at(step, np.array([True, False, True])) for step in range(4)]
+    assert events.masked and not events.assigns_rows and events.metric_names == ("gradients_applied", "gradients_dropped", "updates")
+    told = [events.step_inputs(step, np.array([True, False, True])) for step in range(4)]
     assert [one["sends"].tolist() for one in told] == [[False, False], [True, False], [False, False], [False, True]]
     assert all(one["present"].tolist() == [True, False, True] for one in told)
     assert [one["counted"].tolist() for one in told] == [[[2, 0, met], [1, 1, 1]] for met in (0, 1, 0, 1)]
-    assert events.apart(1) == ["send/1/", "receive/1/"] and len(events.apart(0)) == 4
+    assert events.skipped_scopes(1) == ["send/1/", "receive/1/"] and len(events.skipped_scopes(0)) == 4

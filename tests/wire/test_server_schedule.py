@@ -234,7 +234,7 @@ def test_of_exponential_workers_gradients_so_many_are_fresh_enough(most, share):
 
 def counted(events, step, have=None):
     """What is counted in a step, by name."""
-    return dict(zip(events.counts, np.divide(*events.at(step, have)["counted"]).tolist(), strict=True))
+    return dict(zip(events.metric_names, np.divide(*events.step_inputs(step, have)["counted"]).tolist(), strict=True))
 
 
 def test_applied_and_dropped_are_all_that_arrived():
@@ -244,18 +244,18 @@ def test_applied_and_dropped_are_all_that_arrived():
         arrived = int((found.staleness >= 0).sum())
         assert arrived == found.present.sum() == given["gradients_applied"] + given["gradients_dropped"]
         assert given["gradients_applied"] == found.applied.sum() and given["updates"] == found.commit.sum()
-        assert events.told(step)["simulated_seconds"] == found.end
+        assert events.metrics(step)["simulated_seconds"] == found.end
         assert given["staleness"] == pytest.approx(found.staleness[:arrived].mean(), rel=1e-6)  # float32
 
 
 def test_the_idle_share_is_of_all_workers_and_all_the_time_so_far():
     slow = Events(declare(compute_time=(1.0, 2.0, 4.0)), 3)
-    assert [slow.told(step)["idle_share"] for step in (0, 5, 2)] == [1 - 7 / 12] * 3
+    assert [slow.metrics(step)["idle_share"] for step in (0, 5, 2)] == [1 - 7 / 12] * 3
     alone, spared = Events(declare(compute_time="constant", warmup_steps=2), 4), Events(declare(compute_time=(1.0, 4.0), spares=1), 2)
-    assert [alone.told(step)["idle_share"] for step in range(4)] == [3 / 4, 3 / 4, 1 / 2, 3 / 8]
-    assert spared.told(3)["idle_share"] == 0, "the one that is dropped computes until the round ends"
+    assert [alone.metrics(step)["idle_share"] for step in range(4)] == [3 / 4, 3 / 4, 1 / 2, 3 / 8]
+    assert spared.metrics(3)["idle_share"] == 0, "the one that is dropped computes until the round ends"
     late = Events(declare(mode="asynchronous", compute_time="constant"), 4)
-    assert late.told(9)["idle_share"] == 0
+    assert late.metrics(9)["idle_share"] == 0
 
 
 @pytest.mark.parametrize("spares, warm", [(0, 0), (2, 0), (1, 3)])
@@ -525,7 +525,7 @@ def test_rounds_are_the_same_in_whatever_order_they_are_asked_for(words):
 
 
 def test_what_a_server_that_nobody_waits_for_is_told():
-    assert not Events(declare(), 4).masked and set(Events(declare(), 4).at(3)) == {"counted"}
+    assert not Events(declare(), 4).masked and set(Events(declare(), 4).step_inputs(3)) == {"counted"}
     assert Events(declare(spares=1), 4).masked and Events(declare(warmup_steps=1), 4).masked
     assert all(Events(declare(**words), 6).masked for words in LATE.values())
 
@@ -542,7 +542,7 @@ def test_what_a_server_that_nobody_waits_for_is_told():
 )
 def test_of_those_who_have_data_the_fastest_take_part(have, wanted):
     events = Events(ParameterServer(spares=1, compute_time=(3.0, 1.0, 2.0, 4.0)), 4)
-    given = events.at(5, None if have is None else np.array(have))
+    given = events.step_inputs(5, None if have is None else np.array(have))
     assert set(given) == {"present", "counted"} and set(np.flatnonzero(given["present"])) == set(wanted)
 
 
@@ -553,7 +553,7 @@ HAVES = np.array(list(itertools.product([False, True], repeat=6)))
 def test_who_has_no_data_changes_nothing(words):
     events = Events(declare(**words), 6, SENT)
     for step, have in enumerate(HAVES):
-        found, given = events.round(step), events.at(step, have)
+        found, given = events.round(step), events.step_inputs(step, have)
         gone = [at for at in range(6) if not (found.present & have)[found.worker[at]]]
         assert np.array_equal(given["present"], found.present & have)
         assert not given["applied"][gone].any() and not given["commit"][gone].any()
@@ -563,7 +563,7 @@ def test_who_has_no_data_changes_nothing(words):
         for name in ("applied", "weight", *(() if flushed else ("commit",))):
             assert np.array_equal(given[name][kept], getattr(found, name)[kept])
         assert np.array_equal(given["worker"], found.worker) and np.array_equal(given["reads"], found.reads)
-        plain = events.at(step)
+        plain = events.step_inputs(step)
         assert all(np.array_equal(value, getattr(found, name)) for name, value in plain.items() if name != "counted")
         told = counted(events, step, have)
         assert told["gradients_applied"] == given["applied"].sum()
@@ -575,7 +575,7 @@ def test_who_has_data_reads_whoever_else_has_none(words):
     """Its next gradient would else be of older weights than its staleness says."""
     events = Events(declare(**words), 6, SENT)
     for step, have in enumerate(HAVES):
-        found, given = events.round(step), events.at(step, have)
+        found, given = events.round(step), events.step_inputs(step, have)
         others = have | ~found.present  # who waits, or is under way, is not without data
         assert np.array_equal(given["reads"][:, others], found.reads[:, others])
 

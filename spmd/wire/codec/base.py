@@ -21,7 +21,7 @@ from jax import lax
 
 from spmd.tree import nbytes
 from spmd.wire import collectives
-from spmd.wire.shard_layout import Cut
+from spmd.wire.shard_layout import ShardLayout
 
 State = dict[str, jax.Array]
 Means = tuple[list[jax.Array], list[jax.Array], list[State]]
@@ -31,13 +31,13 @@ Means = tuple[list[jax.Array], list[jax.Array], list[State]]
 class Bucket:
     """How a bucket's gradients are cut, over which data axes they meet, and which of these reduce exactly first."""
 
-    cuts: tuple[Cut, ...]
+    shard_layouts: tuple[ShardLayout, ...]
     inside: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
         """All data axes, outermost first."""
-        return self.cuts[0].axes
+        return self.shard_layouts[0].axes
 
     @property
     def across(self) -> tuple[str, ...]:
@@ -47,37 +47,37 @@ class Bucket:
     @property
     def left(self) -> tuple[str, ...]:
         """The data axes along which all workers get the same piece; one bucket, one answer."""
-        return self.cuts[0].left
+        return self.shard_layouts[0].left
 
     @functools.cached_property
     def _order(self) -> list[int]:
         """The gradients by the width of their rows, so that those of one width lie side by side."""
-        return sorted(range(len(self.cuts)), key=lambda n: self.cuts[n].width)
+        return sorted(range(len(self.shard_layouts)), key=lambda n: self.shard_layouts[n].width)
 
     @property
     def widths(self) -> list[int]:
         """Each width that there is, once."""
-        return sorted({cut.width for cut in self.cuts})
+        return sorted({cut.width for cut in self.shard_layouts})
 
     def rows(self, grads: list[jax.Array]) -> jax.Array:
         """All gradients side by side, float32[workers, elements that each worker owns]."""
-        return jnp.concatenate([self.cuts[n].rows(grads[n]) for n in self._order], axis=1)
+        return jnp.concatenate([self.shard_layouts[n].rows(grads[n]) for n in self._order], axis=1)
 
     def columns(self, rows: jax.Array) -> list[jax.Array]:
         """The columns of `rows` that belong to each gradient."""
-        ends = list(itertools.accumulate(self.cuts[n].width for n in self._order))
+        ends = list(itertools.accumulate(self.shard_layouts[n].width for n in self._order))
         parts = jnp.split(rows, ends[:-1], axis=1)
-        return [parts[self._order.index(n)] for n in range(len(self.cuts))]
+        return [parts[self._order.index(n)] for n in range(len(self.shard_layouts))]
 
     def alike(self, rows: jax.Array) -> list[jax.Array]:
         """For each width, float32[rows times gradients, width]: what a codec may encode in one call, gradients apart."""
-        counts = collections.Counter(cut.width for cut in self.cuts)
+        counts = collections.Counter(cut.width for cut in self.shard_layouts)
         ends = list(itertools.accumulate(width * counts[width] for width in self.widths))
         return [part.reshape(-1, width) for part, width in zip(jnp.split(rows, ends[:-1], axis=1), self.widths, strict=True)]
 
     def joined(self, parts: list[jax.Array]) -> jax.Array:
         """The inverse of `alike`."""
-        counts = collections.Counter(cut.width for cut in self.cuts)
+        counts = collections.Counter(cut.width for cut in self.shard_layouts)
         sizes = [width * counts[width] for width in self.widths]
         return jnp.concatenate([part.reshape(-1, size) for part, size in zip(parts, sizes, strict=True)], axis=1)
 
@@ -88,7 +88,7 @@ class Codec(abc.ABC):
     lossless: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def compresses(self, cut: Cut, whole: tuple[int, ...]) -> bool:
+    def compresses(self, cut: ShardLayout, whole: tuple[int, ...]) -> bool:
         """Whether a gradient that is cut so gets smaller; one that does not travels exactly. `whole` is its parameter's shape."""
 
     def init(self, key: jax.Array, shape: tuple[int, ...], whole: tuple[int, ...]) -> State:
@@ -125,7 +125,7 @@ class RowCodec(Codec):
     def decode(self, payload: Any, width: int) -> jax.Array:
         """What travelled as float32[n, width]."""
 
-    def compresses(self, cut: Cut, whole: tuple[int, ...]) -> bool:
+    def compresses(self, cut: ShardLayout, whole: tuple[int, ...]) -> bool:
         """Whether all rows together, encoded, are fewer bytes than the gradient as float32."""
         payload = jax.eval_shape(self.encode, jax.ShapeDtypeStruct((cut.workers, cut.width), jnp.float32))
         return sum(map(nbytes, jax.tree.leaves(payload))) < 4 * math.prod(cut.shape)
@@ -133,8 +133,8 @@ class RowCodec(Codec):
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
         """One exchange for the whole bucket."""
         rows, kept = self.exchange(bucket.rows(grads), bucket)
-        pick = lambda back, parts: [back(cut, part) for cut, part in zip(bucket.cuts, parts, strict=True)]
-        return pick(Cut.join, bucket.columns(rows)), pick(Cut.unrows, bucket.columns(kept)), states
+        pick = lambda back, parts: [back(cut, part) for cut, part in zip(bucket.shard_layouts, parts, strict=True)]
+        return pick(ShardLayout.join, bucket.columns(rows)), pick(ShardLayout.unrows, bucket.columns(kept)), states
 
     def exchange(self, rows: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
         """From float32[workers, width]: the mean rows along `left`, and what became of each of this worker's rows."""
@@ -148,7 +148,7 @@ class RowCodec(Codec):
         encode = lambda rows: lax.optimization_barrier([self.encode(part) for part in bucket.alike(rows)])  # what travels is decoded
         decode = lambda parts: bucket.joined([self.decode(p, width) for p, width in zip(parts, bucket.widths, strict=True)])
         payload, own = encode(node), lax.dynamic_index_in_dim(node, me)
-        received = decode(together(payload, node.shape[0], lambda part: collectives.all_to_all(part, across)))
+        received = decode(packed_collective(payload, node.shape[0], lambda part: collectives.all_to_all(part, across)))
         mean = lax.dynamic_update_index_in_dim(received, own, me, 0).sum(0, keepdims=True) / node.shape[0]
         kept = lax.dynamic_update_index_in_dim(decode(payload), own, me, 0)
         # 3. back to all who need it, those across nodes first; the owner answers for this rounding
@@ -158,7 +158,7 @@ class RowCodec(Codec):
             payload = encode(mean)
             lost = (mean - decode(payload)) * node.shape[0]
             kept = lax.dynamic_update_index_in_dim(kept, own - lost, me, 0)
-            mean = decode(together(payload, 1, lambda part: collectives.all_gather(part, outer, 0)))
+            mean = decode(packed_collective(payload, 1, lambda part: collectives.all_gather(part, outer, 0)))
         mean = collectives.all_gather(mean[:, None], inner, 1)
         mean = _moved(mean.reshape(*map(_size, (*outer, *inner)), width), (*outer, *inner), bucket.left)
         # 4. what the node lost, charged to the worker who summed for it
@@ -169,7 +169,7 @@ class RowCodec(Codec):
         return mean.reshape(-1, width), kept.reshape(-1, width)
 
 
-def together(payload: Any, rows: int, move: Callable[[jax.Array], jax.Array]) -> Any:
+def packed_collective(payload: Any, rows: int, move: Callable[[jax.Array], jax.Array]) -> Any:
     """A payload of so many rows moved by one collective: its arrays side by side, as bytes unless all are of one dtype."""
     leaves, structure = jax.tree.flatten(payload)
     alike = len({leaf.dtype for leaf in leaves}) == 1

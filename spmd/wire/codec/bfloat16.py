@@ -51,8 +51,8 @@ class Bfloat16(RowCodec):
         whole = jnp.concatenate([part.reshape(-1) for part in sent])
         total = collectives.all_reduce(whole, bucket.axes).astype(jnp.float32) / collectives.worker_count(bucket.axes)
         ends = np.cumsum([part.size for part in sent])[:-1].tolist()
-        means = [part.reshape(cut.shape) for part, cut in zip(jnp.split(total, ends), bucket.cuts, strict=True)]
-        return [cut.own(mean) for cut, mean in zip(bucket.cuts, means, strict=True)], [x.astype(jnp.float32) for x in sent], states
+        means = [part.reshape(cut.shape) for part, cut in zip(jnp.split(total, ends), bucket.shard_layouts, strict=True)]
+        return [cut.own(mean) for cut, mean in zip(bucket.shard_layouts, means, strict=True)], [x.astype(jnp.float32) for x in sent], states
 
 
 @functools.cache

@@ -7,8 +7,8 @@ import jax
 
 from spmd.layout.schema import entry_axes
 from spmd.wire import collectives
-from spmd.wire.codec.base import Bucket, Codec, Means, State, together
-from spmd.wire.shard_layout import Cut
+from spmd.wire.codec.base import Bucket, Codec, Means, State, packed_collective
+from spmd.wire.shard_layout import ShardLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Exact(Codec):
 
     lossless: ClassVar[bool] = True
 
-    def compresses(self, cut: Cut, whole: tuple[int, ...]) -> bool:
+    def compresses(self, cut: ShardLayout, whole: tuple[int, ...]) -> bool:
         """Nothing gets smaller."""
         return False
 
@@ -35,15 +35,15 @@ class Exact(Codec):
 
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
         """The mean, dim by dim: summed and cut where the piece is cut, summed whole over what is left."""
-        axes, workers = bucket.cuts[0].axes, bucket.cuts[0].workers
-        by_rows = all(len(cut.spec) == 1 and entry_axes(cut.spec[0]) == axes for cut in bucket.cuts)
+        axes, workers = bucket.shard_layouts[0].axes, bucket.shard_layouts[0].workers
+        by_rows = all(len(cut.spec) == 1 and entry_axes(cut.spec[0]) == axes for cut in bucket.shard_layouts)
         if by_rows and len({grad.dtype for grad in grads}) == 1:  # cut along dim 0 only, they can lie side by side as they are
-            means = together(grads, workers, lambda rows: collectives.reduce_scatter(rows, axes, 0))
+            means = packed_collective(grads, workers, lambda rows: collectives.reduce_scatter(rows, axes, 0))
             return [mean / workers for mean in means], grads, states
-        return [reduce(cut, grad) for cut, grad in zip(bucket.cuts, grads, strict=True)], grads, states
+        return [reduce(cut, grad) for cut, grad in zip(bucket.shard_layouts, grads, strict=True)], grads, states
 
 
-def reduce(cut: Cut, grad: jax.Array) -> jax.Array:
+def reduce(cut: ShardLayout, grad: jax.Array) -> jax.Array:
     """This worker's piece of the exact mean."""
     total = grad
     for dim, entry in enumerate(cut.spec):

@@ -10,7 +10,7 @@ from jax import lax
 
 from spmd.wire import collectives
 from spmd.wire.codec.base import Bucket, Codec, Means, State
-from spmd.wire.shard_layout import Cut
+from spmd.wire.shard_layout import ShardLayout
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -32,7 +32,7 @@ class PowerSgd(Codec):
       warm_start: go on from the Q of the step before; otherwise from a fixed random one.
 
     Example:
-      >>> PowerSgd(rank=4).compresses(Cut((512, 512), (), ("data",), (8,)), whole=(512, 512))
+      >>> PowerSgd(rank=4).compresses(ShardLayout((512, 512), (), ("data",), (8,)), whole=(512, 512))
       True
     """
 
@@ -40,7 +40,7 @@ class PowerSgd(Codec):
     min_compression: float = 2.0
     warm_start: bool = True
 
-    def compresses(self, cut: Cut, whole: tuple[int, ...]) -> bool:
+    def compresses(self, cut: ShardLayout, whole: tuple[int, ...]) -> bool:
         """Whether the two thin matrices are smaller by `min_compression`."""
         n, m = view(cut.shape, best_split(whole))
         return len(whole) > 1 and n * m > 0 and n * m / (self._rank(n, m) * (n + m)) >= self.min_compression
@@ -76,7 +76,7 @@ class PowerSgd(Codec):
         # a column that a zero gradient has emptied would stay empty for ever, and a NaN would stay
         alive = lambda q, old: jnp.where((q == 0).all(0) | ~jnp.isfinite(q).all(), old, q)
         after = [{"q": alive(q, s["q"]) if self.warm_start else s["q"]} for q, s in zip(qs, states, strict=True)]
-        return [cut.own(mean) for cut, mean in zip(bucket.cuts, means, strict=True)], kept, after
+        return [cut.own(mean) for cut, mean in zip(bucket.shard_layouts, means, strict=True)], kept, after
 
 
 def best_split(shape: tuple[int, ...]) -> int:

@@ -12,7 +12,7 @@ from spmd.layout.server import ParameterServer
 from spmd.layout.timing import Network
 from spmd.wire.param_server.clock import Times
 from spmd.wire.param_server.schedule import Asynchronous, Round, synchronous
-from spmd.wire.param_server.sync_schedule import meetings
+from spmd.wire.param_server.sync_schedule import sync_steps
 
 KEPT = 4096  # rounds that are remembered, of few workers; an earlier one is simulated again from the start
 MOST = 2**14  # asynchronous workers
@@ -30,7 +30,7 @@ class Events:
 
     Example:
       >>> events = Events(ParameterServer(spares=1, compute_time=(3.0, 1.0, 2.0)), workers=3)
-      >>> events.at(0)["present"].tolist(), events.told(0)
+      >>> events.step_inputs(0)["present"].tolist(), events.metrics(0)
       ([False, True, True], {'simulated_seconds': 2.0, 'idle_share': 0.16666666666666663})
     """
 
@@ -82,11 +82,11 @@ class Events:
         return self._rounds[step - self._first]
 
     @property
-    def dealt(self) -> bool:
+    def assigns_rows(self) -> bool:
         """Whether rows have to be dealt out, because in some steps not everybody is given some."""
         return self.declared.asynchronous or self.declared.warmup_steps > 0
 
-    def check(self, steps: int | None, parts: int | None, epochs: int = 1, *, drop: bool = False) -> None:
+    def check_trace_length(self, steps: int | None, parts: int | None, epochs: int = 1, *, drop: bool = False) -> None:
         """Whether the times last for so many steps, or until so many parts of data are taken in each epoch; known at once only of a trace.
 
         `drop`: an epoch ends before a round in which not everybody would have a part.
@@ -104,7 +104,7 @@ class Events:
             if ends or (parts is not None and taken >= parts):
                 epoch, taken = epoch + 1, 0
 
-    def at(self, step: int, have: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    def step_inputs(self, step: int, have: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """What the compiled step needs to know.
 
         Args:
@@ -135,10 +135,10 @@ class Events:
 
     def _counted(self, applied: Any, arrived: Any, updates: Any, staleness: Any = 0, count: Any = 0) -> np.ndarray:
         sums, counts = [applied, arrived - applied, updates, staleness], [1, 1, 1, max(count, 1)]
-        return np.array([sums, counts], np.float32)[:, : len(self.counts)]
+        return np.array([sums, counts], np.float32)[:, : len(self.metric_names)]
 
     @property
-    def counts(self) -> tuple[str, ...]:
+    def metric_names(self) -> tuple[str, ...]:
         """Names of what is counted: gradients that were applied and dropped in a step, updates that the servers have made of them (of
         workers who train by themselves: at a meeting), and the mean staleness of those that arrived."""
         return ("gradients_applied", "gradients_dropped", "updates", *(("staleness",) if self.declared.asynchronous else ()))
@@ -153,13 +153,13 @@ class Events:
         kept[list(itertools.islice(order, wanted))] = True
         return kept
 
-    def apart(self, step: int) -> list[str]:
+    def skipped_scopes(self, step: int) -> list[str]:
         """Where workers who train by themselves do not meet in this step: names of scopes in the step."""
         found = self.round(step)
         told = (("send", found.sends), ("receive", found.receives))
         return [f"{way}/{number}/" for way, due in told for number, now in enumerate(due) if not now]
 
-    def told(self, step: int) -> dict[str, float]:
+    def metrics(self, step: int) -> dict[str, float]:
         """What the clock says when this step is over: the time, and the share of all workers' time so far in which they did not compute
         gradients that have arrived."""
         with self._lock:
@@ -173,7 +173,7 @@ def rounds(
     """The rounds of a run, without end. `sent` is what a worker sends to one server and gets from it, in bytes."""
     push, pull = (part / network.bandwidth for part in sent)
     if declared.local:
-        return meetings(declared, workers, times, push, pull, network.latency)
+        return sync_steps(declared, workers, times, push, pull, network.latency)
     if declared.asynchronous:
         return Asynchronous(declared, workers, times, network.latency, push, pull).rounds()
     return synchronous(declared, workers, times, (push + pull) * workers, 2 * network.latency)

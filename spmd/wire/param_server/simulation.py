@@ -11,11 +11,13 @@ from spmd.layout.schema import Layout
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
 from spmd.wire.param_server.events import Events
-from spmd.wire.param_server.statistics import Account
+from spmd.wire.param_server.statistics import ServerStatistics
 from spmd.wire.param_server.timeline import check_number
 
 
-def simulate(server: ParameterServer, *, workers: int | None = None, steps: int, bytes: tuple[float, float] = (0.0, 0.0)) -> Account:
+def simulate(
+    server: ParameterServer, *, workers: int | None = None, steps: int, bytes: tuple[float, float] = (0.0, 0.0)
+) -> ServerStatistics:
     """What a parameter server's clock says of so many steps, without a model or a device.
 
     Args:
@@ -49,7 +51,7 @@ def simulate(server: ParameterServer, *, workers: int | None = None, steps: int,
     layout = Layout(gradients=Gradients("parameter_server"), parameter_server=server, name=source, source=source)
     any_model = {str(number): jax.ShapeDtypeStruct((count,), "float32") for number in range(server.fragments)}
     fit_layout(Layout.load(layout), any_model, {}, MeshSpec.parse({"data": count}))
-    return Account.of(Events(server, count, (float(bytes[0]), float(bytes[1]))), steps)
+    return ServerStatistics.of(Events(server, count, (float(bytes[0]), float(bytes[1]))), steps)
 
 
 def _is_size(value: object) -> bool:

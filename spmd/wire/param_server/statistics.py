@@ -15,7 +15,7 @@ SHOWN = 10  # workers of a printed account; of more, those who compute least and
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Account:
+class ServerStatistics:
     """The first steps of a parameter server's clock, added up; printed, a table. Times are simulated seconds, arrays are by worker.
 
     A step is a round: a synchronous update, or as many gradients as can be computed at once. Servers work alike: what is said of a link is
@@ -30,7 +30,7 @@ class Account:
       spans: every gradient, those that are under way at the end too.
 
     Example:
-      >>> told = Account.of(Events(ParameterServer(spares=1, compute_time=(1.0, 2.0, 4.0)), workers=3), steps=10)
+      >>> told = ServerStatistics.of(Events(ParameterServer(spares=1, compute_time=(1.0, 2.0, 4.0)), workers=3), steps=10)
       >>> told.seconds, told.idle_seconds.tolist(), told.dropped.tolist(), told.drop_bias
       (20.0, [10.0, 0.0, 0.0], [0, 0, 10], 3.0)
     """
@@ -43,7 +43,7 @@ class Account:
     spans: Spans
 
     @classmethod
-    def of(cls, events: Events, steps: int) -> "Account":
+    def of(cls, events: Events, steps: int) -> "ServerStatistics":
         """The account of a clock's first steps. The clock is simulated anew, and nothing is asked of a run that uses it.
 
         Raises:

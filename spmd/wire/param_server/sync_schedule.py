@@ -10,7 +10,7 @@ from spmd.wire.param_server.clock import Times
 from spmd.wire.param_server.schedule import Round
 
 
-def meetings(declared: ParameterServer, workers: int, times: Times, push: float, pull: float, latency: float) -> Iterator[Round]:
+def sync_steps(declared: ParameterServer, workers: int, times: Times, push: float, pull: float, latency: float) -> Iterator[Round]:
     """One round for each step of the workers, without end.
 
     Nobody waits, but where it has to take back what it has sent: that comes when the last worker's push is in, and over the network.
@@ -44,19 +44,19 @@ def due(declared: ParameterServer, number: int) -> np.ndarray:
     return (_since(declared, number) == 0) & (number > 0)
 
 
-def unmet(declared: ParameterServer, steps: int) -> int:
+def unsynced_steps(declared: ParameterServer, steps: int) -> int:
     """How many steps of the workers the servers have not heard of, of the parameters that met longest ago.
 
-    >>> [unmet(ParameterServer(mode="local", every=4), steps) for steps in (3, 4, 5, 8)]
+    >>> [unsynced_steps(ParameterServer(mode="local", every=4), steps) for steps in (3, 4, 5, 8)]
     [3, 0, 1, 0]
     """
     return int(np.minimum(_since(declared, steps), steps).max())
 
 
-def unfinished(declared: ParameterServer, steps: int) -> bool:
+def has_pending_sync(declared: ParameterServer, steps: int) -> bool:
     """Whether something has been sent after so many steps that nobody has taken back yet.
 
-    >>> [unfinished(ParameterServer(mode="local", every=4, overlap=1), steps) for steps in (3, 4, 5)]
+    >>> [has_pending_sync(ParameterServer(mode="local", every=4, overlap=1), steps) for steps in (3, 4, 5)]
     [False, True, False]
     """
     return any(due(declared, steps - ago).any() for ago in range(declared.overlap))
