@@ -1,4 +1,4 @@
-"""The house rules of docs/architecture.md, read from the sources: who imports whom, and who may do what."""
+"""The rules of docs/packages.md, read from the sources: who imports whom, and who may do what."""
 
 import ast
 import dataclasses
@@ -66,7 +66,7 @@ def part(name):
 def level(name):
     """Which level a file is on."""
     found = [number for number, parts in enumerate(LEVELS) if part(name) in parts]
-    assert len(found) == 1, f"{name} is on no level: put its folder on one in LEVELS and in docs/architecture.md"
+    assert len(found) == 1, f"{name} is on no level: put its folder on one in LEVELS and in docs/packages.md"
     return found[0]
 
 

@@ -45,7 +45,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_anchors_are_found():
-    assert {"known-limits", "the-house", "architecture"} <= anchors("docs/architecture.md")
+    assert {"known-limits", "measured-facts", "design-decisions"} <= anchors("docs/decisions.md")
     assert "gradients" in anchors("docs/layouts.md") and "a-codec" in anchors("docs/extending.md")
 
 
