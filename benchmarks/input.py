@@ -145,10 +145,10 @@ def torch_arm(kind: str, files: list[str], how: str, epoch: int):
     else:
         if "torch" not in _made:  # the offsets are not what is measured: they are taken from ours
             from spmd.data.csv_files import _scan
-            from spmd.data.record_index import Offsets
+            from spmd.data.record_index import RecordIndex
             from spmd.data.tfrecords import scan
 
-            _made["torch"] = Offsets(tuple(files), (lambda path: _scan(path, ",", header=True)) if kind == "csv" else scan, kind)
+            _made["torch"] = RecordIndex(tuple(files), (lambda path: _scan(path, ",", header=True)) if kind == "csv" else scan, kind)
         offsets = records = _made["torch"]
         raw = lambda at: offsets.read(np.array([at]))[0]
 

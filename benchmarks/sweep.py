@@ -107,7 +107,7 @@ def one_by_one(found: Any) -> tuple[float, list[Any]]:
 
 def steps_alone(found: Any) -> float:
     """Seconds of a step of all trials, one after the other; all else is done before the clock runs."""
-    from spmd.data.device_dataset import on_devices
+    from spmd.data.device_dataset import replicate_arrays
     from spmd.sweeps.train_chunk import Piece, Rows
 
     train, _ = digits()
@@ -121,7 +121,7 @@ def steps_alone(found: Any) -> float:
         own, _ = trainer.prepare(reader.sample())
         program, state = program or own, trainer.init()
         state.opt.hyperparams["learning_rate"] = jax.device_put(np.float32(values["rate"]), state.step.sharding)
-        resident, rows = on_devices(train, mesh), Rows(reader)
+        resident, rows = replicate_arrays(train, mesh), Rows(reader)
         total, calls = EPOCHS * reader.steps_per_epoch, []
         for first in range(0, total, 48):
             piece = Piece(first, min(48, total - first), BATCH)

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from spmd.data.device_dataset import Resident, on_devices
+from spmd.data.device_dataset import Resident, replicate_arrays
 from spmd.data.records import Records
-from spmd.data.sources import Source, is_arrays, settled, source
+from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import check_source
 from spmd.distributed.consistency import agree, program_facts
 from spmd.distributed.initialize import join, restarted, shrunk
@@ -180,8 +180,8 @@ def fit(
     join()
     trainer = Trainer.of(TrainConfig(model, loss, optimizer, metrics, precision, _folded(accumulate), seed), mesh, layout)
     given = data.arrays if isinstance(data, Resident) else data
-    reader = source(given, batch_size=batch_size, shuffle=shuffle, seed=seed)
-    program, placer = settled(reader, trainer.prepare(reader.sample()))
+    reader = as_source(given, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
     hooks, sinks, shown = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     config = as_checkpoint(checkpoint)
@@ -206,7 +206,7 @@ def fit(
             store=store,
             meta=meta,
             prefetch=prefetch,
-            device_data=on_devices(given, trainer.mesh) if isinstance(data, Resident) else None,
+            device_data=replicate_arrays(given, trainer.mesh) if isinstance(data, Resident) else None,
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
         )
         loop = Loop(loop_config, begun)

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, check_leaves, check_like, kind_of
+from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, batch_signature, check_leaves, check_matches
 from spmd.data.prefetch import allow_transfers, prefetch
-from spmd.data.sources import is_arrays, settled, source
-from spmd.data.work_assignment import Position, check_present, epoch_of
+from spmd.data.sources import as_source, bind_rows, is_arrays
+from spmd.data.work_assignment import Position, check_participation, epoch_batches
 from spmd.distributed import uneven_batches, watchdog
 from spmd.errors import CheckpointError, DataError, OptionError, brief, check_whole, did_you_mean
 from spmd.layout.resolve import Resolved
@@ -273,7 +273,7 @@ class Trainer:
         if whole > program.rows:
             fix = "the first batch must be the largest"
             raise DataError(f"a batch of {whole} rows, after a first one of {program.rows}.", fix=f"{fix}.")
-        check_like(batch, program.sample, "this batch")
+        check_matches(batch, program.sample, "this batch")
         return placer(HostBatch(batch, rows))
 
     def step(self, state: State, batch: Tree | Batch) -> tuple[State, Metrics]:
@@ -290,9 +290,9 @@ class Trainer:
         check_alive(state)
         program, placer = self.prepare(placed.leaves)
         number = self._number(state)
-        check_present(program.clock, number, placed)
-        with placer.carrying():
-            events = placer.all_everywhere(program.events(number, placed.rows, placed.have))
+        check_participation(program.clock, number, placed)
+        with placer.allow_row_transfers():
+            events = placer.replicate_all(program.events(number, placed.rows, placed.has_rows))
             state, packed = program.step(state, placed.leaves, placed.weights, events, split=placed.split)
         if self._counts:
             self._last = (weakref.ref(state), number + 1)
@@ -323,14 +323,14 @@ class Trainer:
               if info.step % 100 == 0:
                   print(info.step, info.metrics["loss"])
         """
-        reader = source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.config.seed)
+        reader = as_source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.config.seed)
         check_whole(epochs, "epochs", 0)
-        program, placer = settled(reader, self.prepare(reader.sample()))
+        program, placer = bind_rows(reader, self.prepare(reader.sample()))
         state = self.init() if state is None else state
         check_alive(state)
         count = int(state.step)
         for epoch in range(epochs):
-            rounds = epoch_of(reader, program.clock, Position(epoch), count, pad=program.pad_training)
+            rounds = epoch_batches(reader, program.clock, Position(epoch), count, pad=program.pad_training)
             with prefetch(rounds, placer, 2 if reader.threaded else 0) as batches:
                 for batch in uneven_batches.batches(batches, f"epoch {epoch + 1}") if reader.threaded else batches:
                     state, metrics = self.step(state, batch)
@@ -350,9 +350,9 @@ class Trainer:
     def measure(self, state: State, stops: Callable[[int], bool], data: Any, *, batch_size: int | None = None) -> dict[str, float] | None:
         """As `evaluate`; None where `stops`, asked before each batch by its number from 1, has ended it."""
         rows, shuffle = self._eval_rows(data, batch_size), False if is_arrays(data) else None
-        reader = source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
+        reader = as_source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
         check_alive(state)
-        program, placer = settled(reader, self._evaluation(reader.sample()))
+        program, placer = bind_rows(reader, self._evaluation(reader.sample()))
         placed = map(placer, allow_transfers(reader.epoch(0)))
         batches = uneven_batches.batches(placed, "the evaluation's data") if reader.threaded else placed
         with watchdog.current().during("eval"):
@@ -360,12 +360,12 @@ class Trainer:
 
     def check_evaluation(self, data: Any) -> tuple[str, ...]:
         """Names of what evaluation measures on arrays or records, which is traced: what does not fit is raised before training."""
-        reader = source(data, batch_size=self._eval_rows(data, None), shuffle=False if is_arrays(data) else None, seed=0, short_ok=True)
+        reader = as_source(data, batch_size=self._eval_rows(data, None), shuffle=False if is_arrays(data) else None, seed=0, short_ok=True)
         return self._evaluation(reader.sample())[0].eval_names
 
     def _evaluation(self, sample: Tree) -> tuple[Program, Placer]:
         """The functions for evaluation batches like `sample`; they fix nothing about the batches that are trained on."""
-        kind = kind_of(sample)
+        kind = batch_signature(sample)
         if kind not in self._evaluations:
             program = evaluation_program(self._placed, sample, self._program)
             self._evaluations[kind] = (program, self._make_placer(program, pad=program.pad_eval))
@@ -397,7 +397,7 @@ class Trainer:
         program.check_inputs(jax.tree.map(lambda x: jax.ShapeDtypeStruct((program.rows, *x.shape[1:]), x.dtype), abstract(arrays)))
         for first in range(0, rows, program.rows):
             index = np.arange(first, min(first + program.rows, rows))
-            with placer.carrying():
+            with placer.allow_row_transfers():
                 out = jax.device_get(program.predict(state, placer(HostBatch(arrays, len(index), index)).leaves))
             outputs.append(jax.tree.map(lambda x: x[: len(index)], out))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)

@@ -8,14 +8,14 @@ import numpy as np
 
 from spmd.data.features import Feature, Parser
 from spmd.data.number_parsing import limits
-from spmd.data.record_index import found
-from spmd.data.records import Field, Format, Reading, Records
+from spmd.data.record_index import find_files
+from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError, a_kind, import_extra
 
 LEARNED = 1000  # records, of which one has to be decoded
 
 
-class ArrayRecordFiles(Format):
+class ArrayRecordFiles(FileFormat):
     """Records of ArrayRecord files, one source of grain's for each file."""
 
     what = "ArrayRecord file"
@@ -198,18 +198,18 @@ def array_record(
     if (decode is None) == (features is None):
         both = "decode and features are both given" if decode is not None else "what the bytes of a record mean is not said"
         raise OptionError(f"{both}.", fix="decode=function, or features={...} where they are tf.train.Example.")
-    reading = Reading(batch_size, shuffle, seed, workers, on_error)
+    reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     skip = on_error == "skip"
     if features is not None:
         if pad:
             raise OptionError("pad belongs to decode.", fix="spmd.data.padded(...) among the features.")
-        return Records(ArrayRecordFiles(found(files), Parser(features), skip=skip), reading)
+        return Records(ArrayRecordFiles(find_files(files), Parser(features), skip=skip), reading)
     if not callable(decode):
         raise OptionError(f"decode is {a_kind(decode)}.", fix="a function from bytes to a dict of arrays.")
     for name, one in (pad or {}).items():
         if not isinstance(one, Feature) or one.fill is None:
             raise OptionError(f'pad: "{name}" is {one!r}.', fix="spmd.data.padded(length, dtype).")
-    return Records(ArrayRecordFiles(found(files), Decoder(decode, pad or {}), skip=skip), reading)
+    return Records(ArrayRecordFiles(find_files(files), Decoder(decode, pad or {}), skip=skip), reading)
 
 
 def _opened(source: Any, path: str) -> Any:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.data.narrow import OutOfRange, narrow, refuse
+from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
 from spmd.errors import DataError, Problem, a_kind, brief, first_line, listed, raise_problems
 from spmd.layout.check import spec_problems
 from spmd.layout.resolve import owners, pspec, rule_name
@@ -25,7 +25,7 @@ class HostBatch:
 
     `leaves` are arrays; with `index`, the batch is their rows `index` (int64[rows]), read only where they are needed.
     Without it they are the rows themselves: all of them in one process, this process's own in several.
-    `position` is what a checkpoint needs to go on after this batch. `have` is bool[workers], who of them was dealt rows, and `weights`
+    `position` is what a checkpoint needs to go on after this batch. `has_rows` is bool[workers], who of them was dealt rows, and `weights`
     is float32[rows on the mesh], 0 where a row is no data; None: there is data in the first `rows`, for whoever holds them.
     """
 
@@ -33,7 +33,7 @@ class HostBatch:
     rows: int
     index: np.ndarray | None = None
     position: Any = None
-    have: np.ndarray | None = None
+    has_rows: np.ndarray | None = None
     weights: np.ndarray | None = None
 
 
@@ -41,7 +41,7 @@ class HostBatch:
 class Batch:
     """A batch on the mesh.
 
-    `weights` is float32[rows], 0 on padding; `rows` counts data; `split` is False when every worker holds all rows; `have` as in
+    `weights` is float32[rows], 0 on padding; `rows` counts data; `split` is False when every worker holds all rows; `has_rows` as in
     `HostBatch`.
     """
 
@@ -50,7 +50,7 @@ class Batch:
     rows: int
     split: bool = True
     position: Any = None
-    have: np.ndarray | None = None
+    has_rows: np.ndarray | None = None
 
 
 def as_arrays(tree: Tree, what: str) -> Tree:
@@ -130,7 +130,7 @@ def check_leaves(tree: Tree, what: str) -> int:
     return next(iter(sizes.values()))
 
 
-def check_like(tree: Tree, sample: Tree, what: str) -> None:
+def check_matches(tree: Tree, sample: Tree, what: str) -> None:
     """A batch has the leaves of the first one, of the same dtype and shape but for the number of rows.
 
     Raises:
@@ -146,12 +146,12 @@ def check_like(tree: Tree, sample: Tree, what: str) -> None:
             )
 
 
-def kind_of(sample: Tree) -> Any:
+def batch_signature(sample: Tree) -> Any:
     """What a program is compiled for: the leaves of a batch, their shapes and dtypes; hashable."""
     return jax.tree.structure(sample), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(sample))
 
 
-def differences(sample: Tree, trained: Tree) -> list[Problem]:
+def batch_differences(sample: Tree, trained: Tree) -> list[Problem]:
     """How batches differ from those that are trained on, in more than the number of rows."""
     given, first, found = flatten(sample), flatten(trained), []
     for path in dict.fromkeys([*given, *first]):
@@ -247,25 +247,25 @@ class Placer:
             try:
                 return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
             except OutOfRange:
-                refuse(host.leaves, host.index, "the batch" if host.index is None else "the data")
+                raise_out_of_range(host.leaves, host.index, "the batch" if host.index is None else "the data")
 
-    def rows_here(self) -> np.ndarray | None:
+    def local_rows(self) -> np.ndarray | None:
         """int64[n]: which rows of a full batch the devices of this process hold, ascending; None in one process: all."""
         if not self._many_processes:
             return None
         slices = self._row_sharding.addressable_devices_indices_map((self._rows,)).values()
         return np.unique(np.concatenate([np.arange(self._rows)[at] for at in slices]))
 
-    def everywhere(self, values: np.ndarray) -> jax.Array:
+    def replicate(self, values: np.ndarray) -> jax.Array:
         """A small array of the host's, whole on every device."""
         with jax.transfer_guard_host_to_device("allow"):
             return jax.make_array_from_callback(values.shape, self.whole, lambda at: values[at])
 
-    def all_everywhere(self, values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    def replicate_all(self, values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Several of them."""
-        return {name: self.everywhere(value) for name, value in values.items()}
+        return {name: self.replicate(value) for name, value in values.items()}
 
-    def carrying(self) -> Any:
+    def allow_row_transfers(self) -> Any:
         """Around the call of a compiled function: lifts the transfer guard where the call carries the rows itself."""
         return jax.transfer_guard_host_to_device("allow") if self._carried else contextlib.nullcontext()
 
@@ -277,7 +277,7 @@ class Placer:
         if size > rows and host.weights is None:
             index = np.arange(rows) if index is None else index
             index = np.concatenate([index, np.repeat(index[:1], size - rows)])
-        if not self.pad and host.have is None and host.weights is not None and not host.weights.all():
+        if not self.pad and host.has_rows is None and host.weights is not None and not host.weights.all():
             raise DataError(_SKIPPED.format(int((host.weights == 0).sum()), rows))
         leaves, structure = jax.tree.flatten(host.leaves)
         if self._carried and not any(isinstance(leaf, jax.Array) for leaf in leaves):  # those may lie on another device
@@ -286,7 +286,7 @@ class Placer:
             shardings = self._shardings_of(host.leaves, structure) if split else [self.whole] * len(leaves)
             placed = [_place(leaf, index, size, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
         weights = self.weights(rows, size, split) if host.weights is None else self._own_weights(host.weights)
-        return Batch(jax.tree.unflatten(structure, placed), weights, rows, split, host.position, host.have)
+        return Batch(jax.tree.unflatten(structure, placed), weights, rows, split, host.position, host.has_rows)
 
     def _place_local(self, host: HostBatch) -> Batch:
         """Rows that this process alone has read: its part of the global batch."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.records import Batches, Records, Taken, ahead, in_turn
+from spmd.data.records import Batches, RecordBatch, Records, flatten_groups, run_ahead
 from spmd.errors import DataError, OptionError, a_kind
 
 READ = 1024  # records that are measured together
@@ -54,7 +54,7 @@ class Buckets:
         """What must be the same to go on."""
         return {**self.records.facts(), "buckets": list(self.bounds), "of": self.name}
 
-    def read(self, number: int, start: int = 0) -> Iterator[Taken]:
+    def read(self, number: int, start: int = 0) -> Iterator[RecordBatch]:
         """The batches of an epoch, and bool[rows] which of their rows hold a record."""
         order, size = self.records.order, self.records.batch_size
         ids = order.epoch(number)
@@ -65,14 +65,14 @@ class Buckets:
         if order.shuffle is not False:
             turn = np.random.Generator(np.random.Philox(key=np.array([order.seed, number], np.uint64))).permutation(len(batches))
             batches = [batches[at] for at in turn]
-        together = self.records.put_together(batches[start:], size)
-        return in_turn(ahead(((lambda some=some: self._several(some)) for some in together), self.records.reading.workers))
+        together = self.records.group_batches(batches[start:], size)
+        return flatten_groups(run_ahead(((lambda some=some: self._several(some)) for some in together), self.records.reading.workers))
 
-    def _several(self, batches: list[tuple[int, np.ndarray]]) -> list[Taken | Exception]:
-        made = self.records.several([ids for _, ids in batches])
+    def _several(self, batches: list[tuple[int, np.ndarray]]) -> list[RecordBatch | Exception]:
+        made = self.records.read_batches([ids for _, ids in batches])
         return [one if isinstance(one, Exception) else self._cut(*each, *one) for each, one in zip(batches, made, strict=True)]
 
-    def _cut(self, bucket: int, ids: np.ndarray, leaves: dict[str, np.ndarray], good: np.ndarray) -> Taken | Exception:
+    def _cut(self, bucket: int, ids: np.ndarray, leaves: dict[str, np.ndarray], good: np.ndarray) -> RecordBatch | Exception:
         bound = self.bounds[bucket]
         longer = np.flatnonzero(leaves[f"{self.name}_mask"][:, bound:].any(axis=1) & good)
         if len(longer):
@@ -116,7 +116,7 @@ def _measured(records: Records, name: str) -> np.ndarray:
     cuts = (np.arange(first, min(first + READ, records.examples)) for first in range(0, records.examples, READ))
 
     def measure(ids: np.ndarray) -> np.ndarray:
-        leaves, good = records.take(ids)
+        leaves, good = records.read_rows(ids)
         return np.where(good, leaves[f"{name}_mask"].sum(axis=1), 0)  # what stands in for a bad record says nothing of it
 
-    return np.concatenate(list(ahead(((lambda ids=ids: measure(ids)) for ids in cuts), records.reading.workers)))
+    return np.concatenate(list(run_ahead(((lambda ids=ids: measure(ids)) for ids in cuts), records.reading.workers)))

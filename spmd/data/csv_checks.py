@@ -8,7 +8,7 @@ import numpy as np
 
 from spmd.data import csv_grammar
 from spmd.data.number_parsing import NUMBERS, holds
-from spmd.data.record_index import packed
+from spmd.data.record_index import compression
 from spmd.errors import DataError, OptionError, a_kind, did_you_mean
 
 HEADER = 1 << 16  # bytes that are looked at together for a header
@@ -56,15 +56,15 @@ def _header(path: str, separator: str) -> list[str] | None:
     return None
 
 
-def check_unpacked(paths: tuple[str, ...]) -> None:
+def check_uncompressed(paths: tuple[str, ...]) -> None:
     """Nothing is read of files that are compressed.
 
     Raises:
       DataError: one is.
     """
     for path in paths:
-        if packed(path):
-            raise DataError(f"{path} is compressed ({packed(path)}), and records in it cannot be found by number.", fix="unpack it.")
+        if compression(path):
+            raise DataError(f"{path} is compressed ({compression(path)}), and records in it cannot be found by number.", fix="unpack it.")
 
 
 def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:

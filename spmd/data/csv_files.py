@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from spmd.data import csv_grammar
-from spmd.data.csv_checks import check_default, check_names, check_options, check_unpacked, few, header_of, is_a
+from spmd.data.csv_checks import check_default, check_names, check_options, check_uncompressed, few, header_of, is_a
 from spmd.data.csv_grammar import Cells
 from spmd.data.number_parsing import holds, limits
-from spmd.data.record_index import Offsets, found
-from spmd.data.records import Field, Format, Reading, Records
+from spmd.data.record_index import RecordIndex, find_files
+from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError
 
 LOOKED_AT = 1000  # records, from which types are inferred
@@ -61,12 +61,12 @@ class Column:
         return value
 
 
-class CsvFiles(Format):
+class CsvFiles(FileFormat):
     """Records of CSV files: each a line, or several where a field in quotes has line breaks."""
 
     what = "CSV file"
 
-    def __init__(self, offsets: Offsets, separator: str, names: list[str], groups: dict[str, Column | list[Column]]):
+    def __init__(self, offsets: RecordIndex, separator: str, names: list[str], groups: dict[str, Column | list[Column]]):
         self.paths, self.counts, self.sizes = offsets.paths, offsets.counts, offsets.sizes
         self._offsets, self._separator, self._names, self._groups = offsets, separator, names, groups
         self._blocks: dict[tuple[np.dtype, bool], list[Column]] = {}
@@ -160,15 +160,15 @@ def csv(
       >>> next(iter(data))
       {'age': array([30,  0], dtype=int32), 'height': array([1.7, 1.5], dtype=float32), 'kind': array([0, 1], dtype=int32)}
     """
-    reading = Reading(batch_size, shuffle, seed, workers, on_error)
+    reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     if not isinstance(separator, str) or len(separator.encode()) != 1 or separator in '"\r\n':
         raise OptionError(f"separator={separator!r}: one letter, such as ',' or ';'.")
     mappings = {"defaults": defaults, "types": types, "categories": categories}
     check_options(columns, names, mappings)
-    paths = found(files)
-    check_unpacked(paths)
+    paths = find_files(files)
+    check_uncompressed(paths)
     header = list(names) if names is not None else header_of(paths, separator, chosen=columns is not None)
-    offsets = Offsets(paths, lambda path: _scan(path, separator, header=names is None), f"csv 3 {names is None} {separator}", index)
+    offsets = RecordIndex(paths, lambda path: _scan(path, separator, header=names is None), f"csv 3 {names is None} {separator}", index)
     if not len(offsets):
         raise DataError(f"no CSV file has a record below its header: {few(paths)}.", fix="look at what they were written from.")
     chosen = {name: name for name in header} if columns is None else columns
@@ -182,7 +182,7 @@ def csv(
 
 
 def _columns(
-    offsets: Offsets, separator: str, header: list[str], asked: Iterable[str], *, defaults: dict, types: dict, categories: dict
+    offsets: RecordIndex, separator: str, header: list[str], asked: Iterable[str], *, defaults: dict, types: dict, categories: dict
 ) -> dict[str, Column]:
     """What columns are, from the first records and what the user says."""
     cells = Cells(*offsets.read(np.arange(min(LOOKED_AT, len(offsets)))), separator, len(header))

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.batches import HostBatch, as_arrays, check_leaves
-from spmd.data.narrow import OutOfRange, narrow, refuse
+from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
 from spmd.errors import DataError, OptionError
 from spmd.tree import Tree
 
@@ -47,7 +47,7 @@ def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
     return Resident(arrays, steps_per_call)
 
 
-def on_devices(arrays: Tree, mesh: Mesh) -> Tree:
+def replicate_arrays(arrays: Tree, mesh: Mesh) -> Tree:
     """A copy of every array on every device of the mesh."""
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -58,10 +58,10 @@ def on_devices(arrays: Tree, mesh: Mesh) -> Tree:
     try:
         return jax.tree.map(put, arrays)
     except OutOfRange:
-        refuse(arrays, None, "the data")
+        raise_out_of_range(arrays, None, "the data")
 
 
-def numbered(batches: Sequence[HostBatch], size: int) -> tuple[np.ndarray, np.ndarray]:
+def row_indices(batches: Sequence[HostBatch], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Row numbers and weights [batches, size] of batches of resident data. A short batch is padded with its first row, at weight 0."""
     index, weights = np.zeros((len(batches), size), np.int32), np.ones((len(batches), size), np.float32)
     for row, batch in enumerate(batches):

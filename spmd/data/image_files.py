@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.records import Field, Format, Reading, Records
+from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError, a_kind, import_extra
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-class ImageFiles(Format):
+class ImageFiles(FileFormat):
     """Pictures, made one size as they are read."""
 
     what = "picture"
@@ -85,7 +85,7 @@ def images(
     pair = isinstance(size, tuple | list) and len(size) == 2 and all(type(one) is int and one >= 1 for one in size)
     if not pair or type(channels) is not int or channels not in _MODES:
         raise OptionError(f"size={size!r}, channels={channels!r}: a size is (height, width), and channels are 1, 3 or 4.")
-    reading = Reading(batch_size, shuffle, seed, workers, on_error)
+    reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     if not isinstance(folder, str | Path):
         raise OptionError(f"folder={folder!r} is {a_kind(folder)}.", fix="the path of a folder with a folder for each class.")
     if not os.path.isdir(folder):

@@ -33,7 +33,7 @@ def narrow(values: np.ndarray, *, copy: bool) -> np.ndarray:
         raise OutOfRange from None
 
 
-def refuse(leaves: Tree, index: np.ndarray | None, what: str) -> NoReturn:
+def raise_out_of_range(leaves: Tree, index: np.ndarray | None, what: str) -> NoReturn:
     """Raise `DataError` for the first value of the rows `index` of `leaves` (all of them without) that `narrow` refuses.
 
     Args:

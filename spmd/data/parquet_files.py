@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from spmd.data.number_parsing import holds
-from spmd.data.record_index import found
-from spmd.data.records import Field, Format, Reading, Records
+from spmd.data.record_index import find_files
+from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError, a_kind, did_you_mean, import_extra
 
 KEPT = 32  # row groups: more than a window has runs
 MISSING, BEYOND = 1, 2  # what may be wrong with a value
 
 
-class ParquetFiles(Format):
+class ParquetFiles(FileFormat):
     """Rows of Parquet files; whole row groups are read, and the last of them kept."""
 
     what = "Parquet file"
@@ -181,10 +181,10 @@ def parquet(
       DataError: no file, one that is no Parquet file, or a column that holds no numbers.
       OptionError: a column that is not there, or a default for one of lists.
     """
-    reading = Reading(batch_size, shuffle, seed, workers, on_error)
+    reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     names = columns if isinstance(columns, Sequence) and not isinstance(columns, str) else ()
     if columns is not None and (not names or len(set(map(str, names))) < len(names)):
         raise OptionError(f"columns={columns!r}.", fix="a list of names, each once.")
     if defaults is not None and not isinstance(defaults, Mapping):
         raise OptionError(f"defaults={defaults!r} is {a_kind(defaults)}.", fix="a dict, by column.")
-    return Records(ParquetFiles(found(files), columns, defaults or {}), reading)
+    return Records(ParquetFiles(find_files(files), columns, defaults or {}), reading)

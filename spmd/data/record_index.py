@@ -28,7 +28,7 @@ _PACKED = {b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\x2
 Scan = Callable[[str], tuple[np.ndarray, np.ndarray]]
 
 
-def found(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     """The files that a pattern, a path, or several of them name: those of each in the order of their names.
 
     Raises:
@@ -59,14 +59,14 @@ def found(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def packed(path: str) -> str | None:
+def compression(path: str) -> str | None:
     """What a file is compressed with, by how it begins."""
     with open(path, "rb") as file:
         begin = file.read(6)
     return next((name for magic, name in _PACKED.items() if begin.startswith(magic)), None)
 
 
-class Offsets:
+class RecordIndex:
     """The bytes of records, by number: those of the first file first.
 
     Args:

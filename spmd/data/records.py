@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spmd.data import data_hash
-from spmd.data.shuffle import Order
+from spmd.data.shuffle import RecordOrder
 from spmd.errors import DataError, OptionError, did_you_mean
 
 T = TypeVar("T")
-Taken = tuple[dict[str, np.ndarray], np.ndarray]  # arrays [rows, ...], and bool[rows] which of them are of a record
+RecordBatch = tuple[dict[str, np.ndarray], np.ndarray]  # arrays [rows, ...], and bool[rows] which of them are of a record
 
 AHEAD = 2  # tasks that are under way for each thread
 BYTES = 1 << 22  # of the arrays of small batches that are read together
@@ -35,7 +35,7 @@ class Field:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-class Format(abc.ABC):
+class FileFormat(abc.ABC):
     """Records of one kind of file, by number.
 
     Attributes:
@@ -67,12 +67,12 @@ class Format(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How records become batches; what all kinds of files have in common.
 
     Args:
       batch_size: records of a batch, over all processes.
-      shuffle: True, False, or a window (`Order`).
+      shuffle: True, False, or a window (`RecordOrder`).
       seed: decides the order.
       workers: threads that read and decode; 0: the one that asks.
       on_error: "stop" raises an error at the first record that cannot be read; "skip" leaves it out and counts it.
@@ -96,7 +96,7 @@ class Reading:
             raise OptionError(f'on_error="{self.on_error}".', fix=f"{did_you_mean(str(self.on_error), ('stop', 'skip'))}")
         if isinstance(self.shuffle, numbers.Integral) and not isinstance(self.shuffle, bool):
             object.__setattr__(self, "shuffle", int(self.shuffle))
-        Order(0, self.shuffle, self.seed)
+        RecordOrder(0, self.shuffle, self.seed)
 
 
 class Records:
@@ -112,13 +112,13 @@ class Records:
       steps_per_epoch: batches, a short last one counted.
     """
 
-    def __init__(self, format: Format, reading: Reading):
+    def __init__(self, format: FileFormat, reading: ReadOptions):
         self.format, self.reading = format, reading
         self.examples = sum(format.counts)
         if not self.examples:
             raise DataError(f"no {format.what} has a record: {_some(format.paths)}.", fix="look at what they were written from.")
         self._contents = data_hash.of_files(format.paths, format.sizes)
-        self.order = Order(self.examples, reading.shuffle, reading.seed)
+        self.order = RecordOrder(self.examples, reading.shuffle, reading.seed)
         self.fields = format.fields
 
     @property
@@ -154,7 +154,7 @@ class Records:
         about["contents"] = self._contents
         return {**about, "batch_size": self.batch_size, "shuffle": self.reading.shuffle, "seed": self.reading.seed}
 
-    def read(self, number: int, start: int = 0, here: np.ndarray | None = None) -> Iterator[Taken]:
+    def read(self, number: int, start: int = 0, here: np.ndarray | None = None) -> Iterator[RecordBatch]:
         """The batches of an epoch, and bool[rows] which of their rows hold a record.
 
         Args:
@@ -162,10 +162,12 @@ class Records:
         """
         order, size = self.order.epoch(number), self.batch_size
         parts = [order[first : first + size] for first in range(start * size, self.examples, size)]
-        tasks = ((lambda some=some: self.several(some, here)) for some in self.put_together(parts, size if here is None else len(here)))
-        return in_turn(ahead(tasks, self.reading.workers))
+        tasks = (
+            (lambda some=some: self.read_batches(some, here)) for some in self.group_batches(parts, size if here is None else len(here))
+        )
+        return flatten_groups(run_ahead(tasks, self.reading.workers))
 
-    def put_together(self, parts: list[T], size: int) -> Iterator[list[T]]:
+    def group_batches(self, parts: list[T], size: int) -> Iterator[list[T]]:
         """Batches of so many rows, as many as are read together; the first alone, so that nobody waits for more than is asked for."""
         each = sum(field.dtype.itemsize * int(np.prod(field.shape)) for field in self.fields.values())
         most = min(self.format.together, BYTES // max(each, 1)) // max(size, 1)
@@ -175,19 +177,19 @@ class Records:
             yield parts[at : at + count]
             at, count = at + count, min(2 * count, most)
 
-    def take(self, ids: np.ndarray, here: np.ndarray | None = None) -> Taken:
+    def read_rows(self, ids: np.ndarray, here: np.ndarray | None = None) -> RecordBatch:
         """The records int64[n], and bool[n] which of them could be read; in place of others stands a copy of one that could, or zeros."""
-        return next(in_turn([self.several([ids], here)]))
+        return next(flatten_groups([self.read_batches([ids], here)]))
 
-    def several(self, parts: list[np.ndarray], here: np.ndarray | None = None) -> list[Taken | Exception]:
-        """What `take` gives for each of several batches, or its error, which is to come in its turn; all are read at once."""
+    def read_batches(self, parts: list[np.ndarray], here: np.ndarray | None = None) -> list[RecordBatch | Exception]:
+        """What `read_rows` returns for each of several batches, or its error, which is to come in its turn; all are read at once."""
         wanted = [ids if here is None or len(ids) < self.batch_size else ids[here] for ids in parts]
         records = np.concatenate(wanted)
         ascending = np.argsort(records)
         try:
             leaves, bad = self.format.read(records[ascending])
         except Exception as error:  # such as a file that has shrunk: which batch is told of it is found by reading each alone
-            return [error] if len(parts) == 1 else [self.several([ids], here)[0] for ids in parts]
+            return [error] if len(parts) == 1 else [self.read_batches([ids], here)[0] for ids in parts]
         rows = np.empty(len(records), np.int64)
         rows[ascending] = np.arange(len(records))
         made, at = [], 0
@@ -203,7 +205,7 @@ class Records:
                 made.append(error)
         return made
 
-    def _batch(self, ids: np.ndarray, here: np.ndarray | None, leaves: dict[str, np.ndarray], bad: dict[int, str]) -> Taken:
+    def _batch(self, ids: np.ndarray, here: np.ndarray | None, leaves: dict[str, np.ndarray], bad: dict[int, str]) -> RecordBatch:
         """One batch of its own rows, of which those at `bad` could not be read."""
         good, own = np.ones(len(ids), bool), np.arange(len(ids)) if here is None else here
         if bad:
@@ -265,7 +267,7 @@ class Batches:
             try:
                 leaves, good = next(self._made)
             except StopIteration:
-                tell_skipped(self._records, self.number, self.skipped)
+                warn_skipped(self._records, self.number, self.skipped)
                 self.skipped = 0
                 raise
             self.taken += 1
@@ -308,18 +310,18 @@ class Batches:
         self._made = None
 
 
-def tell_skipped(records: Any, epoch: int, skipped: int) -> None:
+def warn_skipped(records: Any, epoch: int, skipped: int) -> None:
     """Warn of records that an epoch did without."""
     if skipped:
         text = 'epoch %d did without %d of %d records, which could not be read (on_error="skip").'
         logging.getLogger("spmd").warning(text, epoch + 1, skipped, records.examples)
 
 
-def ahead(tasks: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
+def run_ahead(tasks: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
     """What tasks give, in their order, made ahead of time by so many threads; an error comes in its turn.
 
     Example:
-      >>> list(ahead((lambda n=n: n * n for n in range(5)), 3))
+      >>> list(run_ahead((lambda n=n: n * n for n in range(5)), 3))
       [0, 1, 4, 9, 16]
     """
     if workers == 0:
@@ -339,7 +341,7 @@ def ahead(tasks: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def in_turn(made: Iterable[list[Taken | Exception]]) -> Iterator[Taken]:
+def flatten_groups(made: Iterable[list[RecordBatch | Exception]]) -> Iterator[RecordBatch]:
     """Batches that were put together, one by one; an error is raised where its batch would come."""
     with contextlib.closing(made) if isinstance(made, Generator) else contextlib.nullcontext():
         for one in itertools.chain.from_iterable(made):

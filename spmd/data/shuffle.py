@@ -10,7 +10,7 @@ BLOCKS = 16  # in a window: so many runs of neighbours are mixed in one
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class RecordOrder:
     """The order of `records` records in each epoch.
 
     `shuffle` is True (every order is as likely as any other), False (as they stand in the files), or a window W: then runs of W / 16
@@ -19,9 +19,9 @@ class Order:
     stands is a number, and not what is in a queue.
 
     Example:
-      >>> Order(6, False, seed=0).epoch(3).tolist()
+      >>> RecordOrder(6, False, seed=0).epoch(3).tolist()
       [0, 1, 2, 3, 4, 5]
-      >>> sorted(Order(6, 4, seed=0).epoch(3).tolist())
+      >>> sorted(RecordOrder(6, 4, seed=0).epoch(3).tolist())
       [0, 1, 2, 3, 4, 5]
     """
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from spmd.data import data_hash
-from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_like
+from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_matches
 from spmd.data.bucketing import Buckets
-from spmd.data.records import Records, tell_skipped
+from spmd.data.records import Records, warn_skipped
 from spmd.errors import DataError, OptionError, a_kind, brief, check_whole, listed
 from spmd.models.wrap import missing_arguments
 from spmd.tree import Tree, describe, flatten
@@ -139,7 +139,7 @@ class IterableSource:
                 raise DataError(f"batch {count} of epoch {number + 1} has 0 rows.")
             if rows * jax.process_count() > self.batch_size:
                 raise DataError(f"batch {count} of epoch {number + 1} has {rows} rows, more than the {self.batch_size} of the first one.")
-            check_like(leaves, self._sample, f"batch {count} of epoch {number + 1}")
+            check_matches(leaves, self._sample, f"batch {count} of epoch {number + 1}")
             yield HostBatch(leaves, rows, None, state)
         if count == 0 and not (stateful and position is not None):  # a restored state may stand at the end
             raise DataError(_ONCE.format(f"nothing in epoch {number + 1}"))
@@ -198,17 +198,17 @@ class RecordSource:
             full = rows == self.batch_size and not good.all()
             index = np.arange(rows) if jax.process_count() > 1 else None
             yield HostBatch(leaves, rows, index, {"skipped": skipped} if skipped else None, None, weights if full else None)
-        tell_skipped(self.records, number, skipped)
+        warn_skipped(self.records, number, skipped)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a resumed run to go on with the same data."""
         return self.records.facts()
 
 
-def settled(reader: "Source", prepared: tuple[T, Placer]) -> tuple[T, Placer]:
+def bind_rows(reader: "Source", prepared: tuple[T, Placer]) -> tuple[T, Placer]:
     """What is `prepared`, after telling a reader of records which rows of a batch the devices of this process hold."""
     if isinstance(reader, RecordSource):
-        reader.here = prepared[1].rows_here()
+        reader.here = prepared[1].local_rows()
     return prepared
 
 
@@ -224,7 +224,7 @@ def is_arrays(data: Any) -> bool:
     return hasattr(data, "shape")
 
 
-def source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int, short_ok: bool = False) -> Source:
+def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int, short_ok: bool = False) -> Source:
     """What the user gave as data, as a source of batches.
 
     Raises:

@@ -11,8 +11,8 @@ import numpy as np
 
 from spmd.data.crc import crc32c, masked
 from spmd.data.features import Feature, Parser
-from spmd.data.record_index import Offsets, found, packed
-from spmd.data.records import Format, Reading, Records
+from spmd.data.record_index import RecordIndex, compression, find_files
+from spmd.data.records import FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError
 
 HEAD, TAIL = 12, 4  # bytes around a record: its length and the checksum of that; the checksum of its data
@@ -20,12 +20,12 @@ ALIKE = 8  # records of one length after which it is tried whether many more hav
 TOGETHER = 1 << 16  # records whose heads are looked at together
 
 
-class TFRecordFiles(Format):
+class TFRecordFiles(FileFormat):
     """Records of TFRecord files."""
 
     what = "TFRecord file"
 
-    def __init__(self, offsets: Offsets, features: Mapping[str, Feature]):
+    def __init__(self, offsets: RecordIndex, features: Mapping[str, Feature]):
         self.paths, self.counts, self.sizes = offsets.paths, offsets.counts, offsets.sizes
         self._offsets, self._parser = offsets, Parser(features)
         self.fields = self._parser.fields()
@@ -87,9 +87,9 @@ def tfrecord(
     """
     if not isinstance(features, Mapping) or not features or not all(isinstance(one, Feature) for one in features.values()):
         raise OptionError(f"features={features!r}.", fix='such as {"label": spmd.data.fixed((), "int32")}.')
-    reading = Reading(batch_size, shuffle, seed, workers, on_error)
+    reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     skip = on_error == "skip"
-    offsets = Offsets(found(files), lambda path: scan(path, skip=skip), f"tfrecord {skip}", index, whole=True)
+    offsets = RecordIndex(find_files(files), lambda path: scan(path, skip=skip), f"tfrecord {skip}", index, whole=True)
     return Records(TFRecordFiles(offsets, features), reading)
 
 
@@ -123,8 +123,8 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
         why = f"the file is cut off: {size - at} bytes are left of {size}, and the record there is longer"
     else:
         why = "the checksum of its length is not right: where the next record begins is not known"
-    if not count and packed(path):
-        raise DataError(f"{path} is compressed ({packed(path)}), and records in it cannot be found by number.", fix="unpack it.")
+    if not count and compression(path):
+        raise DataError(f"{path} is compressed ({compression(path)}), and records in it cannot be found by number.", fix="unpack it.")
     if not skip:
         fix = 'the file as it was written, or on_error="skip", which leaves out all from there on'
         if not count:

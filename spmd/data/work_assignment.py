@@ -34,14 +34,14 @@ class Position:
         if wrong:
             raise ValueError(f"position: {', '.join(wrong)}")
 
-    def passed(self, have: np.ndarray | None) -> None:
-        """One step is over; `have` says who was dealt rows."""
+    def advance(self, has_rows: np.ndarray | None) -> None:
+        """One step is over; `has_rows` says who was dealt rows."""
         self.batch += 1
-        if have is not None:
-            self.parts, self.workers = self.parts + int(have.sum()), len(have)
+        if has_rows is not None:
+            self.parts, self.workers = self.parts + int(has_rows.sum()), len(has_rows)
 
 
-def epoch_of(source: Source, clock: Events | None, at: Position, step: int, *, pad: bool) -> Iterator[HostBatch]:
+def epoch_batches(source: Source, clock: Events | None, at: Position, step: int, *, pad: bool) -> Iterator[HostBatch]:
     """The batches of an epoch, from `at` on, which is step `step` of the run; dealt out where not everybody takes part.
 
     Raises:
@@ -165,11 +165,11 @@ def deal(
             raise DataError(_NOTHING.format(len(queue) * unit, size))
         if not queue or (drop and len(queue) < takes.sum()):
             return
-        have, lots = np.zeros(clock.workers, bool), []
+        has_rows, lots = np.zeros(clock.workers, bool), []
         for worker in np.flatnonzero(takes)[: len(queue)]:
-            have[worker] = True
+            has_rows[worker] = True
             lots.append(queue.popleft())
-        yield _dealt(lots, have, unit)
+        yield _dealt(lots, has_rows, unit)
         step += 1
 
 
@@ -187,22 +187,22 @@ def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) ->
             yield _Part(batch, first, rows)
 
 
-def _dealt(lots: list[_Part], have: np.ndarray, unit: int) -> HostBatch:
+def _dealt(lots: list[_Part], has_rows: np.ndarray, unit: int) -> HostBatch:
     """One batch: every worker's part in its place. Those who have none get copies of some row; they are not looked at."""
-    turn = np.where(have, np.cumsum(have) - 1, 0)
+    turn = np.where(has_rows, np.cumsum(has_rows) - 1, 0)
     rows = [lots[at].first + np.minimum(np.arange(unit), lots[at].rows - 1) for at in turn]
     weights = np.concatenate([np.arange(unit) < lots[at].rows for at in turn]).astype(np.float32)
     count = sum(lot.rows for lot in lots)
     if lots[0].batch.index is not None:
         index = np.concatenate([lots[at].batch.index[part] for at, part in zip(turn, rows, strict=True)])
-        return HostBatch(lots[0].batch.leaves, count, index, None, have, weights)
+        return HostBatch(lots[0].batch.leaves, count, index, None, has_rows, weights)
     join = lambda *leaves: np.concatenate([np.asarray(leaf)[part] for leaf, part in zip(leaves, rows, strict=True)])
-    return HostBatch(jax.tree.map(join, *(lots[at].batch.leaves for at in turn)), count, None, None, have, weights)
+    return HostBatch(jax.tree.map(join, *(lots[at].batch.leaves for at in turn)), count, None, None, has_rows, weights)
 
 
-def check_present(clock: Events | None, step: int, batch: Batch) -> None:
+def check_participation(clock: Events | None, step: int, batch: Batch) -> None:
     """Rows of workers who are busy elsewhere would be lost in silence."""
-    if clock is None or not clock.assigns_rows or batch.have is not None or clock.round(step).takes.all():
+    if clock is None or not clock.assigns_rows or batch.has_rows is not None or clock.round(step).takes.all():
         return
     absent = int((~clock.round(step).takes).sum())
     raise OptionError(

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmd.data.batches import check_leaves
-from spmd.data.sources import is_arrays, source
+from spmd.data.sources import as_source, is_arrays
 from spmd.errors import DataError, EnsembleError, OptionError, a_kind, did_you_mean
 from spmd.inference import uncertainty
 from spmd.inference.forward import check_batch_size, check_inputs, forward_of, in_chunks, joined, whole
@@ -312,7 +312,7 @@ def _pairs(data: Any) -> Iterator[tuple[Tree, Any]]:
         check_leaves(data, "the data")
         yield _split(data)
         return
-    for batch in source(data, batch_size=None, shuffle=None, seed=0, short_ok=True).epoch(0):
+    for batch in as_source(data, batch_size=None, shuffle=None, seed=0, short_ok=True).epoch(0):
         good = slice(None) if batch.weights is None else batch.weights > 0
         yield _split(jax.tree.map(lambda x: np.asarray(x)[good], batch.leaves))
 

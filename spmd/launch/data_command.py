@@ -78,13 +78,13 @@ def _starves(batch_ms: float, step_ms: float, workers: int) -> str:
 
 def _records(options: argparse.Namespace) -> Any:
     from spmd import data
-    from spmd.data.record_index import found
+    from spmd.data.record_index import find_files
 
     words = {"true": True, "false": False}
     if options.shuffle not in words and not options.shuffle.isdigit():
         raise OptionError(f'--shuffle "{options.shuffle}": true, false or a number.')
     shuffle = words[options.shuffle] if options.shuffle in words else int(options.shuffle)
-    paths = found(options.files)
+    paths = find_files(options.files)
     ends = {re.sub(r"-\d+-of-\d+$", "", path).rpartition(".")[2] for path in paths}
     if ends == {"csv"}:
         if options.features is not None:

@@ -147,7 +147,7 @@ def _step_of(script: str, arguments: list[str], options: dict[str, Any]) -> tupl
     import jax
 
     from spmd.data.device_dataset import Resident
-    from spmd.data.sources import source
+    from spmd.data.sources import as_source
     from spmd.train.model_setup import check_numbers
 
     cluster = Cluster.parse(options["target"])
@@ -163,7 +163,7 @@ def _step_of(script: str, arguments: list[str], options: dict[str, Any]) -> tupl
         given.pop("mesh", None)  # it went with the script's layout
     given |= chosen
     data = given["data"].arrays if isinstance(given["data"], Resident) else given["data"]
-    reader = source(data, batch_size=given.get("batch_size"), shuffle=given.get("shuffle"), seed=given.get("seed", 0))
+    reader = as_source(data, batch_size=given.get("batch_size"), shuffle=given.get("shuffle"), seed=given.get("seed", 0))
     taken = ("metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
     return given["model"], reader.sample(), {name: given[name] for name in taken if name in given}, cluster
 

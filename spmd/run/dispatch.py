@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from spmd.data.batches import Batch, HostBatch
-from spmd.data.device_dataset import numbered
+from spmd.data.device_dataset import row_indices
 from spmd.data.prefetch import allow_transfers, prefetch
-from spmd.data.work_assignment import epoch_of
+from spmd.data.work_assignment import epoch_batches
 from spmd.distributed import uneven_batches
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
@@ -29,7 +29,7 @@ class StepDispatcher:
     def epoch(self) -> Iterator[Iterator[Callable[[], None]]]:
         """The calls that dispatch the current epoch, or the rest of it."""
         config, run = self._config, self._run
-        batches = epoch_of(config.source, config.program.clock, run.position, run.step, pad=config.program.pad_training)
+        batches = epoch_batches(config.source, config.program.clock, run.position, run.step, pad=config.program.pad_training)
         if config.device_data is not None:
             yield self._device_calls(list(batches))
             return
@@ -46,11 +46,11 @@ class StepDispatcher:
     def _dispatch(self, batch: Batch) -> None:
         """Dispatch one step."""
         program, placer, run = self._config.program, self._config.placer, self._run
-        with placer.carrying():
-            events = placer.all_everywhere(program.events(run.step, batch.rows, batch.have))
+        with placer.allow_row_transfers():
+            events = placer.replicate_all(program.events(run.step, batch.rows, batch.has_rows))
             run.state, packed = program.step(run.state, batch.leaves, batch.weights, events, split=batch.split)
         run.step += 1
-        run.position.passed(batch.have)
+        run.position.advance(batch.has_rows)
         run.position.reader = batch.position
         self._metrics.add(run.step, packed, [batch.rows])
 
@@ -72,15 +72,15 @@ class StepDispatcher:
     def _dispatch_many(self, batches: list[HostBatch]) -> None:
         """`len(batches)` steps in one call; only row numbers are sent. A short batch is padded with rows of weight 0."""
         program, placer, run = self._config.program, self._config.placer, self._run
-        index, weights = numbered(batches, program.rows)
-        index, weights = placer.everywhere(index), placer.everywhere(weights)
+        index, weights = row_indices(batches, program.rows)
+        index, weights = placer.replicate(index), placer.replicate(weights)
         first = run.step + 1
-        step_events = [program.events(run.step + offset, batch.rows, batch.have) for offset, batch in enumerate(batches)]
-        events = placer.all_everywhere({name: np.stack([one[name] for one in step_events]) for name in step_events[0]})
+        step_events = [program.events(run.step + offset, batch.rows, batch.has_rows) for offset, batch in enumerate(batches)]
+        events = placer.replicate_all({name: np.stack([one[name] for one in step_events]) for name in step_events[0]})
         run.state, packed = program.many(run.state, self._config.device_data, index, weights, events)
         run.step += len(batches)
         for batch in batches:
-            run.position.passed(batch.have)
+            run.position.advance(batch.has_rows)
         self._metrics.add(first, packed, [batch.rows for batch in batches])
 
     def _steps_until_due(self) -> int:

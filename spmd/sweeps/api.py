@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from spmd.data.device_dataset import on_devices
-from spmd.data.sources import ArraySource, is_arrays, source
+from spmd.data.device_dataset import replicate_arrays
+from spmd.data.sources import ArraySource, as_source, is_arrays
 from spmd.errors import DataError, MeshError, OptionError, SpmdError, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, make_mesh
@@ -127,7 +127,7 @@ def sweep(
         )
     if saves is None and resume:
         raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
-    resident, alike = functools.cache(lambda: on_devices(own.arrays, devices)), _alike(study, wanted)
+    resident, alike = functools.cache(lambda: replicate_arrays(own.arrays, devices)), _alike(study, wanted)
     packs = {key: _packed(study, equal[0], devices, resident) for key, equal in alike.items()}
     measure = _measure(score, mode, study, packs)
     _check_columns(space, packs, measure)
@@ -159,7 +159,7 @@ def sweep(
 def _arrays(data: Any, what: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
     if not is_arrays(data):
         raise DataError(f"{what}: a sweep keeps its data on the devices.", fix="a dict or tuple of arrays [examples, ...].")
-    found = source(data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=what == "eval_data")
+    found = as_source(data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=what == "eval_data")
     if not isinstance(found, ArraySource):
         raise DataError(f"{what} is no arrays.")
     return found

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmd.data.device_dataset import on_devices
+from spmd.data.device_dataset import replicate_arrays
 from spmd.errors import LayoutError, ModelError, OptimizerError, SpmdError
 from spmd.layout.schema import spec_axes
 from spmd.sweeps.config import Study, Trial
@@ -193,7 +193,7 @@ class Packed:
 
     def evaluate(self, states: State, batch: Tree, weights: np.ndarray) -> np.ndarray:
         """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every device of a trial computes it."""
-        placed = on_devices((batch, weights), self.mesh)
+        placed = replicate_arrays((batch, weights), self.mesh)
         return np.asarray(jax.device_get(self._evaluation(weights.shape[0])(states, *placed)), np.float64)
 
     def _evaluation(self, rows: int) -> Any:

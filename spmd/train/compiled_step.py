@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd.data.batches import check_batch, check_leaves, kind_of
+from spmd.data.batches import batch_signature, check_batch, check_leaves
 from spmd.errors import DataError, LayoutError, ModelError, SpmdError, first_line
 from spmd.layout.resolve import pspec
 from spmd.layout.schema import Spec, keep_axes
@@ -224,7 +224,7 @@ class Program:
         Raises:
           DataError: it fails on them.
         """
-        if (kind := kind_of(inputs)) in self._fitting:
+        if (kind := batch_signature(inputs)) in self._fitting:
             return
         state = abstract(self.placed.abstract_state)
         try:

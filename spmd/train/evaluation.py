@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import numpy as np
 
-from spmd.data.batches import Batch, Placer, differences, kind_of
+from spmd.data.batches import Batch, Placer, batch_differences, batch_signature
 from spmd.errors import DataError, LossError, listed, problems_text
 from spmd.train.compiled_step import Program
 from spmd.train.metrics import IN_FLIGHT, means
@@ -25,7 +25,7 @@ def naming_differences(sample: Tree, trained: Tree) -> Iterator[None]:
     try:
         yield
     except LossError as error:
-        problems = [] if trained is None else differences(sample, trained)
+        problems = [] if trained is None else batch_differences(sample, trained)
         if not problems:
             raise
         problems[-1] = dataclasses.replace(problems[-1], fix="batches like those for training, but for the number of rows.")
@@ -39,7 +39,7 @@ def evaluation_program(placed: Placed, sample: Tree, trained: Program | None) ->
       DataError: the loss or a metric fails on such batches, and they differ from those that are trained on.
     """
     with naming_differences(sample, placed.sample):
-        program = trained if trained is not None and kind_of(trained.sample) == kind_of(sample) else Program(placed, sample)
+        program = trained if trained is not None and batch_signature(trained.sample) == batch_signature(sample) else Program(placed, sample)
         names = program.eval_names
     there, wanted = flatten(sample), {} if trained is None else flatten(trained.sample)
     lost = [name for name in trained.eval_names if name not in names] if trained is not None and list(there) != list(wanted) else []
@@ -95,7 +95,7 @@ def measured(
             break
         if number == 2:  # a batch that is all of the data is no part of it
             program.metric_rows.once(state, batch.leaves, batch.weights, program.eval_names[1:], "batches")
-        with placer.carrying():
+        with placer.allow_row_transfers():
             pending.append((program.evaluate(state, batch.leaves, batch.weights), batch.rows))
         if len(pending) >= IN_FLIGHT:
             totals.add(*pending.popleft())

@@ -11,7 +11,7 @@ from linear import FEATURES, aligned, examples, fit, same, trainer
 import spmd
 from spmd.data import batches
 from spmd.data.batches import HostBatch, Placer
-from spmd.data.device_dataset import on_devices
+from spmd.data.device_dataset import replicate_arrays
 from spmd.data.narrow import narrow
 from spmd.errors import DataError
 from spmd.layout.schema import Batch
@@ -52,7 +52,7 @@ def test_placer_names_value_that_narrower_dtype_does_not_hold(kind, way, monkeyp
     what = "the data" if way in ("indexed", "resident") else "the batch"
     with pytest.raises(DataError) as raised:
         if way == "resident":
-            on_devices(data, spmd.make_mesh("data=8"))
+            replicate_arrays(data, spmd.make_mesh("data=8"))
         elif way == "of one process":
             monkeypatch.setattr(place, "_many_processes", True)
             place(HostBatch(data, 16))
@@ -165,11 +165,11 @@ def test_a_placed_batch_shares_no_memory_with_the_buffer(pad, rows, index, devic
 
 
 def test_resident_arrays_share_no_memory_with_the_buffer():
-    from spmd.data.device_dataset import on_devices
+    from spmd.data.device_dataset import replicate_arrays
 
     buffer = aligned((64, FEATURES))
     buffer[:] = 1
-    kept = on_devices({"x": buffer}, spmd.make_mesh())
+    kept = replicate_arrays({"x": buffer}, spmd.make_mesh())
     buffer[:] = 2
     assert np.asarray(kept["x"]).max() == 1
 

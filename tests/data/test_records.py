@@ -10,8 +10,8 @@ import written
 from linear import fit, same
 
 import spmd
-from spmd.data.shuffle import Order
-from spmd.data.sources import RecordSource, source
+from spmd.data.shuffle import RecordOrder
+from spmd.data.sources import RecordSource, as_source
 from spmd.errors import DataError, OptionError
 
 ROWS = 50
@@ -49,18 +49,18 @@ def test_every_record_comes_once_per_epoch(folder, shuffle):
 
 
 def test_all_shuffled_is_the_order_of_arrays(folder):
-    arrays = source({"x": np.arange(ROWS)}, batch_size=8, shuffle=True, seed=3)
+    arrays = as_source({"x": np.arange(ROWS)}, batch_size=8, shuffle=True, seed=3)
     for epoch in (0, 5):
         assert flat(numbers(records(folder).epoch(epoch))) == arrays.order(epoch).tolist()
 
 
 def test_a_window_mixes_and_reads_in_runs():
     """Within 160 records there are runs of 10 neighbours; none is torn over more than two windows."""
-    order = Order(1600, 160, seed=0).epoch(0)
+    order = RecordOrder(1600, 160, seed=0).epoch(0)
     windows = [set(order[first : first + 160] // 10) for first in range(0, 1600, 160)]
     assert all(len(runs) == 16 for runs in windows)
     assert np.abs(np.diff(order[:160])).mean() > 100  # and they are far from each other
-    assert len(set(Order(1600, True, seed=0).epoch(0)[:160] // 10)) > 60  # without a window there are more runs
+    assert len(set(RecordOrder(1600, True, seed=0).epoch(0)[:160] // 10)) > 60  # without a window there are more runs
 
 
 # position ------------------------------------------------------------------------------------------------------------
@@ -190,10 +190,10 @@ def test_fit_says_what_does_not_fit(table):
 def test_batches_that_are_read_together_are_those_read_alone(folder, monkeypatch, workers):
     data, alone = records(folder, workers=workers, batch_size=3), records(folder, batch_size=3)
     alone.format.together = 1
-    sizes = {name: [len(some) for some in one.put_together(list(range(17)), 3)] for name, one in (("data", data), ("alone", alone))}
+    sizes = {name: [len(some) for some in one.group_batches(list(range(17)), 3)] for name, one in (("data", data), ("alone", alone))}
     assert sizes == {"data": [1, 2, 4, 4, 4, 2] if workers else [1, 2, 4, 8, 2], "alone": [1] * 17}, "each thread has some"
     monkeypatch.setattr("spmd.data.records.BYTES", 8 * 3 * 5)  # a record has 8 bytes, a batch 3 records
-    assert max(len(some) for some in data.put_together(list(range(40)), 3)) == 5
+    assert max(len(some) for some in data.group_batches(list(range(40)), 3)) == 5
     for epoch, start in [(0, 0), (1, 5), (1, 17)]:
         for one, other in zip(data.epoch(epoch, start), alone.epoch(epoch, start), strict=True):
             assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)

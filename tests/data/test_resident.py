@@ -13,7 +13,7 @@ from flax import nnx
 from linear import examples, fit, same
 
 import spmd
-from spmd.data.device_dataset import on_devices
+from spmd.data.device_dataset import replicate_arrays
 from spmd.errors import DataError, OptionError
 from spmd.tree import flatten
 
@@ -120,7 +120,7 @@ def test_stopped_and_resumed_is_never_stopped(tmp_path, stop):
 
 def test_every_device_holds_everything():
     arrays = examples(24)
-    kept = on_devices(arrays, spmd.make_mesh("data=4,model=2"))
+    kept = replicate_arrays(arrays, spmd.make_mesh("data=4,model=2"))
     assert same(kept, arrays)
     assert all(leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8 for leaf in jax.tree.leaves(kept))
 

@@ -5,7 +5,7 @@ import pytest
 from linear import examples, fit, same
 
 import spmd
-from spmd.data.sources import ArraySource, IterableSource, is_arrays, source
+from spmd.data.sources import ArraySource, IterableSource, as_source, is_arrays
 from spmd.errors import DataError, OptionError
 
 
@@ -14,7 +14,7 @@ def numbered(count):
 
 
 def cut(count=50, batch_size=8, *, shuffle=True, seed=3):
-    return source(numbered(count), batch_size=batch_size, shuffle=shuffle, seed=seed)
+    return as_source(numbered(count), batch_size=batch_size, shuffle=shuffle, seed=seed)
 
 
 def rows(reader, epoch, start=0):
@@ -65,7 +65,7 @@ def test_without_shuffling_rows_come_as_they_are():
 
 
 def test_arrays_are_shuffled_unless_asked_not_to():
-    assert source(numbered(50), batch_size=8, shuffle=None, seed=0).shuffle
+    assert as_source(numbered(50), batch_size=8, shuffle=None, seed=0).shuffle
 
 
 def test_training_for_epochs_sees_every_example_once_per_epoch():
@@ -81,8 +81,8 @@ def test_kinds_of_data_are_told_apart():
     x = np.zeros((4, 2))
     assert is_arrays(x) and is_arrays((x, x)) and is_arrays({"x": x}) and is_arrays(({"a": x}, x))
     assert not is_arrays([x]) and not is_arrays(lambda: [x]) and not is_arrays(iter([x]))
-    assert isinstance(source((x, x), batch_size=2, shuffle=None, seed=0), ArraySource)
-    assert isinstance(source([{"x": x}], batch_size=None, shuffle=None, seed=0), IterableSource)
+    assert isinstance(as_source((x, x), batch_size=2, shuffle=None, seed=0), ArraySource)
+    assert isinstance(as_source([{"x": x}], batch_size=None, shuffle=None, seed=0), IterableSource)
 
 
 BAD_ARRAYS = {
@@ -141,12 +141,12 @@ BAD_ARRAYS = {
 @pytest.mark.parametrize("data, options, error, text", BAD_ARRAYS.values(), ids=BAD_ARRAYS.keys())
 def test_data_that_cannot_be_cut_says_why(data, options, error, text):
     with pytest.raises(error) as raised:
-        source(data, **{"batch_size": 8, "shuffle": None, "seed": 0, **options})
+        as_source(data, **{"batch_size": 8, "shuffle": None, "seed": 0, **options})
     assert str(raised.value) == text
 
 
 def test_evaluation_data_may_be_smaller_than_a_batch():
-    reader = source(numbered(5), batch_size=8, shuffle=False, seed=0, short_ok=True)
+    reader = as_source(numbered(5), batch_size=8, shuffle=False, seed=0, short_ok=True)
     assert rows(reader, 0) == [[0, 1, 2, 3, 4]]
 
 
@@ -175,7 +175,7 @@ def test_the_first_batch_is_read_once_for_its_shapes_and_not_lost():
         calls.append("made")
         yield from batches()
 
-    reader = source(make, batch_size=None, shuffle=None, seed=0)
+    reader = as_source(make, batch_size=None, shuffle=None, seed=0)
     assert reader.sample()["x"].shape == (16, 16)
     assert len(list(reader.epoch(0))) == 3 and len(calls) == 1
     assert len(list(reader.epoch(1))) == 3 and len(calls) == 2
@@ -183,15 +183,15 @@ def test_the_first_batch_is_read_once_for_its_shapes_and_not_lost():
 
 def test_starting_an_iterable_in_the_middle_is_the_tail_of_the_whole():
     given = batches(5)
-    whole = list(source(given, batch_size=None, shuffle=None, seed=0).epoch(0))
-    tail = list(source(given, batch_size=None, shuffle=None, seed=0).epoch(0, 2))
+    whole = list(as_source(given, batch_size=None, shuffle=None, seed=0).epoch(0))
+    tail = list(as_source(given, batch_size=None, shuffle=None, seed=0).epoch(0, 2))
     assert [b.leaves["x"].tobytes() for b in tail] == [b.leaves["x"].tobytes() for b in whole[2:]]
-    assert list(source(given, batch_size=None, shuffle=None, seed=0).epoch(0, 5)) == []
+    assert list(as_source(given, batch_size=None, shuffle=None, seed=0).epoch(0, 5)) == []
 
 
 def test_a_resumed_run_notices_that_its_iterable_has_become_shorter():
     with pytest.raises(DataError, match=r"the data has 3 batches; the run to be resumed stood at batch 4 of epoch 1\."):
-        list(source(batches(3), batch_size=None, shuffle=None, seed=0).epoch(0, 4))
+        list(as_source(batches(3), batch_size=None, shuffle=None, seed=0).epoch(0, 4))
 
 
 def test_a_generator_that_can_be_read_once_says_so_in_epoch_2():
@@ -241,7 +241,7 @@ BAD_ITERABLES = {
 @pytest.mark.parametrize("data, options, text", BAD_ITERABLES.values(), ids=BAD_ITERABLES.keys())
 def test_iterables_that_cannot_be_used_say_why(data, options, text):
     with pytest.raises(DataError) as raised:
-        source(data, **{"batch_size": None, "shuffle": None, "seed": 0, **options})
+        as_source(data, **{"batch_size": None, "shuffle": None, "seed": 0, **options})
     assert str(raised.value) == text
 
 
@@ -257,7 +257,7 @@ LATER = {
 @pytest.mark.parametrize("second, pattern", LATER.values(), ids=LATER.keys())
 def test_a_later_batch_that_does_not_fit_is_named(second, pattern):
     with pytest.raises(DataError, match=pattern):
-        list(source([numbered(8), second], batch_size=None, shuffle=None, seed=0).epoch(0))
+        list(as_source([numbered(8), second], batch_size=None, shuffle=None, seed=0).epoch(0))
 
 
 def test_a_short_batch_of_an_iterable_is_trained_on_and_counted():
@@ -305,11 +305,11 @@ def test_an_error_of_the_users_reader_comes_out_with_its_own_lines(prefetch):
 )
 def test_arrays_and_options_that_cannot_be_used_say_why(data, options, pattern):
     with pytest.raises(spmd.errors.SpmdError, match=pattern):
-        source(data, **{"batch_size": 2, "shuffle": None, "seed": 0, **options})
+        as_source(data, **{"batch_size": 2, "shuffle": None, "seed": 0, **options})
 
 
 def test_a_batch_size_may_be_numpys_own_number():
-    assert source({"x": np.zeros(8)}, batch_size=np.int64(4), shuffle=None, seed=0).batch_size == 4
+    assert as_source({"x": np.zeros(8)}, batch_size=np.int64(4), shuffle=None, seed=0).batch_size == 4
 
 
 def test_the_fingerprint_tells_data_apart():
@@ -321,7 +321,7 @@ def test_the_fingerprint_tells_data_apart():
         cut(shuffle=False).fingerprint(),
     ]
     assert all(left != right for i, left in enumerate(prints) for right in prints[:i])
-    short, long = (source(batches(n), batch_size=None, shuffle=None, seed=0).fingerprint() for n in (2, 3))
+    short, long = (as_source(batches(n), batch_size=None, shuffle=None, seed=0).fingerprint() for n in (2, 3))
     assert short != long
 
 

@@ -67,7 +67,7 @@ def both(layout):
     trainer = spmd.Trainer(model, **options)
     program, placer = trainer.prepare(batch)
     state, placed = trainer.init(), trainer.place(batch)
-    events = placer.all_everywhere(program.events(0, placed.rows, placed.have))
+    events = placer.replicate_all(program.events(0, placed.rows, placed.has_rows))
     step = program._function(("step", placed.rows, True)).lower(state, placed.leaves, placed.weights, events).compile()
     return planned, state, step
 

@@ -9,7 +9,7 @@ from flax import nnx
 from small import FEATURES, Net, fit, fit_net, host, labelled, linear, numbers, same
 
 import spmd
-from spmd.data.sources import source
+from spmd.data.sources import as_source
 from spmd.errors import CheckpointError, OptionError
 from spmd.run.history import History
 from spmd.train.compiled_step import Program
@@ -219,8 +219,8 @@ def test_batches_on_another_device_are_moved():
 
 
 def test_a_source_of_arrays_stays_in_the_main_thread():
-    assert not source(numbers(), batch_size=32, shuffle=None, seed=0).threaded
-    assert source([numbers(32)], batch_size=None, shuffle=None, seed=0).threaded
+    assert not as_source(numbers(), batch_size=32, shuffle=None, seed=0).threaded
+    assert as_source([numbers(32)], batch_size=None, shuffle=None, seed=0).threaded
 
 
 # history --------------------------------------------------------------------------------------------------------------
