@@ -116,23 +116,23 @@ class Watched:
         from spmd.distributed import watchdog
 
         self._guard: Any = watchdog.current()
-        self._there = isinstance(self._guard, watchdog.Together)
+        self._there = isinstance(self._guard, watchdog.ClusterWatchdog)
 
     def off(self) -> float:
         """End them; seconds of CPU that they took."""
         if not self._there or not all(thread.is_alive() for thread in self._guard._threads):
             return 0.0
         spent = sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in self._guard._threads)
-        self._guard._over.set()
+        self._guard._finished.set()
         for thread in self._guard._threads:
             thread.join()
         return spent
 
     def on(self) -> None:
         if self._there:
-            self._guard._over.clear()
-            targets = (self._guard._watch, self._guard._time)
-            self._guard._threads = [threading.Thread(target=target, name="spmd guard", daemon=True) for target in targets]
+            self._guard._finished.clear()
+            targets = (self._guard._poll, self._guard._check_stall)
+            self._guard._threads = [threading.Thread(target=target, name="spmd watchdog", daemon=True) for target in targets]
             for thread in self._guard._threads:
                 thread.start()
 
@@ -141,14 +141,14 @@ def timed(owner: Any, name: str, before: Callable[..., object] = lambda *args: N
     """Seconds of every call of a function, from when all processes come to it and the arrays that it is given are there, after `before`."""
     import jax
 
-    from spmd.distributed.consistency import first_of_all
+    from spmd.distributed.consistency import first_nonempty
 
     function, times = getattr(owner, name), []
 
     def measured(*args: Any, **options: Any) -> Any:
         before(*args)
         jax.block_until_ready([leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)])
-        first_of_all("")
+        first_nonempty("")
         since = time.perf_counter()
         try:
             return function(*args, **options)

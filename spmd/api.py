@@ -16,9 +16,9 @@ from spmd.data.device_dataset import Resident, replicate_arrays
 from spmd.data.records import Records
 from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import check_source
-from spmd.distributed.consistency import agree, program_facts
-from spmd.distributed.initialize import join, restarted, shrunk
-from spmd.distributed.records import report
+from spmd.distributed.consistency import check_consistency, program_facts
+from spmd.distributed.initialize import join, shrink_factor, was_restarted
+from spmd.distributed.records import report_to_launcher
 from spmd.distributed.watchdog import TERMINATED, current
 from spmd.errors import CheckpointError, OptionError, check_whole, did_you_mean
 from spmd.inference.exporter import ExportReport, export
@@ -162,7 +162,7 @@ def fit(
 
     Raises:
       SpmdError: one of its kinds, before anything is compiled; every problem at once, with a fix.
-      ClusterError: the processes of a run of several do not agree, or do not come.
+      ClusterError: the processes of a run of several do not agree, or do not arrive in time.
       SystemExit: with 143, after SIGTERM; with a checkpoint folder, when the state is saved.
       DeviceMemoryError: a step needs more memory than a device has.
       DivergedError: the loss is not finite.
@@ -191,7 +191,7 @@ def fit(
     _agree(program, reader, hooks, {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta})
     room = check_room(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
-        store = open_store(config, opened, resume=resume_wanted(resume) or (config is not None and restarted()))
+        store = open_store(config, opened, resume=resume_wanted(resume) or (config is not None and was_restarted()))
         begun = start(store, trainer, meta, changed_data=resume == CHANGED_DATA)
         outputs, shown = _outputs(store, trainer, sinks, shown, begun.state, begun.changes, room)
         loop_config = LoopConfig(
@@ -216,7 +216,7 @@ def fit(
     _tell_unmet(program.clock.declared if program.clock is not None else None, run.step)
     if run.stop_reason == SIGTERM_REASON:
         if store is not None and jax.process_index() == 0:
-            report("saved", {"step": run.step})
+            report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
     return Result(run.state, run.history, run.stop_reason, trainer)
 
@@ -235,8 +235,8 @@ def about_run(trainer: Trainer, reader: Source) -> dict[str, Any]:
 
 def _folded(accumulate: int) -> int:
     """Microbatches: as many more as keep a device's rows at once where there are fewer processes than the run began with."""
-    with current().during("compile"):  # the first look at devices waits for all processes
-        times = shrunk()
+    with current().in_phase("compile"):  # the first look at devices waits for all processes
+        times = shrink_factor()
     return accumulate if times == 1 else accumulate * times
 
 
@@ -251,8 +251,8 @@ def _agree(program: Program, reader: Source, hooks: list[Callback], options: Map
     arrays = flatten(program.placed.abstract_state)
     facts |= {f"array {path}": f"{describe(leaf)} {spec_text(leaf.sharding.spec)}" for path, leaf in arrays.items()}
     given, text = program.placed.init_facts()
-    with current().during("compile"):
-        agree(facts | given | program_facts(text, "the initial values") | program_facts(program.text(), "the step"))
+    with current().in_phase("compile"):
+        check_consistency(facts | given | program_facts(text, "the initial values") | program_facts(program.text(), "the step"))
 
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from spmd.data.work_assignment import Position
-from spmd.distributed.initialize import restarted
+from spmd.distributed.initialize import was_restarted
 from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
@@ -35,8 +35,8 @@ def resume_wanted(resume: bool | str) -> bool:
 def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool) -> Store | None:
     """The run's checkpoints; what is there already is gone on with, or is an error, never overwritten."""
     watch = current()
-    watch.at("compile", 0)  # from here on all processes do the same, and none may be waited for without end
-    opened.callback(watch.at, "script", 0)
+    watch.record_progress("compile", 0)  # from here on all processes do the same, and none may be waited for without end
+    opened.callback(watch.record_progress, "script", 0)
     if config is None:
         if resume:
             raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
@@ -76,7 +76,7 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
         owes = saved.get("owes_evaluation") is True
-        throughput = Throughput(saved.get("pace") if restarted() else None)  # a run that somebody has resumed may have rested for days
+        throughput = Throughput(saved.get("pace") if was_restarted() else None)  # a run that somebody has resumed may have rested for days
     now = meta["data"]
     hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
     unseen = [] if hashed else [name for name in now if name.startswith("contents")]

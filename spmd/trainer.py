@@ -332,7 +332,7 @@ class Trainer:
         for epoch in range(epochs):
             rounds = epoch_batches(reader, program.clock, Position(epoch), count, pad=program.pad_training)
             with prefetch(rounds, placer, 2 if reader.threaded else 0) as batches:
-                for batch in uneven_batches.batches(batches, f"epoch {epoch + 1}") if reader.threaded else batches:
+                for batch in uneven_batches.require_equal_counts(batches, f"epoch {epoch + 1}") if reader.threaded else batches:
                     state, metrics = self.step(state, batch)
                     count += 1
                     yield StepInfo(count, metrics, state)  # type: ignore[arg-type]
@@ -354,8 +354,8 @@ class Trainer:
         check_alive(state)
         program, placer = bind_rows(reader, self._evaluation(reader.sample()))
         placed = map(placer, allow_transfers(reader.epoch(0)))
-        batches = uneven_batches.batches(placed, "the evaluation's data") if reader.threaded else placed
-        with watchdog.current().during("eval"):
+        batches = uneven_batches.require_equal_counts(placed, "the evaluation's data") if reader.threaded else placed
+        with watchdog.current().in_phase("eval"):
             return measured(program, placer, state, batches, stops)
 
     def check_evaluation(self, data: Any) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""Many processes: who am I, do we agree, is everyone still there."""
+"""Several processes: detect the cluster, wait for each other, check that all agree, and watch for failures."""

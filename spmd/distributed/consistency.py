@@ -1,4 +1,4 @@
-"""The handshake: before anything is compiled, all processes say what they are about to do, and hear whether it is the same."""
+"""Before anything is compiled, all processes check that they are about to run the same program with the same options."""
 
 import base64
 import hashlib
@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from spmd.distributed import coordination
 from spmd.errors import ClusterError, RendezvousTimeout, escaped
 
-SHOWN = 8  # differences that are told
-LATER = 10.0  # seconds that all wait longer than process 0, which knows who is missing
+MAX_SHOWN = 8  # differences in an error
+EXTRA_SECONDS = 10.0  # the others wait this much longer than process 0, which knows who is missing
 
-_numbers = itertools.count()
+_call_numbers = itertools.count()
 
 
-def agree(facts: Mapping[str, str], timeout: float = 300.0) -> None:
-    """Hold facts against those of all other processes; a process that is alone agrees with itself.
+def check_consistency(facts: Mapping[str, str], timeout: float = 300.0) -> None:
+    """Compare facts with those of all other processes; does nothing in a single process.
 
-    All processes call it, in the same order. Each leaves its facts with the coordination service, and a hash of them; process 0 reads the
-    hashes, and the facts of the first process whose hash is another.
+    All processes call it, in the same order. Each publishes its facts, and a hash of them, through the coordination service. Process 0
+    reads the hashes, and the facts of the first process whose hash differs.
 
     Args:
       facts: what must be the same, by name.
@@ -30,75 +30,79 @@ def agree(facts: Mapping[str, str], timeout: float = 300.0) -> None:
 
     Raises:
       ClusterError: in all processes, with the same text: which facts differ, in which process, and both values.
-      RendezvousTimeout: some did not come.
+      RendezvousTimeout: some process did not call it in time.
     """
-    if not coordination.started():
+    if not coordination.is_initialized():
         return
-    place = f"agree/{next(_numbers)}"
-    rank, size, _ = coordination.place()
+    path = f"agree/{next(_call_numbers)}"
+    rank, size, _ = coordination.process_info()
     text = json.dumps(dict(facts), sort_keys=True)
-    coordination.put(f"{place}/facts/{rank}", base64.b64encode(zlib.compress(text.encode())).decode())
-    coordination.put(f"{place}/hash/{rank}", hashlib.sha256(text.encode()).hexdigest())
+    coordination.put(f"{path}/facts/{rank}", base64.b64encode(zlib.compress(text.encode())).decode())
+    coordination.put(f"{path}/hash/{rank}", hashlib.sha256(text.encode()).hexdigest())
     if rank == 0:
-        absent, verdict = _verdict(place, size, facts, timeout)
-        coordination.put(f"{place}/verdict", json.dumps([absent, verdict]))
+        absent, verdict = _verdict(path, size, facts, timeout)
+        coordination.put(f"{path}/verdict", json.dumps([absent, verdict]))
     else:
         try:
-            absent, verdict = json.loads(coordination.get(f"{place}/verdict", timeout + LATER))
+            absent, verdict = json.loads(coordination.get(f"{path}/verdict", timeout + EXTRA_SECONDS))
         except TimeoutError:
-            absent, verdict = True, f"process 0 did not come in {timeout:g} s"
+            absent, verdict = True, f"process 0 did not arrive within {timeout:g} s"
     if absent:
-        raise RendezvousTimeout(f"the handshake failed: {verdict}", fix="the log of that process; a longer timeout where it only was slow.")
+        fix = "the log of that process; a longer timeout if it was only slow."
+        raise RendezvousTimeout(f"the consistency check failed: {verdict}", fix=fix)
     if verdict:
         raise ClusterError(f"the processes do not agree: {verdict}", fix="the same script, files, options and environment everywhere.")
 
 
-def first_of_all(text: str, timeout: float = 1800.0) -> str:
-    """The first text that is not "", by rank; all processes call it, in the same order, and hear the same.
+def first_nonempty(text: str, timeout: float = 1800.0) -> str:
+    """The first text that is not "", by rank; all processes call it, in the same order, and get the same.
 
     Raises:
-      RendezvousTimeout: some did not call it.
+      RendezvousTimeout: some process did not call it in time.
     """
-    if not coordination.started():
+    if not coordination.is_initialized():
         return text
-    place, (rank, size, _) = f"first/{next(_numbers)}", coordination.place()
-    coordination.put(f"{place}/{rank}", text)
+    path, (rank, size, _) = f"first/{next(_call_numbers)}", coordination.process_info()
+    coordination.put(f"{path}/{rank}", text)
     try:
-        return next((said for said in [coordination.get(f"{place}/{other}", timeout) for other in range(size)] if said), "")
+        return next((each for each in [coordination.get(f"{path}/{other}", timeout) for other in range(size)] if each), "")
     except TimeoutError as error:
-        raise RendezvousTimeout(f"a process did not come in {timeout:g} s: {error}.", fix="the log of that process.") from None
+        raise RendezvousTimeout(f"a process did not arrive within {timeout:g} s: {error}.", fix="the log of that process.") from None
 
 
-def _verdict(place: str, size: int, facts: Mapping[str, str], timeout: float) -> tuple[bool, str]:
-    """By process 0: whether somebody did not come; and who, or what differs, "" where nothing does."""
-    hashes, until = {}, time.monotonic() + timeout
+def _verdict(path: str, size: int, facts: Mapping[str, str], timeout: float) -> tuple[bool, str]:
+    """In process 0: whether a process is missing; and which one, or what differs ("" if nothing does)."""
+    hashes, deadline = {}, time.monotonic() + timeout
     for rank in range(size):
         try:
-            hashes[rank] = coordination.get(f"{place}/hash/{rank}", max(0.0, until - time.monotonic()))
+            hashes[rank] = coordination.get(f"{path}/hash/{rank}", max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            return True, f"process {rank} did not come in {timeout:g} s"
+            return True, f"process {rank} did not arrive within {timeout:g} s"
     others = [rank for rank in range(size) if hashes[rank] != hashes[0]]
     if not others:
         return False, ""
-    packed = coordination.get(f"{place}/facts/{others[0]}", timeout)
-    theirs = json.loads(zlib.decompress(base64.b64decode(packed)))
-    shown = lambda given, name: escaped(given.get(name, "nothing"), 300)
+    compressed = coordination.get(f"{path}/facts/{others[0]}", timeout)
+    other_facts = json.loads(zlib.decompress(base64.b64decode(compressed)))
+
+    def shown(facts: Mapping[str, str], name: str) -> str:
+        return escaped(facts.get(name, "nothing"), 300)
+
     lines = [
-        f"\n    {name} is {shown(facts, name)} in process 0, and {shown(theirs, name)} in process {others[0]}"
-        for name in dict.fromkeys([*facts, *theirs])
-        if facts.get(name) != theirs.get(name)
+        f"\n    {name} is {shown(facts, name)} in process 0, and {shown(other_facts, name)} in process {others[0]}"
+        for name in dict.fromkeys([*facts, *other_facts])
+        if facts.get(name) != other_facts.get(name)
     ]
     also = f"\n    {len(others) - 1} more processes differ from process 0" if len(others) > 1 else ""
-    more = f"\n    and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    return False, "".join(lines[:SHOWN]) + more + also
+    more = f"\n    and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
+    return False, "".join(lines[:MAX_SHOWN]) + more + also
 
 
 def program_facts(text: str, what: str) -> dict[str, str]:
-    """A program's text in facts: its hash, and the numbers written in it, by which a learning rate or a seed that differs is found.
+    """Facts about a program: its hash, and the scalar constants in it, which reveal a differing learning rate or seed.
 
     >>> list(program_facts("stablehlo.constant dense<1.000000e-01> : tensor<f32>", "the step").items())[0]
     ('number 1 in the step', '1.000000e-01 (f32)')
     """
-    found = re.findall(r"constant dense<([^<>\"]{1,40})> : tensor<(\w+)>", text)
-    numbers = {f"number {at} in {what}": f"{value} ({kind})" for at, (value, kind) in enumerate(found, 1)}
+    constants = re.findall(r"constant dense<([^<>\"]{1,40})> : tensor<(\w+)>", text)
+    numbers = {f"number {index} in {what}": f"{value} ({dtype})" for index, (value, dtype) in enumerate(constants, 1)}
     return numbers | {f"the program of {what}": hashlib.sha256(text.encode()).hexdigest()[:16]}

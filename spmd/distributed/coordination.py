@@ -1,7 +1,7 @@
-"""JAX's coordination service as we use it. All that is private to JAX and has to do with several processes is in this file.
+"""JAX's coordination service. Everything private to JAX that concerns several processes is in this file.
 
-The service runs in process 0 and keeps short texts under paths; all processes see the same ones. Tested with each release of JAX that
-is supported (`tests/distributed/test_launch.py`).
+The service runs in process 0 and stores short texts by path; all processes see the same ones. Tested with each supported release of JAX
+(`tests/distributed/test_local_launcher.py`).
 """
 
 import os
@@ -15,24 +15,24 @@ from jax._src import distributed, xla_bridge
 from spmd.errors import ClusterError
 
 ROOT = "spmd/"
-SLICE = 1000  # milliseconds that one wait takes at most: one that cannot be interrupted
+MAX_WAIT_MS = 1000  # of one call, which cannot be interrupted
 
 
-def started() -> bool:
-    """Whether this process is one of several that JAX knows of."""
+def is_initialized() -> bool:
+    """Whether JAX runs as one of several processes."""
     return jax.distributed.is_initialized() and distributed.global_state.num_processes > 1
 
 
-def too_late() -> bool:
-    """Whether JAX has looked for devices already; what it found then is all that it will ever know."""
+def backends_initialized() -> bool:
+    """Whether JAX has looked for devices already; it never sees those of processes that join later."""
     return xla_bridge.backends_are_initialized()
 
 
-def start(
+def initialize(
     address: str, rank: int, size: int, *, devices: tuple[int, ...] | None, timeout: float, heartbeat: float, shutdown: float
 ) -> None:
-    """Begin the service (in process 0, at that address only), and join it. SIGTERM stays with Python."""
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, and nobody hears of it
+    """Start the service (in process 0, at that address only), and connect to it. Python keeps handling SIGTERM."""
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.distributed.initialize(
         address,
         size,
@@ -46,48 +46,48 @@ def start(
     )
 
 
-def place() -> tuple[int, int, str]:
-    """Rank of this process, how many there are, and the service's address; asks no device."""
+def process_info() -> tuple[int, int, str]:
+    """This process's rank, the number of processes, and the service's address; uses no device."""
     state = distributed.global_state
     return state.process_id, state.num_processes, state.coordinator_address or ""
 
 
 def put(path: str, text: str) -> None:
-    """Keep a text; the newest of a path is kept."""
+    """Store a text, in place of an earlier one at this path."""
     _client().key_value_set(ROOT + path, text, allow_overwrite=True)
 
 
 def get(path: str, timeout: float) -> str:
-    """A text, as soon as it is there.
+    """Wait for a text.
 
     Raises:
-      TimeoutError: it is not, in so many seconds.
+      TimeoutError: nothing was stored in time.
     """
-    until = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     while True:
-        left = until - time.monotonic()
+        remaining = deadline - time.monotonic()
         try:
-            return _client().blocking_key_value_get(ROOT + path, max(1, min(SLICE, int(1000 * left))))
+            return _client().blocking_key_value_get(ROOT + path, max(1, min(MAX_WAIT_MS, int(1000 * remaining))))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            if left <= 0:
-                raise TimeoutError(f"{path} is not there after {timeout:g} s") from None
+            if remaining <= 0:
+                raise TimeoutError(f"{path} was not set within {timeout:g} s") from None
 
 
-def below(path: str) -> dict[str, str]:
-    """All texts under a path that ends in "/", by what comes after it."""
+def read_dir(path: str) -> dict[str, str]:
+    """All texts under a path that ends in "/", by the rest of their paths."""
     root = ROOT + path
     return {key.removeprefix(root): text for key, text in _client().key_value_dir_get(root)}
 
 
 def shutdown() -> None:
-    """Wait at JAX's barrier for all to come to their end; the service is gone then."""
+    """Wait at JAX's barrier until all processes are done, then stop the service."""
     jax.distributed.shutdown()
 
 
-def leave(code: int) -> NoReturn:
-    """End this process at once, without waiting for others at JAX's barrier."""
+def exit_now(code: int) -> NoReturn:
+    """End this process immediately, without waiting for others at JAX's barrier."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -98,5 +98,5 @@ def leave(code: int) -> NoReturn:
 def _client() -> Any:
     client = distributed.global_state.client
     if client is None:
-        raise ClusterError("this process is alone.", fix="spmd.join() first, or `spmd launch`.")
+        raise ClusterError("this process is not part of a cluster.", fix="spmd.join() first, or `spmd launch`.")
     return client

@@ -1,4 +1,4 @@
-"""Who am I among how many, and where does process 0 call the roll: read from what launchers leave in the environment."""
+"""This process's rank, the number of processes and the address of process 0, from the environment that launchers set."""
 
 import dataclasses
 import ipaddress
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from spmd.errors import ClusterError, RendezvousTimeout, escaped
 
-FIRST_PORT, PORTS = 61440, 4096  # where none is given: one of these, by the job's number
+FIRST_PORT, PORTS = 61440, 4096  # the range of default ports; the job's id selects one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +20,13 @@ class World:
     """One process among those that train together.
 
     Attributes:
-      rank: from 0; process 0 calls the roll.
-      size: how many there are.
-      address: "host:port" where process 0 calls the roll; it listens there and nowhere else.
-      source: who said so.
-      local_rank, local_size: the same among those of this host; None where it is not known.
-      local_devices: which of the devices that this process sees are its own; None: all.
-      token: what those of one job know, and others do not.
+      rank: from 0; process 0 hosts the rendezvous.
+      size: the number of processes.
+      address: "host:port" where process 0 listens, and nowhere else.
+      source: the launcher that set them.
+      local_rank, local_size: rank and number of processes on this host; None if unknown.
+      local_devices: the visible devices that this process uses; None: all.
+      token: a secret of the job's processes.
     """
 
     rank: int
@@ -40,62 +40,63 @@ class World:
 
     def __post_init__(self):
         if self.size < 1 or not 0 <= self.rank < self.size:
-            fix = f"numbers from 0 to {self.size - 1}" if self.size > 0 else "at least one process"
+            fix = f"ranks from 0 to {self.size - 1}" if self.size > 0 else "at least one process"
             raise ClusterError(f"{self.source}: process {self.rank} of {self.size}.", fix=f"{fix}.")
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ClusterError(f'{self.source}: "{self.address}" is no address.', fix="HOST:PORT, such as 10.0.0.1:61440.")
+            raise ClusterError(f'{self.source}: "{self.address}" is not an address.', fix="HOST:PORT, such as 10.0.0.1:61440.")
 
     @property
     def host(self) -> str:
-        """Where process 0 is, without brackets around an IPv6 address."""
+        """The host of process 0, without brackets around an IPv6 address."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """Where it calls the roll."""
+        """The port that process 0 listens on."""
         return int(self.address.rpartition(":")[2])
 
     def __str__(self) -> str:
-        own = "" if self.local_devices is None else f", devices {', '.join(map(str, self.local_devices))} of this host"
-        return f"process {self.rank} of {self.size} ({self.source}), process 0 at {self.address}{own}"
+        devices = "" if self.local_devices is None else f", devices {', '.join(map(str, self.local_devices))} of this host"
+        return f"process {self.rank} of {self.size} ({self.source}), process 0 at {self.address}{devices}"
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World | None:
-    """What launchers left in the environment; None: this process is alone.
+    """Read the environment that launchers set; None: this is the only process.
 
-    Tried in this order: `spmd launch` (SPMD_PROCESSES, SPMD_PROCESS, SPMD_COORDINATOR), which an Indexed Job of Kubernetes may use too
-    (JOB_COMPLETION_INDEX in SPMD_PROCESS's place); JAX's own (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID); torchrun and
-    Open MPI, which inside of a SLURM job start processes in steps that are not theirs; SLURM, in a step of `srun`; PyTorch's variables
+    Tried in this order: `spmd launch` (SPMD_PROCESSES, SPMD_PROCESS, SPMD_COORDINATOR), also for an Indexed Job of Kubernetes (with
+    JOB_COMPLETION_INDEX instead of SPMD_PROCESS); JAX's own (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID); torchrun and
+    Open MPI, which may start processes inside a SLURM step that is not theirs; SLURM, in a step of `srun`; PyTorch's variables
     set by hand (MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK).
 
     Raises:
-      ClusterError: variables that are missing, no numbers, or do not fit each other.
+      ClusterError: variables are missing, are not numbers, or contradict each other.
 
     Example:
-      >>> found = detect({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "1", "SPMD_COORDINATOR": "127.0.0.1:4000"})
-      >>> print(found)
+      >>> world = detect({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "1", "SPMD_COORDINATOR": "127.0.0.1:4000"})
+      >>> print(world)
       process 1 of 2 (spmd launch), process 0 at 127.0.0.1:4000
     """
-    found = next((world for read in (_spmd, _jax, _torchrun, _open_mpi, _slurm, _torch) if (world := read(environ)) is not None), None)
-    if found is None or found.size == 1:
+    readers = (_spmd, _jax, _torchrun, _open_mpi, _slurm, _torch)
+    world = next((world for read in readers if (world := read(environ)) is not None), None)
+    if world is None or world.size == 1:
         return None
-    return dataclasses.replace(found, token=environ.get("SPMD_TOKEN", found.token))
+    return dataclasses.replace(world, token=environ.get("SPMD_TOKEN", world.token))
 
 
 def _spmd(environ: Mapping[str, str]) -> World | None:
     if "SPMD_PROCESSES" not in environ:
         return None
-    pods = "SPMD_PROCESS" not in environ and "JOB_COMPLETION_INDEX" in environ
-    source, rank = ("Kubernetes", "JOB_COMPLETION_INDEX") if pods else ("spmd launch", "SPMD_PROCESS")
-    local, here = (_maybe(environ, name, source) for name in ("SPMD_LOCAL_PROCESS", "SPMD_LOCAL_PROCESSES"))
+    is_pod = "SPMD_PROCESS" not in environ and "JOB_COMPLETION_INDEX" in environ
+    source, rank = ("Kubernetes", "JOB_COMPLETION_INDEX") if is_pod else ("spmd launch", "SPMD_PROCESS")
+    local_rank, local_size = (_optional_number(environ, name, source) for name in ("SPMD_LOCAL_PROCESS", "SPMD_LOCAL_PROCESSES"))
     return World(
         _number(environ, rank, source),
         _number(environ, "SPMD_PROCESSES", source),
-        _text(environ, "SPMD_COORDINATOR", source),
+        _required(environ, "SPMD_COORDINATOR", source),
         source,
-        local,
-        here,
+        local_rank,
+        local_size,
     )
 
 
@@ -107,27 +108,27 @@ def _jax(environ: Mapping[str, str]) -> World | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> World | None:
-    """A task of a step: outside of `srun` there is none, whatever the job has."""
+    """A task of a step; outside of `srun` there is none, even inside a job."""
     if not all(name in environ for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")):
         return None
     source = f"SLURM job {environ['SLURM_JOB_ID']}"
     if environ.get("SLURM_HET_SIZE", "1") != "1":
         raise ClusterError(
-            f"{source} has {environ['SLURM_HET_SIZE']} components; where its processes meet cannot be read from what SLURM tells them.\n"
-            "    fix: a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each task."
+            f"{source} has {environ['SLURM_HET_SIZE']} components, for which SLURM's variables do not say where process 0 is.",
+            fix="a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each task.",
         )
     job, step = _number(environ, "SLURM_JOB_ID", source), _number(environ, "SLURM_STEP_ID", source)
     rank, size = _number(environ, "SLURM_PROCID", source), _number(environ, "SLURM_STEP_NUM_TASKS", source)
-    local, node = _number(environ, "SLURM_LOCALID", source), _number(environ, "SLURM_NODEID", source)
+    local_rank, node = _number(environ, "SLURM_LOCALID", source), _number(environ, "SLURM_NODEID", source)
     per_node = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
-    here = per_node[node] if node < len(per_node) else per_node[-1]
-    host = "127.0.0.1" if here == size else environ.get("SPMD_BIND") or _first(environ["SLURM_STEP_NODELIST"])
-    own = None if _bound(environ) else _share(environ, local, here)
-    return World(rank, size, f"{host}:{FIRST_PORT + (job + step) % PORTS}", source, local, here, own, f"{job}.{step}")
+    local_size = per_node[node] if node < len(per_node) else per_node[-1]
+    host = "127.0.0.1" if local_size == size else environ.get("SPMD_BIND") or _first_node(environ["SLURM_STEP_NODELIST"])
+    devices = None if _has_own_gpus(environ) else _share(environ, local_rank, local_size)
+    return World(rank, size, f"{host}:{FIRST_PORT + (job + step) % PORTS}", source, local_rank, local_size, devices, f"{job}.{step}")
 
 
-def _bound(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM has given each task GPUs of its own; what a task may have of other things says nothing of them."""
+def _has_own_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM has bound GPUs to each task; other resources of a task say nothing about its GPUs."""
     per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     return per_task or environ.get("SLURM_GPU_BIND", "none").rpartition(",")[2] != "none"
 
@@ -137,16 +138,16 @@ def _open_mpi(environ: Mapping[str, str]) -> World | None:
         return None
     source, mpi = "Open MPI", "OMPI_COMM_WORLD"
     rank, size = _number(environ, f"{mpi}_RANK", source), _number(environ, f"{mpi}_SIZE", source)
-    local, here = _number(environ, f"{mpi}_LOCAL_RANK", source), _number(environ, f"{mpi}_LOCAL_SIZE", source)
-    given = environ.get("SPMD_COORDINATOR")
+    local_rank, local_size = _number(environ, f"{mpi}_LOCAL_RANK", source), _number(environ, f"{mpi}_LOCAL_SIZE", source)
+    address = environ.get("SPMD_COORDINATOR")
     name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "").split(".")[0]
-    if given is None and here != size:
+    if address is None and local_size != size:
         raise ClusterError(
-            f"{source}: process {rank} of {size} does not know where process 0 is.\n"
-            "    fix: mpirun -x SPMD_COORDINATOR=HOST:PORT, the first host's address and a free port."
+            f"{source}: process {rank} of {size} does not know where process 0 is.",
+            fix="mpirun -x SPMD_COORDINATOR=HOST:PORT, the first host's address and a free port.",
         )
     port = FIRST_PORT + sum(name.encode()) % PORTS
-    return World(rank, size, given or f"127.0.0.1:{port}", source, local, here, _share(environ, local, here), name)
+    return World(rank, size, address or f"127.0.0.1:{port}", source, local_rank, local_size, _share(environ, local_rank, local_size), name)
 
 
 def _torchrun(environ: Mapping[str, str]) -> World | None:
@@ -157,35 +158,35 @@ def _torch(environ: Mapping[str, str]) -> World | None:
     if not all(name in environ for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")):
         return None
     source = "WORLD_SIZE and RANK"
-    local, here = (_maybe(environ, name, source) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    own = None if local is None or here is None else _share(environ, local, here)
+    local_rank, local_size = (_optional_number(environ, name, source) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    devices = None if local_rank is None or local_size is None else _share(environ, local_rank, local_size)
     address = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-    return World(_number(environ, "RANK", source), _number(environ, "WORLD_SIZE", source), address, source, local, here, own)
+    return World(_number(environ, "RANK", source), _number(environ, "WORLD_SIZE", source), address, source, local_rank, local_size, devices)
 
 
-def _share(environ: Mapping[str, str], local: int, here: int) -> tuple[int, ...] | None:
-    """Which of the GPUs that all processes of a host see are this one's: equal shares; None where each sees its own, or all see none."""
-    seen = 0 if here == 1 else len(visible_gpus(environ))
-    if seen < here:
+def _share(environ: Mapping[str, str], local_rank: int, local_size: int) -> tuple[int, ...] | None:
+    """This process's equal share of the GPUs that all processes of a host see; None if each sees only its own, or none are visible."""
+    visible = 0 if local_size == 1 else len(visible_gpus(environ))
+    if visible < local_size:
         return None
-    if seen % here:
+    if visible % local_size:
         raise ClusterError(
-            f"{seen} GPUs cannot be shared by {here} processes of a host.\n"
-            "    fix: as many processes as GPUs; or CUDA_VISIBLE_DEVICES with as many as can be shared."
+            f"{visible} GPUs cannot be shared equally by {local_size} processes of a host.",
+            fix="as many processes as GPUs; or CUDA_VISIBLE_DEVICES with a multiple of the processes.",
         )
-    share = seen // here
-    return tuple(range(local * share, (local + 1) * share))
+    share = visible // local_size
+    return tuple(range(local_rank * share, (local_rank + 1) * share))
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The GPUs that a process of this host sees, as CUDA_VISIBLE_DEVICES names them.
 
     Raises:
-      ClusterError: there is a driver, but it does not work.
+      ClusterError: nvidia-smi exists but fails.
     """
     if "CUDA_VISIBLE_DEVICES" in environ:
-        given = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-        return list(itertools.takewhile(lambda name: not name.startswith("-"), given))  # -1 is none, and ends the list
+        names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+        return list(itertools.takewhile(lambda name: not name.startswith("-"), names))  # for CUDA, -1 ends the list
     if environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
         return [str(number) for number in range(int(environ["SLURM_GPUS_ON_NODE"]))]
     tool = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
@@ -194,85 +195,85 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     try:
         listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
+        output = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
         raise ClusterError(
-            f"nvidia-smi -L does not work: {escaped(str(told).strip(), 300)}", fix="CUDA_VISIBLE_DEVICES says which GPUs."
+            f"nvidia-smi -L fails: {escaped(str(output).strip(), 300)}", fix="set CUDA_VISIBLE_DEVICES to the GPUs to use."
         ) from None
     return [str(number) for number, _ in enumerate(line for line in listed if line.startswith("GPU "))]
 
 
 def free_port(address: str) -> int:
-    """A port of this host that nothing listens at."""
+    """A port of this host that no process listens on."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
 def _number(environ: Mapping[str, str], name: str, source: str) -> int:
-    text = _text(environ, name, source)
+    text = _required(environ, name, source)
     if not re.fullmatch(r"\d{1,12}", text):
-        raise ClusterError(f"{source}: {name}={text!r} is no number.", fix="a whole number from 0.")
+        raise ClusterError(f"{source}: {name}={text!r} is not a number.", fix="an integer from 0.")
     return int(text)
 
 
-def _maybe(environ: Mapping[str, str], name: str, source: str) -> int | None:
+def _optional_number(environ: Mapping[str, str], name: str, source: str) -> int | None:
     return _number(environ, name, source) if name in environ else None
 
 
-def _text(environ: Mapping[str, str], name: str, source: str) -> str:
+def _required(environ: Mapping[str, str], name: str, source: str) -> str:
     if not environ.get(name):
-        raise ClusterError(f"{source}: {name} is not set.", fix="set it in every process, or none of the others.")
+        raise ClusterError(f"{source}: {name} is not set.", fix="set it in every process, or unset the others.")
     return environ[name]
 
 
 def _counts(text: str) -> list[int]:
-    """SLURM's tasks of each node.
+    """The number of tasks on each node, as SLURM writes it.
 
     >>> _counts("4(x2),2")
     [4, 4, 2]
     """
-    found = []
+    counts = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise ClusterError(f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read.", fix="such as 4(x2),2.")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
-def _first(nodes: str) -> str:
-    """The first of SLURM's list of nodes.
+def _first_node(nodes: str) -> str:
+    """The first node of a list, as SLURM writes it.
 
-    >>> _first("gpu[003-005,8],login1"), _first("a1,a2"), _first("rack[1-2]n[07-09]")
+    >>> _first_node("gpu[003-005,8],login1"), _first_node("a1,a2"), _first_node("rack[1-2]n[07-09]")
     ('gpu003', 'a1', 'rack1n07')
     """
     depth, end = 0, len(nodes)
-    for at, letter in enumerate(nodes):
+    for index, letter in enumerate(nodes):
         depth += (letter == "[") - (letter == "]")
         if letter == "," and depth == 0:
-            end = at
+            end = index
             break
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes[:end])
 
 
-def resolved(world: World) -> str:
-    """The address that process 0 listens on, and others connect to.
+def resolve_address(world: World) -> str:
+    """The IP address that process 0 listens on, and that others connect to.
 
     Raises:
-      RendezvousTimeout: it has none; a cluster may know its name a little later.
-      ClusterError: one that other hosts cannot reach, or that means all interfaces.
+      RendezvousTimeout: the name does not resolve; a cluster may register it a little later.
+      ClusterError: other hosts cannot reach the address, or it stands for all interfaces.
     """
     try:
-        found = socket.getaddrinfo(world.host, world.port, type=socket.SOCK_STREAM)[0][4][0]
+        resolved = socket.getaddrinfo(world.host, world.port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise RendezvousTimeout(f"{world}: the host {world.host!r} has no address: {error}.", fix="its IP address.") from error
-    address = ipaddress.ip_address(str(found).partition("%")[0])
+        raise RendezvousTimeout(f"{world}: the host {world.host!r} does not resolve: {error}.", fix="use its IP address.") from error
+    address = ipaddress.ip_address(str(resolved).partition("%")[0])
     if address.is_unspecified:
-        raise ClusterError(f"{world}: {address} means every interface.", fix="the address of one.")
-    several = world.local_size is not None and world.local_size < world.size
-    if address.is_loopback and several and world.host != str(address):
+        raise ClusterError(f"{world}: {address} stands for all interfaces.", fix="the address of one interface.")
+    other_hosts = world.local_size is not None and world.local_size < world.size
+    if address.is_loopback and other_hosts and world.host != str(address):
         raise ClusterError(
-            f"{world}: {world.host} is {address} here, which other hosts cannot reach.\n"
-            "    fix: SPMD_BIND=ADDRESS (SLURM) or SPMD_COORDINATOR=ADDRESS:PORT, an address of that host on the cluster's network."
+            f"{world}: {world.host} is {address} here, which other hosts cannot reach.",
+            fix="SPMD_BIND=ADDRESS (SLURM) or SPMD_COORDINATOR=ADDRESS:PORT, an address of that host on the cluster's network.",
         )
     return str(address)

@@ -1,4 +1,4 @@
-"""`join`: this process takes its place among the others, before JAX looks for devices."""
+"""`join`: connect this process to the others, before JAX looks for devices."""
 
 import importlib.metadata
 import os
@@ -10,36 +10,36 @@ import jax
 
 from spmd.distributed import coordination, watchdog
 from spmd.distributed.detect_cluster import World, detect
-from spmd.distributed.rendezvous import Card, call_roll
+from spmd.distributed.rendezvous import ProcessInfo, wait_for_all
 from spmd.distributed.secret import with_token
-from spmd.distributed.timeouts import Limits
+from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import ClusterError
 
-HEARTBEAT, SHUTDOWN = 30.0, 300.0  # seconds: of a process that says nothing; and for all to reach their end
+HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 30.0, 300.0  # seconds: without a heartbeat to JAX's service; and for all to reach their end
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "spmd")
 
 _joined: World | None = None
 
 
-def join(world: World | None = None, *, timeout: float = 300.0, limits: Limits | None = None) -> World | None:
-    """Take this process's place among those that train together; alone, do nothing.
+def join(world: World | None = None, *, timeout: float = 300.0, limits: StallTimeouts | None = None) -> World | None:
+    """Connect this process to those that train with it; does nothing in a single process.
 
-    Processes meet (`distributed/rendezvous.py`), JAX's coordination service begins in process 0, and a guard watches from then on
-    (`distributed/watchdog.py`). `fit` calls it; a script calls it first where it asks JAX for anything before `fit`, such as the number of
-    devices, or a model's arrays. To call it again does nothing.
+    Processes wait for each other (`distributed/rendezvous.py`), JAX's coordination service starts in process 0, and a watchdog runs from
+    then on (`distributed/watchdog.py`). `fit` calls it. A script that uses JAX before `fit`, for example for the number of devices or to
+    build a model, calls it first. Calling it again does nothing.
 
     Args:
-      world: who this is; None: as the environment has it: `spmd launch`, SLURM, Kubernetes, Open MPI, and others
+      world: the place of this process; None: read from the environment of `spmd launch`, SLURM, Kubernetes, Open MPI, and others
         (`spmd.distributed.detect_cluster.detect`).
-      timeout: seconds until all others must be there.
-      limits: how long a phase may make no progress; None: $SPMD_STALL, or 60 s for a step and 1800 for all else.
+      timeout: seconds until all processes must have arrived.
+      limits: how long a phase may make no progress; None: $SPMD_STALL, or 60 s for a step and 1800 s for any other phase.
 
     Returns:
-      Who this process is; None when it is alone.
+      The place of this process; None if it is the only one.
 
     Raises:
-      ClusterError: the others do not fit; or JAX has looked for devices already; or this process has joined as somebody else.
-      RendezvousTimeout: the others did not come.
+      ClusterError: the processes do not agree; or JAX has looked for devices already; or this process has joined with another rank.
+      RendezvousTimeout: some processes did not arrive in time.
 
     Example:
       >>> import spmd
@@ -49,59 +49,64 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: Limits |
     global _joined
     if _joined is not None:
         if world is not None and world != _joined:
-            raise ClusterError(f"this is {_joined} already, and cannot become {world}.", fix="one spmd.join() in a process.")
+            raise ClusterError(f"this process has joined as {_joined}, and cannot join as {world}.", fix="one spmd.join() in a process.")
         if limits is not None:
-            watchdog.limit(limits)
+            watchdog.set_timeouts(limits)
         return _joined
-    limits = Limits.parse(os.environ.get("SPMD_STALL", ""), "$SPMD_STALL: ") if limits is None else limits
-    if coordination.started():  # by the user's own jax.distributed.initialize
-        rank, size, address = coordination.place()
+    limits = StallTimeouts.parse(os.environ.get("SPMD_STALL", ""), "$SPMD_STALL: ") if limits is None else limits
+    if coordination.is_initialized():  # by the user's own jax.distributed.initialize
+        rank, size, address = coordination.process_info()
         _joined = world or World(rank, size, address, "jax.distributed")
-        watchdog.watch(rank, size, limits, _say(rank))
+        watchdog.start(rank, size, limits, _logger(rank))
         return _joined
-    given = world is not None
+    is_given = world is not None
     world = detect() if world is None else world
     if world is None or world.size == 1:
         return None
-    say = _say(world.rank)
-    world = world if given or "SPMD_TOKEN" in os.environ else with_token(world, say)
-    if coordination.too_late():
+    log = _logger(world.rank)
+    world = world if is_given or "SPMD_TOKEN" in os.environ else with_token(world, log)
+    if coordination.backends_initialized():
         raise ClusterError(
-            f"{world}: JAX has looked for devices already, so it will never see those of other processes.\n"
-            "    fix: spmd.join() at the top of the script, before the first array."
+            f"{world}: JAX has looked for devices already, so it cannot see those of other processes.",
+            fix="spmd.join() at the top of the script, before the first array.",
         )
-    say(str(world))
-    address = call_roll(world, Card(world.rank, world.size, watchdog.host(), _facts()), timeout=timeout, say=say)
-    coordination.start(
-        address, world.rank, world.size, devices=world.local_devices, timeout=timeout, heartbeat=HEARTBEAT, shutdown=SHUTDOWN
+    log(str(world))
+    address = wait_for_all(world, ProcessInfo(world.rank, world.size, watchdog.host_description(), _facts()), timeout=timeout, log=log)
+    coordination.initialize(
+        address,
+        world.rank,
+        world.size,
+        devices=world.local_devices,
+        timeout=timeout,
+        heartbeat=HEARTBEAT_TIMEOUT,
+        shutdown=SHUTDOWN_TIMEOUT,
     )
-    watchdog.watch(world.rank, world.size, limits, say)
+    watchdog.start(world.rank, world.size, limits, log)
     _joined = world
     return world
 
 
-def restarted() -> bool:
-    """Whether this process was started again, by `spmd launch` after a failure, or by SLURM, which has put its job back into the queue:
-    a run goes on with what it has saved."""
+def was_restarted() -> bool:
+    """Whether `spmd launch` or SLURM has started this process again after a failure or a requeue: a run resumes from its checkpoint."""
     return any(os.environ.get(name, "0") != "0" for name in ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT"))
 
 
-def shrunk() -> int:
-    """How many times as many processes there were when `spmd launch` began, rounded up: 1 unless a host did not come back."""
+def shrink_factor() -> int:
+    """By what factor the number of processes has shrunk since `spmd launch` began, rounded up: 1 unless a host did not come back."""
     return -(-int(os.environ.get("SPMD_FULL", "1")) // jax.process_count())
 
 
-def _say(rank: int) -> Callable[[str], None]:
+def _logger(rank: int) -> Callable[[str], None]:
     return lambda text: print(f"spmd {rank}: {text}", file=sys.stderr, flush=True)
 
 
 def _facts() -> dict[str, str]:
-    """What must be the same everywhere for programs to be the same."""
-    found = {"Python": platform.python_version()}
+    """Versions and settings that must be the same everywhere for programs to be the same."""
+    facts = {"Python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    found["jax_enable_x64"] = str(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-    return found
+            facts[name] = "not installed"
+    facts["jax_enable_x64"] = str(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+    return facts

@@ -1,4 +1,4 @@
-"""What processes of one user know, on all hosts that share their home, and other users of these hosts do not."""
+"""A secret that a user's processes share, on all hosts with the same home folder, and that other users of these hosts cannot read."""
 
 import contextlib
 import dataclasses
@@ -13,35 +13,35 @@ from pathlib import Path
 from spmd.distributed.detect_cluster import World
 from spmd.errors import ClusterError
 
-FILE = ".spmd/secret"  # below the home: 32 random bytes, made once, which only their owner may read
+FILE = ".spmd/secret"  # in the home folder: 32 random bytes, created once, readable only by their owner
 SIZE = 32
 
 
-def with_token(world: World, say: Callable[[str], None], home: Path | None = None) -> World:
-    """The same place, with a token that other users cannot guess, where no launcher has given one.
+def with_token(world: World, log: Callable[[str], None], home: Path | None = None) -> World:
+    """Add a token that other users cannot guess, for a job whose launcher has set none.
 
-    It is made from the user's secret, and so known to processes that share a home: on one host, or in a job of SLURM. Elsewhere homes may
-    differ, and process 0 says what that means.
+    The token is derived from the user's secret, so processes that share a home folder know it: those on one host, or in a SLURM job.
+    Elsewhere home folders may differ, and process 0 logs a warning.
 
     Raises:
-      ClusterError: somebody else could read the secret, or has made it.
+      ClusterError: another user could read the secret, or has created it.
     """
     one_host = world.local_size == world.size or world.host in ("localhost", "::1") or world.host.startswith("127.")
-    one_home = one_host or world.source.startswith("SLURM")
-    known = user_secret(Path.home() if home is None else home) if one_home else None
-    if known is None:
+    shared_home = one_host or world.source.startswith("SLURM")
+    secret = user_secret(Path.home() if home is None else home) if shared_home else None
+    if secret is None:
         if world.rank == 0:
-            say(f"whoever reaches {world.address} can end this job at its start; SPMD_TOKEN, a random text in all processes, prevents it")
+            log(f"anyone who reaches {world.address} can end this job at its start; to prevent it, set a random SPMD_TOKEN everywhere")
         return world
-    token = hmac.new(known, f"{world.token} {world.address} {world.size}".encode(), hashlib.sha256).hexdigest()
+    token = hmac.new(secret, f"{world.token} {world.address} {world.size}".encode(), hashlib.sha256).hexdigest()
     return dataclasses.replace(world, token=token)
 
 
 def user_secret(home: Path) -> bytes | None:
-    """The user's secret, made where it is not there; None where the home cannot be written to.
+    """The user's secret, created if it does not exist; None if the home folder is not writable.
 
     Raises:
-      ClusterError: it is no file of this user that nobody else may read.
+      ClusterError: it is not a file that only this user may read.
     """
     path = home / FILE
     if not path.exists():
@@ -51,7 +51,7 @@ def user_secret(home: Path) -> bytes | None:
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
                 stream.write(secrets.token_bytes(SIZE))
                 os.fsync(stream.fileno())
-            with contextlib.suppress(FileExistsError):  # another process was first: its secret counts
+            with contextlib.suppress(FileExistsError):  # another process was first: use its secret
                 os.link(part, path)
             part.unlink()
         except OSError:
@@ -61,14 +61,14 @@ def user_secret(home: Path) -> bytes | None:
 
 def _read(path: Path) -> bytes:
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise ClusterError(f"{path} cannot be read: {error.strerror}.", fix=f"rm {path}; it is made anew.") from None
-    with open(number, "rb") as stream:
-        about = os.fstat(number)
-        if about.st_uid != os.geteuid() or not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
-            raise ClusterError(f"{path} is not this user's alone: others may know it.", fix=f"rm {path}; it is made anew.")
-        found = stream.read()
-    if len(found) != SIZE:
-        raise ClusterError(f"{path} has {len(found)} bytes, and not {SIZE}.", fix=f"rm {path}; it is made anew.")
-    return found
+        raise ClusterError(f"{path} cannot be read: {error.strerror}.", fix=f"rm {path}; a new one is created.") from None
+    with open(descriptor, "rb") as stream:
+        info = os.fstat(descriptor)
+        if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode) or info.st_mode & 0o077:
+            raise ClusterError(f"{path} is not private to this user: others may know it.", fix=f"rm {path}; a new one is created.")
+        secret = stream.read()
+    if len(secret) != SIZE:
+        raise ClusterError(f"{path} has {len(secret)} bytes, not {SIZE}.", fix=f"rm {path}; a new one is created.")
+    return secret

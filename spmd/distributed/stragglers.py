@@ -1,39 +1,39 @@
-"""Processes that wait for their data while the others do not: all are as slow as they are."""
+"""Processes that wait for their data while the others do not; every step is as slow as the slowest process."""
 
 import statistics
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-COMPARED = 30.0  # seconds between two comparisons
-SLOW = 0.2  # the share of time from which it is reported that a process waits for data
+INTERVAL_SECONDS = 30.0  # between two comparisons
+MIN_SHARE = 0.2  # the smallest share of time waiting for data that is reported
 
 
-class Comparison:
-    """Compares processes again and again, by the seconds that each has waited for data so far."""
+class StragglerMonitor:
+    """Compares, at intervals, how long each process has waited for data."""
 
     def __init__(self) -> None:
-        self._at, self._waits = time.monotonic(), dict[int, float]()
+        self._compared_at, self._waits = time.monotonic(), dict[int, float]()
 
     def due(self) -> bool:
-        """Whether it is time for another."""
-        return time.monotonic() - self._at >= COMPARED
+        """Whether it is time for another comparison."""
+        return time.monotonic() - self._compared_at >= INTERVAL_SECONDS
 
-    def lines(self, beats: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
-        """What there is to say, from the signs of life of all processes, by rank."""
-        now, before = time.monotonic(), self._waits
+    def warnings(self, beats: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
+        """Warnings from the heartbeats of all processes, by rank."""
+        now, previous_waits = time.monotonic(), self._waits
         self._waits = {rank: float(beat["waited"]) for rank, beat in beats.items()}
-        seconds, self._at = now - self._at, now
-        shares = {rank: (waited - before[rank]) / seconds for rank, waited in self._waits.items() if rank in before}
+        seconds, self._compared_at = now - self._compared_at, now
+        shares = {rank: (waited - previous_waits[rank]) / seconds for rank, waited in self._waits.items() if rank in previous_waits}
         for rank, share in stragglers(shares).items():
-            yield f"process {rank} waits for data {share:.0%} of the time, others do not: all are as slow as it is"
+            yield f"process {rank} waits for data {share:.0%} of the time and slows down the others, which do not"
 
 
 def stragglers(shares: Mapping[int, float]) -> dict[int, float]:
-    """Of the shares of time that processes wait for data, by rank, those that are large where most are not.
+    """The processes whose share of time waiting for data is large while that of most others is not, by rank.
 
     >>> stragglers({0: 0.02, 1: 0.64, 2: 0.03}), stragglers({0: 0.6, 1: 0.64})
     ({1: 0.64}, {})
     """
-    usual = statistics.median(shares.values()) if len(shares) > 2 else min(shares.values(), default=0.0)
-    return {rank: share for rank, share in sorted(shares.items()) if share > max(SLOW, 2 * usual)}
+    typical = statistics.median(shares.values()) if len(shares) > 2 else min(shares.values(), default=0.0)
+    return {rank: share for rank, share in sorted(shares.items()) if share > max(MIN_SHARE, 2 * typical)}

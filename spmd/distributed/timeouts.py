@@ -6,8 +6,8 @@ from spmd.errors import OptionError, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """Seconds without progress, by phase, after which a run of several processes ends: a stall. `math.inf`: never.
+class StallTimeouts:
+    """Seconds without progress, by phase, after which a run of several processes counts as stalled. `math.inf`: never.
 
     Args:
       compile: until the first step is done.
@@ -16,8 +16,8 @@ class Limits:
       save: a checkpoint.
 
     Example:
-      >>> Limits.parse("step=120,save=inf")
-      Limits(compile=1800.0, step=120.0, eval=1800.0, save=inf)
+      >>> StallTimeouts.parse("step=120,save=inf")
+      StallTimeouts(compile=1800.0, step=120.0, eval=1800.0, save=inf)
     """
 
     compile: float = 1800.0
@@ -29,18 +29,18 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise OptionError(f"stall limit {field.name}={value!r}.", fix="seconds, more than none; inf for never.")
+                raise OptionError(f"stall limit {field.name}={value!r}.", fix="a positive number of seconds; inf for never.")
 
     @staticmethod
-    def parse(text: str, where: str = "") -> "Limits":
-        """Read "step=120,save=inf"; what is not named keeps its default. Errors begin with where it was found."""
-        known, found = [field.name for field in dataclasses.fields(Limits)], {}
+    def parse(text: str, where: str = "") -> "StallTimeouts":
+        """Read "step=120,save=inf"; phases that are not named keep their defaults. `where` begins the errors."""
+        phases, seconds = [field.name for field in dataclasses.fields(StallTimeouts)], {}
         for word in filter(None, (word.strip() for word in text.split(","))):
-            name, _, value = (part.strip() for part in word.partition("="))
-            if name not in known:
-                raise OptionError(f'{where}stall limit "{word}".', fix=f"{did_you_mean(name, known)}")
+            phase, _, value = (part.strip() for part in word.partition("="))
+            if phase not in phases:
+                raise OptionError(f'{where}stall limit "{word}".', fix=f"{did_you_mean(phase, phases)}")
             try:
-                found[name] = float(value)
+                seconds[phase] = float(value)
             except ValueError:
-                raise OptionError(f'{where}stall limit "{word}": "{value}" is no number.', fix=f"{name}=120, in seconds.") from None
-        return Limits(**found)
+                raise OptionError(f'{where}stall limit "{word}": "{value}" is not a number.', fix=f"{phase}=120, in seconds.") from None
+        return StallTimeouts(**seconds)

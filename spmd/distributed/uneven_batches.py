@@ -1,4 +1,4 @@
-"""Data that each process reads for itself ends in all of them after the same number of batches, or the run ends."""
+"""Data that each process reads for itself must end in all processes after the same number of batches; otherwise the run fails."""
 
 import itertools
 import json
@@ -11,65 +11,65 @@ from spmd.errors import DataError, RendezvousTimeout
 
 T = TypeVar("T")
 
-_numbers = itertools.count()
+_call_numbers = itertools.count()
 
 
-def batches(items: Iterable[T], what: str, timeout: float = 1800.0) -> Iterator[T]:
-    """The same batches; where the last one was taken, wait until they have ended for all other processes too.
+def require_equal_counts(items: Iterable[T], what: str, timeout: float = 1800.0) -> Iterator[T]:
+    """Yield the same batches; after the last one, wait until the data has ended in all other processes too.
 
-    All processes call it in the same order, and take what it gives in the thread that trains. A process that has more batches is by then
-    in a step that waits for those who have none, so it never comes: its guard's sign of life says how many it has taken.
+    All processes call it in the same order, and iterate in the thread that trains. A process with extra batches blocks in a collective
+    that the others never join, so it cannot report here: the heartbeat of its watchdog says how many batches it has taken.
 
     Args:
       items: this process's part of each batch.
       what: the data, in words.
-      timeout: seconds that others may take to read what they have.
+      timeout: seconds that other processes may take to read their data.
 
     Raises:
       DataError: another process has more, or fewer.
-      RendezvousTimeout: one has said nothing for so long.
+      RendezvousTimeout: a process has not reported its count in time.
     """
-    if not coordination.started():
+    if not coordination.is_initialized():
         yield from items
         return
-    number, taken = next(_numbers), watchdog.current().taken
+    number, taken = next(_call_numbers), watchdog.current().batches_taken
     count = taken[number] = 0
     for count, batch in enumerate(items, 1):
         taken[number] = count
         yield batch
-    with watchdog.current().busy(False):
+    with watchdog.current().local_work(False):
         _wait_for_all(number, count, what, timeout)
 
 
 def _wait_for_all(number: int, count: int, what: str, timeout: float) -> None:
-    """Until all have ended; each after so many batches."""
-    rank, size, _ = coordination.place()
+    """Wait until the data has ended in all processes, and compare the counts."""
+    rank, size, _ = coordination.process_info()
     coordination.put(f"even/{number}/{rank}", str(count))
-    pause, until = 0.001, time.monotonic() + timeout
+    pause, deadline = 0.001, time.monotonic() + timeout
     while True:
-        ended = {int(other): int(text) for other, text in coordination.below(f"even/{number}/").items()}
-        further = {} if pause < watchdog.LOOK else _further(number, count)
-        for other, theirs in sorted((ended | further).items()):
-            if theirs != count:
-                raise DataError(_uneven(what, {rank: count, other: theirs}, more=other if other in further else None))
+        ended = {int(other): int(text) for other, text in coordination.read_dir(f"even/{number}/").items()}
+        ahead = {} if pause < watchdog.POLL_SECONDS else _processes_ahead(number, count)
+        for other, other_count in sorted((ended | ahead).items()):
+            if other_count != count:
+                raise DataError(_uneven(what, {rank: count, other: other_count}, still_reading=other if other in ahead else None))
         if len(ended) == size:
-            del watchdog.current().taken[number]
+            del watchdog.current().batches_taken[number]
             return
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise RendezvousTimeout(f"{what} has not ended in all processes after {timeout:g} s.", fix="the logs of the others.")
         time.sleep(pause)
-        pause = min(2 * pause, watchdog.LOOK)
+        pause = min(2 * pause, watchdog.POLL_SECONDS)
 
 
-def _further(number: int, count: int) -> dict[int, int]:
-    """By rank, how many batches were taken by those who have taken more, as far as they have told."""
-    beats = {int(rank): json.loads(text)["taken"] for rank, text in coordination.below("beat/").items()}
+def _processes_ahead(number: int, count: int) -> dict[int, int]:
+    """By rank, the batches taken so far by processes that have taken more than `count`."""
+    beats = {int(rank): json.loads(text)["taken"] for rank, text in coordination.read_dir("beat/").items()}
     return {rank: taken[str(number)] for rank, taken in beats.items() if taken.get(str(number), 0) > count}
 
 
-def _uneven(what: str, counts: dict[int, int], more: int | None) -> str:
-    told = [f"{count} {'or more ' if rank == more else ''}in process {rank}" for rank, count in sorted(counts.items())]
+def _uneven(what: str, counts: dict[int, int], still_reading: int | None) -> str:
+    parts = [f"{count} {'or more ' if rank == still_reading else ''}in process {rank}" for rank, count in sorted(counts.items())]
     return (
-        f"{what} has other numbers of batches in other processes: {', '.join(told)}.\n"
+        f"{what} has a different number of batches in each process: {', '.join(parts)}.\n"
         "    fix: the same number in each, by leaving out rows at the end; or arrays, which every process can index."
     )

@@ -1,8 +1,9 @@
-"""The guard: no process waits for ever for one that has failed, and all leave at the same step.
+"""The watchdog: no process waits forever for one that has failed, and all processes stop after the same step.
 
-In each of several processes a thread looks four times a second at the coordination service. A process that fails writes there what went
-wrong, and leaves without JAX's barrier; all others print it and leave too. One that makes no progress for longer than its phase may take
-prints the stacks of its threads, and where everyone is. A process alone has the same face, and no thread.
+Each of several processes runs a thread that polls the coordination service four times a second. A process that fails publishes its
+error there and exits without JAX's barrier; all others print the error and exit too. A process that makes no progress for longer than
+its phase allows prints its threads' stacks and the last known state of every process. A single process has the same interface and no
+thread.
 """
 
 import atexit
@@ -22,128 +23,126 @@ from typing import Any, NoReturn
 import jax
 
 from spmd.distributed import coordination
-from spmd.distributed.records import LIFE, STALL, WAIT, kind_of, report, text_of
-from spmd.distributed.stragglers import Comparison
-from spmd.distributed.timeouts import Limits
+from spmd.distributed.records import HEARTBEAT_SECONDS, STALL, WAIT, failure_kind, format_error, report_to_launcher
+from spmd.distributed.stragglers import StragglerMonitor
+from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, escaped
 
 FAILED, USAGE, PEER, STALLED, DISAGREED, TERMINATED = 1, 2, 42, 43, 78, 143  # exit codes; docs/clusters.md has them all
-LOOK = 0.25  # seconds between two looks, of up to 500 processes
-LINGER = 3.0  # seconds that who fails, and process 0, which has the service, stay at most so that others can read why
-GRACE = 30.0  # seconds for all to say at which step they could stop
-ALONE = 10.0  # seconds without progress, while another has come to the end of its script: it will not come
-LONGEST = 4000  # letters of an error that are told
-TIMES = 10.0  # a step stalls at so many times the mean, if that is more than the limit
+POLL_SECONDS = 0.25  # between two polls, with up to 500 processes
+EXIT_SECONDS = 3.0  # the longest that a failing process, and process 0, which hosts the service, stays so that others can read the error
+STOP_TIMEOUT = 30.0  # seconds for all processes to report at which step they can stop
+PEER_DONE_TIMEOUT = 10.0  # seconds without progress after another process has finished its script: it will not join the collective
+MAX_ERROR_CHARS = 4000  # of an error that is published
+STALL_FACTOR = 10.0  # a step stalls only after this multiple of the mean step time, where that is more than the timeout
 
 
-class Guard:
-    """Of a process that is alone: it knows the phase, and whether somebody asked to stop."""
+class Watchdog:
+    """The watchdog of a single process: tracks the phase, and whether a stop was requested."""
 
     rank = 0
 
     def __init__(self) -> None:
-        self.asked, self.began = "", False
-        self.taken: dict[
-            int, int
-        ] = {}  # of data that each process reads for itself (`distributed/uneven_batches.py`): batches so far, by its number
-        self.waited = 0.0  # seconds that the run has waited for data
-        self.stopped: str | None = None  # why this process leaves its run, where it has decided that alone
-        self._busy = False  # whether it does what needs no other process: reads data, or runs a user's callback
-        self._now = ("script", 0, time.monotonic())  # phase, step, and when there was progress last: read and written together
+        self.stop_reason, self.run_started = "", False
+        self.batches_taken: dict[int, int] = {}  # by the number of the iterator (`distributed/uneven_batches.py`)
+        self.data_wait_seconds = 0.0  # seconds that the run has waited for data
+        self.local_stop_reason: str | None = None  # why this process leaves its run, if it decided that alone
+        self._in_local_work = False  # reading data or in a user's callback, which needs no other process
+        self._progress = ("script", 0, time.monotonic())  # phase, step, time of the last progress: one tuple, so that reads are atomic
 
-    def begin(self, step: int) -> None:
-        """A run begins, or goes on, at a step."""
-        self.asked, self.began, self.stopped = "", True, None
+    def begin_run(self, step: int) -> None:
+        """A run starts, or resumes, at a step."""
+        self.stop_reason, self.run_started, self.local_stop_reason = "", True, None
         if self.rank == 0:
-            report("began", {"step": step}, again=False)
-        self.at("compile", step)
+            report_to_launcher("began", {"step": step}, overwrite=False)
+        self.record_progress("compile", step)
 
-    def at(self, phase: str, step: int) -> None:
-        """Progress: this phase, after so many steps."""
-        self._now = (phase, step, time.monotonic())
+    def record_progress(self, phase: str, step: int) -> None:
+        """Note that this process has entered, or advanced in, a phase after `step` steps."""
+        self._progress = (phase, step, time.monotonic())
 
     @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """In the block this phase and its limit, then again what was before."""
-        before = self.phase
-        self.at(phase, self.step)
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Within the block, this phase and its timeout apply; afterwards the previous ones."""
+        previous = self.phase
+        self.record_progress(phase, self.step)
         try:
             yield
         finally:
-            self.at(before, self.step)
+            self.record_progress(previous, self.step)
 
     @contextlib.contextmanager
-    def busy(self, own: bool = True) -> Iterator[None]:
-        """Whether in the block this process does what needs no other."""
-        before, self._busy = self._busy, own
+    def local_work(self, active: bool = True) -> Iterator[None]:
+        """Mark the block as work that needs no other process, or as not that."""
+        previous, self._in_local_work = self._in_local_work, active
         try:
             yield
         finally:
-            self._busy = before
+            self._in_local_work = previous
 
     @property
     def phase(self) -> str:
         """What this process is doing."""
-        return self._now[0]
+        return self._progress[0]
 
     @property
     def step(self) -> int:
         """How many steps are done."""
-        return self._now[1]
+        return self._progress[1]
 
     @property
-    def wanted(self) -> str:
-        """The reason to stop that somebody gave, whether or not it was followed."""
-        return self.asked
+    def requested_stop_reason(self) -> str:
+        """The reason of a requested stop, even if the run has not acted on it."""
+        return self.stop_reason
 
-    def ask(self, reason: str) -> None:
-        """Somebody wants to stop: a signal, or a callback that knows what others do not."""
-        self.asked = self.asked or reason
+    def request_stop(self, reason: str) -> None:
+        """Ask the run to stop, for example on a signal, or from a callback that only this process runs."""
+        self.stop_reason = self.stop_reason or reason
 
-    def stops(self, step: int, batch: int = 0) -> bool:
-        """Whether a run that somebody asked to stop does so here: after this step, or before this batch of the evaluation after it."""
+    def should_stop(self, step: int, batch: int = 0) -> bool:
+        """Whether a run that was asked to stop does so here: after this step, or before this batch of the evaluation after it."""
         del step, batch
-        return bool(self.asked)
+        return bool(self.stop_reason)
 
-    def over(self) -> None:
-        """This process has come to the end of its script; what it does from now on may only be a consequence of that."""
-        self._live("done")
+    def script_finished(self) -> None:
+        """This process has finished its script; later errors may only be consequences of that."""
+        self._heartbeat("done")
 
-    def _live(self, end: str = "") -> None:
-        """A sign of life, for who has started several."""
+    def _heartbeat(self, end: str = "") -> None:
+        """Write a heartbeat for the launcher; a single process writes none."""
 
-    def failed(self, error: BaseException, code: int = FAILED) -> None:
-        """An error that nobody has caught: whoever waits for this process is told."""
-        self._report(text_of(error)[:LONGEST], kind_of(error), code)
+    def report_failure(self, error: BaseException, code: int = FAILED) -> None:
+        """Report an uncaught error to the launcher and to the processes that wait for this one."""
+        self._write_failure(format_error(error)[:MAX_ERROR_CHARS], failure_kind(error), code)
 
-    def _report(self, text: str, kind: str, code: int) -> None:
-        report(f"{self.rank}", {"step": self.step, "phase": self.phase, "kind": kind, "error": text, "code": code})
+    def _write_failure(self, text: str, kind: str, code: int) -> None:
+        report_to_launcher(f"{self.rank}", {"step": self.step, "phase": self.phase, "kind": kind, "error": text, "code": code})
 
 
-class Together(Guard):
-    """Of one of several processes."""
+class ClusterWatchdog(Watchdog):
+    """The watchdog of one of several processes."""
 
-    def __init__(self, rank: int, size: int, limits: Limits, say: Callable[[str], None]):
+    def __init__(self, rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], None]):
         super().__init__()
-        self.rank, self.size, self.limits, self._say = rank, size, limits, say
-        self._runs, self._answered, self._leaving = 0, 0, threading.Lock()
-        self._mean, self._calls = 0.0, 0  # seconds from one word of a step to the next, and how many there were
-        self._wish, self._begun = "", (0, 0)  # the newest point at which the run has asked: after a step, before a batch of an evaluation
-        self._mark: tuple[int, int] | None = None  # the point that this process had come to when it heard
-        self._last: tuple[int, int] | None = None  # all stop at the first point after this one
-        self._done: float | None = None  # when the first of the others was heard to have ended
-        self._told_done, self._ended, self._lived = False, False, -math.inf
-        self._comparison = Comparison()
-        self._look, self._over = LOOK * max(1.0, size / 500), threading.Event()
-        self._threads = [threading.Thread(target=target, name="spmd guard", daemon=True) for target in (self._watch, self._time)]
+        self.rank, self.size, self.timeouts, self._log = rank, size, timeouts, log
+        self._run_count, self._acknowledged_runs, self._exiting = 0, 0, threading.Lock()
+        self._mean_step_seconds, self._step_count = 0.0, 0
+        self._requested, self._newest_point = "", (0, 0)  # points are (step, batch of the evaluation after it), in the order of the run
+        self._mark: tuple[int, int] | None = None  # the point that this process had reached when it saw the request to stop
+        self._last_mark: tuple[int, int] | None = None  # the furthest mark: all stop at the first point after it
+        self._peer_done_at: float | None = None  # when this process first saw that another had finished
+        self._warned_peer_done, self._left, self._heartbeat_at = False, False, -math.inf
+        self._stragglers = StragglerMonitor()
+        self._poll_seconds, self._finished = POLL_SECONDS * max(1.0, size / 500), threading.Event()
+        self._threads = [threading.Thread(target=target, name="spmd watchdog", daemon=True) for target in (self._poll, self._check_stall)]
 
     def start(self) -> None:
-        """Begin to look; what ends this process from now on is told to the others."""
-        before = sys.excepthook
+        """Start the threads; from now on an uncaught error in this process reaches the others."""
+        previous_hook = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            before(kind, error, trace)
-            self.failed(error, exit_code(error))
+            previous_hook(kind, error, trace)
+            self.report_failure(error, exit_code(error))
 
         sys.excepthook = hook
         atexit.register(self._finish)
@@ -151,249 +150,252 @@ class Together(Guard):
             thread.start()
 
     def _finish(self) -> None:
-        """At the end of the process: through JAX's barrier while the thread still looks, and then the thread ends.
+        """At exit: pass JAX's barrier while the threads still poll, then end the threads.
 
-        A thread that is inside JAX when Python takes itself apart would end the process with signal 6.
+        A thread that is inside JAX while Python shuts down would abort the process with signal 6.
         """
-        self.over()
+        self.script_finished()
         try:
             coordination.put(f"now/done/{self.rank}", "")
             coordination.shutdown()
         finally:
-            self._over.set()
+            self._finished.set()
             for thread in self._threads:
                 thread.join(timeout=10.0)
 
-    def begin(self, step: int) -> None:
-        """A run begins; runs have the same number everywhere."""
-        self._mean, self._calls, self._wish, self._begun, self._mark, self._last = 0.0, 0, "", (step, 0), None, None
-        super().begin(step)
-        self._runs += 1  # last: from now on the thread looks at this run
+    def begin_run(self, step: int) -> None:
+        """A run starts; a run has the same number in every process."""
+        self._mean_step_seconds, self._step_count = 0.0, 0
+        self._requested, self._newest_point, self._mark, self._last_mark = "", (step, 0), None, None
+        super().begin_run(step)
+        self._run_count += 1  # last: from now on the thread sees this run
 
-    def at(self, phase: str, step: int) -> None:
-        """Progress; the time from step to step, or from one call of many steps to the next, is measured."""
-        before, _, changed = self._now
-        if phase == before == "step":
-            self._calls += 1
-            self._mean += (time.monotonic() - changed - self._mean) / min(self._calls, 50)
-        super().at(phase, step)
+    def record_progress(self, phase: str, step: int) -> None:
+        """Note progress, and measure the time between steps, or between calls that run many steps."""
+        previous, _, progress_at = self._progress
+        if phase == previous == "step":
+            self._step_count += 1
+            self._mean_step_seconds += (time.monotonic() - progress_at - self._mean_step_seconds) / min(self._step_count, 50)
+        super().record_progress(phase, step)
 
     @property
-    def wanted(self) -> str:
-        """The reason to stop that somebody gave, whether or not it was followed."""
-        return self.asked or self._wish
+    def requested_stop_reason(self) -> str:
+        """The reason of a requested stop, even if the run has not acted on it."""
+        return self.stop_reason or self._requested
 
-    def ask(self, reason: str) -> None:
-        """Somebody wants to stop; the thread tells all, this process too."""
-        self._wish = self._wish or reason
+    def request_stop(self, reason: str) -> None:
+        """Ask all processes to stop; the thread publishes the request, which this process then sees like the others."""
+        self._requested = self._requested or reason
 
-    def stops(self, step: int, batch: int = 0) -> bool:
-        """Whether all stop here.
+    def should_stop(self, step: int, batch: int = 0) -> bool:
+        """Whether all processes stop here.
 
-        All processes ask at the same points, in the same order. Each process's thread, which never waits for a device, says to which
-        point its run had come. All stop at the first point after the furthest of these, so who is past its own mark can wait for the
-        others' threads.
+        All processes ask at the same points, in the same order. Each process's thread, which never waits for a device, publishes the
+        point that its run had reached. All stop at the first point after the furthest of these marks, so a process that is past its own
+        mark can wait for the other threads.
 
         Raises:
-          TimeoutError: some did not say in `GRACE` seconds.
+          TimeoutError: some process did not publish its mark within `STOP_TIMEOUT` seconds.
         """
-        point = self._begun = max(self._begun, (step, batch))  # after an evaluation the step's own point is behind
-        if not self.asked:
+        point = self._newest_point = max(self._newest_point, (step, batch))  # after an evaluation the step's own point is behind
+        if not self.stop_reason:
             return False
         while self._mark is None:
             time.sleep(0.01)
-        if self._last is None and point > self._mark:
-            marks = [json.loads(coordination.get(f"stop/{self._runs}/{rank}", GRACE)) for rank in range(self.size)]
-            self._last = max((int(step), int(batch)) for step, batch in marks)
-        return self._last is not None and point > self._last
+        if self._last_mark is None and point > self._mark:
+            marks = [json.loads(coordination.get(f"stop/{self._run_count}/{rank}", STOP_TIMEOUT)) for rank in range(self.size)]
+            self._last_mark = max((int(step), int(batch)) for step, batch in marks)
+        return self._last_mark is not None and point > self._last_mark
 
-    def _stop_all(self, told: Mapping[str, str]) -> None:
-        """Pass on a wish to stop; answer that of others, for this run and those before it."""
-        now = f"stop/{self._runs}"
-        if self._wish and self._runs and now not in told:
-            coordination.put(f"now/{now}", self._wish)
-            told = {**told, now: self._wish}
-        for run in range(self._answered + 1, self._runs + 1):
-            if f"stop/{run}" in told:
-                if run == self._runs:
-                    self.asked = told[now]  # first: once the run can see it, it does not pass the mark by itself
-                self._mark = self._begun
+    def _sync_stop(self, messages: Mapping[str, str]) -> None:
+        """Publish a request to stop; acknowledge those of others, for this run and those before it."""
+        current = f"stop/{self._run_count}"
+        if self._requested and self._run_count and current not in messages:
+            coordination.put(f"now/{current}", self._requested)
+            messages = {**messages, current: self._requested}
+        for run in range(self._acknowledged_runs + 1, self._run_count + 1):
+            if f"stop/{run}" in messages:
+                if run == self._run_count:
+                    self.stop_reason = messages[current]  # first: a run that sees it does not pass the mark until the mark is published
+                self._mark = self._newest_point
                 coordination.put(f"stop/{run}/{self.rank}", json.dumps(self._mark))
-                self._answered = run
+                self._acknowledged_runs = run
 
-    def failed(self, error: BaseException, code: int = FAILED) -> None:
-        """Tell the others, and leave; where a transfer broke off, give who broke it off the time to say why."""
+    def report_failure(self, error: BaseException, code: int = FAILED) -> None:
+        """Publish the error and exit; after a broken transfer, first give the process that caused it time to publish its own."""
         if isinstance(error, jax.errors.JaxRuntimeError):
-            time.sleep(3 * self._look)  # the thread leaves with what another has told
-        with self._leaving:
-            self._end_in(3 * LINGER, code)  # first: what comes may hang, as a file system does
-            super().failed(error, code)
-            self._tell(text_of(error))
-            self._leave(code)
+            time.sleep(3 * self._poll_seconds)  # the thread exits with what another process has published
+        with self._exiting:
+            self._force_exit_after(3 * EXIT_SECONDS, code)  # first: what follows may hang, for example in the file system
+            super().report_failure(error, code)
+            self._publish_failure(format_error(error))
+            self._exit(code)
 
-    def _tell(self, text: str) -> None:
-        record = {"host": socket.gethostname(), "phase": self.phase, "step": self.step, "error": text[:LONGEST]}
+    def _publish_failure(self, text: str) -> None:
+        record = {"host": socket.gethostname(), "phase": self.phase, "step": self.step, "error": text[:MAX_ERROR_CHARS]}
         try:
             coordination.put(f"now/fail/{self.rank}", json.dumps(record))
-        except Exception as error:  # the service is gone, and so is who could have read it
-            self._say(f"the others could not be told: {type(error).__name__}")
+        except Exception as error:  # without the service, no process can read it
+            self._log(f"cannot report the failure to the other processes: {type(error).__name__}")
 
-    def _leave(self, code: int, *, last: bool = True) -> NoReturn:
-        """Go; the last stays until all others have read why, or are gone: a connection that breaks off says something else.
+    def _exit(self, code: int, *, wait: bool = True) -> NoReturn:
+        """Exit; the process that failed first waits until all others have read why, since a broken connection would hide the reason.
 
-        Process 0, which has the service, says that it has read, and is always the last.
+        Process 0, which hosts the service, acknowledges first and always exits last.
         """
-        self._live("left")
-        self._end_in(2 * LINGER, code)
-        until, seen = time.monotonic() + LINGER, f"seen/{self.rank}"
-        missing = lambda: self.size - 1 - len(coordination.below("seen/").keys() - {str(self.rank)})
+        self._heartbeat("left")
+        self._force_exit_after(2 * EXIT_SECONDS, code)
+        deadline, seen = time.monotonic() + EXIT_SECONDS, f"seen/{self.rank}"
+
+        def unread() -> int:
+            return self.size - 1 - len(coordination.read_dir("seen/").keys() - {str(self.rank)})
+
         try:
             if self.rank == 0:
                 coordination.put(seen, "")
-            while (last or self.rank == 0) and time.monotonic() < until and missing():
+            while (wait or self.rank == 0) and time.monotonic() < deadline and unread():
                 time.sleep(0.02)
             coordination.put(seen, "")
         except Exception as error:
-            self._say(f"nobody can be waited for: {type(error).__name__}")
+            self._log(f"cannot wait for the other processes: {type(error).__name__}")
         if self.rank == 0:
-            time.sleep(0.1)  # for those who are about to go
-        coordination.leave(code)
+            time.sleep(0.1)  # for processes that are about to exit
+        coordination.exit_now(code)
 
-    def _watch(self) -> None:
-        lost = None
-        while not self._over.wait(self._look):
-            if not coordination.started():
-                return  # the user has ended it
+    def _poll(self) -> None:
+        unreachable_since = None
+        while not self._finished.wait(self._poll_seconds):
+            if not coordination.is_initialized():
+                return  # the user has shut it down
             try:
-                phase, step, changed = self._now
-                beat = {"phase": phase, "step": step, "since": round(time.monotonic() - changed, 2), "at": time.time()}
-                coordination.put(f"beat/{self.rank}", json.dumps({**beat, "taken": dict(self.taken), "waited": self.waited}))
-                self._hear(coordination.below("now/"))
-                if self.rank == 0 and phase == "step" and self._comparison.due():
-                    for line in self._comparison.lines({int(rank): json.loads(text) for rank, text in coordination.below("beat/").items()}):
-                        self._say(line)
-                lost = None
+                phase, step, progress_at = self._progress
+                beat = {"phase": phase, "step": step, "since": round(time.monotonic() - progress_at, 2), "at": time.time()}
+                beat |= {"taken": dict(self.batches_taken), "waited": self.data_wait_seconds}
+                coordination.put(f"beat/{self.rank}", json.dumps(beat))
+                self._handle_messages(coordination.read_dir("now/"))
+                if self.rank == 0 and phase == "step" and self._stragglers.due():
+                    beats = {int(rank): json.loads(text) for rank, text in coordination.read_dir("beat/").items()}
+                    for line in self._stragglers.warnings(beats):
+                        self._log(line)
+                unreachable_since = None
             except Exception as error:
-                lost = lost or time.monotonic()
-                if time.monotonic() - lost > LINGER:
-                    self._say(f"process 0, which has the coordination service, is gone: {escaped(str(error), 300)}")
-                    self._leave(PEER, last=False)
+                unreachable_since = unreachable_since or time.monotonic()
+                if time.monotonic() - unreachable_since > EXIT_SECONDS:
+                    self._log(f"process 0, which hosts the coordination service, is gone: {escaped(str(error), 300)}")
+                    self._exit(PEER, wait=False)
 
-    def _time(self) -> None:
-        """Look for a stall, in a thread that asks nobody: a process 0 that is frozen does not answer, nor break off."""
-        while not self._over.wait(self._look):
-            phase, _, changed = self._now
-            if time.monotonic() - self._lived >= LIFE:
-                self._live()
-            if time.monotonic() - changed > self._limit(phase):
-                self._stall(phase, changed, self._limit(phase))
+    def _check_stall(self) -> None:
+        """Detect a stall, in a thread that uses no service: a frozen process 0 neither answers nor closes its connections."""
+        while not self._finished.wait(self._poll_seconds):
+            phase, _, progress_at = self._progress
+            if time.monotonic() - self._heartbeat_at >= HEARTBEAT_SECONDS:
+                self._heartbeat()
+            timeout = self._timeout(phase)
+            if (idle := time.monotonic() - progress_at) > timeout:
+                message = f"stalled: no progress for {idle:.1f} s in {phase} (limit {timeout:g})"
+                self._abort(f"stalled in {phase} (limit {timeout:g} s)", STALLED, message)
 
-    def _live(self, end: str = "") -> None:
-        """A sign of life for who has started this process; the last one says how it has left."""
-        if not self._ended:
-            self._ended, self._lived = bool(end), time.monotonic()
-            record = {"phase": self.phase, "step": self.step, "since": time.monotonic() - self._now[2], "busy": self._busy}
-            report(f"life.{self.rank}", {**record, "stopped": self.stopped, "end": end})
+    def _heartbeat(self, end: str = "") -> None:
+        """Write a heartbeat for the launcher; the last one says how this process has left."""
+        if not self._left:
+            self._left, self._heartbeat_at = bool(end), time.monotonic()
+            record = {"phase": self.phase, "step": self.step, "since": time.monotonic() - self._progress[2], "busy": self._in_local_work}
+            report_to_launcher(f"life.{self.rank}", {**record, "stopped": self.local_stop_reason, "end": end})
 
-    def _hear(self, told: Mapping[str, str]) -> None:
-        """A failure of another; or a wish to stop."""
-        failures = {int(key.removeprefix("fail/")): json.loads(text) for key, text in told.items() if key.startswith("fail/")}
+    def _handle_messages(self, messages: Mapping[str, str]) -> None:
+        """Act on a failure of another process, on one that has finished, and on a request to stop."""
+        failures = {int(key.removeprefix("fail/")): json.loads(text) for key, text in messages.items() if key.startswith("fail/")}
         others = {rank: record for rank, record in failures.items() if rank != self.rank}
         if others:
-            with self._leaving:  # unless this one is about to leave for its own error
-                self._end_in(2 * LINGER, PEER)
+            with self._exiting:  # unless this process is about to exit for its own error
+                self._force_exit_after(2 * EXIT_SECONDS, PEER)
                 for rank, record in sorted(others.items()):
                     where = f"process {rank} on {escaped(record['host'], 100)}"
-                    self._say(f"{where} failed at step {int(record['step'])} ({escaped(record['phase'], 20)}): {escaped(record['error'])}")
-                self._leave(PEER, last=False)
-        ended = sorted(int(key.removeprefix("done/")) for key in told if key.startswith("done/"))
-        if ended and self.rank not in ended:
-            self._alone(f"process {', '.join(map(str, ended))} has come to the end of its script")
-        self._stop_all(told)
+                    self._log(f"{where} failed at step {int(record['step'])} ({escaped(record['phase'], 20)}): {escaped(record['error'])}")
+                self._exit(PEER, wait=False)
+        done = sorted(int(key.removeprefix("done/")) for key in messages if key.startswith("done/"))
+        if done and self.rank not in done:
+            self._check_peer_done(f"process {', '.join(map(str, done))} has finished its script")
+        self._sync_stop(messages)
 
-    def _alone(self, text: str) -> None:
-        """Others have come to their end, and will not come where this one waits for them: in a run; elsewhere it may have more to do."""
-        (phase, _, changed), now = self._now, time.monotonic()
-        self._done = self._done or now
-        if now - max(self._done, changed) < ALONE or phase in ("step", "save"):  # at its end a run may have work for one process only
+    def _check_peer_done(self, text: str) -> None:
+        """Abort if this process waits, inside a run, for processes that have finished; outside a run it may have more to do alone."""
+        (phase, _, progress_at), now = self._progress, time.monotonic()
+        self._peer_done_at = self._peer_done_at or now
+        if now - max(self._peer_done_at, progress_at) < PEER_DONE_TIMEOUT or phase in ("step", "save"):  # a run's end may have local work
             return
         if phase == "script":
-            if not self._told_done:
-                self._say(f"{text}, and this has not")
-            self._told_done = True
+            if not self._warned_peer_done:
+                self._log(f"{text}, and this process has not")
+            self._warned_peer_done = True
             return
-        self._give_up(f"{text}, and is waited for in {phase}", FAILED)
+        self._abort(f"{text}, and is waited for in {phase}", FAILED)
 
-    def _limit(self, phase: str) -> float:
+    def _timeout(self, phase: str) -> float:
         if phase == "script":
             return math.inf
-        if phase != "step" or math.isinf(self.limits.step):
-            return float(getattr(self.limits, phase))
-        return max(self.limits.step, TIMES * self._mean if self._calls else self.limits.compile)
+        if phase != "step" or math.isinf(self.timeouts.step):
+            return float(getattr(self.timeouts, phase))
+        return max(self.timeouts.step, STALL_FACTOR * self._mean_step_seconds if self._step_count else self.timeouts.compile)
 
-    def _stall(self, phase: str, changed: float, limit: float) -> None:
-        spent = time.monotonic() - changed
-        said = f"stalled: no progress for {spent:.1f} s in {phase} (limit {limit:g})"
-        self._give_up(f"stalled in {phase} (limit {limit:g} s)", STALLED, said)
-
-    def _give_up(self, text: str, code: int, said: str = "") -> None:
-        """Say why, with the stacks of all threads, and where everyone is; tell the others, and leave."""
-        with self._leaving:
-            self._end_in(2 * LINGER, code)
-            self._say(f"{said or text}; the threads of this process:")
+    def _abort(self, text: str, code: int, message: str = "") -> None:
+        """Log the reason, the stacks of all threads and the state of every process; publish the failure, and exit."""
+        with self._exiting:
+            self._force_exit_after(2 * EXIT_SECONDS, code)
+            self._log(f"{message or text}; the threads of this process:")
             faulthandler.dump_traceback(all_threads=True)
-            self._report(text, STALL if code == STALLED and self._busy else WAIT, code)
+            self._write_failure(text, STALL if code == STALLED and self._in_local_work else WAIT, code)
             now = time.time()
-            for rank, beat in sorted((int(rank), json.loads(told)) for rank, told in coordination.below("beat/").items()):
+            for rank, beat in sorted((int(rank), json.loads(value)) for rank, value in coordination.read_dir("beat/").items()):
                 where = f"process {rank}: step {beat['step']}, {escaped(str(beat['phase']), 20)}"
                 age = max(now - beat["at"], 0.0)
-                self._say(f"{where}, progress {beat['since']:.1f} s before its last sign of life, {age:.1f} s ago")
-            self._tell(text)
-            self._leave(code)
+                self._log(f"{where}, last progress {beat['since']:.1f} s before its last heartbeat, {age:.1f} s ago")
+            self._publish_failure(text)
+            self._exit(code)
 
-    def _end_in(self, seconds: float, code: int) -> None:
-        """Whatever hangs on the way out, and be it a stopped process 0."""
+    def _force_exit_after(self, seconds: float, code: int) -> None:
+        """Exit even if something on the way out hangs, such as a call to a stopped process 0."""
         timer = threading.Timer(seconds, os._exit, (code,))
         timer.daemon = True
         timer.start()
 
 
-_current = Guard()
+_current = Watchdog()
 
 
-def current() -> Guard:
-    """This process's guard."""
+def current() -> Watchdog:
+    """This process's watchdog."""
     return _current
 
 
-def watch(rank: int, size: int, limits: Limits, say: Callable[[str], None]) -> None:
-    """Guard this process, one of several, from now on."""
+def start(rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], None]) -> None:
+    """Watch this process, one of several, from now on."""
     global _current
-    found = Together(rank, size, limits, say)
-    found.start()
-    _current = found
+    watchdog = ClusterWatchdog(rank, size, timeouts, log)
+    watchdog.start()
+    _current = watchdog
 
 
-def limit(limits: Limits) -> None:
-    """Other limits, from now on."""
-    if isinstance(_current, Together):
-        _current.limits = limits
+def set_timeouts(timeouts: StallTimeouts) -> None:
+    """Use other timeouts from now on."""
+    if isinstance(_current, ClusterWatchdog):
+        _current.timeouts = timeouts
 
 
 def exit_code(error: BaseException) -> int:
-    """What a process ends with for an error: its own for SystemExit, another where to start again would not help."""
+    """The exit code for an error: that of SystemExit, or one that says whether a restart could help."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, ClusterError):
         return FAILED if isinstance(error, RendezvousTimeout) else DISAGREED
-    return USAGE if isinstance(error, SpmdError) and not _current.began else FAILED
+    return USAGE if isinstance(error, SpmdError) and not _current.run_started else FAILED
 
 
-def show(error: BaseException) -> None:
+def print_error(error: BaseException) -> None:
     """Print an error as Python would."""
     traceback.print_exception(error, file=sys.stderr)
 
 
-def host() -> str:
-    """This process, for people."""
+def host_description() -> str:
+    """This process, for people to read."""
     return f"{socket.gethostname()} (process id {os.getpid()})"

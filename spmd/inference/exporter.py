@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.export
 
-from spmd.distributed.consistency import first_of_all
+from spmd.distributed.consistency import first_nonempty
 from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, import_extra
 from spmd.inference.forward import Forward, forward_of, traced, whole, with_rows
 from spmd.inference.weights import Stored, Writer, as_stored, dequantised, is_quantised, quantised
@@ -217,7 +217,7 @@ def _together(action: Any) -> Any:
     except (SpmdError, OSError) as raised:
         error = raised
     text = "" if error is None else str(error) if isinstance(error, SpmdError) else f"the model could not be written: {error}"
-    told = first_of_all(text)
+    told = first_nonempty(text)
     if told:
         raise ExportError(told) from error
     return found
@@ -250,7 +250,7 @@ def _write(
     finally:
         if writes:
             shutil.rmtree(working, ignore_errors=True)
-    return arrays, int(first_of_all(size))
+    return arrays, int(first_nonempty(size))
 
 
 def _finish(target: Path, working: Path, exported: jax.export.Exported, about: dict[str, Any], failed: list[Exception]) -> str:

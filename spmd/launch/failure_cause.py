@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from spmd.distributed.records import ERROR, LIFE, STALL, WAIT
+from spmd.distributed.records import ERROR, HEARTBEAT_SECONDS, STALL, WAIT
 from spmd.distributed.watchdog import FAILED
 
 ALL = -1  # in the place of a rank: all processes together, where only the command that has started them ends with a code (srun)
-QUIET = 1.5 * LIFE  # a sign of life that is older than another's failure by more was the last before it
+QUIET = 1.5 * HEARTBEAT_SECONDS  # a sign of life that is older than another's failure by more was the last before it
 ABORTED = -6  # how JAX ends a process whose coordination service has gone
 
 

@@ -131,7 +131,7 @@ class Processes:
 
     def __init__(self, how: Machine):
         import_extra("cloudpickle", "notebooks")
-        if coordination.started():
+        if coordination.is_initialized():
             raise OptionError("this is one of several processes already.", fix="call the function; or start processes from a notebook.")
         self.count, self._grace = how.count, how.settings.grace
         self._lock, self._down = threading.Lock(), ""

@@ -28,7 +28,9 @@ def main(ends: ipc.Ends) -> None:
         ipc.send(ends, READY + pickle.dumps((jax.local_device_count(), jax.device_count())))
         while (message := ipc.receive(ends)) is not None:
             ipc.send(ends, _answer(ends, pickle.loads(message)))
-            watchdog.current().at("script", watchdog.current().step)  # whatever a run has left: who waits for a call does not stall
+            watchdog.current().record_progress(
+                "script", watchdog.current().step
+            )  # whatever a run has left: who waits for a call does not stall
     except KeyboardInterrupt:  # while it waits: the notebook has ended the call of all
         raise SystemExit(watchdog.FAILED) from None
     except BrokenPipeError:
@@ -47,7 +49,7 @@ def _answer(ends: ipc.Ends, request: dict[str, Any]) -> bytes:
         with contextlib.suppress(OSError):
             ipc.send(ends, FAILED + pickle.dumps((_headline(error), text)))
         code = watchdog.exit_code(error) or watchdog.FAILED
-        watchdog.current().failed(error, code)
+        watchdog.current().report_failure(error, code)
         raise SystemExit(code) from None
     _printed(request["mark"])
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import join
+from spmd.distributed.records import report_to_launcher
 from spmd.xla import simulate_cpus
 
 
@@ -21,7 +22,7 @@ def main(words: Sequence[str]) -> None:
         if simulated := os.environ.get("SPMD_SIMULATE"):
             simulate_cpus(int(simulated))
         if os.environ.get("SLURM_PROCID") == "0" and "SPMD_PROCESSES" not in os.environ:  # by it the signals of `launch/srun.py` come here
-            watchdog.report("srun", {"id": f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"})
+            report_to_launcher("srun", {"id": f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"})
         join()
         module = words[0] == "-m"
         name, sys.argv = words[module], list(words[module:])
@@ -31,15 +32,15 @@ def main(words: Sequence[str]) -> None:
         else:
             sys.path.insert(0, str(Path(name).resolve().parent))
             runpy.run_path(name, run_name="__main__")
-        watchdog.current().over()
+        watchdog.current().script_finished()
     except BaseException as error:
         code = watchdog.exit_code(error)
         if code in (0, watchdog.TERMINATED):  # all others come to the same end
-            watchdog.current().over()
+            watchdog.current().script_finished()
             raise
         if not isinstance(error, SystemExit) or isinstance(error.code, str):
-            watchdog.show(error)
-        watchdog.current().failed(error, code)
+            watchdog.print_error(error)
+        watchdog.current().report_failure(error, code)
         raise SystemExit(code) from None
 
 

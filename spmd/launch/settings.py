@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from spmd.distributed.timeouts import Limits
+from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import OptionError
 
 
@@ -33,7 +33,7 @@ class Settings:
     def __post_init__(self):
         whole_number("simulate", self.simulate, 4096)
         whole_number("max_restarts", self.max_restarts, 10**6, least=0)
-        Limits.parse(self.stall)
+        StallTimeouts.parse(self.stall)
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise OptionError(f"memory_fraction={self.memory_fraction}.", fix="more than 0, at most 1.")
         if not self.grace > 0:

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from spmd.distributed.initialize import SHUTDOWN
+from spmd.distributed.initialize import SHUTDOWN_TIMEOUT
 from spmd.distributed.watchdog import TERMINATED
 from spmd.errors import OptionError
 from spmd.launch.local_launcher import check_script, forwarded, report_folder, runner
@@ -17,7 +17,7 @@ from spmd.launch.process_group import Group, started
 from spmd.launch.restart_policy import ALL, Attempt, attempted, records, repeated
 from spmd.launch.settings import Settings
 
-WAIT = round(SHUTDOWN) + 60  # seconds from the first process that has ended to the last: they leave by themselves, and say why
+WAIT = round(SHUTDOWN_TIMEOUT) + 60  # seconds from the first process that has ended to the last: they leave by themselves, and say why
 REPORTS = ".spmd"  # in the working folder, which all nodes see
 
 

@@ -350,7 +350,7 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
         with contextlib.ExitStack() as block:
             if moving:
                 block.enter_context(jax.transfer_guard("allow"))
-                block.enter_context(watchdog.current().busy())  # where a user's callback hangs, it is why
+                block.enter_context(watchdog.current().local_work())  # where a user's callback hangs, it is why
             for callback in callbacks:
                 getattr(callback, event)(info)
 

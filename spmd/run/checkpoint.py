@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from spmd.distributed import watchdog
-from spmd.distributed.consistency import first_of_all
+from spmd.distributed.consistency import first_nonempty
 from spmd.errors import CheckpointError, OptionError, SpmdError, a_kind, brief, did_you_mean, first_line
 from spmd.run.checkpoint_reader import FORMAT, Reader, all_processes, by_path, orbax
 from spmd.run.device_snapshot import Copier, has_room_for
@@ -92,8 +92,8 @@ class _Failures(logging.Handler):
 def _tell(error: BaseException) -> None:
     if jax.process_count() > 1:
         told = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
-        watchdog.show(told)
-        watchdog.current().failed(told)
+        watchdog.print_error(told)
+        watchdog.current().report_failure(told)
 
 
 _failures = _Failures()
@@ -133,7 +133,7 @@ class Store(Reader):
                 weakref.finalize(self, self._ownership.release)  # of a store that nobody closes, as after an error in a notebook
             except CheckpointError as raised:
                 error = raised
-        told = first_of_all("" if error is None else str(error))
+        told = first_nonempty("" if error is None else str(error))
         if told:
             raise error or CheckpointError(told)
 
@@ -143,7 +143,7 @@ class Store(Reader):
         from orbax.checkpoint import checkpoint_managers as policies
 
         ocp, config = orbax(), self.config
-        unreadable = {step: first_of_all(self._unreadable_metrics(step)) for step in self.steps()}
+        unreadable = {step: first_nonempty(self._unreadable_metrics(step)) for step in self.steps()}
         self.put_aside({step: why for step, why in unreadable.items() if why})
         logging.getLogger("absl").addHandler(_failures)  # once, however many stores there are
         keep: list[Any] = [policies.LatestN(config.keep)]
@@ -186,7 +186,7 @@ class Store(Reader):
                 place.parent.mkdir(exist_ok=True)
                 self._path(step).rename(place)
                 logging.getLogger("spmd").warning("the checkpoint of step %d is damaged (%s): it is put aside in %s.", step, why, place)
-            first_of_all("")  # it is gone for all
+            first_nonempty("")  # it is gone for all
         self._saved = self.latest()
 
     def _seal(self) -> None:
@@ -205,7 +205,7 @@ class Store(Reader):
         self._check_owner()
         self._check_room(state)
         if self._threaded is None:
-            self._threaded = not first_of_all("" if has_room_for(state) else "full")
+            self._threaded = not first_nonempty("" if has_room_for(state) else "full")
         self._writing, manager = step, self._manager  # made here: processes do so together
         del manager
         if self._threaded:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.distributed.consistency import first_of_all
+from spmd.distributed.consistency import first_nonempty
 from spmd.errors import CheckpointError, SpmdError, brief, raise_problems
 from spmd.run.manifest import NAME, damage, read_json
 from spmd.run.reshard_checkpoint import OPT, PARAMS, Packing, Plain, Repacking, in_words, misfits, misfits_of_parameters, packing_of
@@ -77,7 +77,7 @@ class Reader:
                 why = f"{META} is of step {meta['step']!r}"
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = why or f"{META} cannot be read: {error}"
-        return first_of_all(why or "") or None
+        return first_nonempty(why or "") or None
 
     def intact(self) -> tuple[int | None, dict[int, str]]:
         """The newest step whose files are as they were written, and what is wrong with each newer one."""

@@ -21,11 +21,11 @@ class RunControl:
 
     def stop(self, reason: str) -> None:
         """Stop after the current step. Every process must call this at the same step; use `ask` where only one process knows."""
-        self.run.stop_reason = self.watchdog.stopped = self.run.stop_reason or reason
+        self.run.stop_reason = self.watchdog.local_stop_reason = self.run.stop_reason or reason
 
     def ask(self, reason: str) -> None:
         """Stop soon, all processes after the same step."""
-        self.watchdog.ask(reason)
+        self.watchdog.request_stop(reason)
 
     def stop_at(self, step: int) -> None:
         """Stop after this many updates; immediately if there were more already."""
@@ -33,8 +33,8 @@ class RunControl:
 
     def should_stop(self) -> bool:
         """Whether the run stops here, between two steps, before its planned end."""
-        if self.run.stop_reason is None and self.watchdog.stops(self.run.step):
-            self.run.stop_reason = self.watchdog.asked
+        if self.run.stop_reason is None and self.watchdog.should_stop(self.run.step):
+            self.run.stop_reason = self.watchdog.stop_reason
         return self.run.stop_reason is not None
 
     def stopped_by_signal(self) -> bool:
@@ -43,7 +43,7 @@ class RunControl:
 
     def stops_evaluation(self, batch: int) -> bool:
         """Whether a signal ends an evaluation before this batch, from 1: finishing it could use up the time left to save."""
-        return self.watchdog.stops(self.run.step, batch) and self.watchdog.asked in (SIGINT_REASON, SIGTERM_REASON)
+        return self.watchdog.should_stop(self.run.step, batch) and self.watchdog.stop_reason in (SIGINT_REASON, SIGTERM_REASON)
 
     def steps_done(self) -> bool:
         """Whether the planned number of steps is reached."""

@@ -36,7 +36,7 @@ class StepDispatcher:
         threaded = config.source.threaded  # an iterable of the user's: read in a thread, and by each process separately
         batches = allow_transfers(batches) if threaded and not config.prefetch else batches
         with prefetch(batches, config.placer, config.prefetch if threaded else 0) as placed:
-            ready = uneven_batches.batches(placed, f"epoch {run.epoch + 1}") if threaded else placed
+            ready = uneven_batches.require_equal_counts(placed, f"epoch {run.epoch + 1}") if threaded else placed
             yield (functools.partial(self._dispatch, batch) for batch in run.throughput.count_waiting(ready))
 
     def needs_no_more_batches(self) -> bool:

@@ -28,10 +28,10 @@ class Evaluator:
             return
         self._metrics.drain()
         self.completed_at = run.step
-        self._control.watchdog.at("eval", run.step)
+        self._control.watchdog.record_progress("eval", run.step)
         with run.throughput.not_training(), jax.transfer_guard("allow"):  # the user's evaluation data may come from anywhere
             results = config.evaluate(run.state, self._control.stops_evaluation)
-        self._control.watchdog.at("step", run.step)
+        self._control.watchdog.record_progress("step", run.step)
         if results is None:
             self._report_unfinished()
             return
@@ -48,7 +48,7 @@ class Evaluator:
     def _report_unfinished(self) -> None:
         """Report an evaluation that was not completed; the resumed run repeats it."""
         run = self._run
-        self.completed_at, self.unfinished_at, run.stop_reason = -1, run.step, self._control.watchdog.asked
+        self.completed_at, self.unfinished_at, run.stop_reason = -1, run.step, self._control.watchdog.stop_reason
         run.history.unfinished.append(run.step)
         write_record(self._config.loggers, {"step": run.step, "epoch": run.epoch, "event": "evaluation not completed"})
         self._config.progress.say(f"step {run.step}: the evaluation was not completed ({run.stop_reason})")
@@ -78,11 +78,11 @@ class Saver:
         results = dict(run.evaluated) if run.step == self._evaluator.completed_at else {}
         if best is not None and results and best not in results:
             raise OptionError(f'Checkpoint: there is no metric "{best}".', fix=did_you_mean(best, results))
-        self._control.watchdog.at("save", run.step)
+        self._control.watchdog.record_progress("save", run.step)
         with run.throughput.not_training():
             run.history.flush()  # before the save: a run that resumes from it finds all earlier steps
             saved = store.save(run.state, run.step, self._meta(), results)
-        self._control.watchdog.at("step", run.step)
+        self._control.watchdog.record_progress("step", run.step)
         if saved:
             self._control.notify("on_checkpoint")
 

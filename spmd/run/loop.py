@@ -41,7 +41,7 @@ class Loop:
         """Train until the planned end, or until a callback or the user stops the run. However it ends, the newest state is saved."""
         control, run = self._control, self.run
         try:
-            self._watchdog.begin(run.step)
+            self._watchdog.begin_run(run.step)
             self._config.progress.start(run.step, control.total_steps())
             with interruptible(control.ask), jax.transfer_guard("disallow"):
                 control.notify("on_start")
@@ -56,14 +56,16 @@ class Loop:
                 self._metrics.log()
                 self._metrics.show()
                 self._saver.save()
-                run.stop_reason = run.stop_reason or self._watchdog.wanted or None  # a request that came too late to stop anything
+                run.stop_reason = (
+                    run.stop_reason or self._watchdog.requested_stop_reason or None
+                )  # a request that came too late to stop anything
                 control.notify_stop()
         except BaseException as error:
             self._rescue(error)
             raise
-        self._watchdog.at("save", run.step)
+        self._watchdog.record_progress("save", run.step)
         self._close()
-        self._watchdog.at("script", run.step)
+        self._watchdog.record_progress("script", run.step)
 
     def _epoch(self) -> None:
         """One epoch, or the rest of one."""
@@ -129,7 +131,7 @@ class Loop:
         finally:  # another Ctrl-C may end the save; the folder must be released all the same
             with contextlib.suppress(Exception):
                 self._close(wait_for_save=not alone)
-            self._watchdog.at("script", self.run.step)
+            self._watchdog.record_progress("script", self.run.step)
 
     def _close(self, *, wait_for_save: bool = True) -> None:
         with contextlib.ExitStack() as closing:  # each is closed, though another may fail

@@ -47,7 +47,7 @@ class StepMetrics:
         first, epoch, packed, rows = self._unread.popleft()
         packed = self._fetch(packed)
         packed = packed if packed.ndim == 3 else packed[None]
-        self._control.watchdog.at("step", first + len(packed) - 1)
+        self._control.watchdog.record_progress("step", first + len(packed) - 1)
         run.throughput.step_done()
         run.history.add_steps(first, packed)
         self._samples += sum(rows)

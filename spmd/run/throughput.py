@@ -45,13 +45,13 @@ class Throughput:
         while True:
             began = time.monotonic()
             try:
-                with watchdog.current().busy():
+                with watchdog.current().local_work():
                     item = next(reader)
             except StopIteration:
                 return
             finally:
                 self.waited += time.monotonic() - began
-                watchdog.current().waited = self.waited
+                watchdog.current().data_wait_seconds = self.waited
             yield item
 
     def step_done(self) -> None:

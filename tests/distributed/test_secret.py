@@ -1,4 +1,4 @@
-"""The secret of a user: who may read it, and what is made from it."""
+"""The secret of a user: who may read it, and the tokens that are derived from it."""
 
 import os
 import re
@@ -15,21 +15,21 @@ SLURM = World(0, 4, "node1:61445", "SLURM job 23", 0, 2, token="23.0")
 
 def test_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path):
     with ThreadPoolExecutor(8) as pool:
-        found = set(pool.map(lambda _: user_secret(tmp_path), range(8)))
-    assert len(found) == 1 and len(found.pop()) == 32
-    about = (tmp_path / FILE).stat()
-    assert about.st_mode & 0o777 == 0o600 and about.st_uid == os.geteuid() and os.listdir(tmp_path / ".spmd") == ["secret"]
+        secrets = set(pool.map(lambda _: user_secret(tmp_path), range(8)))
+    assert len(secrets) == 1 and len(secrets.pop()) == 32
+    info = (tmp_path / FILE).stat()
+    assert info.st_mode & 0o777 == 0o600 and info.st_uid == os.geteuid() and os.listdir(tmp_path / ".spmd") == ["secret"]
 
 
 def test_secret_that_others_can_read_is_refused(tmp_path):
     user_secret(tmp_path)
     path = tmp_path / FILE
     path.chmod(0o644)
-    with pytest.raises(ClusterError, match=rf"{re.escape(str(path))} is not this user's alone"):
+    with pytest.raises(ClusterError, match=rf"{re.escape(str(path))} is not private to this user"):
         user_secret(tmp_path)
     path.chmod(0o600)
     path.write_bytes(b"short")
-    with pytest.raises(ClusterError, match="has 5 bytes, and not 32"):
+    with pytest.raises(ClusterError, match="has 5 bytes, not 32"):
         user_secret(tmp_path)
     path.unlink()
     (tmp_path / "elsewhere").write_bytes(b"x" * 32)
@@ -38,7 +38,7 @@ def test_secret_that_others_can_read_is_refused(tmp_path):
         user_secret(tmp_path)
     path.unlink()
     os.mkfifo(path, 0o600)
-    with pytest.raises(ClusterError, match="is not this user's alone"):
+    with pytest.raises(ClusterError, match="is not private to this user"):
         user_secret(tmp_path)
 
 
@@ -47,17 +47,17 @@ def test_secret_that_others_can_read_is_refused(tmp_path):
     [SLURM, World(0, 2, "10.0.0.1:4000", "WORLD_SIZE and RANK", 0, 2), World(0, 2, "localhost:4000", "JAX's variables")],
     ids=["SLURM", "one host", "loopback"],
 )
-def test_token_is_the_same_for_one_user_and_no_number_of_a_job(tmp_path, world):
-    said, homes = [], [tmp_path / "me", tmp_path / "other"]
+def test_token_depends_on_the_user_alone(tmp_path, world):
+    logged, homes = [], [tmp_path / "me", tmp_path / "other"]
     for home in homes:
         home.mkdir()
-    mine, again, other = (with_token(world, said.append, home) for home in (homes[0], *homes))
-    assert mine == again and mine.token != other.token and re.fullmatch(r"[0-9a-f]{64}", mine.token) and said == []
+    mine, again, other = (with_token(world, logged.append, home) for home in (homes[0], *homes))
+    assert mine == again and mine.token != other.token and re.fullmatch(r"[0-9a-f]{64}", mine.token) and logged == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_job_that_nobody_protects_says_so_once(tmp_path, rank):
-    said, world = [], World(rank, 2, "10.0.0.1:4000", "JAX's variables")
-    assert with_token(world, said.append, tmp_path) == world and len(said) == (rank == 0)
-    assert not said or "SPMD_TOKEN, a random text in all processes, prevents it" in said[0]
-    assert with_token(SLURM, said.append, tmp_path / "no home") == SLURM and "can end this job at its start" in said[-1]
+def test_unprotected_job_is_logged_once(tmp_path, rank):
+    logged, world = [], World(rank, 2, "10.0.0.1:4000", "JAX's variables")
+    assert with_token(world, logged.append, tmp_path) == world and len(logged) == (rank == 0)
+    assert not logged or "to prevent it, set a random SPMD_TOKEN everywhere" in logged[0]
+    assert with_token(SLURM, logged.append, tmp_path / "no home") == SLURM and "can end this job at its start" in logged[-1]

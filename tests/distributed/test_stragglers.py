@@ -1,14 +1,14 @@
-"""Which processes are slower than the others, with a clock of our own."""
+"""Which processes are slower than the others, with a fake clock."""
 
 from spmd.distributed import stragglers
 
 
-def test_comparison_names_who_waits_for_data(monkeypatch):
+def test_process_that_waits_for_data_is_reported(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(stragglers.time, "monotonic", lambda: now[0])
-    comparison = stragglers.Comparison()
-    assert not comparison.due() and list(comparison.lines({0: {"waited": 0.0}, 1: {"waited": 5.0}})) == []
+    monitor = stragglers.StragglerMonitor()
+    assert not monitor.due() and list(monitor.warnings({0: {"waited": 0.0}, 1: {"waited": 5.0}})) == []
     now[0] += 31
-    assert comparison.due()
-    (line,) = comparison.lines({0: {"waited": 0.5}, 1: {"waited": 20.5}})
-    assert line == "process 1 waits for data 50% of the time, others do not: all are as slow as it is" and not comparison.due()
+    assert monitor.due()
+    (line,) = monitor.warnings({0: {"waited": 0.5}, 1: {"waited": 20.5}})
+    assert line == "process 1 waits for data 50% of the time and slows down the others, which do not" and not monitor.due()

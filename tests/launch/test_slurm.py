@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd.distributed.initialize import restarted
+from spmd.distributed.initialize import was_restarted
 from spmd.errors import OptionError
 from spmd.launch.cli import main
 from spmd.launch.restart_policy import ALL, attempted, exit_code, stop_because
@@ -411,4 +411,4 @@ def test_what_was_started_again_goes_on(environment, again, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert restarted() is again
+    assert was_restarted() is again

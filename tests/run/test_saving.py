@@ -14,7 +14,7 @@ from small import fit, numbers, same
 
 import spmd
 from spmd.distributed import watchdog
-from spmd.distributed.timeouts import Limits
+from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import CallbackError, CheckpointError, DivergedError
 from spmd.run import checkpoint, device_snapshot
 from spmd.run.checkpoint import Store
@@ -103,7 +103,7 @@ def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
         read(self)
         futures.wait([self._config.store._written])
 
-    guarded = watchdog.Together(0, 1, Limits(), print)
+    guarded = watchdog.ClusterWatchdog(0, 1, StallTimeouts(), print)
     monkeypatch.setattr(watchdog, "_current", guarded)
     monkeypatch.setattr(StepMetrics, "read_oldest", noted)
     monkeypatch.setattr(device_snapshot.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))

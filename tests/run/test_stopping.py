@@ -112,7 +112,7 @@ def test_ctrl_c_twice_interrupts_at_once_and_still_saves(tmp_path):
         if info.step == 4:
             signal.raise_signal(signal.SIGINT)
             until = time.monotonic() + 60
-            while not info._control.watchdog.asked:  # two that come before the first is handled count as one
+            while not info._control.watchdog.stop_reason:  # two that come before the first is handled count as one
                 assert time.monotonic() < until
                 time.sleep(0.001)
             signal.raise_signal(signal.SIGINT)

@@ -1,11 +1,15 @@
-"""Environments as real clusters made them, found in public reports, without names of people, accounts, paths and addresses."""
+"""Environments of real clusters, from public reports, without names of people, accounts, paths and addresses."""
 
 import pytest
 
 from spmd.distributed.detect_cluster import FIRST_PORT, PORTS, detect
 
 ALONE = None
-PORT = lambda number: FIRST_PORT + number % PORTS
+
+
+def port(number):
+    return FIRST_PORT + number % PORTS
+
 
 # `srun -N1 -n4`, the second task; no GPUs. https://github.com/TheHPXProject/hpx/issues/692
 SINGLE_NODE = """
@@ -25,7 +29,7 @@ SLURM_STEP_LAUNCHER_PORT=43247 SLURM_STEP_NODELIST=node[1-2] SLURM_STEP_NUM_NODE
 SLURM_TASK_PID=2288 SLURM_TASKS_PER_NODE=1(x2) SLURM_TOPOLOGY_ADDR=node2 SLURM_TOPOLOGY_ADDR_PATTERN=node
 """
 
-# `salloc -N 2 -n 4 mpirun`: rank 3, on the node to which mpirun went by a step of its own, and rank 1, beside it. The same list and thread.
+# `salloc -N 2 -n 4 mpirun`: rank 3, on the node that mpirun reached through a separate step, and rank 1, on its own. The same thread.
 BY_MPIRUN_AFAR = """
 SLURM_JOB_ID=23 SLURM_JOB_NODELIST=node[1-2] SLURM_NNODES=1 SLURM_NODELIST=node[1-2] SLURM_TASKS_PER_NODE=1 SLURM_NPROCS=1 SLURM_STEP_ID=5
 SLURM_STEP_NODELIST=node1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_NODEID=0 SLURM_PROCID=0
@@ -52,7 +56,7 @@ SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1 SLURM_
 """
 
 
-def found(*texts):
+def detected(*texts):
     environ = dict(word.split("=", 1) for text in texts for word in text.split())
     world = detect({**environ, "PATH": ""})
     return world and (world.rank, world.size, world.address, world.local_rank, world.local_size, world.local_devices)
@@ -61,17 +65,17 @@ def found(*texts):
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
-        pytest.param([SINGLE_NODE], (1, 4, f"127.0.0.1:{PORT(901593)}", 1, 4, None), id="four tasks of one node"),
-        pytest.param([TWO_NODES], (1, 2, f"node1:{PORT(25)}", 0, 1, None), id="two nodes"),
+        pytest.param([SINGLE_NODE], (1, 4, f"127.0.0.1:{port(901593)}", 1, 4, None), id="four tasks of one node"),
+        pytest.param([TWO_NODES], (1, 2, f"node1:{port(25)}", 0, 1, None), id="two nodes"),
         pytest.param([ONE_GPU_SHELL], ALONE, id="a shell with a GPU"),
         pytest.param([ONE_GPU_STEP], ALONE, id="a step of one task with a GPU"),
         pytest.param([BY_MPIRUN_AFAR], ALONE, id="a step of one task"),
         pytest.param(
-            [BY_MPIRUN_AFAR, MPI, "OMPI_COMM_WORLD_RANK=3"], (3, 4, "node2:4000", 1, 2, None), id="mpirun, through a step of its own"
+            [BY_MPIRUN_AFAR, MPI, "OMPI_COMM_WORLD_RANK=3"], (3, 4, "node2:4000", 1, 2, None), id="mpirun, through a separate step"
         ),
         pytest.param([BY_MPIRUN_HERE, MPI, "OMPI_COMM_WORLD_RANK=1"], (1, 4, "node2:4000", 1, 2, None), id="mpirun, in no step"),
         pytest.param(
-            [SINGLE_NODE, "CUDA_VISIBLE_DEVICES=0,1,2,3"], (1, 4, f"127.0.0.1:{PORT(901593)}", 1, 4, (1,)), id="four GPUs to share"
+            [SINGLE_NODE, "CUDA_VISIBLE_DEVICES=0,1,2,3"], (1, 4, f"127.0.0.1:{port(901593)}", 1, 4, (1,)), id="four GPUs to share"
         ),
         pytest.param(
             [
@@ -83,5 +87,5 @@ def found(*texts):
         ),
     ],
 )
-def test_what_real_clusters_said_is_understood(texts, expected):
-    assert found(*texts) == expected
+def test_detect_on_recorded_environments(texts, expected):
+    assert detected(*texts) == expected

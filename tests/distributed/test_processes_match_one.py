@@ -158,7 +158,7 @@ def test_saved_by_two_and_resumed_by_one_and_by_four(tmp_path, data):
         assert apart(state(rest), state(whole)) == {}
 
 
-UNEVEN = r"epoch 1 has other numbers of batches in other processes: 4 (?:or more )?in process 0, 3 in process 1"
+UNEVEN = r"epoch 1 has a different number of batches in each process: 4 (?:or more )?in process 0, 3 in process 1"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ UNEVEN = r"epoch 1 has other numbers of batches in other processes: 4 (?:or more
     [
         ("epoch", UNEVEN),
         pytest.param("save", UNEVEN, marks=SLOW),
-        pytest.param("evaluation", r"the evaluation's data has other numbers of batches in other processes", marks=SLOW),
+        pytest.param("evaluation", r"the evaluation's data has a different number of batches in each process", marks=SLOW),
         pytest.param("rows", r"this process read 8 rows; with 2 processes and a batch of 32 it must be 16", marks=SLOW),
     ],
     ids=["epoch", "save", "evaluation", "rows"],

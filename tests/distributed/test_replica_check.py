@@ -1,4 +1,4 @@
-"""Copies that differ are found, by array and place, and nothing else is."""
+"""Replicas that differ are found, by array and mesh position, and nothing else is reported."""
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,19 @@ def put(mesh, value, *spec):
     return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def changed(array, place, change):
-    """The same, but for one device's own shard."""
+def changed(array, position, change):
+    """The same array, with one device's shard changed."""
     shards = [np.array(shard.data) for shard in array.addressable_shards]
-    shards[place] = change(shards[place])
-    pieces = [jax.device_put(data, shard.device) for data, shard in zip(shards, array.addressable_shards, strict=True)]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, pieces)
+    shards[position] = change(shards[position])
+    arrays = [jax.device_put(data, shard.device) for data, shard in zip(shards, array.addressable_shards, strict=True)]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, arrays)
 
 
 def state(mesh):
     random = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
     return {
-        "whole": put(mesh, random),
-        "cut": put(mesh, random, None, "model"),
+        "replicated": put(mesh, random),
+        "sharded": put(mesh, random, None, "model"),
         "all": put(mesh, random, "data", "model"),
         "half": put(mesh, random.astype(jnp.bfloat16)),
         "tiny": put(mesh, np.arange(8, dtype="int8"), "model"),
@@ -48,22 +48,22 @@ def state(mesh):
 
 
 @pytest.fixture
-def weighed(monkeypatch):
+def tables(monkeypatch):
     """Each table of checksums, [devices, columns], that was compared."""
-    found, summed = [], replica_check._summed
+    found, real = [], replica_check._checksum_function
 
-    def noted(*given):
-        return lambda *leaves: found.append(np.asarray(summed(*given)(*leaves))) or found[-1]
+    def recorded(*args):
+        return lambda *leaves: found.append(np.asarray(real(*args)(*leaves))) or found[-1]
 
-    monkeypatch.setattr(replica_check, "_summed", noted)
+    monkeypatch.setattr(replica_check, "_checksum_function", recorded)
     return found
 
 
-def test_copies_that_are_equal(mesh, weighed):
+def test_equal_replicas_pass(mesh, tables):
     check_replicas(state(mesh), "now")
     check_replicas({}, "now")
-    (table,) = weighed
-    assert sorted(len(set(sums)) for sums in table.T.tolist()) == [1, 2, 2, 8], "of each way in which arrays are cut, how many pieces"
+    (table,) = tables
+    assert sorted(len(set(sums)) for sums in table.T.tolist()) == [1, 2, 2, 8], "the number of distinct shards of each sharding"
 
 
 def one_bit(shard):
@@ -73,10 +73,10 @@ def one_bit(shard):
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "change", "told"),
+    ("name", "position", "change", "message"),
     [
-        ("whole", 5, one_bit, "whole: devices 5 of the mesh (process 0)"),
-        ("cut", 3, lambda shard: shard[::-1], "cut: devices 3 of the mesh"),
+        ("replicated", 5, one_bit, "replicated: devices 5 of the mesh (process 0)"),
+        ("sharded", 3, lambda shard: shard[::-1], "sharded: devices 3 of the mesh"),
         ("half", 0, lambda shard: shard + np.asarray(1, shard.dtype), "half: devices 0 of the mesh"),
         ("tiny", 7, lambda shard: shard + np.int8(1), "tiny: devices 7 of the mesh"),
         ("yes", 2, np.logical_not, "yes: devices 2 of the mesh"),
@@ -86,12 +86,12 @@ def one_bit(shard):
         ("as large", 2, lambda shard: np.roll(shard + np.arange(SMALL + 2, dtype="float32"), 1), "as large: devices 2 of the mesh"),
     ],
 )
-def test_one_that_differs_is_named(mesh, name, place, change, told):
+def test_differing_replica_is_named(mesh, name, position, change, message):
     given = state(mesh)
-    given[name] = changed(given[name], place, change)
+    given[name] = changed(given[name], position, change)
     with pytest.raises(ClusterError) as caught:
         check_replicas(given, "after step 7")
-    assert "after step 7, copies of 1 of 11 arrays differ from most others:\n    " + told in str(caught.value)
+    assert "after step 7, copies of 1 of 11 arrays differ from most others:\n    " + message in str(caught.value)
 
 
 def flipped(*places):
@@ -111,10 +111,10 @@ def flipped(*places):
         (np.ones(300, "float32"), lambda shard: shard * flipped(7, 11)),
         (np.arange(4096, dtype="int32"), lambda shard: np.roll(shard, 1)),
     ],
-    ids=["doubled", "negated", "a column negated", "zeros", "shifted", "two signs", "turned round"],
+    ids=["doubled", "negated", "a column negated", "zeros", "shifted", "two signs", "rolled"],
 )
-def test_differences_with_a_pattern_are_found_and_nothing_else_is_accused(mesh, value, change):
-    """A sum of words times odd numbers would miss them all but the last: what they add is a multiple of 2^32."""
+def test_patterned_differences_are_found(mesh, value, change):
+    """A sum of words times odd numbers would miss all but the last: the differences add up to a multiple of 2^32."""
     random = np.random.default_rng(1).normal(size=(64, 64)).astype("float32")
     given = {"before": put(mesh, np.float32(1)), "it": put(mesh, random if isinstance(value, str) else value), "like it": put(mesh, random)}
     given["it"] = changed(given["it"], 3, change)
@@ -122,25 +122,27 @@ def test_differences_with_a_pattern_are_found_and_nothing_else_is_accused(mesh, 
         check_replicas(given, "now")
 
 
-def test_what_two_arrays_of_unlike_size_have_more_and_less_does_not_cancel(mesh):
+def test_opposite_differences_in_two_arrays_do_not_cancel(mesh):
     given = {"one": put(mesh, np.zeros(SMALL + 1, "int32")), "two": put(mesh, np.zeros(SMALL + 2, "int32"))}
     given = {name: changed(leaf, 2, lambda shard, by=by: shard + by) for (name, leaf), by in zip(given.items(), (1, -1), strict=True)}
     with pytest.raises(ClusterError, match="copies of 2 of 2 arrays"):
         check_replicas(given, "now")
 
 
-def test_all_that_differ_are_named(mesh):
+def test_all_differing_arrays_are_named(mesh):
     given = state(mesh)
-    given |= {name: changed(given[name], place, one_bit) for name, place in (("whole", 5), ("large", 5), ("cut", 3))}
+    given |= {name: changed(given[name], position, one_bit) for name, position in (("replicated", 5), ("large", 5), ("sharded", 3))}
     with pytest.raises(ClusterError) as caught:
         check_replicas(given, "now")
-    lines = [f"    {name}: devices {place} of the mesh (process 0)" for name, place in (("whole", 5), ("cut", 3), ("large", 5))]
+    lines = [
+        f"    {name}: devices {position} of the mesh (process 0)" for name, position in (("replicated", 5), ("sharded", 3), ("large", 5))
+    ]
     assert sorted(lines) == sorted(str(caught.value).splitlines()[1:-1])
 
 
-def test_pieces_of_which_there_is_one_cannot_differ(mesh, weighed):
+def test_unreplicated_shards_are_not_compared(mesh, tables):
     given = state(mesh)["all"]
     for leaf in (given, changed(given, 3, one_bit)):
         check_replicas({"all": leaf}, "now")
-    before, after = weighed
-    assert np.flatnonzero((before != after).any(axis=1)).tolist() == [3], "it was seen"
+    before, after = tables
+    assert np.flatnonzero((before != after).any(axis=1)).tolist() == [3], "the checksum saw the change"

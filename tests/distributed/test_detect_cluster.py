@@ -1,8 +1,8 @@
-"""Who a process is, from environments as launchers leave them."""
+"""Rank and size of a process, from the environments that launchers set."""
 
 import pytest
 
-from spmd.distributed.detect_cluster import World, detect, resolved, visible_gpus
+from spmd.distributed.detect_cluster import World, detect, resolve_address, visible_gpus
 from spmd.errors import ClusterError
 
 SLURM = {
@@ -28,7 +28,7 @@ PORT = 61440 + 4242 % 4096
 
 
 @pytest.mark.parametrize(
-    ("environment", "wanted"),
+    ("environment", "expected"),
     [
         ({}, None),
         ({"SPMD_PROCESSES": "1", "SPMD_PROCESS": "0", "SPMD_COORDINATOR": "127.0.0.1:4000"}, None),
@@ -58,7 +58,7 @@ PORT = 61440 + 4242 % 4096
             World(7, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 2, (1,), "4242.0"),
         ),
         ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, None),  # in a job, but not in a step of srun
-        (  # what a task may have of CPUs says nothing of GPUs
+        (  # CPUs of a task say nothing about GPUs
             SLURM | {"SLURM_TRES_PER_TASK": "cpu=12", "SLURM_CPUS_PER_TASK": "12", "SLURM_GPU_BIND": "none"},
             World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, (2, 3), "4242.0"),
         ),
@@ -68,7 +68,7 @@ PORT = 61440 + 4242 % 4096
             {name: value for name, value in SLURM.items() if name != "SLURM_GPUS_ON_NODE"} | {"SLURM_STEP_ID": "3", "PATH": ""},
             World(5, 8, f"gpu07:{PORT + 3}", "SLURM job 4242", 1, 4, None, "4242.3"),
         ),
-        (  # the shell that salloc gives on the first node: a step of its own, of one task
+        (  # the shell that salloc gives on the first node: a separate step of one task
             SLURM
             | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "gpu07", "SLURM_STEP_NUM_TASKS": "1"}
             | {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
@@ -89,37 +89,37 @@ PORT = 61440 + 4242 % 4096
         (TORCH | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, World(3, 4, "10.0.0.1:29500", "WORLD_SIZE and RANK", 1, 2, (2, 3))),
     ],
 )
-def test_detected(environment, wanted):
-    assert detect(environment) == wanted
+def test_detect(environment, expected):
+    assert detect(environment) == expected
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
         ({"SPMD_PROCESSES": "two", "SPMD_PROCESS": "0"}, "SPMD_PROCESS"),
-        ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "2", "SPMD_COORDINATOR": "h:1"}, "process 2 of 2.\n    fix: numbers from 0 to 1."),
+        ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "2", "SPMD_COORDINATOR": "h:1"}, "process 2 of 2.\n    fix: ranks from 0 to 1."),
         ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "0"}, "SPMD_COORDINATOR is not set."),
-        ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "0", "SPMD_COORDINATOR": "host"}, '"host" is no address.\n    fix: HOST:PORT'),
+        ({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "0", "SPMD_COORDINATOR": "host"}, '"host" is not an address.\n    fix: HOST:PORT'),
         (MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "does not know where process 0 is.\n    fix: mpirun -x SPMD_COORDINATOR=HOST:PORT"),
         (
             TORCH | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
-            "3 GPUs cannot be shared by 2 processes of a host.\n    fix: as many processes as GPUs",
+            "3 GPUs cannot be shared equally by 2 processes of a host.\n    fix: as many processes as GPUs",
         ),
         (
             SLURM | {"SLURM_HET_SIZE": "2"},
-            "SLURM job 4242 has 2 components; where its processes meet cannot be read from what SLURM tells them.\n"
+            "SLURM job 4242 has 2 components, for which SLURM's variables do not say where process 0 is.\n"
             "    fix: a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each task.",
         ),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4x2"}, "SLURM_STEP_TASKS_PER_NODE='4x2' cannot be read."),
     ],
 )
-def test_what_does_not_fit_is_told(environment, message):
+def test_inconsistent_environment_is_refused(environment, message):
     with pytest.raises(ClusterError) as caught:
         detect(environment)
     assert message in str(caught.value)
 
 
-def test_gpus_that_no_variable_names_are_counted(tmp_path):
+def test_visible_gpus_are_counted_by_nvidia_smi(tmp_path):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-a)'\necho '  MIG 1g'\necho 'GPU 1: NVIDIA H100 (UUID: GPU-b)'\n")
     tool.chmod(0o755)
@@ -128,24 +128,24 @@ def test_gpus_that_no_variable_names_are_counted(tmp_path):
     assert detect(TORCH | environment).local_devices == (1,)
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == [] and visible_gpus({"CUDA_VISIBLE_DEVICES": "1, 0"}) == ["1", "0"]
     tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    with pytest.raises(ClusterError, match="nvidia-smi -L does not work: Failed to initialize NVML"):
+    with pytest.raises(ClusterError, match="nvidia-smi -L fails: Failed to initialize NVML"):
         visible_gpus(environment)
 
 
 @pytest.mark.parametrize(
     ("address", "local", "message"),
     [
-        ("0.0.0.0:4000", 2, "0.0.0.0 means every interface"),
-        ("[::]:4000", 2, ":: means every interface"),
+        ("0.0.0.0:4000", 2, "0.0.0.0 stands for all interfaces"),
+        ("[::]:4000", 2, ":: stands for all interfaces"),
         ("localhost:4000", 1, "which other hosts cannot reach"),
-        ("no.such.host.invalid:4000", 2, "has no address"),
+        ("no.such.host.invalid:4000", 2, "does not resolve"),
     ],
 )
-def test_where_process_0_must_not_listen(address, local, message):
+def test_resolve_address_refuses_unreachable_addresses(address, local, message):
     with pytest.raises(ClusterError, match=message):
-        resolved(World(0, 2, address, "test", 0, local))
+        resolve_address(World(0, 2, address, "test", 0, local))
 
 
-def test_where_it_may():
-    assert resolved(World(0, 2, "localhost:4000", "test", 0, 2)) in ("127.0.0.1", "::1")
-    assert resolved(World(0, 2, "127.0.0.1:4000", "test", 0, 1)) == "127.0.0.1", "as it was asked for"
+def test_resolve_address_accepts_loopback_on_one_host():
+    assert resolve_address(World(0, 2, "localhost:4000", "test", 0, 2)) in ("127.0.0.1", "::1")
+    assert resolve_address(World(0, 2, "127.0.0.1:4000", "test", 0, 1)) == "127.0.0.1", "it was given explicitly"

@@ -147,7 +147,7 @@ def test_one_that_has_ended_is_not_waited_for(tmp_path):
     """Its script leaves, with code 0, before `fit`, where the other waits for it."""
     run = job("--folder", tmp_path / "run", "--fault", "leaves", seconds=60)
     assert run.code == 1 and "HASH" not in run.text, run.text
-    assert "[0] spmd 0: process 1 has come to the end of its script, and is waited for in compile" in run.text
+    assert "[0] spmd 0: process 1 has finished its script, and is waited for in compile" in run.text
 
 
 @SLOW
@@ -206,7 +206,7 @@ def test_what_it_started_ends_with_the_launcher(tmp_path):
         (["--processes", "2", "nothing.py"], 'there is no script "nothing.py"'),
         (["--processes", "0", __file__], "processes=0"),
         (["--processes", "2", "--stall", "stepp=3", __file__], 'did you mean "step"'),
-        (["--processes", "2", "--stall", "step=x", __file__], '"x" is no number'),
+        (["--processes", "2", "--stall", "step=x", __file__], '"x" is not a number'),
         (["--devices", "a", __file__], '--devices "a"'),
         (["--devices", "0,0", __file__], "devices=[0, 0]"),
         (["--devices", "-1", __file__], "devices=[-1]"),
