@@ -25,7 +25,7 @@ from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout, spec_text
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
-from spmd.planner.memory_check import check_room
+from spmd.planner.memory_check import check_step_memory
 from spmd.resume import CHANGED_DATA, open_store, resume_wanted, start
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
@@ -189,7 +189,7 @@ def fit(
     _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
     meta = about_run(trainer, reader)
     _agree(program, reader, hooks, {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta})
-    room = check_room(program) if check_memory and not isinstance(data, Resident) else None
+    room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
         store = open_store(config, opened, resume=resume_wanted(resume) or (config is not None and was_restarted()))
         begun = start(store, trainer, meta, changed_data=resume == CHANGED_DATA)

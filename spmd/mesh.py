@@ -85,16 +85,23 @@ class MeshSpec:
         return f"{text}.\n    fix: {self._fix(known, devices)}."
 
     def _fix(self, known: int, devices: int) -> str:
-        """The nearest mesh that uses all devices; on a CPU there can be as many devices as are wanted."""
+        """The nearest mesh; on a CPU there can be as many devices as are wanted."""
+        more = f"; on a CPU, spmd.simulate_devices({known}) before JAX is first used" if devices < known else ""
+        return f'mesh="{self.nearest(devices)}"{more}'
+
+    def nearest(self, devices: int) -> "MeshSpec":
+        """The mesh with these axes that uses all devices and whose sizes are nearest to these; a size of -1 stays -1.
+
+        >>> print(MeshSpec.parse("data=4,model=2").nearest(6))
+        data=3, model=2
+        """
         left, free = devices, -1 in self.sizes.values()
         axes: list[tuple[str, int]] = []
         for name, size in reversed(self.axes if free else self.axes[1:]):
             fits = -1 if size == -1 else max(n for n in range(1, min(size, left) + 1) if left % n == 0)
             left //= abs(fits)
             axes.insert(0, (name, fits))
-        fixed = MeshSpec(tuple(axes if free else [(self.axes[0][0], left), *axes]))
-        more = f"; on a CPU, spmd.simulate_devices({known}) before JAX is first used" if devices < known else ""
-        return f'mesh="{fixed}"{more}'
+        return MeshSpec(tuple(axes if free else [(self.axes[0][0], left), *axes]))
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.axes)

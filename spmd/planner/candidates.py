@@ -1,13 +1,13 @@
-"""What `spmd.search` chooses from: layouts, each on every mesh of its axes, with ways to reduce, microbatches and rematerialisation.
+"""The candidates of `spmd.search`: each layout on every mesh of its axes, with reductions, microbatches and rematerialization.
 
-Candidates are in an order that is the same each time. A candidate says all that a plan needs beside the model.
+Their order is deterministic. With the model, a candidate is all that a plan needs.
 """
 
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from spmd.errors import OptionError, a_kind
@@ -17,8 +17,8 @@ from spmd.mesh import MeshSpec
 from spmd.train.model_setup import Placed
 from spmd.tree import flatten
 
-KEPT = ("everything", "dots", "nothing")  # by `[remat] save`, from most to least
-PIPED = (None, 1, 2, 8)  # microbatches of a pipeline, per stage; None: as many as a stack chooses by itself
+REMAT_SAVES = ("everything", "dots", "nothing")  # values of `[remat] save`, from most to least memory
+MICROBATCHES_PER_STAGE = (None, 1, 2, 8)  # of a pipeline; None: the stack's default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,37 +26,35 @@ class Candidate:
     """One way to train.
 
     Attributes:
-      layout: all of it: mesh, reduction, pipeline and `[remat]` are those of this candidate.
-      accumulate: microbatches whose gradients are summed before they meet.
-      family: the layout that it is a variant of, by its place among those that are searched.
-      kept: what rematerialisation keeps, 0 for what the layout itself says; each further one keeps less.
+      layout: with the mesh, reduction, pipeline and `[remat]` of this candidate.
+      accumulate: microbatches whose gradients are summed before they are reduced.
+      family: the index of the searched layout that this is a variant of.
+      remat_level: 0 for the layout's own rematerialization; each further level saves less.
     """
 
     layout: Layout
     accumulate: int
     family: int
-    kept: int
+    remat_level: int
 
     @property
     def mesh(self) -> MeshSpec:
-        """Its axes and their sizes."""
+        """The mesh of its layout."""
         return MeshSpec(self.layout.mesh)
 
     @property
     def group(self) -> "Candidate":
-        """The same without what saves memory only: one microbatch, and the layout's own rematerialisation."""
-        return dataclasses.replace(self, accumulate=1, kept=0, layout=dataclasses.replace(self.layout, remat=Remat()))
+        """The same without what only saves memory: one microbatch, and the layout's own rematerialization."""
+        return dataclasses.replace(self, accumulate=1, remat_level=0, layout=dataclasses.replace(self.layout, remat=Remat()))
 
-    def differs(self, other: "Candidate") -> float:
-        """How far another of the same family is: twofold steps of its mesh, and one for each other thing."""
-        pairs = zip(self.mesh.sizes.values(), other.mesh.sizes.values(), strict=True)
-        far = sum(abs(math.log2(size / wish)) for size, wish in pairs)
+    def distance(self, other: "Candidate") -> float:
+        """How much another candidate of the same family differs: doublings of mesh axes, plus one for each other difference."""
         same = (
             self.layout.gradients.reduction == other.layout.gradients.reduction,
             self.layout.pipeline.microbatches == other.layout.pipeline.microbatches,
-            (self.kept, self.accumulate) == (other.kept, other.accumulate),
+            (self.remat_level, self.accumulate) == (other.remat_level, other.accumulate),
         )
-        return far + same.count(False)
+        return _doublings(self.mesh.sizes.values(), other.mesh.sizes.values()) + same.count(False)
 
     def __str__(self) -> str:
         layout = self.layout
@@ -67,12 +65,12 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Space:
+class CandidateSpace:
     """All candidates for a number of devices.
 
     Attributes:
       layouts: the families.
-      remats: what may be recomputed, each keeping less than the one before.
+      remats: levels of rematerialization, each saving less than the one before.
       devices: of the mesh.
       rows: of the batch.
     """
@@ -83,79 +81,85 @@ class Space:
     rows: int
 
     def meshes(self, family: int) -> list[MeshSpec]:
-        """Every mesh of a layout's axes on all devices, those nearest to its own first; a cut axis has two devices at least."""
+        """Every mesh of a layout's axes that uses all devices, nearest to its own first; a sharded axis has at least two devices."""
         declared = _axes(self.layouts[family])
-        names = [name for name, _ in declared]
-        found = [sizes for sizes in _factors(self.devices, len(names)) if all(map(_enough, sizes, declared))]
-        far = lambda sizes: sum(abs(math.log2(size / wish)) for size, (_, wish) in zip(sizes, declared, strict=True) if wish > 0)
-        return [MeshSpec(tuple(zip(names, sizes, strict=True))) for sizes in sorted(found, key=lambda sizes: (far(sizes), sizes))]
+        names, wanted = zip(*declared, strict=True)
+        possible = [sizes for sizes in _factors(self.devices, len(names)) if all(map(_is_sharded, sizes, declared))]
+        ordered = sorted(possible, key=lambda sizes: (_doublings(sizes, wanted), sizes))
+        return [MeshSpec(tuple(zip(names, sizes, strict=True))) for sizes in ordered]
 
     def impossible(self, family: int) -> str | None:
-        """Why a layout has no mesh of so many devices; None where it has."""
+        """Why a layout has no mesh with this number of devices; None where it has one."""
         if self.meshes(family):
             return None
         axes = ", ".join(f"{name} of {'any size' if size < 2 else '2 or more'}" for name, size in _axes(self.layouts[family]))
         return f"{self.devices} device{'s' * (self.devices > 1)} make{'s' * (self.devices == 1)} no mesh of its axes ({axes})"
 
     def groups(self, family: int) -> Iterator[Candidate]:
-        """Every mesh, way to reduce and number of a pipeline's microbatches of a layout; as it is declared, first."""
+        """Every mesh, reduction and number of pipeline microbatches of a layout; the declared ones first."""
         layout = self.layouts[family]
-        for mesh, piped, reduction in itertools.product(self.meshes(family), self._piped(layout), _reductions(layout)):
+        adjustable = layout.pipeline.axis and layout.pipeline.microbatches is None
+        per_stage = MICROBATCHES_PER_STAGE if adjustable else (None,)
+        for mesh, count, reduction in itertools.product(self.meshes(family), per_stage, _reductions(layout)):
             stages = mesh.sizes.get(layout.pipeline.axis or "", 1)
-            pipeline = dataclasses.replace(layout.pipeline, microbatches=piped * stages) if piped else layout.pipeline
+            pipeline = dataclasses.replace(layout.pipeline, microbatches=count * stages) if count else layout.pipeline
             gradients = dataclasses.replace(layout.gradients, reduction=reduction)
             yield Candidate(dataclasses.replace(layout, mesh=mesh.axes, pipeline=pipeline, gradients=gradients), 1, family, 0)
 
-    def lighter(self, one: Candidate) -> Iterator[Candidate]:
-        """What differs from a candidate in needing less memory: the next that keeps less, and each further number of microbatches."""
-        rungs = self._kept(one.family)
-        if one.kept + 1 < len(rungs):
-            layout = dataclasses.replace(one.layout, remat=rungs[one.kept + 1])
-            yield dataclasses.replace(one, layout=layout, kept=one.kept + 1)
-        workers = math.prod(one.mesh.sizes[axis] for axis in one.layout.data_axes())
-        for count in microbatches(self.rows, workers * (one.layout.pipeline.microbatches or 1)):
-            if count > one.accumulate:
-                yield dataclasses.replace(one, accumulate=count)
+    def lighter(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Variants that need less memory: the next level of rematerialization, and each larger number of microbatches."""
+        remats, level = self._remats(candidate.family), candidate.remat_level + 1
+        if level < len(remats):
+            layout = dataclasses.replace(candidate.layout, remat=remats[level])
+            yield dataclasses.replace(candidate, layout=layout, remat_level=level)
+        workers = math.prod(candidate.mesh.sizes[axis] for axis in candidate.layout.data_axes())
+        for count in microbatches(self.rows, workers * (candidate.layout.pipeline.microbatches or 1)):
+            if count > candidate.accumulate:
+                yield dataclasses.replace(candidate, accumulate=count)
 
     def all(self) -> Iterator[Candidate]:
         """Every candidate."""
         for family in range(len(self.layouts)):
             for group in self.groups(family):
-                for kept, remat in enumerate(self._kept(family)):
-                    one = dataclasses.replace(group, layout=dataclasses.replace(group.layout, remat=remat), kept=kept)
-                    yield one
-                    yield from (other for other in self.lighter(one) if other.kept == kept)
+                for level, remat in enumerate(self._remats(family)):
+                    layout = dataclasses.replace(group.layout, remat=remat)
+                    candidate = dataclasses.replace(group, layout=layout, remat_level=level)
+                    yield candidate
+                    yield from (other for other in self.lighter(candidate) if other.remat_level == level)
 
-    def _kept(self, family: int) -> list[Remat]:
-        own = self.layouts[family].remat
-        return [own, *(remat for remat in self.remats if KEPT.index(remat.saves) > KEPT.index(own.saves))]
+    def _remats(self, family: int) -> list[Remat]:
+        declared = self.layouts[family].remat
+        level = REMAT_SAVES.index(declared.saves)
+        return [declared, *(remat for remat in self.remats if REMAT_SAVES.index(remat.saves) > level)]
 
-    def _piped(self, layout: Layout) -> tuple[int | None, ...]:
-        return PIPED if layout.pipeline.axis and layout.pipeline.microbatches is None else (None,)
+
+def _doublings(sizes: Iterable[int], wanted: Iterable[int]) -> float:
+    """How many times axes must be doubled or halved; a wanted size of -1 is any."""
+    return sum(abs(math.log2(size / wish)) for size, wish in zip(sizes, wanted, strict=True) if wish > 0)
 
 
 def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
-    """The axes that a layout declares, or those that it speaks of: the first data axis takes what the others leave."""
+    """The axes that a layout declares, or those that it mentions: the first data axis takes the devices that the others leave."""
     if layout.mesh:
         return layout.mesh
     data = layout.data_axes()
     rules = (layout.batch, *layout.batch.rules, *layout.params, *layout.activations)
-    told = [
+    axes = [
         *data,
         *(axis for rule in rules for axis in spec_axes(rule.spec)),
         *(axis for _, entry in layout.axes for axis in entry_axes(entry)),
     ]
-    told += [axis for axis in (layout.pipeline.axis, layout.sequence.axis) if axis]
-    return tuple((axis, -1 if axis in data[:1] else 2) for axis in dict.fromkeys(told)) or (("data", -1),)
+    axes += [axis for axis in (layout.pipeline.axis, layout.sequence.axis) if axis]
+    return tuple((axis, -1 if axis in data[:1] else 2) for axis in dict.fromkeys(axes)) or (("data", -1),)
 
 
-def _enough(size: int, declared: tuple[str, int]) -> bool:
-    """An axis of one device cuts nothing: that would be another layout, but for the axis that takes what is left."""
+def _is_sharded(size: int, declared: tuple[str, int]) -> bool:
+    """Whether an axis has enough devices: an axis of size 1 would make another layout, unless it takes what the others leave."""
     return size >= min(declared[1], 2)
 
 
 def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many, in order.
+    """All ways to write a number as a product of `parts` factors, in order.
 
     >>> list(_factors(4, 2))
     [(1, 4), (2, 2), (4, 1)]
@@ -169,63 +173,64 @@ def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _reductions(layout: Layout) -> tuple[str, ...]:
-    own = layout.gradients.reduction
-    return (own, "compiler") if own in ("all_reduce", "reduce_scatter") and not layout.gradients.compressed else (own,)
+    declared = layout.gradients.reduction
+    exact = declared in ("all_reduce", "reduce_scatter") and not layout.gradients.compressed
+    return (declared, "compiler") if exact else (declared,)
 
 
 def microbatches(rows: int, parts: int) -> list[int]:
-    """Numbers of microbatches, above one, that cut what each of so many parts has of the rows evenly; each at least twice the one before.
+    """Numbers of microbatches, above one, that divide each part's rows evenly; each at least twice the one before.
 
     >>> microbatches(32, 2), microbatches(450, 2), microbatches(3, 2)
     ([2, 4, 8, 16], [3, 9, 25, 75, 225], [])
     """
-    found, last = [], 1
+    counts, last = [], 1
     for count in range(2, rows // parts + 1) if rows % parts == 0 else ():
         if rows // parts % count == 0 and count >= 2 * last:
-            found.append(count)
+            counts.append(count)
             last = count
-    return found
+    return counts
 
 
 def remats(placed: Placed) -> tuple[Remat, ...]:
-    """What of a model may be recomputed: each of its repeated submodules by itself, or the whole forward pass where nothing repeats."""
+    """What a model may recompute: each repeated submodule separately, or the whole forward pass where none repeats."""
     paths = list(flatten(placed.abstract_state.params))
     stacks = {path.partition("/layers/")[0] + "/layers" for path in placed.model.stacks() if "/layers/" in path}
     rest = [path for path in paths if not any(path.startswith(stack) for stack in stacks)]
     numbered = {found.group(1) + "*" for path in rest if (found := re.match(r"(.*?[/_])\d+/.+/", path))}  # blocks/0/up/kernel
     modules = tuple(sorted(stacks | numbered))
-    return tuple(Remat(save, modules) for save in KEPT[1:])
+    return tuple(Remat(save, modules) for save in REMAT_SAVES[1:])
 
 
 def chosen_layouts(candidates: "str | Path | Layout | Sequence[str | Path | Layout]") -> tuple[tuple[Layout, ...], dict[str, str]]:
-    """The layouts to search, and those that are left out by name, with the reason.
+    """The layouts to search, and the reasons for those left out, by name.
 
     Raises:
       OptionError: neither "exact", "all" nor a list of layouts.
     """
     if candidates in ("exact", "all"):
-        found = [Layout.load(name) for name in shipped()]
-        out = {} if candidates == "all" else {layout.name: why for layout in found if (why := changes(layout))}
-        return tuple(layout for layout in found if layout.name not in out), out
+        layouts = [Layout.load(name) for name in shipped()]
+        left_out = {} if candidates == "all" else {layout.name: why for layout in layouts if (why := update_differences(layout))}
+        return tuple(layout for layout in layouts if layout.name not in left_out), left_out
     if isinstance(candidates, Layout | Path):
         candidates = [candidates]
     if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
         raise OptionError(
-            f"candidates={candidates!r} is {'empty' if candidates == [] else a_kind(candidates)}.\n"
-            '    fix: "exact" (layouts that make the updates one device would make), "all", or a list of layouts: ["fsdp", "my.toml"].'
+            f"candidates={candidates!r} is {'empty' if candidates == [] else a_kind(candidates)}.",
+            fix='"exact" (layouts whose updates equal those of one device), "all", or a list of layouts: ["fsdp", "my.toml"].',
         )
-    return tuple(dict.fromkeys(Layout.load(one) for one in candidates)), {}
+    return tuple(dict.fromkeys(Layout.load(layout) for layout in candidates)), {}
 
 
-def changes(layout: Layout) -> str | None:
-    """In what a layout's updates are not those that one device would make; None where they are, but for rounding."""
+def update_differences(layout: Layout) -> str | None:
+    """How a layout's updates differ from those of one device, apart from rounding; None if they do not."""
     gradients, server = layout.gradients, layout.parameter_server
-    found = []
+    differences = []
     if gradients.compressed or gradients.weights != "exact":
         codecs = [codec for codec in (*gradients.codecs, gradients.weights) if codec != "exact"]
-        found.append(f"what travels is rounded ({', '.join(dict.fromkeys(codecs))})")
+        differences.append(f"communication is lossy ({', '.join(dict.fromkeys(codecs))})")
     if gradients.reduction == "parameter_server" and server.mode != "synchronous":
-        found.append(f"workers do not wait for each other (mode {server.mode})")
+        differences.append(f"workers do not wait for each other (mode {server.mode})")
     if gradients.reduction == "parameter_server" and server.spares:
-        found.append(f"{server.spares} of the workers' gradients are dropped in every step")
-    return " and ".join(found) or None
+        differences.append(f"{server.spares} of the workers' gradients are dropped in every step")
+    return " and ".join(differences) or None

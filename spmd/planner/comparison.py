@@ -1,7 +1,6 @@
 """Plans side by side."""
 
 import dataclasses
-from collections.abc import Callable
 
 from spmd.errors import OptionError, a_kind
 from spmd.planner.planning import Plan
@@ -13,11 +12,11 @@ from spmd.tree import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Figures of several plans; printed, a table with a plan to a column, each figure as a share of the first plan's behind it.
+    """Figures of several plans; printed, a table with one column per plan, each figure with its ratio to the first plan's.
 
     Attributes:
-      names: what tells the plans apart.
-      figures: of every plan, by name; bytes on or from one device, seconds of a step, rows per second of all devices.
+      names: short names of the plans, from what differs between them.
+      figures: one value per plan, by name; bytes on or from one device, seconds of a step, rows per second of all devices.
     """
 
     names: tuple[str, ...]
@@ -26,18 +25,18 @@ class Comparison:
     def __str__(self) -> str:
         rows = [("", *self.names)]
         for name, values in self.figures.items():
-            shares = [f" ({value / values[0]:.2f})" if values[0] and at else "" for at, value in enumerate(values)]
-            rows.append((name, *(_shown(name)(value) + share for value, share in zip(values, shares, strict=True))))
+            ratios = [f" ({value / values[0]:.2f})" if values[0] and at else "" for at, value in enumerate(values)]
+            rows.append((name, *(_format(name, value) + ratio for value, ratio in zip(values, ratios, strict=True))))
         return "\n".join(aligned(rows))
 
     __repr__ = __str__
 
 
 def compare(*plans: Plan) -> Comparison:
-    """Plans side by side, the first one being what the others are measured by.
+    """Compare plans side by side, relative to the first one.
 
     Raises:
-      OptionError: fewer than two, or something else than plans.
+      OptionError: fewer than two plans, or not plans.
 
     Example:
       >>> import jax, optax, spmd
@@ -50,8 +49,8 @@ def compare(*plans: Plan) -> Comparison:
       (('data_parallel', 'fsdp'), (4100, 1028))
     """
     if len(plans) < 2 or not all(isinstance(plan, Plan) for plan in plans):
-        given = ", ".join(map(a_kind, plans)) or "nothing"
-        raise OptionError(f"compare({given}).", fix="two plans or more, each of spmd.plan.")
+        kinds = ", ".join(map(a_kind, plans)) or "nothing"
+        raise OptionError(f"compare({kinds}).", fix="two plans or more, each of spmd.plan.")
     figures = {
         "rows of a batch": [plan.rows for plan in plans],
         "peak memory": [plan.memory.peak for plan in plans],
@@ -64,28 +63,31 @@ def compare(*plans: Plan) -> Comparison:
         "step": [plan.timeline.seconds for plan in plans],
         "  matrix products": [plan.timeline.products for plan in plans],
         "  memory": [plan.timeline.memory for plan in plans],
-        "  beginning operations": [plan.timeline.launches for plan in plans],
-        "  waiting for what travels": [plan.timeline.exposed for plan in plans],
+        "  launch overhead": [plan.timeline.launches for plan in plans],
+        "  exposed communication": [plan.timeline.exposed for plan in plans],
         "rows/s": [plan.rows_per_second for plan in plans],
     }
     return Comparison(_names(plans), {name: tuple(values) for name, values in figures.items() if any(values)})
 
 
 def _names(plans: tuple[Plan, ...]) -> tuple[str, ...]:
-    """As few of the parts in which the plans differ as tell them apart: layout, mesh, target, precision, microbatches, reduction, codec."""
-    parts = []
+    """Names from as few properties as distinguish the plans: layout, mesh, target, precision, microbatches, reduction, codec."""
+    properties = []
     for plan in plans:
-        options, gradients = plan.program.placed.config, plan.layout.gradients
-        how = (options.precision, f"{options.accumulate} microbatches", gradients.reduction, gradients.codec)
-        parts.append((plan.layout.name, f"mesh {plan.mesh}", str(plan.cluster), *how))
-    differ = [at for at, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1] or [0]
-    named = lambda count: tuple(", ".join(part[at] for at in differ[:count]) for part in parts)
-    return next((named(count) for count in range(1, len(differ)) if len(set(named(count))) == len(plans)), named(len(differ)))
+        config, gradients = plan.program.placed.config, plan.layout.gradients
+        how = (config.precision, f"{config.accumulate} microbatches", gradients.reduction, gradients.codec)
+        properties.append((plan.layout.name, f"mesh {plan.mesh}", str(plan.cluster), *how))
+    differ = [at for at, values in enumerate(zip(*properties, strict=True)) if len(set(values)) > 1] or [0]
+    names: tuple[str, ...] = ()
+    for count in range(1, len(differ) + 1):
+        names = tuple(", ".join(values[at] for at in differ[:count]) for values in properties)
+        if len(set(names)) == len(plans):
+            break
+    return names
 
 
-def _shown(name: str) -> Callable[[float], str]:
-    """How a figure is written."""
+def _format(name: str, value: float) -> str:
     if name.startswith("rows"):
-        return lambda value: f"{value:,.0f}"
-    timed = name.strip() in ("step", "matrix products", "memory", "beginning operations", "waiting for what travels")
-    return seconds if timed else format_bytes
+        return f"{value:,.0f}"
+    timed = name.strip() in ("step", "matrix products", "memory", "launch overhead", "exposed communication")
+    return seconds(value) if timed else format_bytes(value)

@@ -1,4 +1,4 @@
-"""A step compiled for hardware that need not be there, in a process of its own: bounded in time, and kept for the next time."""
+"""Compile a step for hardware that need not be present: in a separate process, with a timeout and a cache."""
 
 import contextlib
 import dataclasses
@@ -27,25 +27,25 @@ from spmd.planner.target import Cluster, Target
 from spmd.train.compiled_step import Program
 
 PLUGIN = "jax_cuda13_plugin"
-COMPILERS = {  # by platform: the module that has it, its distribution, our extra, and what it is called
+COMPILERS = {  # by platform: the compiler's module, its distribution, our extra, its name, and the kind of device
     "cuda": (PLUGIN, "jax-cuda13-plugin", "gpu-compiler", "XLA:GPU", "GPU"),
     "tpu": ("libtpu", "libtpu", "tpu-compiler", "XLA:TPU", "TPU"),
 }
 FILES = ("program.hlo", "memory.json", "buffers.txt")
 _HOST = re.sub(r"\W", "_", socket.gethostname())
-KEPT = 64  # compiled programs in the cache; the one that was not used for longest goes first
+CACHE_SIZE = 64  # compiled programs; the least recently used ones are removed
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a step.
+    """A compiled step.
 
     Attributes:
-      compiler: which one, in words; `exact` says whether it is the target's own.
+      compiler: a description of the compiler; `exact` says whether it is the target's own.
       hlo: the scheduled program of one device, as text.
-      sizes: bytes on one device as XLA has them: argument, output, alias (outputs that take an argument's place), temp, generated_code.
-      buffers: XLA's report of what shares which memory; "" where it writes none.
-      seconds: how long compiling took, without tracing.
+      sizes: bytes on one device according to XLA: argument, output, alias (outputs in donated arguments), temp, generated_code.
+      buffers: XLA's buffer assignment report; "" if it writes none.
+      seconds: compile time, without tracing.
     """
 
     compiler: str
@@ -57,32 +57,32 @@ class Compiled:
 
 
 def compiler_of(target: Target, nodes: int = 1) -> tuple[str, str]:
-    """The platform whose compiler is taken for a target, and in words which that is and why."""
+    """The platform whose compiler is used for a target, and a description of it."""
     if target.platform == "cpu":
         return "cpu", "XLA:CPU, on simulated devices"
     module, _, extra, name, kind = COMPILERS[target.platform]
     if target.platform == "tpu" and nodes > 1:
-        return "cpu", "an ESTIMATE by XLA:CPU: what XLA:TPU sends between slices is in no collective that could be read; of one slice it is"
+        return "cpu", "an ESTIMATE by XLA:CPU: XLA:TPU does not express communication between slices as collectives, only within one"
     if importlib.util.find_spec(module) is not None:
-        return target.platform, f"{name}, told of {target.title}; no {kind} was needed"
+        return target.platform, f"{name} with a description of {target.title}; no {kind} was needed"
     return "cpu", f"an ESTIMATE by XLA:CPU: the compiler for {target.title} is not installed ({how_to_install(extra)})"
 
 
 def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> Compiled:
-    """A step on a full batch, compiled for a cluster; nothing is allocated at the model's size.
+    """Compile a step on a full batch for a cluster; nothing is allocated at the model's size.
 
     Args:
       timeout: seconds after which the compiler is stopped.
-      say: is told once a second how long it has taken.
+      say: called once a second with a line on how long it has taken.
 
     Raises:
       CompileError: the compiler fails, or takes too long.
     """
-    platform, words = compiler_of(cluster.target, cluster.nodes)
+    platform, compiler = compiler_of(cluster.target, cluster.nodes)
     exported, donated = _exported(program, platform)
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
     request = {
-        "exported": fields | {"_get_vjp": None},  # a function, which cannot be sent, and which nobody calls
+        "exported": fields | {"_get_vjp": None},  # a function, which cannot be pickled and is not called
         "donated": donated,
         "mesh": MeshSpec.parse(program.placed.mesh).axes,
         "platform": platform,
@@ -92,105 +92,106 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
         "topology": topology(cluster) if platform != "cpu" else {},
     }
     blob = pickle.dumps(request)
-    known_by = [blob, *(text.encode() for text in (jax.__version__, jaxlib.__version__, _plugin(platform), _flags()))]
-    folder = cache_folder() / hashlib.sha256(b"\0".join(known_by)).hexdigest()[:32]
-    found = _kept(folder)
-    if found is None:
-        _compile(blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with {words.split(',')[0]}", timeout, say)
-        found = _kept(folder)
-    if found is None:
-        raise CompileError(f"what was compiled is not in {folder} any more.", fix="once more; or another folder, in $SPMD_CACHE.")
-    hlo, memory, buffers = found
+    key = [blob, *(text.encode() for text in (jax.__version__, jaxlib.__version__, _plugin(platform), _flags()))]
+    folder = cache_folder() / hashlib.sha256(b"\0".join(key)).hexdigest()[:32]
+    files = _cached(folder)
+    if files is None:
+        name = "XLA:CPU" if platform == "cpu" else COMPILERS[platform][3]
+        _compile(blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with {name}", timeout, say)
+        files = _cached(folder)
+    if files is None:
+        raise CompileError(f"the compiled program is no longer in {folder}.", fix="try again; or another folder, in $SPMD_CACHE.")
+    hlo, memory, buffers = files
     sizes = json.loads(memory)
-    return Compiled(words, platform == cluster.target.platform, hlo, sizes, buffers, sizes.pop("seconds"))
+    return Compiled(compiler, platform == cluster.target.platform, hlo, sizes, buffers, sizes.pop("seconds"))
 
 
 def check_timeout(timeout: float) -> None:
-    """Refuse what are no seconds.
+    """Check that a timeout is a positive number of seconds.
 
     Raises:
-      OptionError: told.
+      OptionError: it is not.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not timeout > 0:
-        raise OptionError(f"timeout={timeout!r}.", fix="seconds, more than none.")
+        raise OptionError(f"timeout={timeout!r}.", fix="a positive number of seconds.")
 
 
 def _exported(program: Program, platform: str) -> tuple[Any, tuple[int, ...]]:
-    """The step as it is sent to the compiler.
+    """The exported step, and its donated arguments.
 
     Raises:
       CompileError: something in it runs in this process only.
     """
     try:
         return program.exported(platform)
-    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:  # jax.export's words for what cannot leave this process
+    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:  # what jax.export raises
         first = (str(error).strip().splitlines() or [""])[0]
         raise CompileError(
-            f"the step cannot be sent to a compiler elsewhere: {type(error).__name__}: {first}\n"
-            "    fix: plan it without what runs on the host or asks for devices: jax.debug.print, jax.pure_callback, a mesh of one's own."
+            f"the step cannot be exported to another process: {type(error).__name__}: {first}",
+            fix="plan it without code that needs the host or its devices: jax.debug.print, jax.pure_callback, a mesh of your own.",
         ) from error
 
 
-def _kept(folder: Path) -> tuple[str, ...] | None:
-    """What the cache has of a program, its files' texts; None where any is missing or cut off."""
+def _cached(folder: Path) -> tuple[str, ...] | None:
+    """The files of a program in the cache, as texts; None if any is missing or truncated."""
     try:
         texts = tuple((folder / name).read_text(encoding="utf-8") for name in FILES)
         json.loads(texts[1])
-        os.utime(folder)  # the ones that are used stay longest
+        os.utime(folder)  # marks it as recently used
     except (OSError, ValueError):
         return None
     return texts if all(texts[:2]) else None
 
 
 def cache_folder() -> Path:
-    """Where compiled programs are kept: `$SPMD_CACHE`, or `spmd/plans` in the user's cache folder."""
-    given = os.environ.get("SPMD_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd" / "plans"
+    """The cache of compiled programs: `$SPMD_CACHE`, or `spmd/plans` in the user's cache folder."""
+    chosen = os.environ.get("SPMD_CACHE")
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd" / "plans"
 
 
 def _compile(blob: bytes, folder: Path, devices: int, what: str, timeout: float, say: Callable[[str], None]) -> None:
-    """Have it compiled, and put what it leaves into the cache at once or not at all."""
+    """Compile a request in the compile server, and store the results in the cache."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder.parent)
+        _evict(folder.parent)
         with tempfile.TemporaryDirectory(prefix=f"plan-{os.getpid()}-{_HOST}-", dir=folder.parent, ignore_cleanup_errors=True) as name:
             work = Path(name)
             (work / "request.pickle").write_bytes(blob)
-            compile_client.ask(work, _environment(), devices, what, timeout, say)
+            compile_client.compile_request(work, _environment(), devices, what, timeout, say)
             if not (work / "memory.json").is_file():
                 raise CompileError(f"compiling for {what} failed:\n{_last(work / compile_client.LOG)}")
-            _keep(work, folder)
+            _store(work, folder)
     except OSError as error:
-        why = f"{folder.parent}, where compiled programs are kept: {error}"
+        why = f"the cache of compiled programs, {folder.parent}, cannot be written: {error}"
         raise CompileError(f"{why}.", fix="another folder, in $SPMD_CACHE.") from error
 
 
-def _keep(work: Path, folder: Path) -> None:
-    """Put what there is into the cache at once or not at all."""
+def _store(work: Path, folder: Path) -> None:
+    """Move the results into the cache, atomically."""
     done = work / "done"
     done.mkdir()
-    (work / "buffers.txt").touch()  # a compiler that reports none
+    (work / "buffers.txt").touch()  # some compilers write none
     for file in FILES:
         (work / file).replace(done / file)
-    if _kept(folder) is None:
+    if _cached(folder) is None:
         shutil.rmtree(folder, ignore_errors=True)  # damaged
-    with contextlib.suppress(OSError):  # another process was first, with the same
+    with contextlib.suppress(OSError):  # another process has stored the same program
         done.replace(folder)
 
 
-def _sweep(folder: Path) -> None:
-    """Take away the oldest programs of a full cache, and what processes left that were killed."""
-    kept = [path for path in folder.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name)]
-    old = sorted(kept, key=lambda path: path.stat().st_mtime)[: -KEPT + 1]
-    of_here = re.compile(rf"plan-(\d+)-{re.escape(_HOST)}-")  # a folder may be shared by hosts
-    left = [path for path in folder.glob("plan-*") if (found := of_here.match(path.name)) and not _alive(int(found.group(1)))]
-    for path in [*old, *left]:
+def _evict(folder: Path) -> None:
+    """Remove the oldest programs of a full cache, and what killed processes have left."""
+    programs = [path for path in folder.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name)]
+    old = sorted(programs, key=lambda path: path.stat().st_mtime)[: -CACHE_SIZE + 1]
+    local = re.compile(rf"plan-(\d+)-{re.escape(_HOST)}-")  # a folder may be shared by hosts
+    stale = [path for path in folder.glob("plan-*") if (match := local.match(path.name)) and not _alive(int(match.group(1)))]
+    for path in [*old, *stale]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _alive(process: int) -> bool:
     try:
-        os.kill(process, 0)  # asks only
+        os.kill(process, 0)  # sends no signal
     except ProcessLookupError:
         return False
     except OSError:
@@ -199,12 +200,12 @@ def _alive(process: int) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """What the helper is told beside what this process was; "" for what it is not to know."""
+    """Environment variables that the compile server gets in addition to this process's; "" removes one."""
     source = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    own = {"XLA_FLAGS": _flags(), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": paths}
-    own |= dict.fromkeys(("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"), "")  # what comes out of that cache has no report of buffers
-    return own | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # it asks no cloud which machine this is, and locks nothing
+    variables = {"XLA_FLAGS": _flags(), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": paths}
+    variables |= dict.fromkeys(("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"), "")  # programs from that cache have no buffer report
+    return variables | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # no query of a cloud's metadata, and no lock file
 
 
 def _plugin(platform: str) -> str:
@@ -212,38 +213,38 @@ def _plugin(platform: str) -> str:
 
 
 def _flags() -> str:
-    """What the user asks of XLA; they change the program, so they are asked of it here as well. The number of devices is ours."""
-    given = os.environ.get("XLA_FLAGS", "").split()
-    return " ".join(flag for flag in given if "host_platform_device_count" not in flag)
+    """The user's XLA flags, which change the program, except the number of devices."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(flag for flag in flags if "host_platform_device_count" not in flag)
 
 
 def _last(path: Path) -> str:
-    """The last error of a log, without the traceback before it."""
+    """The last error of a log, without its traceback."""
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    fatal = [line for line in lines if re.match(r"F\d{4} ", line)]  # the compiler gave up; what follows is its stack
+    fatal = [line for line in lines if re.match(r"F\d{4} ", line)]  # the compiler aborted; its stack follows
     if fatal:
         return f"    {fatal[-1].partition('] ')[2] or fatal[-1]}"
     starts = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error\b", line)]
     shown = lines[starts[-1] :] if starts else lines[-5:]
-    end = next((number for number, line in enumerate(shown) if line.startswith("-----")), len(shown))  # what follows is about jax's frames
-    return "\n".join(f"    {line}" for line in shown[:end][:12]) or "    it printed nothing; is there room for files?"
+    end = next((number for number, line in enumerate(shown) if line.startswith("-----")), len(shown))  # a note on JAX's frames follows
+    return "\n".join(f"    {line}" for line in shown[:end][:12]) or "    it printed nothing; is the disk full?"
 
 
 def topology(cluster: Cluster) -> dict[str, Any]:
-    """What `jax.experimental.topologies` is asked for: as many devices of that kind on as many nodes; slices, for TPUs.
+    """The arguments of `jax.experimental.topologies.get_topology_desc` for a cluster; a TPU cluster is a slice.
 
     Raises:
-      OptionError: a number of chips of which there is no slice.
+      OptionError: no slice has this number of chips.
     """
     target = cluster.target
     if target.platform == "cuda":
         shape = f"1x{cluster.nodes}x{cluster.devices}"
         return {"platform": "cuda", "target_config": description(target), "topology": shape}
-    bounds, dims, left = [1] * target.compiler["dims"], target.compiler["dims"], cluster.devices
-    while left > 1 and left % 2 == 0:
+    bounds, dims, remaining = [1] * target.compiler["dims"], target.compiler["dims"], cluster.devices
+    while remaining > 1 and remaining % 2 == 0:
         at = min(range(dims), key=lambda dim: (bounds[dim], -dim if dims == 2 else dim))
-        bounds[at], left = 2 * bounds[at], left // 2
-    if left != 1:
+        bounds[at], remaining = 2 * bounds[at], remaining // 2
+    if remaining != 1:
         near = 2 ** (cluster.devices.bit_length() - 1)
         fix = f'"{near}x{target.name}" or "{2 * near}x{target.name}"'
         raise OptionError(f'target "{cluster}": slices have 1, 2, 4, 8, 16 … chips.', fix=f"{fix}.")
@@ -254,10 +255,10 @@ def topology(cluster: Cluster) -> dict[str, Any]:
 
 
 def description(target: Target) -> str:
-    """What the GPU compiler is told of a device, as a text proto; it takes an incomplete one without a word, so all is written."""
-    facts = target.compiler
-    major, minor = facts["compute_capability"]
-    same = {
+    """A device's description for the GPU compiler, as a text proto. All fields are set, because missing ones go unnoticed."""
+    specific = target.compiler
+    major, minor = specific["compute_capability"]
+    common = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
@@ -272,12 +273,12 @@ def description(target: Target) -> str:
         "thread_dim_limit_z": 64,
         "device_address_bits": 64,
     }
-    own = {name: value for name, value in facts.items() if name not in ("compute_capability", "name")}
-    sizes = {"memory_bandwidth": int(target.memory_bandwidth), "device_memory_size": target.memory}
-    lines = [f"  {name}: {value}" for name, value in (same | own | sizes).items()]
-    texts = {"device_vendor": "NVIDIA Corporation", "name": facts["name"], "dnn_version": "9.10.0"}
+    fields = common | {name: value for name, value in specific.items() if name not in ("compute_capability", "name")}
+    fields |= {"memory_bandwidth": int(target.memory_bandwidth), "device_memory_size": target.memory}
+    lines = [f"  {name}: {value}" for name, value in fields.items()]
+    texts = {"device_vendor": "NVIDIA Corporation", "name": specific["name"], "dnn_version": "9.10.0"}
     texts |= dict.fromkeys(("driver_version", "runtime_version", "compile_time_toolkit_version"), "13.0.0")
     lines += [f'  {name}: "{value}"' for name, value in texts.items()]
     lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
-    rest = f'dnn_version_info {{ major: 9 minor: 10 patch: 0 }}\ndevice_description_str: "{facts["name"]}"\n'
+    rest = f'dnn_version_info {{ major: 9 minor: 10 patch: 0 }}\ndevice_description_str: "{specific["name"]}"\n'
     return "\n".join(["gpu_device_info {", *lines, "}", 'platform_name: "CUDA"', rest])

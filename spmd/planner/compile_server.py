@@ -1,10 +1,9 @@
-"""A process that compiles exported steps for devices that need not be there: `python -m spmd.planner.compile_server DEVICES REPLIES`.
+"""A process that compiles exported steps for devices that need not be present: `python -m spmd.planner.compile_server DEVICES REPLIES`.
 
-It is a process of its own because XLA fixes the number of simulated devices once, because a compiler may not come to an end, and because
-the plugin for GPUs cannot be loaded beside a JAX that looks for GPUs. Each line of its standard input is a folder that holds
-`request.pickle`; there come `program.hlo`, `memory.json` and XLA's own report of buffers, and what is printed meanwhile in `log`; then a
-byte is written to the pipe REPLIES. It ends when its input or its parent does, whatever it does then, and when it was not asked for a
-minute.
+It is a separate process because XLA fixes the number of simulated devices once, because a compiler may hang, and because the GPU plugin
+cannot be loaded in a process whose JAX looks for GPUs. Each line of its standard input is a folder with a `request.pickle`. The server
+writes `program.hlo`, `memory.json`, XLA's buffer assignment and its output (`log`) there, and then a byte to the pipe REPLIES. It exits
+when its input is closed, when its parent exits, even while it compiles, and after a minute idle.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ IDLE = 60.0  # seconds
 
 
 def main(devices: int, replies: int) -> None:
-    """Compile what is asked for, one folder after the other."""
+    """Compile requests, one folder after the other."""
     folders = SimpleQueue[Path]()
     threading.Thread(target=_listen, args=(folders,), daemon=True).start()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -41,15 +40,15 @@ def main(devices: int, replies: int) -> None:
             folder = folders.get(timeout=IDLE)
         except Empty:
             os._exit(0)
-        with contextlib.suppress(OSError):  # a disk that is full: there is no log then
+        with contextlib.suppress(OSError):  # the disk may be full
             _print_to(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             _compile(folder)
-        except Exception:  # the log is for who asked
+        except Exception:  # the client reads the log
             with contextlib.suppress(OSError):
                 traceback.print_exc()
         jax.clear_caches()
-        _print_to(Path(os.devnull), os.O_WRONLY)  # the folder is taken away, so nothing in it may stay open
+        _print_to(Path(os.devnull), os.O_WRONLY)  # the client removes the folder, so nothing in it may stay open
         os.write(replies, b".")
 
 
@@ -80,25 +79,27 @@ def _compile(folder: Path) -> None:
     (folder / "program.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
     for found in (folder / "dump").glob("*after_optimizations-buffer-assignment.txt"):
         found.replace(folder / "buffers.txt")
-    (folder / "memory.json").write_text(json.dumps(sizes | {"seconds": seconds}), encoding="utf-8")  # last: it says that all is there
+    (folder / "memory.json").write_text(
+        json.dumps(sizes | {"seconds": seconds}), encoding="utf-8"
+    )  # last: it marks the results as complete
 
 
 def _listen(folders: SimpleQueue[Path]) -> None:
-    """Whoever started this process holds its standard input open as long as it lives."""
+    """Queue requests; the client keeps this process's standard input open as long as it lives."""
     for line in sys.stdin.buffer:
         folders.put(Path(os.fsdecode(line.removesuffix(b"\n"))))
     os._exit(1)
 
 
 def _end_with(parent: int) -> None:
-    """A fork of who started this process may hold the input open too."""
+    """Exit with the parent, because a fork of it may still hold the input open."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def _devices(request: dict[str, Any]) -> list[Any]:
-    """Simulated ones, or those of a topology that a compiler is told of."""
+    """Simulated devices, or those of a topology."""
     if request["platform"] == "cpu":
         return jax.devices()[: request["nodes"] * request["devices"]]
     from jax.experimental import topologies

@@ -1,4 +1,4 @@
-"""What one instruction of a compiled program costs: operations of matrix products and convolutions, and bytes of memory."""
+"""The cost of one instruction of a compiled program: FLOPs of matrix products and convolutions, and bytes of memory traffic."""
 
 import dataclasses
 import json
@@ -14,73 +14,73 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier",
     "add-dependency", "domain",
 }  # fmt: skip
-UNCOUNTED = re.compile(r"lapack|solver|cholesky|triangular|fft", re.IGNORECASE)  # operations that no formula here knows
+UNCOUNTED = re.compile(r"lapack|solver|cholesky|triangular|fft", re.IGNORECASE)  # operations whose FLOPs are not modelled
 SLICES = ("slice", "dynamic-slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Operations by the dtype that is multiplied, and bytes read and written."""
+    """FLOPs by the dtype that is multiplied, and bytes read and written."""
 
     flops: dict[str, float]
     bytes: float
 
     @property
     def total(self) -> float:
-        """Operations of all dtypes."""
+        """FLOPs of all dtypes."""
         return sum(self.flops.values())
 
 
-def cost_of(module: Module, computation: str, one: Instruction) -> Cost:
-    """The cost of an instruction that is no collective and no loop, with all that is fused into it."""
-    if one.op in FREE:
+def cost_of(module: Module, computation: str, instr: Instruction) -> Cost:
+    """The cost of an instruction other than a collective or a loop, with everything that is fused into it."""
+    if instr.op in FREE:
         return Cost({}, 0.0)
     flops: dict[str, float] = {}
-    for place, part in [(computation, one), *(found for called in one.called for found in module.inside(called))]:
-        count, dtype = _products(module, place, part)
+    for name, part in [(computation, instr), *(nested for called in instr.called for nested in module.nested(called))]:
+        count, dtype = _products(module, name, part)
         if count:
             flops[dtype] = flops.get(dtype, 0.0) + count
-    return Cost(flops, _bytes(module, computation, one))
+    return Cost(flops, _bytes(module, computation, instr))
 
 
 def uncounted(module: Module) -> tuple[str, ...]:
-    """Solvers and transforms of a program, by name: their operations count as none."""
-    found = {}
+    """Solvers and transforms of a program, by name: their FLOPs are not counted."""
+    names = {}
     for lines in module.computations.values():
-        for one in lines:
-            target = re.search(r'custom_call_target="([^"]*)"', one.rest) if one.op == "custom-call" else None
-            name = target.group(1) if target else one.op
+        for instr in lines:
+            target = re.search(r'custom_call_target="([^"]*)"', instr.rest) if instr.op == "custom-call" else None
+            name = target.group(1) if target else instr.op
             if UNCOUNTED.search(name):
-                found[name] = None
-    return tuple(found)
+                names[name] = None
+    return tuple(names)
 
 
-def _products(module: Module, computation: str, one: Instruction) -> tuple[float, str]:
-    """Operations of a matrix product or a convolution, a multiplication and an addition counting as two."""
-    if one.op not in ("dot", "convolution", "custom-call") or not one.arrays:
+def _products(module: Module, computation: str, instr: Instruction) -> tuple[float, str]:
+    """FLOPs of a matrix product or a convolution, and the dtype; a multiplication and an addition count as two."""
+    if instr.op not in ("dot", "convolution", "custom-call") or not instr.arrays:
         return 0.0, ""
-    inputs = [part.arrays[0] for part in module.operands(computation, one) if part.arrays]
+    inputs = [part.arrays[0] for part in module.operands(computation, instr) if part.arrays]
     if len(inputs) < 2:
         return 0.0, ""
     dtype = inputs[0].dtype
-    if dtype == "float32" and re.search(r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"", one.rest):
+    if dtype == "float32" and re.search(r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"", instr.rest):
         dtype = HIGHEST
-    if one.op == "dot":
-        return 2.0 * one.arrays[0].size * _contracted(inputs[0], re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)), dtype
-    if one.op == "convolution":
-        return _convolution(one, inputs[0], inputs[1], one.arrays[0]), dtype
-    target = re.search(r'custom_call_target="([^"]*)"', one.rest)
+    if instr.op == "dot":
+        return 2.0 * instr.arrays[0].size * _contracted(inputs[0], re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instr.rest)), dtype
+    if instr.op == "convolution":
+        return _convolution(instr, inputs[0], inputs[1], instr.arrays[0]), dtype
+    target = re.search(r'custom_call_target="([^"]*)"', instr.rest)
     name = target.group(1) if target else ""
     if "gemm" in name or "matmul" in name:
-        dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.rest)
-        return 2.0 * one.arrays[0].size * _contracted(inputs[0], dims), dtype
+        dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instr.rest)
+        return 2.0 * instr.arrays[0].size * _contracted(inputs[0], dims), dtype
     if "conv" in name.lower():
         if "BackwardFilter" in name:  # from the input and the output's gradient
-            return _convolution(one, inputs[0], one.arrays[0], inputs[1]), dtype
-        ends = (one.arrays[0], inputs[0]) if "BackwardInput" in name else (inputs[0], one.arrays[0])
-        return _convolution(one, ends[0], inputs[1], ends[1]), dtype
+            return _convolution(instr, inputs[0], instr.arrays[0], inputs[1]), dtype
+        ends = (instr.arrays[0], inputs[0]) if "BackwardInput" in name else (inputs[0], instr.arrays[0])
+        return _convolution(instr, ends[0], inputs[1], ends[1]), dtype
     if "fmha" in name or "Attention" in name:
-        return _attention(one, inputs, name), dtype
+        return _attention(instr, inputs, name), dtype
     return 0.0, ""
 
 
@@ -89,64 +89,66 @@ def _contracted(left: Array, dims: re.Match[str] | None) -> int:
     return math.prod(left.shape[int(number)] for number in numbers)
 
 
-def _convolution(one: Instruction, image: Array, kernel: Array, output: Array) -> float:
-    """Products of a kernel's pixels with an image's, those beyond its border and between its dilated pixels left out."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest)
+def _convolution(instr: Instruction, image: Array, kernel: Array, output: Array) -> float:
+    """FLOPs of a convolution, without products with padding or between dilated pixels."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instr.rest)
     if labels is None:
         return 2.0 * output.size * kernel.size / max(kernel.shape[-1], 1)
     of_image, of_kernel, of_output = labels.groups()
     dims = sorted(label for label in of_kernel if label.isdigit())
-    window = {key: re.findall(r"-?\d+(?:_-?\d+)?", value) for key, value in re.findall(r"(\w+)=([\dx_-]+)", _window(one))}
+    window = {key: re.findall(r"-?\d+(?:_-?\d+)?", value) for key, value in re.findall(r"(\w+)=([\dx_-]+)", _window(instr))}
     total = 2.0 * output.shape[of_output.index("b")] * output.shape[of_output.index("f")] * kernel.shape[of_kernel.index("i")]
     for number, label in enumerate(dims):
-        get = lambda key, default: int(window[key][number]) if key in window else default
+        stride, kernel_dilation, image_dilation = (
+            int(window[key][number]) if key in window else 1 for key in ("stride", "rhs_dilate", "lhs_dilate")
+        )
         low = int(window["pad"][number].split("_")[0]) if "pad" in window else 0
         sides = [array.shape[text.index(label)] for array, text in ((image, of_image), (kernel, of_kernel), (output, of_output))]
-        total *= _pairs(tuple(sides), low, get("stride", 1), get("rhs_dilate", 1), get("lhs_dilate", 1))
+        total *= _pairs(tuple(sides), low, stride, kernel_dilation, image_dilation)
     return total
 
 
-def _window(one: Instruction) -> str:
-    found = re.search(r"window=\{([^}]*)\}", one.rest)
-    return found.group(1) if found else ""
+def _window(instr: Instruction) -> str:
+    match = re.search(r"window=\{([^}]*)\}", instr.rest)
+    return match.group(1) if match else ""
 
 
-def _pairs(sides: tuple[int, ...], low: int, stride: int, spread: int, dilated: int) -> int:
-    """Along one dim, how many pairs of an output's and a kernel's pixel meet a pixel of the image."""
+def _pairs(sides: tuple[int, ...], low: int, stride: int, kernel_dilation: int, image_dilation: int) -> int:
+    """Along one dim, how many pairs of an output pixel and a kernel pixel fall on a pixel of the image."""
     image, kernel, output = sides
-    at = np.arange(output)[:, None] * stride - low + np.arange(kernel)[None] * spread
-    return int(((at >= 0) & (at <= (image - 1) * dilated) & (at % dilated == 0)).sum())
+    at = np.arange(output)[:, None] * stride - low + np.arange(kernel)[None] * kernel_dilation
+    return int(((at >= 0) & (at <= (image - 1) * image_dilation) & (at % image_dilation == 0)).sum())
 
 
-def _attention(one: Instruction, inputs: list[Array], name: str) -> float:
-    """Two products in the forward pass, five in the backward one, of queries and keys [rows, length, heads, width] in some order."""
-    found = re.search(r'"intermediate_tensor_shape":(\{.*?\}[^{}]*\})', one.rest)
-    scores = [int(n) for n in json.loads(found.group(1)).get("dimensions", [])] if found else []
+def _attention(instr: Instruction, inputs: list[Array], name: str) -> float:
+    """FLOPs of fused attention: two matrix products in the forward pass, five in the backward pass."""
+    match = re.search(r'"intermediate_tensor_shape":(\{.*?\}[^{}]*\})', instr.rest)
+    scores = [int(n) for n in json.loads(match.group(1)).get("dimensions", [])] if match else []
     width = inputs[0].shape[-1]
     return (2 if "Backward" not in name and "backward" not in name else 5) * 2.0 * math.prod(scores) * width if scores else 0.0
 
 
-def _bytes(module: Module, computation: str, one: Instruction) -> float:
-    """What is read and written; of what a fusion only takes slices of, the slices; of what it updates in place, the update twice."""
-    inputs = module.operands(computation, one)
-    if one.op in SLICES:
-        return 2.0 * sum(array.bytes for array in one.arrays)
-    if one.op in ("dynamic-update-slice", "scatter"):
+def _bytes(module: Module, computation: str, instr: Instruction) -> float:
+    """Bytes read and written. If a fusion only slices an operand, the slices count; if it updates one in place, the update, twice."""
+    inputs = module.operands(computation, instr)
+    if instr.op in SLICES:
+        return 2.0 * sum(array.bytes for array in instr.arrays)
+    if instr.op in ("dynamic-update-slice", "scatter"):
         return 2.0 * sum(array.bytes for part in inputs[1:2] for array in part.arrays)
-    whole = [sum(array.bytes for array in part.arrays) for part in inputs]
-    result = float(sum(array.bytes for array in one.arrays))
-    body = module.computations.get(one.named("calls"), ()) if one.op == "fusion" else ()
+    sizes = [sum(array.bytes for array in part.arrays) for part in inputs]
+    result = float(sum(array.bytes for array in instr.arrays))
+    body = module.computations.get(instr.called_as("calls"), ()) if instr.op == "fusion" else ()
     if not body:
-        return sum(whole) + result
+        return sum(sizes) + result
     total = result
     table = {part.name: part for part in body}
-    for number, size in enumerate(whole):
+    for number, size in enumerate(sizes):
         name = next((part.name for part in body if part.op == "parameter" and part.rest.startswith(f"({number})")), "")
         users = [part for part in body if name in part.operands]
         if users and all(part.op in SLICES and part.operands[0] == name for part in users):
             size = min(size, sum(array.bytes for part in users for array in part.arrays))
         elif users and all(part.op == "dynamic-update-slice" and part.operands[0] == name for part in users):
             updates = sum(array.bytes for part in users for array in table[part.operands[1]].arrays)
-            size, total = 0.0, total - min(result, size) + updates  # what is updated is not read; the update comes from elsewhere
+            size, total = 0.0, total - min(result, size) + updates  # the updated array is not read
         total += size
     return max(total, 0.0)

@@ -1,9 +1,9 @@
-"""An array cut over a mesh, and the curve of a saturation, as drawings."""
+"""Drawings as SVG: the shards of an array on a mesh, and throughput by number of devices."""
 
 import html
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,113 +11,115 @@ from jax.sharding import Mesh
 
 from spmd.layout.schema import entry_axes, spec_text
 from spmd.mesh import MeshSpec
-from spmd.planner.scaling import Saturation
 from spmd.render.html import Html, framed
 from spmd.render.svg import WIDTH, box, on_box, svg
 from spmd.tree import describe
 
-PIECES = 256  # of an array that are drawn
+SHARDS = 256  # at most this many shards of an array are drawn
 COLOURS = "abcdefghi"
 
 
-def pieces_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
-    """Which devices (by number; of a mesh without devices, along it) hold which piece of an array: by the piece's place along each dim.
+def shards_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
+    """The devices that hold each shard of an array, by the shard's index along each dim.
+
+    Devices are numbered by their id, or by their position on a mesh without devices.
 
     >>> import jax
     >>> from jax.sharding import NamedSharding, PartitionSpec
     >>> from spmd.mesh import abstract_mesh
     >>> mesh = abstract_mesh(MeshSpec.parse("data=2,model=2"))
-    >>> pieces_of(jax.ShapeDtypeStruct((4, 8), "float32", sharding=NamedSharding(mesh, PartitionSpec(None, "model"))))
+    >>> shards_of(jax.ShapeDtypeStruct((4, 8), "float32", sharding=NamedSharding(mesh, PartitionSpec(None, "model"))))
     {(0, 0): [0, 2], (0, 1): [1, 3]}
     """
     mesh = MeshSpec.parse(leaf.sharding.mesh)
     spec = (*leaf.sharding.spec, *[None] * (len(leaf.shape) - len(leaf.sharding.spec)))
-    found: dict[tuple[int, ...], list[int]] = {}
-    numbers = [one.id for one in leaf.sharding.mesh.devices.flat] if isinstance(leaf.sharding.mesh, Mesh) else range(mesh.size)
-    for device, place in zip(numbers, itertools.product(*(range(size) for _, size in mesh.axes)), strict=True):
-        at = dict(zip(mesh.names, place, strict=True))
+    holders: dict[tuple[int, ...], list[int]] = {}
+    ids = [device.id for device in leaf.sharding.mesh.devices.flat] if isinstance(leaf.sharding.mesh, Mesh) else range(mesh.size)
+    for device, coordinates in zip(ids, itertools.product(*(range(size) for _, size in mesh.axes)), strict=True):
+        at = dict(zip(mesh.names, coordinates, strict=True))
         index = []
         for entry in spec:
             number = 0
             for axis in entry_axes(entry):
                 number = number * mesh.sizes[axis] + at[axis]
             index.append(number)
-        found.setdefault(tuple(index), []).append(device)
-    return {index: sorted(devices) for index, devices in found.items()}
+        holders.setdefault(tuple(index), []).append(device)
+    return {index: sorted(devices) for index, devices in holders.items()}
 
 
 def array_drawing(path: str, leaf: Any) -> Html:
-    """An array of any rank: a square for each piece with the devices that hold it; the last dim goes across, all others down."""
-    pieces = pieces_of(leaf)
-    counts = [1 + max(index[dim] for index in pieces) for dim in range(len(leaf.shape))]
-    across = min(counts[-1], PIECES) if counts else 1
-    wide, high = min(WIDTH / across, 220.0), 44.0
-    gap = min(1.0, wide / 8)
-    drawn = []
-    for number, (index, devices) in enumerate(sorted(pieces.items())[:PIECES]):
+    """An array of any rank as a grid of its shards with the devices that hold them: the last dim horizontally, all others vertically."""
+    shards = shards_of(leaf)
+    counts = [1 + max(index[dim] for index in shards) for dim in range(len(leaf.shape))]
+    columns = min(counts[-1], SHARDS) if counts else 1
+    width, height = min(WIDTH / columns, 220.0), 44.0
+    gap = min(1.0, width / 8)
+    parts = []
+    for number, (index, devices) in enumerate(sorted(shards.items())[:SHARDS]):
         row, column = 0, index[-1] if index else 0
-        for part, count in zip(index[:-1], counts[:-1], strict=True):
-            row = row * count + part
+        for position, count in zip(index[:-1], counts[:-1], strict=True):
+            row = row * count + position
         ranges = [_range(index[dim], counts[dim], size) for dim, size in enumerate(leaf.shape)]
-        title = f"[{', '.join(ranges)}] on device{'s' * (len(devices) > 1)} {_listed(devices)}"
-        x, y = column * wide, row * high
-        drawn.append(box(x + gap, y + gap, wide - 2 * gap, high - 2 * gap, COLOURS[number % len(COLOURS)], title))
-        text = _listed(devices)
-        if 7 * len(text) < wide:
-            drawn.append(on_box(x + wide / 2, y + high / 2 + 4, text))
-    rows = row + 1
-    more = f"; {len(pieces) - PIECES} more pieces are not drawn" if len(pieces) > PIECES else ""
+        text = _ranges(devices)
+        title = f"[{', '.join(ranges)}] on device{'s' * (len(devices) > 1)} {text}"
+        x, y = column * width, row * height
+        parts.append(box(x + gap, y + gap, width - 2 * gap, height - 2 * gap, COLOURS[number % len(COLOURS)], title))
+        if 7 * len(text) < width:
+            parts.append(on_box(x + width / 2, y + height / 2 + 4, text))
+    more = f"; {len(shards) - SHARDS} more shards are not drawn" if len(shards) > SHARDS else ""
     spec = tuple(leaf.sharding.spec)
-    named, spec_words = f"{path}  " if path else "", spec_text(spec) if any(spec) else "whole"
-    words = f"{named}{describe(leaf)}, spec {spec_words}: the devices that hold each piece{more}"
-    return framed(f"<p>{html.escape(words)}</p>{svg(rows * high, drawn, words)}")
+    label = f"{path}  " if path else ""
+    label += f"{describe(leaf)}, {f'spec {spec_text(spec)}' if any(spec) else 'replicated'}: the devices that hold each shard{more}"
+    return framed(f"<p>{html.escape(label)}</p>{svg((row + 1) * height, parts, label)}")
 
 
 def _range(index: int, count: int, size: int) -> str:
     return ":" if count == 1 else f"{index * (size // count)}:{(index + 1) * (size // count)}"
 
 
-def _listed(devices: Iterable[int]) -> str:
-    """Numbers, those that follow each other as a range.
+def _ranges(devices: Iterable[int]) -> str:
+    """Numbers as text, consecutive ones as a range.
 
-    >>> _listed([0, 1, 2, 3, 8, 10])
+    >>> _ranges([0, 1, 2, 3, 8, 10])
     '0-3, 8, 10'
     """
-    parts: list[list[int]] = []
+    runs: list[list[int]] = []
     for device in devices:
-        if parts and device == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], device]
+        if runs and device == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], device]
         else:
-            parts.append([device])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[1]}" for part in parts)
+            runs.append([device])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[1]}" for run in runs)
 
 
-def saturation_drawing(found: Saturation) -> Html:
-    """Rows per second over devices, both doubling from line to line; a codec's knee is a circle."""
-    top = math.log2(max(max(rates) for rates in found.rates.values()))
-    low = math.log2(min(min(rates) for rates in found.rates.values()))
-    left, right, high = 80, WIDTH - 150, 300
-    x = lambda at: left + at / max(len(found.devices) - 1, 1) * (right - left)
-    y = lambda rate: 12 + (top - math.log2(rate)) / max(top - low, 1.0) * (high - 12)
-    drawn = []
-    for at, count in enumerate(found.devices):
-        drawn.append(f'<line x1="{x(at):.1f}" y1="12" x2="{x(at):.1f}" y2="{high}" stroke="var(--soft)"/>')
-        drawn.append(f'<text x="{x(at):.1f}" y="{high + 18}" text-anchor="middle">{count}</text>')
+def throughput_chart(devices: Sequence[int], rates: Mapping[str, Sequence[float]], knees: Mapping[str, int], label: str) -> str:
+    """Rows per second over number of devices as SVG, both axes logarithmic: a line for each codec, with a circle at its knee."""
+    top = math.log2(max(map(max, rates.values())))
+    low = math.log2(min(map(min, rates.values())))
+    left, right, bottom = 80, WIDTH - 150, 300
+
+    def x(position: int) -> float:
+        return left + position / max(len(devices) - 1, 1) * (right - left)
+
+    def y(rate: float) -> float:
+        return 12 + (top - math.log2(rate)) / max(top - low, 1.0) * (bottom - 12)
+
+    parts = []
+    for position, count in enumerate(devices):
+        at = f"{x(position):.1f}"
+        parts.append(f'<line x1="{at}" y1="12" x2="{at}" y2="{bottom}" stroke="var(--soft)"/>')
+        parts.append(f'<text x="{at}" y="{bottom + 18}" text-anchor="middle">{count}</text>')
     for power in np.arange(math.ceil(low), math.floor(top) + 1, max(1, math.ceil((top - low) / 10))):
-        drawn.append(f'<line x1="{left}" y1="{y(2.0**power):.1f}" x2="{right}" y2="{y(2.0**power):.1f}" stroke="var(--soft)"/>')
-        drawn.append(f'<text x="{left - 8}" y="{y(2.0**power) + 4:.1f}" text-anchor="end">{2.0**power:,.0f}</text>')
-    for number, (codec, rates) in enumerate(found.rates.items()):
+        rate = 2.0**power
+        parts.append(f'<line x1="{left}" y1="{y(rate):.1f}" x2="{right}" y2="{y(rate):.1f}" stroke="var(--soft)"/>')
+        parts.append(f'<text x="{left - 8}" y="{y(rate) + 4:.1f}" text-anchor="end">{rate:,.0f}</text>')
+    for number, (codec, line) in enumerate(rates.items()):
         colour = f"var(--{'acefd'[number % 5]})"
-        line = " ".join(f"{x(at):.1f},{y(rate):.1f}" for at, rate in enumerate(rates))
-        drawn.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        knee = found.devices.index(found.knee(codec))
-        title = f"{codec}: twice {found.devices[knee]} devices gain little; {rates[knee]:,.0f} rows/s"
-        drawn.append(
-            f'<circle cx="{x(knee):.1f}" cy="{y(rates[knee]):.1f}" r="6" fill="{colour}"><title>{html.escape(title)}</title></circle>'
-        )
-        drawn.append(f'<rect x="{right + 20}" y="{22 + 22 * number}" width="11" height="11" fill="{colour}"/>')
-        drawn.append(f'<text x="{right + 37}" y="{32 + 22 * number}">{html.escape(codec)}, from {found.devices[knee]}</text>')
-    words = f"rows/s of all devices for a batch of {found.rows} rows, by number of devices"
-    return framed(
-        f"<p>{words}; a circle is where twice as many gain little</p>{svg(high + 26, drawn, words)}<pre>{html.escape(str(found))}</pre>"
-    )
+        points = " ".join(f"{x(position):.1f},{y(rate):.1f}" for position, rate in enumerate(line))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        knee = devices.index(knees[codec])
+        title = html.escape(f"{codec}: doubling {knees[codec]} devices gains little; {line[knee]:,.0f} rows/s")
+        parts.append(f'<circle cx="{x(knee):.1f}" cy="{y(line[knee]):.1f}" r="6" fill="{colour}"><title>{title}</title></circle>')
+        parts.append(f'<rect x="{right + 20}" y="{22 + 22 * number}" width="11" height="11" fill="{colour}"/>')
+        parts.append(f'<text x="{right + 37}" y="{32 + 22 * number}">{html.escape(codec)}, from {knees[codec]}</text>')
+    return svg(bottom + 26, parts, label)

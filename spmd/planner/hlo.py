@@ -1,4 +1,4 @@
-"""XLA's text of a compiled program, as far as a plan needs it: instructions in their order, loops, and collectives with who takes part."""
+"""A parser for the text of XLA's compiled programs: instructions in schedule order, loops, and collectives with their device groups."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ _CALLED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """Dtype as numpy calls it, and shape on one device."""
+    """An array's dtype, by numpy's name, and its shape on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,12 +42,12 @@ class Array:
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """How many bytes."""
+        """Number of bytes."""
         return -(-self.size * self.bits // 8)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: what it gives (a tuple's arrays one after the other), what it takes, and the rest as text."""
+    """One line: its result (a tuple is flattened), its operands, and the rest as text."""
 
     name: str
     arrays: tuple[Array, ...]
@@ -66,25 +66,25 @@ class Instruction:
 
     @functools.cached_property
     def scope(self) -> str:
-        """Where in the program it comes from, as jax names it."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found.group(1) if found else ""
+        """Its origin in the JAX program: XLA's `op_name`."""
+        match = re.search(r'op_name="([^"]*)"', self.rest)
+        return match.group(1) if match else ""
 
     @property
     def called(self) -> tuple[str, ...]:
         """The computations that it runs."""
         text = self.rest.split("metadata=")[0].split("backend_config=")[0]
-        return tuple(name.lstrip("%") for found in _CALLED.findall(text) for name in re.split(r", ?", found))
+        return tuple(name.lstrip("%") for names in _CALLED.findall(text) for name in re.split(r", ?", names))
 
-    def named(self, key: str) -> str:
-        """The computation that is called in this role, such as a loop's body; "" if none is."""
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
-        return found.group(1) if found else ""
+    def called_as(self, key: str) -> str:
+        """The computation that is called in this role, such as a loop's body; "" if there is none."""
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
+        return match.group(1) if match else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program's computations by name, each in its schedule's order."""
+    """A program's computations by name, each in schedule order."""
 
     computations: dict[str, tuple[Instruction, ...]]
     entry: str
@@ -92,26 +92,27 @@ class Module:
 
     @functools.cached_property
     def _tables(self) -> dict[str, dict[str, Instruction]]:
-        return {name: {one.name: one for one in lines} for name, lines in self.computations.items()}
+        return {name: {instr.name: instr for instr in lines} for name, lines in self.computations.items()}
 
-    def operands(self, computation: str, one: Instruction) -> list[Instruction]:
-        """The instructions whose results `one` takes."""
+    def operands(self, computation: str, instr: Instruction) -> list[Instruction]:
+        """The instructions whose results `instr` takes."""
         table = self._tables[computation]
-        return [table[name] for name in one.operands if name in table]
+        return [table[name] for name in instr.operands if name in table]
 
     @property
-    def endless(self) -> list[str]:
-        """Loops of which XLA does not know how often they run."""
-        return [one.name for name, one in self.inside(self.entry) if one.op == "while" and self.trips(name, one) is None]
+    def unbounded_loops(self) -> list[str]:
+        """Loops whose trip count is not known."""
+        nested = self.nested(self.entry)
+        return [instr.name for name, instr in nested if instr.op == "while" and self.trip_count(name, instr) is None]
 
-    def trips(self, computation: str, one: Instruction) -> int | None:
-        """How often a loop runs, if XLA says it, or its counter does: one that grows by one from a constant up to a constant."""
-        found = re.search(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"', one.rest)
-        if found:
-            return int(found.group(1))
-        condition, body = one.named("condition"), one.named("body")
+    def trip_count(self, computation: str, instr: Instruction) -> int | None:
+        """How often a loop runs: as XLA says, or as its counter shows, if that is incremented from one constant to another."""
+        known = re.search(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"', instr.rest)
+        if known:
+            return int(known.group(1))
+        condition, body = instr.called_as("condition"), instr.called_as("body")
         test, result = self.computations.get(condition, ())[-1:], self.computations.get(body, ())[-1:]
-        start = self._source(computation, one.operands[0]) if one.operands else None
+        start = self._source(computation, instr.operands[0]) if instr.operands else None
         if not test or not result or start is None or test[0].op != "compare" or "direction=LT" not in test[0].rest:
             return None
         counter, end = (self._source(condition, name) for name in test[0].operands)
@@ -119,38 +120,38 @@ class Module:
         if index is None or start.op != "tuple" or result[0].op != "tuple":
             return None
         at = int(index.group(1))
-        grown, begin = self._source(body, result[0].operands[at]), self._source(computation, start.operands[at])
-        steps = [self._source(body, name) for name in grown.operands] if grown is not None and grown.op == "add" else []
+        sum_, begin = self._source(body, result[0].operands[at]), self._source(computation, start.operands[at])
+        steps = [self._source(body, name) for name in sum_.operands] if sum_ is not None and sum_.op == "add" else []
         if not any(step is not None and _number(step) == 1 for step in steps) or _number(begin) is None or _number(end) is None:
             return None
         return max((_number(end) or 0) - (_number(begin) or 0), 0)
 
     def _source(self, computation: str, name: str) -> Instruction | None:
-        """What an operand is, copies left out."""
-        found = self._tables[computation].get(name)
-        while found is not None and found.op in ("copy", "bitcast", "opt-barrier") and found.operands:
-            found = self._tables[computation].get(found.operands[0])
-        return found
+        """The instruction that produces an operand, copies skipped."""
+        source = self._tables[computation].get(name)
+        while source is not None and source.op in ("copy", "bitcast", "opt-barrier") and source.operands:
+            source = self._tables[computation].get(source.operands[0])
+        return source
 
-    def scopes(self, computation: str, one: Instruction) -> list[str]:
-        """Where an instruction comes from. XLA leaves some that it has put together from several without a word: then it is where what they
-        reduce by comes from, and what they take."""
-        if one.scope:
-            return plain_scopes(one.scope)
-        found = [part.scope for part in self.computations.get(one.named("to_apply"), ())]
-        taken = [one]
+    def scopes(self, computation: str, instr: Instruction) -> list[str]:
+        """The scopes that an instruction comes from. XLA drops those of some merged instructions: then the scopes of their reduction
+        function and of their operands."""
+        if instr.scope:
+            return plain_scopes(instr.scope)
+        scopes = [part.scope for part in self.computations.get(instr.called_as("to_apply"), ())]
+        unscoped = [instr]
         for _ in range(4):
-            taken = [part for last in taken for part in self.operands(computation, last) if part.op != "parameter"]
-            found += [part.scope for part in taken]
-            taken = [part for part in taken if not part.scope]
-        return list(dict.fromkeys(plain for scope in found if scope for plain in plain_scopes(scope))) or [""]
+            operands = [part for last in unscoped for part in self.operands(computation, last) if part.op != "parameter"]
+            scopes += [part.scope for part in operands]
+            unscoped = [part for part in operands if not part.scope]
+        return list(dict.fromkeys(plain for scope in scopes if scope for plain in plain_scopes(scope))) or [""]
 
-    def inside(self, name: str) -> Iterator[tuple[str, Instruction]]:
-        """All instructions that one of a computation's runs, fusions and calls within them too."""
-        for one in self.computations.get(name, ()):
-            yield name, one
-            for called in one.called:
-                yield from self.inside(called)
+    def nested(self, name: str) -> Iterator[tuple[str, Instruction]]:
+        """All instructions of a computation and of those that it calls, each with the name of its computation."""
+        for instr in self.computations.get(name, ()):
+            yield name, instr
+            for called in instr.called:
+                yield from self.nested(called)
 
 
 def parse(text: str) -> Module:
@@ -165,15 +166,15 @@ def parse(text: str) -> Module:
                 entry = head.group(2) if head.group(1) else entry
         elif line.startswith("}"):
             current = None
-        elif current is not None and (found := _LINE.match(line)):
-            current.append(_instruction(*found.groups()))
+        elif current is not None and (match := _LINE.match(line)):
+            current.append(_instruction(*match.groups()))
     count = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
     return Module({name: tuple(lines) for name, lines in computations.items()}, entry, int(count.group(1)) if count else 1)
 
 
-def _number(one: Instruction | None) -> int | None:
-    found = re.match(r"\((-?\d+)\)", one.rest) if one is not None and one.op == "constant" else None
-    return int(found.group(1)) if found else None
+def _number(instr: Instruction | None) -> int | None:
+    match = re.match(r"\((-?\d+)\)", instr.rest) if instr is not None and instr.op == "constant" else None
+    return int(match.group(1)) if match else None
 
 
 def _instruction(name: str, text: str) -> Instruction:
@@ -185,7 +186,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _balanced(text: str) -> tuple[str, str]:
-    """The parenthesis that a text begins with, and what comes after it."""
+    """The parenthesized part that a text begins with, and the rest."""
     depth = 0
     for index, char in enumerate(text):
         depth += (char == "(") - (char == ")")
@@ -195,22 +196,22 @@ def _balanced(text: str) -> tuple[str, str]:
 
 
 def arrays_of(kind: str) -> tuple[Array, ...]:
-    """The arrays of a type, those of a tuple one after the other.
+    """The arrays of a type; a tuple is flattened.
 
     >>> [str(array) for array in arrays_of("(f32[2,3]{1,0}, /*index=1*/bf16[])")]
     ['float32[2, 3]', 'bfloat16[]']
     """
-    found = []
+    arrays = []
     for short, sizes in _ARRAY.findall(kind):
         if short in BITS:
             shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
             long = NAMES.get(short) or re.sub(r"^f(\d)", r"float\1", re.sub(r"^s(\d)", r"int\1", re.sub(r"^u(\d)", r"uint\1", short)))
-            found.append(Array(long, shape, BITS[short]))
-    return tuple(found)
+            arrays.append(Array(long, shape, BITS[short]))
+    return tuple(arrays)
 
 
 def plain_scopes(scope: str) -> list[str]:
-    """An instruction's scope without the functions that all of the program is in; several, where XLA has put several together.
+    """An instruction's scope without the outermost functions; several scopes if XLA has merged several instructions.
 
     >>> plain_scopes("jit(call)/call_exported/jit(<lambda>)/push/psum"), plain_scopes("jit(f)/shard_map/(metrics/psum:push/psum)")
     (['push/psum'], ['shard_map/metrics/psum', 'shard_map/push/psum'])
@@ -221,21 +222,21 @@ def plain_scopes(scope: str) -> list[str]:
 
 
 def collective_kind(op: str) -> str | None:
-    """What a collective, its start included, is called in the rest of the library; None for another operation or an end."""
+    """This library's name for a collective or its start; None for another operation or a collective's end."""
     return COLLECTIVES.get(op.removesuffix("-start"))
 
 
-def payload(one: Instruction) -> tuple[Array, ...]:
-    """What a collective gives on each device; of a start, the half of its tuple that is not what it takes."""
-    if one.op.endswith("-start") and not one.op.startswith("all-reduce"):
-        count = len(one.operands)
-        return one.arrays[count : 2 * count]
-    return one.arrays
+def payload(instr: Instruction) -> tuple[Array, ...]:
+    """A collective's result on each device; of a start, the half of its tuple that is not its operands."""
+    if instr.op.endswith("-start") and not instr.op.startswith("all-reduce"):
+        count = len(instr.operands)
+        return instr.arrays[count : 2 * count]
+    return instr.arrays
 
 
-def groups(one: Instruction, partitions: int) -> list[list[int]]:
-    """Which devices meet: the groups of a collective, or the pairs of a permutation, in any of the four ways XLA spells them."""
-    text = one.rest
+def groups(instr: Instruction, partitions: int) -> list[list[int]]:
+    """The groups of a collective, or the pairs of a permutation, in any of XLA's four notations."""
+    text = instr.rest
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
         return [[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1))]
     if listed := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", text):
@@ -250,15 +251,15 @@ def groups(one: Instruction, partitions: int) -> list[list[int]]:
 
 
 def _mesh_groups(axes: str, ids: str | None, over: str) -> list[list[int]]:
-    """Groups along axes of a mesh, whole ones ('axis') or parts ('axis':(before)size)."""
+    """Groups along mesh axes: full ones ('axis') or parts ('axis':(before)size)."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     wanted = [
         (name, int(before or 1), int(size or sizes[name])) for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", over)
     ]
     split: list[tuple[str, int, int]] = []  # (axis, what lies before it, size), outermost first
     for name, size in sizes.items():
-        cuts = sorted({1, size, *itertools.chain.from_iterable((before, before * part) for axis, before, part in wanted if axis == name)})
-        split += [(name, first, second // first) for first, second in itertools.pairwise(cuts)] or [(name, 1, 1)]
+        bounds = {1, size, *itertools.chain.from_iterable((before, before * part) for axis, before, part in wanted if axis == name)}
+        split += [(name, first, second // first) for first, second in itertools.pairwise(sorted(bounds))] or [(name, 1, 1)]
     order = np.array([int(n) for n in re.findall(r"\d+", ids)]) if ids else np.arange(math.prod(sizes.values()))
     inner = [
         n for axis, before, part in wanted for n, (name, at, size) in enumerate(split) if name == axis and before <= at < before * part

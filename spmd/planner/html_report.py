@@ -1,37 +1,34 @@
-"""A plan as one page: tables, a bar of memory, the mesh on its nodes, and a step's time, as HTML that needs nothing beside it."""
+"""A plan as an HTML page: tables, a bar of memory, the mesh on its nodes, and the timeline of a step. It loads nothing from elsewhere."""
 
 import html
 from collections.abc import Sequence
 
 from spmd.layout.summary import COLUMNS
 from spmd.layout.summary import rows as layout_rows
-from spmd.planner.layout_search import Search
-from spmd.planner.planning import Plan
+from spmd.planner.plan_data import PlanData
 from spmd.planner.text_report import headline, seconds, timeline_text
 from spmd.planner.timeline import Span
 from spmd.planner.traffic import traffic_rows
-from spmd.render.html import Html, folded, framed, table
+from spmd.render.html import Html, document, folded, framed, table
 from spmd.render.svg import WIDTH, box, on_box, svg
 from spmd.tree import format_bytes
 
-SHOWN = 64  # nodes, and devices of a node, that the mesh is drawn with
+SHOWN = 64  # at most this many nodes, and devices of a node, are drawn
 MEMORY = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "gradients", "activations and copies")
 COLOURS = dict(zip(MEMORY, "acdfegh", strict=False)) | {"fresh": "h", "gradients": "i", "activations and copies": "b"}
 
 
-def page(plan: Plan) -> str:
-    """A whole HTML document."""
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    title = html.escape(f"Plan: {plan.layout.name} on {plan.cluster}")
-    body = "<style>:root { color-scheme: light dark } body { margin: 1.2rem }</style>" + fragment(plan)
-    return f'<!doctype html>\n<html lang="en"><head>{head}<title>{title}</title></head><body>{body}</body></html>\n'
+def page(plan: PlanData) -> str:
+    """A complete HTML document."""
+    return document(f"Plan: {plan.layout.name} on {plan.cluster}", fragment(plan), style="body { margin: 1.2rem }")
 
 
-def fragment(plan: Plan) -> Html:
-    """The same for a notebook's cell."""
+def fragment(plan: PlanData) -> Html:
+    """The report for a notebook's cell."""
     compiler, what, _ = map(html.escape, headline(plan).split("\n"))
     kind = "bad" if not plan.fits else "tight" if plan.memory.verdict.startswith("tight") else ""
-    pipelines = "".join(f"<h2>{html.escape(name)}</h2><pre>{html.escape(str(found))}</pre>" for name, found in plan.schedules.items())
+    pipelines = "".join(f"<h2>{html.escape(name)}</h2><pre>{html.escape(str(schedule))}</pre>" for name, schedule in plan.schedules.items())
+    communication = f'<div class="wide">{table(*traffic_rows(plan.traffic))}</div>'
     lines = [
         f"<h1>{html.escape(plan.layout.name)} on {html.escape(str(plan.cluster))}</h1><p>{what}<br>{compiler}</p>",
         f'<p class="verdict {kind}">{html.escape(plan.memory.verdict)}</p>',
@@ -40,105 +37,89 @@ def fragment(plan: Plan) -> Html:
         f"<h2>Memory on each device</h2>{memory_bar(plan)}<pre>{html.escape(str(plan.memory))}</pre>",
         f"<h2>The mesh on its nodes</h2>{mesh_drawing(plan)}",
         f"<h2>A step</h2>{timeline_drawing(plan)}<pre>{html.escape(timeline_text(plan))}</pre>",
-        f'<h2>What travels</h2><div class="wide">{table(*traffic_rows(plan.traffic))}</div>' if plan.traffic.transfers else "",
+        f"<h2>Communication</h2>{communication}" if plan.traffic.transfers else "",
         pipelines,
         "<h2>Notes</h2>" + "".join(f"<p>{html.escape(line)}</p>" for line in plan.notes) if plan.notes else "",
-        folded("where every parameter lives", f'<div class="wide">{table(COLUMNS, layout_rows(plan.program.placed.resolved))}</div>'),
+        folded("placement of every parameter", f'<div class="wide">{table(COLUMNS, layout_rows(plan.program.placed.resolved))}</div>'),
         folded("the layout as TOML", f"<pre>{html.escape(plan.layout.to_toml())}</pre>"),
     ]
     return framed("".join(lines))
 
 
-def search_fragment(found: Search) -> Html:
-    """What fits as a table, and the reasons of all others."""
-    header, *body = found.rows()
-    best = folded("the best layout as TOML", f"<pre>{html.escape(found.to_toml())}</pre>") if found.plans else ""
-    fits = f'<div class="wide">{table(header, body)}</div>' if body else f'<p class="verdict bad">{html.escape(found.verdict)}</p>'
-    reasons = "\n".join(line.strip() for line in found.reasons())
-    rejected = folded(f"{len(found.rejected) + len(found.left_out)} rejected, and why", f"<pre>{html.escape(reasons)}</pre>")
-    return framed(f"<p>{html.escape(found.head)}</p>{fits}{best}{rejected if reasons else ''}")
-
-
-def memory_bar(plan: Plan) -> str:
-    """What a device holds, to scale, against what it has."""
+def memory_bar(plan: PlanData) -> str:
+    """What a device holds, to scale, and its capacity."""
     memory = plan.memory
     gradients = min(memory.gradients, memory.temporaries)
     sizes = {name: getattr(memory, name) for name in MEMORY[:7]} | {"gradients": gradients, MEMORY[-1]: memory.temporaries - gradients}
-    whole = max(memory.capacity, memory.peak)
-    at, bars, legend = 0.0, [], []
-    for name, size in sizes.items():
-        if size:
-            width = size / whole * WIDTH
-            bars.append(box(at, 8, width, 26, COLOURS[name], f"{name}: {format_bytes(size)}"))
-            at += width
-            legend.append((name, size))
-    end = memory.capacity / whole * WIDTH
-    bars.append(f'<rect x="0" y="8" width="{end:.1f}" height="26" fill="none" stroke="var(--ink)"/>')
-    keys = []
-    for number, (name, size) in enumerate(legend):
-        x, y = number % 3 * 320, 58 + number // 3 * 20
-        keys.append(f'<rect x="{x}" y="{y - 10}" width="11" height="11" fill="var(--{COLOURS[name]})"/>')
-        keys.append(f'<text x="{x + 17}" y="{y}">{html.escape(name)}: {format_bytes(size)}</text>')
-    return svg(66 + (len(legend) - 1) // 3 * 20, [*bars, *keys], f"memory: {memory.verdict}")
+    scale = WIDTH / max(memory.capacity, memory.peak)
+    x, parts = 0.0, []
+    shown = [(name, size) for name, size in sizes.items() if size]
+    for name, size in shown:
+        parts.append(box(x, 8, size * scale, 26, COLOURS[name], f"{name}: {format_bytes(size)}"))
+        x += size * scale
+    parts.append(f'<rect x="0" y="8" width="{memory.capacity * scale:.1f}" height="26" fill="none" stroke="var(--ink)"/>')
+    for number, (name, size) in enumerate(shown):
+        left, y = number % 3 * 320, 58 + number // 3 * 20
+        parts.append(f'<rect x="{left}" y="{y - 10}" width="11" height="11" fill="var(--{COLOURS[name]})"/>')
+        parts.append(f'<text x="{left + 17}" y="{y}">{html.escape(name)}: {format_bytes(size)}</text>')
+    return svg(66 + (len(shown) - 1) // 3 * 20, parts, f"memory: {memory.verdict}")
 
 
-def mesh_drawing(plan: Plan) -> str:
-    """Nodes as frames, devices as squares with their places on the mesh, innermost axis last; of very many the first."""
+def mesh_drawing(plan: PlanData) -> str:
+    """Nodes as frames and devices as squares with their mesh coordinates, innermost axis last; at most `SHOWN` of each."""
     cluster, axes = plan.cluster, plan.mesh.axes
     nodes, devices = min(cluster.nodes, SHOWN), min(cluster.devices, SHOWN)
-    side, across = 46, 8
-    down = -(-devices // across)
-    columns = max(1, WIDTH // (min(devices, across) * side + 24))
-    wide, high = min(devices, across) * side + 12, down * side + 34
-    drawn = []
+    side, per_row = 46, 8
+    columns = max(1, WIDTH // (min(devices, per_row) * side + 24))
+    width, height = min(devices, per_row) * side + 12, -(-devices // per_row) * side + 34
+    parts = []
     for node in range(nodes):
-        x, y = node % columns * (wide + 12), node // columns * (high + 8)
-        drawn.append(f'<rect x="{x + 1}" y="{y + 18}" width="{wide}" height="{high - 22}" fill="none" stroke="var(--line)" rx="5"/>')
-        drawn.append(f'<text x="{x + 4}" y="{y + 13}">node {node}</text>')
+        x, y = node % columns * (width + 12), node // columns * (height + 8)
+        parts.append(f'<rect x="{x + 1}" y="{y + 18}" width="{width}" height="{height - 22}" fill="none" stroke="var(--line)" rx="5"/>')
+        parts.append(f'<text x="{x + 4}" y="{y + 13}">node {node}</text>')
         for device in range(devices):
-            left, top = x + 7 + device % across * side, y + 24 + device // across * side
-            place, rest = [], node * cluster.devices + device
+            left, top = x + 7 + device % per_row * side, y + 24 + device // per_row * side
+            coordinates, rest = [], node * cluster.devices + device
             for _, size in reversed(axes):
-                place.insert(0, rest % size)
+                coordinates.insert(0, rest % size)
                 rest //= size
-            where = ", ".join(f"{name} {number}" for (name, _), number in zip(axes, place, strict=True))
-            drawn.append(box(left, top, side - 6, side - 6, "b", f"device {node * cluster.devices + device}: {where}"))
-            short = ",".join(map(str, place))
-            drawn.append(on_box(left + (side - 6) / 2, top + (side - 6) / 2 + 4, short))
+            where = ", ".join(f"{name} {number}" for (name, _), number in zip(axes, coordinates, strict=True))
+            parts.append(box(left, top, side - 6, side - 6, "b", f"device {node * cluster.devices + device}: {where}"))
+            parts.append(on_box(left + (side - 6) / 2, top + (side - 6) / 2 + 4, ",".join(map(str, coordinates))))
     left_out = [f"{cluster.nodes - nodes} more nodes"] * (nodes < cluster.nodes)
     left_out += [f"{cluster.devices - devices} more devices on each"] * (devices < cluster.devices)
     names = ", ".join(f"{name}={size}" for name, size in axes)
     text = f"<p>{html.escape(names)}{html.escape('; not drawn: ' + ', '.join(left_out) if left_out else '')}</p>"
-    return text + svg(-(-nodes // columns) * (high + 8), drawn, f"mesh {names}")
+    return text + svg(-(-nodes // columns) * (height + 8), parts, f"mesh {names}")
 
 
-def timeline_drawing(plan: Plan) -> str:
-    """What is computed and what travels when, to scale."""
+def timeline_drawing(plan: PlanData) -> str:
+    """Computation and communication over time, to scale."""
     total = plan.timeline.seconds or 1.0
-    drawn = []
-    for row, (name, travels, colour) in enumerate((("computes", False, "a"), ("travels", True, "c"))):
+    left, width = 100, WIDTH - 100
+    parts = []
+    for row, (name, communicates, colour) in enumerate((("computation", False, "a"), ("communication", True, "c"))):
         top = 18 + row * 40
-        drawn.append(
-            f'<text x="0" y="{top + 17}">{name}</text><rect x="70" y="{top}" width="{WIDTH - 70}" height="26" fill="var(--soft)"/>'
-        )
-        spans = _merged([span for span in plan.timeline.spans if span.travels is travels], total / (WIDTH - 70))
+        parts.append(f'<text x="0" y="{top + 17}">{name}</text><rect x="{left}" y="{top}" width="{width}" height="26" fill="var(--soft)"/>')
+        spans = _merged([span for span in plan.timeline.spans if span.communicates is communicates], total / width)
         for span in spans:
-            x, width = 70 + span.begin / total * (WIDTH - 70), (span.end - span.begin) / total * (WIDTH - 70)
-            drawn.append(box(x, top, max(width, 0.4), 26, colour, f"{span.name}: {seconds(span.end - span.begin)} {span.where}"))
+            seconds_long = span.end - span.begin
+            title = f"{span.name}: {seconds(seconds_long)} {span.where}"
+            parts.append(box(left + span.begin / total * width, top, max(seconds_long / total * width, 0.4), 26, colour, title))
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x, anchor = 70 + share * (WIDTH - 70), "end" if share == 1 else "start" if share == 0 else "middle"
-        drawn.append(f'<text x="{x}" y="104" text-anchor="{anchor}">{seconds(share * total) if share else "0"}</text>')
-    return svg(110, drawn, f"a step of {seconds(total)}")
+        x, anchor = left + share * width, "end" if share == 1 else "start" if share == 0 else "middle"
+        parts.append(f'<text x="{x}" y="104" text-anchor="{anchor}">{seconds(share * total) if share else "0"}</text>')
+    return svg(110, parts, f"a step of {seconds(total)}")
 
 
-def _merged(spans: Sequence[Span], least: float) -> list[Span]:
-    """Spans nearer to each other than a pixel, as one, so that a long program is not a large page."""
-    found: list[Span] = []
+def _merged(spans: Sequence[Span], pixel: float) -> list[Span]:
+    """Spans with less than a pixel between them, merged, so that a long program does not make a large page."""
+    merged: list[Span] = []
     for span in spans:
-        last = found[-1] if found else None
-        if last is not None and span.begin - last.end < least and min(span.end - span.begin, last.end - last.begin) < 2 * least:
+        last = merged[-1] if merged else None
+        if last is not None and span.begin - last.end < pixel and min(span.end - span.begin, last.end - last.begin) < 2 * pixel:
             name = last.name if last.name.endswith(" ...") else f"{last.name} ..."
-            found[-1] = Span(name, last.where, last.begin, span.end, last.travels)
+            merged[-1] = Span(name, last.where, last.begin, span.end, last.communicates)
         else:
-            found.append(span)
-    return found
+            merged.append(span)
+    return merged

@@ -1,11 +1,12 @@
-"""The fastest layout that fits: candidates tried in an order, bounded in closed form, the promising ones compiled.
+"""Search for the fastest layout that fits: compile the promising candidates, and record why the others were skipped.
 
-A candidate that is not compiled has a reason: its layout does not fit the model or the batch; its state alone is more than a device has;
-its floor (`planner/lower_bounds.py`) is above what the best needs; or the same with fewer microbatches, or recomputing less, fits. Next
-comes what differs least from the fastest so far.
+A candidate is skipped if its layout does not fit the model or the batch, if its state alone exceeds a device's memory, if its lower bound
+on time (`planner/lower_bounds.py`) exceeds the best plan's time, or if the same with fewer microbatches or less recomputation already fits.
+Candidates near the fastest plan so far are compiled first.
 """
 
 import dataclasses
+import html
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,39 +16,51 @@ from spmd.data.batches import check_batch, check_leaves
 from spmd.errors import CompileError, LayoutError, ModelError, OptionError, SpmdError, first_problem
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.planner.candidates import Candidate, Space, chosen_layouts, remats
+from spmd.planner.candidates import Candidate, CandidateSpace, chosen_layouts, remats
 from spmd.planner.compile import check_timeout
-from spmd.planner.lower_bounds import Floor, floor_of, trained
-from spmd.planner.planning import Plan, planned
-from spmd.planner.target import LARGEST, LESS, Cluster
+from spmd.planner.lower_bounds import LowerBounds, lower_bounds_of, trainable_paths
+from spmd.planner.plan_data import build_plan
+from spmd.planner.planning import Plan
+from spmd.planner.target import LARGEST, MIN_SAVING, Cluster
 from spmd.planner.text_report import seconds
-from spmd.render.html import aligned, filled
+from spmd.render.html import Html, aligned, filled, folded, framed, table
 from spmd.train.model_setup import Placed, TrainConfig
 from spmd.tree import Tree, abstract, format_bytes
 from spmd.user_paths import as_path, write_text
 
-UNSEEN, STATE = "not compiled", "state alone is"  # how reasons begin
-TRIED = 4  # programs for each larger mesh, where nothing fits
+COMPILES_PER_MESH = 4  # programs for each larger mesh, if nothing fits
+
+
+class Reason(str):
+    """Why a candidate was rejected; `kind` is "memory", "limit" (of `compiles`), or "" for any other reason."""
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str = "") -> "Reason":
+        """The text, with its kind."""
+        self = super().__new__(cls, text)
+        self.kind = kind
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """What `search` found; printed, a table and the reasons.
+    """The result of `search`; printed, a table and the reasons for rejections.
 
     Attributes:
       cluster: the target.
       alone: the plan of the same step on one device, whether it fits or not.
-      plans: everything that was compiled and fits, fastest first.
-      rejected: every other candidate and why it is none, in the order of candidates.
+      plans: every candidate that was compiled and fits, fastest first, with its plan.
+      rejected: every other candidate and the reason, in the order of candidates.
       left_out: layouts that were not searched, and why.
-      complete: whether each candidate was compiled or ruled out; if not, `compiles` ended it.
-      would_hold: where nothing fits, the plan on the smallest mesh that was found to hold it.
+      complete: whether each candidate was compiled or ruled out; if not, the search stopped at `compiles`.
+      would_hold: if nothing fits, a plan on the smallest mesh found on which the step fits.
     """
 
     cluster: Cluster
     alone: Plan
     plans: tuple[tuple[Candidate, Plan], ...]
-    rejected: Mapping[Candidate, str]
+    rejected: Mapping[Candidate, Reason]
     left_out: Mapping[str, str]
     complete: bool
     would_hold: Plan | None
@@ -59,9 +72,8 @@ class Search:
 
     @property
     def _nothing(self) -> str:
-        large = [why for why in self.rejected.values() if why.startswith((STATE, "compiled"))]
-        if not large:
-            first = next(iter([*self.rejected.values(), *self.left_out.values()]), "there is none")
+        if all(why.kind != "memory" for why in self.rejected.values()):
+            first = next(iter([*self.rejected.values(), *self.left_out.values()]), "there are no candidates")
             return f"no candidate could be planned for {self.cluster}: {first}"
         return f"nothing fits {self.cluster}" if self.complete else f"nothing that was compiled fits {self.cluster}"
 
@@ -78,18 +90,18 @@ class Search:
         return self.plans[0][0].layout
 
     def to_toml(self) -> str:
-        """The best layout as a file, with how it is used.
+        """The best layout as TOML, with a comment on how to use it.
 
         Raises:
           OptionError: nothing fits.
         """
         layout, best = self.layout, self.plans[0][1]
-        options = best.program.placed.config
-        words = [f"batch_size={best.rows}", *([f"accumulate={options.accumulate}"] if options.accumulate > 1 else [])]
-        words += [f'precision="{options.precision}"'] if options.precision != "float32" else []
+        config = best.program.placed.config
+        arguments = [f"batch_size={best.rows}", *([f"accumulate={config.accumulate}"] if config.accumulate > 1 else [])]
+        arguments += [f'precision="{config.precision}"'] if config.precision != "float32" else []
         lines = [
             f"# Found by spmd.search for {self.cluster}: {seconds(best.timeline.seconds)} per step predicted, {best.memory.verdict}",
-            f"# fit(..., layout=<this file>, {', '.join(words)})",
+            f"# fit(..., layout=<this file>, {', '.join(arguments)})",
         ]
         return "\n".join([*lines, "", layout.to_toml()])
 
@@ -107,28 +119,28 @@ class Search:
 
     @property
     def head(self) -> str:
-        """How many candidates are plans, for what, and what one device would do."""
+        """How many candidates fit, for which target, and the same step on one device."""
         alone = f"on one device: {seconds(self.alone.timeline.seconds)}, {format_bytes(self.alone.memory.peak)}."
         return f"{len(self.plans)} of {len(self.plans) + len(self.rejected)} candidates for {self.cluster} were compiled and fit; {alone}"
 
     @property
     def verdict(self) -> str:
-        """That nothing fits, as a sentence, and what would hold it."""
+        """A sentence that says that nothing fits, and on which mesh the step would."""
         return self._nothing[0].upper() + self._nothing[1:] + (f"; {_hold(self)}" if self.would_hold else "")
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table: its header, then every plan, fastest first."""
         fastest = self.plans[0][1].timeline.seconds if self.plans else 0.0
         rows = [("", "candidate", "step", "", "peak", "waits", "sent/device")]
-        for number, (one, plan) in enumerate(self.plans, 1):
+        for number, (candidate, plan) in enumerate(self.plans, 1):
             times, share = plan.timeline, f"{plan.timeline.seconds / fastest:.2f}"
             waits = f"{times.exposed / times.seconds:.0%}"
             sent = format_bytes(plan.traffic.bytes())
-            rows.append((str(number), str(one), seconds(times.seconds), share, format_bytes(plan.memory.peak), waits, sent))
+            rows.append((str(number), str(candidate), seconds(times.seconds), share, format_bytes(plan.memory.peak), waits, sent))
         return rows
 
     def reasons(self) -> list[str]:
-        """A line for each reason why a candidate is none, however many candidates it is for."""
+        """One line for each reason for rejecting candidates of a layout, however many they are."""
         return _reasons(self.rejected, self.left_out)
 
     def __str__(self) -> str:
@@ -138,25 +150,27 @@ class Search:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        from spmd.planner.html_report import search_fragment  # the page knows what it shows
+    def _repr_html_(self) -> Html:
+        header, *body = self.rows()
+        best = folded("the best layout as TOML", f"<pre>{html.escape(self.to_toml())}</pre>") if self.plans else ""
+        fits = f'<div class="wide">{table(header, body)}</div>' if body else f'<p class="verdict bad">{html.escape(self.verdict)}</p>'
+        reasons = "\n".join(line.strip() for line in self.reasons())
+        rejected = folded(f"{len(self.rejected) + len(self.left_out)} rejected, and why", f"<pre>{html.escape(reasons)}</pre>")
+        return framed(f"<p>{html.escape(self.head)}</p>{fits}{best}{rejected if reasons else ''}")
 
-        return search_fragment(self)
 
-
-def _hold(found: Search) -> str:
-    plan = found.would_hold
+def _hold(search: Search) -> str:
+    plan = search.would_hold
     return f"{plan.layout.name} on mesh {plan.mesh} of {plan.cluster} would hold it: {plan.memory.verdict}" if plan is not None else ""
 
 
 def _reasons(rejected: Mapping[Candidate, str], left_out: Mapping[str, str]) -> list[str]:
-    """One line for each reason of a layout, however many candidates it is for."""
-    counted: dict[tuple[str, str], list[Candidate]] = {}
-    for one, why in rejected.items():
-        counted.setdefault((one.layout.name, why), []).append(one)
+    by_reason: dict[tuple[str, str], list[Candidate]] = {}
+    for candidate, why in rejected.items():
+        by_reason.setdefault((candidate.layout.name, why), []).append(candidate)
     lines = [
-        f"  {found[0] if len(found) == 1 else f'{name}, {len(found)} candidates such as {found[0]}'}: {why}"
-        for (name, why), found in counted.items()
+        f"  {group[0] if len(group) == 1 else f'{name}, {len(group)} candidates such as {group[0]}'}: {why}"
+        for (name, why), group in by_reason.items()
     ]
     return [*lines, *(f"  {name}: {why}" for name, why in left_out.items())]
 
@@ -176,21 +190,21 @@ def search(
     timeout: float = 600.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Search:
-    """Find the fastest layout, mesh, way to reduce, microbatches and rematerialisation that fit a target, by what plans predict.
+    """Find the fastest layout, mesh, reduction, microbatches and rematerialization that fit a target, as predicted by plans.
 
     Args:
       model, batch, loss, optimizer, target, metrics, precision, seed, timeout: as for `plan`.
-      candidates: "exact": the shipped layouts whose updates are those of one device, but for rounding; "all": also those that round what
-        travels, or let workers go on by themselves; or a list of layouts.
-      compiles: programs that are compiled at most, beside one for a single device; None: all that are not rejected otherwise. As long as
-        nothing fits, twice as many, and a few for each larger mesh.
-      say: is told of every program.
+      candidates: "exact": the shipped layouts whose updates equal those of one device, apart from rounding; "all": also those with lossy
+        communication or workers that do not wait for each other; or a list of layouts.
+      compiles: the number of programs to compile at most, in addition to one for a single device; None: no limit. If nothing fits, twice
+        as many, and a few for each larger mesh.
+      say: called with a line for every program.
 
     Returns:
-      A `Search`; `found.best` is a `Plan`, `found.save("layouts/mine.toml")` writes the layout.
+      A `Search`: `.best` is a `Plan`, `.save("layouts/mine.toml")` writes the layout.
 
     Raises:
-      SpmdError: what `plan` raises of the model, the batch and the target.
+      SpmdError: what `plan` raises about the model, the batch and the target.
 
     Example:
       >>> import jax, optax, spmd
@@ -203,186 +217,194 @@ def search(
       ('data_parallel', True)
     """
     if compiles is not None and (isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1):
-        raise OptionError(f"compiles={compiles!r}.", fix="a whole number from 1, or None for all.")
+        raise OptionError(f"compiles={compiles!r}.", fix="a positive integer, or None for no limit.")
     check_timeout(timeout)
     cluster = Cluster.parse(target)
     layouts, left_out = chosen_layouts(candidates)
     rows = check_leaves(abstract(batch), "the batch")
-    one = Cluster(1, 1, cluster.target)
     config = TrainConfig(model, loss, optimizer, metrics, precision, seed=seed)
-    base = Placed(config, abstract_mesh(MeshSpec((("data", 1),))), Layout(), platform=cluster.target.platform)
+    on_one_device = Placed(config, abstract_mesh(MeshSpec((("data", 1),))), Layout(), platform=cluster.target.platform)
     say(f"compiling for one device, of {cluster}")
-    alone = planned(base, batch, one, timeout=timeout)
-    left_out = {name: f'{why}; candidates="all" searches it too' for name, why in left_out.items()}
-    space = Space(layouts, remats(base), cluster.count, rows)
-    walk = Walk(alone, cluster, space, timeout, say)
-    walk.run(math.inf if compiles is None else compiles)
-    fitting = {one: plan for one, plan in walk.plans.items() if plan.fits}
-    ranked = sorted(fitting.items(), key=lambda item: (item[1].timeline.seconds, item[1].memory.peak))
-    rejected = dict(walk.rejected())
+    alone = build_plan(Plan, on_one_device, batch, Cluster(1, 1, cluster.target), timeout=timeout)
+    left_out = {name: f'{why}; candidates="all" includes it' for name, why in left_out.items()}
+    space = CandidateSpace(layouts, remats(on_one_device), cluster.count, rows)
+    run = SearchRun(alone, cluster, space, timeout, say)
+    run.compile_candidates(math.inf if compiles is None else compiles)
+    fitting = [(candidate, plan) for candidate, plan in run.plans.items() if plan.fits]
+    fitting.sort(key=lambda item: (item[1].timeline.seconds, item[1].memory.peak))
+    rejected = dict(run.rejected())
     left_out |= {layout.name: why for family, layout in enumerate(layouts) if (why := space.impossible(family))}
-    complete = not walk.failed and not any(why.startswith(UNSEEN) for why in rejected.values())
-    large = any(not plan.fits for plan in walk.plans.values()) or any(why.startswith(STATE) for why in rejected.values())
-    return Search(cluster, alone, tuple(ranked), rejected, left_out, complete, _larger(walk) if large and not ranked else None)
+    kinds = {why.kind for why in rejected.values()}
+    complete = not run.failed and "limit" not in kinds
+    would_hold = _larger(run) if "memory" in kinds and not fitting else None
+    return Search(cluster, alone, tuple(fitting), rejected, left_out, complete, would_hold)
 
 
-def _larger(walk: "Walk") -> Plan | None:
-    """The plan on the smallest mesh of twice as many devices, and twice, that is found to hold it; what needs least is tried first.
+def _larger(run: "SearchRun") -> Plan | None:
+    """A plan that fits on the smallest mesh with 2, 4, 8 ... times the devices; candidates that need the least memory come first.
 
-    None where more devices do not need less.
+    None if more devices do not need less memory.
     """
-    cluster, least = walk.cluster, math.inf
+    cluster, least = run.cluster, math.inf
     while 2 * cluster.count <= LARGEST:
         cluster = cluster.doubled()
-        space = dataclasses.replace(walk.space, devices=cluster.count)
-        larger = Walk(walk.alone, cluster, space, walk.timeout, walk.say, lightest_first=True)
-        larger.run(TRIED)
-        held = [plan for plan in larger.plans.values() if plan.fits]
-        if held:
-            return held[0]
+        space = dataclasses.replace(run.space, devices=cluster.count)
+        larger = SearchRun(run.alone, cluster, space, run.timeout, run.say, lightest_first=True)
+        larger.compile_candidates(COMPILES_PER_MESH)
+        if larger.best is not None:
+            return next(plan for plan in larger.plans.values() if plan.fits)
         peak = min((plan.memory.peak for plan in larger.plans.values()), default=math.inf)
-        if larger.failed or peak > LESS * least:
+        if larger.failed or peak > MIN_SAVING * least:
             return None
         least = peak
     return None
 
 
-class Walk:
-    """A walk through candidates: which come next, what was compiled, and why others are not."""
+class SearchRun:
+    """The state of a search: the queue of candidates, the plans so far, and the reasons for rejections."""
 
     def __init__(
-        self, alone: Plan, cluster: Cluster, space: Space, timeout: float, say: Callable[[str], None], *, lightest_first: bool = False
+        self,
+        alone: Plan,
+        cluster: Cluster,
+        space: CandidateSpace,
+        timeout: float,
+        say: Callable[[str], None],
+        *,
+        lightest_first: bool = False,
     ):
         self.alone, self.cluster, self.space, self.timeout, self.say = alone, cluster, space, timeout, say
         self.lightest_first = lightest_first
-        self._trained = trained(alone.program.placed)
+        self._trainable = trainable_paths(alone.program.placed)
         self.plans: dict[Candidate, Plan] = {}
-        self.reasons: dict[Candidate, str] = {}
-        self._waiting: dict[Candidate, None] = {}  # in the order in which they came
-        self._floors: dict[Candidate, Floor | str] = {}  # by group
-        self.failed = 0  # programs that the compiler did not make
-        self._refused: dict[int, list[str]] = {}  # by family, what was refused when it was traced
+        self.reasons: dict[Candidate, Reason] = {}
+        self._queue: dict[Candidate, None] = {}  # in order of arrival
+        self._bounds: dict[Candidate, LowerBounds | Reason] = {}  # by group
+        self.failed = 0  # programs that did not compile
+        self._refused: dict[int, list[Reason]] = {}  # errors while tracing, by family
 
     @property
     def best(self) -> Plan | None:
-        """The fastest that fits so far."""
+        """The fastest plan so far that fits."""
         return min((plan for plan in self.plans.values() if plan.fits), key=lambda plan: plan.timeline.seconds, default=None)
 
-    def run(self, most: float) -> None:
-        """Compile candidates until none is left or so many are compiled, twice as many while nothing fits."""
+    def compile_candidates(self, limit: float) -> None:
+        """Compile candidates until the queue is empty or `limit` programs are compiled, twice as many while nothing fits."""
         for family in range(len(self.space.layouts)):
             self._open_family(family)
-        while (
-            self._waiting and len(self.plans) + self.failed < (most if self.best else 2 * most) and not (self.lightest_first and self.best)
-        ):
-            one = min(self._waiting, key=self._order)  # the first of equals
-            del self._waiting[one]
-            why = self._hopeless(one)
+        while self._queue and len(self.plans) + self.failed < (limit if self.best else 2 * limit):
+            if self.lightest_first and self.best:
+                break
+            candidate = min(self._queue, key=self._priority)  # the first of equals
+            del self._queue[candidate]
+            why = self._why_skip(candidate)
             if why is None:
-                self._compile(one)
+                self._compile(candidate)
             else:
-                self.reasons[one] = why
-                if one.accumulate == 1 and one.kept == 0:  # on another mesh it may be better
-                    self._wait(self.space.groups(one.family))
+                self.reasons[candidate] = why
+                if candidate.accumulate == 1 and candidate.remat_level == 0:  # another mesh may be better
+                    self._enqueue(self.space.groups(candidate.family))
 
-    def rejected(self) -> Iterator[tuple[Candidate, str]]:
+    def rejected(self) -> Iterator[tuple[Candidate, Reason]]:
         """Every candidate that was not compiled, or does not fit, and why."""
-        for one in self.space.all():
-            if one not in self.plans:
-                yield (
-                    one,
-                    self.reasons.get(one) or self._hopeless(one) or f"{UNSEEN}, for {len(self.plans)} were, and others promised more",
-                )
-            elif not self.plans[one].fits:
-                yield one, f"compiled, and does not fit: {format_bytes(self.plans[one].memory.peak)}"
+        for candidate in self.space.all():
+            if candidate not in self.plans:
+                limit = Reason(f"not compiled, for {len(self.plans)} were, and others promised more", "limit")
+                yield candidate, self.reasons.get(candidate) or self._why_skip(candidate) or limit
+            elif not self.plans[candidate].fits:
+                peak = format_bytes(self.plans[candidate].memory.peak)
+                yield candidate, Reason(f"compiled, and does not fit: {peak}", "memory")
 
     def _open_family(self, family: int) -> None:
-        """Let the group of a layout wait that is nearest to what it declares, of those that can be; the others come with its plan."""
+        """Enqueue a layout's first possible group, the nearest to what it declares; the others follow once it is planned."""
         for group in self.space.groups(family):
-            floor = self._floor(group)
-            if isinstance(floor, str):
-                self.reasons[group] = floor
-            elif self.lightest_first or not any(other.family == family for other in self._waiting):
-                self._waiting[group] = None
+            bounds = self._bounds_of(group)
+            if isinstance(bounds, Reason):
+                self.reasons[group] = bounds
+            elif self.lightest_first or not any(other.family == family for other in self._queue):
+                self._queue[group] = None
 
-    def _order(self, one: Candidate) -> tuple[bool, float]:
-        """Which comes next: as long as nothing fits, what saves memory; then by seconds, as far as these can be told."""
-        saves = one.accumulate > 1 or one.kept > 0
-        floor = self._floor(one)
-        if isinstance(floor, str):
+    def _priority(self, candidate: Candidate) -> tuple[bool, float]:
+        """The smallest is compiled next: while nothing fits, candidates that save memory; then by expected seconds."""
+        saves = candidate.accumulate > 1 or candidate.remat_level > 0
+        bounds = self._bounds_of(candidate)
+        if isinstance(bounds, Reason):
             return False, 0.0
         if self.lightest_first and not saves:
-            return True, float(floor.state)
-        return self.best is None and not saves, self._expected(one, floor)
+            return True, float(bounds.state)
+        return self.best is None and not saves, self._expected_seconds(candidate, bounds)
 
-    def _expected(self, one: Candidate, floor: Floor) -> float:
-        """Seconds of the plan that differs least, each further microbatch beginning all operations anew; a floor where there is no plan."""
-        near = [(one.differs(other), number) for number, other in enumerate(self.plans) if other.family == one.family]
+    def _expected_seconds(self, candidate: Candidate, bounds: LowerBounds) -> float:
+        """The time of the nearest plan, plus the launch overhead of each further microbatch; the lower bound if there is no plan."""
+        near = [(candidate.distance(other), number) for number, other in enumerate(self.plans) if other.family == candidate.family]
         if not near:
-            return floor.seconds
+            return bounds.seconds
         other, plan = list(self.plans.items())[min(near)[1]]
-        return plan.timeline.seconds + max(one.accumulate / other.accumulate - 1, 0.0) * plan.timeline.launches
+        return plan.timeline.seconds + max(candidate.accumulate / other.accumulate - 1, 0.0) * plan.timeline.launches
 
-    def _floor(self, one: Candidate) -> Floor | str:
-        """The floor of a candidate's group, or why there is none."""
-        group = one.group
-        if group not in self._floors:
+    def _bounds_of(self, candidate: Candidate) -> LowerBounds | Reason:
+        """The lower bounds of a candidate's group, or why there are none."""
+        group = candidate.group
+        if group not in self._bounds:
             try:
                 placed = self._placed(group)
                 resolved = placed.resolved
                 check_batch(self.alone.program.sample, resolved.layout, resolved.mesh, 1)
-                self._floors[group] = floor_of(placed, self.cluster, self.alone.timeline, self._trained)
+                self._bounds[group] = lower_bounds_of(placed, self.cluster, self.alone.timeline, self._trainable)
             except SpmdError as error:
-                self._floors[group] = first_problem(error)
-        return self._floors[group]
+                self._bounds[group] = Reason(first_problem(error))
+        return self._bounds[group]
 
-    def _placed(self, one: Candidate) -> Placed:
-        return self.alone.program.placed.moved(abstract_mesh(one.mesh), one.layout, accumulate=one.accumulate)
+    def _placed(self, candidate: Candidate) -> Placed:
+        mesh = abstract_mesh(candidate.mesh)
+        return self.alone.program.placed.moved(mesh, candidate.layout, accumulate=candidate.accumulate)
 
-    def _hopeless(self, one: Candidate) -> str | None:
+    def _why_skip(self, candidate: Candidate) -> Reason | None:
         """Why a candidate need not be compiled, as far as is known."""
-        floor, best, capacity = self._floor(one), self.best, self.cluster.target.memory
-        if isinstance(floor, str):
-            return floor
-        if floor.state > capacity:
-            return f"{STATE} {format_bytes(floor.state)} of {format_bytes(capacity)}"
-        if best is not None and floor.seconds >= best.timeline.seconds:
-            return f"{seconds(floor.seconds)} at least ({floor.why}), where the best needs {seconds(best.timeline.seconds)}"
+        bounds, best, capacity = self._bounds_of(candidate), self.best, self.cluster.target.memory
+        if isinstance(bounds, Reason):
+            return bounds
+        if bounds.state > capacity:
+            return Reason(f"state alone is {format_bytes(bounds.state)} of {format_bytes(capacity)}", "memory")
+        if best is not None and bounds.seconds >= best.timeline.seconds:
+            return Reason(f"at least {seconds(bounds.seconds)} ({bounds.why}); the best needs {seconds(best.timeline.seconds)}")
         for other, plan in self.plans.items():
-            if other.group != one.group:
+            if other.group != candidate.group:
                 continue
-            if plan.fits and other.kept <= one.kept and other.accumulate <= one.accumulate:
-                return "less memory than it needs: it fits with fewer microbatches or while recomputing less"
-            if other.kept == one.kept and one.accumulate > other.accumulate and (least := plan.at_least(one.accumulate)) > capacity:
-                return f"{format_bytes(least)} even if all temporaries but gradients were divided by its microbatches"
+            if plan.fits and other.remat_level <= candidate.remat_level and other.accumulate <= candidate.accumulate:
+                return Reason("saves memory unnecessarily: it fits with fewer microbatches or less recomputation")
+            if other.remat_level == candidate.remat_level and candidate.accumulate > other.accumulate:
+                least = plan.least_peak(candidate.accumulate)
+                if least > capacity:
+                    return Reason(f"{format_bytes(least)} even if its microbatches divided all temporaries except gradients")
         return None
 
-    def _compile(self, one: Candidate) -> None:
-        """Compile a candidate, and let those of its family wait that may be better; or note why it cannot be compiled."""
-        self.say(f"compiling {len(self.plans) + 1}: {one}")
+    def _compile(self, candidate: Candidate) -> None:
+        """Compile a candidate and enqueue those of its family that may be better; or record why it cannot be compiled."""
+        self.say(f"compiling {len(self.plans) + 1}: {candidate}")
         try:
-            plan = planned(self._placed(one), self.alone.program.sample, self.cluster, timeout=self.timeout)
+            plan = build_plan(Plan, self._placed(candidate), self.alone.program.sample, self.cluster, timeout=self.timeout)
         except SpmdError as error:
-            self._refuse(one, error)
+            self._refuse(candidate, error)
             return
-        self.plans[one] = plan
-        self._wait([*(self.space.lighter(one) if not plan.fits else ()), *self.space.groups(one.family)])
+        self.plans[candidate] = plan
+        self._enqueue([*(self.space.lighter(candidate) if not plan.fits else ()), *self.space.groups(candidate.family)])
 
-    def _refuse(self, one: Candidate, error: SpmdError) -> None:
-        """Note what is refused: by layout or model for all that differs in memory only; for the same reason twice, for all meshes."""
-        self.reasons[one] = why = first_problem(error)
+    def _refuse(self, candidate: Candidate, error: SpmdError) -> None:
+        """Record an error. One of the layout or model holds for the whole group; the same one twice, for all meshes."""
+        self.reasons[candidate] = why = Reason(first_problem(error))
         if isinstance(error, CompileError):
             self.failed += 1
-        if one.accumulate > 1 or one.kept > 0 or not isinstance(error, LayoutError | ModelError):
+        if candidate.accumulate > 1 or candidate.remat_level > 0 or not isinstance(error, LayoutError | ModelError):
             return
-        before = self._refused.setdefault(one.family, [])
+        before = self._refused.setdefault(candidate.family, [])
         compiled = {other.group for other in self.plans}
-        groups = [group.group for group in self.space.groups(one.family)] if why in before else [one.group]
-        self._floors |= {group: why for group in groups if group not in compiled}
+        groups = [group.group for group in self.space.groups(candidate.family)] if why in before else [candidate.group]
+        self._bounds |= {group: why for group in groups if group not in compiled}
         before.append(why)
-        self._wait(self.space.groups(one.family))
+        self._enqueue(self.space.groups(candidate.family))
 
-    def _wait(self, others: Iterable[Candidate]) -> None:
-        for other in others:
-            if other not in self.plans and other not in self.reasons:
-                self._waiting.setdefault(other)
+    def _enqueue(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            if candidate not in self.plans and candidate not in self.reasons:
+                self._queue.setdefault(candidate)

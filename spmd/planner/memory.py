@@ -1,8 +1,9 @@
-"""What one device has to hold in a step, split by what it is, against what it has."""
+"""The memory of one device in a step, by what it holds, compared with its capacity."""
 
 import dataclasses
 import math
 import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -14,9 +15,9 @@ from spmd.planner.target import Target
 from spmd.train.compiled_step import Program
 from spmd.tree import Tree, flatten, format_bytes
 
-TIGHT = 0.92  # of a device's memory: above it what a driver, NCCL and fragments take may be missing
-PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
-LARGEST = 8
+TIGHT = 0.92  # of a device's memory; above it, drivers, NCCL and fragmentation may need the rest
+PREALLOCATED = 0.75  # of a GPU's memory, by JAX, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+LARGEST = 8  # temporaries that are listed
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)\{?[\d, ]*\}? @\d+> \(size=(\d+),offset=(\d+)\): ([a-z].*)")
 
 
@@ -25,16 +26,16 @@ class Memory:
     """Bytes on one device; all devices hold the same.
 
     Attributes:
-      parameters, optimizer, exchange, statistics: the state: weights, what the optimizer keeps, what codecs and servers keep, the rest.
+      parameters, optimizer, exchange, statistics: the state: parameters, optimizer state, the state of codecs and servers, the rest.
       batch: the arrays of one batch and their weights.
-      gradients: as the optimizer takes them, after they have met; a part of `temporaries`.
-      temporaries: what the program itself needs beside arguments and results, as XLA has packed it: gradients, activations, copies.
-      constants: arrays that the model has in its code and not in its state, such as a table of numpy's.
-      fresh: results that take no argument's place; the whole state where it is not donated.
-      peak: all of it at once, as XLA plans it.
-      capacity: what the device has.
-      unread: arrays of the state that a step holds and does not read, so that XLA does not count them.
-      largest: (bytes, array, where in the program) of the largest temporaries; they share memory, so they do not add up.
+      gradients: reduced gradients, as the optimizer takes them; a part of `temporaries`.
+      temporaries: gradients, activations and copies, as XLA has packed them.
+      constants: arrays in the model's code that are not in its state, such as a numpy table.
+      fresh: results that reuse no argument's buffer; the full state if it is not donated.
+      peak: the most that is allocated at once, according to XLA.
+      capacity: the device's memory.
+      unread: arrays of the state that a step does not read, which XLA does not count.
+      largest: (bytes, array, scope in the program) of the largest temporaries; they share memory, so they do not add up.
     """
 
     parameters: int
@@ -53,17 +54,17 @@ class Memory:
 
     @property
     def headroom(self) -> int:
-        """What is left on the device; below zero where it does not fit."""
+        """Memory left on the device; negative if the step does not fit."""
         return self.capacity - self.peak
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much."""
+        """Whether the step fits in the device's memory."""
         return self.headroom >= 0
 
     @property
     def per_device(self) -> dict[str, int]:
-        """All of it by name, in bytes."""
+        """All figures by name, in bytes."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "largest"} | {
             "headroom": self.headroom
         }
@@ -75,14 +76,14 @@ class Memory:
         if not self.fits:
             return f"DOES NOT FIT: {share}; {format_bytes(-self.headroom)} too much on each device."
         if self.peak > TIGHT * self.capacity:
-            return f"tight: {share}; drivers, NCCL and fragments take some as well."
+            return f"tight: {share}; drivers, NCCL and fragmentation need some as well."
         return f"fits: {share}."
 
     def __str__(self) -> str:
         parts = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
-        words = {"exchange": "codecs and servers", "statistics": "statistics, keys, step", "constants": "constants in the program"}
-        words["fresh"] = "results beside the state"
-        rows = [(words.get(name, name), getattr(self, name)) for name in parts]
+        titles = {"exchange": "codecs and servers", "statistics": "statistics, keys, step", "constants": "constants in the program"}
+        titles["fresh"] = "results not in the state"
+        rows = [(titles.get(name, name), getattr(self, name)) for name in parts]
         lines = [f"{name:<26}{format_bytes(size):>12}" for name, size in rows if size]
         lines.append(f"{'  of which gradients':<26}{format_bytes(self.gradients):>12}")
         lines += [f"{'peak':<26}{format_bytes(self.peak):>12}", self.verdict]
@@ -93,27 +94,30 @@ class Memory:
 
 
 def on_device(leaf: Any) -> int:
-    """Bytes of one device's part of an array, from its shape and sharding."""
+    """Bytes of one device's shard of an array."""
     shape = leaf.sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
+
+
+def tree_on_device(tree: Tree) -> int:
+    """Bytes of one device's shards of all arrays in a tree."""
+    return sum(on_device(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def memory_of(program: Program, compiled: Compiled, module: Module, target: Target) -> Memory:
     """The memory of a compiled step."""
     state, batch, weights, events = program.arguments
-    held = lambda tree: sum(on_device(leaf) for leaf in jax.tree.leaves(tree))
     sizes = compiled.sizes
-    arguments = held((state, batch, weights, events))
-    rest = (state.stats, state.rngs, state.key, state.step)
+    arguments = tree_on_device((state, batch, weights, events))
     unread = max(arguments - sizes["argument"], 0)
     fresh = sizes["output"] - sizes["alias"]
     constants = sum(int(size) for size in re.findall(r"^allocation \d+: size (\d+), .*\bconstant\b", compiled.buffers, re.MULTILINE))
     return Memory(
-        parameters=held(state.params),
-        optimizer=held(state.opt),
-        exchange=held(state.exchange),
-        statistics=held(rest),
-        batch=held((batch, weights, events)),
+        parameters=tree_on_device(state.params),
+        optimizer=tree_on_device(state.opt),
+        exchange=tree_on_device(state.exchange),
+        statistics=tree_on_device((state.stats, state.rngs, state.key, state.step)),
+        batch=tree_on_device((batch, weights, events)),
         gradients=_gradients(program, state.params),
         temporaries=sizes["temp"],
         constants=constants,
@@ -126,7 +130,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, target: Targ
 
 
 def _gradients(program: Program, params: Tree) -> int:
-    """Gradients as they leave the exchange: cut as the reduction leaves them."""
+    """Bytes of reduced gradients, sharded as the reduction leaves them."""
     placed = program.placed
     resolved, pushed = placed.resolved, placed.exchange.reduction.mean_spec
     total = 0
@@ -138,9 +142,9 @@ def _gradients(program: Program, params: Tree) -> int:
 
 
 def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
-    """The largest values that XLA has put into temporary memory, one for each place there."""
-    places = {one.name: one.scope for lines in module.computations.values() for one in lines}
-    found: dict[tuple[int, int], tuple[int, str, str]] = {}
+    """The largest values that XLA has assigned to temporary memory, one for each buffer."""
+    scopes = {instr.name: instr.scope for lines in module.computations.values() for instr in lines}
+    values: dict[tuple[int, int], tuple[int, str, str]] = {}
     temporary = False
     for line in buffers.splitlines():
         if line.startswith("allocation "):
@@ -148,11 +152,8 @@ def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
         elif temporary and (value := _VALUE.match(line)):
             name, size, offset, kind = value.groups()
             key = (int(offset), int(size))
-            if key not in found and (arrays := arrays_of(kind)):
-                found[key] = (int(size), str(arrays[0]), plain_scopes(places.get(name, ""))[0])
-    ordered = sorted(found.values(), key=lambda item: -item[0])
-    counted: dict[tuple[int, str, str], int] = {}
-    for item in ordered:
-        counted[item] = counted.get(item, 0) + 1
-    shown = list(counted.items())[:LARGEST]
+            if key not in values and (arrays := arrays_of(kind)):
+                values[key] = (int(size), str(arrays[0]), plain_scopes(scopes.get(name, ""))[0])
+    counts = Counter(sorted(values.values(), key=lambda item: -item[0]))
+    shown = list(counts.items())[:LARGEST]
     return tuple((size, f"{array}{f' x {count}' if count > 1 else ''}", where) for (size, array, where), count in shown)

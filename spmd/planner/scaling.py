@@ -1,32 +1,35 @@
-"""When does adding a device stop helping? Throughput of data-parallel training of one batch over more and more devices, by codec."""
+"""When does adding devices stop helping? Predicted throughput of data-parallel training on one batch, by number of devices and codec."""
 
 import dataclasses
+import html
 from collections.abc import Sequence
 
 from spmd.errors import OptionError, a_kind
 from spmd.layout.gradients import Gradients
 from spmd.mesh import MeshSpec, abstract_mesh
+from spmd.planner.drawings import throughput_chart
 from spmd.planner.hlo import Array
 from spmd.planner.planning import Plan
-from spmd.planner.timeline import travel_time
+from spmd.planner.timeline import transfer_time
 from spmd.planner.traffic import Transfer
+from spmd.render.html import Html, framed
 from spmd.train.compiled_step import Program
 from spmd.wire.notes import exact_bytes
 
 CODECS = ("exact", "bfloat16", "int8")
-BACKWARD = 2 / 3  # of computing: while it goes on, gradients that are there travel
-HELPS = 1.1  # twice the devices must be so much faster
+BACKWARD = 2 / 3  # the share of computation that can hide the communication of gradients
+MIN_GAIN = 1.1  # doubling the devices helps if throughput grows by this factor
 
 
 @dataclasses.dataclass(frozen=True)
 class Saturation:
-    """Predicted rows per second; printed, a table.
+    """Predicted throughput by number of devices; printed, a table.
 
     Attributes:
-      devices: how many, each number twice the one before.
+      devices: numbers of devices, each twice the one before.
       rates: rows per second of all devices together, for every codec.
       shares: bytes that a codec sends, as a share of exact gradients.
-      rows: of the batch, which stays the same.
+      rows: rows of the batch, the same for any number of devices.
     """
 
     devices: tuple[int, ...]
@@ -35,9 +38,9 @@ class Saturation:
     rows: int
 
     def knee(self, codec: str) -> int:
-        """The number of devices from which on twice as many are not 1.1 times as fast."""
+        """The number of devices at which doubling them first gains less than 1.1x."""
         rates = self.rates[codec]
-        return next((self.devices[at] for at in range(len(rates) - 1) if rates[at + 1] < HELPS * rates[at]), self.devices[-1])
+        return next((self.devices[at] for at in range(len(rates) - 1) if rates[at + 1] < MIN_GAIN * rates[at]), self.devices[-1])
 
     def __str__(self) -> str:
         names = list(self.rates)
@@ -45,29 +48,31 @@ class Saturation:
         for at, count in enumerate(self.devices):
             cells = [f"{self.rates[name][at]:,.0f}{' <' if self.knee(name) == count else '  '}" for name in names]
             lines.append(f"{count:>8}" + "".join(f"{cell:>20}" for cell in cells))
-        lines.append(f"rows/s of all devices, for a batch of {self.rows} rows in all; in brackets what is sent, as a share of exact.")
-        lines.append(f"< is where twice the devices are less than {HELPS} times as fast. Assumed: computing shrinks as a worker's rows do,")
-        lines.append(f"operations begin as often, and what travels is hidden behind {BACKWARD:.0%} of computing.")
+        lines.append(
+            f"rows/s of all devices, for a global batch of {self.rows} rows; in brackets, bytes sent as a share of exact gradients."
+        )
+        lines.append(f"< marks where doubling the devices gains less than {MIN_GAIN}x. Assumed: computation scales with a worker's rows,")
+        lines.append(f"launch overhead is constant, and {BACKWARD:.0%} of computation hides communication.")
         return "\n".join(lines)
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        from spmd.planner.drawings import saturation_drawing  # the drawing knows what it draws
-
-        return saturation_drawing(self)
+    def _repr_html_(self) -> Html:
+        label = f"rows/s of all devices for a batch of {self.rows} rows, by number of devices"
+        chart = throughput_chart(self.devices, self.rates, {codec: self.knee(codec) for codec in self.rates}, label)
+        return framed(f"<p>{label}; a circle marks where doubling them gains little</p>{chart}<pre>{html.escape(str(self))}</pre>")
 
 
 def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) -> Saturation:
-    """Predict how fast the batch of a plan would be trained by 1, 2, 4 … devices of its kind, data-parallel.
+    """Predict how fast 1, 2, 4 … devices of a plan's kind would train its batch, data-parallel.
 
     Args:
-      plan: of data-parallel training: every worker holds all weights.
-      codecs: what gradients travel as, with their default options.
-      most: devices at most; a batch cannot be cut into more parts than it has rows.
+      plan: of data-parallel training: every worker holds all parameters.
+      codecs: codecs for the gradients, with their default options.
+      most: the largest number of devices; a batch cannot be split over more devices than it has rows.
 
     Raises:
-      OptionError: a plan whose parameters are cut, or that is no plan.
+      OptionError: a plan whose parameters are sharded, or not a plan.
 
     Example:
       >>> import jax, optax, spmd
@@ -79,10 +84,10 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
       (1024, True)
     """
     if not isinstance(plan, Plan):
-        raise OptionError(f"saturation({a_kind(plan)}).", fix="what spmd.plan gives.")
+        raise OptionError(f"saturation({a_kind(plan)}).", fix="what spmd.plan returns.")
     placed = plan.program.placed
     if placed.storage is not None or any(place.copies(plan.mesh) != plan.mesh.size for place in placed.resolved.placements.values()):
-        why = f"{plan.layout.source} cuts parameters, and every worker of data parallelism has them all"
+        why = f"{plan.layout.source} shards parameters, but data parallelism replicates them on every worker"
         raise OptionError(f"saturation: {why}.", fix='a plan with layout="data_parallel".')
     counts = [1]
     while 2 * counts[-1] <= min(most, plan.rows):
@@ -91,22 +96,22 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
     shares = {codec: 1.0 if codec == "exact" else _share(plan, codec) for codec in codecs}
     rates: dict[str, list[float]] = {codec: [] for codec in codecs}
     for count in counts:
-        computing = times.launches + (times.products + times.memory) * workers / count
+        computation = times.launches + (times.products + times.memory) * workers / count
         for codec, share in shares.items():
-            travels = _travels(plan, count, gradients * share) if count > 1 else 0.0
-            rates[codec].append(plan.rows / (computing + max(travels - BACKWARD * computing, 0.0)))
-    return Saturation(tuple(counts), {codec: tuple(found) for codec, found in rates.items()}, shares, plan.rows)
+            communication = _all_reduce_time(plan, count, gradients * share) if count > 1 else 0.0
+            rates[codec].append(plan.rows / (computation + max(communication - BACKWARD * computation, 0.0)))
+    return Saturation(tuple(counts), {codec: tuple(line) for codec, line in rates.items()}, shares, plan.rows)
 
 
-def _travels(plan: Plan, count: int, size: float) -> float:
-    """Seconds of an all-reduce of so many bytes over so many devices, as many on a node as a node has."""
+def _all_reduce_time(plan: Plan, count: int, size: float) -> float:
+    """Seconds of an all-reduce of `size` bytes over `count` devices that fill their nodes."""
     per_node = min(count, plan.cluster.target.devices_per_node)
     array = Array("uint8", (int(size),), 8)
-    return travel_time(Transfer("all_reduce", "gradients", ("data",), count, per_node, (array,), 1, "", "", True), plan.cluster)
+    return transfer_time(Transfer("all_reduce", "gradients", ("data",), count, per_node, (array,), 1, "", "", True), plan.cluster)
 
 
 def _share(plan: Plan, codec: str) -> float:
-    """Bytes that a codec sends of this model's gradients, by those of exact ones: read from a step that is traced for two workers."""
+    """Bytes that a codec sends of this model's gradients relative to exact ones, read from a step that is traced for two workers."""
     placed = plan.program.placed
     layout = dataclasses.replace(plan.layout, gradients=Gradients("all_reduce", codec=codec), mesh=())
     two = placed.moved(abstract_mesh(MeshSpec((("data", 2),))), layout)

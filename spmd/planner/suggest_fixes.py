@@ -1,47 +1,48 @@
-"""What would make a plan fit, tried in order and planned before it is told."""
+"""Changes that would make a plan fit, tried in order, each one planned before it is reported."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Generic
 
 from spmd.errors import SpmdError, first_problem
 from spmd.layout.schema import Default, Layout, OptimizerState
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.planner.candidates import KEPT, microbatches, remats
-from spmd.planner.planning import Plan, planned
-from spmd.planner.target import LARGEST, LESS, Cluster
+from spmd.planner.candidates import REMAT_SAVES, microbatches, remats
+from spmd.planner.plan_data import PlanData, PlanT, build_plan
+from spmd.planner.target import LARGEST, MIN_SAVING, Cluster
 from spmd.planner.text_report import seconds
 from spmd.tree import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Fix:
-    """A change to a plan, and its plan with that and all changes before it; printed, a line.
+class Fix(Generic[PlanT]):
+    """A change, and the plan with it and with all changes before it that helped; printed, one line.
 
     Attributes:
-      change: in words, as a layout or an option says it.
-      plan: with the change; None where it cannot be made.
-      why: then why not.
+      change: the change, as a layout or an option spells it.
+      plan: the plan with the change; None if it cannot be made.
+      why: in that case, the reason.
     """
 
     change: str
-    plan: Plan | None
+    plan: PlanT | None
     why: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether it does then."""
+        """Whether the step fits with the change."""
         return self.plan is not None and self.plan.fits
 
     def __str__(self) -> str:
         if self.plan is None:
             return f"{self.change}: {self.why}"
-        memory, rows = self.plan.memory, f"{seconds(self.plan.timeline.seconds)} per step"
+        memory, step = self.plan.memory, f"{seconds(self.plan.timeline.seconds)} per step"
         verdict = "fits" if self.fits else "does not fit"
-        return f"{self.change}: {verdict}, {format_bytes(memory.peak)} of {format_bytes(memory.capacity)}, {rows}"
+        return f"{self.change}: {verdict}, {format_bytes(memory.peak)} of {format_bytes(memory.capacity)}, {step}"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Trial:
+class _Variant:
     """What is planned next."""
 
     layout: Layout
@@ -50,86 +51,85 @@ class _Trial:
     cluster: Cluster
 
 
-def fixes_of(plan: Plan, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> tuple[Fix, ...]:
-    """Plan one change after the other, each on top of those before it that help, until it fits.
+def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> tuple[Fix[PlanT], ...]:
+    """Plan one change after the other, each on top of the earlier ones that helped, until the step fits.
 
-    In this order: rematerialisation that keeps matrix products, then nothing; more microbatches; optimizer state cut over the workers;
-    parameters too; twice the devices, and twice again.
+    In this order: rematerialization that saves matrix products, then nothing; more microbatches; optimizer state sharded over the
+    workers; parameters too; twice the devices, and twice again.
 
     Returns:
-      All that were tried, the last of which fits if any does; () for a plan that fits.
+      All changes that were tried; the last one fits if any does. () for a plan that fits.
     """
-    placed, found = plan.program.placed, []
-    at = _Trial(plan.layout, plan.mesh, placed.config.accumulate, plan.cluster)
+    placed = plan.program.placed
+    fixes: list[Fix[PlanT]] = []
+    current = _Variant(plan.layout, plan.mesh, placed.config.accumulate, plan.cluster)
     best = plan
     for step in (_remat, _microbatches, _shard_optimizer, _shard_parameters, _more_devices):
-        before = at
-        for change, trial in step(before, best):
+        for change, variant in step(current, best):
             if best.fits:
                 break
             say(f"planning with {change}")
-            moved = placed.moved(abstract_mesh(trial.mesh), trial.layout, accumulate=trial.accumulate)
+            changed = placed.moved(abstract_mesh(variant.mesh), variant.layout, accumulate=variant.accumulate)
             try:
-                tried = planned(moved, plan.program.sample, trial.cluster, timeout=timeout)
+                planned = build_plan(type(plan), changed, plan.program.sample, variant.cluster, timeout=timeout)
             except SpmdError as error:
-                found.append(Fix(change, None, first_problem(error)))
-                break  # more of the same is refused as well
-            found.append(Fix(change, tried))
-            helps = tried.memory.peak < best.memory.peak * (LESS if step is _more_devices else 1.0)
-            if helps:
-                at, best = trial, tried
+                fixes.append(Fix(change, None, first_problem(error)))
+                break  # more of the same would be rejected too
+            fixes.append(Fix(change, planned))
+            if planned.memory.peak < best.memory.peak * (MIN_SAVING if step is _more_devices else 1.0):
+                current, best = variant, planned
             elif step is _more_devices:
                 break
-    return tuple(found)
+    return tuple(fixes)
 
 
-_Trials = Iterator[tuple[str, _Trial]]
+_Variants = Iterator[tuple[str, _Variant]]
 
 
-def _remat(at: _Trial, best: Plan) -> _Trials:
+def _remat(current: _Variant, best: PlanData) -> _Variants:
     for remat in remats(best.program.placed):
-        if KEPT.index(remat.saves) > KEPT.index(at.layout.remat.saves):
+        if REMAT_SAVES.index(remat.saves) > REMAT_SAVES.index(current.layout.remat.saves):
             where = f" modules = {list(remat.modules)}".replace("'", '"') if remat.modules else ""
-            yield f'[remat] save = "{remat.saves}"{where}', dataclasses.replace(at, layout=dataclasses.replace(at.layout, remat=remat))
+            layout = dataclasses.replace(current.layout, remat=remat)
+            yield f'[remat] save = "{remat.saves}"{where}', dataclasses.replace(current, layout=layout)
 
 
-def _microbatches(at: _Trial, best: Plan) -> _Trials:
-    """The least numbers that could do."""
-    parts = best.program.placed.exchange.worker_count * (at.layout.pipeline.microbatches or 1)
-    counts = [count for count in microbatches(best.rows, parts) if count > at.accumulate]
-    could = [count for count in counts if best.at_least(count) <= best.memory.capacity]
-    for count in (could or counts[-1:])[:3]:
-        yield f"accumulate={count}", dataclasses.replace(at, accumulate=count)
+def _microbatches(current: _Variant, best: PlanData) -> _Variants:
+    """The smallest numbers of microbatches that might be enough."""
+    parts = best.program.placed.exchange.worker_count * (current.layout.pipeline.microbatches or 1)
+    counts = [count for count in microbatches(best.rows, parts) if count > current.accumulate]
+    possible = [count for count in counts if best.least_peak(count) <= best.memory.capacity]
+    for count in (possible or counts[-1:])[:3]:
+        yield f"accumulate={count}", dataclasses.replace(current, accumulate=count)
 
 
-def _whole(layout: Layout) -> bool:
-    return layout.default.params == "replicate" and bool(layout.data_axes()) and layout.gradients.reduction in ("all_reduce", "compiler")
-
-
-def _shard_optimizer(at: _Trial, best: Plan) -> _Trials:
+def _shard_optimizer(current: _Variant, best: PlanData) -> _Variants:
     del best
-    if _whole(at.layout) and at.layout.optimizer.shard is None:
-        axis, gradients = at.layout.data_axes()[-1], dataclasses.replace(at.layout.gradients, reduction="reduce_scatter")
-        layout = dataclasses.replace(at.layout, optimizer=OptimizerState(axis), gradients=gradients)
-        yield f'[optimizer] shard = "{axis}", reduction = "reduce_scatter"', dataclasses.replace(at, layout=layout)
+    layout = current.layout
+    replicated = layout.default.params == "replicate" and layout.gradients.reduction in ("all_reduce", "compiler")
+    if replicated and layout.data_axes() and layout.optimizer.shard is None:
+        axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")
+        layout = dataclasses.replace(layout, optimizer=OptimizerState(axis), gradients=gradients)
+        yield f'[optimizer] shard = "{axis}", reduction = "reduce_scatter"', dataclasses.replace(current, layout=layout)
 
 
-def _shard_parameters(at: _Trial, best: Plan) -> _Trials:
+def _shard_parameters(current: _Variant, best: PlanData) -> _Variants:
     del best
-    if at.layout.default.params == "replicate" and at.layout.data_axes() and at.layout.gradients.reduction != "parameter_server":
-        axis, gradients = at.layout.data_axes()[-1], dataclasses.replace(at.layout.gradients, reduction="reduce_scatter")
+    layout = current.layout
+    if layout.default.params == "replicate" and layout.data_axes() and layout.gradients.reduction != "parameter_server":
+        axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")
         default = Default(f"shard:{axis}")
-        layout = dataclasses.replace(at.layout, optimizer=OptimizerState(), default=default, gradients=gradients)
-        yield f'[default] params = "shard:{axis}", reduction = "reduce_scatter"', dataclasses.replace(at, layout=layout)
+        layout = dataclasses.replace(layout, optimizer=OptimizerState(), default=default, gradients=gradients)
+        yield f'[default] params = "shard:{axis}", reduction = "reduce_scatter"', dataclasses.replace(current, layout=layout)
 
 
-def _more_devices(at: _Trial, best: Plan) -> _Trials:
+def _more_devices(current: _Variant, best: PlanData) -> _Variants:
     del best
-    axes, cluster = at.layout.data_axes(), at.cluster
-    mesh = at.mesh
+    axes, cluster, mesh = current.layout.data_axes(), current.cluster, current.mesh
     while axes and 2 * cluster.count <= LARGEST:
         cluster = cluster.doubled()
         mesh = MeshSpec(tuple((name, 2 * size if name == axes[-1] else size) for name, size in mesh.axes))
-        at = dataclasses.replace(at, mesh=mesh, cluster=cluster, accumulate=max(at.accumulate // 2, 1))  # as many rows at once
-        fewer = f", accumulate={at.accumulate}" if at.accumulate > 1 else ""
-        yield f'target "{cluster}", mesh "{mesh}"{fewer}', at
+        accumulate = max(current.accumulate // 2, 1)  # the same number of rows per microbatch and device
+        current = dataclasses.replace(current, mesh=mesh, cluster=cluster, accumulate=accumulate)
+        fewer = f", accumulate={accumulate}" if accumulate > 1 else ""
+        yield f'target "{cluster}", mesh "{mesh}"{fewer}', current

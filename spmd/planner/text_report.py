@@ -1,38 +1,50 @@
-"""A plan in words: what fits, what travels, what takes the time, and on which assumptions."""
+"""A plan as text: the report, one parameter explained, the placement of every array, and JSON."""
 
-from spmd.planner.planning import Plan
-from spmd.render.html import filled
-from spmd.tree import format_bytes
+import dataclasses
+import json
+import math
+from typing import Any
+
+from spmd.layout.schema import spec_axes, spec_text
+from spmd.mesh import MeshSpec
+from spmd.planner.memory import on_device
+from spmd.planner.plan_data import PlanData
+from spmd.planner.timeline import Timeline
+from spmd.render.html import Text, filled
+from spmd.train.state import owner_of
+from spmd.tree import describe, flatten, format_bytes
 
 FIXES = "what would make it fit: plan.fixes(), or `spmd plan --fixes`; another layout: spmd.search, or `spmd search`."
 
 
-def text(plan: Plan) -> str:
-    """The whole report as plain text."""
+def text(plan: PlanData) -> str:
+    """The full report as plain text."""
     sections = (
         ("memory on each device", str(plan.memory) + ("" if plan.fits else f"\n{FIXES}")),
-        ("what travels", "\n".join(filter(None, [str(plan.traffic), _asked(plan)]))),
+        ("communication", "\n".join(filter(None, [str(plan.traffic), _requested(plan)]))),
         ("time of a step (predicted)", timeline_text(plan)),
-        ("pipelines", "\n".join(f"{name}: {str(found).splitlines()[0]}." for name, found in plan.schedules.items())),
+        ("pipelines", "\n".join(f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in plan.schedules.items())),
         ("notes", "\n".join(plan.notes)),
     )
     return filled("\n\n".join([headline(plan), *(f"{title.upper()}\n{body}" for title, body in sections if body)]))
 
 
-def _asked(plan: Plan) -> str:
-    """The step's own log against the compiled program."""
-    asked, sent = plan.asked, plan.traffic.bytes()
-    if asked is None:
+def _requested(plan: PlanData) -> str:
+    """The bytes of the step's own collectives, compared with the compiled program's."""
+    requested, sent = plan.requested_bytes, plan.traffic.bytes()
+    if requested is None:
         return ""
-    if asked == sent:
-        return "The step's own collectives (`trainer.wire`) send just this."
-    more = (
-        f"{format_bytes(sent - asked)} more are XLA's" if sent > asked else f"XLA leaves out or narrows {format_bytes(asked - sent)} of it"
+    if requested == sent:
+        return "The step's own collectives (`trainer.wire`) send exactly this."
+    difference = (
+        f"XLA adds {format_bytes(sent - requested)}"
+        if sent > requested
+        else f"XLA removes or narrows {format_bytes(requested - sent)} of it"
     )
-    return f"The step's own collectives (`trainer.wire`) ask for {asked:,} bytes; {more}."
+    return f"The step's own collectives (`trainer.wire`) ask for {requested:,} bytes; {difference}."
 
 
-def headline(plan: Plan) -> str:
+def headline(plan: PlanData) -> str:
     """What was planned, by which compiler, and whether it fits."""
     layout, target = plan.layout, plan.cluster.target
     nodes = f"{plan.cluster.nodes} node{'s' * (plan.cluster.nodes != 1)} of {plan.cluster.devices} x {target.title}"
@@ -40,44 +52,37 @@ def headline(plan: Plan) -> str:
         [
             f"compiled by {plan.compiled.compiler}" if plan.compiled.exact else plan.compiled.compiler,
             f"{layout.source} on mesh {plan.mesh}, {nodes}; batch of {plan.rows}",
-            short(plan),
+            f"{plan.memory.verdict.rstrip('.')}; {format_bytes(plan.traffic.bytes())} sent by each device per step; "
+            f"{seconds(plan.timeline.seconds)} per step, {plan.rows_per_second:,.0f} rows/s.",
         ]
     )
 
 
-def short(plan: Plan) -> str:
-    """One line: memory, traffic and time."""
-    return (
-        f"{plan.memory.verdict.rstrip('.')}; {format_bytes(plan.traffic.bytes())} sent by each device per step; "
-        f"{seconds(plan.timeline.seconds)} per step, {plan.rows_per_second:,.0f} rows/s."
-    )
-
-
-def timeline_text(plan: Plan) -> str:
-    """Where the time goes, and what was assumed."""
+def timeline_text(plan: PlanData) -> str:
+    """What the time is spent on, and what was assumed."""
     times, target = plan.timeline, plan.cluster.target
     rows = [
         ("matrix products", times.products),
         ("memory", times.memory),
-        ("beginning operations", times.launches),
-        ("waiting for what travels", times.exposed),
+        ("launch overhead", times.launches),
+        ("exposed communication", times.exposed),
     ]
     lines = [f"{name:<26}{seconds(value):>12}{value / times.seconds if times.seconds else 0:>8.1%}" for name, value in rows]
     lines.append(f"{'step':<26}{seconds(times.seconds):>12}")
-    lines.append(f"{'travels, hidden':<26}{seconds(times.hidden):>12}")
+    lines.append(f"{'hidden communication':<26}{seconds(times.hidden):>12}")
     peak = f"{times.mfu:.1%} of its peak of {times.peak / 1e12:,.4g} TFLOP/s"
-    lines.append(f"{times.flops / 1e12:.3g} TFLOP on each device, {peak}; most goes to {times.limit}.")
+    lines.append(f"{times.flops / 1e12:.3g} TFLOP on each device, {peak}; most of the time is {times.limit}.")
     reached, inside, between = target.achieved, target.inside.bandwidth / 1e9, target.between.bandwidth / 1e9
     lines.append(
         f"assumed: {reached.matmul:.0%} of peak in products, {reached.memory:.0%} of {target.memory_bandwidth / 1e9:,.0f} GB/s of memory, "
         f"{reached.link:.0%} of {inside:,.4g} GB/s inside and {between:,.4g} GB/s between nodes, "
-        f"{reached.launch * 1e6:.0f} us to begin an operation; loading of data is not in it."
+        f"{reached.launch * 1e6:.0f} us to launch an operation; data loading is not included."
     )
     return "\n".join(lines)
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that suits it.
+    """A time in a readable unit.
 
     >>> seconds(0.0123), seconds(4e-6)
     ('12.3 ms', '4 us')
@@ -85,3 +90,79 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def explanation(plan: PlanData, path: str) -> Text:
+    """Everything about one parameter.
+
+    Raises:
+      OptionError: there is no such parameter.
+    """
+    leaf, placed = plan.parameter(path), plan.program.placed
+    resolved, workers = placed.resolved, placed.resolved.data_axes
+    place = resolved.placements[path]
+    shard = leaf.sharding.shard_shape(leaf.shape)
+    spec = f"spec {spec_text(place.spec)}" if any(place.spec) else "replicated"
+    lines = [
+        f"{path}  {describe(leaf)}, {format_bytes(place.nbytes)}",
+        f"  {spec}, chosen by {place.chosen_by}",
+        f"  on each device [{', '.join(map(str, shard))}], {format_bytes(on_device(leaf))}; copies of each: {place.copies(plan.mesh)}",
+    ]
+    for name, moment in flatten(placed.abstract_state.opt).items():
+        if owner_of(name, moment, resolved) is place:
+            lines.append(f"  {name}: {format_bytes(on_device(moment))} on each device")
+    gathered_over = [axis for axis in spec_axes(place.spec) if axis in workers]
+    if placed.storage is not None:
+        lines.append("  stored by the parameter server, rows sharded over the workers")
+    elif gathered_over:
+        gathered = format_bytes(on_device(leaf) * _shards(gathered_over, plan.mesh))
+        lines.append(f"  gathered over {', '.join(gathered_over)} where it is used: {gathered}")
+    reduction = plan.layout.gradients.reduction
+    if reduction == "reduce_scatter" and not set(spec_axes(placed.exchange.reduction.mean_spec(place))) & set(workers):
+        reduction = "all_reduce, because it is not sharded over the workers"
+    lines.append(f"  its gradient is reduced by {reduction}")
+    return Text("\n".join(lines))
+
+
+def placements_text(plan: PlanData) -> Text:
+    """Every array of the state, the batch and its weights, with the devices that hold its shards."""
+    state, batch, weights, _ = plan.program.arguments
+    lines = []
+    for kind, tree in (("params", state.params), ("optimizer", state.opt), ("exchange", state.exchange), ("batch", batch)):
+        lines += [f"{kind}/{path}  {describe(leaf)}  {_where(leaf)}" for path, leaf in flatten(tree).items()]
+    return Text("\n".join([*lines, f"weights  {describe(weights)}  {_where(weights)}"]))
+
+
+def _shards(axes: list[str], mesh: MeshSpec) -> int:
+    return math.prod(mesh.sizes[axis] for axis in axes)
+
+
+def _where(leaf: Any) -> str:
+    """How many shards an array has, and on how many devices each is."""
+    mesh, spec = MeshSpec.parse(leaf.sharding.mesh), tuple(leaf.sharding.spec)
+    axes = spec_axes(spec)
+    if not axes:
+        return f"replicated on all {mesh.size} devices"
+    shards = _shards(list(axes), mesh)
+    return f"spec {spec_text(spec)}: {shards} shards, each on {mesh.size // shards} of {mesh.size} devices"
+
+
+def to_json(plan: PlanData) -> str:
+    """All figures of a plan, as JSON."""
+    times = {field.name: getattr(plan.timeline, field.name) for field in dataclasses.fields(Timeline) if field.name != "spans"}
+    names = ("purpose", "kind", "axes", "group", "arrays", "times", "sent", "asynchronous", "where")
+    transfers = [{name: getattr(transfer, name) for name in names} for transfer in plan.traffic.transfers]
+    figures = {
+        "target": str(plan.cluster),
+        "compiler": plan.compiled.compiler,
+        "exact": plan.compiled.exact,
+        "mesh": plan.mesh.sizes,
+        "layout": plan.layout.source,
+        "rows": plan.rows,
+        "fits": plan.fits,
+        "memory": plan.memory.per_device,
+        "traffic": [transfer | {"arrays": [str(array) for array in transfer["arrays"]]} for transfer in transfers],
+        "timeline": times | {"mfu": plan.timeline.mfu, "limit": plan.timeline.limit},
+        "notes": list(plan.notes),
+    }
+    return json.dumps(figures, indent=1)

@@ -1,8 +1,8 @@
-"""How long a step takes, from its compiled program and a target's figures: every instruction in its order, what travels beside it.
+"""The predicted time of a step, from its compiled program and the target's figures.
 
-A roofline for each instruction: operations at the target's rate for their dtype or bytes at the memory's, whichever takes longer, and the
-time until it begins. A collective takes its bytes over the slower of its links (`Transfer.levels`, one level after the other) and a latency
-for each of its rounds; what is between its start and its end in XLA's schedule hides it. One collective at a time. All devices are alike.
+Each instruction takes its launch overhead and a roofline time: FLOPs at the target's rate for their dtype or bytes at the memory's
+bandwidth, whichever takes longer. A collective takes the time of its bytes on each level of links (`Transfer.levels`) and a latency per
+round; computation between its start and its end in XLA's schedule hides it. Collectives run one at a time. All devices are equal.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A stretch of time on one device: seconds from the step's beginning; `travels` for a collective, else it computes."""
+    """An interval on one device, in seconds from the step's beginning: communication or computation."""
 
     name: str
     where: str
     begin: float
     end: float
-    travels: bool
+    communicates: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Timeline:
 
     Attributes:
       seconds: the whole step.
-      products, memory, launches: computing, by what limits it: matrix units, memory, or beginning at all.
-      exposed: waiting for what travels; `hidden`: what travels while something is computed.
-      flops: operations of one device in a step.
-      peak: what the device could do, operations per second, of the dtype that has most of them.
-      spans: what the entry computation does when; a loop is one span.
+      products, memory, launches: computation, by what limits it: matrix units, memory bandwidth, or launch overhead.
+      exposed: communication that no computation hides; `hidden`: communication that computation hides.
+      flops: FLOPs of one device in a step.
+      peak: the device's peak, in FLOPs per second, for the dtype with the most FLOPs.
+      spans: the schedule of the entry computation; a loop is one span.
     """
 
     seconds: float
@@ -55,24 +55,24 @@ class Timeline:
 
     @property
     def mfu(self) -> float:
-        """The share of what the device could do that the program's own operations make use of; recomputed ones count."""
+        """The share of the device's peak that the compiled program uses; recomputed FLOPs count."""
         return self.flops / (self.seconds * self.peak) if self.seconds else 0.0
 
     @property
     def limit(self) -> str:
-        """What most of the time goes to."""
+        """What most of the time is spent on."""
         parts = {
             "matrix products": self.products,
             "memory": self.memory,
-            "beginning operations": self.launches,
-            "what travels": self.exposed,
+            "launch overhead": self.launches,
+            "communication": self.exposed,
         }
         return max(parts, key=lambda name: parts[name])
 
 
 @dataclasses.dataclass
 class _Clock:
-    """Two clocks, of what computes and of what travels, and what they have counted."""
+    """The clocks of computation and of the links, and the totals so far."""
 
     compute: float = 0.0
     link: float = 0.0
@@ -80,14 +80,14 @@ class _Clock:
     memory: float = 0.0
     launches: float = 0.0
     exposed: float = 0.0
-    travelled: float = 0.0
+    communicated: float = 0.0
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
     spans: list[Span] = dataclasses.field(default_factory=list)
 
 
-def timeline_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...], half: str = "") -> Timeline:
-    """Go through a program's schedule. `half`: what products of float32 are in truth, where another compiler has widened them."""
-    clock = _Schedule(module, mesh, cluster, data_axes, half).run(module.entry)
+def timeline_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...], widened: str = "") -> Timeline:
+    """Simulate a program's schedule. `widened`: the target's dtype of products that another compiler has widened to float32."""
+    clock = _Schedule(module, mesh, cluster, data_axes, widened).run(module.entry)
     most = max(clock.flops, key=lambda dtype: clock.flops[dtype], default="float32")
     return Timeline(
         clock.compute,
@@ -95,7 +95,7 @@ def timeline_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tup
         clock.memory,
         clock.launches,
         clock.exposed,
-        max(clock.travelled - clock.exposed, 0.0),
+        max(clock.communicated - clock.exposed, 0.0),
         sum(clock.flops.values()),
         cluster.target.rate(most),
         tuple(clock.spans),
@@ -107,30 +107,30 @@ class _Schedule:
     module: Module
     mesh: MeshSpec
     cluster: Cluster
-    data: tuple[str, ...]
-    half: str = ""
+    data_axes: tuple[str, ...]
+    widened: str = ""
 
     def run(self, name: str) -> _Clock:
-        """The clocks after a computation."""
-        clock, open_ = _Clock(), {}
-        for one in self.module.computations.get(name, ()):
+        """Simulate a computation."""
+        clock, pending = _Clock(), {}
+        for instr in self.module.computations.get(name, ()):
             began = clock.compute
-            if collective_kind(one.op):
-                self._begin(clock, open_, name, one)
-            elif one.op.endswith("-done"):
-                self._end(clock, open_, one)
-            elif one.op in ("while", "conditional", "call", "async-start"):
-                self._nested(clock, name, one)
-            elif one.op not in FREE and not one.op.endswith(("-update",)):
-                self._compute(clock, cost_of(self.module, name, one), launch=one.op not in ("iota",))
-            if clock.compute > began and not one.op.endswith("-done") and not collective_kind(one.op):
-                clock.spans.append(Span(one.name, one.scope, began, clock.compute, False))
+            if collective_kind(instr.op):
+                self._begin(clock, pending, name, instr)
+            elif instr.op.endswith("-done"):
+                self._end(clock, pending, instr)
+            elif instr.op in ("while", "conditional", "call", "async-start"):
+                self._nested(clock, name, instr)
+            elif instr.op not in FREE and not instr.op.endswith(("-update",)):
+                self._compute(clock, cost_of(self.module, name, instr), launch=instr.op not in ("iota",))
+            if clock.compute > began and not instr.op.endswith("-done") and not collective_kind(instr.op):
+                clock.spans.append(Span(instr.name, instr.scope, began, clock.compute, False))
         return clock
 
     def _compute(self, clock: _Clock, cost: Cost, *, launch: bool) -> None:
         target, reached = self.cluster.target, self.cluster.target.achieved
-        if self.half and "float32" in cost.flops:
-            cost = Cost({self.half: sum(cost.flops.values())}, cost.bytes)
+        if self.widened and "float32" in cost.flops:
+            cost = Cost({self.widened: sum(cost.flops.values())}, cost.bytes)
         products = sum(count / (target.rate(dtype) * reached.matmul) for dtype, count in cost.flops.items())
         memory = cost.bytes / (target.memory_bandwidth * reached.memory)
         clock.products += products if products >= memory else 0.0
@@ -140,55 +140,58 @@ class _Schedule:
         for dtype, count in cost.flops.items():
             clock.flops[dtype] = clock.flops.get(dtype, 0.0) + count
 
-    def _begin(self, clock: _Clock, open_: dict[str, float], name: str, one: Instruction) -> None:
-        transfer = transfer_of(self.module, name, one, 1, self.mesh, self.cluster, self.data)
+    def _begin(self, clock: _Clock, pending: dict[str, float], name: str, instr: Instruction) -> None:
+        transfer = transfer_of(self.module, name, instr, 1, self.mesh, self.cluster, self.data_axes)
         if transfer.group <= 1:
             return
         begin = max(clock.compute, clock.link)
-        clock.link = begin + travel_time(transfer, self.cluster)
-        clock.travelled += clock.link - begin
-        clock.spans.append(Span(one.name, transfer.where, begin, clock.link, True))
+        clock.link = begin + transfer_time(transfer, self.cluster)
+        clock.communicated += clock.link - begin
+        clock.spans.append(Span(instr.name, transfer.where, begin, clock.link, True))
         if transfer.asynchronous:
-            open_[one.name] = clock.link
+            pending[instr.name] = clock.link
         else:
             clock.exposed += clock.link - clock.compute
             clock.compute = clock.link
 
-    def _end(self, clock: _Clock, open_: dict[str, float], one: Instruction) -> None:
-        done = max((open_.pop(name) for name in one.operands if name in open_), default=0.0)
+    def _end(self, clock: _Clock, pending: dict[str, float], instr: Instruction) -> None:
+        done = max((pending.pop(name) for name in instr.operands if name in pending), default=0.0)
         clock.exposed += max(done - clock.compute, 0.0)
         clock.compute = max(clock.compute, done)
 
-    def _nested(self, clock: _Clock, name: str, one: Instruction) -> None:
-        if one.op == "while":
-            inner, times = self.run(one.named("body")), self.module.trips(name, one) or 1
+    def _nested(self, clock: _Clock, name: str, instr: Instruction) -> None:
+        if instr.op == "while":
+            inner, times = self.run(instr.called_as("body")), self.module.trip_count(name, instr) or 1
         else:
-            inner, times = max((self.run(called) for called in one.called), key=lambda found: found.compute, default=_Clock()), 1
-        for field in ("compute", "products", "memory", "launches", "exposed", "travelled"):
+            inner, times = max((self.run(called) for called in instr.called), key=lambda branch: branch.compute, default=_Clock()), 1
+        for field in ("compute", "products", "memory", "launches", "exposed", "communicated"):
             setattr(clock, field, getattr(clock, field) + times * getattr(inner, field))
-        clock.link = max(clock.link, clock.compute if inner.travelled else clock.link)
+        clock.link = max(clock.link, clock.compute if inner.communicated else clock.link)
         for dtype, count in inner.flops.items():
             clock.flops[dtype] = clock.flops.get(dtype, 0.0) + times * count
 
 
-def travel_time(transfer: Transfer, cluster: Cluster) -> float:
-    """Seconds of one collective: bytes over each level's link, and a latency for each round of a tree."""
+def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
+    """Seconds of one collective: its bytes over the links of each level, and a latency for each round of a tree."""
     target, (inside, between) = cluster.target, transfer.levels
     nodes, rounds = transfer.group // transfer.per_node, ROUNDS[transfer.kind]
     single = transfer.kind == "collective_permute"
-    steps = lambda count: 1 if single else rounds * math.ceil(math.log2(count)) if count > 1 else 0
-    near, far = (0, 1) if single and between else (steps(transfer.per_node), steps(nodes) if not single else 0)
+
+    def hops(count: int) -> int:
+        return 1 if single else rounds * math.ceil(math.log2(count)) if count > 1 else 0
+
+    near, far = (0, 1) if single and between else (hops(transfer.per_node), hops(nodes) if not single else 0)
     seconds = inside / (target.inside.bandwidth * target.achieved.link) + near * target.inside.latency
     return target.achieved.launch + seconds + between / (target.between.bandwidth * target.achieved.link) + far * target.between.latency
 
 
 def asynchronous(module: Module) -> Iterator[tuple[str, int]]:
-    """Every collective that has a start and an end: its name, and how many operations that compute lie between the two."""
+    """Every asynchronous collective: its name, and the number of computing operations between its start and its end."""
     for lines in module.computations.values():
-        for number, one in enumerate(lines):
-            if collective_kind(one.op) and one.op.endswith("-start"):
-                end = next((at for at, other in enumerate(lines) if other.op.endswith("-done") and one.name in other.operands), number)
+        for number, instr in enumerate(lines):
+            if collective_kind(instr.op) and instr.op.endswith("-start"):
+                end = next((at for at, other in enumerate(lines) if other.op.endswith("-done") and instr.name in other.operands), number)
                 between = [
                     other for other in lines[number + 1 : end] if other.op not in FREE and not re.search(r"-(start|done)$", other.op)
                 ]
-                yield one.name, len(between)
+                yield instr.name, len(between)

@@ -1,10 +1,11 @@
-"""What travels in a compiled step: every collective of its program, how often, between whom, and how many bytes."""
+"""The communication of a compiled step: every collective, how often it runs, over which devices, and how many bytes it sends."""
 
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -26,14 +27,14 @@ class Transfer:
 
     Attributes:
       kind: as `spmd.wire.comm_log` calls it: all_reduce, all_gather, reduce_scatter, all_to_all, collective_permute.
-      purpose: what travels: gradients, parameters, activations, statistics (of batches), metrics.
-      axes: the mesh axes along which devices meet; () where these are not whole axes.
-      group: how many devices meet; `per_node` of them share a node.
-      arrays: what it gives on each device.
+      purpose: what is sent: gradients, parameters, activations, statistics (of batches), metrics.
+      axes: the mesh axes of its groups; () if these are only parts of axes.
+      group: devices in a group; `per_node` of them share a node.
+      arrays: its result on each device.
       times: how often it runs in a step, loops multiplied out.
       where: the scope in the program that it comes from; `name`, its own name there.
-      asynchronous: whether something else may run between its start and its end.
-      conditional: whether it runs only in steps in which a condition holds, as when workers meet now and then.
+      asynchronous: whether other operations may run between its start and its end.
+      conditional: whether it runs only in some steps, as when workers synchronize periodically.
     """
 
     kind: str
@@ -50,20 +51,20 @@ class Transfer:
 
     @property
     def operand(self) -> int:
-        """Bytes that each device brings."""
+        """Bytes of its operands on each device."""
         size = sum(array.bytes for array in self.arrays)
         return {"all_gather": size // self.group, "reduce_scatter": size * self.group}.get(self.kind, size)
 
     @property
     def sent(self) -> int:
-        """Bytes that one device sends each time, in a ring."""
+        """Bytes that one device sends each time, with a ring algorithm."""
         return SENT[self.kind](self.group, self.operand)
 
     @property
     def levels(self) -> tuple[float, float]:
-        """Of these, bytes to devices of the same node and to other nodes, if each level does its part by itself.
+        """Of these, bytes to devices of the same node and to other nodes, with a hierarchical algorithm.
 
-        An all-reduce is then a reduce-scatter inside the node, an all-reduce of every device's share between nodes, and an all-gather
+        An all-reduce is then a reduce-scatter inside the node, an all-reduce of every device's shard between nodes, and an all-gather
         inside; both sums are that of a ring.
         """
         k, n, b = self.per_node, self.group // self.per_node, self.operand
@@ -79,22 +80,22 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Every collective of a step, in the program's order; printed, a table."""
+    """Every collective of a step, in program order; printed, a table."""
 
     transfers: tuple[Transfer, ...]
 
     def bytes(self, purpose: str | None = None) -> int:
         """Bytes that one device sends in a step, for one purpose or all."""
-        return sum(one.sent * one.times for one in self.transfers if purpose in (None, one.purpose))
+        return sum(transfer.sent * transfer.times for transfer in self.transfers if purpose in (None, transfer.purpose))
 
     @property
     def between(self) -> float:
         """Of these, bytes that leave the node."""
-        return sum(one.levels[1] * one.times for one in self.transfers)
+        return sum(transfer.levels[1] * transfer.times for transfer in self.transfers)
 
     def __str__(self) -> str:
         if not self.transfers:
-            return "nothing travels."
+            return "no communication."
         header, rows = traffic_rows(self)
         parts = [f"{format_bytes(self.bytes(purpose))} of {purpose}" for purpose in PURPOSES if self.bytes(purpose)]
         total = f"{self.bytes():,} bytes sent by each device per step: {', '.join(parts)}"
@@ -103,7 +104,8 @@ class Traffic:
 
 
 def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The table of what travels, its header and its rows; what is alike is one row, and what sends most comes first."""
+    """The header and rows of the table; equal transfers share a row, and those that send the most come first."""
+    counts = Counter(dataclasses.replace(transfer, name="") for transfer in traffic.transfers)
     rows = [
         (
             one.purpose,
@@ -114,18 +116,9 @@ def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...
             format_bytes(one.sent * one.times * count),
             one.where,
         )
-        for one, count in _alike(traffic.transfers)
+        for one, count in sorted(counts.items(), key=lambda item: -item[0].sent * item[0].times * item[1])
     ]
     return ("what", "collective", "over", "payload", "times", "sent/device", "where"), rows
-
-
-def _alike(transfers: Sequence[Transfer]) -> list[tuple[Transfer, int]]:
-    """Transfers that differ in nothing but their name, counted; those that send most first."""
-    counted: dict[Transfer, int] = {}
-    for one in transfers:
-        key = dataclasses.replace(one, name="")
-        counted[key] = counted.get(key, 0) + 1
-    return sorted(counted.items(), key=lambda item: -item[0].sent * item[0].times * item[1])
 
 
 def _payload(arrays: tuple[Array, ...]) -> str:
@@ -135,32 +128,33 @@ def _payload(arrays: tuple[Array, ...]) -> str:
 
 def traffic_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...]) -> Traffic:
     """The collectives of a program on a mesh whose devices fill the nodes of a cluster in order."""
-    return Traffic(tuple(_walk(module, module.entry, 1, mesh, cluster, data_axes)))
+    return Traffic(tuple(_transfers(module, module.entry, 1, mesh, cluster, data_axes)))
 
 
-def _walk(module: Module, name: str, times: int, mesh: MeshSpec, cluster: Cluster, data: tuple[str, ...]) -> Iterator[Transfer]:
-    for one in module.computations.get(name, ()):
-        if collective_kind(one.op):
-            found = transfer_of(module, name, one, times, mesh, cluster, data)
-            if found.group > 1:
-                yield found
-        elif one.op == "while":
-            yield from _walk(module, one.named("body"), times * (module.trips(name, one) or 1), mesh, cluster, data)
-        elif one.op == "conditional":  # of the branches the one that sends most
-            branches = [tuple(_walk(module, branch, times, mesh, cluster, data)) for branch in one.called]
-            most = max(branches, key=lambda found: sum(part.sent * part.times for part in found), default=())
-            always = len({tuple(dataclasses.replace(part, name="") for part in found) for found in branches}) == 1
+def _transfers(module: Module, name: str, times: int, mesh: MeshSpec, cluster: Cluster, data: tuple[str, ...]) -> Iterator[Transfer]:
+    for instr in module.computations.get(name, ()):
+        if collective_kind(instr.op):
+            transfer = transfer_of(module, name, instr, times, mesh, cluster, data)
+            if transfer.group > 1:
+                yield transfer
+        elif instr.op == "while":
+            repeats = times * (module.trip_count(name, instr) or 1)
+            yield from _transfers(module, instr.called_as("body"), repeats, mesh, cluster, data)
+        elif instr.op == "conditional":  # the branch that sends the most
+            branches = [tuple(_transfers(module, branch, times, mesh, cluster, data)) for branch in instr.called]
+            most = max(branches, key=lambda branch: sum(part.sent * part.times for part in branch), default=())
+            always = len({tuple(dataclasses.replace(part, name="") for part in branch) for branch in branches}) == 1
             yield from (part if always else dataclasses.replace(part, conditional=True) for part in most)
-        elif one.op in ("call", "async-start"):
-            for called in one.called:
-                yield from _walk(module, called, times, mesh, cluster, data)
+        elif instr.op in ("call", "async-start"):
+            for called in instr.called:
+                yield from _transfers(module, called, times, mesh, cluster, data)
 
 
 def transfer_of(
-    module: Module, computation: str, one: Instruction, times: int, mesh: MeshSpec, cluster: Cluster, data: tuple[str, ...]
+    module: Module, computation: str, instr: Instruction, times: int, mesh: MeshSpec, cluster: Cluster, data: tuple[str, ...]
 ) -> Transfer:
     """A collective, or its start, as a `Transfer`."""
-    kind, members, scopes = collective_kind(one.op) or "", groups(one, module.partitions), module.scopes(computation, one)
+    kind, members, scopes = collective_kind(instr.op) or "", groups(instr, module.partitions), module.scopes(computation, instr)
     if kind == "collective_permute":
         axes = _along(members, mesh)
         size = math.prod(mesh.sizes[axis] for axis in axes) if axes else len(members)
@@ -168,17 +162,18 @@ def transfer_of(
         shape = {"group": size, "per_node": 1 if crosses else size}
     else:
         axes = _axes(members, mesh)
-        per_node = max(sum(other // cluster.devices == who // cluster.devices for other in members[0]) for who in members[0])
+        per_node = max(Counter(device // cluster.devices for device in members[0]).values())
         size = len(members[0])
         shape = {"group": size, "per_node": per_node if size % per_node == 0 else 1}
-    purpose, where = min(((_purpose(where, kind, axes, data), where) for where in scopes), key=lambda found: PURPOSES.index(found[0]))
-    asynchronous = one.op.endswith("-start") and '"is_sync":true' not in one.rest
-    more = {"arrays": payload(one), "times": times, "where": _short(where), "name": one.name, "asynchronous": asynchronous}
+    purposes = [(_purpose(where, kind, axes, data), where) for where in scopes]
+    purpose, where = min(purposes, key=lambda pair: PURPOSES.index(pair[0]))
+    asynchronous = instr.op.endswith("-start") and '"is_sync":true' not in instr.rest
+    more = {"arrays": payload(instr), "times": times, "where": _short(where), "name": instr.name, "asynchronous": asynchronous}
     return Transfer(kind, purpose, axes, **shape, **more)
 
 
 def _purpose(where: str, kind: str, axes: tuple[str, ...], data: tuple[str, ...]) -> str:
-    """What travels: as the step's own scopes say, else by whether workers meet or the parts of one."""
+    """What is sent: by the step's own scopes; otherwise by whether a group is along the data axes."""
     for part in where.split("/"):
         if part in _SCOPES:
             return _SCOPES[part]
@@ -190,7 +185,7 @@ def _purpose(where: str, kind: str, axes: tuple[str, ...], data: tuple[str, ...]
 
 
 def _short(where: str) -> str:
-    """A scope without what every scope has."""
+    """A scope without the parts that JAX's transformations add."""
     backward = "transpose(" in where
     plain = re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat|rematted_computation|shard_map|jit|closed_call|while|body)\b[()]*", "", where)
     parts = [part for part in re.sub(r"[()]", "", plain).split("/") if part]
@@ -198,7 +193,7 @@ def _short(where: str) -> str:
 
 
 def _axes(members: list[list[int]], mesh: MeshSpec) -> tuple[str, ...]:
-    """The mesh axes along which these groups lie; () where they are not whole axes."""
+    """The mesh axes of these groups; () if they are only parts of axes."""
     ids, wanted = np.arange(mesh.size).reshape([size for _, size in mesh.axes]), {frozenset(group) for group in members}
     large = [index for index, (_, size) in enumerate(mesh.axes) if size > 1]
     for count in range(1, len(large) + 1):
@@ -211,7 +206,7 @@ def _axes(members: list[list[int]], mesh: MeshSpec) -> tuple[str, ...]:
 
 
 def _along(pairs: list[list[int]], mesh: MeshSpec) -> tuple[str, ...]:
-    """The one axis along which all these pairs hand something on; () where there is none."""
+    """The one axis along which all these pairs send; () if there is none."""
     shape = [size for _, size in mesh.axes]
     moved = {
         index

@@ -1,4 +1,4 @@
-"""What objects show: tables of text that fit the terminal; in a notebook's cell HTML in one style and in the page's own ink."""
+"""Tables of text that fit the terminal, and HTML in one style for pages and notebook cells."""
 
 import html
 import re
@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Paper and ink are the page's: what a browser prefers is not always what a notebook has.
+# Colours inherit from the page, because a notebook's theme may differ from the browser's preference.
 STYLE = """
 .spmd-cell {
   --ink: currentColor; --soft: #8883; --line: #8886; --good: #2f8f57; --bad: #d9483b; --tight: #b7791f; --a: #3566c0; --b: #6f9ae0;
@@ -33,7 +33,7 @@ STYLE = """
 
 
 class Html(str):
-    """HTML as a string that a notebook shows as what it says.
+    """HTML as a string that a notebook renders.
 
     >>> Html("<b>four</b>")._repr_html_()
     '<b>four</b>'
@@ -46,30 +46,30 @@ class Html(str):
 
 
 class Text(str):
-    """Text that a cell shows as it is printed, or as the HTML that says the same.
+    """Text whose repr is the text itself; a notebook may show it as HTML instead.
 
     >>> Text("a  b")
     a  b
     """
 
-    _shown: Html | None
+    _html: Html | None
 
-    def __new__(cls, text: str, shown: Html | None = None) -> "Text":
-        """`shown` is the HTML, if there is any."""
-        made = super().__new__(cls, text)
-        made._shown = shown
-        return made
+    def __new__(cls, text: str, html: Html | None = None) -> "Text":
+        """`html`: what a notebook shows instead; None: the text."""
+        self = super().__new__(cls, text)
+        self._html = html
+        return self
 
     __repr__ = str.__str__
 
     def _repr_html_(self) -> Html | None:
-        return self._shown
+        return self._html
 
 
-UNBOUND = 100_000  # columns of a file or a pipe, which can be as wide as it wants
-NARROW = 6  # characters to which a column may shrink
-# What a cell is broken into, from good to bad: behind spaces (but not in a list), slashes and underscores; behind commas too; anywhere.
-PIECES = (r"(?:, |[^ /_])+[ /_]*|[ /_]+", r"[^ ,/_]+[ ,/_]*|[ ,/_]+", r"(?s).")
+UNBOUND = 100_000  # columns of a file or a pipe, whose width is not limited
+MIN_WIDTH = 6  # characters; columns do not shrink below it
+# Where a cell may be wrapped, best first: after spaces (but not in a list), slashes and underscores; after commas too; anywhere.
+BREAKS = (r"(?:, |[^ /_])+[ /_]*|[ /_]+", r"[^ ,/_]+[ ,/_]*|[ ,/_]+", r"(?s).")
 
 
 def terminal_width() -> int:
@@ -78,12 +78,12 @@ def terminal_width() -> int:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: bool = False, ruled: bool = False, width: int | None = None) -> list[str]:
-    """Rows of cells as lines whose columns are aligned. Where that is wider than the terminal the widest cells take several lines.
+    """Rows of cells as lines with aligned columns. The widest cells are wrapped if the lines would be wider than the terminal.
 
     Args:
-      right: cells end where their column ends, not begin where it begins.
-      ruled: a line below the first row.
-      width: of the whole; None: the terminal's.
+      right: align cells to the right.
+      ruled: draw a line below the first row.
+      width: of the table; None: the terminal's.
 
     >>> print("\\n".join(aligned([("path", "array"), ("blocks/0/kernel", "float32[8, 8]")], ruled=True, width=24)))
     path       array
@@ -105,16 +105,16 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False, ruled: bool =
 
 
 def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Characters for each column; those give way first whose cells can be broken well, and of them the widest."""
+    """Characters for each column; columns whose cells wrap well shrink first, the widest of them before the others."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    for pieces in PIECES:
-        least = [max(NARROW, *(len(piece.rstrip()) for cell in column for piece in re.findall(pieces, cell))) for column in columns]
+    for pattern in BREAKS:
+        least = [max(MIN_WIDTH, *(len(part.rstrip()) for cell in column for part in re.findall(pattern, cell))) for column in columns]
         while sum(widths) + 2 * (len(widths) - 1) > width:
-            rest = [at for at, wide in enumerate(widths) if wide > least[at]]
-            if not rest:
+            shrinkable = [at for at, wide in enumerate(widths) if wide > least[at]]
+            if not shrinkable:
                 break
-            widths[max(rest, key=lambda at: widths[at])] -= 1
+            widths[max(shrinkable, key=lambda at: widths[at])] -= 1
     return widths
 
 
@@ -122,8 +122,8 @@ def _wrapped(text: str, width: int) -> list[str]:
     """A cell's text in lines."""
     if len(text) <= width:
         return [text]
-    found = (re.findall(pieces, text) for pieces in PIECES)
-    fitting = next(words for words in found if max(len(word.rstrip()) for word in words) <= width)
+    splits = (re.findall(pattern, text) for pattern in BREAKS)
+    fitting = next(words for words in splits if max(len(word.rstrip()) for word in words) <= width)
     lines = [""]
     for word in fitting:
         if lines[-1] and len(lines[-1] + word.rstrip()) > width:
@@ -133,33 +133,50 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def filled(text: str, *, width: int | None = None) -> str:
-    """A text whose lines are no wider than the terminal; those that are continue in the next line, indented.
+    """A text whose lines are wrapped at the terminal's width, continuation lines indented.
 
     >>> print(filled("fits: 3 GiB of 80 GiB on each device", width=20))
     fits: 3 GiB of 80
       GiB on each device
     """
     width = terminal_width() if width is None else width
-    wrap = lambda line: textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), break_on_hyphens=False)
+
+    def wrap(line: str) -> str:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
+
     return "\n".join(wrap(line) if len(line) > width else line for line in text.split("\n"))
 
 
 def framed(body: str) -> Html:
-    """HTML with the style that tables and drawings are in, for a page or a notebook's cell."""
+    """HTML with the style of tables and drawings, for a page or a notebook's cell."""
     return Html(f'<div class="spmd-cell"><style>{STYLE}</style>{body}</div>')
 
 
+def document(title: str, body: str, *, style: str = "") -> str:
+    """A complete HTML page; `title` is escaped, `style` is CSS."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title>\n<style>\n:root {{ color-scheme: light dark }}\n{style}\n</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
 def table(header: Sequence[Any], body: Iterable[Sequence[Any]], kind: str = "") -> str:
-    """A table as HTML, one row to a line; every cell is text and is escaped.
+    """A table as HTML, one row per line; every cell is escaped.
 
     >>> table(["path"], [["a<b"]])
     '<table><tr><th>path</th></tr>\\n<tr><td>a&lt;b</td></tr></table>'
     """
-    line = lambda tag, cells: "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-    named = f' class="{kind}"' if kind else ""
-    return f"<table{named}>" + "\n".join([line("th", header), *(line("td", row) for row in body)]) + "</table>"
+
+    def line(tag: str, cells: Iterable[Any]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    css_class = f' class="{kind}"' if kind else ""
+    return f"<table{css_class}>" + "\n".join([line("th", header), *(line("td", row) for row in body)]) + "</table>"
 
 
 def folded(title: str, body: str) -> str:
-    """HTML below a title that opens it."""
+    """HTML that is folded away below a title."""
     return f"<details><summary>{html.escape(title)}</summary>{body}</details>"

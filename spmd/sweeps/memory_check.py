@@ -7,7 +7,7 @@ import jax
 
 from spmd.errors import DeviceMemoryError
 from spmd.planner.memory import on_device
-from spmd.planner.memory_check import limit_of
+from spmd.planner.memory_check import memory_limit
 from spmd.sweeps.config import Trial
 from spmd.sweeps.train_chunk import Piece, filled
 from spmd.sweeps.vmapped_trials import NET, Packed
@@ -41,7 +41,7 @@ def check_room(packed: Packed, trials: Sequence[Trial], at_once: int | None, cal
     Raises:
       DeviceMemoryError: they need more than a device has; how many at once would fit, which was tried.
     """
-    limit, slots = limit_of(packed.mesh), packed.mesh.shape[NET]
+    limit, slots = memory_limit(packed.mesh), packed.mesh.shape[NET]
     if limit is None:
         return
     count = min(at_once or len(trials), len(trials))

@@ -1,67 +1,41 @@
-"""A run on one page: a single HTML file that needs no network and nothing beside it."""
+"""A run as one self-contained HTML page."""
 
 import base64
 import html
 from pathlib import Path
-from typing import Any
 
 from spmd.api import Result
 from spmd.layout.summary import COLUMNS, notes, rows
-from spmd.render.html import table
+from spmd.render.html import document, folded, table
 from spmd.user_paths import as_path, write_text
 from spmd.viz.device_map import mesh_table
 from spmd.viz.history_plot import curve
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --line: #8884; --soft: #8882; --mark: #3566c0; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem; }}
-h1 {{ font-size: 1.6rem; margin: 0 }}
-h2 {{ font-size: 1.1rem; margin: 2.2rem 0 .6rem; border-bottom: 1px solid var(--line) }}
-table {{ border-collapse: collapse; font-size: .9em }}
-td, th {{ padding: .2rem .9rem .2rem 0; text-align: left; border-bottom: 1px solid var(--soft) }}
-td, code, pre {{ font-family: ui-monospace, monospace; font-variant-numeric: tabular-nums }}
-pre {{ background: var(--soft); padding: .8rem; white-space: pre-wrap }}
-img {{ max-width: 100%; background: #fff; border-radius: 4px }}
-.wide {{ overflow-x: auto }}
-.mesh td, .mesh th {{ text-align: center; padding: .3rem .9rem }}
-.mesh td {{ border: 1px solid var(--mark) }}
-.mesh td:first-child, .mesh th {{ border: 0; font: 600 1em system-ui, sans-serif }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{lead}</p>
-<h2>Metrics</h2>
-{metrics}
-<h2>Curve</h2>
-<img alt="metrics over steps" src="data:image/png;base64,{curve}">
-<h2>Mesh</h2>
-{mesh}
-<h2>Where every array lives</h2>
-<div class="wide">{layout}</div>
-{notes}
-<details><summary>The layout as TOML</summary><pre>{toml}</pre></details>
-<h2>Checkpoints</h2>
-{checkpoints}
-</body>
-</html>
+STYLE = """
+:root { --line: #8884; --soft: #8882; --mark: #3566c0 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem }
+h1 { font-size: 1.6rem; margin: 0 }
+h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; border-bottom: 1px solid var(--line) }
+table { border-collapse: collapse; font-size: .9em }
+td, th { padding: .2rem .9rem .2rem 0; text-align: left; border-bottom: 1px solid var(--soft) }
+td, code, pre { font-family: ui-monospace, monospace; font-variant-numeric: tabular-nums }
+pre { background: var(--soft); padding: .8rem; white-space: pre-wrap }
+img { max-width: 100%; background: #fff; border-radius: 4px }
+.wide { overflow-x: auto }
+.mesh td, .mesh th { text-align: center; padding: .3rem .9rem }
+.mesh td { border: 1px solid var(--mark) }
+.mesh td:first-child, .mesh th { border: 0; font: 600 1em system-ui, sans-serif }
 """
 
 
 def report(result: Result, path: str | Path, *, title: str = "A run of spmd", checkpoint: str | Path | None = None) -> Path:
-    """Write a run as one self-contained HTML page: metrics, curve, mesh, layout, and where its checkpoints are.
+    """Write a run as one self-contained HTML page: metrics, curve, mesh, layout, and a list of its checkpoints.
 
     Args:
-      checkpoint: the folder that `fit` was given, to list what is in it.
+      checkpoint: the checkpoint folder that was passed to `fit`.
 
     Returns:
-      The path of the page. Its folder is made if it is not there.
+      The path of the page, whose folder is created if needed.
 
     Raises:
       MissingExtraError: matplotlib is not installed (the extra `examples`).
@@ -79,22 +53,18 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
     path, resolved = as_path(path, "path"), result.trainer.resolved
     layout = resolved.layout
     lead = f"{layout.source}: {layout.description} {_steps(result)} on {resolved.mesh.size} devices, {resolved.workers} workers"
-    page = PAGE.format(
-        title=_safe(title),
-        lead=_safe(f"{lead}; gradients meet by {layout.gradients.reduction}."),
-        metrics=_metrics(result),
-        curve=base64.b64encode(curve(result.history).png()).decode("ascii"),
-        mesh=mesh_table(result.trainer.mesh),
-        layout=table(COLUMNS, rows(resolved)),
-        notes="".join(f"<p>{_safe(line)}</p>" for line in notes(resolved)),
-        toml=_safe(layout.to_toml()),
-        checkpoints=_checkpoints(checkpoint),
-    )
-    return write_text(path, page)
-
-
-def _safe(text: Any) -> str:
-    return html.escape(str(text))
+    image = base64.b64encode(curve(result.history).png()).decode("ascii")
+    sections = [
+        f"<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}; gradients are reduced by {html.escape(layout.gradients.reduction)}.</p>",
+        f"<h2>Metrics</h2>\n{_metrics(result)}",
+        f'<h2>Curve</h2>\n<img alt="metrics over steps" src="data:image/png;base64,{image}">',
+        f"<h2>Mesh</h2>\n{mesh_table(result.trainer.mesh)}",
+        f'<h2>Placement of every array</h2>\n<div class="wide">{table(COLUMNS, rows(resolved))}</div>',
+        *(f"<p>{html.escape(line)}</p>" for line in notes(resolved)),
+        folded("The layout as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>"),
+        f"<h2>Checkpoints</h2>\n{_checkpoints(checkpoint)}",
+    ]
+    return write_text(path, document(title, "\n".join(sections), style=STYLE))
 
 
 def _steps(result: Result) -> str:
@@ -117,8 +87,8 @@ def _metrics(result: Result) -> str:
 
 def _checkpoints(folder: str | Path | None) -> str:
     if folder is None:
-        return "<p>None were asked for.</p>"
+        return "<p>None were requested.</p>"
     home = Path(folder) / "checkpoints"
     steps = sorted(int(entry.name) for entry in home.iterdir() if entry.name.isdigit()) if home.is_dir() else []
-    found = ", ".join(f"step {step:,}" for step in steps) or "nothing yet"
-    return f"<p><code>{_safe(home)}</code>: {_safe(found)}</p>"
+    saved = ", ".join(f"step {step:,}" for step in steps) or "none saved yet"
+    return f"<p><code>{html.escape(str(home))}</code>: {saved}</p>"

@@ -6,7 +6,7 @@ import pytest
 from spmd.mesh import MeshSpec
 from spmd.planner.hlo import arrays_of, groups, parse, payload
 from spmd.planner.target import Cluster
-from spmd.planner.timeline import asynchronous, timeline_of, travel_time
+from spmd.planner.timeline import asynchronous, timeline_of, transfer_time
 from spmd.planner.traffic import traffic_of
 
 CLUSTER = Cluster.parse("2x4xh100")
@@ -120,11 +120,11 @@ def test_the_times_are_those_of_the_figures():
     flops = 2 * 1024 * 512 * 256
     square = 3 * 4096 / memory  # read twice, as two operands, and written
     dot = max(flops / (989e12 * target.achieved.matmul), 2 * (1024 * 512 + 512 * 256 + 1024 * 256) / memory)
-    waits = 5 * (travel_time(gather, CLUSTER) - square - launch) + travel_time(reduce, CLUSTER)
+    waits = 5 * (transfer_time(gather, CLUSTER) - square - launch) + transfer_time(reduce, CLUSTER)
     np.testing.assert_allclose(times.exposed, waits, rtol=1e-12)
     np.testing.assert_allclose(times.seconds, 5 * (square + launch) + dot + launch + waits, rtol=1e-12)
     np.testing.assert_allclose(times.hidden, 5 * (square + launch), rtol=1e-12)
     assert (times.flops, times.peak) == (flops, 989e12)
     inside, between = gather.levels
     wanted = inside / (450e9 * 0.75) + between / (50e9 * 0.75) + target.inside.latency + target.between.latency + launch
-    np.testing.assert_allclose(travel_time(gather, CLUSTER), wanted, rtol=1e-12)
+    np.testing.assert_allclose(transfer_time(gather, CLUSTER), wanted, rtol=1e-12)

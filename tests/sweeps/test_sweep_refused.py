@@ -125,7 +125,7 @@ def test_several_processes_are_told_what_to_do(monkeypatch):
 
 
 def test_what_has_no_room_is_not_started_and_the_cure_has(monkeypatch):
-    has = lambda limit: monkeypatch.setattr("spmd.sweeps.memory_check.limit_of", lambda mesh: limit)
+    has = lambda limit: monkeypatch.setattr("spmd.sweeps.memory_check.memory_limit", lambda mesh: limit)
     more = {"trials": 4, "epochs": 1, "keep": 1, "eval_data": None, "mesh": spmd.make_mesh("net=2", devices=jax.devices()[:2])}
     state = 2 * 4 + 2 * 4 + 3 * 4 * ((FEATURES + 1) * 16 + 17 * CLASSES)  # step, count and key; each parameter, and Adam's two of it
     data = 80 * (FEATURES + 1) * 4

@@ -104,8 +104,8 @@ def test_the_report():
     text = str(made())
     assert text.startswith(REPORT)
     titles = [line for line in text.splitlines() if line.isupper() or line == "TIME OF A STEP (PREDICTED)"]
-    assert titles == ["MEMORY ON EACH DEVICE", "WHAT TRAVELS", "TIME OF A STEP (PREDICTED)"]
-    table = text.partition("WHAT TRAVELS\n")[2].partition("\n\n")[0].splitlines()
+    assert titles == ["MEMORY ON EACH DEVICE", "COMMUNICATION", "TIME OF A STEP (PREDICTED)"]
+    table = text.partition("COMMUNICATION\n")[2].partition("\n\n")[0].splitlines()
     assert table[0].split() == ["what", "collective", "over", "payload", "times", "sent/device", "where"]
     assert [line.split()[0] for line in table[2:]][:2] == ["gradients", "activations"]
     assert "assumed: 100% of peak in products" in text
@@ -131,14 +131,14 @@ def test_explain_and_placements():
     assert plan.explain("up").splitlines() == [
         "up  float32[64, 256], 64.0 KiB",
         '  spec ["-", "model"], chosen by rule 1',
-        "  on each device [64, 128], 32.0 KiB; copies of each part: 4",
+        "  on each device [64, 128], 32.0 KiB; copies of each: 4",
         "  0/mu/up: 32.0 KiB on each device",
         "  0/nu/up: 32.0 KiB on each device",
-        "  its gradient meets by all_reduce",
+        "  its gradient is reduced by all_reduce",
     ]
     lines = plan.placements().splitlines()
-    assert lines[0] == 'params/down  float32[256, 8]  spec ["model"]: 2 parts, each on 4 of 8 devices'
-    assert 'batch/x  float32[32, 64]  spec ["data"]: 4 parts, each on 2 of 8 devices' in lines
+    assert lines[0] == 'params/down  float32[256, 8]  spec ["model"]: 2 shards, each on 4 of 8 devices'
+    assert 'batch/x  float32[32, 64]  spec ["data"]: 4 shards, each on 2 of 8 devices' in lines
 
 
 def test_all_figures_as_json():
@@ -159,7 +159,7 @@ def test_what_does_not_fit_says_so(small):
     plan = made(target=f"8x{small}")
     assert not plan.fits and plan.memory.headroom < 0
     assert "DOES NOT FIT: " in str(plan) and f"of {60_000 / 1024:.1f} KiB" in plan.memory.verdict
-    assert plan.timeline.limit == "what travels", "of this one's figures"
+    assert plan.timeline.limit == "communication", "of this one's figures"
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -204,7 +204,7 @@ def stopped(monkeypatch):
 
     compile_client.stop()
     monkeypatch.setattr(compile_client, "_start", stop)
-    monkeypatch.setattr(compile_client, "TOLD", 0.01)
+    monkeypatch.setattr(compile_client, "REPORT_INTERVAL", 0.01)
     late.start()
     yield processes
     late.cancel()
@@ -215,7 +215,7 @@ def test_a_compiler_that_takes_too_long_is_stopped(new, stopped, monkeypatch):
     monkeypatch.setattr(compile_client, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(CompileError, match=r"compiling for 1x2xcpu with XLA:CPU took more than 10 s\."):
         new(timeout=10, say=said.append)
-    assert not said and compile_client._kept is None and [process.wait(60) for process in stopped] == [-signal.SIGKILL]
+    assert not said and compile_client._server is None and [process.wait(60) for process in stopped] == [-signal.SIGKILL]
 
 
 def test_progress_is_told(new, stopped, monkeypatch):
@@ -240,16 +240,16 @@ ERRORS = {
     "target": (
         lambda: made(target="8xh1000"),
         """there is no target "h1000".
-    fix: did you mean "h100"? A file of your own ends in .toml.""",
+    fix: did you mean "h100"? Paths of TOML files end in .toml.""",
     ),
     "no devices": (
         lambda: made(target="0xh100"),
-        """target "0xh100": 1 x 0 is no device.
+        """target "0xh100": 1 x 0 devices are none.
     fix: at least one, such as "h100".""",
     ),
     "more than a node has": (
         lambda: made(target="64xh100"),
-        """target "64xh100": a node has 8 of them, and what joins nodes is slower.
+        """target "64xh100": a node has only 8 devices, and links between nodes are slower.
     fix: nodes x devices, such as "8x8xh100".""",
     ),
     "no text": (
@@ -294,28 +294,28 @@ def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
     with pytest.raises(SpmdError) as caught:
         Cluster.parse("8xmine.toml")
     assert str(caught.value).splitlines() == [
-        "mine.toml is no target",
+        "mine.toml does not describe a target",
         "6 problems:",
         "",
         "  inside",
         "      it is missing.",
         "",
         "  insde",
-        "      nothing reads it.",
+        "      unknown key.",
         '      fix: did you mean "inside"?',
         "",
         "  platform",
-        "      'cqu' is none.",
+        "      'cqu' is not a platform.",
         '      fix: did you mean "cpu"?',
         "",
         "  memory",
-        "      'much' is no number above 0.",
+        "      'much' is not a positive number.",
         "",
         "  [achieved] launch",
         "      it is missing.",
         "",
         "  [achieved] lunch",
-        "      nothing reads it.",
+        "      unknown key.",
         '      fix: did you mean "launch"?',
     ]
 
@@ -409,7 +409,7 @@ def test_constants_of_the_program_count():
 def test_what_happens_in_some_steps_only_is_told():
     plan = made(layout="diloco", mesh=None)
     assert any(one.conditional for one in plan.traffic.transfers) and "(in some steps)" in str(plan.traffic)
-    assert any("travel only in steps in which workers meet" in note for note in plan.notes)
+    assert any("sent only in steps that synchronize workers" in note for note in plan.notes)
     assert not any(one.conditional for one in made().traffic.transfers)
 
 
@@ -422,7 +422,7 @@ def test_a_loop_of_unknown_length_is_told():
         lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: looping(jax.tree.map(jax.lax.stop_gradient, params), x) + x @ params["w"]
     )
     plan = spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
-    assert any(note.startswith("note: XLA does not know how often while") for note in plan.notes)
+    assert any(note.startswith("note: XLA does not know the trip count of while") for note in plan.notes)
 
 
 def test_what_runs_on_the_host_cannot_be_planned():
@@ -431,7 +431,7 @@ def test_what_runs_on_the_host_cannot_be_planned():
         return x @ params["w"]
 
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, told)
-    with pytest.raises(CompileError, match=r"(?s)the step cannot be sent to a compiler elsewhere: .*fix: .*jax.debug.print"):
+    with pytest.raises(CompileError, match=r"(?s)the step cannot be exported to another process: .*fix: .*jax.debug.print"):
         spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
 
 
@@ -487,40 +487,42 @@ def test_plans_share_a_process_that_serves_them(new, monkeypatch):
     """Another only for more devices than it simulates, for other flags, or when it is gone; figures are the same from any."""
     compile_client.stop()  # it may simulate any number
     new()
-    first = compile_client._kept.process
+    first = compile_client._server.process
     before = new("4xcpu")
-    assert compile_client._kept.process is first
+    assert compile_client._server.process is first
     new("16xcpu")
-    second = compile_client._kept.process
+    second = compile_client._server.process
     assert second is not first and first.returncode is not None, "reaped"
     shutil.rmtree(compile.cache_folder())
     again = new("4xcpu")
-    assert compile_client._kept.process is second and again.memory == before.memory and str(again.traffic) == str(before.traffic)
+    assert compile_client._server.process is second and again.memory == before.memory and str(again.traffic) == str(before.traffic)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     new("4xcpu")
-    third = compile_client._kept.process
+    third = compile_client._server.process
     assert third is not second
     third.kill()
     third.wait()
     new("8xcpu")
-    assert compile_client._kept.process is not third
+    assert compile_client._server.process is not third
 
 
 @pytest.mark.system
 def test_a_process_that_dies_is_replaced_and_errors_are_no_reason_to_end(new, monkeypatch):
     new()
-    served = compile_client._kept.process
+    served = compile_client._server.process
     with monkeypatch.context() as patched:
-        patched.setattr(compile_client.Helper, "serves", lambda *_: served.kill() or True)  # it ends when the request has been sent to it
+        patched.setattr(
+            compile_client.CompileServer, "serves", lambda *_: served.kill() or True
+        )  # it ends when the request has been sent to it
         new("4xcpu")
-    assert compile_client._kept.process is not served
+    assert compile_client._server.process is not served
     with monkeypatch.context() as patched:
         patched.setattr(compile.pickle, "dumps", lambda request: b"no pickle")
         with pytest.raises(CompileError, match=r"compiling for 1x8xcpu with XLA:CPU failed:\n    _pickle\.UnpicklingError"):
             new("8xcpu")
-    living = compile_client._kept.process
+    living = compile_client._server.process
     new("8xcpu")
-    assert compile_client._kept.process is living
+    assert compile_client._server.process is living
 
 
 @pytest.mark.system
@@ -534,7 +536,7 @@ def test_a_process_that_is_killed_twice_is_told(new, monkeypatch):
 
     monkeypatch.setattr(compile_client, "_start", killed)
     compile_client.stop()
-    with pytest.raises(CompileError, match=r"ended with signal 9; 9 comes from the system when memory runs out"):
+    with pytest.raises(CompileError, match=r"ended with signal 9; the system sends 9 when memory runs out"):
         new()
 
 
@@ -546,7 +548,7 @@ def test_what_is_printed_when_python_starts_is_no_answer(new, monkeypatch, tmp_p
     first = new()
     assert first.memory == new(optimizer=optax.adam(0.2)).memory
     open_files = (
-        [os.readlink(path) for path in Path(f"/proc/{compile_client._kept.process.pid}/fd").iterdir()] if sys.platform == "linux" else []
+        [os.readlink(path) for path in Path(f"/proc/{compile_client._server.process.pid}/fd").iterdir()] if sys.platform == "linux" else []
     )
     assert not any("plan-" in path for path in open_files), "what is in a folder that is taken away is closed"
     compile_client.stop()
@@ -565,7 +567,7 @@ def test_a_plan_inside_another_is_refused(new, stopped):
     refused = []
 
     def say(line):
-        with pytest.raises(CompileError, match="while another is compiled in the same thread") as caught:
+        with pytest.raises(CompileError, match="while another plan is compiled in the same thread") as caught:
             new(optimizer=optax.adam(0.7), timeout=30)
         refused.append(caught.value)
         stopped[0].send_signal(signal.SIGCONT)
@@ -674,7 +676,7 @@ def test_when_adding_a_device_stops_helping():
 
 
 def test_saturation_is_of_data_parallelism():
-    with pytest.raises(SpmdError, match=r"this layout cuts parameters, and every worker of data parallelism has them all\."):
+    with pytest.raises(SpmdError, match=r"this layout shards parameters, but data parallelism replicates them on every worker\."):
         spmd.saturation(made())
 
 
@@ -712,7 +714,7 @@ def test_an_array_is_drawn_over_its_mesh():
     many = NamedSharding(abstract_mesh(MeshSpec.parse("data=1024")), PartitionSpec("data"))
     drawn = array_drawing("w", jax.ShapeDtypeStruct((4096,), "float32", sharding=many))
     wide = [float(width) for width in re.findall(r' width="([^"]+)"', drawn)]
-    assert len(wide) == 256 and min(wide) > 0 and "768 more pieces are not drawn" in drawn
+    assert len(wide) == 256 and min(wide) > 0 and "768 more shards are not drawn" in drawn
 
 
 def test_a_model_whose_shapes_depend_on_data_is_refused_with_a_cure():
@@ -724,15 +726,17 @@ def test_a_model_whose_shapes_depend_on_data_is_refused_with_a_cure():
 def test_the_steps_own_log_is_held_against_the_program():
     """What the step asks for is sent, under a manual reduction; what XLA adds or merges is told."""
     plan = made(layout="data_parallel", mesh="data=8")
-    assert plan.asked == plan.program.wire.bytes() > 0
+    assert plan.requested_bytes == plan.program.wire.bytes() > 0
     line = str(plan).partition("The step's own collectives (`trainer.wire`) ")[2].split("\n")[0]
-    assert line == "send just this." if plan.asked == plan.traffic.bytes() else f"ask for {plan.asked:,} bytes" in line
+    assert (
+        line == "send exactly this." if plan.requested_bytes == plan.traffic.bytes() else f"ask for {plan.requested_bytes:,} bytes" in line
+    )
     alone = made(layout=dataclasses.replace(LAYOUT, gradients=spmd.Gradients("compiler")))
-    assert alone.asked is None and "own collectives" not in str(alone)
+    assert alone.requested_bytes is None and "own collectives" not in str(alone)
 
 
 def test_what_no_formula_knows_is_told():
     solve = lambda params, x: x @ jnp.linalg.inv(params["w"] + jnp.eye(64))[:, :8]
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 64))}, solve)
     plan = spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
-    assert re.search(r"note: operations of lapack\w+.* are not counted", str(plan))
+    assert re.search(r"note: the FLOPs of lapack\w+.* are not counted", str(plan))

@@ -1,6 +1,6 @@
 """The whole report, word for word, of a step whose compiled program is kept here, so that no compiler's version changes it.
 
-To record them anew: `python -m tests.planner.test_report` from the repository's root; read the difference.
+To record them anew: `python -m tests.planner.test_text_report` from the repository's root; read the difference.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import spmd
-from spmd.planner import planning
+from spmd.planner import plan_data
 from spmd.planner.compile import Compiled
 
 KEPT = Path(__file__).parent / "recorded"
@@ -41,13 +41,13 @@ def made(name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_report_word_for_word(name, monkeypatch):
     compiled = Compiled(**json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8")))
-    monkeypatch.setattr(planning, "compile_step", lambda *args, **options: compiled)
+    monkeypatch.setattr(plan_data, "compile_step", lambda *args, **options: compiled)
     assert f"{made(name)}\n" == (KEPT / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def test_the_report_fits_the_terminal(monkeypatch):
     compiled = Compiled(**json.loads((KEPT / "tensor.json").read_text(encoding="utf-8")))
-    monkeypatch.setattr(planning, "compile_step", lambda *args, **options: compiled)
+    monkeypatch.setattr(plan_data, "compile_step", lambda *args, **options: compiled)
     plan = made("tensor")
     side_by_side = spmd.compare(plan, plan, plan)
     assert max(map(len, str(plan).splitlines())) > 90 and max(map(len, str(side_by_side).splitlines())) > 60

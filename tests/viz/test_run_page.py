@@ -75,7 +75,7 @@ def test_page_says_what_was_run(run, tmp_path):
     result, folder = run
     text = Reader(viz.report(result, tmp_path / "report.html", title="A & B", checkpoint=folder).read_text(encoding="utf-8")).text
     assert "A & B" in text and EVIL in text and "<i>mine</i>" in text and "w<b>" in text  # shown as text, not as tags
-    assert "4 steps on 8 devices, 4 workers; gradients meet by compiler." in text
+    assert "4 steps on 8 devices, 4 workers; gradients are reduced by compiler." in text
     assert f"{result.history['loss'][-1]:.6g}" in text and f"{result.history['eval_loss'][-1]:.6g}" in text
     assert "data=4, model=2: 8 devices of kind cpu" in text and "model 1" in text
     assert str(folder / "checkpoints") in text and "step 4" in text
@@ -85,5 +85,5 @@ def test_page_says_what_was_run(run, tmp_path):
 
 def test_without_checkpoints_it_says_so(run, tmp_path):
     result, _ = run
-    assert "None were asked for." in viz.report(result, tmp_path / "a.html").read_text(encoding="utf-8")
-    assert "nothing yet" in viz.report(result, tmp_path / "b.html", checkpoint=tmp_path).read_text(encoding="utf-8")
+    assert "None were requested." in viz.report(result, tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "none saved yet" in viz.report(result, tmp_path / "b.html", checkpoint=tmp_path).read_text(encoding="utf-8")

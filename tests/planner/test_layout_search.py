@@ -18,14 +18,15 @@ from spmd.launch.cli import main
 from spmd.layout.schema import Remat
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.planner.candidates import Space, changes, chosen_layouts, microbatches, remats
-from spmd.planner.layout_search import Walk
-from spmd.planner.lower_bounds import floor_of
-from spmd.planner.planning import planned
+from spmd.planner.candidates import CandidateSpace, chosen_layouts, microbatches, remats, update_differences
+from spmd.planner.layout_search import SearchRun
+from spmd.planner.lower_bounds import lower_bounds_of
+from spmd.planner.plan_data import build_plan
+from spmd.planner.planning import Plan
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline
 from spmd.train.model_setup import Placed, TrainConfig
-from tests.planner.test_plans import SMALL
+from tests.planner.test_planning import SMALL
 from tests.train.plain import MODELS, batches
 
 pytestmark = pytest.mark.system
@@ -69,8 +70,8 @@ def placed(mesh, layout, **options):
 LESS = (Remat("dots"), Remat("nothing"))
 
 
-def space(*layouts, devices=4, rows=ROWS, kept=LESS):
-    return Space(tuple(map(spmd.Layout.load, layouts)), kept, devices, rows)
+def space(*layouts, devices=4, rows=ROWS, remats=LESS):
+    return CandidateSpace(tuple(map(spmd.Layout.load, layouts)), remats, devices, rows)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_candidates_are_all_that_can_be_said():
     assert {(one.layout.gradients.reduction, one.layout.remat.saves, one.accumulate) for one in found} == set(
         itertools.product(("all_reduce", "compiler"), ("everything", "dots", "nothing"), (2**power for power in range(7)))
     )
-    piped = list(space("pipeline", rows=64, kept=()).groups(0))
+    piped = list(space("pipeline", rows=64, remats=()).groups(0))
     assert {one.layout.pipeline.microbatches for one in piped if one.mesh == MeshSpec.parse("data=1,stage=4")} == {None, 4, 8, 32}
     own = dataclasses.replace(spmd.Layout.load("fsdp"), remat=Remat("dots"))
     assert {one.layout.remat.saves for one in space(own).all()} == {"dots", "nothing"}, "never less than the layout asks for"
@@ -122,15 +123,15 @@ def test_layouts_that_change_the_updates_are_left_out_with_the_reason():
     assert {layout.name for layout in layouts} | set(out) == set(shipped()) == {layout.name for layout in chosen_layouts("all")[0]}
     assert out == {
         "backup_workers": "1 of the workers' gradients are dropped in every step",
-        "data_parallel_bf16": "what travels is rounded (bfloat16)",
-        "diloco": "what travels is rounded (bfloat16) and workers do not wait for each other (mode local)",
-        "fsdp_bf16": "what travels is rounded (bfloat16)",
-        "hierarchical_int8": "what travels is rounded (int8)",
-        "parameter_server_async": "what travels is rounded (bfloat16) and workers do not wait for each other (mode asynchronous)",
-        "power_sgd": "what travels is rounded (power_sgd)",
+        "data_parallel_bf16": "communication is lossy (bfloat16)",
+        "diloco": "communication is lossy (bfloat16) and workers do not wait for each other (mode local)",
+        "fsdp_bf16": "communication is lossy (bfloat16)",
+        "hierarchical_int8": "communication is lossy (int8)",
+        "parameter_server_async": "communication is lossy (bfloat16) and workers do not wait for each other (mode asynchronous)",
+        "power_sgd": "communication is lossy (power_sgd)",
     }
     alone = spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(mode="asynchronous"))
-    assert changes(alone) == "workers do not wait for each other (mode asynchronous)"
+    assert update_differences(alone) == "workers do not wait for each other (mode asynchronous)"
 
 
 @pytest.mark.parametrize(
@@ -146,20 +147,20 @@ def test_floors_by_hand(device, mesh, layout, state, sent):
     """Three copies of what a device has of the parameters; all gradients once over links of 1e8 bytes per second, two nodes of two."""
     cluster = Cluster.parse(f"1x4x{device(10**9)}")
     alone = Timeline(4.0, products=4.0, memory=0.0, launches=0.0, exposed=0.0, hidden=0.0, flops=4e9, peak=1e9, spans=())
-    floor = floor_of(placed(mesh, layout), cluster, alone, {"up", "middle", "down"})
-    assert floor.state == state + 16, "and Adam's count, the step and the key"
-    assert (floor.seconds, floor.why) == (1.0, "matrix products, shared evenly")
-    quick = floor_of(placed(mesh, layout), cluster, dataclasses.replace(alone, products=0.0), {"up", "middle", "down"})
+    bounds = lower_bounds_of(placed(mesh, layout), cluster, alone, {"up", "middle", "down"})
+    assert bounds.state == state + 16, "and Adam's count, the step and the key"
+    assert (bounds.seconds, bounds.why) == (1.0, "matrix products, divided evenly")
+    quick = lower_bounds_of(placed(mesh, layout), cluster, dataclasses.replace(alone, products=0.0), {"up", "middle", "down"})
     latencies = {"data_parallel": 4, "zero1": 2, "fsdp": 2}.get(layout if isinstance(layout, str) else "", 0)
     links = sent / 1e8 + latencies * 1e-6 + 1e-9 if sent else 0.0
     assert quick.seconds == pytest.approx(max(links, 2 * (state + 4) / 1e9), rel=1e-12)
 
 
-def walk(target, *layouts, batch=BATCH):
+def search_run(target, *layouts, batch=BATCH):
     cluster = Cluster.parse(target)
-    alone = planned(placed("data=1", spmd.Layout()), batch, Cluster(1, 1, cluster.target))
-    chosen = space(*layouts, devices=cluster.count, rows=batch["x"].shape[0], kept=remats(alone.program.placed))
-    return Walk(alone, cluster, chosen, 600.0, lambda line: None)
+    alone = build_plan(Plan, placed("data=1", spmd.Layout()), batch, Cluster(1, 1, cluster.target))
+    chosen = space(*layouts, devices=cluster.count, rows=batch["x"].shape[0], remats=remats(alone.program.placed))
+    return SearchRun(alone, cluster, chosen, 600.0, lambda line: None)
 
 
 @pytest.mark.slow
@@ -167,11 +168,11 @@ def test_what_is_not_compiled_is_not_missed(device):
     """Every candidate compiled: whatever a device has, the fastest that fits is found with fewer, and no floor is above its plan."""
     batch = {name: jax.ShapeDtypeStruct((32, *leaf.shape[1:]), leaf.dtype) for name, leaf in BATCH.items()}
     layouts = ("data_parallel", "fsdp", TENSOR)
-    whole = walk(f"4x{device(10**9)}", *layouts, batch=batch)
-    everything = {one: planned(whole._placed(one), batch, whole.cluster) for one in whole.space.all()}
+    run = search_run(f"4x{device(10**9)}", *layouts, batch=batch)
+    everything = {one: build_plan(Plan, run._placed(one), batch, run.cluster) for one in run.space.all()}
     for one, plan in everything.items():
-        floor = whole._floor(one)
-        assert floor.seconds <= plan.timeline.seconds and floor.state <= plan.memory.peak, one
+        bounds = run._bounds_of(one)
+        assert bounds.seconds <= plan.timeline.seconds and bounds.state <= plan.memory.peak, one
     peaks = sorted({plan.memory.peak for plan in everything.values()})
     assert len(everything) >= 90 and len(peaks) >= 9
     for memory in (peaks[-1], peaks[len(peaks) // 2], peaks[2], peaks[0]):
@@ -259,8 +260,8 @@ def test_nothing_fits_and_the_smallest_mesh_that_would_hold_it(device):
 
 @pytest.mark.slow
 def test_half_of_the_smallest_mesh_holds_nothing_whatever_is_tried(device):
-    half = walk(f"2x{device(340 * KIB)}", "fsdp")
-    half.run(math.inf)
+    half = search_run(f"2x{device(340 * KIB)}", "fsdp")
+    half.compile_candidates(math.inf)
     assert half.best is None and len(half.plans) > 1
 
 
@@ -283,14 +284,14 @@ def test_fixes_are_planned_in_their_order_and_end_with_one_that_fits(device):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compiles": 0}, "compiles=0.\n    fix: a whole number from 1, or None for all."),
+        ({"compiles": 0}, "compiles=0.\n    fix: a positive integer, or None for no limit."),
         ({"candidates": "best"}, "candidates='best' is a str."),
         ({"candidates": []}, "candidates=[] is empty."),
         ({"candidates": ["fsdpp"]}, 'did you mean "fsdp"?'),
         ({"target": "4xh10"}, 'did you mean "h100"?'),
         ({"precision": "bf16"}, "precision"),
         ({"metrics": 3}, "metrics=3 is not a dict."),
-        ({"timeout": 0}, "timeout=0.\n    fix: seconds, more than none."),
+        ({"timeout": 0}, "timeout=0.\n    fix: a positive number of seconds."),
         ({"timeout": "a"}, "timeout='a'."),
         ({"batch": {"x": jnp.zeros(())}}, "the batch"),
     ],
@@ -329,7 +330,7 @@ def test_what_is_frozen_is_in_no_floor(device):
 
 
 def test_numbers_of_microbatches_cut_the_rows_evenly():
-    counts = lambda rows: [one.accumulate for one in space("data_parallel", devices=2, rows=rows, kept=()).all()][
+    counts = lambda rows: [one.accumulate for one in space("data_parallel", devices=2, rows=rows, remats=()).all()][
         : len(microbatches(rows, 2)) + 1
     ]
     assert counts(450) == [1, 3, 9, 25, 75, 225] and counts(32) == [1, 2, 4, 8, 16]

@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from spmd.errors import DeviceMemoryError
-from spmd.planner.memory_check import limit_of
+from spmd.planner.memory_check import memory_limit
 
 pytestmark = pytest.mark.optimized
 
@@ -24,11 +24,11 @@ def fit(**options):
 
 
 def has(monkeypatch, limit):
-    monkeypatch.setattr("spmd.planner.memory_check.limit_of", lambda mesh: limit)
+    monkeypatch.setattr("spmd.planner.memory_check.memory_limit", lambda mesh: limit)
 
 
 def test_a_cpu_says_nothing():
-    assert limit_of(spmd.make_mesh("data=8")) is None
+    assert memory_limit(spmd.make_mesh("data=8")) is None
 
 
 def test_what_has_no_room_is_not_started(monkeypatch):
@@ -38,7 +38,7 @@ def test_what_has_no_room_is_not_started(monkeypatch):
         fit()
     first, second, *_, fix = str(caught.value).splitlines()
     assert first.startswith("a step needs ") and first.endswith(" of temporaries.") and " of 97.7 KiB on each cpu (" in first
-    assert second.endswith(" too much on each of 8 devices.") and fix.startswith("    fix: `spmd plan` tells")
+    assert second.endswith(" too much on each of 8 devices.") and fix.startswith("    fix: `spmd plan` shows")
 
 
 def test_unless_told_otherwise(monkeypatch):

@@ -1,0 +1,137 @@
+"""The data of a plan, and how it is computed. Reports, drawings and fixes are functions over it, in modules that import this one."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from spmd.errors import OptionError, did_you_mean
+from spmd.layout.schema import Layout
+from spmd.layout.summary import notes as layout_notes
+from spmd.mesh import MeshSpec
+from spmd.nn.schedule import Schedule
+from spmd.planner.compile import Compiled, compile_step
+from spmd.planner.cost import uncounted
+from spmd.planner.hlo import parse
+from spmd.planner.memory import PREALLOCATED, Memory, memory_of
+from spmd.planner.target import Cluster
+from spmd.planner.timeline import Timeline, timeline_of
+from spmd.planner.traffic import Traffic, traffic_of
+from spmd.train.compiled_step import Program, prepared
+from spmd.train.model_setup import Placed
+from spmd.tree import Tree, flatten, format_bytes
+from spmd.wire.notes import notes as exchange_notes
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanData:
+    """The fields of a plan, which `spmd.planner.planning.Plan` documents, and what follows from them."""
+
+    cluster: Cluster
+    mesh: MeshSpec
+    rows: int
+    memory: Memory
+    traffic: Traffic
+    timeline: Timeline
+    schedules: Mapping[str, Schedule]
+    compiled: Compiled
+    notes: tuple[str, ...]
+    program: Program = dataclasses.field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits in the target's memory."""
+        return self.memory.fits
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of this plan."""
+        return self.program.placed.resolved.layout
+
+    @property
+    def requested_bytes(self) -> int | None:
+        """Bytes that the step's own collectives send from each device, as `trainer.wire` lists them; None where XLA places all of them."""
+        placed = self.program.placed
+        return self.program.wire.bytes() if placed.exchange.reduction.manual or self.schedules else None
+
+    @property
+    def rows_per_second(self) -> float:
+        """Predicted throughput of all devices together, in rows of the batch per second."""
+        return self.rows / self.timeline.seconds if self.timeline.seconds else 0.0
+
+    def least_peak(self, accumulate: int) -> float:
+        """A lower bound on a device's peak bytes with more microbatches: all temporaries except gradients shrink in proportion."""
+        divisible = max(self.memory.temporaries - self.memory.gradients, 0)
+        return self.memory.peak - divisible * (1 - self.program.placed.config.accumulate / accumulate)
+
+    def parameter(self, path: str) -> Any:
+        """A parameter's shape and sharding.
+
+        Raises:
+          OptionError: there is no such parameter.
+        """
+        params = flatten(self.program.placed.abstract_state.params)
+        if path not in params:
+            raise OptionError(f'there is no parameter "{path}".', fix=f"{did_you_mean(path, params)}")
+        return params[path]
+
+
+PlanT = TypeVar("PlanT", bound=PlanData)
+
+
+def build_plan(
+    kind: type[PlanT],
+    placed: Placed,
+    batch: Tree,
+    cluster: Cluster,
+    *,
+    timeout: float = 600.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> PlanT:
+    """A plan, of class `kind`, for a model placed on a mesh with as many devices as the cluster.
+
+    Raises:
+      SpmdError: as `spmd.plan`.
+    """
+    program = prepared(placed, batch)
+    mesh, data_axes, precision = MeshSpec.parse(placed.mesh), placed.resolved.data_axes, placed.config.precision
+    compiled = compile_step(program, cluster, timeout=timeout, say=say)
+    module = parse(compiled.hlo)
+    traffic = traffic_of(module, mesh, cluster, data_axes)
+    memory = memory_of(program, compiled, module, cluster.target)
+    widened = precision if precision != "float32" and not compiled.exact else ""
+    timeline = timeline_of(module, mesh, cluster, data_axes, widened)
+    notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *_warnings(program, traffic, memory, cluster)]
+    if widened:
+        notes.append(f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more memory than the target would.")
+    if unknown := uncounted(module):
+        notes.append(f"note: the FLOPs of {', '.join(unknown[:3])} are not counted, only their memory traffic.")
+    if loops := module.unbounded_loops:
+        notes.append(f"note: XLA does not know the trip count of {', '.join(loops[:3])}: counted once each.")
+    return kind(cluster, mesh, program.rows, memory, traffic, timeline, program.schedules, compiled, tuple(notes), program)
+
+
+def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Cluster) -> list[str]:
+    """Notes on what the layout does not ask for: low-precision reductions, moved activations; and on memory that JAX does not use."""
+    lines = []
+    placed = program.placed
+    exact = placed.resolved.layout.gradients.codec == "exact"
+    reduced_in = {array.dtype for transfer in traffic.transfers if transfer.purpose == "gradients" for array in transfer.arrays}
+    low = reduced_in & {"bfloat16", "float16"}
+    if exact and low and any(leaf.dtype == "float32" for leaf in flatten(placed.abstract_state.params).values()):
+        fix = 'reduction = "all_reduce" or "reduce_scatter" reduces them in float32'
+        lines.append(f"note: XLA reduces gradients in {', '.join(sorted(low))}, which the layout does not ask for; {fix}.")
+    data_axes = set(placed.resolved.data_axes)
+    moved = sum(t.sent * t.times for t in traffic.transfers if t.purpose == "activations" and set(t.axes) & data_axes)
+    if moved > traffic.bytes("parameters") + traffic.bytes("gradients"):
+        lines.append(
+            f"note: {format_bytes(moved)} of activations are sent over {', '.join(sorted(data_axes))}, more than parameters and gradients: "
+            "the layout moves activations to the parameters instead of parameters to the batch."
+        )
+    sometimes = sum(transfer.sent * transfer.times for transfer in traffic.transfers if transfer.conditional)
+    if sometimes:
+        lines.append(
+            f"note: {format_bytes(sometimes)} are sent only in steps that synchronize workers; traffic and time are those of such a step."
+        )
+    if cluster.target.platform == "cuda" and PREALLOCATED * memory.capacity < memory.peak <= memory.capacity:
+        lines.append(f"note: JAX preallocates {PREALLOCATED:.0%} of a GPU's memory; this step needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.")
+    return lines
