@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each sets up what it needs in .venv, from nothing but Python >= 3.11.
+# `make demo` and `make test` need only Python >= 3.11. Each target sets up .venv first.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -9,14 +9,15 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test test-system test-all check docs soak bench clean help
 
 help:
-	@echo "make demo      train a digits CNN over 8 simulated devices; results in runs/demo/"
-	@echo "make test      the quick tests (at most 5 minutes on 2 cores; WORKERS=8 uses more)"
-	@echo "make test-system  whole runs: processes, notebooks, pages, examples, long trainings"
-	@echo "make test-all  all tests, the slow ones too, compiled as users do"
-	@echo "make check     formatting, lint, types, architecture, documentation"
-	@echo "make docs      the documentation site, in site/"
-	@echo "make soak      20 minutes of faults at random; the run must end in the same bits"
-	@echo "make bench     benchmarks; results in benchmarks/results/"
+	@echo "make demo         train a CNN on digits over 8 simulated devices; results in runs/demo/"
+	@echo "make test         the quick tests (at most 5 minutes on 2 cores; WORKERS=8 uses more, TESTS=tests/wire runs a part)"
+	@echo "make test-system  the system tests: processes, notebooks, pages, examples, long trainings"
+	@echo "make test-all     all tests, the slow ones too, compiled as users compile"
+	@echo "make check        formatting, lint, types, architecture, documentation"
+	@echo "make docs         the documentation site, in site/"
+	@echo "make soak         20 minutes of random faults; the run must end in the same bits"
+	@echo "make bench        benchmarks; results in benchmarks/results/"
+	@echo "make clean        remove .venv, runs and what was built"
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "spmd needs Python 3.11 or newer; this is %d.%d" % sys.version_info[:2])'

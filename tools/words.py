@@ -1,8 +1,8 @@
-"""List the words of `words.toml` wherever they still stand: in names, docs, docstrings, comments, errors and help.
+"""List the retired words of `words.toml` in names, docs, docstrings, comments, errors and help.
 
     python tools/words.py [PATH ...]
 
-Exit status 1 if there are any. Without paths: the whole repository, except what quotes other people's words (`SKIPPED`).
+Exit status 1 if there are any. Without paths it reads every file of the repository except `SKIPPED`.
 """
 
 import argparse
@@ -19,22 +19,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 READ = (".py", ".md", ".toml", ".ipynb", ".yml", ".yaml", ".css", ".txt", ".sh", "Makefile")
-SKIPPED = ("tools/words.toml", "docs/renamed.md", "docs/glossary.md")  # they hold the old words beside the new ones
+SKIPPED = ("tools/words.toml", "docs/renamed.md", "docs/glossary.md")  # they show the old words beside the new ones
 
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """One retired word or phrase: where it is found, and what to write instead."""
+    """One retired word or phrase: how to find it, and what to write instead."""
 
     pattern: re.Pattern[str]
     allowed: re.Pattern[str] | None
     say: str
 
     def in_text(self, text: str) -> Iterator[int]:
-        """Offsets in prose; what is allowed does not count."""
-        spared = [match.span() for match in self.allowed.finditer(text)] if self.allowed else []
+        """Offsets in prose, without those inside an allowed phrase."""
+        allowed_spans = [match.span() for match in self.allowed.finditer(text)] if self.allowed else []
         for match in self.pattern.finditer(text):
-            if not any(start <= match.start() and match.end() <= end for start, end in spared):
+            if not any(start <= match.start() and match.end() <= end for start, end in allowed_spans):
                 yield match.start()
 
     def in_name(self, name: str) -> bool:
@@ -45,14 +45,14 @@ class Word:
 def parts(name: str) -> list[str]:
     """The words of an identifier.
 
-    >>> parts("cut_rows"), parts("ShardLayout")
-    (['cut', 'rows'], ['Shard', 'Layout'])
+    >>> parts("gather_rows"), parts("ShardLayout")
+    (['gather', 'rows'], ['Shard', 'Layout'])
     """
     return re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
 
 
 def words(path: Path) -> list[Word]:
-    """The list, compiled."""
+    """Read and compile the list."""
     compiled = []
     for entry in tomllib.loads(path.read_text(encoding="utf-8"))["word"]:
         allowed = "|".join(entry.get("allow", ()))
@@ -68,7 +68,7 @@ def words(path: Path) -> list[Word]:
 
 
 def in_python(text: str, known: list[Word]) -> Iterator[tuple[int, str, Word]]:
-    """(line, what is written there, word) for names, strings and comments."""
+    """(line, its text, word) for each hit in names, strings and comments."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         line = token.start[0]
         if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
@@ -78,7 +78,7 @@ def in_python(text: str, known: list[Word]) -> Iterator[tuple[int, str, Word]]:
 
 
 def in_prose(text: str, known: list[Word], line: int = 1) -> Iterator[tuple[int, str, Word]]:
-    """(line, the line's text, word) in text; identifiers in it count by their parts."""
+    """(line, its text, word) for each hit in prose; identifiers in it are matched by their parts."""
     for word in known:
         for at in word.in_text(re.sub(r"_(?=[a-z])", " ", text)):
             row = text.count("\n", 0, at)
@@ -86,10 +86,10 @@ def in_prose(text: str, known: list[Word], line: int = 1) -> Iterator[tuple[int,
 
 
 def main() -> int:
-    """Print what is found; 1 if there is anything."""
+    """Print all hits; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*")
-    parser.add_argument("--count", action="store_true", help="numbers by file only")
+    parser.add_argument("--count", action="store_true", help="print only the number of hits per file")
     options = parser.parse_args()
     listed = subprocess.run(["git", "ls-files", *options.paths], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     known, total = words(ROOT / "tools" / "words.toml"), 0
@@ -98,12 +98,11 @@ def main() -> int:
         if name in SKIPPED or not name.endswith(READ) or not path.is_file():
             continue
         text = path.read_text(encoding="utf-8")
-        found = sorted((in_python if name.endswith(".py") else in_prose)(text, known), key=lambda entry: entry[0])
-        total += len(found)
-        if options.count:
-            print(f"{len(found):5} {name}") if found else None
-            continue
-        for line, shown, word in found:
+        hits = sorted((in_python if name.endswith(".py") else in_prose)(text, known), key=lambda hit: hit[0])
+        total += len(hits)
+        if options.count and hits:
+            print(f"{len(hits):5} {name}")
+        for line, shown, word in hits if not options.count else ():
             print(f"{name}:{line}: {shown[:100]!r}: write {word.say}")
     print(f"{total} retired words" if total else "no retired word")
     return 1 if total else 0

@@ -1,4 +1,4 @@
-"""Docstrings as the site shows them: what is a program in them is set as one."""
+"""Put the programs in docstrings into fences, so that the site shows them as code."""
 
 import re
 import textwrap
@@ -11,7 +11,7 @@ _TREE = re.compile(r"(?:^    \S[^\n]*\n?)(?:^    [^\n]*\n?)*", re.MULTILINE)
 
 
 def as_shown(text: str) -> str:
-    r"""A docstring with its programs in fences.
+    r"""Return a docstring with its programs in fences.
 
     >>> print(as_shown("Adds.\n\nExample:\n  >>> 1 + 1\n  2"))
     Adds.
@@ -24,13 +24,13 @@ def as_shown(text: str) -> str:
     <BLANKLINE>
     """
 
-    def example(found):
-        code = textwrap.dedent(found[2]).strip("\n")
+    def example(match):
+        code = textwrap.dedent(match[2]).strip("\n")
         language = "pycon" if code.startswith(">>>") else "python"
-        return found[1] + textwrap.indent(f"```{language}\n{code}\n```\n", "  ")
+        return match[1] + textwrap.indent(f"```{language}\n{code}\n```\n", "  ")
 
     fenced = _EXAMPLE.sub(example, text.replace("][", "]&#8203;["))  # no link
-    return _PROMPT.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", fenced)
+    return _PROMPT.sub(lambda match: f"```pycon\n{match[0].rstrip()}\n```\n", fenced)
 
 
 class Programs(griffe.Extension):

@@ -1,6 +1,6 @@
-"""What makes a site of the pages: fences that say more than a language, files outside of docs/, and a check that nothing is fetched.
+"""Hooks of MkDocs: fences with notes, files outside of docs/ as pages, and a check that browsers fetch nothing elsewhere.
 
-`mkdocs.yml` names this file; `mkdocs build --strict` fails where a check does.
+`mkdocs.yml` names this file; `mkdocs build --strict` fails if a check fails.
 """
 
 import posixpath
@@ -21,7 +21,7 @@ _PLAIN_LINK = re.compile(r"<a\b[^>]*>", re.IGNORECASE)
 
 
 def outside(page: str, target: str) -> str | None:
-    """Where in the repository a link of a page goes to, when that is not in docs/.
+    """The path in the repository that a page links to, if it is outside of docs/.
 
     >>> outside("plan.md", "../benchmarks/results/soak.md"), outside("plan.md", "codecs.md"), outside("plan.md", "https://a.org")
     ('benchmarks/results/soak.md', None, None)
@@ -33,25 +33,25 @@ def outside(page: str, target: str) -> str | None:
 
 
 def shown_as(path: str) -> str:
-    """What a file outside of docs/ is called on the site: pages keep their names, programs become pages, notebooks stay files."""
+    """The name on the site of a file outside of docs/: pages keep their names, programs become pages, notebooks stay files."""
     file = ROOT / path
     return f"{path}.md" if file.suffix in SOURCES and file.is_file() else f"{path.rstrip('/')}/index.md" if file.is_dir() else path
 
 
 def on_files(files, config):
-    """Add what pages link to outside of docs/."""
-    todo = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
-    known = set()
-    while todo:
-        page, text = todo.pop()
+    """Add the files outside of docs/ that pages link to."""
+    pending = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
+    added = set()
+    while pending:
+        page, text = pending.pop()
         for _, _, target, _ in _LINK.findall(text):
             path = outside(page, target)
-            if path is None or path in known:
+            if path is None or path in added:
                 continue
-            known.add(path)
+            added.add(path)
             source, name = ROOT / path, shown_as(path)
             if not source.exists():
-                raise PluginError(f"{page}: there is no {target}")
+                raise PluginError(f"{page}: no file {target}")
             if not name.endswith(".md"):
                 files.append(File.generated(config, name, abs_src_path=str(source)))
                 continue
@@ -59,7 +59,7 @@ def on_files(files, config):
             if source.is_file() and source.suffix in SOURCES:
                 content = f"# {path}\n\n````{SOURCES[source.suffix]}\n{content}````\n"
             files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
-            todo.append((f"../{path}" if source.is_file() else f"../{path}/index.md", content))
+            pending.append((f"../{path}" if source.is_file() else f"../{path}/index.md", content))
     return files
 
 
@@ -69,13 +69,13 @@ def _listing(path: str) -> str:
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links into the repository, pairs of programs side by side, and fences as the site's highlighter wants them."""
+    """Rewrite links into the repository, place pairs of programs side by side, and remove notes from fences."""
     uri = page.file.src_uri
     generated = page.file.generated_by is not None
     here = f"../{uri.removesuffix('.md') if uri.endswith(('.py.md', '.toml.md')) else uri}" if generated else uri
 
-    def link(found):
-        mark, text, target, anchor = found.groups()
+    def link(match):
+        mark, text, target, anchor = match.groups()
         path = outside(here, target)
         if path is None:
             if generated and not re.match(r"[a-z]+:", target):  # a link back into docs/
@@ -87,24 +87,27 @@ def on_page_markdown(markdown, page, config, files):
     if not generated:
         markdown = _HIDDEN.sub("", markdown)
     markdown = _LINK.sub(link, markdown)
-    markdown = _PAIR.sub(_beside, markdown)
-    return _FENCE.sub(lambda found: f"```python\n{found[2]}```", markdown)
+    markdown = _PAIR.sub(_side_by_side, markdown)
+    return _FENCE.sub(lambda match: f"```python\n{match[2]}```", markdown)
 
 
-def _beside(found) -> str:
-    left, right = found[1].replace("```python tensorflow", "```python"), found[2].rstrip() + "\n"
-    column = lambda title, text: f'<div markdown="1">\n<p class="title">{title}</p>\n\n{text}\n</div>'
+def _side_by_side(match) -> str:
+    left, right = match[1].replace("```python tensorflow", "```python"), match[2].rstrip() + "\n"
+
+    def column(title: str, text: str) -> str:
+        return f'<div markdown="1">\n<p class="title">{title}</p>\n\n{text}\n</div>'
+
     return f'<div class="pair" markdown="1">\n{column("TensorFlow 1.x", left)}\n{column("spmd", right)}\n</div>\n'
 
 
 def on_post_build(config):
-    """Refuse a site that makes a browser ask another server for something; what a reader may click on is no such thing."""
-    found = []
+    """Fail if a page makes a browser load something from another server; links that a reader may click are fine."""
+    requests = []
     for path in sorted(Path(config["site_dir"]).rglob("*")):
         if path.suffix not in (".html", ".css"):
             continue
         text = path.read_text(encoding="utf-8")
         text = _PLAIN_LINK.sub("", text) if path.suffix == ".html" else text
-        found += [f"{path.name}: {hit}" for hit in _OUTSIDE.findall(text)]
-    if found:
-        raise PluginError("the site asks other servers:\n" + "\n".join(found[:20]))
+        requests += [f"{path.name}: {request}" for request in _OUTSIDE.findall(text)]
+    if requests:
+        raise PluginError("the site loads from other servers:\n" + "\n".join(requests[:20]))
