@@ -19,8 +19,8 @@ def microbatches(tree: Tree, count: int) -> Tree:
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0), tree)
 
 
-def apart(tree: Tree, count: int) -> Tree:
-    """Every leaf [rows, ...] as [count, rows / count, ...], of rows that lie side by side."""
+def split_workers(tree: Tree, count: int) -> Tree:
+    """Every leaf [rows, ...] as [count, rows / count, ...], of contiguous rows for each."""
     return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), tree)
 
 

@@ -23,9 +23,9 @@ from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
-from spmd.train.async_step import ServedStep
+from spmd.train.async_step import AsyncStep
 from spmd.train.gradient import check_gradient
-from spmd.train.local_sgd_step import LocalStep
+from spmd.train.local_sgd_step import LocalSGDStep
 from spmd.train.losses import suspects
 from spmd.train.metric_rows import MetricRows
 from spmd.train.metrics import pack
@@ -34,7 +34,7 @@ from spmd.train.objective import LEAKS, LOSS, Objective, check_loss, naming_in_t
 from spmd.train.packing_check import check_update
 from spmd.train.precision import cast, compute_dtype
 from spmd.train.state import State
-from spmd.train.step import Step, batch_spec, many
+from spmd.train.step import Step, batch_spec, scan_steps
 from spmd.train.whole_batch import Comparison, parts_of
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 from spmd.wire.comm_log import CommLog, read
@@ -144,9 +144,9 @@ class Program:
         own = rows // placed.exchange.worker_count if split else rows  # rows of each worker
         parts = max(count for count in range(1, placed.config.accumulate + 1) if own % count == 0)
         model, optimizer, resolved, exchange = placed.model, placed.optimizer, placed.resolved, placed.exchange
-        more = {"simulated": simulated, "unroll": self._unroll, "dtype": self._dtype, "rowwise": self._rowwise, "split": split}
+        more = {"workers_per_position": simulated, "unroll": self._unroll, "dtype": self._dtype, "rowwise": self._rowwise, "split": split}
         more["parallel"] = self._parallel
-        kind = ServedStep if exchange.asynchronous else LocalStep if exchange.local else Step
+        kind = AsyncStep if exchange.asynchronous else LocalSGDStep if exchange.local else Step
         return kind(model, self._train, optimizer, resolved, exchange, self._packed, parts, **more)
 
     def several(self, each: Callable, *trees: Tree, abreast: bool) -> Tree:
@@ -161,10 +161,10 @@ class Program:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
     def steps_here(self, optimizer: Any, state: State, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
-        """`rows.shape[0]` updates with an optimizer of its own inside a manual region over all axes (`Step.update_here`): `data` whole,
-        `rows` and `weights` those of this worker, [steps, rows]."""
+        """`rows.shape[0]` updates with another optimizer, inside a `jax.shard_map` over all axes (`Step.update_in_shard_map`): `data` is
+        replicated, `rows` and `weights` are this worker's, [steps, rows]."""
         step = dataclasses.replace(self._step(rows.shape[1] * self.placed.resolved.workers, True), optimizer=optimizer)
-        return many(step.update_here, state, data, rows, weights, {}, unroll=self._unroll)
+        return scan_steps(step.update_in_shard_map, state, data, rows, weights, {}, unroll=self._unroll)
 
     def measures(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
         """What `evaluate` gives, under a trace."""
@@ -251,7 +251,9 @@ class Program:
             return jax.jit(self._step(key[1], key[2]).update, donate_argnums=self.donated, out_shardings=(placed.shardings, whole))
         if key[0] == "many":
             step = self._step(key[1], key[2])
-            steps = functools.partial(many, lambda s, b, w, e: self._kept(step.update(s, self._as_batch(b), w, e)), unroll=self._unroll)
+            steps = functools.partial(
+                scan_steps, lambda s, b, w, e: self._kept(step.update(s, self._as_batch(b), w, e)), unroll=self._unroll
+            )
             return jax.jit(steps, donate_argnums=self.donated, out_shardings=(placed.shardings, whole))
         return jax.jit(self._measure if key[0] == "evaluate" else self._outputs, out_shardings=whole)
 
@@ -272,7 +274,7 @@ class Program:
 
     def _gather(self, params: Tree) -> Tree:
         step = self._step(self.rows, True)
-        return step._map(lambda place, p: constrain(step.mesh_axes, keep_axes(place.spec, step.mesh_axes.rest), p), params)
+        return step.map_params(lambda place, p: constrain(step.mesh_axes, keep_axes(place.spec, step.mesh_axes.rest), p), params)
 
     def _measure(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
         with parallel_scope(self._parallel):

@@ -1,7 +1,7 @@
-"""A step of workers that train by themselves and meet at the servers now and then: local SGD, DiLoCo and EASGD.
+"""A step of workers that train independently and synchronize with the servers now and then: local SGD, DiLoCo and EASGD.
 
-Each worker has weights and an optimizer state of its own. When they meet, and over which parameters, is data
-(`spmd.wire.param_server.sync_schedule`). What they send is a difference of weights; it travels as gradients do, by the same codecs.
+Each worker has its own parameters and optimizer state. When they synchronize, and which parameters, is data
+(`spmd.wire.param_server.sync_schedule`). They send a difference of parameters, with the codecs that gradients use.
 """
 
 import dataclasses
@@ -14,112 +14,113 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.layout.resolve import pspec
-from spmd.layout.schema import keep_axes
+from spmd.train.per_worker_step import PerWorkerStep
 from spmd.train.state import State
-from spmd.train.step import Step, batch_spec, measurements
+from spmd.train.step import REPLICATED, step_metrics
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
 from spmd.wire.gradient_sync import CODEC, OUTER, OWN, READ, RESIDUAL
 from spmd.wire.parameter_sync import gather_packed_params
-from spmd.xla import shard_map
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalStep(Step):
-    """Every worker a step by itself; then those parameters meet whose turn it is."""
-
-    held: bool = True
+class LocalSGDStep(PerWorkerStep):
+    """Every worker takes a step alone; then the parameters whose turn it is are synchronized."""
 
     def update(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
-        """The next state, and the step's metrics, as `Step.update` gives them: the loss is that of each worker's own weights."""
-        exchange, data, whole = self.exchange, self.mesh_axes.data_axes, PartitionSpec()
-        cut = lambda spec: pspec(keep_axes(spec, data))
-        memory = jax.tree.map(cut, exchange.specs(state.exchange), is_leaf=lambda x: isinstance(x, tuple))
-        rows = map_paths(lambda path, x: cut(batch_spec(self.resolved, path)), batch)
-        specs = jax.tree.map(lambda _: whole, dataclasses.replace(state, opt=None))
-        params, opt = self._map(lambda place, p: cut(place.spec), state.params), jax.tree.map(lambda _: PartitionSpec(data), state.opt)
-        specs = dataclasses.replace(specs, params=params, opt=opt, exchange=memory)
+        """The next state, and the step's metrics, as `Step.update` returns them: each worker's loss is at its own parameters."""
+        params = self.map_params(lambda place, _: self._data_spec(place.spec), state.params)
+        opt = jax.tree.map(lambda _: PartitionSpec(self.mesh_axes.data_axes), state.opt)
+        out_specs = (self._state_specs(state, params=params, opt=opt), REPLICATED)
+        run = self._shard_map(self._update_position, out_specs, params=params, opt=opt)
+        state, metrics = run(state, batch, weights, events)
+        return state, step_metrics(metrics, jnp.zeros((2, 0)), events)
 
-        def position(state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
-            state, sums = self._alone(state, batch, weights, events)
-            for number, paths in enumerate(exchange.fragments):
-                state = self._met(state, paths, number, events)
-            with jax.named_scope("metrics"):
-                return dataclasses.replace(state, step=state.step + 1), collectives.all_reduce(sums, data)
+    def _update_position(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
+        """`update` at one position along the data axes."""
+        state, metrics = self._local_step(state, batch, weights, events)
+        for number, paths in enumerate(self.exchange.fragments):
+            state = self._sync_fragment(state, paths, number, events)
+        with jax.named_scope("metrics"):
+            return dataclasses.replace(state, step=state.step + 1), collectives.all_reduce(metrics, self.mesh_axes.data_axes)
 
-        state, sums = shard_map(
-            position,
-            mesh=self.mesh_axes.mesh,
-            in_specs=(specs, rows, PartitionSpec(data), whole),
-            out_specs=(specs, whole),
-            axis_names=data,
-        )(state, batch, weights, events)
-        return state, measurements(sums, jnp.zeros((2, 0)), events)
+    def _local_step(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
+        """One optimizer step of each of this position's workers; and the sum of their metrics."""
+        params = map_paths(lambda path, _: state.exchange[path][OWN], state.params)
+        grads, stats, metrics = self._per_worker_grads(params, state, batch, weights, events)
 
-    def _alone(self, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
-        """This position's workers, each with its own optimizer; and the sum of their metrics."""
-        held = map_paths(lambda path, _: state.exchange[path][OWN], state.params)
-        grads, stats, sums = self._each(state, held, batch, weights, events)
-        losses = self._losses(sums)
-        updates, opt = jax.vmap(lambda g, o, p, value: self.optimizer.update(g, o, p, value=value))(grads, state.opt, held, losses)
-        here = functools.partial(jax.tree.map, functools.partial(_where, self._present(events)))
-        opt, own = here(opt, state.opt), flatten(here(optax.apply_updates(held, updates), held))
-        memory = {path: entry | {OWN: own[path]} for path, entry in state.exchange.items()}
-        return dataclasses.replace(state, opt=opt, stats=stats, exchange=memory), sums.sum(0)
+        def optimize(grads: Tree, opt: Any, params: Tree, loss: jax.Array) -> tuple[Tree, Any]:
+            return self.optimizer.update(grads, opt, params, value=loss)
 
-    def _met(self, state: State, paths: list[str], number: int, events: Tree) -> State:
-        """These parameters sent to the servers, and taken back, if it is their turn."""
-        params = flatten(state.params)
-        part = {path: params[path] for path in paths}, {path: state.exchange[path] for path in paths}
-        send = self._send if self.resolved.layout.parameter_server.mode == "local" else self._pull_together
+        losses = self._mean_loss(metrics)
+        updates, opt = jax.vmap(optimize)(grads, state.opt, params, losses)
+        where_present = functools.partial(jax.tree.map, functools.partial(_where, self._present(events)))
+        opt, flat = where_present(opt, state.opt), flatten(where_present(optax.apply_updates(params, updates), params))
+        memory = {path: entry | {OWN: flat[path]} for path, entry in state.exchange.items()}
+        return dataclasses.replace(state, opt=opt, stats=stats, exchange=memory), metrics.sum(0)
+
+    def _sync_fragment(self, state: State, paths: list[str], number: int, events: Tree) -> State:
+        """These parameters sent to the servers, and received from them, if it is their turn."""
+        local = self.resolved.layout.parameter_server.mode == "local"
+        flat = flatten(state.params)
+        fragment = {path: flat[path] for path in paths}, {path: state.exchange[path] for path in paths}
+        send = functools.partial(self._send if local else self._average_elastically, state.step)
         with jax.named_scope(f"send/{number}"):
-            part = lax.cond(events["sends"][number], functools.partial(send, state.step), lambda *part: part, *part)
-        if self.resolved.layout.parameter_server.mode == "local":
+            fragment = lax.cond(events["sends"][number], send, _unchanged, *fragment)
+        if local:
             with jax.named_scope(f"receive/{number}"):
-                part = lax.cond(events["receives"][number], self._receive, lambda *part: part, *part)
-        return dataclasses.replace(
-            state, params=map_paths(lambda path, old: part[0].get(path, old), state.params), exchange=state.exchange | part[1]
-        )
+                fragment = lax.cond(events["receives"][number], self._receive, _unchanged, *fragment)
+        params = map_paths(lambda path, old: fragment[0].get(path, old), state.params)
+        return dataclasses.replace(state, params=params, exchange=state.exchange | fragment[1])
 
     def _send(self, step: Any, rows: Tree, memory: Tree) -> tuple[Tree, Tree]:
-        """The servers' step: the workers' mean way is a gradient, to Nesterov's momentum (DiLoCo, algorithm 1, lines 11 and 12)."""
+        """The servers' step: the mean parameter delta since the last sync is a gradient for Nesterov momentum (DiLoCo,
+        algorithm 1, lines 11 and 12)."""
         declared = self.resolved.layout.parameter_server
-        mean, memory = self._pushed(step, {path: (entry[READ] - entry[OWN]).mean(0) for path, entry in memory.items()}, memory)
+        deltas = {path: (entry[READ] - entry[OWN]).mean(0) for path, entry in memory.items()}
+        mean, memory = self._reduce_deltas(step, deltas, memory)
         after = {}
-        for path, way in mean.items():
-            way = way.astype(jnp.float32)
+        for path, delta in mean.items():
+            delta = delta.astype(jnp.float32)
             if declared.outer_momentum:
-                velocity = declared.outer_momentum * memory[path][OUTER] + way
-                memory[path], way = memory[path] | {OUTER: velocity}, way + declared.outer_momentum * velocity
-            after[path] = (rows[path] - declared.outer_rate * way).astype(rows[path].dtype)
+                velocity = declared.outer_momentum * memory[path][OUTER] + delta
+                memory[path], delta = memory[path] | {OUTER: velocity}, delta + declared.outer_momentum * velocity
+            after[path] = (rows[path] - declared.outer_rate * delta).astype(rows[path].dtype)
         return after, memory
 
     def _receive(self, rows: Tree, memory: Tree) -> tuple[Tree, Tree]:
-        """Every worker's weights are the servers', but for the share of its own that it keeps."""
-        kept, after = self.resolved.layout.parameter_server.mix, {}
-        for path, whole in gather_packed_params(self.exchange, rows).items():
+        """Every worker takes the servers' parameters, mixed with the fraction of its own that it keeps."""
+        mix, after = self.resolved.layout.parameter_server.mix, {}
+        for path, gathered in gather_packed_params(self.exchange, rows).items():
             own = memory[path][OWN]
-            own = jnp.broadcast_to(whole, own.shape) if not kept else (kept * own + (1 - kept) * whole).astype(own.dtype)
-            after[path] = memory[path] | {READ: whole, OWN: own}
+            if mix:
+                own = (mix * own + (1 - mix) * gathered).astype(own.dtype)
+            else:
+                own = jnp.broadcast_to(gathered, own.shape)
+            after[path] = memory[path] | {READ: gathered, OWN: own}
         return rows, after
 
-    def _pull_together(self, step: Any, rows: Tree, memory: Tree) -> tuple[Tree, Tree]:
-        """x_i -= a (x_i - z) and z += sum_i a (x_i - z): their sum stays what it was (EASGD, equations 5 and 6)."""
+    def _average_elastically(self, step: Any, rows: Tree, memory: Tree) -> tuple[Tree, Tree]:
+        """x_i -= a (x_i - z) and z += sum_i a (x_i - z): their sum does not change (EASGD, equations 5 and 6)."""
         declared, workers = self.resolved.layout.parameter_server, self.exchange.worker_count
-        rate, whole = 0.9 / workers if declared.moving_rate is None else declared.moving_rate, gather_packed_params(self.exchange, rows)
-        ways = {path: (rate * (entry[OWN] - whole[path])).astype(entry[OWN].dtype) for path, entry in memory.items()}
-        memory = {path: entry | {OWN: entry[OWN] - ways[path]} for path, entry in memory.items()}
-        mean, memory = self._pushed(step, {path: way.mean(0) for path, way in ways.items()}, memory)
+        rate = 0.9 / workers if declared.moving_rate is None else declared.moving_rate
+        gathered = gather_packed_params(self.exchange, rows)
+        deltas = {path: (rate * (entry[OWN] - gathered[path])).astype(entry[OWN].dtype) for path, entry in memory.items()}
+        memory = {path: entry | {OWN: entry[OWN] - deltas[path]} for path, entry in memory.items()}
+        mean, memory = self._reduce_deltas(step, {path: delta.mean(0) for path, delta in deltas.items()}, memory)
         return {path: rows[path] + workers * mean[path] for path in rows}, memory
 
-    def _pushed(self, step: Any, ways: Tree, memory: Tree) -> tuple[Tree, Tree]:
+    def _reduce_deltas(self, step: Any, deltas: Tree, memory: Tree) -> tuple[Tree, Tree]:
         """This server's rows of the mean over all workers, and the next memory, by path."""
         codecs = {path: {kind: entry[kind] for kind in (RESIDUAL, CODEC) if kind in entry} for path, entry in memory.items()}
-        mean, after, _ = self.exchange.reduce_gradients(ways, {path: entry for path, entry in codecs.items() if entry}, step)
+        mean, after, _ = self.exchange.reduce_gradients(deltas, {path: entry for path, entry in codecs.items() if entry}, step)
         return mean, {path: entry | after.get(path, {}) for path, entry in memory.items()}
 
 
+def _unchanged(*fragment: Tree) -> tuple[Tree, ...]:
+    return fragment
+
+
 def _where(present: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` [m, ...] for workers who are present, and `old` for the others."""
+    """`new` [m, ...] for workers that are present, and `old` for the others."""
     return jnp.where(present.reshape(-1, *[1] * (new.ndim - 1)), new, old)

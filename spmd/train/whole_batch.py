@@ -284,7 +284,7 @@ class Comparison:
         layout = dataclasses.replace(layout, gradients=Gradients(reduction), parameter_server=ParameterServer(), pipeline=pipeline)
         placed = self.placed.moved(self.placed.mesh, layout, accumulate=1, precision="float32")
         step = self.step(placed, given["weights"].shape[0])
-        step = dataclasses.replace(step, microbatches=parts.microbatches, simulated=parts.simulated, training=training)
+        step = dataclasses.replace(step, microbatches=parts.microbatches, workers_per_position=parts.simulated, training=training)
         return functools.partial(jax.jit(functools.partial(_loss_and_gradients, step)), **given)
 
     def figures(self, one: Way, other: Way, state: State) -> Figures:
