@@ -200,11 +200,11 @@ def saves(turn: Turn, width: int) -> None:
     import numpy as np
 
     import spmd
-    from spmd.run.checkpoint import Store
-    from spmd.run.device_snapshot import Copier
+    from spmd.run.checkpoint import CheckpointStore
+    from spmd.run.device_snapshot import StateCopier
 
     blocked, stores, copiers = {}, [], []
-    opened, copied, saved = Store.__init__, Store.copy, Store.save
+    opened, copied, saved = CheckpointStore.__init__, CheckpointStore.copy, CheckpointStore.save
 
     def copy(self: Any, state: Any, step: int) -> None:
         since = time.perf_counter()
@@ -217,13 +217,13 @@ def saves(turn: Turn, width: int) -> None:
         blocked[step] = before + time.perf_counter() - since
         return done
 
-    Store.copy, Store.save = copy, save
+    CheckpointStore.copy, CheckpointStore.save = copy, save
 
     def open_store(self: Any, config: Any) -> None:
         opened(self, config)
         stores.append(self)
 
-    Store.__init__ = open_store
+    CheckpointStore.__init__ = open_store
     folder = Path(os.environ["BENCH_FOLDER"])
 
     def between(info: Any) -> None:
@@ -238,7 +238,7 @@ def saves(turn: Turn, width: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         took = time.perf_counter() - since
-        copiers or copiers.append(Copier(info.state))
+        copiers or copiers.append(StateCopier(info.state))
         since = time.perf_counter()
         jax.block_until_ready(copiers[0](info.state))
         turn.wait(blocked=blocked.get(info.step - EVERY // 2), write=took, copy=time.perf_counter() - since, bytes=mine)

@@ -26,9 +26,9 @@ from spmd.layout.schema import Layout, spec_text
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
 from spmd.planner.memory_check import check_step_memory
-from spmd.resume import CHANGED_DATA, open_store, resume_wanted, start
+from spmd.resume import CHANGED_DATA, open_store, start, wants_resume
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
-from spmd.run.checkpoint import Checkpoint, Store, as_checkpoint
+from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
 from spmd.run.config import LoopConfig
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, check_loggers, write_record
@@ -41,7 +41,7 @@ from spmd.train.model_setup import TrainConfig
 from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe, flatten
-from spmd.user_paths import writing
+from spmd.user_paths import wrap_os_errors
 from spmd.wire.param_server.sync_schedule import unsynced_steps
 
 
@@ -191,7 +191,7 @@ def fit(
     _agree(program, reader, hooks, {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta})
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
-        store = open_store(config, opened, resume=resume_wanted(resume) or (config is not None and was_restarted()))
+        store = open_store(config, opened, resume=wants_resume(resume) or (config is not None and was_restarted()))
         begun = start(store, trainer, meta, changed_data=resume == CHANGED_DATA)
         outputs, shown = _outputs(store, trainer, sinks, shown, begun.state, begun.changes, room)
         loop_config = LoopConfig(
@@ -315,13 +315,13 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
 
 
 def _outputs(
-    store: Store | None, trainer: Trainer, sinks: list[Logger], shown: Any, state: State, changed: list[str], room: str | None
+    store: CheckpointStore | None, trainer: Trainer, sinks: list[Logger], shown: Any, state: State, changed: list[str], room: str | None
 ) -> tuple[list, Any]:
     """Loggers and progress, on process 0 only; what should be known before the first step is said and written here."""
     if jax.process_index() != 0:
         return [], NoProgress()
     if store is not None:
-        with writing(store.folder / "layout.toml", CheckpointError):
+        with wrap_os_errors(store.folder / "layout.toml", CheckpointError):
             (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
         sinks.append(JsonLines(store.folder / "metrics.jsonl"))
     step = int(state.step)

@@ -14,7 +14,7 @@ _SEAL = re.compile(rb'\n\{"sha256": "([0-9a-f]{64})"\}\n\Z')
 _LENGTH = 80  # bytes of the last line, with the line break before it
 
 
-class Damaged(Exception):
+class DamagedFileError(Exception):
     """A file is not what was written; in words, what is wrong with it."""
 
 
@@ -58,15 +58,15 @@ def read(path: Path) -> bytes | None:
     if not path.exists() and not path.is_symlink():
         return None
     if not path.is_file():
-        raise Damaged("it is not a file")
+        raise DamagedFileError("it is not a file")
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise Damaged(f"it cannot be read: {error}") from error
+        raise DamagedFileError(f"it cannot be read: {error}") from error
     seal = _SEAL.search(content, max(0, len(content) - _LENGTH))
     if seal is None:
-        raise Damaged(f"it has no checksum at the end of its {len(content)} bytes")
+        raise DamagedFileError(f"it has no checksum at the end of its {len(content)} bytes")
     content = content[: seal.start()]
     if hashlib.sha256(content).hexdigest().encode() != seal[1]:
-        raise Damaged("its contents do not match its checksum")
+        raise DamagedFileError("its contents do not match its checksum")
     return content

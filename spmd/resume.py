@@ -11,7 +11,7 @@ from spmd.distributed.initialize import was_restarted
 from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
-from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.config import StartPoint
 from spmd.run.throughput import Throughput
 from spmd.trainer import Trainer
@@ -19,7 +19,7 @@ from spmd.trainer import Trainer
 CHANGED_DATA = "changed_data"  # resume=, where other contents of the data are meant
 
 
-def resume_wanted(resume: bool | str) -> bool:
+def wants_resume(resume: bool | str) -> bool:
     """Whether `fit(resume=...)` asks to resume.
 
     Raises:
@@ -32,7 +32,7 @@ def resume_wanted(resume: bool | str) -> bool:
     return bool(resume)
 
 
-def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool) -> Store | None:
+def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool) -> CheckpointStore | None:
     """The run's checkpoints; what is there already is gone on with, or is an error, never overwritten."""
     watch = current()
     watch.record_progress("compile", 0)  # from here on all processes do the same, and none may be waited for without end
@@ -41,7 +41,7 @@ def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resum
         if resume:
             raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
         return None
-    store = Store(config)
+    store = CheckpointStore(config)
     opened.callback(store.release)
     if store.latest() is not None and not resume:
         raise CheckpointError(
@@ -50,7 +50,7 @@ def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resum
     return store
 
 
-def start(store: Store | None, trainer: Trainer, meta: dict[str, Any], *, changed_data: bool) -> StartPoint:
+def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any], *, changed_data: bool) -> StartPoint:
     """As `_begin`; copies that several processes have of the state are equal."""
     begun = _begin(store, trainer, meta, changed_data)
     if jax.process_count() > 1:
@@ -58,13 +58,13 @@ def start(store: Store | None, trainer: Trainer, meta: dict[str, Any], *, change
     return begun
 
 
-def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_data: bool) -> StartPoint:
+def _begin(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any], changed_data: bool) -> StartPoint:
     """From the newest checkpoint that is intact, or from step 0 where there is none.
 
     Raises:
       CheckpointError: the data is not the saved run's, or comes in other batches or another order.
     """
-    step, damaged = store.intact() if store is not None else (None, {})
+    step, damaged = store.newest_intact() if store is not None else (None, {})
     if store is not None and step is None and damaged:
         problems = [Problem(f"step {step}", [why]) for step, why in damaged.items()]
         fix = f"\n\n    fix: another copy of the folder; or remove {store.folder}/checkpoints, and the run starts at step 0."
@@ -72,7 +72,7 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_
     if store is None or step is None:
         return StartPoint(trainer.init())
     saved = store.meta(step)
-    with store.reading(step):
+    with store.naming_errors(step):
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
         owes = saved.get("owes_evaluation") is True
@@ -98,5 +98,5 @@ def _begin(store: Store | None, trainer: Trainer, meta: dict[str, Any], changed_
     else:  # raised last: where the model has changed too, that says more
         fix = f'the data that the run began with; or resume="{CHANGED_DATA}" to resume on this data.'
         raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems.values()])
-    store.put_aside(damaged)  # not before it is certain that the run is resumed
+    store.move_damaged(damaged)  # not before it is certain that the run is resumed
     return StartPoint(state, position, callbacks, [*changed, *told], throughput, owes)

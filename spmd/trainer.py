@@ -26,9 +26,9 @@ from spmd.layout.toml_reader import loads
 from spmd.mesh import make_mesh
 from spmd.nn.schedule import Schedule
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
-from spmd.run.checkpoint_reader import Reader, check_folder
-from spmd.run.reshard_checkpoint import PARAMS, written
-from spmd.run.restore_comm_state import check_meetings
+from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder
+from spmd.run.reshard_checkpoint import PARAMS, packing_meta
+from spmd.run.restore_comm_state import check_sync_schedule
 from spmd.train.compiled_step import Program, prepared
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
@@ -225,8 +225,8 @@ class Trainer:
             raise OptionError(f"only={only!r}.", fix=f"{did_you_mean(str(only), (PARAMS,))}")
         if config is None:
             raise CheckpointError(f"checkpoint={brief(checkpoint)}: there is no such folder.")
-        check_folder(config.path)
-        reader = Reader(config.path)
+        check_run_folder(config.path)
+        reader = CheckpointReader(config.path)
         chosen = reader.step(step)
         if only is not None:
             return self._placed.begin(*reader.restore_params(chosen, self.abstract_state, self._placed.packing))
@@ -235,17 +235,17 @@ class Trainer:
             logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
         return state
 
-    def load(self, reader: Reader, step: int) -> tuple[State, list[str]]:
+    def load(self, reader: CheckpointReader, step: int) -> tuple[State, list[str]]:
         """The state of a step, and in words what of the codecs' memory did not fit."""
-        with reader.reading(step):
+        with reader.naming_errors(step):
             layout = loads(reader.meta(step)["layout"])
-        check_meetings(layout.parameter_server, self.layout.parameter_server, step)
+        check_sync_schedule(layout.parameter_server, self.layout.parameter_server, step)
         return reader.restore(step, self.abstract_state, self._placed.init_memory, self._placed.packing)
 
     @property
     def packing(self) -> dict[str, Any] | None:
         """How the state keeps parameters, for a checkpoint; None where it does as the model has them."""
-        return None if (found := self._placed.packing) is None else written(found)
+        return None if (found := self._placed.packing) is None else packing_meta(found)
 
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""

@@ -28,7 +28,7 @@ def as_path(value: Any, name: str) -> Path:
 
 def make_folder(path: Path, error: type[SpmdError]) -> None:
     """Make a folder and those above it, where they are missing."""
-    with writing(path, error, "folder"):
+    with wrap_os_errors(path, error, "folder"):
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -39,30 +39,30 @@ def write_text(path: Path, text: str) -> Path:
       OptionError: the file cannot be written.
     """
     make_folder(path.parent, OptionError)
-    with writing(path, OptionError):
+    with wrap_os_errors(path, OptionError):
         path.write_text(text, encoding="utf-8")
     return path
 
 
 @contextlib.contextmanager
-def writing(path: Path, error: type[SpmdError], what: str = "file") -> Iterator[None]:
+def wrap_os_errors(path: Path, error: type[SpmdError], what: str = "file") -> Iterator[None]:
     """Around what writes at `path`: what the file system refuses is raised as an `error` that says why."""
     try:
         yield
     except OSError as refused:
         verb = "made" if what == "folder" else "written"
-        raise error(f"the {what} {path} cannot be {verb}: {reason(path, refused)}.", fix="another path.") from refused
+        raise error(f"the {what} {path} cannot be {verb}: {explain_os_error(path, refused)}.", fix="another path.") from refused
 
 
-def reason(path: Path, error: OSError) -> str:
+def explain_os_error(path: Path, error: OSError) -> str:
     """Why nothing can be written at `path`: what is in the way, or the words of the operating system."""
     overwritten = os.path.isfile(path) and not isinstance(error, FileExistsError | NotADirectoryError)
     if isinstance(error, IsADirectoryError):
         return f"{path} is a folder"
-    return obstacle(path.parent if overwritten else path) or error.strerror or str(error)
+    return blocking_file(path.parent if overwritten else path) or error.strerror or str(error)
 
 
-def obstacle(path: Path) -> str | None:
+def blocking_file(path: Path) -> str | None:
     """The file, or the link that leads nowhere, that keeps `path` from being a folder; None where there is none."""
     path = Path(os.path.abspath(path))
     for place in (*reversed(path.parents), path):

@@ -55,7 +55,7 @@ def move_bits(move: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(lambda leaf, like: from_bits(leaf, like.dtype), moved, jax.eval_shape(move, tree))
 
 
-def replicated(x: jax.Array) -> jax.Array:
+def replicate(x: jax.Array) -> jax.Array:
     """The same bits, the whole array on every device of its mesh; all processes call this."""
     at = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
     bits = jax.jit(to_bits, out_shardings=at)(x)

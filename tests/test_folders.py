@@ -11,9 +11,9 @@ import pytest
 import spmd
 from spmd.errors import CheckpointError, ExportError, OptionError
 from spmd.inference.exporter import _check_free
-from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.loggers import JsonLines, TensorBoard
-from spmd.user_paths import obstacle, write_text
+from spmd.user_paths import blocking_file, write_text
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ BAD = {
 def test_store_refuses_a_folder_that_cannot_be_made(path):
     text = rf"^the folder \S*{path}/checkpoints cannot be made: {BAD[path]}\.\n    fix: another path\.$"
     with pytest.raises(CheckpointError, match=text) as raised:
-        Store(Checkpoint(path))
+        CheckpointStore(Checkpoint(path))
     assert isinstance(raised.value.__cause__, OSError)
 
 
@@ -89,8 +89,8 @@ def test_a_run_whose_layout_cannot_be_written_is_refused(here):
 
 
 def test_obstacle_sees_nothing_where_a_folder_can_be(here):
-    assert obstacle(here) is None and obstacle(here / "new" / "run") is None
+    assert blocking_file(here) is None and blocking_file(here / "new" / "run") is None
     (here / "kept").mkdir()
     (here / "link").symlink_to(here / "kept")
-    assert obstacle(here / "link" / "run") is None
-    assert re.fullmatch(BAD["file"], obstacle(here / "file") or "")
+    assert blocking_file(here / "link" / "run") is None
+    assert re.fullmatch(BAD["file"], blocking_file(here / "file") or "")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from spmd.xla import move_bits, replicated, shard_map
+from spmd.xla import move_bits, replicate, shard_map
 
 BITS = {"bfloat16": np.uint16, "float16": np.uint16, "float8_e4m3fn": np.uint8, "float32": np.uint32}
 
@@ -48,7 +48,7 @@ def test_move_bits_leaves_integers_and_structure():
 @pytest.mark.parametrize("dtype", BITS)
 def test_replicated_changes_no_bit(dtype):
     x, mesh = every_number(dtype), jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    whole = replicated(jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))))
+    whole = replicate(jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))))
     assert whole.dtype == x.dtype and whole.is_fully_replicated
     assert all(np.array_equal(bits_of(shard.data), bits_of(x)) for shard in whole.addressable_shards)
 

@@ -177,7 +177,7 @@ def _cached(folder: Path, path: str, kind: str, scan: Scan, *, whole: bool) -> t
             starts, ends = np.frombuffer(numbers, "<i8").reshape(2, -1)
             if not is_short(ends):
                 return starts, ends
-    except checksummed_files.Damaged as why:
+    except checksummed_files.DamagedFileError as why:
         log.warning("the index of %s is damaged and is built again: %s (%s).", path, why, kept)
     starts, ends = scan(path)
     if not is_short(ends):

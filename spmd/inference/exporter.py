@@ -19,11 +19,11 @@ from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, impor
 from spmd.inference.forward import Forward, forward_of, traced, whole, with_rows
 from spmd.inference.weights import Stored, Writer, as_stored, dequantised, is_quantised, quantised
 from spmd.mesh import MeshSpec
-from spmd.run.manifest import seal
+from spmd.run.manifest import write_manifest
 from spmd.train.state import State, place_copy
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe, flatten, format_bytes, map_paths
-from spmd.user_paths import as_path, make_folder, obstacle
+from spmd.user_paths import as_path, blocking_file, make_folder
 
 FORMAT = 1
 PROGRAM, WEIGHTS, ABOUT = "program.bin", "weights.npz", "model.json"
@@ -204,7 +204,7 @@ def _versions() -> dict[str, str]:
 
 
 def _check_free(target: Path) -> None:
-    why = obstacle(target) or (f"{target} holds files already" if os.path.isdir(target) and any(target.iterdir()) else None)
+    why = blocking_file(target) or (f"{target} holds files already" if os.path.isdir(target) and any(target.iterdir()) else None)
     if why is not None:
         raise ExportError(f"{why}.", fix="another folder; or remove it, if it is not wanted any more.")
 
@@ -260,7 +260,7 @@ def _finish(target: Path, working: Path, exported: jax.export.Exported, about: d
     about["arrays"] = [dataclasses.asdict(stored) for stored in about["arrays"]]
     (working / PROGRAM).write_bytes(exported.serialize())
     (working / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
-    seal(working)
+    write_manifest(working)
     _check_free(target)
     working.rename(target)  # an empty folder of that name gives way
     return str((target / WEIGHTS).stat().st_size)

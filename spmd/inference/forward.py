@@ -16,7 +16,7 @@ from spmd.train.precision import cast, compute_dtype
 from spmd.train.state import State, check_alive
 from spmd.trainer import Trainer
 from spmd.tree import Tree, abstract, describe, flatten
-from spmd.xla import replicated
+from spmd.xla import replicate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def whole(leaf: Any) -> np.ndarray:
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
     if not leaf.is_fully_replicated:
-        leaf = replicated(leaf)
+        leaf = replicate(leaf)
     return np.asarray(leaf.addressable_data(0))
 
 

@@ -15,7 +15,7 @@ from spmd.errors import ExportError, OptionError, a_kind, brief, import_extra
 from spmd.inference.exporter import ABOUT, FORMAT, PROGRAM, WEIGHTS
 from spmd.inference.forward import check_batch_size, check_inputs, in_chunks, joined
 from spmd.inference.weights import Stored, read_arrays
-from spmd.run.manifest import damage, read_json
+from spmd.run.manifest import find_damage, read_json
 from spmd.tree import Tree, describe
 
 
@@ -136,7 +136,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     if not place.is_dir():
         raise ExportError(f"{folder}: there is no such folder.")
     about = _about(place)
-    why = damage(place)
+    why = find_damage(place)
     if why is not None:
         raise ExportError(f"the exported model in {folder} is damaged: {why}.", fix="export it again, or another copy.")
     if device is not None and not isinstance(device, jax.Device):

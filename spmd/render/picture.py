@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError
-from spmd.user_paths import as_path, make_folder, writing
+from spmd.user_paths import as_path, make_folder, wrap_os_errors
 
 DOTS = 130  # per inch of what is written and shown
 
@@ -33,7 +33,7 @@ class Picture:
         if path.suffix.removeprefix(".").lower() not in kinds:
             raise OptionError(f'"{path}": its suffix does not say what kind of picture it is.', fix="such as .png, .svg or .pdf.")
         make_folder(path.parent, OptionError)
-        with writing(path, OptionError):
+        with wrap_os_errors(path, OptionError):
             self.figure.savefig(path, dpi=DOTS)
         return path
 

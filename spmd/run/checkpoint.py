@@ -21,11 +21,11 @@ import jax
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import CheckpointError, OptionError, SpmdError, a_kind, brief, did_you_mean, first_line
-from spmd.run.checkpoint_reader import FORMAT, Reader, all_processes, by_path, orbax
-from spmd.run.device_snapshot import Copier, has_room_for
-from spmd.run.manifest import seal
-from spmd.run.owner import Ownership
-from spmd.run.restore_comm_state import REMEMBERED, STATE, item_of
+from spmd.run.checkpoint_reader import FORMAT, CheckpointReader, active_processes, arrays_by_path, import_orbax
+from spmd.run.device_snapshot import StateCopier, fits_on_devices
+from spmd.run.manifest import write_manifest
+from spmd.run.owner import FolderOwnership
+from spmd.run.restore_comm_state import COMM_STATE, STATE, checkpoint_item
 from spmd.train.state import State
 from spmd.tree import describe, format_bytes
 from spmd.user_paths import as_path, make_folder
@@ -99,7 +99,7 @@ def _tell(error: BaseException) -> None:
 _failures = _Failures()
 
 
-class Store(Reader):
+class CheckpointStore(CheckpointReader):
     """A run's checkpoints on disk, read and written by their one owner. Saving is asynchronous; `close` waits and raises what went wrong.
 
     Raises:
@@ -112,7 +112,7 @@ class Store(Reader):
         self._own()
         self._writing, self._written = 0, _nothing()
         self._threaded: bool | None = None  # known from the first save on: with a copy beside it, peaks say no more
-        self._copier: Copier | None = None
+        self._copier: StateCopier | None = None
         self._copies: dict[int, State] = {}  # at most one, by its step: made, and not given to the thread yet
         self._bytes = 0  # of a state, once one is saved
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
@@ -124,12 +124,12 @@ class Store(Reader):
 
     def _own(self) -> None:
         """Own the folder: process 0 for all processes of a run."""
-        self._ownership: Ownership | None = None
+        self._ownership: FolderOwnership | None = None
         make_folder(self.folder / "checkpoints", CheckpointError)
         error = None
         if jax.process_index() == 0:
             try:
-                self._ownership = Ownership(self.folder)
+                self._ownership = FolderOwnership(self.folder)
                 weakref.finalize(self, self._ownership.release)  # of a store that nobody closes, as after an error in a notebook
             except CheckpointError as raised:
                 error = raised
@@ -142,9 +142,9 @@ class Store(Reader):
         """Orbax, which sweeps away what was begun and is not complete; so only an owner that saves has it."""
         from orbax.checkpoint import checkpoint_managers as policies
 
-        ocp, config = orbax(), self.config
+        ocp, config = import_orbax(), self.config
         unreadable = {step: first_nonempty(self._unreadable_metrics(step)) for step in self.steps()}
-        self.put_aside({step: why for step, why in unreadable.items() if why})
+        self.move_damaged({step: why for step, why in unreadable.items() if why})
         logging.getLogger("absl").addHandler(_failures)  # once, however many stores there are
         keep: list[Any] = [policies.LatestN(config.keep)]
         judge: Any = None  # Orbax writes metrics to disk, where a resumed run finds them, only for a run that has one
@@ -160,7 +160,7 @@ class Store(Reader):
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
             cleanup_tmp_directories=True,
             create=False,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=all_processes()),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active_processes()),
         )
         return ocp.CheckpointManager(self.folder / "checkpoints", options=options)
 
@@ -176,7 +176,7 @@ class Store(Reader):
         futures.wait([self._written])
         return super().steps()
 
-    def put_aside(self, damaged: Mapping[int, str]) -> None:
+    def move_damaged(self, damaged: Mapping[int, str]) -> None:
         """Move steps out of the way, with what is wrong with each; a warning says where they are."""
         for step, why in damaged.items():
             place = self.folder / "damaged" / f"{step}"
@@ -195,7 +195,7 @@ class Store(Reader):
             return
         self._check_owner()
         (folder,) = (self.folder / "checkpoints").glob(f"{self._writing}.orbax-checkpoint-tmp*")
-        seal(folder)
+        write_manifest(folder)
 
     def save(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> bool:
         """Start writing a checkpoint; False when this step is written already."""
@@ -205,7 +205,7 @@ class Store(Reader):
         self._check_owner()
         self._check_room(state)
         if self._threaded is None:
-            self._threaded = not first_nonempty("" if has_room_for(state) else "full")
+            self._threaded = not first_nonempty("" if fits_on_devices(state) else "full")
         self._writing, manager = step, self._manager  # made here: processes do so together
         del manager
         if self._threaded:
@@ -229,7 +229,7 @@ class Store(Reader):
         """
         if self._threaded and step not in (self._saved, *self._copies) and self._written.done() and not self._written.exception():
             self._copies = {}  # of a step that was not saved
-            self._copier = self._copier or Copier(state)
+            self._copier = self._copier or StateCopier(state)
             self._copies = {step: self._copier(state)}
 
     def _write_copy(self, copy: list[State], *more: Any) -> None:
@@ -247,8 +247,8 @@ class Store(Reader):
         self._manager.check_for_errors()
 
     def _write(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> None:
-        ocp, arrays = orbax(), by_path(state)
-        items = {item: {path: leaf for path, leaf in arrays.items() if item_of(path) == item} for item in (STATE, *REMEMBERED)}
+        ocp, arrays = import_orbax(), arrays_by_path(state)
+        items = {item: {path: leaf for path, leaf in arrays.items() if checkpoint_item(path) == item} for item in (STATE, *COMM_STATE)}
         items = {item: ocp.args.StandardSave(leaves) for item, leaves in items.items() if leaves}
         shapes = {path: describe(leaf) for path, leaf in arrays.items()}
         best = None if self.config.best is None else [self.config.best, self.config.mode]

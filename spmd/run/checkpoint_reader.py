@@ -14,12 +14,22 @@ import numpy as np
 
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import CheckpointError, SpmdError, brief, raise_problems
-from spmd.run.manifest import NAME, damage, read_json
-from spmd.run.reshard_checkpoint import OPT, PARAMS, Packing, Plain, Repacking, in_words, misfits, misfits_of_parameters, packing_of
-from spmd.run.restore_comm_state import STATE, item_of, memory_to_read, resplit
+from spmd.run.manifest import MANIFEST_FILE, find_damage, read_json
+from spmd.run.reshard_checkpoint import (
+    OPT,
+    PARAMS,
+    Packing,
+    Repacking,
+    Unpacked,
+    describe_packing,
+    find_mismatches,
+    find_param_mismatches,
+    packing_from_meta,
+)
+from spmd.run.restore_comm_state import STATE, checkpoint_item, comm_state_to_read, resplit_residuals
 from spmd.train.state import State
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
-from spmd.user_paths import obstacle
+from spmd.user_paths import blocking_file
 from spmd.wire.param_server.packing import Storage
 
 FORMAT = 3
@@ -46,7 +56,7 @@ MODEL_FITS = (
 SHAPE = r"\w+\[(\d+(, \d+)*)?\]"
 
 
-class Reader:
+class CheckpointReader:
     """A run's checkpoints on disk, to be read."""
 
     def __init__(self, folder: str | Path):
@@ -66,12 +76,12 @@ class Reader:
         """The newest of them."""
         return max(self.steps(), default=None)
 
-    def damage(self, step: int) -> str | None:
+    def find_damage(self, step: int) -> str | None:
         """What is wrong with the files of a step; None where they are as they were written. Processes share the reading."""
-        why = damage(self._path(step), jax.process_index(), jax.process_count())
+        why = find_damage(self._path(step), jax.process_index(), jax.process_count())
         try:
             meta = read_json(self._path(step) / META)
-            if why is not None and not (self._path(step) / NAME).exists() and meta["format"] == WITHOUT_MANIFEST:
+            if why is not None and not (self._path(step) / MANIFEST_FILE).exists() and meta["format"] == WITHOUT_MANIFEST:
                 why = None
             if why is None and meta["step"] != step:
                 why = f"{META} is of step {meta['step']!r}"
@@ -79,11 +89,11 @@ class Reader:
             why = why or f"{META} cannot be read: {error}"
         return first_nonempty(why or "") or None
 
-    def intact(self) -> tuple[int | None, dict[int, str]]:
+    def newest_intact(self) -> tuple[int | None, dict[int, str]]:
         """The newest step whose files are as they were written, and what is wrong with each newer one."""
         damaged = {}
         for step in reversed(self.steps()):
-            why = self.damage(step)
+            why = self.find_damage(step)
             if why is None:
                 return step, damaged
             damaged[step] = why
@@ -93,7 +103,7 @@ class Reader:
         return self.folder / "checkpoints" / str(step)
 
     @contextlib.contextmanager
-    def reading(self, step: int) -> Iterator[None]:
+    def naming_errors(self, step: int) -> Iterator[None]:
         """In the block errors of whoever reads this step's files name the step, in words of ours.
 
         Raises:
@@ -117,7 +127,7 @@ class Reader:
           CheckpointError: there is none, it is damaged, or the run did not say what is best.
         """
         chosen = self._chosen(which)
-        if (why := self.damage(chosen)) is not None:
+        if (why := self.find_damage(chosen)) is not None:
             others = ", ".join(str(other) for other in self.steps() if other != chosen) or "none"
             raise CheckpointError(f"the checkpoint of step {chosen} in {self.folder} is damaged: {why}.", fix=f"another: {others}.")
         return chosen
@@ -146,7 +156,7 @@ class Reader:
         path = self._path(step) / "metrics" / "metrics"
         if not path.exists():
             return {}
-        with self.reading(step):
+        with self.naming_errors(step):
             return {str(name): float(value) for name, value in read_json(path).items()}
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -155,7 +165,7 @@ class Reader:
         Raises:
           CheckpointError: it cannot be read, is of another format, or is not what a run has written.
         """
-        with self.reading(step):
+        with self.naming_errors(step):
             meta = read_json(self._path(step) / META)
             if meta["format"] not in (WITHOUT_MANIFEST, FORMAT):
                 raise CheckpointError(
@@ -191,7 +201,7 @@ class Reader:
           CheckpointError: arrays that are missing, too many, or of another shape or dtype; all of them, in a table.
         """
         meta = self.meta(step)
-        with self.reading(step):
+        with self.naming_errors(step):
             return self._restored(step, meta, wanted, memory, packing)
 
     def restore_params(self, step: int, wanted: State, packing: Packing | None = None) -> tuple[Tree, Tree]:
@@ -201,7 +211,7 @@ class Reader:
           CheckpointError: arrays of the model that are missing, too many, or of another shape or dtype; all of them, in a table.
         """
         meta = self.meta(step)
-        with self.reading(step):
+        with self.naming_errors(step):
             reading, move, *_ = self._state(step, meta, wanted, packing, of="model")
             flat = move(self._read(step, {STATE: reading})[STATE])
             found = {
@@ -213,7 +223,7 @@ class Reader:
     def _restored(
         self, step: int, meta: dict[str, Any], wanted: State, memory: Callable[[Tree], Tree], packing: Packing | None
     ) -> tuple[State, list[str]]:
-        arrays, mesh = by_path(wanted), wanted.step.sharding.mesh
+        arrays, mesh = arrays_by_path(wanted), wanted.step.sharding.mesh
         try:
             reading, move, repacked, words = self._state(step, meta, wanted, packing, of="model and optimizer")
         except CheckpointError as error:
@@ -221,11 +231,11 @@ class Reader:
                 self._state(step, meta, wanted, packing, of="model")
                 error = CheckpointError(f"{error}\n", fix=MODEL_FITS)
             raise error from None
-        remembered, fitting, told = memory_to_read(meta["arrays"], arrays, mesh, repacked=repacked)
+        remembered, fitting, told = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacked)
         restored = self._read(step, {**remembered, STATE: reading})
         flat = move(restored.pop(STATE))
         flat |= {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if path in fitting}
-        flat |= {path: resplit(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
+        flat |= {path: resplit_residuals(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
         params = map_paths(lambda path, leaf: _take(flat, f"{PARAMS}/{path}", leaf), wanted.params)
         fresh = memory(params) if any(path not in flat for path in arrays) else {}
         flat = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()} | flat
@@ -236,20 +246,20 @@ class Reader:
     ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]], bool, str]:
         """How to read the arrays of a state, all or those of the model; what places them as wanted; whether it packs them anew."""
         model = lambda path: path.partition("/")[0] in (PARAMS, STATS)
-        kept = model if of == "model" else lambda path: item_of(path) == STATE
+        kept = model if of == "model" else lambda path: checkpoint_item(path) == STATE
         mine = lambda given: {path: it for path, it in given.items() if kept(path)}
-        saved, arrays, packed = mine(meta["arrays"]), mine(by_path(wanted)), meta.get("storage")
-        new = packing or Plain(abstract(wanted.params))
-        old = packing_of(packed, new.like)
+        saved, arrays, packed = mine(meta["arrays"]), mine(arrays_by_path(wanted)), meta.get("storage")
+        new = packing or Unpacked(abstract(wanted.params))
+        old = packing_from_meta(packed, new.like)
         moves = Repacking(saved, arrays, old, new, wanted.step.sharding.mesh) if old != new else None
         self._check_fit(step, saved, {path: describe(leaf) for path, leaf in arrays.items()}, packed, old, moves, of)
-        words = f"parameters were {in_words(old)}, and are now {in_words(new)}"
+        words = f"parameters were {describe_packing(old)}, and are now {describe_packing(new)}"
         return (arrays, lambda flat: flat, False, words) if moves is None else (moves.to_read(), moves.move, True, words)
 
     def _read(self, step: int, wanted: Mapping[str, Tree]) -> dict[str, dict[str, jax.Array]]:
         """Arrays of a checkpoint, by item and path, placed as `wanted` says; there may be more in an item."""
-        ocp = orbax()
-        options = ocp.options.MultiprocessingOptions(active_processes=all_processes())
+        ocp = import_orbax()
+        options = ocp.options.MultiprocessingOptions(active_processes=active_processes())
         handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=options))
         how = ocp.checkpoint_utils.construct_restore_args
         args = {item: ocp.args.PyTreeRestore(leaves, how(leaves), partial_restore=True) for item, leaves in wanted.items()}
@@ -264,19 +274,21 @@ class Reader:
     def _check_fit(
         self, step: int, saved: dict[str, str], wanted: dict[str, str], packed: Any, old: Packing, moves: Repacking | None, of: str
     ) -> None:
-        what = f"the checkpoint of step {step} in {self.folder}" + ("" if packed is None and moves is None else f", {in_words(old)},")
-        problems = [] if packed is None and moves is None else misfits_of_parameters(saved, packed, old)
+        what = f"the checkpoint of step {step} in {self.folder}" + (
+            "" if packed is None and moves is None else f", {describe_packing(old)},"
+        )
+        problems = [] if packed is None and moves is None else find_param_mismatches(saved, packed, old)
         if problems:  # of another model's moments there is nothing to say that its parameters do not
             rest = lambda given: {path: text for path, text in given.items() if path.partition("/")[0] not in (PARAMS, OPT)}
-            problems += misfits(rest(saved), rest(wanted))
+            problems += find_mismatches(rest(saved), rest(wanted))
         else:
-            problems = misfits(saved, wanted, served=isinstance(old, Storage)) if moves is None else moves.problems()
+            problems = find_mismatches(saved, wanted, served=isinstance(old, Storage)) if moves is None else moves.problems()
         fits = len(set(saved) | set(wanted)) - len(problems)
         note = f"{fits} arrays fit" if moves is None and not packed else ""
         raise_problems(CheckpointError, f"{what} does not fit this {of}", problems, note)
 
 
-def check_folder(path: str | Path) -> None:
+def check_run_folder(path: str | Path) -> None:
     """Refuse as a run's folder what is none.
 
     Raises:
@@ -284,7 +296,7 @@ def check_folder(path: str | Path) -> None:
     """
     if Path(path).is_dir():
         return
-    why = obstacle(Path(path))
+    why = blocking_file(Path(path))
     run = next((place for place in Path(path).absolute().parents if (place / "checkpoints").is_dir()), None) if why else None
     what = f"checkpoint={brief(str(path))}: {why or 'there is no such folder'}"
     raise CheckpointError(f"{what}, and not the folder of a run.\n    fix: {run}, which it is in." if run else f"{what}.")
@@ -295,7 +307,7 @@ def _take(flat: Mapping[str, Any], path: str, like: Any) -> Any:
     return flat[path] if like.size else jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
 
 
-def orbax() -> Any:
+def import_orbax() -> Any:
     """The package, which takes a fifth of a second to import: only where checkpoints are read or written."""
     import orbax.checkpoint as ocp
 
@@ -303,11 +315,11 @@ def orbax() -> Any:
     return ocp
 
 
-def by_path(state: State) -> dict[str, Any]:
+def arrays_by_path(state: State) -> dict[str, Any]:
     """All arrays by path. Orbax cannot write an array without elements; there is nothing to write."""
     return {path: leaf for path, leaf in flatten(state).items() if leaf.size}
 
 
-def all_processes() -> set[int] | None:
+def active_processes() -> set[int] | None:
     """Named, Orbax lets them meet at JAX's coordination service and not in programs of the devices, which a thread must not start."""
     return set(range(jax.process_count())) if jax.process_count() > 1 else None

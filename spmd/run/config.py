@@ -8,7 +8,7 @@ from spmd.data.batches import Placer
 from spmd.data.sources import Source
 from spmd.data.work_assignment import Position
 from spmd.run.callbacks import Callback
-from spmd.run.checkpoint import Store
+from spmd.run.checkpoint import CheckpointStore
 from spmd.run.history import History
 from spmd.run.loggers import Logger
 from spmd.run.progress import NoProgress, Progress
@@ -36,7 +36,7 @@ class LoopConfig:
     callbacks: Sequence[Callback]
     loggers: Sequence[Logger]
     progress: NoProgress | Progress
-    store: Store | None
+    store: CheckpointStore | None
     meta: dict[str, Any]
     prefetch: int
     device_data: Any = None

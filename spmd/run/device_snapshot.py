@@ -11,7 +11,7 @@ from spmd.train.state import State
 ROOM = 1.2  # of a copy's bytes that must be free on its device
 
 
-def has_room_for(state: State) -> bool:
+def fits_on_devices(state: State) -> bool:
     """Whether each device of this process has room for a copy, whatever a step needs; told nothing, as of host memory, it has."""
     wanted: collections.Counter[Any] = collections.Counter()
     for leaf in jax.tree.leaves(state):
@@ -21,7 +21,7 @@ def has_room_for(state: State) -> bool:
     return all(ROOM * size <= stats["bytes_limit"] - stats.get("peak_bytes_in_use", 0) for size, stats in told if "bytes_limit" in stats)
 
 
-class Copier:
+class StateCopier:
     """Copies a state into places that no step's donation reaches, while the host goes on.
 
     On CPU devices the copy stays, and the next takes its memory: where pages must be mapped first, a copy takes twice the time.

@@ -74,7 +74,7 @@ class History:
             pairs = zip(self._windows[::2], self._windows[1::2], strict=True)
             self._windows = [(late[0], early[1] + late[1], early[2] + late[2], early[3] + late[3]) for early, late in pairs]
 
-    def record_in(self, folder: Path, after: int) -> None:
+    def write_to(self, folder: Path, after: int) -> None:
         """Write all steps to the folder's file from now on; what it has of steps after this one belongs to an attempt that was lost."""
         self._file = _File(folder / FILE, self._names, tuple(self.known()), after)
 

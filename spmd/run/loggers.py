@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from spmd.errors import OptionError, a_kind, brief, import_extra, naming
-from spmd.user_paths import as_path, make_folder, writing
+from spmd.user_paths import as_path, make_folder, wrap_os_errors
 
 
 class Logger(Protocol):
@@ -42,7 +42,7 @@ class JsonLines:
     def __init__(self, path: str | Path):
         path = as_path(path, "JsonLines: path")
         make_folder(path.parent, OptionError)
-        with writing(path, OptionError):
+        with wrap_os_errors(path, OptionError):
             self._file = path.open("a", encoding="utf-8", buffering=1)  # line by line: a killed run has written whole lines
 
     def write(self, record: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ class Loop:
         self._saver = Saver(control, self._metrics, self._evaluator, self._intervals)
         program.comparison.say = config.progress.say
         if config.store is not None and jax.process_index() == 0:
-            history.record_in(config.store.folder, after=step)
+            history.write_to(config.store.folder, after=step)
 
     def train(self) -> None:
         """Train until the planned end, or until a callback or the user stops the run. However it ends, the newest state is saved."""

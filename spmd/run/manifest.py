@@ -13,28 +13,32 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-NAME = "manifest.json"
-LATER = ("commit_success.txt", "_CHECKPOINT_METADATA", NAME)  # at the top; Orbax writes these after, and nothing of a state is in them
+MANIFEST_FILE = "manifest.json"
+LATER = (
+    "commit_success.txt",
+    "_CHECKPOINT_METADATA",
+    MANIFEST_FILE,
+)  # not listed: Orbax writes them later
 READERS = 4  # files that are read at once
 
 
-def seal(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Write the manifest of a checkpoint that is complete, and not committed yet."""
-    files = {name: [size, digest] for name, (size, digest) in _read(folder, listed(folder)).items()}
+    files = {name: [size, digest] for name, (size, digest) in _read(folder, manifest_files(folder)).items()}
     text = json.dumps({"algorithm": "sha256", "files": files}, indent=0)
-    with (folder / NAME).open("w", encoding="utf-8") as file:
+    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def listed(folder: Path) -> list[str]:
+def manifest_files(folder: Path) -> list[str]:
     """All files of a checkpoint that its manifest has, as paths below it."""
     paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return [name for name in paths if name not in LATER]
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with a checkpoint; None where all is as it was written.
 
     Args:
@@ -42,12 +46,12 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
       part, parts: only this part of the contents is read; sizes and names are all looked at.
     """
     try:
-        told = read_json(folder / NAME)
+        told = read_json(folder / MANIFEST_FILE)
         files: Mapping[str, Sequence] = {str(name): (int(size), str(digest)) for name, (size, digest) in told["files"].items()}
-        there = listed(folder)
+        there = manifest_files(folder)
         sizes = {name: (folder / name).stat().st_size for name in there if name in files and not (folder / name).is_symlink()}
     except FileNotFoundError as error:
-        return "it has no manifest" if error.filename == str(folder / NAME) else f"{error.filename} was removed while it was read"
+        return "it has no manifest" if error.filename == str(folder / MANIFEST_FILE) else f"{error.filename} was removed while it was read"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"its manifest cannot be read: {type(error).__name__}"
     for name in files:

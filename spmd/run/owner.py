@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spmd.errors import CheckpointError, escaped
-from spmd.user_paths import writing
+from spmd.user_paths import wrap_os_errors
 
-NAME = "owner.json"
-BEAT = 5.0  # seconds between two heartbeats
-GONE = 60.0  # seconds without a heartbeat after which an owner on another machine is gone; network file systems may cache for half of it
+OWNER_FILE = "owner.json"
+HEARTBEAT_SECONDS = 5.0  # seconds between two heartbeats
+TAKEOVER_SECONDS = (
+    60.0  # seconds without a heartbeat after which an owner on another machine is gone; network file systems may cache for half of it
+)
 LONGEST = 4096  # bytes of the file that are looked at
 
 _held: dict[str, threading.Thread] = {}  # by token: the thread of this process that took the folder
@@ -54,7 +56,7 @@ class Owner:
         return f"process {self.process} on {escaped(self.host, 100)}, since {escaped(self.since, 40)}"
 
 
-class Ownership:
+class FolderOwnership:
     """This process owns a folder from construction until `release`.
 
     Args:
@@ -65,7 +67,7 @@ class Ownership:
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep):
-        self._folder, self._path, self._beats = folder, folder / NAME, 0
+        self._folder, self._path, self._beats = folder, folder / OWNER_FILE, 0
         self._me = Owner(
             socket.gethostname(),
             os.getpid(),
@@ -77,7 +79,7 @@ class Ownership:
         )
         _held[self._me.token] = threading.current_thread()
         try:
-            with writing(self._path, CheckpointError):
+            with wrap_os_errors(self._path, CheckpointError):
                 self._acquire(clock, wait)
         except BaseException:
             del _held[self._me.token]
@@ -92,7 +94,7 @@ class Ownership:
                 text, inode = _text(file)
                 owner = _parsed(text)
                 lives = False if not text else None if owner is None else _lives(owner, inode)
-                if lives is False or (text == watched and clock() - since >= GONE):
+                if lives is False or (text == watched and clock() - since >= TAKEOVER_SECONDS):
                     self._me = dataclasses.replace(self._me, file=inode)
                     self._write(file)
                     return
@@ -101,9 +103,12 @@ class Ownership:
             if watched is None:
                 watched, since = text, clock()
                 logging.getLogger("spmd").warning(
-                    "%s belonged to %s: waiting up to %.0f s for a sign of life.", self._folder, owner or "an unknown process", GONE
+                    "%s belonged to %s: waiting up to %.0f s for a sign of life.",
+                    self._folder,
+                    owner or "an unknown process",
+                    TAKEOVER_SECONDS,
                 )
-            wait(BEAT / 2)
+            wait(HEARTBEAT_SECONDS / 2)
 
     def check(self) -> None:
         """Raise where another process has taken the folder over.
@@ -117,13 +122,8 @@ class Ownership:
             text = b""
         owner = _parsed(text)
         if owner is None or owner.token != self._me.token:
-            raise CheckpointError(
-                (
-                    f"{self._folder} no longer belongs to this run, but to {owner or 'no run'}: {NAME} was changed while this process "
-                    "was suspended, or by hand."
-                ),
-                fix="another folder.",
-            )
+            what = f"{self._folder} no longer belongs to this run, but to {owner or 'no run'}"
+            raise CheckpointError(f"{what}: {OWNER_FILE} was changed while this process was suspended, or by hand.", fix="another folder.")
 
     def release(self) -> None:
         """Let go of the folder; harmless where it is let go of already, or belongs to another."""
@@ -140,7 +140,7 @@ class Ownership:
             _held.pop(self._me.token, None)
 
     def _keep_alive(self) -> None:
-        while not self._released.wait(BEAT):
+        while not self._released.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):
                 self.beat()
 

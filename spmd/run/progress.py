@@ -12,7 +12,7 @@ from spmd.errors import OptionError, brief
 from spmd.render.sparkline import MOST, panel, spark
 from spmd.tree import format_bytes
 
-REFRESH = 0.2  # seconds between two redraws: a step costs one look at the clock
+REFRESH_SECONDS = 0.2  # seconds between two redraws: a step costs one look at the clock
 WIDE = 200  # characters of a notebook's line, which the page wraps; in the page's own ink
 BARS = ((120, 24), (70, 10), (0, 4))  # from a width on, characters of the bar
 TIME = 12  # characters of the time left and of what is between the columns
@@ -228,8 +228,10 @@ def make_progress(wanted: bool | str) -> NoProgress | Progress:
     from rich.console import Console
 
     if _in_kernel():
-        return Progress(Bar(Console(file=io.StringIO(), record=True, width=WIDE, no_color=True, force_jupyter=False), Notebook()), REFRESH)
+        return Progress(
+            Bar(Console(file=io.StringIO(), record=True, width=WIDE, no_color=True, force_jupyter=False), Notebook()), REFRESH_SECONDS
+        )
     console = Console(file=sys.stderr)
     if console.is_terminal:
-        return Progress(Bar(console, Terminal()), REFRESH)
+        return Progress(Bar(console, Terminal()), REFRESH_SECONDS)
     return NoProgress() if wanted == "auto" else Progress(Lines(console), SELDOM)

@@ -29,7 +29,7 @@ AS_IT_WAS = "the [parameter_server] placement, servers and mode that it had, on 
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain:
+class Unpacked:
     """Parameters as the model has them: in place of a `Storage` where there is no server."""
 
     like: Tree
@@ -43,21 +43,21 @@ class Plain:
         return stored
 
 
-Packing = Storage | StageOrder | Plain
+Packing = Storage | StageOrder | Unpacked
 
 
-def packing_of(saved: Mapping[str, Any] | None, like: Tree) -> Packing:
+def packing_from_meta(saved: Mapping[str, Any] | None, like: Tree) -> Packing:
     """How parameters like these are packed, from what stands in a checkpoint."""
     if saved is None:
-        return Plain(like)
+        return Unpacked(like)
     if "stages" in saved:
         return StageOrder(like, saved["stages"], saved["groups"], tuple(saved["paths"]))
     return Storage(like, saved["placement"], saved["positions"], saved["servers"])
 
 
-def written(packing: Packing) -> dict[str, Any] | None:
+def packing_meta(packing: Packing) -> dict[str, Any] | None:
     """What stands in a checkpoint of how parameters are packed; where servers do, their own shapes too, which packed arrays do not tell."""
-    if isinstance(packing, Plain):
+    if isinstance(packing, Unpacked):
         return None
     if isinstance(packing, StageOrder):
         return {"stages": packing.stages, "groups": packing.groups, "paths": list(packing.paths)}
@@ -65,13 +65,13 @@ def written(packing: Packing) -> dict[str, Any] | None:
     return {"placement": packing.placement, "servers": packing.servers, "positions": packing.positions, "parameters": own}
 
 
-def in_words(packing: Packing) -> str:
+def describe_packing(packing: Packing) -> str:
     """How parameters are packed, for a person.
 
-    >>> in_words(Storage({}, "sliced", positions=8, servers=5)), in_words(Plain({}))
+    >>> describe_packing(Storage({}, "sliced", positions=8, servers=5)), describe_packing(Unpacked({}))
     ('packed for a parameter server (placement "sliced", 5 servers, 8 positions)', 'not packed for a parameter server')
     """
-    if isinstance(packing, Plain):
+    if isinstance(packing, Unpacked):
         return "not packed for a parameter server"
     if isinstance(packing, StageOrder):
         return f"with layers in the order of a circular pipeline ({packing.stages} stages of {packing.groups} groups)"
@@ -79,7 +79,7 @@ def in_words(packing: Packing) -> str:
     return f'packed for a parameter server (placement "{packing.placement}", {numbers})'
 
 
-def spread_over(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+def sharded_over_devices(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     """An array cut over all devices as far as its sizes divide, whatever the mesh's axes: for one that is only to be moved."""
     left, ways = mesh.size, []
     for size in shape:
@@ -89,26 +89,26 @@ def spread_over(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     return NamedSharding(Mesh(mesh.devices.reshape(*ways, left), (*names, "copies")), PartitionSpec(*names))
 
 
-def read_as(text: str, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def abstract_from_text(text: str, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """An array that `describe` wrote, to be read cut over the mesh."""
-    return jax.ShapeDtypeStruct(shape_of(text), dtype_of(text), sharding=spread_over(shape_of(text), mesh))
+    return jax.ShapeDtypeStruct(parse_shape(text), parse_dtype(text), sharding=sharded_over_devices(parse_shape(text), mesh))
 
 
-def shape_of(text: str) -> tuple[int, ...]:
+def parse_shape(text: str) -> tuple[int, ...]:
     """The shape in what `describe` wrote.
 
-    >>> shape_of("float32[512, 10]"), shape_of("int32[]")
+    >>> parse_shape("float32[512, 10]"), parse_shape("int32[]")
     ((512, 10), ())
     """
     return tuple(int(size) for size in re.findall(r"\d+", text.partition("[")[2]))
 
 
-def dtype_of(text: str) -> str:
+def parse_dtype(text: str) -> str:
     """The dtype in what `describe` wrote."""
     return text.partition("[")[0]
 
 
-class Group:
+class StoredGroup:
     """The parameters that share one stored array: each has its own, or all of a dtype one, where servers keep whole parameters."""
 
     def __init__(self, packing: Packing, mesh: Mesh):
@@ -138,18 +138,18 @@ def _apart(packing: Packing) -> bool:
     return not isinstance(packing, Storage) or packing.sliced
 
 
-def _groups(packing: Packing, mesh: Mesh) -> dict[str, tuple[Group, tuple[str, ...]]]:
+def _groups(packing: Packing, mesh: Mesh) -> dict[str, tuple[StoredGroup, tuple[str, ...]]]:
     """By path of each stored array that has elements: the parameters in it, and their paths."""
     leaves = {path: leaf for path, leaf in flatten(packing.like).items() if leaf.size}
     if _apart(packing):
-        alike = functools.cache(lambda packing: Group(packing, mesh))  # layers are: they share a compiled program
+        alike = functools.cache(lambda packing: StoredGroup(packing, mesh))  # layers are: they share a compiled program
         own = lambda path, leaf: packing.alone(path, leaf) if isinstance(packing, StageOrder) else dataclasses.replace(packing, like=leaf)
         return {path: (alike(own(path, leaf)), (path,)) for path, leaf in leaves.items()}
     found = {}
     for kind in dict.fromkeys(str(leaf.dtype) for leaf in leaves.values()):
         like = map_paths(lambda _, leaf, kind=kind: leaf if str(leaf.dtype) == kind else None, packing.like)
         found[kind] = (
-            Group(dataclasses.replace(packing, like=like), mesh),
+            StoredGroup(dataclasses.replace(packing, like=like), mesh),
             tuple(path for path, leaf in leaves.items() if str(leaf.dtype) == kind),
         )
     return found
@@ -164,7 +164,7 @@ class _Named:
     fits: bool
 
 
-def _named(path: str, shape: tuple[int, ...], stored: Mapping[str, tuple[Group, Any]]) -> _Named | None:
+def _named(path: str, shape: tuple[int, ...], stored: Mapping[str, tuple[StoredGroup, Any]]) -> _Named | None:
     """As everywhere, an array of the optimizer belongs to the parameter whose path its own ends with."""
     parts = path.split("/")
     tails = ((start, "/".join(parts[start:])) for start in {PARAMS: range(1, 2), OPT: range(1, len(parts))}.get(parts[0], range(0)))
@@ -183,9 +183,9 @@ class Repacking:
     def __init__(self, saved: Mapping[str, str], wanted: Mapping[str, Any], old: Packing, new: Packing, mesh: Mesh):
         self._saved, self._wanted, self._mesh = saved, wanted, mesh
         self._old, self._new = _groups(old, mesh), _groups(new, mesh)
-        self._as_it_was = SAME_STAGES if {type(old), type(new)} <= {StageOrder, Plain} else AS_IT_WAS
-        self._from_plain, self._into_plain = isinstance(old, Plain), isinstance(new, Plain)
-        before = {path: found for path, text in saved.items() if (found := _named(path, shape_of(text), self._old))}
+        self._as_it_was = SAME_STAGES if {type(old), type(new)} <= {StageOrder, Unpacked} else AS_IT_WAS
+        self._from_plain, self._into_plain = isinstance(old, Unpacked), isinstance(new, Unpacked)
+        before = {path: found for path, text in saved.items() if (found := _named(path, parse_shape(text), self._old))}
         after = {path: found for path, leaf in wanted.items() if (found := _named(path, leaf.shape, self._new))}
         alike = [path for path, leaf in wanted.items() if saved.get(path) == describe(leaf)]
         # counts and the like. An array that is named after a parameter and is not one of its kind may be packed in any way.
@@ -198,7 +198,7 @@ class Repacking:
         """Arrays without a counterpart, or with one of another dtype."""
         have = {(it.tree, param): path for path, it in self._sources.items() for param in self._old[it.name][1]}
         want = {(it.tree, param): path for path, it in self._targets.items() for param in self._new[it.name][1]}
-        kinds = lambda key: (dtype_of(self._saved[have[key]]), str(self._wanted[want[key]].dtype))
+        kinds = lambda key: (parse_dtype(self._saved[have[key]]), str(self._wanted[want[key]].dtype))
         pairs = {key for key in have.keys() & want.keys() if len(set(kinds(key))) == 1}
         lost = (self._saved.keys() - self._same - self._sources.keys()) | {path for key, path in have.items() if key not in pairs}
         lacking = (self._wanted.keys() - self._same - self._targets.keys()) | {path for key, path in want.items() if key not in pairs}
@@ -216,7 +216,9 @@ class Repacking:
 
     def to_read(self) -> dict[str, jax.ShapeDtypeStruct]:
         """How to read the checkpoint: what stays as it is as it is wanted, the rest in its saved shape, cut over the mesh."""
-        return {path: self._wanted[path] for path in self._same} | {path: read_as(self._saved[path], self._mesh) for path in self._sources}
+        return {path: self._wanted[path] for path in self._same} | {
+            path: abstract_from_text(self._saved[path], self._mesh) for path in self._sources
+        }
 
     def move(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The wanted arrays, where they are wanted. Those given are taken out of the dict, one by one, and freed."""
@@ -230,7 +232,7 @@ class Repacking:
         for tree in dict.fromkeys(it.tree for it in self._targets.values()):
             names = {it.name: path for path, it in self._targets.items() if it.tree == tree}
             place = lambda param, leaf, names=names: (
-                self._wanted[names[param]].sharding if self._into_plain else spread_over(leaf.shape, self._mesh)
+                self._wanted[names[param]].sharding if self._into_plain else sharded_over_devices(leaf.shape, self._mesh)
             )
             params: dict[str, jax.Array] = {}
             for path, name in [(path, it.name) for path, it in self._sources.items() if it.tree == tree]:
@@ -245,7 +247,7 @@ class Repacking:
         return found
 
 
-def misfits_of_parameters(saved: Mapping[str, str], packed: Mapping[str, Any] | None, old: Packing) -> list[Problem]:
+def find_param_mismatches(saved: Mapping[str, str], packed: Mapping[str, Any] | None, old: Packing) -> list[Problem]:
     """Parameters of another model, by the model's own paths and shapes where the checkpoint has them.
 
     Args:
@@ -261,15 +263,17 @@ def misfits_of_parameters(saved: Mapping[str, str], packed: Mapping[str, Any] | 
         first = next(path for path, other in zip(given, now, strict=True) if path != other)
         why = f"parameters were packed in the order {listed(list(given))}, and are now in the order {listed(list(now))}."
         return [Problem(f"{PARAMS}/{first}", [why], "the model's parameters in the order that they had.")]
-    return misfits({f"{PARAMS}/{path}": text for path, text in before.items()}, {f"{PARAMS}/{path}": text for path, text in now.items()})
+    return find_mismatches(
+        {f"{PARAMS}/{path}": text for path, text in before.items()}, {f"{PARAMS}/{path}": text for path, text in now.items()}
+    )
 
 
-def misfits(saved: Mapping[str, str], wanted: Mapping[str, str], *, served: bool = False) -> list[Problem]:
+def find_mismatches(saved: Mapping[str, str], wanted: Mapping[str, str], *, served: bool = False) -> list[Problem]:
     """Where two tables of dtypes and shapes differ; `served`: of a parameter server's optimizer, which may be one for each worker."""
     found = []
     for path in [path for path in dict.fromkeys([*saved, *wanted]) if saved.get(path) != wanted.get(path)]:
         both = saved.get(path, "nothing"), wanted.get(path, "nothing")
-        one, other = sorted(map(shape_of, both), key=len)
+        one, other = sorted(map(parse_shape, both), key=len)
         of_workers = served and path.startswith(f"{OPT}/") and path in saved and path in wanted and other[1:] == one
         why = [f"saved {both[0]}, wanted {both[1]}", *(["one of them is of every worker by itself"] if of_workers else [])]
         found.append(Problem(path, why, AS_IT_WAS if of_workers else ""))

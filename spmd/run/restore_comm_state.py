@@ -14,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.errors import CheckpointError
 from spmd.layout.schema import spec_axes
 from spmd.layout.server import ParameterServer
-from spmd.run.reshard_checkpoint import dtype_of, read_as, shape_of
+from spmd.run.reshard_checkpoint import abstract_from_text, parse_dtype, parse_shape
 from spmd.tree import describe
 from spmd.wire.gradient_sync import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
 from spmd.wire.param_server.sync_schedule import has_pending_sync
 
 STATE = "state"
-REMEMBERED = {  # items of a checkpoint, and in words
+COMM_STATE = {  # items of a checkpoint, and in words
     RESIDUAL: "residuals",
     CODEC: "arrays of codecs",
     HELD: "weights as workers had read them",
@@ -31,7 +31,7 @@ REMEMBERED = {  # items of a checkpoint, and in words
     READ: "weights as all workers took them last",
     OUTER: "momenta of the outer optimizer",
 }
-ANEW = {  # what it means that they start anew in the middle of a run
+RESET_EFFECTS = {  # what it means that they start anew in the middle of a run
     RESIDUAL: "what codecs had lost so far is not made up for",
     HELD: "every worker reads the servers' weights anew",
     SUM: "what was gathered for the next update, if anything, is dropped",
@@ -39,19 +39,19 @@ ANEW = {  # what it means that they start anew in the middle of a run
 }
 
 
-def item_of(path: str) -> str:
+def checkpoint_item(path: str) -> str:
     """In which item of a checkpoint an array is.
 
-    >>> item_of("params/dense/kernel"), item_of("exchange/dense/kernel/residual")
+    >>> checkpoint_item("params/dense/kernel"), checkpoint_item("exchange/dense/kernel/residual")
     ('state', 'residual')
     """
     if not path.startswith("exchange/"):
         return STATE
     kind = path.rpartition("/")[2]
-    return kind if kind in REMEMBERED else CODEC
+    return kind if kind in COMM_STATE else CODEC
 
 
-def memory_to_read(
+def comm_state_to_read(
     saved: dict[str, str], wanted: dict[str, Any], mesh: Mesh, *, repacked: bool = False
 ) -> tuple[dict[str, dict[str, jax.ShapeDtypeStruct]], set[str], list[str]]:
     """How to read what was remembered, which paths of it are of use, and in words what does not fit.
@@ -67,13 +67,13 @@ def memory_to_read(
     if repacked:
         return {}, set(), _all_anew(saved, wanted)
     reading, fitting, told = {}, set(), []
-    for item, words in REMEMBERED.items():
-        found = {path: _as_saved(wanted.get(path), text, mesh, item) for path, text in saved.items() if item_of(path) == item}
+    for item, words in COMM_STATE.items():
+        found = {path: _as_saved(wanted.get(path), text, mesh, item) for path, text in saved.items() if checkpoint_item(path) == item}
         kept = {path for path, (_, fits) in found.items() if fits}
         fitting |= kept
         if kept:
             reading[item] = {path: leaf for path, (leaf, _) in found.items()}
-        lacking = sum(item_of(path) == item for path in wanted) - len(kept)
+        lacking = sum(checkpoint_item(path) == item for path in wanted) - len(kept)
         told += [f"{len(found) - len(kept)} {words} are left behind"] if len(found) > len(kept) else []
         told += [f"{lacking} {words} start anew"] if lacking else []
         others = [wanted[path].shape[0] for path in kept if found[path][0].shape != wanted[path].shape]
@@ -83,9 +83,9 @@ def memory_to_read(
 
 def _all_anew(saved: dict[str, str], wanted: dict[str, Any]) -> list[str]:
     told = []
-    for item, words in REMEMBERED.items():
-        before, now = (any(item_of(path) == item for path in given) for given in (saved, wanted))
-        meaning = f": {ANEW[item]}" if item in ANEW and (before or item in (HELD, OWN)) else ""
+    for item, words in COMM_STATE.items():
+        before, now = (any(checkpoint_item(path) == item for path in given) for given in (saved, wanted))
+        meaning = f": {RESET_EFFECTS[item]}" if item in RESET_EFFECTS and (before or item in (HELD, OWN)) else ""
         told += [f"{words} start anew{meaning}"] if now else [f"{words} are left behind"] if before else []
     return told
 
@@ -96,11 +96,11 @@ def _as_saved(wanted: Any, saved: str, mesh: Mesh, item: str) -> tuple[jax.Shape
     Only what belongs to workers can be split anew; of a codec's own arrays every dim is fixed.
     Residuals of another number of workers are cut over dim 0 if the workers divide it, else along another dim, else whole.
     """
-    shape, dtype = shape_of(saved), dtype_of(saved)
+    shape, dtype = parse_shape(saved), parse_dtype(saved)
     if wanted is not None and describe(wanted) == saved:
         return wanted, True
     if wanted is None or item != RESIDUAL or dtype != str(wanted.dtype) or shape[1:] != wanted.shape[1:]:
-        return read_as(saved, mesh), False  # to be left
+        return abstract_from_text(saved, mesh), False  # to be left
     spec = (*wanted.sharding.spec, *[None] * (len(shape) - len(wanted.sharding.spec)))
     over, rest = math.prod(mesh.shape[axis] for axis in spec_axes(spec[:1])), list(spec[1:])
     free = [dim for dim, entry in enumerate(rest) if entry is None and shape[dim + 1] % over == 0]
@@ -110,7 +110,7 @@ def _as_saved(wanted: Any, saved: str, mesh: Mesh, item: str) -> tuple[jax.Shape
     return jax.ShapeDtypeStruct(shape, wanted.dtype, sharding=NamedSharding(mesh, spec)), True
 
 
-def resplit(residual: jax.Array, wanted: Any) -> jax.Array:
+def resplit_residuals(residual: jax.Array, wanted: Any) -> jax.Array:
     """Residuals [workers, ...] for another number of workers, with the same mean, which is all that error feedback needs.
 
     Fewer workers: each takes the mean of a group. More: each of a group takes a copy. Neither divides the other: all take the mean.
@@ -125,7 +125,7 @@ def resplit(residual: jax.Array, wanted: Any) -> jax.Array:
     return jax.jit(split, out_shardings=wanted.sharding)(residual)
 
 
-def check_meetings(before: ParameterServer, now: ParameterServer, step: int) -> None:
+def check_sync_schedule(before: ParameterServer, now: ParameterServer, step: int) -> None:
     """Whether workers may go on from this step by themselves, with other turns than before or after another mode.
 
     Raises:

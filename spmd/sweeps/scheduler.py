@@ -14,7 +14,7 @@ import numpy as np
 from spmd.api import Result, about_run
 from spmd.data.work_assignment import Position
 from spmd.mesh import make_mesh
-from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.history import History
 from spmd.run.throughput import Throughput
 from spmd.sweeps.config import Study, Trial
@@ -196,7 +196,7 @@ class Contest:
         unfinished = place.with_name(f".{place.name}")
         if unfinished.exists():
             shutil.rmtree(unfinished)
-        store = Store(Checkpoint(unfinished))
+        store = CheckpointStore(Checkpoint(unfinished))
         try:
             store.save(result.state, int(result.state.step), {**about, **more}, {})
         finally:

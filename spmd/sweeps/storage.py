@@ -15,16 +15,16 @@ import numpy as np
 
 from spmd import checksummed_files
 from spmd.errors import CheckpointError, Problem, raise_problems
-from spmd.run.checkpoint import Checkpoint, Store
-from spmd.run.owner import NAME, Ownership
+from spmd.run.checkpoint import Checkpoint, CheckpointStore
+from spmd.run.owner import OWNER_FILE, FolderOwnership
 from spmd.sweeps.train_chunk import Chunk
-from spmd.user_paths import reason
+from spmd.user_paths import explain_os_error
 
 ABOUT, DONE, END = "sweep.json", "done.json", "end.json"
 
 
 @contextlib.contextmanager
-def owned(folder: Path | None) -> Iterator[Ownership | None]:
+def owned(folder: Path | None) -> Iterator[FolderOwnership | None]:
     """In the block this sweep alone writes in its folder, which is made if it is not there.
 
     Raises:
@@ -37,7 +37,7 @@ def owned(folder: Path | None) -> Iterator[Ownership | None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(folder, error) from error
-    owner = Ownership(folder)
+    owner = FolderOwnership(folder)
     try:
         yield owner
     finally:
@@ -45,20 +45,20 @@ def owned(folder: Path | None) -> Iterator[Ownership | None]:
 
 
 def _unusable(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{folder} cannot be used: {reason(folder, error)}.", fix="another folder.")
+    return CheckpointError(f"{folder} cannot be used: {explain_os_error(folder, error)}.", fix="another folder.")
 
 
 class Shelf:
     """A sweep's folder, which exists. Without one (None) nothing is kept, and nothing is found."""
 
-    def __init__(self, folder: Path | None, about: Mapping[str, str], *, resume: bool, owner: Ownership | None = None):
+    def __init__(self, folder: Path | None, about: Mapping[str, str], *, resume: bool, owner: FolderOwnership | None = None):
         self._folder, self._owner = folder, owner
         if folder is None:
             return
         file = folder / ABOUT
         try:
             if not file.exists():
-                if any(not one.name.startswith(".") and one.name != NAME for one in folder.iterdir()):
+                if any(not one.name.startswith(".") and one.name != OWNER_FILE for one in folder.iterdir()):
                     raise CheckpointError(f"{folder} is not empty, and holds no sweep.", fix="another folder.")
                 checksummed_files.write(file, _json(dict(about)))
                 return
@@ -67,7 +67,7 @@ class Shelf:
             before = json.loads(checksummed_files.read(file) or b"{}")
         except OSError as error:
             raise _unusable(folder, error) from error
-        except checksummed_files.Damaged as why:
+        except checksummed_files.DamagedFileError as why:
             raise CheckpointError(f"{file} is damaged, so what the sweep was is not known: {why}.", fix="another folder.") from why
         names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
         problems = [Problem(name, [_differ(str(before.get(name)), str(about.get(name)))]) for name in names]
@@ -108,8 +108,8 @@ class Shelf:
         with self.opened(rung, chunk) as store:
             if store is None:
                 return False
-            step, damaged = store.intact()
-            store.put_aside(damaged)
+            step, damaged = store.newest_intact()
+            store.move_damaged(damaged)
             if step is None:
                 return False  # it is done again
             history = self._read(place / f"history-{step}.npy")
@@ -128,7 +128,7 @@ class Shelf:
             yield None
             return
         place.mkdir(parents=True, exist_ok=True)
-        store = Store(Checkpoint(place, keep=1))
+        store = CheckpointStore(Checkpoint(place, keep=1))
         try:
             yield store
         except BaseException:
@@ -136,7 +136,7 @@ class Shelf:
             raise
         store.close()
 
-    def save(self, store: Store | None, rung: int, chunk: int, run: Chunk) -> None:
+    def save(self, store: CheckpointStore | None, rung: int, chunk: int, run: Chunk) -> None:
         """Keep a chunk as it is now, in place of what was kept of it."""
         place = self.place(rung, chunk)
         if store is None or place is None:
@@ -167,7 +167,7 @@ class Shelf:
         """What was written; None where nothing was, or not that: then it is a warning."""
         try:
             return checksummed_files.read(file)
-        except checksummed_files.Damaged as why:
+        except checksummed_files.DamagedFileError as why:
             logging.getLogger("spmd").warning("%s is damaged, and what it is of is done again: %s.", file, why)
             return None
 

@@ -42,7 +42,7 @@ def options():
 
 def die_while_saving(moment, step):
     """SIGKILL at a moment of writing the first checkpoint after that step, which a thread of Orbax does while steps go on."""
-    seal, begin = checkpoint.Store._seal, checkpoint.Store.save
+    seal, begin = checkpoint.CheckpointStore._seal, checkpoint.CheckpointStore.save
 
     def die():
         print(f"FAULT at {time.time()}", flush=True)
@@ -68,7 +68,7 @@ def die_while_saving(moment, step):
             die()
         return found
 
-    checkpoint.Store._seal, checkpoint.Store.save = sealed, save
+    checkpoint.CheckpointStore._seal, checkpoint.CheckpointStore.save = sealed, save
 
 
 def main():

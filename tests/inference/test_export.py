@@ -19,7 +19,7 @@ import spmd
 from spmd.errors import DataError, ExportError, MissingExtraError, OptionError
 from spmd.inference.exporter import _rounded
 from spmd.inference.forward import forward_of
-from spmd.run.manifest import NAME, seal
+from spmd.run.manifest import MANIFEST_FILE, write_manifest
 
 ROOT = Path(spmd.__file__).parent.parent
 ROWS = (1, 7, 128)
@@ -223,7 +223,7 @@ def harm(place, kind):
     elif kind == "no program":
         (place / "program.bin").unlink()
     elif kind == "no manifest":
-        (place / NAME).unlink()
+        (place / MANIFEST_FILE).unlink()
     elif kind == "a list":
         (place / "model.json").write_text("[]")
     elif kind in ("weights cut", "an entry less"):
@@ -231,15 +231,15 @@ def harm(place, kind):
         del about["platforms" if kind == "an entry less" else "step"]
         (place / "model.json").write_text(json.dumps(about))
         (place / "weights.npz").write_bytes((place / "weights.npz").read_bytes()[: -1 if kind == "an entry less" else 200])
-        (place / NAME).unlink()
-        seal(place)
+        (place / MANIFEST_FILE).unlink()
+        write_manifest(place)
     elif kind == "nothing":
         (place / "model.json").unlink()
     else:
         about = json.loads((place / "model.json").read_text())
         (place / "model.json").write_text(json.dumps({**about, "format": 2}))
-        (place / NAME).unlink()
-        seal(place)
+        (place / MANIFEST_FILE).unlink()
+        write_manifest(place)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_folder_that_holds_something_is_left_as_it_is(results, tmp_path):
         results["functional"].export(tmp_path / "model")
 
 
-@pytest.mark.parametrize("where", ["seal", "Writer.add"])
+@pytest.mark.parametrize("where", ["write_manifest", "Writer.add"])
 def test_what_cannot_be_written_leaves_nothing(results, tmp_path, monkeypatch, where):
     def fails(*_, **__):
         raise OSError(28, "No space left on device")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from spmd.run.progress import REFRESH
+from spmd.run.progress import REFRESH_SECONDS
 
 pytestmark = pytest.mark.system
 
@@ -80,7 +80,7 @@ def test_what_is_shown_stays_in_place_and_an_interrupt_keeps_the_state(kernel, t
     reached = int(re.search(r"ENDED interrupted (\d+)", shown).group(1))
     updates = [(at, message) for at, message in found if message["msg_type"] == "update_display_data"]
     assert len(updates) > 8 and len(found) < len(updates) + 10
-    assert len(updates) <= (updates[-1][0] - updates[0][0]) / REFRESH + 3, "by the kernel's clock, however late they are read"
+    assert len(updates) <= (updates[-1][0] - updates[0][0]) / REFRESH_SECONDS + 3, "by the kernel's clock, however late they are read"
     assert len({message["content"]["transient"]["display_id"] for _, message in updates}) == 1
     newest = updates[-1][1]["content"]["data"]
     assert "<polyline" in newest["text/html"] and "samples/s" in newest["text/plain"] and re.search("[▁▂▃▄▅▆▇█]{2,}", newest["text/plain"])

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 
-from spmd.run.manifest import NAME
+from spmd.run.manifest import MANIFEST_FILE
 
 WRONG = (None, True, -1, 10**30, 0.5, "x", "", [], [1], {}, {"x": 1}, [[]])  # in the place of any value in JSON
 
@@ -82,17 +82,17 @@ def forge(copy, name, at, wrong, *, remove=False):
     else:
         value = _put(value, at, wrong)
     (copy / name).write_text(json.dumps(value))
-    if name != NAME:
+    if name != MANIFEST_FILE:
         believe(copy)
 
 
 def believe(copy):
     """Make a copy's manifest say what is there."""
-    manifest = json.loads((copy / NAME).read_text())
+    manifest = json.loads((copy / MANIFEST_FILE).read_text())
     for name in manifest["files"]:
         data = (copy / name).read_bytes()
         manifest["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
-    (copy / NAME).write_text(json.dumps(manifest))
+    (copy / MANIFEST_FILE).write_text(json.dumps(manifest))
 
 
 @contextlib.contextmanager

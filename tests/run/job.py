@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import spmd
-from spmd.run.checkpoint import Store
+from spmd.run.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,14 +41,14 @@ class Report(spmd.callbacks.Callback):
 
 def kill_before_seal(step, folder=None):
     """Die when all of a checkpoint, of a store in this folder, is written, but not committed yet."""
-    seal = Store._seal
+    write_manifest = CheckpointStore._seal
 
     def sealed(store):
         if store._writing == step and folder in (None, store.folder):
             os.kill(os.getpid(), signal.SIGKILL)
-        seal(store)
+        write_manifest(store)
 
-    Store._seal = sealed
+    CheckpointStore._seal = sealed
 
 
 def train(*, checkpoint=None, every=None, resume=False, kill=None, epochs=4, wide=0, callbacks=()):

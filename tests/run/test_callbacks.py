@@ -349,7 +349,7 @@ def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_n
         "    fix: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step."
     )
     assert not getattr(raised.value, "__notes__", [])
-    store = spmd.run.checkpoint.Store(spmd.Checkpoint(tmp_path, every=1, keep=100))
+    store = spmd.run.checkpoint.CheckpointStore(spmd.Checkpoint(tmp_path, every=1, keep=100))
     assert store.steps() == [1, 2, 3, 4]
     store.close()
     assert recorder.events[-1][0] == "stop"

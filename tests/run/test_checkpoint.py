@@ -12,12 +12,12 @@ from small import FEATURES, Net, fit, fit_net, host, labelled, linear, numbers, 
 
 import spmd
 from spmd.errors import CheckpointError, OptionError, brief
-from spmd.run.checkpoint import Checkpoint, Store
+from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.tree import flatten
 
 
 def opened(path, **options):
-    return Store(Checkpoint(path, **options))
+    return CheckpointStore(Checkpoint(path, **options))
 
 
 def steps_on_disk(path):

@@ -10,8 +10,8 @@ import pytest
 
 import spmd
 from spmd.errors import CheckpointError
-from spmd.run.checkpoint import Store
-from spmd.run.manifest import NAME, damage, listed, seal
+from spmd.run.checkpoint import CheckpointStore
+from spmd.run.manifest import MANIFEST_FILE, find_damage, manifest_files, write_manifest
 
 MODEL = spmd.FunctionalModel(lambda key: {"w": np.ones((64, 8), np.float32)}, lambda params, x: x @ params["w"])
 RANDOM = np.random.default_rng(0)
@@ -53,9 +53,9 @@ def newest(folder):
 def test_a_checkpoint_is_as_its_manifest_says(saved):
     for step in (2, 4, 6):
         folder = saved / "checkpoints" / str(step)
-        assert damage(folder) is None and len(listed(folder)) > 10
-        assert set(json.loads((folder / NAME).read_text())["files"]) == set(listed(folder))
-        assert all(damage(folder, part, 3) is None for part in range(3))
+        assert find_damage(folder) is None and len(manifest_files(folder)) > 10
+        assert set(json.loads((folder / MANIFEST_FILE).read_text())["files"]) == set(manifest_files(folder))
+        assert all(find_damage(folder, part, 3) is None for part in range(3))
 
 
 def flipped(path, random):
@@ -83,7 +83,7 @@ def test_all_of_200_harms_are_found(run):
     """Bits flipped, files cut off, deleted or overwritten, each in a fresh copy; the manifest itself is one of the files."""
     random, found = np.random.default_rng(7), 0
     whole = newest(run)
-    names = [*listed(whole), NAME]
+    names = [*manifest_files(whole), MANIFEST_FILE]
     for number in range(200):
         kind = list(HARM)[number % len(HARM)]
         path = whole / names[int(random.integers(len(names)))]
@@ -91,27 +91,27 @@ def test_all_of_200_harms_are_found(run):
         if not before and kind != "deleted":
             kind, before = "deleted", b""
         HARM[kind](path, random)
-        told = damage(whole)
-        if told is None and path.name == NAME:  # white space of JSON, or its case, that says the same
+        told = find_damage(whole)
+        if told is None and path.name == MANIFEST_FILE:  # white space of JSON, or its case, that says the same
             assert json.loads(path.read_bytes())["files"] == json.loads(before)["files"]
             told = "says the same"
         assert told is not None, f"{kind}: {path}"
         found += 1
         path.write_bytes(before)
-        assert damage(whole) is None
+        assert find_damage(whole) is None
     assert found == 200
 
 
 @pytest.mark.parametrize("kind", [*HARM, "empty folder", "no manifest", "a file more", "a link"])
 def test_the_newest_that_is_whole_is_gone_on_with(run, saved, kind, caplog):
     folder = newest(run)
-    data = max((folder / name for name in listed(folder) if name.startswith("state/")), key=lambda path: path.stat().st_size)
+    data = max((folder / name for name in manifest_files(folder) if name.startswith("state/")), key=lambda path: path.stat().st_size)
     if kind in HARM:
         HARM[kind](data, np.random.default_rng(3))
     elif kind == "empty folder":
         (run / "checkpoints" / "99").mkdir()
     elif kind == "no manifest":
-        (folder / NAME).unlink()
+        (folder / MANIFEST_FILE).unlink()
     elif kind == "a file more":
         (folder / "state" / "more").write_text("x")
     else:
@@ -134,7 +134,7 @@ def test_the_newest_that_is_whole_is_gone_on_with(run, saved, kind, caplog):
 def test_resume_with_only_damaged_checkpoints_is_refused(run):
     """To lose all steps must be asked for; the fix that the error names works."""
     for step in (2, 4, 6):
-        (run / "checkpoints" / str(step) / NAME).unlink()
+        (run / "checkpoints" / str(step) / MANIFEST_FILE).unlink()
     before = sorted(run.rglob("*"))
     with pytest.raises(CheckpointError) as raised:
         fit(run, steps=2, resume=True)
@@ -162,7 +162,7 @@ def test_checkpoints_of_before_are_read(run):
     """Format 2 had no manifest; what is in them is as before."""
     for step in (2, 4, 6):
         folder = run / "checkpoints" / str(step)
-        (folder / NAME).unlink()
+        (folder / MANIFEST_FILE).unlink()
         meta = folder / "meta" / "metadata"
         meta.write_text(meta.read_text().replace('"format": 3', '"format": 2'))
         assert '"format": 2' in meta.read_text()
@@ -176,21 +176,21 @@ def test_a_folder_that_is_too_full_is_told_before_it_is_written(tmp_path, monkey
         CheckpointError, match=r"a checkpoint of 6\.0 KiB does not fit \S+: 6\.8 KiB are free, and 1\.2 times its size is wanted"
     ):
         fit(tmp_path / "full")
-    assert Store(spmd.Checkpoint(tmp_path / "full")).steps() == []
+    assert CheckpointStore(spmd.Checkpoint(tmp_path / "full")).steps() == []
 
 
 def test_a_manifest_that_cannot_be_written_is_no_checkpoint(tmp_path, monkeypatch):
     def fails(folder):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("spmd.run.checkpoint.seal", fails)
+    monkeypatch.setattr("spmd.run.checkpoint.write_manifest", fails)
     with pytest.raises(CheckpointError, match=r"a checkpoint could not be written to .*No space left on device"):
         fit(tmp_path / "run")
     assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
 
 
 def test_an_empty_folder_can_be_sealed(tmp_path):
-    seal(tmp_path)
-    assert damage(tmp_path) is None
+    write_manifest(tmp_path)
+    assert find_damage(tmp_path) is None
     (tmp_path / "file").write_text("x")
-    assert damage(tmp_path) == "file is not in its manifest"
+    assert find_damage(tmp_path) == "file is not in its manifest"

@@ -14,7 +14,7 @@ import pytest
 
 from spmd.errors import CheckpointError
 from spmd.run import owner
-from spmd.run.owner import BEAT, GONE, NAME, Owner, Ownership
+from spmd.run.owner import HEARTBEAT_SECONDS, OWNER_FILE, TAKEOVER_SECONDS, FolderOwnership, Owner
 
 
 class Time:
@@ -33,13 +33,13 @@ class Time:
 
 def own(folder, meanwhile=lambda now: None):
     time = Time(meanwhile)
-    found = Ownership(folder, time.clock, time.wait)
+    found = FolderOwnership(folder, time.clock, time.wait)
     found.waited = time.now
     return found
 
 
 def recorded(folder):
-    return Owner(**json.loads((folder / NAME).read_text()))
+    return Owner(**json.loads((folder / OWNER_FILE).read_text()))
 
 
 def left_by(folder, **changes):
@@ -47,13 +47,13 @@ def left_by(folder, **changes):
     mine = own(folder)
     text = json.dumps(dataclasses.asdict(dataclasses.replace(recorded(folder), **changes)))
     mine.release()
-    (folder / NAME).write_text(text)
+    (folder / OWNER_FILE).write_text(text)
 
 
 def inode(folder):
     """The file's inode does not change where it is written to in place."""
-    (folder / NAME).touch()
-    return (folder / NAME).stat().st_ino
+    (folder / OWNER_FILE).touch()
+    return (folder / OWNER_FILE).stat().st_ino
 
 
 ELSEWHERE = {"machine": "another boot pid:[1]", "host": "node7", "process": 12}
@@ -64,7 +64,7 @@ def test_file_names_host_process_and_time(tmp_path):
     found = recorded(tmp_path)
     assert found.process == os.getpid() and found.host and found.since.endswith("UTC") and found.machine and found.born
     mine.release()
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / OWNER_FILE).exists()
     mine.release()
 
 
@@ -128,12 +128,12 @@ def test_owner_of_a_thread_that_has_ended_is_replaced(tmp_path):
 
 
 def test_owner_of_this_process_that_nobody_holds_is_replaced(tmp_path):
-    (tmp_path / NAME).touch()
+    (tmp_path / OWNER_FILE).touch()
     mine = own(tmp_path)
-    text = (tmp_path / NAME).read_text()
+    text = (tmp_path / OWNER_FILE).read_text()
     mine.release()
-    (tmp_path / NAME).touch()
-    (tmp_path / NAME).write_text(json.dumps(json.loads(text) | {"file": inode(tmp_path)}))
+    (tmp_path / OWNER_FILE).touch()
+    (tmp_path / OWNER_FILE).write_text(json.dumps(json.loads(text) | {"file": inode(tmp_path)}))
     mine = own(tmp_path)
     assert mine.waited == 0
     mine.release()
@@ -144,8 +144,8 @@ def test_owner_that_was_killed_is_replaced_at_once(tmp_path):
         born = owner._born(process.pid)
         left_by(tmp_path, process=process.pid, born=born)
         with pytest.raises(CheckpointError, match=f"belongs to another run: process {process.pid} on"):
-            left_by_file = json.loads((tmp_path / NAME).read_text()) | {"file": inode(tmp_path)}
-            (tmp_path / NAME).write_text(json.dumps(left_by_file))
+            left_by_file = json.loads((tmp_path / OWNER_FILE).read_text()) | {"file": inode(tmp_path)}
+            (tmp_path / OWNER_FILE).write_text(json.dumps(left_by_file))
             own(tmp_path)
         process.kill()
         process.wait(timeout=30)
@@ -155,7 +155,7 @@ def test_owner_that_was_killed_is_replaced_at_once(tmp_path):
 
 
 def test_another_process_of_the_same_number_is_no_owner(tmp_path):
-    (tmp_path / NAME).touch()
+    (tmp_path / OWNER_FILE).touch()
     left_by(tmp_path, born="1")
     mine = own(tmp_path)
     assert mine.waited == 0
@@ -176,9 +176,9 @@ def test_owner_elsewhere_is_refused_at_its_next_heartbeat(tmp_path):
     left_by(tmp_path, **ELSEWHERE)
 
     def beats(now):
-        text = json.loads((tmp_path / NAME).read_text())
-        if now >= 3 * BEAT:
-            (tmp_path / NAME).write_text(json.dumps(text | {"beat": 1}))
+        text = json.loads((tmp_path / OWNER_FILE).read_text())
+        if now >= 3 * HEARTBEAT_SECONDS:
+            (tmp_path / OWNER_FILE).write_text(json.dumps(text | {"beat": 1}))
 
     with pytest.raises(CheckpointError, match="process 12 on node7"):
         own(tmp_path, beats)
@@ -189,15 +189,15 @@ def test_owner_elsewhere_without_heartbeat_is_replaced(tmp_path, caplog):
     left_by(tmp_path, **ELSEWHERE)
     with caplog.at_level(logging.WARNING, logger="spmd"):
         mine = own(tmp_path)
-    assert GONE <= mine.waited <= GONE + BEAT and recorded(tmp_path).process == os.getpid()
+    assert TAKEOVER_SECONDS <= mine.waited <= TAKEOVER_SECONDS + HEARTBEAT_SECONDS and recorded(tmp_path).process == os.getpid()
     assert "belonged to process 12 on node7" in caplog.text
     mine.release()
 
 
 def test_owner_elsewhere_that_lets_go_is_replaced_then(tmp_path):
     left_by(tmp_path, **ELSEWHERE)
-    mine = own(tmp_path, lambda now: (tmp_path / NAME).unlink(missing_ok=True) if now == BEAT else None)
-    assert mine.waited == BEAT
+    mine = own(tmp_path, lambda now: (tmp_path / OWNER_FILE).unlink(missing_ok=True) if now == HEARTBEAT_SECONDS else None)
+    assert mine.waited == HEARTBEAT_SECONDS
     mine.release()
 
 
@@ -207,7 +207,7 @@ def test_of_two_who_wait_one_takes_over(tmp_path):
     first = []
 
     def other(now):
-        if now == GONE:
+        if now == TAKEOVER_SECONDS:
             first.append(own(tmp_path))
 
     with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
@@ -219,34 +219,34 @@ def test_of_two_who_wait_one_takes_over(tmp_path):
 def test_owner_that_slept_through_a_takeover_finds_it(tmp_path):
     mine = own(tmp_path)
     text = json.dumps(dataclasses.asdict(dataclasses.replace(recorded(tmp_path), token="another", **ELSEWHERE)))
-    (tmp_path / NAME).write_text(text)
+    (tmp_path / OWNER_FILE).write_text(text)
     mine.beat()
     with pytest.raises(CheckpointError, match="no longer belongs to this run, but to process 12 on node7"):
         mine.check()
     mine.release()
-    assert (tmp_path / NAME).read_text() == text
+    assert (tmp_path / OWNER_FILE).read_text() == text
 
 
 def test_heartbeat_counts_up_in_place(tmp_path):
     mine = own(tmp_path)
-    before = (tmp_path / NAME).stat().st_ino
+    before = (tmp_path / OWNER_FILE).stat().st_ino
     mine.beat()
     mine.beat()
-    assert recorded(tmp_path).beat == 2 and (tmp_path / NAME).stat().st_ino == before
+    assert recorded(tmp_path).beat == 2 and (tmp_path / OWNER_FILE).stat().st_ino == before
     mine.check()
     mine.release()
 
 
 @pytest.mark.parametrize("text", [b"x", b"{}", b"[" * 3000, b'{"host": 1}', b"\xff\0"])
 def test_file_that_cannot_be_read_is_watched_like_one_of_another_machine(text, tmp_path):
-    (tmp_path / NAME).write_bytes(text)
+    (tmp_path / OWNER_FILE).write_bytes(text)
     mine = own(tmp_path)
-    assert mine.waited >= GONE
+    assert mine.waited >= TAKEOVER_SECONDS
     mine.release()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_file_that_is_none_is_an_error(make, tmp_path):
-    make(tmp_path / NAME)
-    with pytest.raises(CheckpointError, match=rf"the file {tmp_path}/{NAME} cannot be written: "):
+    make(tmp_path / OWNER_FILE)
+    with pytest.raises(CheckpointError, match=rf"the file {tmp_path}/{OWNER_FILE} cannot be written: "):
         own(tmp_path)

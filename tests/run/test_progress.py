@@ -53,7 +53,7 @@ def test_a_terminal_shows_a_bar(console, monkeypatch):
     now[0] += 10.0
     shown.update(20, 1, {"loss": 0.12345, "accuracy": 0.5}, 640)
     assert not shown.due()  # redrawn a few times per second, not at every step
-    now[0] += progress.REFRESH
+    now[0] += progress.REFRESH_SECONDS
     assert shown.due()
     shown.say("step 20: eval_loss 0.5")
     shown.close()

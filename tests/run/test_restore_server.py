@@ -14,8 +14,8 @@ from small import host, labelled, same
 
 import spmd
 from spmd.errors import CheckpointError, DataError
-from spmd.run.checkpoint import Checkpoint, Store
-from spmd.run.reshard_checkpoint import Plain, Repacking, spread_over
+from spmd.run.checkpoint import Checkpoint, CheckpointStore
+from spmd.run.reshard_checkpoint import Repacking, Unpacked, sharded_over_devices
 from spmd.tree import abstract, describe, flatten
 from spmd.wire.param_server.packing import Storage
 
@@ -46,7 +46,7 @@ def any_bits(seed=0):
 LIKE = abstract(any_bits())
 TWO = {"kernel": jax.ShapeDtypeStruct((5, 7), "float32"), "bias": jax.ShapeDtypeStruct((7,), "bfloat16")}
 PACKINGS = {
-    "plain": Plain(LIKE),
+    "plain": Unpacked(LIKE),
     "sliced, 8": Storage(LIKE, "sliced", 8, 8),
     "sliced, 5 of 8": Storage(LIKE, "sliced", 8, 5),
     "sliced, 2": Storage(LIKE, "sliced", 2, 2),
@@ -74,7 +74,7 @@ def packer(placement, positions, servers):
 
 def packed(packing, tree):
     """On one device, as whole numbers: to the bit what is stored."""
-    if isinstance(packing, Plain):
+    if isinstance(packing, Unpacked):
         return tree
     moved = packer(packing.placement, packing.positions, packing.servers)(jax.tree.map(lambda x: x.view(FLOATS[str(x.dtype)]), tree))
     return jax.tree.map(lambda x, leaf: np.asarray(x).view(leaf.dtype), moved, jax.eval_shape(packing.pack, LIKE))
@@ -151,8 +151,8 @@ def test_any_chain_of_an_optimizer_is_moved(kind):
 def test_nothing_is_read_whole_that_can_be_cut():
     shapes = {(8, 5): (1, 5), (4, 6): (1, 3), (2, 3, 12): (1, 3, 3), (3, 5): (3, 5), (): (), (5, 16): (5, 2)}
     for mesh in (mesh_of(), spmd.make_mesh("data=4,model=2")):
-        assert {shape: spread_over(shape, mesh).shard_shape(shape) for shape in shapes} == shapes
-        array = jax.device_put(np.arange(24).reshape(4, 6), spread_over((4, 6), mesh))
+        assert {shape: sharded_over_devices(shape, mesh).shard_shape(shape) for shape in shapes} == shapes
+        array = jax.device_put(np.arange(24).reshape(4, 6), sharded_over_devices((4, 6), mesh))
         assert len(array.devices()) == 8 and np.array_equal(array, np.arange(24).reshape(4, 6))
 
 
@@ -200,13 +200,13 @@ def filled(found):
 
 def saved(found, state, path, storage=None):
     """`state` in a checkpoint, as `fit` writes it."""
-    store = Store(Checkpoint(path))
+    store = CheckpointStore(Checkpoint(path))
     store.save(state, 3, {"storage": storage or found.packing, "layout": found.layout.to_toml()}, {})
     store.close()
 
 
 def restored(found, path):
-    store = Store(Checkpoint(path))
+    store = CheckpointStore(Checkpoint(path))
     try:
         return found.load(store, 3)
     finally:

@@ -17,7 +17,7 @@ from spmd.distributed import watchdog
 from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import CallbackError, CheckpointError, DivergedError
 from spmd.run import checkpoint, device_snapshot
-from spmd.run.checkpoint import Store
+from spmd.run.checkpoint import CheckpointStore
 from spmd.run.evaluate_and_save import Evaluator
 from spmd.run.step_metrics import StepMetrics
 from spmd.train.state import State
@@ -28,13 +28,13 @@ COPIED, WAITED_FOR = True, False
 @pytest.fixture
 def threads(monkeypatch):
     """The names of the threads that hand a state to Orbax."""
-    found, write = [], Store._write
+    found, write = [], CheckpointStore._write
 
     def noted(self, *given):
         found.append(threading.current_thread().name)
         return write(self, *given)
 
-    monkeypatch.setattr(Store, "_write", noted)
+    monkeypatch.setattr(CheckpointStore, "_write", noted)
     return found
 
 
@@ -42,14 +42,14 @@ def threads(monkeypatch):
 def test_what_is_saved_is_the_state_of_that_step(room, tmp_path, threads, monkeypatch):
     """Steps donate the state that is being saved; each checkpoint is that of its own step whoever hands it over."""
     if not room:
-        monkeypatch.setattr(checkpoint, "has_room_for", lambda state: False)
+        monkeypatch.setattr(checkpoint, "fits_on_devices", lambda state: False)
     seen = {}
     whole = fit(
         epochs=3,
         checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100),
         callbacks=[spmd.callbacks.Each(lambda info: seen.update({info.step: jax.device_get(info.state.params)}), every=1)],
     )
-    store = Store(spmd.Checkpoint(tmp_path, keep=100))
+    store = CheckpointStore(spmd.Checkpoint(tmp_path, keep=100))
     assert store.steps() == list(range(1, int(whole.state.step) + 1))
     for step in store.steps():
         state, _ = store.restore(step, whole.trainer.abstract_state)
@@ -62,7 +62,7 @@ def test_what_is_saved_is_the_state_of_that_step(room, tmp_path, threads, monkey
 
 def test_a_thread_that_fails_is_told_with_the_next_save(tmp_path, monkeypatch):
     """And again at the end; training does not go on as if there were a checkpoint."""
-    monkeypatch.setattr(Store, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(CheckpointStore, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(CheckpointError, match=r"could not be written to .*: OSError: no space left"):
         fit(steps=5, checkpoint=spmd.Checkpoint(tmp_path, every=2))
     assert not [entry for entry in (tmp_path / "checkpoints").iterdir()]
@@ -71,7 +71,7 @@ def test_a_thread_that_fails_is_told_with_the_next_save(tmp_path, monkeypatch):
 
 def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypatch):
     """The disk is fine again: what is told is the failure, and what there is, is saved."""
-    write, calls = Store._write, []
+    write, calls = CheckpointStore._write, []
 
     def once(self, *given):
         calls.append(None)
@@ -79,7 +79,7 @@ def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypat
             raise OSError("a hiccup")
         return write(self, *given)
 
-    monkeypatch.setattr(Store, "_write", once)
+    monkeypatch.setattr(CheckpointStore, "_write", once)
     with pytest.raises(CheckpointError, match="OSError: a hiccup") as raised:
         fit(steps=8, epochs=None, checkpoint=spmd.Checkpoint(tmp_path, every=2))
     assert raised.value.__notes__ == [f"spmd: the state after step 4 was saved in {tmp_path}."]
@@ -89,14 +89,14 @@ def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypat
 def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch):
     """A copy lifts the peak that is asked for: one answer, the first, holds for all saves."""
     asked = []
-    monkeypatch.setattr(checkpoint, "has_room_for", lambda state: not asked.append(None) and len(asked) == 1)
+    monkeypatch.setattr(checkpoint, "fits_on_devices", lambda state: not asked.append(None) and len(asked) == 1)
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2))
     assert len(asked) == 1 and len(threads) == 3 and all(name.startswith("spmd save") for name in threads)
 
 
 def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
     """From the second save on: the first finds out whether there is room. What the guard sees the host wait for is the step, no save."""
-    told, read, copy = [], StepMetrics.read_oldest, device_snapshot.Copier.__call__
+    told, read, copy = [], StepMetrics.read_oldest, device_snapshot.StateCopier.__call__
 
     def noted(self):
         told.append(("read", self._unread[0][0], self._control.watchdog.phase))
@@ -106,7 +106,7 @@ def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
     guarded = watchdog.ClusterWatchdog(0, 1, StallTimeouts(), print)
     monkeypatch.setattr(watchdog, "_current", guarded)
     monkeypatch.setattr(StepMetrics, "read_oldest", noted)
-    monkeypatch.setattr(device_snapshot.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
+    monkeypatch.setattr(device_snapshot.StateCopier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.Each(lambda info: info.state, every=2)])
     seen = [entry if entry == "copy" else entry[:2] for entry in told]
     assert seen == [*[("read", 1), ("read", 2), "copy"], *[("read", 3), "copy", ("read", 4)], *[("read", 5), "copy", ("read", 6)]]
@@ -114,9 +114,9 @@ def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
 
 
 def test_devices_copy_after_an_evaluation_which_may_want_the_room(tmp_path, monkeypatch):
-    told, measure, copy = [], Evaluator.evaluate, device_snapshot.Copier.__call__
+    told, measure, copy = [], Evaluator.evaluate, device_snapshot.StateCopier.__call__
     monkeypatch.setattr(Evaluator, "evaluate", lambda self: told.append("evaluation") or measure(self))
-    monkeypatch.setattr(device_snapshot.Copier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
+    monkeypatch.setattr(device_snapshot.StateCopier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
     fit(steps=4, checkpoint=spmd.Checkpoint(tmp_path, every=2), eval_data=numbers(8), eval_every=2)
     assert told[:4] == ["evaluation", "copy", "evaluation", "copy"]
 
@@ -137,7 +137,7 @@ def test_a_copy_that_nobody_saves_is_dropped(error, tmp_path):
     each.exact = True
     with pytest.raises(CallbackError if error is ValueError else error, match="no more"):
         fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[each])
-    store, like = Store(spmd.Checkpoint(tmp_path)), fit(steps=1).trainer.abstract_state
+    store, like = CheckpointStore(spmd.Checkpoint(tmp_path)), fit(steps=1).trainer.abstract_state
     assert store.steps() == ([2] if error is DivergedError else [2, 4])
     assert all(same(store.restore(step, like)[0].params, seen[step]) for step in store.steps())
     store.close()
@@ -146,7 +146,7 @@ def test_a_copy_that_nobody_saves_is_dropped(error, tmp_path):
 
 def test_what_has_diverged_is_not_saved_because_a_save_has_failed(tmp_path, monkeypatch):
     """The copy is begun before anybody has looked at the step; what the save before came to is told after that."""
-    monkeypatch.setattr(Store, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("a hiccup")))
+    monkeypatch.setattr(CheckpointStore, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("a hiccup")))
     data = numbers(256)
     data["x"][96:128] = np.nan  # what the fourth step reads
     with pytest.raises(DivergedError, match=r"step 4: .* There is no checkpoint"):
@@ -158,7 +158,7 @@ def test_only_the_copy_that_is_saved_is_written(tmp_path):
     """Copies that nobody saves give way to the next."""
     run = fit(steps=1)
     states = {step: dataclasses.replace(run.state, params={"w": run.state.params["w"] + step}) for step in range(1, 6)}
-    store = Store(spmd.Checkpoint(tmp_path))
+    store = CheckpointStore(spmd.Checkpoint(tmp_path))
     for step in (1, 2, 4):
         store.copy(states[step - (step > 1)], step - (step > 1))
         store.copy(states[step], step)
@@ -166,7 +166,7 @@ def test_only_the_copy_that_is_saved_is_written(tmp_path):
     store.copy(states[5], 5)
     assert store.latest() == 4 and store.steps() == [2, 4]
     store.close()
-    again = Store(spmd.Checkpoint(tmp_path))
+    again = CheckpointStore(spmd.Checkpoint(tmp_path))
     assert again.steps() == [2, 4]
     assert all(same(again.restore(step, run.trainer.abstract_state)[0], states[step]) for step in (2, 4))
     again.close()
@@ -175,7 +175,7 @@ def test_only_the_copy_that_is_saved_is_written(tmp_path):
 def test_nobody_holds_a_copy_while_the_disk_is_written(tmp_path, monkeypatch):
     """Orbax has the bytes in the host's memory by then. On CPU devices the memory is kept for the next copy."""
     writing, go, held = threading.Event(), threading.Event(), []
-    call, sealed = device_snapshot.Copier.__call__, checkpoint.seal
+    call, sealed = device_snapshot.StateCopier.__call__, checkpoint.write_manifest
 
     def copied(self, state):
         self._stay = False  # as on a GPU
@@ -188,9 +188,9 @@ def test_nobody_holds_a_copy_while_the_disk_is_written(tmp_path, monkeypatch):
         go.wait(120)
         sealed(folder)
 
-    monkeypatch.setattr(device_snapshot.Copier, "__call__", copied)
-    monkeypatch.setattr(checkpoint, "seal", slow)
-    state, store = fit(steps=1).state, Store(spmd.Checkpoint(tmp_path))
+    monkeypatch.setattr(device_snapshot.StateCopier, "__call__", copied)
+    monkeypatch.setattr(checkpoint, "write_manifest", slow)
+    state, store = fit(steps=1).state, CheckpointStore(spmd.Checkpoint(tmp_path))
     store.save(state, 1, {}, {})
     assert writing.wait(120)
     until = time.monotonic() + 60
@@ -206,7 +206,7 @@ def test_a_copy_that_was_interrupted_is_made_anew(monkeypatch):
     """It may have donated what it was to take the place of."""
     state = lambda step, weights: State(jax.numpy.int32(step), {"w": jax.numpy.asarray(weights)}, {}, {}, {}, (), {})
     three, four = state(3, np.arange(4.0)), state(4, np.ones(4))
-    copier = device_snapshot.Copier(three)
+    copier = device_snapshot.StateCopier(three)
     first = jax.device_get(copier(three))
     whole = copier._copy
 
@@ -241,7 +241,7 @@ class Array:
 
 def test_a_copy_is_made_where_each_device_has_room_for_it_beside_all_that_it_ever_held():
     wide, narrow = Device(bytes_limit=1000, peak_bytes_in_use=100), Device(bytes_limit=1000, peak_bytes_in_use=700)
-    room = lambda *arrays: device_snapshot.has_room_for(dict(enumerate(arrays)))
+    room = lambda *arrays: device_snapshot.fits_on_devices(dict(enumerate(arrays)))
     assert room(Array([wide, narrow], 200), Array([wide], 500))
     assert not room(Array([wide, narrow], 200), Array([wide], 600))  # 1.2 * 800 of 900
     assert not room(Array([wide, narrow], 260))  # 1.2 * 260 of 300

@@ -11,7 +11,7 @@ from small import Fail, fit, linear, same
 import spmd
 from spmd.errors import CheckpointError
 from spmd.run import checkpoint
-from spmd.run.checkpoint import Store
+from spmd.run.checkpoint import CheckpointStore
 
 
 def trainer():
@@ -23,15 +23,15 @@ def half_written(folder, monkeypatch):
     """A run with a checkpoint of step 2, and one of step 3 that is begun and not finished before the block ends."""
     state = fit(steps=2, checkpoint=folder).state
     later = fit(steps=3).state
-    begun, finish, seal = threading.Event(), threading.Event(), checkpoint.seal
+    begun, finish, write_manifest = threading.Event(), threading.Event(), checkpoint.write_manifest
 
     def slow(place):
         begun.set()
         finish.wait(60)
-        seal(place)
+        write_manifest(place)
 
-    monkeypatch.setattr(checkpoint, "seal", slow)
-    store = Store(spmd.Checkpoint(folder))
+    monkeypatch.setattr(checkpoint, "write_manifest", slow)
+    store = CheckpointStore(spmd.Checkpoint(folder))
     store.save(later, 3, {"layout": spmd.Layout.load("data_parallel").to_toml()}, {})
     try:
         assert begun.wait(60)
@@ -74,7 +74,7 @@ def test_fit_inside_a_fit_on_the_same_folder_is_refused(tmp_path):
 
 def test_fit_interrupted_while_it_saves_lets_go_of_the_folder(tmp_path, monkeypatch):
     """The second Ctrl-C, while what there is after the first is written. The traceback keeps the run alive, as in a notebook."""
-    monkeypatch.setattr(Store, "wait", lambda store: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(CheckpointStore, "wait", lambda store: (_ for _ in ()).throw(KeyboardInterrupt))
     kept = []
     try:
         fit(checkpoint=tmp_path, callbacks=[Fail("on_step", 1, RuntimeError("mine"))])

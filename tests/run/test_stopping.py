@@ -13,7 +13,7 @@ from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
 
 import spmd
 from spmd.errors import CallbackError
-from spmd.run.checkpoint import Store
+from spmd.run.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.optimized  # processes of their own compile as users do
 
@@ -70,7 +70,7 @@ def test_a_state_that_cannot_be_saved_is_told_beside_the_error(tmp_path, monkeyp
     def full(self, *given):
         raise OSError("no space left")
 
-    monkeypatch.setattr(Store, "save", full)
+    monkeypatch.setattr(CheckpointStore, "save", full)
     error = RuntimeError("mine")
     with pytest.raises(CallbackError) as raised:
         fit(checkpoint=tmp_path, callbacks=[Fail("on_step", 1, error)])

@@ -13,7 +13,7 @@ from swept import sweep
 import spmd
 from spmd.errors import CheckpointError
 from spmd.run import owner
-from spmd.run.owner import NAME
+from spmd.run.owner import OWNER_FILE
 from spmd.sweeps.storage import Shelf, owned
 
 HISTORY = np.random.default_rng(0).normal(size=(2, 3, 2, 1)).astype(np.float32)
@@ -62,11 +62,11 @@ def test_a_changed_byte_of_what_a_sweep_was_is_refused(tmp_path):
 def test_second_sweep_on_a_folder_is_refused_and_writes_nothing(resume, tmp_path):
     """As it is where another process has begun one: the file names that process, which lives."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process, owned(tmp_path):
-        file, other = tmp_path / NAME, {"process": process.pid, "born": owner._born(process.pid), "token": "another"}
+        file, other = tmp_path / OWNER_FILE, {"process": process.pid, "born": owner._born(process.pid), "token": "another"}
         file.write_text(json.dumps(json.loads(file.read_text()) | other))
         with pytest.raises(CheckpointError, match=rf"belongs to another run: process {process.pid} on "):
             sweep(trials=2, checkpoint=tmp_path, resume=resume)
-        assert [path.name for path in tmp_path.iterdir()] == [NAME]
+        assert [path.name for path in tmp_path.iterdir()] == [OWNER_FILE]
         process.kill()
 
 
@@ -74,14 +74,14 @@ def test_sweep_lets_go_of_its_folder_whatever_ends_it(tmp_path, monkeypatch):
     monkeypatch.setattr(Shelf, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         sweep(trials=2, checkpoint=tmp_path)
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / OWNER_FILE).exists()
 
 
 def test_sweep_that_was_taken_over_writes_no_result(tmp_path):
     with owned(tmp_path) as mine:
         shelf = Shelf(tmp_path, {"trials": "2"}, resume=False, owner=mine)
         shelf.place(0, 0).mkdir(parents=True)
-        file = tmp_path / NAME
+        file = tmp_path / OWNER_FILE
         file.write_text(json.dumps(json.loads(file.read_text()) | {"token": "another"}))
         with pytest.raises(CheckpointError, match="no longer belongs to this run"):
             shelf.finish(0, 0, HISTORY, EVALUATIONS)

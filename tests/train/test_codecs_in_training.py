@@ -11,8 +11,8 @@ from flax import nnx
 
 import spmd
 from spmd.errors import CheckpointError
-from spmd.run.checkpoint import Checkpoint, Store
-from spmd.run.restore_comm_state import resplit
+from spmd.run.checkpoint import Checkpoint, CheckpointStore
+from spmd.run.restore_comm_state import resplit_residuals
 from spmd.tree import flatten
 from spmd.wire.codec.int8 import Int8
 
@@ -353,7 +353,7 @@ def test_residuals_for_another_number_of_workers_keep_their_mean(before, now):
     mesh = spmd.make_mesh("data=2", devices=jax.devices()[:2])
     at = jax.NamedSharding(mesh, jax.P())
     residual = jax.device_put(np.random.default_rng(0).normal(size=(before, 3, 5)).astype(np.float32), at)
-    found = resplit(residual, jax.ShapeDtypeStruct((now, 3, 5), jnp.float32, sharding=at))
+    found = resplit_residuals(residual, jax.ShapeDtypeStruct((now, 3, 5), jnp.float32, sharding=at))
     assert found.shape == (now, 3, 5)
     np.testing.assert_allclose(np.asarray(found).mean(0), np.asarray(residual).mean(0), atol=1e-6)
     if now < before and before % now == 0:
@@ -364,7 +364,7 @@ def test_a_run_goes_on_over_fewer_workers_with_its_residuals(tmp_path):
     chosen = layout("int8", error_feedback=True)
     first = fit(chosen, tmp_path, steps=3)
     trainer = trainer_of(chosen, "data=4", optimizer=optax.sgd(0.2, momentum=0.9))
-    store = Store(Checkpoint(tmp_path))
+    store = CheckpointStore(Checkpoint(tmp_path))
     state, told = trainer.load(store, 3)
     store.close()
     assert told == ["residuals of other workers, split over 4"]
@@ -388,7 +388,7 @@ def test_a_run_goes_on_over_fewer_workers_with_its_residuals(tmp_path):
 def test_another_codec_on_resume_is_told(then, now, told, tmp_path):
     fit(layout(then[0], error_feedback=then[1]), tmp_path, steps=2)
     chosen = layout(now[0], error_feedback=now[1])
-    store = Store(Checkpoint(tmp_path))
+    store = CheckpointStore(Checkpoint(tmp_path))
     state, found = trainer_of(chosen, optimizer=optax.sgd(0.2, momentum=0.9)).load(store, 2)
     store.close()
     assert found == told
@@ -400,7 +400,7 @@ def test_a_rule_that_changes_leaves_the_other_residuals_alone(tmp_path):
     first = fit(layout("int8", error_feedback=True), tmp_path, steps=2)
     chosen = layout("int8", error_feedback=True, rules=(spmd.GradientRule("out/kernel", "exact"),))
     trainer = trainer_of(chosen, optimizer=optax.sgd(0.2, momentum=0.9))
-    store = Store(Checkpoint(tmp_path))
+    store = CheckpointStore(Checkpoint(tmp_path))
     state, told = trainer.load(store, 2)
     store.close()
     assert told == ["1 residuals are left behind"]
