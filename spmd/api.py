@@ -20,7 +20,7 @@ from spmd.distributed.consistency import check_consistency, program_facts
 from spmd.distributed.initialize import join, shrink_factor, was_restarted
 from spmd.distributed.records import report_to_launcher
 from spmd.distributed.watchdog import TERMINATED, current
-from spmd.errors import CheckpointError, OptionError, check_whole, did_you_mean
+from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout, spec_text
 from spmd.layout.server import ParameterServer
@@ -289,7 +289,7 @@ def _schedule(epochs: int | None, steps: int | None, eval_every: int | None, log
         ("prefetch", prefetch, 0),
     ):
         if value is not None:
-            check_whole(value, name, least)
+            check_integer(value, name, least)
     return RunSchedule(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
 
 

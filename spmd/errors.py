@@ -216,25 +216,25 @@ class _Short(reprlib.Repr):
         return super().repr1(x, level)
 
 
-def brief(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value of the user's, as an error shows it: never more than a line.
 
-    >>> brief("fdsp"), brief(list(range(100))), brief(len)
+    >>> short_repr("fdsp"), short_repr(list(range(100))), short_repr(len)
     ("'fdsp'", '[0, 1, 2, 3, 4, 5, 6, 7, ...]', 'len')
     """
     return _clipped(re.sub(r" at 0x[0-9a-f]+", "", " ".join(_Short().repr(value).split("\n"))), VALUE)
 
 
-def check_whole(value: Any, name: str, least: int = 1) -> None:
+def check_integer(value: Any, name: str, least: int = 1) -> None:
     """Refuse what is no whole number from `least` on."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise OptionError(f"{name}={brief(value)}: a whole number from {least}.")
+        raise OptionError(f"{name}={short_repr(value)}: a whole number from {least}.")
 
 
-def listed(names: Iterable[str], most: int = 8) -> str:
+def join_names(names: Iterable[str], most: int = 8) -> str:
     """Names one after the other; of many, the first and how many there are.
 
-    >>> listed(["a", "b"]), listed(map(str, range(100)), most=3)
+    >>> join_names(["a", "b"]), join_names(map(str, range(100)), most=3)
     ('a, b', '0, 1, 2, ... (100 in all)')
     """
     names = list(names)
@@ -250,7 +250,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}".rstrip(": ")
 
 
-def place_of(error: BaseException) -> str:
+def user_line(error: BaseException) -> str:
     """The user's own line that an exception passed last, as a line of an error; "" where there is none."""
     libraries = (os.path.dirname(__file__), *sysconfig.get_paths().values(), sys.base_prefix + f"{os.sep}lib", "<frozen")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
@@ -260,7 +260,7 @@ def place_of(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def naming(who: Callable[[], str]) -> Iterator[None]:
+def raise_callback_errors(who: Callable[[], str]) -> Iterator[None]:
     """Around calls of a user's callback or logger: what it raises comes out as a `CallbackError` that names it."""
     try:
         yield
@@ -271,7 +271,7 @@ def naming(who: Callable[[], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting(error: BaseException, what: str) -> Iterator[None]:
+def note_second_error(error: BaseException, what: str) -> Iterator[None]:
     """In the block, which is there because of `error`, what fails as well becomes a note beside it."""
     try:
         yield
@@ -279,10 +279,10 @@ def noting(error: BaseException, what: str) -> Iterator[None]:
         error.add_note(f"spmd: and {what}: {type(second).__name__}: {second}")
 
 
-def escaped(text: str, most: int = 2000) -> str:
+def printable(text: str, most: int = 2000) -> str:
     r"""What another process said, for a terminal: no control characters, and no more than so many letters.
 
-    >>> escaped("a\x1b[31mred\nline")
+    >>> printable("a\x1b[31mred\nline")
     'a\\x1b[31mred\\nline'
     """
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:most])
@@ -306,10 +306,10 @@ def first_problem(error: SpmdError) -> str:
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def a_kind(value: object) -> str:
+def type_name(value: object) -> str:
     """The type of a value, with its article.
 
-    >>> a_kind(3), a_kind("x"), a_kind(None)
+    >>> type_name(3), type_name("x"), type_name(None)
     ('an int', 'a str', 'None')
     """
     if value is None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from spmd.errors import MeshError, a_kind, brief, did_you_mean
+from spmd.errors import MeshError, did_you_mean, short_repr, type_name
 from spmd.xla import simulate_cpus
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -42,7 +42,7 @@ class MeshSpec:
         elif isinstance(value, Mapping):
             pairs = list(value.items())
         else:
-            raise MeshError(f"mesh={brief(value)} is {a_kind(value)}.", fix='write "data=4,model=2", a dict, or a jax Mesh.')
+            raise MeshError(f"mesh={short_repr(value)} is {type_name(value)}.", fix='write "data=4,model=2", a dict, or a jax Mesh.')
         return MeshSpec(_checked(pairs))
 
     @property

@@ -18,7 +18,7 @@ from spmd.data.prefetch import allow_transfers, prefetch
 from spmd.data.sources import as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import Position, check_participation, epoch_batches
 from spmd.distributed import uneven_batches, watchdog
-from spmd.errors import CheckpointError, DataError, OptionError, brief, check_whole, did_you_mean
+from spmd.errors import CheckpointError, DataError, OptionError, check_integer, did_you_mean, short_repr
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes, summary
@@ -224,7 +224,7 @@ class Trainer:
         if only not in (None, PARAMS):
             raise OptionError(f"only={only!r}.", fix=f"{did_you_mean(str(only), (PARAMS,))}")
         if config is None:
-            raise CheckpointError(f"checkpoint={brief(checkpoint)}: there is no such folder.")
+            raise CheckpointError(f"checkpoint={short_repr(checkpoint)}: there is no such folder.")
         check_run_folder(config.path)
         reader = CheckpointReader(config.path)
         chosen = reader.step(step)
@@ -324,7 +324,7 @@ class Trainer:
                   print(info.step, info.metrics["loss"])
         """
         reader = as_source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.config.seed)
-        check_whole(epochs, "epochs", 0)
+        check_integer(epochs, "epochs", 0)
         program, placer = bind_rows(reader, self.prepare(reader.sample()))
         state = self.init() if state is None else state
         check_alive(state)

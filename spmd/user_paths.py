@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, SpmdError, a_kind, brief
+from spmd.errors import OptionError, SpmdError, short_repr, type_name
 
 
 def as_path(value: Any, name: str) -> Path:
@@ -19,10 +19,10 @@ def as_path(value: Any, name: str) -> Path:
     'digits'
     """
     if not isinstance(value, str | os.PathLike):
-        raise OptionError(f"{name}={brief(value)} is {a_kind(value)}.", fix="a path.")
+        raise OptionError(f"{name}={short_repr(value)} is {type_name(value)}.", fix="a path.")
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError(f"{name}={brief(text)} names nothing that could be on a disk.", fix="a path, such as runs/digits.")
+        raise OptionError(f"{name}={short_repr(text)} names nothing that could be on a disk.", fix="a path, such as runs/digits.")
     return Path(text)
 
 

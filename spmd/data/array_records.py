@@ -10,7 +10,7 @@ from spmd.data.features import Feature, Parser
 from spmd.data.number_parsing import limits
 from spmd.data.record_index import find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError, a_kind, import_extra
+from spmd.errors import DataError, OptionError, import_extra, type_name
 
 LEARNED = 1000  # records, of which one has to be decoded
 
@@ -123,7 +123,7 @@ class Decoder:
         try:
             given = self._function(raw)
             if not isinstance(given, Mapping):
-                return f"decode gives {a_kind(given)}, and a dict of arrays is wanted"
+                return f"decode gives {type_name(given)}, and a dict of arrays is wanted"
             return {str(name): np.asarray(value) for name, value in given.items()}
         except Exception as error:  # whatever a user's function raises, the record is named
             return f"decode raises {type(error).__name__}: {error}"
@@ -205,7 +205,7 @@ def array_record(
             raise OptionError("pad belongs to decode.", fix="spmd.data.padded(...) among the features.")
         return Records(ArrayRecordFiles(find_files(files), Parser(features), skip=skip), reading)
     if not callable(decode):
-        raise OptionError(f"decode is {a_kind(decode)}.", fix="a function from bytes to a dict of arrays.")
+        raise OptionError(f"decode is {type_name(decode)}.", fix="a function from bytes to a dict of arrays.")
     for name, one in (pad or {}).items():
         if not isinstance(one, Feature) or one.fill is None:
             raise OptionError(f'pad: "{name}" is {one!r}.', fix="spmd.data.padded(length, dtype).")

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
-from spmd.errors import DataError, Problem, a_kind, brief, first_line, listed, raise_problems
+from spmd.errors import DataError, Problem, first_line, join_names, raise_problems, short_repr, type_name
 from spmd.layout.check import spec_problems
-from spmd.layout.resolve import owners, pspec, rule_name
+from spmd.layout.resolve import matching_rules, pspec, rule_name
 from spmd.layout.schema import Layout, Spec, spec_axes, spec_text
 from spmd.mesh import MeshSpec
 from spmd.tree import Tree, describe, dtype_of, flatten, map_paths
@@ -96,29 +96,29 @@ def _counted(node: Any) -> str:
     """
     inner, plural = node[0], "s" if len(node) > 1 else ""
     if isinstance(inner, list | tuple) and inner:
-        return f"{a_kind(node)} of {len(node)} {_counted(inner).removeprefix('a ').replace(' ', plural + ' ', 1)}"
-    return f"{a_kind(node)} of {len(node)} {type(inner).__name__}{plural}"
+        return f"{type_name(node)} of {len(node)} {_counted(inner).removeprefix('a ').replace(' ', plural + ' ', 1)}"
+    return f"{type_name(node)} of {len(node)} {type(inner).__name__}{plural}"
 
 
 def check_leaves(tree: Tree, what: str) -> int:
     """The number of rows, the same in every leaf.
 
     Raises:
-      DataError: no leaf, a leaf without rows, or leaves with different numbers of rows; all of them listed.
+      DataError: no leaf, a leaf without rows, or leaves with different numbers of rows; all of them join_names.
     """
     leaves = flatten(tree)
     if not leaves:
-        raise DataError(f"{what} holds no arrays: {brief(tree)}.", fix="a dict or tuple of arrays of shape [rows, ...].")
+        raise DataError(f"{what} holds no arrays: {short_repr(tree)}.", fix="a dict or tuple of arrays of shape [rows, ...].")
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
     lists = {path: _counted(node) for path, node in _lists(tree)} if scalars else {}
     if lists:
-        told = lists.get("") or listed(f"{path} is {it}" for path, it in lists.items())
+        told = lists.get("") or join_names(f"{path} is {it}" for path, it in lists.items())
         raise DataError(f"{what}: {told}, and no array.", fix="numpy.asarray(...), of shape [rows, ...].")
     if scalars:
-        raise DataError(f"{what}: {listed(scalars)} has no dim 0 to cut into rows.", fix="arrays of shape [rows, ...].")
+        raise DataError(f"{what}: {join_names(scalars)} has no dim 0 to cut into rows.", fix="arrays of shape [rows, ...].")
     strange = [f"{path or 'the batch'} {describe(leaf)}" for path, leaf in leaves.items() if dtype_of(leaf).kind in "OSUMmT"]
     if strange:
-        raise DataError(f"{what}: {listed(strange)} cannot go onto a device.", fix="numbers in its place, or leave it out.")
+        raise DataError(f"{what}: {join_names(strange)} cannot go onto a device.", fix="numbers in its place, or leave it out.")
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
         problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."]) for path, size in sizes.items()]
@@ -137,7 +137,7 @@ def check_matches(tree: Tree, sample: Tree, what: str) -> None:
       DataError: what differs; the step is compiled for one kind of batch.
     """
     if jax.tree.structure(tree) != jax.tree.structure(sample):
-        raise DataError(f"{what} holds {listed(flatten(tree))}; the first one held {listed(flatten(sample))}.")
+        raise DataError(f"{what} holds {join_names(flatten(tree))}; the first one held {join_names(flatten(sample))}.")
     for leaf, first in zip(jax.tree.leaves(tree), jax.tree.leaves(sample), strict=True):
         if np.shape(leaf)[1:] != first.shape[1:] or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype:
             raise DataError(
@@ -191,7 +191,7 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
             )
         )
     for path, leaf in flatten(tree).items():
-        claimed = owners(layout.batch.rules, path)
+        claimed = matching_rules(layout.batch.rules, path)
         if len(claimed) > 1:
             problems.append(Problem(f"{path}   {describe(leaf)}", [f"{len(claimed)} batch rules match this leaf."]))
             continue
@@ -208,7 +208,7 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
                 )
             )
     for number, rule in enumerate(layout.batch.rules, 1):
-        if not any(number - 1 in owners(layout.batch.rules, path) for path in flatten(tree)):
+        if not any(number - 1 in matching_rules(layout.batch.rules, path) for path in flatten(tree)):
             problems.append(
                 Problem(
                     f'[[batch.rules]] {rule_name(layout.batch.rules, number - 1)}: path "{rule.path}" matches no leaf of the batch.',

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from spmd.data.records import Batches, RecordBatch, Records, flatten_groups, run_ahead
-from spmd.errors import DataError, OptionError, a_kind
+from spmd.errors import DataError, OptionError, type_name
 
 READ = 1024  # records that are measured together
 
@@ -97,7 +97,7 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
       DataError: a record is longer than all buckets.
     """
     if not isinstance(records, Records):
-        raise OptionError(f"buckets: of {a_kind(records)}.", fix="of records, as spmd.data.tfrecord gives them.")
+        raise OptionError(f"buckets: of {type_name(records)}.", fix="of records, as spmd.data.tfrecord gives them.")
     field = records.fields.get(name)
     if field is None or f"{name}_mask" not in records.fields:
         padded = [one for one in records.fields if f"{one}_mask" in records.fields]

@@ -9,7 +9,7 @@ import numpy as np
 from spmd.data import csv_grammar
 from spmd.data.number_parsing import NUMBERS, holds
 from spmd.data.record_index import compression
-from spmd.errors import DataError, OptionError, a_kind, did_you_mean
+from spmd.errors import DataError, OptionError, did_you_mean, type_name
 
 HEADER = 1 << 16  # bytes that are looked at together for a header
 
@@ -75,7 +75,7 @@ def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
     """
     for what, given in mappings.items():
         if given is not None and not isinstance(given, Mapping):
-            raise OptionError(f"{what}={given!r} is {a_kind(given)}.", fix="a dict, by column.")
+            raise OptionError(f"{what}={given!r} is {type_name(given)}.", fix="a dict, by column.")
     both = sorted(set(mappings["types"] or ()) & set(mappings["categories"] or ()))
     if both:
         raise OptionError(f"types and categories both name {', '.join(both)}.", fix="categories alone, which are int32.")
@@ -88,7 +88,7 @@ def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
         if given is None or isinstance(given, Mapping):
             continue
         if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(one, str) for one in given):
-            raise OptionError(f"{what}={given!r} is {a_kind(given)}.", fix="a list of names.")
+            raise OptionError(f"{what}={given!r} is {type_name(given)}.", fix="a list of names.")
         if twice := repeated(given):
             raise OptionError(f"{what}: {few(twice)} twice.", fix="each once.")
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd.data.number_parsing import holds, limits
 from spmd.data.records import Field
-from spmd.errors import DataError, OptionError, a_kind
+from spmd.errors import DataError, OptionError, type_name
 
 BYTES, FLOATS, INTEGERS = 1, 2, 3  # the fields of `Feature`
 _HOLDS = {BYTES: "bytes", FLOATS: "floats", INTEGERS: "whole numbers"}
@@ -51,7 +51,7 @@ def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Calla
         raise OptionError(f"fixed({shape!r}, ...): a shape is a tuple of whole numbers.", fix=f"{fix}.")
     made = Feature(tuple(int(size) for size in sizes), _dtype(dtype), default, decode)
     if decode is not None and not callable(decode):
-        raise OptionError(f"fixed(decode={decode!r}) is {a_kind(decode)}.", fix="a function from bytes to an array.")
+        raise OptionError(f"fixed(decode={decode!r}) is {type_name(decode)}.", fix="a function from bytes to an array.")
     if default is not None:
         values = np.asarray(default)
         fits = values.shape in ((), made.shape) and all(holds(made.dtype, value) for value in values.ravel().tolist())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError, a_kind, import_extra
+from spmd.errors import DataError, OptionError, import_extra, type_name
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -87,7 +87,7 @@ def images(
         raise OptionError(f"size={size!r}, channels={channels!r}: a size is (height, width), and channels are 1, 3 or 4.")
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     if not isinstance(folder, str | Path):
-        raise OptionError(f"folder={folder!r} is {a_kind(folder)}.", fix="the path of a folder with a folder for each class.")
+        raise OptionError(f"folder={folder!r} is {type_name(folder)}.", fix="the path of a folder with a folder for each class.")
     if not os.path.isdir(folder):
         raise DataError(f"there is no folder {folder}.", fix="the path of a folder with a folder for each class.")
     entries = list(os.scandir(folder))

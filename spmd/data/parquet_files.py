@@ -12,7 +12,7 @@ import numpy as np
 from spmd.data.number_parsing import holds
 from spmd.data.record_index import find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError, a_kind, did_you_mean, import_extra
+from spmd.errors import DataError, OptionError, did_you_mean, import_extra, type_name
 
 KEPT = 32  # row groups: more than a window has runs
 MISSING, BEYOND = 1, 2  # what may be wrong with a value
@@ -186,5 +186,5 @@ def parquet(
     if columns is not None and (not names or len(set(map(str, names))) < len(names)):
         raise OptionError(f"columns={columns!r}.", fix="a list of names, each once.")
     if defaults is not None and not isinstance(defaults, Mapping):
-        raise OptionError(f"defaults={defaults!r} is {a_kind(defaults)}.", fix="a dict, by column.")
+        raise OptionError(f"defaults={defaults!r} is {type_name(defaults)}.", fix="a dict, by column.")
     return Records(ParquetFiles(find_files(files), columns, defaults or {}), reading)

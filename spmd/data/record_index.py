@@ -17,7 +17,7 @@ import numpy as np
 
 from spmd import checksummed_files
 from spmd.data import data_hash
-from spmd.errors import DataError, OptionError, a_kind
+from spmd.errors import DataError, OptionError, type_name
 from spmd.user_paths import as_path, make_folder
 
 CHUNK = 1 << 24  # bytes of a file that are looked at together
@@ -36,7 +36,7 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     """
     given = [files] if isinstance(files, str | Path) else list(files) if isinstance(files, Iterable) else [None]
     if not all(isinstance(one, str | Path) for one in given):
-        raise OptionError(f"files={files!r} is {a_kind(files)}.", fix='a pattern such as "train-*.csv", or a list of paths.')
+        raise OptionError(f"files={files!r} is {type_name(files)}.", fix='a pattern such as "train-*.csv", or a list of paths.')
     paths: list[str] = []
     for one in given:
         text = str(one)

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from spmd.errors import OptionError, a_kind
+from spmd.errors import OptionError, type_name
 
 BLOCKS = 16  # in a window: so many runs of neighbours are mixed in one
 
@@ -31,7 +31,7 @@ class RecordOrder:
 
     def __post_init__(self):
         if not isinstance(self.shuffle, bool | int) or (not isinstance(self.shuffle, bool) and self.shuffle < 2):
-            raise OptionError(f"shuffle={self.shuffle!r} is {a_kind(self.shuffle)}: True, False, or a window of at least 2 records.")
+            raise OptionError(f"shuffle={self.shuffle!r} is {type_name(self.shuffle)}: True, False, or a window of at least 2 records.")
 
     def epoch(self, number: int) -> np.ndarray:
         """int64[records]: which record comes where. With True it is the order that arrays with this seed have."""

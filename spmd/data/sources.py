@@ -13,7 +13,7 @@ from spmd.data import data_hash
 from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_matches
 from spmd.data.bucketing import Buckets
 from spmd.data.records import Records, warn_skipped
-from spmd.errors import DataError, OptionError, a_kind, brief, check_whole, listed
+from spmd.errors import DataError, OptionError, check_integer, join_names, short_repr, type_name
 from spmd.models.wrap import missing_arguments
 from spmd.tree import Tree, describe, flatten
 
@@ -110,7 +110,7 @@ class IterableSource:
     def _iterate(self) -> Iterator:
         made = self._make()
         if not hasattr(made, "__iter__") and not hasattr(made, "__getitem__"):
-            raise DataError(f"the function that was given as data returned {a_kind(made)}.", fix="an iterator or a list of batches.")
+            raise DataError(f"the function that was given as data returned {type_name(made)}.", fix="an iterator or a list of batches.")
         return iter(made)
 
     def sample(self) -> Tree:
@@ -232,9 +232,9 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
       OptionError: an option that this kind of data cannot follow.
     """
     if data is None or isinstance(data, str):
-        raise DataError(f"data={brief(data)}: give a dict or tuple of arrays, an iterable of batches, or a grain data set.")
+        raise DataError(f"data={short_repr(data)}: give a dict or tuple of arrays, an iterable of batches, or a grain data set.")
     if shuffle is not None and not isinstance(shuffle, bool):
-        raise OptionError(f"shuffle={brief(shuffle)}: True, False, or None (True for arrays).")
+        raise OptionError(f"shuffle={short_repr(shuffle)}: True, False, or None (True for arrays).")
     if not is_arrays(data):
         if isinstance(data, Records) and shuffle not in (None, data.reading.shuffle):
             raise OptionError(
@@ -253,10 +253,10 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
             return _records(data, batch_size, short_ok=short_ok)
         if callable(data) and not hasattr(data, "__iter__") and (missing := missing_arguments(data)):
             raise DataError(
-                f"the function given as data takes arguments: {listed(missing)}.", fix="a function of none: lambda: batches(...)."
+                f"the function given as data takes arguments: {join_names(missing)}.", fix="a function of none: lambda: batches(...)."
             )
         if not hasattr(data, "__iter__") and not callable(data):
-            raise DataError(f"the data is {a_kind(data)}: not arrays, and it cannot be iterated.")
+            raise DataError(f"the data is {type_name(data)}: not arrays, and it cannot be iterated.")
         return IterableSource(data, batch_size)
     arrays = as_arrays(data, "the data")
     examples = check_leaves(arrays, "the data")
@@ -266,7 +266,7 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
         raise DataError(f"the data is empty: {shapes}.", fix="look at what it was read or filtered from.")
     if batch_size is None:
         raise OptionError("batch_size is missing: arrays have to be cut into batches.", fix="such as batch_size=128.")
-    check_whole(batch_size, "batch_size")
+    check_integer(batch_size, "batch_size")
     if examples < batch_size and not short_ok:
         raise DataError(f"the data has {examples} examples, fewer than one batch of {batch_size}.", fix=f"batch_size={examples} or less.")
     return ArraySource(arrays, examples, int(batch_size), shuffle if shuffle is not None else True, seed)

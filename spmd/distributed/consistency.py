@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 
 from spmd.distributed import coordination
-from spmd.errors import ClusterError, RendezvousTimeout, escaped
+from spmd.errors import ClusterError, RendezvousTimeout, printable
 
 MAX_SHOWN = 8  # differences in an error
 EXTRA_SECONDS = 10.0  # the others wait this much longer than process 0, which knows who is missing
@@ -85,7 +85,7 @@ def _verdict(path: str, size: int, facts: Mapping[str, str], timeout: float) -> 
     other_facts = json.loads(zlib.decompress(base64.b64decode(compressed)))
 
     def shown(facts: Mapping[str, str], name: str) -> str:
-        return escaped(facts.get(name, "nothing"), 300)
+        return printable(facts.get(name, "nothing"), 300)
 
     lines = [
         f"\n    {name} is {shown(facts, name)} in process 0, and {shown(other_facts, name)} in process {others[0]}"

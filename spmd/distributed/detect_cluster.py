@@ -10,7 +10,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 
-from spmd.errors import ClusterError, RendezvousTimeout, escaped
+from spmd.errors import ClusterError, RendezvousTimeout, printable
 
 FIRST_PORT, PORTS = 61440, 4096  # the range of default ports; the job's id selects one
 
@@ -197,7 +197,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
         raise ClusterError(
-            f"nvidia-smi -L fails: {escaped(str(output).strip(), 300)}", fix="set CUDA_VISIBLE_DEVICES to the GPUs to use."
+            f"nvidia-smi -L fails: {printable(str(output).strip(), 300)}", fix="set CUDA_VISIBLE_DEVICES to the GPUs to use."
         ) from None
     return [str(number) for number, _ in enumerate(line for line in listed if line.startswith("GPU "))]
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.distributed.detect_cluster import World, free_port, resolve_address
-from spmd.errors import ClusterError, RendezvousTimeout, escaped
+from spmd.errors import ClusterError, RendezvousTimeout, printable
 
 MAX_LINE_BYTES = 65536
 MAX_SILENT = 64  # connections, besides one for each process, that may be open without a message
@@ -196,8 +196,8 @@ class _Server:
             message = json.loads(line)
             proof, nonce = str(message.pop("proof")), str(message.pop("nonce"))
             proved = hmac.compare_digest(proof.encode(), _proof(self.world.token, nonce, message).encode())
-            facts = {escaped(str(name), 100): escaped(str(value), 300) for name, value in message["facts"].items()}
-            info = ProcessInfo(int(message["rank"]), int(message["size"]), escaped(str(message["name"]), 300), facts)
+            facts = {printable(str(name), 100): printable(str(value), 300) for name, value in message["facts"].items()}
+            info = ProcessInfo(int(message["rank"]), int(message["size"]), printable(str(message["name"]), 300), facts)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             proved, info, nonce = False, None, ""
         if info is None or not proved:  # not of this job: it gets no answer, and changes nothing
@@ -249,7 +249,7 @@ def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str
         if answer is not None and "go" in answer:
             return str(answer["go"])
         if answer is not None:
-            raise ClusterError(f"{world}: {escaped(str(answer.get('problem')))}.", fix=FIX)
+            raise ClusterError(f"{world}: {printable(str(answer.get('problem')))}.", fix=FIX)
         time.sleep(min(0.2, max(remaining, 0.0)))
         if time.monotonic() - logged_at >= LOG_SECONDS:
             logged_at = time.monotonic()

@@ -26,7 +26,7 @@ from spmd.distributed import coordination
 from spmd.distributed.records import HEARTBEAT_SECONDS, STALL, WAIT, failure_kind, format_error, report_to_launcher
 from spmd.distributed.stragglers import StragglerMonitor
 from spmd.distributed.timeouts import StallTimeouts
-from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, escaped
+from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, printable
 
 FAILED, USAGE, PEER, STALLED, DISAGREED, TERMINATED = 1, 2, 42, 43, 78, 143  # exit codes; docs/clusters.md has them all
 POLL_SECONDS = 0.25  # between two polls, with up to 500 processes
@@ -281,7 +281,7 @@ class ClusterWatchdog(Watchdog):
             except Exception as error:
                 unreachable_since = unreachable_since or time.monotonic()
                 if time.monotonic() - unreachable_since > EXIT_SECONDS:
-                    self._log(f"process 0, which hosts the coordination service, is gone: {escaped(str(error), 300)}")
+                    self._log(f"process 0, which hosts the coordination service, is gone: {printable(str(error), 300)}")
                     self._exit(PEER, wait=False)
 
     def _check_stall(self) -> None:
@@ -310,8 +310,10 @@ class ClusterWatchdog(Watchdog):
             with self._exiting:  # unless this process is about to exit for its own error
                 self._force_exit_after(2 * EXIT_SECONDS, PEER)
                 for rank, record in sorted(others.items()):
-                    where = f"process {rank} on {escaped(record['host'], 100)}"
-                    self._log(f"{where} failed at step {int(record['step'])} ({escaped(record['phase'], 20)}): {escaped(record['error'])}")
+                    where = f"process {rank} on {printable(record['host'], 100)}"
+                    self._log(
+                        f"{where} failed at step {int(record['step'])} ({printable(record['phase'], 20)}): {printable(record['error'])}"
+                    )
                 self._exit(PEER, wait=False)
         done = sorted(int(key.removeprefix("done/")) for key in messages if key.startswith("done/"))
         if done and self.rank not in done:
@@ -347,7 +349,7 @@ class ClusterWatchdog(Watchdog):
             self._write_failure(text, STALL if code == STALLED and self._in_local_work else WAIT, code)
             now = time.time()
             for rank, beat in sorted((int(rank), json.loads(value)) for rank, value in coordination.read_dir("beat/").items()):
-                where = f"process {rank}: step {beat['step']}, {escaped(str(beat['phase']), 20)}"
+                where = f"process {rank}: step {beat['step']}, {printable(str(beat['phase']), 20)}"
                 age = max(now - beat["at"], 0.0)
                 self._log(f"{where}, last progress {beat['since']:.1f} s before its last heartbeat, {age:.1f} s ago")
             self._publish_failure(text)

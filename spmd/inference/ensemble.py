@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from spmd.data.batches import check_leaves
 from spmd.data.sources import as_source, is_arrays
-from spmd.errors import DataError, EnsembleError, OptionError, a_kind, did_you_mean
+from spmd.errors import DataError, EnsembleError, OptionError, did_you_mean, type_name
 from spmd.inference import uncertainty
 from spmd.inference.forward import check_batch_size, check_inputs, forward_of, in_chunks, joined, whole
 from spmd.inference.loader import ExportedModel, load_exported
@@ -96,7 +96,7 @@ class Ensemble:
         if combine not in COMBINE:
             raise OptionError(f"combine={combine!r}.", fix=f"{did_you_mean(str(combine), COMBINE)}")
         if not isinstance(members, Mapping | Sequence) or isinstance(members, str):
-            raise OptionError(f"members is {a_kind(members)}.", fix="a list of members, or a dict by name.")
+            raise OptionError(f"members is {type_name(members)}.", fix="a list of members, or a dict by name.")
         named = dict(members) if isinstance(members, Mapping) else {str(at): member for at, member in enumerate(members)}
         if not named:
             raise OptionError("an ensemble of no members.", fix="at least one.")
@@ -282,13 +282,13 @@ def _member(name: str, given: Any) -> Net | Callable[[Tree], Any]:
     if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Trainer):
         trainer, state = pair
         if not isinstance(state, State | str | Path | Checkpoint):
-            raise OptionError(f"member {name} is a trainer and {a_kind(state)}.", fix="(trainer, state), or (trainer, folder).")
+            raise OptionError(f"member {name} is a trainer and {type_name(state)}.", fix="(trainer, state), or (trainer, folder).")
         forward = forward_of(trainer, trainer.restore(state) if isinstance(state, str | Path | Checkpoint) else state)
         return Net(name, forward.function, forward.arrays, forward.inputs)
     if callable(given):
         return given
     raise OptionError(
-        f"member {name} is {a_kind(given)}.",
+        f"member {name} is {type_name(given)}.",
         fix=("a Result of fit, an exported model or its folder, (trainer, state), (trainer, a folder of checkpoints), or a function."),
     )
 

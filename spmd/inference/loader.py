@@ -11,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import ExportError, OptionError, a_kind, brief, import_extra
+from spmd.errors import ExportError, OptionError, import_extra, short_repr, type_name
 from spmd.inference.exporter import ABOUT, FORMAT, PROGRAM, WEIGHTS
 from spmd.inference.forward import check_batch_size, check_inputs, in_chunks, joined
 from spmd.inference.weights import Stored, read_arrays
@@ -140,7 +140,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     if why is not None:
         raise ExportError(f"the exported model in {folder} is damaged: {why}.", fix="export it again, or another copy.")
     if device is not None and not isinstance(device, jax.Device):
-        raise OptionError(f"device={device!r} is {a_kind(device)}.", fix="one of jax.devices().")
+        raise OptionError(f"device={device!r} is {type_name(device)}.", fix="one of jax.devices().")
     platform = jax.export.default_export_platform() if device is None else {"gpu": "cuda"}.get(device.platform, device.platform)
     if platform not in about["platforms"]:
         fix = f"export(..., platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
@@ -194,7 +194,7 @@ def _about(place: Path) -> dict[str, Any]:
     if missing:
         raise ExportError(f"the exported model in {place} is damaged: {ABOUT} lacks {', '.join(missing)}.", fix="export it again.")
     if wrong:
-        why = f"{ABOUT}: {wrong[0]} is {brief(about[wrong[0]])}"
+        why = f"{ABOUT}: {wrong[0]} is {short_repr(about[wrong[0]])}"
         raise ExportError(f"the exported model in {place} is damaged: {why}.", fix="export it again, or another copy.")
     if found != FORMAT:
         fix = "the version of spmd that wrote it, or a later one"

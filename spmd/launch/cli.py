@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, place_of
+from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, user_line
 from spmd.launch import data_command, launch_command, plan_command
 from spmd.layout.toml_reader import load, shipped
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _line_of(error: SpmdError) -> str:
     """Where in the user's own files an error began, when it began as another one: the traceback is not shown."""
-    place = place_of(error.__cause__) if error.__cause__ else ""
+    place = user_line(error.__cause__) if error.__cause__ else ""
     return "" if place in str(error) else place
 
 
@@ -177,7 +177,7 @@ def _shapes(model: Any, batch: dict[str, Any] | None) -> tuple[Any, dict[str, tu
     """A model's variables as shapes, and the logical axis names of its parameters."""
     import jax
 
-    from spmd.models.base import abstractly
+    from spmd.models.base import trace_abstractly
     from spmd.models.flax_linen import LinenModel
 
     inputs = _inputs(batch) if isinstance(model, LinenModel) else None
@@ -189,7 +189,7 @@ def _shapes(model: Any, batch: dict[str, Any] | None) -> tuple[Any, dict[str, tu
         return model.init(key, run)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return abstractly(build, "the model", key, inputs), names
+    return trace_abstractly(build, "the model", key, inputs), names
 
 
 def _inputs(batch: dict[str, Any] | None) -> Any:

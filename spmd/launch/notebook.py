@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from spmd.distributed import coordination
-from spmd.errors import OptionError, ProcessError, a_kind, import_extra
+from spmd.errors import OptionError, ProcessError, import_extra, type_name
 from spmd.launch import serialization
 from spmd.launch.ipc import DONE, FAILED, READY, UNSENT
 from spmd.launch.local_launcher import Machine
@@ -185,7 +185,7 @@ class Processes:
           KeyboardInterrupt: all were interrupted, and have ended.
         """
         if not callable(function):
-            raise OptionError(f"run({function!r}) is given {a_kind(function)}.", fix="run(function, argument, ...).")
+            raise OptionError(f"run({function!r}) is given {type_name(function)}.", fix="run(function, argument, ...).")
         call = serialization.packed_call(function, args, options)
         with self._alone():
             self._check()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.distributed.watchdog import DISAGREED, PEER, TERMINATED, USAGE
-from spmd.errors import escaped
+from spmd.errors import printable
 from spmd.launch import failure_cause
 from spmd.launch.failure_cause import ABORTED, ALL
 
@@ -50,7 +50,7 @@ class Attempt:
         own = [(rank, code) for rank, code in ended if code != PEER] or ended
         untold = [_ended(rank, code, self.saved) for rank, code in own[:1] if code < 0 or code == LOST or not told]
         causes = ([] if self.early is None else [self.early[1]]) + [*untold, *told[:1]]
-        return escaped("; consequence: ".join(causes[:2]))
+        return printable("; consequence: ".join(causes[:2]))
 
     @property
     def signature(self) -> tuple[int, str] | None:

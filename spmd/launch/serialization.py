@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.errors import OptionError, ProcessError, a_kind, import_extra
+from spmd.errors import OptionError, ProcessError, import_extra, type_name
 from spmd.tree import describe, path_of
 
 FIX = "arrays, numbers, text, and containers of them; of what spmd.fit returns, its history, its state, or its model."
@@ -172,7 +172,7 @@ def _odd_part(named: Mapping[str, Any], dump: Callable[[Any], Any]) -> str:
             try:
                 dump(part)
             except Exception:
-                return f"{path} ({a_kind(part)})"
+                return f"{path} ({type_name(part)})"
     return next(iter(named))
 
 

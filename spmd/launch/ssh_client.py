@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd.errors import escaped
+from spmd.errors import printable
 from spmd.launch.hostfile import Host
 from spmd.launch.process_group import to_stdout
 
@@ -90,14 +90,14 @@ class Line:
                 elif isinstance(said, dict):
                     self.heard.put(said)
         except (ValueError, TypeError, RecursionError):
-            why = f"what it says is not from spmd: {escaped(line.strip(), 200)}"
+            why = f"what it says is not from spmd: {printable(line.strip(), 200)}"
         finally:
             self.heard.put({"gone": why})
 
     def _complaints(self) -> None:
         for line in self.process.stderr or ():
-            self.last = escaped(line.strip(), 300) or self.last
-            print(f"[{self.host.name}] {escaped(line.rstrip(), 2000)}", file=sys.stderr, flush=True)
+            self.last = printable(line.strip(), 300) or self.last
+            print(f"[{self.host.name}] {printable(line.rstrip(), 2000)}", file=sys.stderr, flush=True)
 
     def _stay(self) -> None:
         while self.process.poll() is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.distributed.watchdog import PEER
-from spmd.errors import OptionError, escaped
+from spmd.errors import OptionError, printable
 from spmd.launch.hostfile import Host
 from spmd.launch.local_launcher import check_script, forwarded
 from spmd.launch.process_group import SETTLE, Signalled
@@ -175,7 +175,7 @@ def _answering(lines: Sequence[Line], group: Signalled, how: Remote, say: Callab
                     raise
                 why = str(error)
         if why:
-            say(f"{line.host.name}: {escaped(why, 300)}")
+            say(f"{line.host.name}: {printable(why, 300)}")
         else:
             found.append(line)
     return found
@@ -185,7 +185,7 @@ def _check(line: Line, how: Remote) -> None:
     """Whether a host can have its processes; and process 0, which any may get that is first at a restart."""
     hello, host = line.hello, line.host
     if "problem" in hello:
-        raise OptionError(f"{host.name}: {escaped(str(hello['problem']), 300)}.", fix=f"{host.name} address=ADDRESS, its own.")
+        raise OptionError(f"{host.name}: {printable(str(hello['problem']), 300)}.", fix=f"{host.name} address=ADDRESS, its own.")
     gpus = _gpus(line, how)
     count = host.processes if host.processes is not None else len(gpus)
     if not count or len(gpus) % count:

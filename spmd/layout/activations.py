@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 
 from spmd.errors import Problem
-from spmd.layout.fixes import except_text, fitting_spec, listed, overlap_fix, path_fix, rule_fix, spec_problems
+from spmd.layout.fixes import except_text, first_names, fitting_spec, overlap_fix, path_fix, rule_fix, spec_problems
 from spmd.layout.match import covering, matches
-from spmd.layout.resolve import owners, rule_name, ways
+from spmd.layout.resolve import matching_rules, num_shards, rule_name
 from spmd.layout.schema import Layout, Spec, entry_axes, keep_axes, spec_axes, spec_text
 from spmd.mesh import MeshSpec
 from spmd.tree import describe
@@ -38,7 +38,7 @@ def activation_spec(own: Spec, data_axes: tuple[str, ...], shape: tuple[int, ...
     (('data', 'model'), None)
     """
     rows = (*data_axes, *(entry_axes(own[0]) if own else ()))
-    while rows and shape[0] % ways((rows,), mesh):
+    while rows and shape[0] % num_shards((rows,), mesh):
         rows = rows[:-1]
     return (rows[0] if len(rows) == 1 else rows or None, *fitting_spec((None, *own[1:]), shape, mesh)[1:])
 
@@ -62,7 +62,7 @@ def output_problems(layout: Layout, mesh: MeshSpec, modules: Sequence[str], outp
       parts: into how many parts the rows are cut, on which the model is called one by one: workers times microbatches.
     """
     rules = layout.activations
-    claims = {path: tuple(owners(rules, path)) for path in modules}
+    claims = {path: tuple(matching_rules(rules, path)) for path in modules}
     for number, rule in enumerate(rules):
         where, found = f'[[activations]] {rule_name(rules, number)}: path "{rule.path}"', matches(rule.path, modules)
         if not modules:
@@ -77,7 +77,7 @@ def output_problems(layout: Layout, mesh: MeshSpec, modules: Sequence[str], outp
         if found and not mine:
             yield Problem(f"{where}, except {', '.join(rule.except_)}", ["leaves no submodule to this rule."], "leave the rule out.")
         if mine and not any(path in outputs for path in mine):
-            why = f"matches {listed(mine)}, which the model never calls as module(x), so nothing is cut."
+            why = f"matches {first_names(mine)}, which the model never calls as module(x), so nothing is cut."
             yield Problem(where, [why], "a pattern for modules that are called.")
     for path in (path for path in modules if len(claims[path]) > 1):
         why = [f'{rule_name(rules, index)} claims it: path "{rules[index].path}"' for index in claims[path]]
@@ -102,7 +102,7 @@ def _misfits(
                 found.setdefault(key, []).append(path)
     for (number, inside, array, shape, spec, counts, why), paths in found.items():
         first = f"{_module(paths[0])}{f', {inside} of what it returns' if inside else ''}   {array}"
-        more = [f"and {len(paths) - 1} more: {listed(paths[1:])}."] if len(paths) > 1 else []
+        more = [f"and {len(paths) - 1} more: {first_names(paths[1:])}."] if len(paths) > 1 else []
         yield Problem(
             f"{first}   [[activations]] {rule_name(rules, number)}: spec {spec_text(rules[number].spec)}",
             [*more, *why],
@@ -149,7 +149,7 @@ def _fix(
     fix = f"spec {fixed}" if alone else rule_fix(rules, number, pattern, fixed)
     sizes = []
     for dim, entry in enumerate(spec) if len(spec) <= len(shape) else ():
-        pieces, size = ways((entry,), mesh), at_once[dim]
+        pieces, size = num_shards((entry,), mesh), at_once[dim]
         if size % pieces:
             near = sorted({max(pieces, size // pieces * pieces), -(-size // pieces) * pieces})
             batch = dim == 0 and shape[0] == rows

@@ -11,9 +11,9 @@ import jax
 from spmd.errors import LayoutError, Problem, closest, raise_problems
 from spmd.layout.activations import data_axis_problems
 from spmd.layout.check_resolved import resolved_problems
-from spmd.layout.fixes import fitting_spec, listed, overlap_fix, path_fix, rule_fix, spec_fix, spec_problems
+from spmd.layout.fixes import first_names, fitting_spec, overlap_fix, path_fix, rule_fix, spec_fix, spec_problems
 from spmd.layout.match import covering, matches
-from spmd.layout.resolve import Names, Resolved, choose, each_name, named_spec, names_text, one_layer, owners, resolve, rule_name
+from spmd.layout.resolve import Names, Resolved, choose, each_name, matching_rules, named_spec, names_text, one_layer, resolve, rule_name
 from spmd.layout.schema import REPLICATED, Entry, Layout, Rule, Spec, entry_axes, keep_axes, spec_axes, spec_text
 from spmd.mesh import MeshSpec, axis_problem
 from spmd.tree import describe
@@ -53,7 +53,7 @@ def fit_layout(
     """
     on = lambda other: fit_layout(layout, all_layers, names, other, stacks)
     all_layers, params = params, one_layer(params, stacks)
-    claims = {path: tuple(owners(layout.params, path)) for path in params}
+    claims = {path: tuple(matching_rules(layout.params, path)) for path in params}
     problems = [*_layout_problems(layout, mesh), *_rule_problems(layout.params, params, mesh), *_codec_problems(layout, params, mesh)]
     problems += _pipeline_problems(layout, stacks, mesh)
     misfits: dict[Misfit, list[str]] = {}
@@ -146,7 +146,7 @@ def _pipeline_problems(layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec
             sizes = [size for size in range(min(stages, count), 0, -1) if count % (size * groups) == 0]
             fix = f"{near} layers" + (f', or mesh axis "{axis}" of size {sizes[0]}' if sizes else "")
             why = f"a stack of {count} layers; {of}; {count} / {parts} leaves {count % parts}."
-            yield Problem(f"[pipeline]   {listed(own)}", [why], f"{fix}.")
+            yield Problem(f"[pipeline]   {first_names(own)}", [why], f"{fix}.")
 
 
 def _rule_problems(rules: tuple[Rule, ...], params: Params, mesh: MeshSpec) -> Iterator[Problem]:
@@ -179,7 +179,7 @@ def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[
             yield Problem(f"{where} matches no parameter.", [], path_fix(rule.path, params))
         yield from _except_problems(where, rule.except_, found)
     for path, leaf in params.items() if len(rules) > 1 else ():
-        claimed = owners(rules, path)
+        claimed = matching_rules(rules, path)
         if len(claimed) > 1:
             why = [f'{rule_name(rules, index)} claims it: path "{rules[index].path}", codec {rules[index].codec}' for index in claimed]
             yield Problem(
@@ -242,7 +242,7 @@ def _told(
 ) -> Problem:
     """One misfit and everything that shares it, in words, with a fix for all of them."""
     where = f"{paths[0]}   {describe(params[paths[0]])}" + (f"   {misfit.chosen_by}" if misfit.chosen_by else "")
-    more = [f"and {len(paths) - 1} more: {listed(paths[1:])}."] if len(paths) > 1 else []
+    more = [f"and {len(paths) - 1} more: {first_names(paths[1:])}."] if len(paths) > 1 else []
     fix, rules, pattern = misfit.fix, layout.params, covering(paths, params)
     if misfit.spec is not None and misfit.fix:  # of logical axis names
         fitted = spec_text(fitting_spec(misfit.spec, misfit.shape, mesh))

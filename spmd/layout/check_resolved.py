@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 
 from spmd.errors import Problem
-from spmd.layout.fixes import listed
+from spmd.layout.fixes import first_names
 from spmd.layout.gradients import GradientRule
-from spmd.layout.resolve import Names, Resolved, each_name, how_it_travels, resolve
-from spmd.layout.schema import entry_axes, mixed, spec_axes, spec_text
+from spmd.layout.resolve import Names, Resolved, codec_rule, each_name, resolve
+from spmd.layout.schema import entry_axes, mixes_data_axes, spec_axes, spec_text
 from spmd.mesh import MeshSpec
 from spmd.tree import describe, format_bytes
 
@@ -40,7 +40,7 @@ def _idle_problems(resolved: Resolved, names: Mapping[str, Names], fits: Callabl
         logical = ", ".join(declared[axis])
         if logical:
             carried = sorted({name for of in names.values() for name in each_name(of)})
-            have = f"they carry {listed(carried)}" if carried else "they carry none"
+            have = f"they carry {first_names(carried)}" if carried else "they carry none"
             lines.append(f'[axes] shards {logical} over "{axis}", and no parameter has such a logical axis name: {have}.')
         fixes = [f"logical axis names ({logical}) on the model's parameters"] if logical else []
         fixes.append(f'[[params]] rules with "{axis}"')
@@ -64,7 +64,7 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
         return
     for place in resolved.placements.values():
         spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
-        chosen = how_it_travels(declared, place.path)
+        chosen = codec_rule(declared, place.path)
         codec, where = chosen.codec, f"{place.path}   {place.dtype}[{', '.join(map(str, place.shape))}]"
         rule = f'[[gradients.rules]]  path = "{place.path}"'
         if isinstance(chosen, GradientRule):
@@ -73,7 +73,7 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
             yield Problem(
                 where, [f"codec {codec} works in float32, which does not hold a gradient of {place.dtype}."], f'{rule}  codec = "exact".'
             )
-        if codec != "exact" and mixed(spec, data):
+        if codec != "exact" and mixes_data_axes(spec, data):
             why = f"a dim is cut over a data axis and another one together, which codec {codec} cannot follow."
             yield Problem(f"{where}   spec {spec_text(spec)}", [why], f'the two axes on two dims, or {rule}  codec = "exact".')
     cut = any(axis in data for place in resolved.placements.values() for axis in (*spec_axes(place.spec), *spec_axes(place.state_spec)))
@@ -96,7 +96,7 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
                 continue
             fix = 'leave the rule out, or [gradients] reduction = "reduce_scatter", which keeps them as rules say.'
             same = [other.path for other in resolved.placements.values() if other.chosen_by == place.chosen_by and other is not place]
-            more = [f"and {len(same)} more: {listed(same)}."] if same else []
+            more = [f"and {len(same)} more: {first_names(same)}."] if same else []
             yield Problem(f"{place.path}   spec {spec_text(place.spec)}   {place.chosen_by}", [*more, why], fix)
     if layout.optimizer.shard:
         yield Problem("[optimizer] shard", ["optimizer state is with the servers."], "leave it out.")

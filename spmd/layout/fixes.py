@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from spmd.layout.match import suggest
-from spmd.layout.resolve import rule_name, ways
+from spmd.layout.resolve import num_shards, rule_name
 from spmd.layout.schema import Rule, Spec, entry_axes, spec_axes, spec_text
 from spmd.mesh import MeshSpec
 
@@ -17,7 +17,7 @@ def spec_problems(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> list[st
         return [f"the spec has {len(spec)} entries, the array has {len(shape)} dim{'s' * (len(shape) != 1)}."]
     lines = []
     for dim, entry in enumerate(spec):
-        pieces = ways((entry,), mesh)
+        pieces = num_shards((entry,), mesh)
         if shape[dim] % pieces:
             axes = entry_axes(entry)
             what = f'mesh axis "{axes[0]}" has' if len(axes) == 1 else f"mesh axes {' and '.join(axes)} together have"
@@ -33,19 +33,23 @@ def fitting_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
     """
     rank = len(shape)
     ends = [spec] if len(spec) <= rank else [spec[:rank], spec[len(spec) - rank :]]
-    whole_or = lambda dim, entry: None if shape[dim] % ways((entry,), mesh) else entry
+    whole_or = lambda dim, entry: None if shape[dim] % num_shards((entry,), mesh) else entry
     return max((tuple(whole_or(dim, entry) for dim, entry in enumerate(end)) for end in ends), key=lambda end: len(spec_axes(end)))
 
 
 def spec_fix(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> tuple[str, str]:
     """A spec near to `spec` that fits, with its arithmetic; and the width that would fit `spec` itself, or ""."""
     fixed = fitting_spec(spec, shape, mesh)
-    sums = [f"{shape[dim]} / {ways((entry,), mesh)} = {shape[dim] // ways((entry,), mesh)}" for dim, entry in enumerate(fixed) if entry]
+    sums = [
+        f"{shape[dim]} / {num_shards((entry,), mesh)} = {shape[dim] // num_shards((entry,), mesh)}"
+        for dim, entry in enumerate(fixed)
+        if entry
+    ]
     text = spec_text(fixed) + (f" ({', '.join(sums)})" if sums else "")
-    bad = [dim for dim, entry in enumerate(spec[: len(shape)]) if shape[dim] % ways((entry,), mesh)]
+    bad = [dim for dim, entry in enumerate(spec[: len(shape)]) if shape[dim] % num_shards((entry,), mesh)]
     if len(spec) > len(shape) or len(bad) != 1:
         return text, ""
-    pieces = ways((spec[bad[0]],), mesh)
+    pieces = num_shards((spec[bad[0]],), mesh)
     return text, f"a width divisible by {pieces}, such as {-(-shape[bad[0]] // pieces) * pieces}"
 
 
@@ -83,13 +87,13 @@ def path_fix(pattern: str, paths: Iterable[str]) -> str:
     near = suggest(pattern, paths)
     if near:
         return f'did you mean "{near[0]}"? It matches {near[1]}.'
-    return f"take the pattern out, or match one of: {listed(paths)}."
+    return f"take the pattern out, or match one of: {first_names(paths)}."
 
 
-def listed(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first names, and how many more there are.
 
-    >>> listed(["a", "b", "c", "d", "e"])
+    >>> first_names(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
     """
     more = len(names) - SHOWN

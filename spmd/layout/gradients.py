@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd.errors import OptionError, a_kind
+from spmd.errors import OptionError, type_name
 from spmd.layout.match import names
 
 Options = tuple[tuple[str, Any], ...]
@@ -127,7 +127,7 @@ def _check(declared: Any, what: str, kinds: Mapping[str, type]) -> None:
     for name, kind in kinds.items():
         value = getattr(declared, name)
         if type(value) is not kind:
-            raise OptionError(f"{what}: {name}={value!r} is {a_kind(value)}; wanted {a_kind(kind())}.")
+            raise OptionError(f"{what}: {name}={value!r} is {type_name(value)}; wanted {type_name(kind())}.")
 
 
 def _pairs(options: Any, what: str, own: tuple[str, ...]) -> Options:
@@ -139,12 +139,12 @@ def _pairs(options: Any, what: str, own: tuple[str, ...]) -> Options:
         if key in own:
             raise OptionError(f"{what}: {key} is no option of a codec.", fix=f"{what}({key}=...), beside the options.")
         if not isinstance(key, str) or type(value) not in (bool, int, float, str):
-            raise OptionError(f"{what}: option {key!r} is {value!r}, {a_kind(value)}.", fix="a number, a word, True or False.")
+            raise OptionError(f"{what}: option {key!r} is {value!r}, {type_name(value)}.", fix="a number, a word, True or False.")
     return pairs
 
 
 @dataclasses.dataclass(frozen=True)
-class Clash:
+class Conflict:
     """Things of `[gradients]` that do not go together: at which key, or in which rule (from 0), why, and a fix."""
 
     key: str
@@ -153,33 +153,33 @@ class Clash:
     rule: int | None = None
 
 
-def gradient_problems(gradients: Gradients) -> list[Clash]:
+def gradient_problems(gradients: Gradients) -> list[Conflict]:
     """What does not go together, whatever the model."""
-    found: list[Clash] = []
+    found: list[Conflict] = []
     named = [(None, gradients.codec, gradients.options), *((n, rule.codec, rule.options) for n, rule in enumerate(gradients.rules))]
     auto = gradients.reduction == "compiler"
     for rule, codec, _ in named if auto else ():
         if codec != "exact":
             why = f'"{codec}" under reduction "compiler": XLA reduces gradients itself, in their own dtype.'
-            found.append(Clash("codec", why, 'reduction = "all_reduce", or "reduce_scatter".', rule))
+            found.append(Conflict("codec", why, 'reduction = "all_reduce", or "reduce_scatter".', rule))
     for rule, codec, options in named:
         if codec in BIASED and not gradients.error_feedback and not gradients.allow_biased:
             why = f"{codec} without error feedback: what is left out is lost for good, and training may not converge."
-            found.append(Clash("codec", why, "[gradients] error_feedback = true, or allow_biased = true to go without.", rule))
+            found.append(Conflict("codec", why, "[gradients] error_feedback = true, or allow_biased = true to go without.", rule))
         if dict(options).get("reduce") == "ring":
             if gradients.error_feedback:
                 why = "a ring rounds on the way, where no worker can keep what was lost for error feedback."
-                found.append(Clash("reduce", why, 'reduce = "one_shot", or error_feedback = false.', rule))
+                found.append(Conflict("reduce", why, 'reduce = "one_shot", or error_feedback = false.', rule))
             if gradients.exact_axes:
-                found.append(Clash("reduce", "a ring goes over all data axes at once, exact_axes or not.", 'reduce = "one_shot".', rule))
+                found.append(Conflict("reduce", "a ring goes over all data axes at once, exact_axes or not.", 'reduce = "one_shot".', rule))
     twice = [axis for axis in dict.fromkeys(gradients.exact_axes) if gradients.exact_axes.count(axis) > 1]
     if twice:
-        found.append(Clash("exact_axes", f"names {', '.join(twice)} more than once.", "each axis once."))
+        found.append(Conflict("exact_axes", f"names {', '.join(twice)} more than once.", "each axis once."))
     unread = ["weights", "diagnostics"] if auto else []
     unread += ["start_step", "exact_axes", "bucket_bytes", "diagnostics"] if not gradients.compressed else []
     unread += ["allow_biased"] if gradients.error_feedback or not any(codec in BIASED for codec in gradients.codecs) else []
     for field in dataclasses.fields(gradients):
         if field.name in unread and getattr(gradients, field.name) != field.default:
             why = "nothing reads it: " + ('under reduction "compiler" XLA reduces gradients itself.' if auto else "no codec here does.")
-            found.append(Clash(field.name, why, 'leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16".'))
+            found.append(Conflict(field.name, why, 'leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16".'))
     return found

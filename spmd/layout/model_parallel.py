@@ -84,7 +84,7 @@ class Experts:
     axis: str | None = None
 
 
-class Clash(NamedTuple):
+class Conflict(NamedTuple):
     """What is wrong with a key of a section, and a fix."""
 
     section: str
@@ -93,26 +93,26 @@ class Clash(NamedTuple):
     fix: str
 
 
-def forward_problems(pipeline: Pipeline, sequence: Sequence) -> list[Clash]:
+def model_parallel_problems(pipeline: Pipeline, sequence: Sequence) -> list[Conflict]:
     """What cannot be, whatever the model and the mesh."""
     found = []
     for key in ("microbatches", "groups", "time_chunk"):
         value: Any = getattr(pipeline, key)
         if value is not None and value < 1:
-            found.append(Clash("pipeline", key, f"{value}.", "a whole number from 1."))
+            found.append(Conflict("pipeline", key, f"{value}.", "a whole number from 1."))
     if pipeline.axis is None and pipeline != Pipeline():
-        found.append(Clash("pipeline", "axis", "there is none, so nothing is cut into stages.", 'such as axis = "stage".'))
+        found.append(Conflict("pipeline", "axis", "there is none, so nothing is cut into stages.", 'such as axis = "stage".'))
     if pipeline.schedule == "circular" and pipeline.groups == 1:
-        found.append(Clash("pipeline", "groups", "1 with a circular schedule is gpipe.", 'groups = 2, or schedule = "gpipe".'))
+        found.append(Conflict("pipeline", "groups", "1 with a circular schedule is gpipe.", 'groups = 2, or schedule = "gpipe".'))
     if pipeline.schedule != "circular" and pipeline.groups > 1:
         why = f"{pipeline.groups}, of which {pipeline.schedule} has one on each stage."
-        found.append(Clash("pipeline", "groups", why, 'leave it out, or schedule = "circular".'))
+        found.append(Conflict("pipeline", "groups", why, 'leave it out, or schedule = "circular".'))
     if pipeline.overlap and pipeline.schedule != "gpipe":
         found.append(
-            Clash(
+            Conflict(
                 "pipeline", "overlap", f"a {pipeline.schedule} schedule hands over in every tick.", 'leave it out, or schedule = "gpipe".'
             )
         )
     if sequence.axis is None and sequence != Sequence():
-        found.append(Clash("sequence", "axis", "there is none, so no sequence is cut.", 'such as axis = "context".'))
+        found.append(Conflict("sequence", "axis", "there is none, so no sequence is cut.", 'such as axis = "context".'))
     return found

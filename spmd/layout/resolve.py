@@ -31,11 +31,11 @@ class Placement:
 
     def bytes_per_device(self, mesh: MeshSpec) -> int:
         """Bytes of this parameter that one device holds."""
-        return self.nbytes // ways(self.spec, mesh)
+        return self.nbytes // num_shards(self.spec, mesh)
 
     def copies(self, mesh: MeshSpec) -> int:
         """How many devices hold each byte: 1 means no replication."""
-        return mesh.size // ways(self.spec, mesh)
+        return mesh.size // num_shards(self.spec, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +70,12 @@ def pspec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*spec)
 
 
-def ways(spec: Spec, mesh: MeshSpec) -> int:
+def num_shards(spec: Spec, mesh: MeshSpec) -> int:
     """Into how many pieces the spec cuts an array."""
     return math.prod(mesh.sizes[axis] for axis in spec_axes(spec))
 
 
-def owners(rules: tuple[Rule, ...] | tuple[GradientRule, ...], path: str) -> list[int]:
+def matching_rules(rules: tuple[Rule, ...] | tuple[GradientRule, ...], path: str) -> list[int]:
     """Indices of the rules that claim `path`."""
     return [
         index
@@ -84,9 +84,9 @@ def owners(rules: tuple[Rule, ...] | tuple[GradientRule, ...], path: str) -> lis
     ]
 
 
-def how_it_travels(gradients: Gradients, path: str) -> Gradients | GradientRule:
+def codec_rule(gradients: Gradients, path: str) -> Gradients | GradientRule:
     """What names the codec of a parameter's gradient and its options: the rule that claims it, or `[gradients]` itself."""
-    claimed = owners(gradients.rules, path)
+    claimed = matching_rules(gradients.rules, path)
     return gradients.rules[claimed[0]] if claimed else gradients
 
 
@@ -117,7 +117,7 @@ def resolve(
     placements = {}
     for path, leaf in params.items():
         spec, chosen_by = choose(layout, path, leaf.shape, names.get(path), mesh)
-        state_spec, shape, size = shard_further(spec, leaf.shape, layout.optimizer.shard, mesh), leaf.shape, nbytes(leaf)
+        state_spec, shape, size = shard_largest_dim(spec, leaf.shape, layout.optimizer.shard, mesh), leaf.shape, nbytes(leaf)
         if path in stacks:
             axis = layout.stage_axis
             spec, state_spec = (axis, *spec), (axis, *state_spec)
@@ -134,7 +134,7 @@ def one_layer(params: Mapping[str, jax.ShapeDtypeStruct], stacks: Mapping[str, i
 
 def choose(layout: Layout, path: str, shape: tuple[int, ...], names: Names | None, mesh: MeshSpec) -> tuple[Spec, str]:
     """The spec of one parameter and what decided it."""
-    claimed = owners(layout.params, path)
+    claimed = matching_rules(layout.params, path)
     if claimed:
         return layout.params[claimed[0]].spec, rule_name(layout.params, claimed[0])
     axes = dict(layout.axes)
@@ -143,7 +143,7 @@ def choose(layout: Layout, path: str, shape: tuple[int, ...], names: Names | Non
     kind, _, axis = layout.default.params.partition(":")
     if kind != "shard":
         return (), f"default {kind}"
-    spec = shard_further((), shape, axis, mesh)
+    spec = shard_largest_dim((), shape, axis, mesh)
     return spec, f"default shard:{axis}" if spec else f"default shard:{axis}, but no dim divides by {mesh.sizes[axis]}"
 
 
@@ -167,10 +167,10 @@ def names_text(names: Names) -> str:
     return ", ".join(" and ".join(entry_axes(entry)) or "-" for entry in names)
 
 
-def shard_further(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh: MeshSpec) -> Spec:
+def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh: MeshSpec) -> Spec:
     """The spec with `axis` added to the largest whole dim it divides; unchanged when there is none, or it is in use.
 
-    >>> shard_further((None, "model"), (512, 64), "data", MeshSpec.parse("data=4,model=2"))
+    >>> shard_largest_dim((None, "model"), (512, 64), "data", MeshSpec.parse("data=4,model=2"))
     ('data', 'model')
     """
     if axis is None or axis in spec_axes(spec):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, a_kind
+from spmd.errors import OptionError, type_name
 from spmd.layout.gradients import Gradients
 from spmd.layout.match import names
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
@@ -127,7 +127,7 @@ class Layout:
         for name in ("batch", "default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts"):
             value, kind = getattr(self, name), type(getattr(Layout, name))
             if not isinstance(value, kind):
-                raise OptionError(f"Layout: {name}={value!r} is {a_kind(value)}.", fix=f"a {kind.__name__}.")
+                raise OptionError(f"Layout: {name}={value!r} is {type_name(value)}.", fix=f"a {kind.__name__}.")
 
     @staticmethod
     def load(source: "str | Path | Layout") -> "Layout":
@@ -180,10 +180,10 @@ def keep_axes(spec: Spec, axes: tuple[str, ...]) -> Spec:
     return tuple(None if not entry else entry[0] if len(entry) == 1 else entry for entry in kept)
 
 
-def mixed(spec: Spec, data_axes: tuple[str, ...]) -> bool:
+def mixes_data_axes(spec: Spec, data_axes: tuple[str, ...]) -> bool:
     """Whether a dim is cut over a data axis and another one together.
 
-    >>> mixed((None, ("data", "model")), ("data",))
+    >>> mixes_data_axes((None, ("data", "model")), ("data",))
     True
     """
     return any(len({axis in data_axes for axis in entry_axes(entry)}) > 1 for entry in spec)

@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.errors import OptionError, a_kind
-from spmd.layout.gradients import Clash, Gradients
-from spmd.layout.timing import LINK, SECONDS, Network, scale_of, times_of
+from spmd.errors import OptionError, type_name
+from spmd.layout.gradients import Conflict, Gradients
+from spmd.layout.timing import LINK, SECONDS, Network, parse_compute_time, parse_staleness_scale
 
 ASYNCHRONOUS, LOCAL = ("asynchronous", "bounded", "softsync"), ("local", "elastic")
 MODES = ("synchronous", *ASYNCHRONOUS, *LOCAL)
@@ -87,8 +87,8 @@ class ParameterServer:
         for field in dataclasses.fields(self):
             value, kinds = getattr(self, field.name), KINDS.get(field.name)
             if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
-                wanted = "a str or a list" if field.name == "compute_time" else a_kind(kinds[0]())
-                raise OptionError(f"ParameterServer: {field.name}={value!r} is {a_kind(value)}; wanted {wanted}.")
+                wanted = "a str or a list" if field.name == "compute_time" else type_name(kinds[0]())
+                raise OptionError(f"ParameterServer: {field.name}={value!r} is {type_name(value)}; wanted {wanted}.")
         object.__setattr__(self, "network", _pairs(self.network))
         if not isinstance(self.compute_time, str):
             object.__setattr__(self, "compute_time", tuple(_number("compute_time", value, SECONDS) for value in self.compute_time))
@@ -187,26 +187,28 @@ OF_MODE = {  # who reads what
 NEEDS = {"bounded": "bound", "softsync": "splits", "local": "every", "elastic": "every"}
 
 
-def server_problems(server: ParameterServer, gradients: Gradients) -> list[Clash]:
+def server_problems(server: ParameterServer, gradients: Gradients) -> list[Conflict]:
     """What of `[parameter_server]` means nothing, or does not go together, whatever the model and the mesh."""
     if gradients.reduction != "parameter_server":
         if server == ParameterServer():
             return []
         why = f'nothing reads it: gradients meet by reduction "{gradients.reduction}".'
-        return [Clash("", why, '[gradients] reduction = "parameter_server", or leave it out.')]
+        return [Conflict("", why, '[gradients] reduction = "parameter_server", or leave it out.')]
     found = [*_number_problems(server), *_text_problems(server)]
     for key, modes in OF_MODE.items():
         default = next(field.default for field in dataclasses.fields(server) if field.name == key)
         if getattr(server, key) != default and server.mode not in modes:
             fix = f"leave it out, or mode = {' or '.join(map(_quoted, modes))}."
-            found.append(Clash(key, f'nothing reads it in mode "{server.mode}".', fix))
+            found.append(Conflict(key, f'nothing reads it in mode "{server.mode}".', fix))
     needed = NEEDS.get(server.mode)
     if needed and getattr(server, needed) is None:
-        found.append(Clash("mode", f'"{server.mode}" needs {needed}.', f"such as  {needed} = {10 if server.local else LEAST[needed] + 1}."))
+        found.append(
+            Conflict("mode", f'"{server.mode}" needs {needed}.', f"such as  {needed} = {10 if server.local else LEAST[needed] + 1}.")
+        )
     if server.delay_decay is not None and not server.delay_compensation:
-        found.append(Clash("delay_decay", "nothing reads it: delay_compensation is 0.", "delay_compensation = 2.0, or leave it out."))
+        found.append(Conflict("delay_decay", "nothing reads it: delay_compensation is 0.", "delay_compensation = 2.0, or leave it out."))
     if server.asynchronous and not isinstance(server.compute_time, str) and 0 in server.compute_time:
-        found.append(Clash("compute_time", "a worker that takes no time leaves none to the others.", "seconds above 0."))
+        found.append(Conflict("compute_time", "a worker that takes no time leaves none to the others.", "seconds above 0."))
     if server.asynchronous:
         return found + _codec_problems(gradients)
     return found + (_local_problems(server, gradients) if server.local else [])
@@ -216,62 +218,62 @@ def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
-def _number_problems(server: ParameterServer) -> list[Clash]:
+def _number_problems(server: ParameterServer) -> list[Conflict]:
     found = []
     for key, kinds in KINDS.items():
         value, least = getattr(server, key), LEAST.get(key, 0)
         if kinds in (NUMBER, NUMBER_OR_NONE) and value is not None and not least <= value < 2**31:
-            found.append(Clash(key, f"{value}.", f"a whole number from {least}." if value < least else "below 2**31."))
+            found.append(Conflict(key, f"{value}.", f"a whole number from {least}." if value < least else "below 2**31."))
     for key in FRACTIONS:
         value, least = getattr(server, key), "above 0" if key == "outer_rate" else "from 0"
         fine = value is None or (math.isfinite(value) and value >= 0 and (value > 0 or key != "outer_rate"))
         if not fine or (key in BELOW_ONE and value is not None and value >= 1):
-            found.append(Clash(key, f"{value}.", f"a number {least}{' to below 1' if key in BELOW_ONE else ''}."))
+            found.append(Conflict(key, f"{value}.", f"a number {least}{' to below 1' if key in BELOW_ONE else ''}."))
     return found
 
 
-def _local_problems(server: ParameterServer, gradients: Gradients) -> list[Clash]:
+def _local_problems(server: ParameterServer, gradients: Gradients) -> list[Conflict]:
     """Meetings that do not fit between each other."""
     found, every, parts = [], server.every or 0, server.fragments
     if every >= 1 and parts >= 1 and every % parts:
         why = f"{every} steps between two meetings, and {parts} fragments that take turns; {every} / {parts} leaves {every % parts}."
-        found.append(Clash("fragments", why, f"every = {-(-every // parts) * parts}."))
+        found.append(Conflict("fragments", why, f"every = {-(-every // parts) * parts}."))
     elif every >= 1 and parts >= 1 and server.overlap >= every // parts:
         why = f"{server.overlap} steps, and the next meeting is {every // parts} steps later."
-        found.append(Clash("overlap", why, f"at most {every // parts - 1}."))
+        found.append(Conflict("overlap", why, f"at most {every // parts - 1}."))
     if gradients.diagnostics:
-        found.append(Clash("gradients.diagnostics", "nothing reads it: in most steps nothing is exchanged.", "leave it out."))
+        found.append(Conflict("gradients.diagnostics", "nothing reads it: in most steps nothing is exchanged.", "leave it out."))
     return found
 
 
-def _text_problems(server: ParameterServer) -> list[Clash]:
+def _text_problems(server: ParameterServer) -> list[Conflict]:
     found = []
-    if scale_of(server.staleness_scale) is None:
+    if parse_staleness_scale(server.staleness_scale) is None:
         fix = '"none", "inverse", "power(a)" or "exp(b)", of numbers from 0.'
-        found.append(Clash("staleness_scale", f'no scale "{server.staleness_scale}".', fix))
+        found.append(Conflict("staleness_scale", f'no scale "{server.staleness_scale}".', fix))
     try:
-        times_of(server.compute_time)
+        parse_compute_time(server.compute_time)
     except ValueError as error:
-        found.append(Clash("compute_time", str(error), SECONDS))
+        found.append(Conflict("compute_time", str(error), SECONDS))
     try:
         Network.parse(server.network)
     except ValueError as error:
-        found.append(Clash("network", str(error), LINK))
+        found.append(Conflict("network", str(error), LINK))
     return found
 
 
-def _codec_problems(gradients: Gradients) -> list[Clash]:
+def _codec_problems(gradients: Gradients) -> list[Conflict]:
     """Each gradient is applied by itself, so what a codec does to a mean has no place."""
     found, apart = [], "an asynchronous server applies each gradient by itself."
     for rule, (codec, options) in enumerate([(gradients.codec, gradients.options), *((r.codec, r.options) for r in gradients.rules)], -1):
         number = None if rule < 0 else rule
         if codec == "power_sgd":
             why = f"{codec} approximates a mean over workers; {apart}"
-            found.append(Clash("gradients.codec", why, 'codec = "bfloat16", or mode = "synchronous".', number))
+            found.append(Conflict("gradients.codec", why, 'codec = "bfloat16", or mode = "synchronous".', number))
         if dict(options).get("reduce") == "ring":
             why = f"a ring makes the mean of workers; {apart}"
-            found.append(Clash("gradients.reduce", why, 'reduce = "one_shot", or mode = "synchronous".', number))
+            found.append(Conflict("gradients.reduce", why, 'reduce = "one_shot", or mode = "synchronous".', number))
     for key in ("start_step", "exact_axes", "diagnostics") if gradients.compressed else ():
         if getattr(gradients, key) != next(field.default for field in dataclasses.fields(gradients) if field.name == key):
-            found.append(Clash(f"gradients.{key}", "nothing reads it: an asynchronous server makes no mean.", "leave it out."))
+            found.append(Conflict(f"gradients.{key}", "nothing reads it: an asynchronous server makes no mean.", "leave it out."))
     return found

@@ -15,10 +15,10 @@ FORMS = {"constant": "constant(seconds)", "exponential": "exponential(mean secon
 COUNTS = {"constant": (0, 1), "exponential": (0, 1), "lognormal": (2, 2)}  # how many numbers stand in the brackets, from and to
 
 
-def times_of(declared: str | tuple[float, ...]) -> tuple[str, tuple[float, ...]]:
+def parse_compute_time(declared: str | tuple[float, ...]) -> tuple[str, tuple[float, ...]]:
     """The kind of distribution and its numbers; "list" with one per worker; "trace" for a text that is neither, and so a path.
 
-    >>> times_of("lognormal(1.0, 0.3)"), times_of("constant"), times_of("times.csv")
+    >>> parse_compute_time("lognormal(1.0, 0.3)"), parse_compute_time("constant"), parse_compute_time("times.csv")
     (('lognormal', (1.0, 0.3)), ('constant', (1.0,)), ('trace', ()))
 
     Raises:
@@ -45,11 +45,11 @@ def times_of(declared: str | tuple[float, ...]) -> tuple[str, tuple[float, ...]]
     return found[1], values or (1.0,)
 
 
-def scale_of(declared: str) -> Callable[[int], float] | None:
+def parse_staleness_scale(declared: str) -> Callable[[int], float] | None:
     """The rate of an update by its staleness; None when the text means nothing.
 
-    >>> scale_of("inverse")(4), scale_of("power(0.5)")(3), scale_of("none")(9), scale_of("of")
-    (0.25, 0.5, 1.0, None)
+    >>> parse_staleness_scale("inverse")(4), parse_staleness_scale("power(0.5)")(3), parse_staleness_scale("of")
+    (0.25, 0.5, None)
     """
     if declared == "none":
         return lambda tau: 1.0
@@ -96,7 +96,7 @@ class Network:
                 number = math.nan
             if not found or not math.isfinite(number) or number < 0 or (key == "bandwidth" and number == 0):
                 unit = "a number and bits or bytes per second" if key == "bandwidth" else "a number and a unit of time"
-                raise ValueError(f"{key} = {shown(text)} is not {unit}.")
+                raise ValueError(f"{key} = {as_toml(text)} is not {unit}.")
             if key == "bandwidth":
                 values[key] = number * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]] / (8 if found[3] == "b" else 1)
             else:
@@ -104,6 +104,6 @@ class Network:
         return cls(**values)
 
 
-def shown(value: Any) -> str:
+def as_toml(value: Any) -> str:
     """A value as a TOML file spells it."""
     return json.dumps(value, default=str, ensure_ascii=False)

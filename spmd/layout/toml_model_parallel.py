@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Any
 
-from spmd.layout.model_parallel import ORDERS, SCHEDULES, Experts, Pipeline, Sequence, forward_problems
+from spmd.layout.model_parallel import ORDERS, SCHEDULES, Experts, Pipeline, Sequence, model_parallel_problems
 from spmd.layout.toml_server import Reader
 
 CHOICES = {"pipeline.schedule": SCHEDULES, "sequence.order": ORDERS}
 KINDS = {"pipeline": Pipeline, "sequence": Sequence, "experts": Experts}
 
 
-def read_forward(reader: Reader, tables: dict[str, dict[str, Any]]) -> tuple[Pipeline, Sequence, Experts]:
+def read_model_parallel(reader: Reader, tables: dict[str, dict[str, Any]]) -> tuple[Pipeline, Sequence, Experts]:
     """The tables; what is wrong with them is told to the reader."""
     found: dict[str, Any] = {}
     for section, kind in KINDS.items():
@@ -25,7 +25,7 @@ def read_forward(reader: Reader, tables: dict[str, dict[str, Any]]) -> tuple[Pip
         found[section] = kind(**{key: read(key) for key in fields})
     given = {(section, key): value for section, table in tables.items() for key, value in table.items()}
     unread = {(section, key) for (section, key), value in given.items() if getattr(found[section], key, value) != value}
-    for clash in forward_problems(found["pipeline"], found["sequence"]):
+    for clash in model_parallel_problems(found["pipeline"], found["sequence"]):
         if (clash.section, clash.key) not in unread:
             line = reader.key_line(clash.section, clash.key) or reader.key_line("", clash.section)
             reader.problem(f"[{clash.section}] {clash.key}", clash.why, clash.fix, line)

@@ -9,13 +9,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import LayoutError, Problem, a_kind, brief, closest, did_you_mean, raise_problems
+from spmd.errors import LayoutError, Problem, closest, did_you_mean, raise_problems, short_repr, type_name
 from spmd.layout.gradients import OPTIONS, GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.match import compiled
 from spmd.layout.schema import REPLICATED, Batch, Default, Entry, Layout, OptimizerState, Remat, Rule, Spec
-from spmd.layout.timing import shown
+from spmd.layout.timing import as_toml
 from spmd.layout.toml_model_parallel import CHOICES as FORWARD_CHOICES
-from spmd.layout.toml_model_parallel import read_forward
+from spmd.layout.toml_model_parallel import read_model_parallel
 from spmd.layout.toml_server import CHOICES as SERVER_CHOICES
 from spmd.layout.toml_server import read_server
 from spmd.layout.toml_writer import dumps
@@ -63,7 +63,8 @@ def load(source: str | Path | Layout) -> Layout:
     if not isinstance(source, str | Path):
         known = ", ".join(shipped())
         raise LayoutError(
-            f"layout={brief(source)} is {a_kind(source)}.", fix=f"a path to a TOML file, a spmd.Layout, or one of the shipped: {known}."
+            f"layout={short_repr(source)} is {type_name(source)}.",
+            fix=f"a path to a TOML file, a spmd.Layout, or one of the shipped: {known}.",
         )
     known, path = shipped(), Path(source)
     if str(source) in known:
@@ -119,7 +120,9 @@ class _Reader:
 
     def layout(self, data: dict[str, Any], name: str) -> Layout:
         self.unknown(data, tuple(f.name for f in dataclasses.fields(Layout) if f.compare), "")
-        pipeline, sequence, experts = read_forward(self, {name: self.table(data, name) for name in ("pipeline", "sequence", "experts")})
+        pipeline, sequence, experts = read_model_parallel(
+            self, {name: self.table(data, name) for name in ("pipeline", "sequence", "experts")}
+        )
         return Layout(
             name=name,
             description=self.value(data, "description", "", str),
@@ -171,7 +174,7 @@ class _Reader:
         if key in table and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool)):
             kind = kinds if isinstance(kinds, type) else kinds[-1]
             where = f"[{section}] {key}" if section else key
-            self.problem(where, f"{shown(value)} is not {KINDS[kind][0]}.", f"such as {KINDS[kind][1]}.", self.key_line(section, key))
+            self.problem(where, f"{as_toml(value)} is not {KINDS[kind][0]}.", f"such as {KINDS[kind][1]}.", self.key_line(section, key))
             return default
         return value
 
@@ -179,7 +182,7 @@ class _Reader:
         table = data.get(key, {})
         if isinstance(table, dict):
             return table
-        self.problem(key, f"{shown(table)} is not a table.", f"write [{key}] on a line of its own.", self.key_line("", key))
+        self.problem(key, f"{as_toml(table)} is not a table.", f"write [{key}] on a line of its own.", self.key_line("", key))
         return {}
 
     def mesh(self, table: dict[str, Any]) -> tuple[tuple[str, int], ...]:
@@ -195,7 +198,7 @@ class _Reader:
         entry_ok: Callable[[Any], bool] = lambda e: isinstance(e, str) and e != ""
         ok = isinstance(value, list) and all(entry_ok(e) or (isinstance(e, list) and e and all(map(entry_ok, e))) for e in value)
         if not ok:
-            why = f"spec {shown(value)} is not a list of mesh axes."
+            why = f"spec {as_toml(value)} is not a list of mesh axes."
             self.problem(where, why, 'one entry per dim, "-" for whole, such as ["data", "-"].', line)
             return ()
         return tuple(_entry(entry) for entry in value)
@@ -247,7 +250,7 @@ class _Reader:
                 values[key] = known[key]
         values["exact_axes"] = self.value(table, "exact_axes", [], list, section)
         if not all(isinstance(axis, str) for axis in values["exact_axes"]):
-            why = f"{shown(values['exact_axes'])} is not a list of mesh axes."
+            why = f"{as_toml(values['exact_axes'])} is not a list of mesh axes."
             self.problem("[gradients] exact_axes", why, 'such as ["data"].', self.key_line(section, "exact_axes"))
             values["exact_axes"] = []
         options = {key: value for key, value in table.items() if key not in (*known, "rules")}
@@ -288,7 +291,7 @@ class _Reader:
                 continue
             wrong = OPTIONS[codec][key][1](value)
             if wrong:
-                self.problem(f"{where} {key}", f"{shown(value)} for codec {codec}.", f"{wrong}.", line(key))
+                self.problem(f"{where} {key}", f"{as_toml(value)} for codec {codec}.", f"{wrong}.", line(key))
             else:
                 kept[key] = value
         return tuple(kept.items())
@@ -299,7 +302,7 @@ class _Reader:
         except (LayoutError, TypeError) as error:
             self.problem(
                 where,
-                str(error) if isinstance(error, LayoutError) else f"{shown(pattern)} is not a path.",
+                str(error) if isinstance(error, LayoutError) else f"{as_toml(pattern)} is not a path.",
                 'such as "**/{up,down}/kernel".',
                 line,
             )
@@ -343,7 +346,7 @@ class _Reader:
     def choice(self, table: dict[str, Any], section: str, key: str, default: str | None) -> str | None:
         known = CHOICES.get(f"{section}.{key}")
         if known and key in table and not isinstance(table[key], str):
-            table = {**table, key: shown(table[key])}  # told below, among what is known
+            table = {**table, key: as_toml(table[key])}  # told below, among what is known
         value = self.value(table, key, default, str, section)
         if known and value is not None and value not in known:
             near = closest(value, known)

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from spmd.layout.gradients import Gradients
 from spmd.layout.server import FRACTIONS, KINDS, MODES, NEEDS, PLACEMENTS, ParameterServer, server_problems
-from spmd.layout.timing import LINK, SECONDS, shown
+from spmd.layout.timing import LINK, SECONDS, as_toml
 
 SECTION = "parameter_server"
 CHOICES = {f"{SECTION}.placement": PLACEMENTS, f"{SECTION}.mode": MODES}
@@ -39,9 +39,9 @@ def read_server(reader: Reader, table: dict[str, Any], gradients: Gradients) -> 
             kinds, name, fix = OTHERS[key]
             given, held = table[key], lambda part: type(part) in (int, float) and abs(part) < 2**63
             if not isinstance(given, kinds) or isinstance(given, bool):
-                why = f"{shown(given)} is not {name}."
+                why = f"{as_toml(given)} is not {name}."
             elif isinstance(given, list) and not all(type(part) is float or held(part) for part in given):
-                why, fix = f"{shown(given)} are no seconds.", "such as [1.0, 1.0, 3.0]."
+                why, fix = f"{as_toml(given)} are no seconds.", "such as [1.0, 1.0, 3.0]."
             else:
                 why = "a number that is too large." if type(given) is int and not held(given) else ""
             if why:

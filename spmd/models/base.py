@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spmd.errors import ModelError, SpmdError, first_line, place_of
+from spmd.errors import ModelError, SpmdError, first_line, user_line
 from spmd.tree import Tree
 
 STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0
@@ -45,7 +45,7 @@ class Call:
     remat_modules: tuple[str, ...] = ()
     remat_policy: Callable[..., bool] | None = None
     dtype: Any = None
-    returned: Callable[[str], Callable[[Any], Any] | None] = lambda path: None
+    output_hook: Callable[[str], Callable[[Any], Any] | None] = lambda path: None
 
 
 class Model(abc.ABC):
@@ -81,7 +81,7 @@ class Model(abc.ABC):
         """The model with these arrays in it, ready to be called inside a trace; what the loss receives."""
 
     @abc.abstractmethod
-    def stats_of(self, bound: Any) -> Tree:
+    def get_stats(self, bound: Any) -> Tree:
         """The stats a bound model holds after it was called."""
 
     @abc.abstractmethod
@@ -93,7 +93,7 @@ class Model(abc.ABC):
         """The user's own kind of object, holding these arrays."""
 
 
-def abstractly(function: Callable[..., Any], what: str, *args: Any) -> Any:
+def trace_abstractly(function: Callable[..., Any], what: str, *args: Any) -> Any:
     """`jax.eval_shape` with our own error: nothing is allocated, nothing is compiled."""
     try:
         with nnx.use_eager_sharding(False):
@@ -101,7 +101,7 @@ def abstractly(function: Callable[..., Any], what: str, *args: Any) -> Any:
     except (SpmdError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise ModelError(known_cause(error) or (_untraceable if _needs_values(error) else _failed)(what, error)) from error
+        raise ModelError(explain_jax_error(error) or (_untraceable if _needs_values(error) else _failed)(what, error)) from error
 
 
 VALUE_ERRORS = (  # what JAX raises where a program needs the value of an abstract array
@@ -128,10 +128,10 @@ def _untraceable(what: str, error: Exception) -> str:
 
 
 def _failed(what: str, error: Exception) -> str:
-    return f"{what} raises {first_line(error)}{place_of(error)}\n    fix: fix that line; the error above has the whole traceback."
+    return f"{what} raises {first_line(error)}{user_line(error)}\n    fix: fix that line; the error above has the whole traceback."
 
 
-def known_cause(error: Exception) -> str:
+def explain_jax_error(error: Exception) -> str:
     """What is wrong and how to fix it, of errors of JAX that are not about shapes; "" of others."""
     message = str(error)
     if isinstance(error, NameError) and (axis := re.search(r"unbound axis name: (\w+)", message)):
@@ -153,7 +153,7 @@ def known_cause(error: Exception) -> str:
     return ""
 
 
-def with_mode(function: Callable[..., Any], kwargs: dict[str, Any], *, training: bool) -> dict[str, Any]:
+def with_train_flag(function: Callable[..., Any], kwargs: dict[str, Any], *, training: bool) -> dict[str, Any]:
     """`kwargs` with the train/eval switch that `function` takes, unless the caller gave it."""
     known = inspect.signature(function).parameters
     switches = {"train": training, "training": training, "deterministic": not training}

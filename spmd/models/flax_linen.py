@@ -9,7 +9,7 @@ from flax.core import unfreeze
 
 from spmd.errors import ModelError, Problem, raise_problems
 from spmd.layout.match import matches
-from spmd.models.base import Call, Model, Variables, abstractly, no_such_module, with_mode
+from spmd.models.base import Call, Model, Variables, no_such_module, trace_abstractly, with_train_flag
 from spmd.tree import Tree, describe, flatten, path_of
 
 
@@ -58,7 +58,7 @@ class LinenModel(Model):
             leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
             found.update({path_of(keys): tuple(spec) for keys, spec in leaves if len(spec)})
 
-        abstractly(visit, "the model")
+        trace_abstractly(visit, "the model")
         return found
 
     def bind(self, variables: Variables, call: Call) -> "LinenCall":
@@ -69,7 +69,7 @@ class LinenModel(Model):
             if not matches(pattern, self._rematerialised):
                 raise no_such_module(pattern, [])
 
-    def stats_of(self, bound: "LinenCall") -> Tree:
+    def get_stats(self, bound: "LinenCall") -> Tree:
         return bound.stats
 
     def rebuild(self, variables: Variables) -> linen.Module:
@@ -89,7 +89,7 @@ class _LinenInit:
         self._module, self._key, self.variables = module, key, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs = with_mode(type(self._module).__call__, kwargs, training=True)
+        kwargs = with_train_flag(type(self._module).__call__, kwargs, training=True)
         outputs, variables = self._module.init_with_output(self._key, *args, **kwargs)
         self.variables = self.variables or variables
         return outputs
@@ -105,7 +105,7 @@ class LinenCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the module."""
         call, variables = self._call, {"params": self.params, **self.stats}
-        kwargs = with_mode(type(self._module).__call__, kwargs, training=call.training)
+        kwargs = with_train_flag(type(self._module).__call__, kwargs, training=call.training)
         with linen.intercept_methods(_interceptor(call, self._rematerialised)):
             if not call.training:
                 return self._module.apply(variables, *args, **kwargs)
@@ -130,7 +130,7 @@ def _interceptor(call: Call, seen: set[str]) -> Callable[..., Any]:
             object.__setattr__(module, "dtype", call.dtype)
         if path in active:  # called by `again`
             return next_fun(*args, **kwargs)
-        change = call.returned(path) or (lambda outputs: outputs)
+        change = call.output_hook(path) or (lambda outputs: outputs)
         if not any(matches(pattern, [path]) for pattern in call.remat_modules):
             return change(next_fun(*args, **kwargs))
         again = linen.remat(lambda inner: type(inner).__call__(inner, *args, **kwargs), policy=call.remat_policy)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from spmd.errors import ModelError
 from spmd.layout.match import matches
-from spmd.models.base import STACKED, Call, Model, Variables, abstractly, no_such_module
+from spmd.models.base import STACKED, Call, Model, Variables, no_such_module, trace_abstractly
 from spmd.tree import Tree, flatten, path_of
 
 
@@ -55,7 +55,7 @@ class NnxModel(Model):
             for path, variable in nnx.to_flat_state(nnx.state(self._factory(), nnx.Param)):
                 found["/".join(map(str, path))] = dict(variable.get_metadata())
 
-        abstractly(visit, "the model")
+        trace_abstractly(visit, "the model")
         return found
 
     def notes(self) -> list[str]:
@@ -94,7 +94,7 @@ class NnxModel(Model):
                     type(modules[path]), call.remat_policy, functools.partial(self._called.add, pattern)
                 )
         for path, sub in modules.items():
-            change = call.returned(path) if callable(sub) else None
+            change = call.output_hook(path) if callable(sub) else None
             if change is not None:
                 sub.__class__ = _changed(type(sub), change)
             if callable(sub) and path:
@@ -109,7 +109,7 @@ class NnxModel(Model):
                     "    fix: a pattern for the modules that are called."
                 )
 
-    def stats_of(self, bound: nnx.Module) -> Tree:
+    def get_stats(self, bound: nnx.Module) -> Tree:
         flat = dict(nnx.to_flat_state(nnx.state(bound)))
         return nnx.to_pure_dict(nnx.from_flat_state([(path, flat[path]) for path in self._stat_paths]))
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from spmd.errors import ModelError, Problem, a_kind, problems_text
-from spmd.models.base import Call, Model, Variables, abstractly, with_mode
+from spmd.errors import ModelError, Problem, problems_text, type_name
+from spmd.models.base import Call, Model, Variables, trace_abstractly, with_train_flag
 from spmd.tree import Tree, describe, flatten
 
 
@@ -41,7 +41,7 @@ class FunctionalModel:
         given = {"params": params, "state": state} if self.stateful else {"params": params}
         made = given
         with contextlib.suppress(ModelError):  # arrays that are given need no init that can be traced
-            made = abstractly(self._made, "the model", jax.eval_shape(lambda: jax.random.key(0)))
+            made = trace_abstractly(self._made, "the model", jax.eval_shape(lambda: jax.random.key(0)))
         _check_given(given, made)
         return FunctionCall(self, params, state, Call(training=False))
 
@@ -94,7 +94,7 @@ class FunctionModel(Model):
                 "    fix: take `modules` out, or call jax.checkpoint in apply."
             )
 
-    def stats_of(self, bound: "FunctionCall") -> Tree:
+    def get_stats(self, bound: "FunctionCall") -> Tree:
         return bound.state
 
     def rebuild(self, variables: Variables) -> "FunctionCall":
@@ -115,7 +115,7 @@ class FunctionCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the function."""
         call, apply = self._call, self._model.apply
-        kwargs, known = with_mode(apply, kwargs, training=call.training), inspect.signature(apply).parameters
+        kwargs, known = with_train_flag(apply, kwargs, training=call.training), inspect.signature(apply).parameters
         if "rng" in known and call.key is not None:
             kwargs.setdefault("rng", call.localize(jax.random.fold_in(call.key, self._calls)))
             self._calls += 1
@@ -134,7 +134,7 @@ class FunctionCall:
 def _pair(made: Any, function: str, wanted: str) -> tuple:
     """What a stateful model's function returned."""
     if not isinstance(made, tuple) or len(made) != 2:
-        raise ModelError(f"{function} of a stateful model returned {a_kind(made)}.", fix=f"{wanted}, a tuple of two.")
+        raise ModelError(f"{function} of a stateful model returned {type_name(made)}.", fix=f"{wanted}, a tuple of two.")
     return made
 
 

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from flax import linen, nnx
 
-from spmd.errors import ModelError, a_kind, brief
-from spmd.models.base import Model, abstractly
+from spmd.errors import ModelError, short_repr, type_name
+from spmd.models.base import Model, trace_abstractly
 from spmd.models.flax_linen import LinenModel
 from spmd.models.flax_nnx import NnxModel
 from spmd.models.functional import FunctionalModel, FunctionCall, FunctionModel
@@ -38,7 +38,7 @@ def wrap(model: Any) -> Model:
         kind = _built_kind(model)
         return NnxModel(cast(Callable[[], nnx.Module], model)) if issubclass(kind, nnx.Module) else wrap(model())
     raise ModelError(
-        f"model={brief(model)} is {a_kind(model)}.",
+        f"model={short_repr(model)} is {type_name(model)}.",
         fix=("an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), or a function of no arguments that returns one."),
     )
 
@@ -89,11 +89,12 @@ def _built_kind(factory: Callable[[], Any]) -> type:
         raise ModelError(
             f"the model's factory takes arguments: {', '.join(missing)}.", fix=f"a function of none: lambda: factory({missing[0]}=...)."
         )
-    abstractly(lambda: found.append(factory()), "the model's factory")
+    trace_abstractly(lambda: found.append(factory()), "the model's factory")
     _check_library(type(found[0]))
     if not isinstance(found[0], nnx.Module | linen.Module | FunctionalModel):
         raise ModelError(
-            f"the model's factory returned {a_kind(found[0])}.", fix="return an nnx.Module, a linen.Module or a spmd.FunctionalModel."
+            f"the model's factory returned {type_name(found[0])}.",
+            fix="return an nnx.Module, a linen.Module or a spmd.FunctionalModel.",
         )
     return type(found[0])
 

@@ -83,9 +83,9 @@ class StageOrderedModel(Model):
         """The model with its layers in stage order."""
         return self._model.bind(variables, call)
 
-    def stats_of(self, bound: Any) -> Tree:
+    def get_stats(self, bound: Any) -> Tree:
         """Those of the model."""
-        return self._model.stats_of(bound)
+        return self._model.get_stats(bound)
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         """Those of the model."""

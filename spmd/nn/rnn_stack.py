@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.errors import ModelError, a_kind
+from spmd.errors import ModelError, type_name
 from spmd.nn.layer_order import stage_order
 from spmd.nn.layer_stack import layers_per_stage
 from spmd.nn.parallel_context import ParallelConfig, current
@@ -68,7 +68,7 @@ class RNNStack(nnx.Module):
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
             raise ModelError(f"RNNStack: dropout={dropout!r}.", fix="a share from 0 to 1, without 1.")
         if dropout and not isinstance(rngs, nnx.Rngs):
-            raise ModelError(f"RNNStack: dropout={dropout} draws random numbers, and rngs is {a_kind(rngs)}.", fix="rngs=nnx.Rngs(0).")
+            raise ModelError(f"RNNStack: dropout={dropout} draws random numbers, and rngs is {type_name(rngs)}.", fix="rngs=nnx.Rngs(0).")
         self.rngs = rngs.dropout.fork() if dropout and rngs is not None else None
 
     def __call__(self, x: jax.Array, *, initial: Tree = None, lengths: Any = None, beside: Any = None, return_carry: bool = False) -> Any:
@@ -132,7 +132,7 @@ class Cells:
         """
         wanted = jax.eval_shape(self.opening, x)
         arrays = lambda tree: ", ".join(f"[{', '.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(tree)) or "nothing"
-        shown = lambda tree: f"{a_kind(tree)} of {arrays(tree)}" if isinstance(tree, list | tuple | dict) else arrays(tree)
+        shown = lambda tree: f"{type_name(tree)} of {arrays(tree)}" if isinstance(tree, list | tuple | dict) else arrays(tree)
         fits = jax.tree.structure(initial) == jax.tree.structure(wanted)
         if not fits or any(a.shape != b.shape for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(wanted), strict=True)):
             raise ModelError(f"RNNStack: initial is {shown(initial)}; the cells have {shown(wanted)}.", fix="[layers, rows, ...] each.")
@@ -244,10 +244,10 @@ def check_inputs(what: str, x: Any, lengths: Any, beside: Any) -> None:
       ModelError: they do not.
     """
     if not hasattr(x, "ndim") or x.ndim < 3:
-        raise ModelError(f"{what}: x is {describe(x) if hasattr(x, 'shape') else a_kind(x)}.", fix="[rows, time, features].")
+        raise ModelError(f"{what}: x is {describe(x) if hasattr(x, 'shape') else type_name(x)}.", fix="[rows, time, features].")
     if lengths is not None and (getattr(lengths, "shape", ()) != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer)):
-        given = describe(lengths) if hasattr(lengths, "dtype") else a_kind(lengths)
+        given = describe(lengths) if hasattr(lengths, "dtype") else type_name(lengths)
         raise ModelError(f"{what}: lengths is {given} for {x.shape[0]} rows.", fix=f"an array, int32[{x.shape[0]}].")
     if beside is not None and getattr(beside, "shape", ())[:2] != x.shape[:2]:
-        given = describe(beside) if hasattr(beside, "dtype") else a_kind(beside)
+        given = describe(beside) if hasattr(beside, "dtype") else type_name(beside)
         raise ModelError(f"{what}: beside is {given} and x {describe(x)}.", fix="an array of the same rows and time.")

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 
-from spmd.errors import ModelError, a_kind
-from spmd.layout.fixes import listed
+from spmd.errors import ModelError, type_name
+from spmd.layout.fixes import first_names
 from spmd.models.base import STACKED
 from spmd.tree import Tree, describe, flatten
 
@@ -52,13 +52,13 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
     if any(key.ndim for key in keys.values()):
         raise ModelError("repeat: the keys of rngs are split already, and repeat splits them.", fix="the rngs as they were before.")
     if not callable(make) or not keys:
-        raise ModelError(f"repeat({count}, {a_kind(make)}, {a_kind(rngs)}).", fix=f"repeat({count}, lambda rngs: ..., nnx.Rngs(0)).")
+        raise ModelError(f"repeat({count}, {type_name(make)}, {type_name(rngs)}).", fix=f"repeat({count}, lambda rngs: ..., nnx.Rngs(0)).")
 
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def all_at_once(keys: dict[str, jax.Array]) -> nnx.Module:
         layer = make(nnx.Rngs(**keys))
         if not isinstance(layer, nnx.Module):
-            raise ModelError(f"repeat: make returned {a_kind(layer)}.", fix="an nnx.Module.")
+            raise ModelError(f"repeat: make returned {type_name(layer)}.", fix="an nnx.Module.")
         return layer
 
     try:
@@ -86,7 +86,7 @@ def stack_modules(layers: Sequence[nnx.Module] | Repeated, what: str) -> nnx.Mod
     """`join_modules`, marked as a stack: a layout cuts its layers over the axis of `[pipeline]`, and rules speak of one layer."""
     if not isinstance(layers, Repeated):
         if not hasattr(layers, "__iter__"):
-            raise ModelError(f"{what}({a_kind(layers)}).", fix="a list of layers, or spmd.nn.repeat.")
+            raise ModelError(f"{what}({type_name(layers)}).", fix="a list of layers, or spmd.nn.repeat.")
         layers = list(layers)
         layers = Repeated(len(layers), join_modules(layers, what))
     module = nnx.clone(layers.module)
@@ -106,7 +106,7 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
         raise ModelError(f"{what} of no layers.", fix="a list of at least one.")
     for number, layer in enumerate(layers):
         if not isinstance(layer, nnx.Module):
-            raise ModelError(f"{what}: layer {number} is {a_kind(layer)}.", fix="an nnx.Module.")
+            raise ModelError(f"{what}: layer {number} is {type_name(layer)}.", fix="an nnx.Module.")
         differences = _differences(layers[0], layer)
         if differences:
             shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    ..." if len(differences) > 8 else "")
@@ -222,7 +222,7 @@ class Layers:
         before = flatten(kept)
         made = sorted(flatten(after).keys() - before.keys())
         if made:
-            raise ModelError(f"a layer of a stack makes {listed(made)} when called, and a stack cannot keep it.", fix="return it.")
+            raise ModelError(f"a layer of a stack makes {first_names(made)} when called, and a stack cannot keep it.", fix="return it.")
         self._changed |= {path for path, leaf in flatten(after).items() if leaf is not before[path]}
         return result, after
 
@@ -234,7 +234,7 @@ class Layers:
         """
         if self._changed:
             raise ModelError(
-                f"a recurrent cell changes {listed(sorted(self._changed))} when it is called, once for every step of time.\n"
+                f"a recurrent cell changes {first_names(sorted(self._changed))} when it is called, once for every step of time.\n"
                 "    fix: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm."
             )
         return result
@@ -248,7 +248,7 @@ class Layers:
         changed = self._changed - self._counts
         if changed:
             raise ModelError(
-                f"a layer of a pipelined stack changes {listed(sorted(changed))} when it is called, "
+                f"a layer of a pipelined stack changes {first_names(sorted(changed))} when it is called, "
                 "and it is called once for every microbatch.\n"
                 "    fix: LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline]."
             )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from spmd.errors import OptionError, a_kind
+from spmd.errors import OptionError, type_name
 from spmd.layout.schema import Layout, Remat, entry_axes, spec_axes
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec
@@ -216,7 +216,7 @@ def chosen_layouts(candidates: "str | Path | Layout | Sequence[str | Path | Layo
         candidates = [candidates]
     if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
         raise OptionError(
-            f"candidates={candidates!r} is {'empty' if candidates == [] else a_kind(candidates)}.",
+            f"candidates={candidates!r} is {'empty' if candidates == [] else type_name(candidates)}.",
             fix='"exact" (layouts whose updates equal those of one device), "all", or a list of layouts: ["fsdp", "my.toml"].',
         )
     return tuple(dict.fromkeys(Layout.load(layout) for layout in candidates)), {}

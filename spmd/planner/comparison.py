@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from spmd.errors import OptionError, a_kind
+from spmd.errors import OptionError, type_name
 from spmd.planner.planning import Plan
 from spmd.planner.text_report import seconds
 from spmd.planner.traffic import PURPOSES
@@ -49,7 +49,7 @@ def compare(*plans: Plan) -> Comparison:
       (('data_parallel', 'fsdp'), (4100, 1028))
     """
     if len(plans) < 2 or not all(isinstance(plan, Plan) for plan in plans):
-        kinds = ", ".join(map(a_kind, plans)) or "nothing"
+        kinds = ", ".join(map(type_name, plans)) or "nothing"
         raise OptionError(f"compare({kinds}).", fix="two plans or more, each of spmd.plan.")
     figures = {
         "rows of a batch": [plan.rows for plan in plans],

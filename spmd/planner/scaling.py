@@ -4,7 +4,7 @@ import dataclasses
 import html
 from collections.abc import Sequence
 
-from spmd.errors import OptionError, a_kind
+from spmd.errors import OptionError, type_name
 from spmd.layout.gradients import Gradients
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.drawings import throughput_chart
@@ -84,7 +84,7 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
       (1024, True)
     """
     if not isinstance(plan, Plan):
-        raise OptionError(f"saturation({a_kind(plan)}).", fix="what spmd.plan returns.")
+        raise OptionError(f"saturation({type_name(plan)}).", fix="what spmd.plan returns.")
     placed = plan.program.placed
     if placed.storage is not None or any(place.copies(plan.mesh) != plan.mesh.size for place in placed.resolved.placements.values()):
         why = f"{plan.layout.source} shards parameters, but data parallelism replicates them on every worker"

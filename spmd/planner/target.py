@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from spmd.errors import OptionError, Problem, a_kind, did_you_mean, raise_problems
+from spmd.errors import OptionError, Problem, did_you_mean, raise_problems, type_name
 
 PLATFORMS = ("cuda", "tpu", "cpu")
 LARGEST = 1024  # devices of the largest cluster that is tried if nothing fits
@@ -122,7 +122,7 @@ class Cluster:
         if value == "":
             raise OptionError("the target is empty.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         if match is None:
-            raise OptionError(f"target={value!r} is {a_kind(value)}.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
+            raise OptionError(f"target={value!r} is {type_name(value)}.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         first, second, name = match.groups()
         nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
         if nodes < 1 or devices < 1:

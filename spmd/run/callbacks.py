@@ -11,7 +11,7 @@ import jax
 
 from spmd.distributed import watchdog
 from spmd.distributed.replica_check import check_replicas
-from spmd.errors import CallbackError, DivergedError, OptionError, a_kind, brief, did_you_mean, naming
+from spmd.errors import CallbackError, DivergedError, OptionError, did_you_mean, raise_callback_errors, short_repr, type_name
 
 
 class Info:
@@ -286,7 +286,7 @@ def as_callbacks(given: Any) -> list[Callback]:
       OptionError: something that is neither.
     """
     if not isinstance(given, list | tuple):
-        raise OptionError(f"callbacks={brief(given)} is {a_kind(given)}.", fix="a list of them.")
+        raise OptionError(f"callbacks={short_repr(given)} is {type_name(given)}.", fix="a list of them.")
     callbacks: list[Callback] = []
     for one in given:
         if isinstance(one, Callback):
@@ -294,13 +294,13 @@ def as_callbacks(given: Any) -> list[Callback]:
         elif callable(one) and not isinstance(one, type):
             callbacks.append(Each(one))
         else:
-            raise OptionError(f"callback {brief(one)} is neither a spmd.callbacks.Callback nor a function of info.")
+            raise OptionError(f"callback {short_repr(one)} is neither a spmd.callbacks.Callback nor a function of info.")
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         for name in dir(one) if isinstance(one, Callback) else ():
             if name.startswith("on_") and name not in hooks:
                 raise OptionError(f"callback {type(one).__name__}: nothing calls {name}.", fix=f"{did_you_mean(name, hooks)}")
         if isinstance(callbacks[-1].every, bool) or not isinstance(callbacks[-1].every, int) or callbacks[-1].every < 1:
-            raise OptionError(f"callback {brief(one)}: every={brief(callbacks[-1].every)}; a number of steps, from 1.")
+            raise OptionError(f"callback {short_repr(one)}: every={short_repr(callbacks[-1].every)}; a number of steps, from 1.")
     if not any(isinstance(one, TerminateOnNaN) for one in callbacks):
         callbacks.insert(0, TerminateOnNaN())
     return callbacks
@@ -330,7 +330,7 @@ def as_numbers(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
             with jax.transfer_guard("allow"):
                 numbers[str(name)] = float(value)
         except (TypeError, ValueError):
-            raise OptionError(f"step {step}: on_eval has put {brief(value)} into info.metrics[{name!r}].", fix="a number.") from None
+            raise OptionError(f"step {step}: on_eval has put {short_repr(value)} into info.metrics[{name!r}].", fix="a number.") from None
     return numbers
 
 
@@ -346,7 +346,7 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
       CallbackError: one of them raises.
     """
     callback, moving = None, any(not callback.moves_nothing for callback in callbacks)
-    with naming(lambda: f"step {info.step}: callback {callback_name(callback)}.{event}"):
+    with raise_callback_errors(lambda: f"step {info.step}: callback {callback_name(callback)}.{event}"):
         with contextlib.ExitStack() as block:
             if moving:
                 block.enter_context(jax.transfer_guard("allow"))
@@ -357,7 +357,7 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
 
 def callback_name(callback: Any) -> str:
     """What the user knows a callback as: its class, or the function that it calls."""
-    return brief(callback.function) if isinstance(callback, Each) else type(callback).__name__
+    return short_repr(callback.function) if isinstance(callback, Each) else type(callback).__name__
 
 
 def watched_metrics(callback: Callback) -> tuple[str, ...]:
@@ -366,10 +366,10 @@ def watched_metrics(callback: Callback) -> tuple[str, ...]:
     Raises:
       OptionError: they are no tuple of names.
     """
-    with naming(lambda: f"callback {callback_name(callback)}.watches"):
+    with raise_callback_errors(lambda: f"callback {callback_name(callback)}.watches"):
         found = callback.watches()
     if isinstance(found, str) or not all(isinstance(name, str) for name in found):
-        raise OptionError(f"callback {callback_name(callback)} watches {brief(found)}.", fix="a tuple of names, such as ('loss',).")
+        raise OptionError(f"callback {callback_name(callback)} watches {short_repr(found)}.", fix="a tuple of names, such as ('loss',).")
     return tuple(found)
 
 
@@ -381,12 +381,14 @@ def save_callbacks(callbacks: Sequence[Callback], step: int) -> list[list[Any]]:
     """
     kept, entry = [], None
     for callback in callbacks:
-        with naming(lambda: f"step {step}: callback {callback_name(callback)}.save"):
+        with raise_callback_errors(lambda: f"step {step}: callback {callback_name(callback)}.save"):
             entry = callback.save()
         try:
             json.dumps(entry)
         except (TypeError, ValueError) as error:
-            why = f"step {step}: callback {callback_name(callback)}.save gives {brief(entry)}, which a checkpoint cannot hold: {error}."
+            why = (
+                f"step {step}: callback {callback_name(callback)}.save gives {short_repr(entry)}, which a checkpoint cannot hold: {error}."
+            )
             raise CallbackError(f"{why}", fix="plain numbers, words, lists and dicts, such as float(value).") from error
         kept.append([type(callback).__name__, entry])
     return kept
@@ -407,5 +409,5 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[Sequence[An
                 "    fix: the same callbacks, or another checkpoint folder."
             )
         for callback, entry in zip(mine, entries, strict=True):
-            with naming(lambda: f"callback {name}.restore"):
+            with raise_callback_errors(lambda: f"callback {name}.restore"):
                 callback.restore(entry)

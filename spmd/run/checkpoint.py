@@ -20,7 +20,7 @@ import jax
 
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
-from spmd.errors import CheckpointError, OptionError, SpmdError, a_kind, brief, did_you_mean, first_line
+from spmd.errors import CheckpointError, OptionError, SpmdError, did_you_mean, first_line, short_repr, type_name
 from spmd.run.checkpoint_reader import FORMAT, CheckpointReader, active_processes, arrays_by_path, import_orbax
 from spmd.run.device_snapshot import StateCopier, fits_on_devices
 from spmd.run.manifest import write_manifest
@@ -76,7 +76,7 @@ def as_checkpoint(given: Any) -> Checkpoint | None:
         return given
     if isinstance(given, str | Path):
         return Checkpoint(given)
-    raise OptionError(f"checkpoint={brief(given)} is {a_kind(given)}; a folder, or a spmd.Checkpoint.")
+    raise OptionError(f"checkpoint={short_repr(given)} is {type_name(given)}; a folder, or a spmd.Checkpoint.")
 
 
 class _Failures(logging.Handler):

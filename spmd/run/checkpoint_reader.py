@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from spmd.distributed.consistency import first_nonempty
-from spmd.errors import CheckpointError, SpmdError, brief, raise_problems
+from spmd.errors import CheckpointError, SpmdError, raise_problems, short_repr
 from spmd.run.manifest import MANIFEST_FILE, find_damage, read_json
 from spmd.run.reshard_checkpoint import (
     OPT,
@@ -298,7 +298,7 @@ def check_run_folder(path: str | Path) -> None:
         return
     why = blocking_file(Path(path))
     run = next((place for place in Path(path).absolute().parents if (place / "checkpoints").is_dir()), None) if why else None
-    what = f"checkpoint={brief(str(path))}: {why or 'there is no such folder'}"
+    what = f"checkpoint={short_repr(str(path))}: {why or 'there is no such folder'}"
     raise CheckpointError(f"{what}, and not the folder of a run.\n    fix: {run}, which it is in." if run else f"{what}.")
 
 

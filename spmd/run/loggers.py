@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import jax
 
-from spmd.errors import OptionError, a_kind, brief, import_extra, naming
+from spmd.errors import OptionError, import_extra, raise_callback_errors, short_repr, type_name
 from spmd.user_paths import as_path, make_folder, wrap_os_errors
 
 
@@ -91,7 +91,7 @@ def write_record(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
       CallbackError: one of them raises.
     """
     logger = None
-    with jax.transfer_guard("allow"), naming(lambda: f"step {record['step']}: logger {type(logger).__name__}.write"):
+    with jax.transfer_guard("allow"), raise_callback_errors(lambda: f"step {record['step']}: logger {type(logger).__name__}.write"):
         for logger in loggers:
             logger.write(record)
 
@@ -102,7 +102,7 @@ def close_logger(logger: Logger) -> None:
     Raises:
       CallbackError: it raises.
     """
-    with naming(lambda: f"logger {type(logger).__name__}.close"):
+    with raise_callback_errors(lambda: f"logger {type(logger).__name__}.close"):
         logger.close()
 
 
@@ -113,8 +113,8 @@ def check_loggers(loggers: Any) -> list[Logger]:
       OptionError: one without `write` and `close`, or a class in place of its instance.
     """
     if not isinstance(loggers, list | tuple):
-        raise OptionError(f"loggers={brief(loggers)} is {a_kind(loggers)}.", fix="a list of them.")
+        raise OptionError(f"loggers={short_repr(loggers)} is {type_name(loggers)}.", fix="a list of them.")
     for one in loggers:
         if isinstance(one, type) or not (callable(getattr(one, "write", None)) and callable(getattr(one, "close", None))):
-            raise OptionError(f"logger {brief(one)} has no write(record) and close().", fix="such as spmd.loggers.JsonLines(path).")
+            raise OptionError(f"logger {short_repr(one)} has no write(record) and close().", fix="such as spmd.loggers.JsonLines(path).")
     return list(loggers)

@@ -5,7 +5,7 @@ import contextlib
 import jax
 
 from spmd.data.work_assignment import Position
-from spmd.errors import DivergedError, noting
+from spmd.errors import DivergedError, note_second_error
 from spmd.run.callbacks import restore_callbacks
 from spmd.run.config import LoopConfig, RunState, StartPoint
 from spmd.run.control import RunControl
@@ -122,11 +122,11 @@ class Loop:
         diverged = isinstance(error, DivergedError)
         alone = jax.process_count() > 1 and not diverged
         try:
-            with noting(error, f"the state after step {self.run.step} could not be saved"):
+            with note_second_error(error, f"the state after step {self.run.step} could not be saved"):
                 self._metrics.discard()
                 if not diverged and not alone and self.run.step > self._first_step:
                     self._saver.save_after_error(error)
-            with noting(error, "on_stop failed"):
+            with note_second_error(error, "on_stop failed"):
                 self._control.notify_stop()
         finally:  # another Ctrl-C may end the save; the folder must be released all the same
             with contextlib.suppress(Exception):

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from spmd.errors import CheckpointError, escaped
+from spmd.errors import CheckpointError, printable
 from spmd.user_paths import wrap_os_errors
 
 OWNER_FILE = "owner.json"
@@ -53,7 +53,7 @@ class Owner:
     beat: int = 0
 
     def __str__(self) -> str:
-        return f"process {self.process} on {escaped(self.host, 100)}, since {escaped(self.since, 40)}"
+        return f"process {self.process} on {printable(self.host, 100)}, since {printable(self.since, 40)}"
 
 
 class FolderOwnership:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from spmd.errors import OptionError, brief
+from spmd.errors import OptionError, short_repr
 from spmd.render.sparkline import MOST, panel, spark
 from spmd.tree import format_bytes
 
@@ -222,7 +222,7 @@ def _in_kernel() -> bool:
 def make_progress(wanted: bool | str) -> NoProgress | Progress:
     """`True` shows progress anywhere, `False` nowhere, `"auto"` in a terminal or a notebook."""
     if not isinstance(wanted, bool) and not (isinstance(wanted, str) and wanted == "auto"):
-        raise OptionError(f"progress={brief(wanted)}.", fix='True, False or "auto".')
+        raise OptionError(f"progress={short_repr(wanted)}.", fix='True, False or "auto".')
     if wanted is False:
         return NoProgress()
     from rich.console import Console

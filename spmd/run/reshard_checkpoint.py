@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import Problem
-from spmd.layout.fixes import listed
+from spmd.layout.fixes import first_names
 from spmd.nn.layer_order import StageOrder
 from spmd.tree import Tree, describe, flatten, map_paths
 from spmd.wire.param_server.packing import Storage
@@ -261,7 +261,7 @@ def find_param_mismatches(saved: Mapping[str, str], packed: Mapping[str, Any] | 
     before = given or {path.removeprefix(f"{PARAMS}/"): text for path, text in saved.items() if path.startswith(f"{PARAMS}/")}
     if given and not _apart(old) and given == now and list(given) != list(now):
         first = next(path for path, other in zip(given, now, strict=True) if path != other)
-        why = f"parameters were packed in the order {listed(list(given))}, and are now in the order {listed(list(now))}."
+        why = f"parameters were packed in the order {first_names(list(given))}, and are now in the order {first_names(list(now))}."
         return [Problem(f"{PARAMS}/{first}", [why], "the model's parameters in the order that they had.")]
     return find_mismatches(
         {f"{PARAMS}/{path}": text for path, text in before.items()}, {f"{PARAMS}/{path}": text for path, text in now.items()}

@@ -8,7 +8,7 @@ from typing import Any
 from flax import linen, nnx
 
 from spmd.data.sources import ArraySource
-from spmd.errors import OptimizerError, OptionError, SpmdError, a_kind, did_you_mean
+from spmd.errors import OptimizerError, OptionError, SpmdError, did_you_mean, type_name
 from spmd.layout.schema import Layout
 from spmd.sweeps.search_space import SEED, Between
 from spmd.train.model_setup import TrainConfig
@@ -130,7 +130,7 @@ def _same(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 80 else a_kind(value)
+    return text if len(text) <= 80 else type_name(value)
 
 
 def takes(function: Callable[..., Any], names: Any) -> list[str]:

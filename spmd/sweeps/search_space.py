@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.errors import OptionError, a_kind
+from spmd.errors import OptionError, type_name
 from spmd.tree import describe
 
 SEED = "seed"  # a hyper-parameter that every trial has
@@ -93,7 +93,7 @@ def check_space(space: Any) -> dict[str, Any]:
             continue
         if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str) or not len(given):
             raise OptionError(
-                f"space: {name}={given!r} is {a_kind(given)}.", fix="a list of values, spmd.uniform(...) or spmd.log_uniform(...)."
+                f"space: {name}={given!r} is {type_name(given)}.", fix="a list of values, spmd.uniform(...) or spmd.log_uniform(...)."
             )
         values = [value.item() if isinstance(value, np.generic) else value for value in given]
         for value in values:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd.errors import LayoutError, raise_problems
 from spmd.layout.activations import Output, activation_spec, output_problems
-from spmd.layout.resolve import Resolved, owners, pspec
+from spmd.layout.resolve import Resolved, matching_rules, pspec
 from spmd.layout.schema import Rule, keep_axes
 from spmd.nn.parallel_context import manual_axes
 from spmd.tree import Tree, flatten
@@ -26,7 +26,7 @@ class Activations:
     def __call__(self, path: str) -> Callable[[Tree], Tree] | None:
         """A function that gives outputs back, placed; None when no rule claims the module."""
         rules = self.resolved.layout.activations
-        claimed = owners(rules, path)
+        claimed = matching_rules(rules, path)
         return functools.partial(jax.tree.map, functools.partial(self._placed, rules[claimed[0]])) if claimed else None
 
     def _placed(self, rule: Rule, x: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ class Seen:
     def __call__(self, path: str) -> Callable[[Tree], Tree] | None:
         """A function that remembers shapes, for a module that some rule claims."""
         self.modules[path] = None
-        return functools.partial(self._remember, path) if owners(self._resolved.layout.activations, path) else None
+        return functools.partial(self._remember, path) if matching_rules(self._resolved.layout.activations, path) else None
 
     def _remember(self, path: str, outputs: Tree) -> Tree:
         found = self.outputs.setdefault(path, [])

@@ -90,7 +90,7 @@ class Program:
             variables = dataclasses.replace(variables, params=cast(variables.params, self._dtype))
             remat = placed.resolved.layout.remat.modules if training else ()
             with parallel_scope(parallel):
-                asked = Call(training, key if training else None, remat_modules=remat, dtype=self._dtype, returned=seen)
+                asked = Call(training, key if training else None, remat_modules=remat, dtype=self._dtype, output_hook=seen)
                 return objective(placed.model.bind(variables, asked), batch, key)
 
         variables = abstract(placed.abstract_state.variables)
@@ -270,7 +270,7 @@ class Program:
     def _bound(self, params: Tree, stats: Tree, rngs: Tree) -> Any:
         variables = Variables(cast(self._gather(params), self._dtype), stats, rngs)
         activations = Activations(self.placed.resolved, self.placed.mesh)
-        return self.placed.model.bind(variables, Call(training=False, dtype=self._dtype, returned=activations))
+        return self.placed.model.bind(variables, Call(training=False, dtype=self._dtype, output_hook=activations))
 
     def _gather(self, params: Tree) -> Tree:
         step = self._step(self.rows, True)

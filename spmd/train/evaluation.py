@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spmd.data.batches import Batch, Placer, batch_differences, batch_signature
-from spmd.errors import DataError, LossError, listed, problems_text
+from spmd.errors import DataError, LossError, join_names, problems_text
 from spmd.train.compiled_step import Program
 from spmd.train.metrics import IN_FLIGHT, means
 from spmd.train.model_setup import Placed
@@ -45,7 +45,7 @@ def evaluation_program(placed: Placed, sample: Tree, trained: Program | None) ->
     lost = [name for name in trained.eval_names if name not in names] if trained is not None and list(there) != list(wanted) else []
     if lost:
         text = "evaluation does not measure %s: the loss returns it for batches of %s, and the data to evaluate has %s."
-        logging.getLogger("spmd").warning(text, ", ".join(lost), listed(wanted), listed(there))
+        logging.getLogger("spmd").warning(text, ", ".join(lost), join_names(wanted), join_names(there))
     return program
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import DataError, LossError, OptionError, brief, did_you_mean
+from spmd.errors import DataError, LossError, OptionError, did_you_mean, short_repr
 from spmd.tree import describe
 
 INPUTS = ("x", "inputs", "input", "image", "images", "tokens", "features", "input_ids")
@@ -59,7 +59,7 @@ class PerExample:
           OptionError: `ignore` is no whole number.
         """
         if ignore is not None and (isinstance(ignore, bool) or not isinstance(ignore, int | np.integer)):
-            raise OptionError(f"{self.name}.on(ignore={brief(ignore)}): a target is a whole number.", fix="such as ignore=-100.")
+            raise OptionError(f"{self.name}.on(ignore={short_repr(ignore)}): a target is a whole number.", fix="such as ignore=-100.")
         given = {"inputs": inputs, "targets": targets, "mask": mask, "ignore": ignore}
         return dataclasses.replace(self, **{name: value for name, value in given.items() if value is not None})
 

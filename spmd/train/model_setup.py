@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd.errors import ModelError, OptionError, brief
+from spmd.errors import ModelError, OptionError, short_repr
 from spmd.layout.check import fit_layout
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
-from spmd.models.base import Model, Variables, abstractly
+from spmd.models.base import Model, Variables, trace_abstractly
 from spmd.models.flax_linen import LinenModel
 from spmd.models.wrap import wrap
 from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
@@ -62,7 +62,7 @@ class TrainConfig:
 
     def __post_init__(self):
         if self.metrics is not None and not isinstance(self.metrics, Mapping):
-            raise OptionError(f"metrics={brief(self.metrics)} is not a dict.", fix="{name: function(model, batch)}.")
+            raise OptionError(f"metrics={short_repr(self.metrics)} is not a dict.", fix="{name: function(model, batch)}.")
         check_numbers(self.precision, self.accumulate, self.seed)
 
 
@@ -74,9 +74,9 @@ def check_numbers(precision: str = "float32", accumulate: int = 1, seed: int = 0
     """
     compute_dtype(precision)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise OptionError(f"accumulate={brief(accumulate)}: a number of microbatches, from 1.")
+        raise OptionError(f"accumulate={short_repr(accumulate)}: a number of microbatches, from 1.")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise OptionError(f"seed={brief(seed)}: a whole number from 0 to 2**32 - 1.")
+        raise OptionError(f"seed={short_repr(seed)}: a whole number from 0 to 2**32 - 1.")
 
 
 class Placed:
@@ -172,7 +172,7 @@ class Placed:
         if isinstance(self._given, LinenModel) and self._sample is None:
             raise ModelError("a linen module shows its shapes only on data.", fix="trainer.init(batch), with a batch or its shapes.")
         key = jax.eval_shape(lambda: jax.random.key(0))
-        variables = abstractly(lambda k: self._given.init(k, self._run), "the model", key)
+        variables = trace_abstractly(lambda k: self._given.init(k, self._run), "the model", key)
         counted = [path for path, leaf in flatten(variables.params).items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
         if counted:
             raise ModelError(

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import LossError, SpmdError, a_kind, brief, first_line
-from spmd.models.base import known_cause
+from spmd.errors import LossError, SpmdError, first_line, short_repr, type_name
+from spmd.models.base import explain_jax_error
 from spmd.train.metrics import PerExample, Sums, as_sum
 from spmd.tree import describe, flatten
 
@@ -34,7 +34,7 @@ class Objective:
     def __post_init__(self):
         if not callable(self.loss):
             raise LossError(
-                f"loss={brief(self.loss)} is {a_kind(self.loss)}, not a function (model, batch[, rng]).\n"
+                f"loss={short_repr(self.loss)} is {type_name(self.loss)}, not a function (model, batch[, rng]).\n"
                 "    fix: such as spmd.losses.mean_squared_error."
             )
         for name, metric in self.metrics.items():
@@ -68,7 +68,7 @@ class Objective:
         numbers = value if isinstance(value, tuple) and len(value) == 2 else (value,)
         if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
             raise LossError(
-                f"the loss returned {a_kind(value)}; wanted a scalar, the mean over the batch, or one value per example.\n"
+                f"the loss returned {type_name(value)}; wanted a scalar, the mean over the batch, or one value per example.\n"
                 "    fix: return it alone, or as (value, {name: metric})."
             )
         twice = [name for name in extra if name in RESERVED or name in self.metrics]
@@ -82,7 +82,7 @@ class Objective:
             numbers = measured if isinstance(measured, tuple | list) else (measured,)
             if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
                 raise LossError(
-                    f'metric "{name}" returned {a_kind(measured)}; wanted a scalar, one value per example, or a (sum, count) pair.\n'
+                    f'metric "{name}" returned {type_name(measured)}; wanted a scalar, one value per example, or a (sum, count) pair.\n'
                     "    fix: an array or a number."
                 )
         return value, extra
@@ -104,7 +104,7 @@ def naming_in_trace(what: str, batch: Any) -> Iterator[None]:
     except Exception as error:
         shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(batch).items())
         raise LossError(
-            known_cause(error)
+            explain_jax_error(error)
             or f"{what} fails on a batch of {{{shapes}}}: {first_line(error)}\n"
             "    fix: the error above has the line; check that the model takes these shapes."
         ) from error

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.errors import OptimizerError, OptionError, a_kind, brief
+from spmd.errors import OptimizerError, OptionError, short_repr, type_name
 from spmd.layout.resolve import Resolved, pspec
 from spmd.models.base import Model, Variables
 from spmd.tree import Tree, describe, flatten, path_of
@@ -71,7 +71,7 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     ):
         shown = getattr(optimizer, "__name__", None) or (repr(optimizer) if isinstance(optimizer, str | int | float | None) else "...")
         raise OptimizerError(
-            f"optimizer={shown} is {a_kind(optimizer)}, not an optax gradient transformation.\n"
+            f"optimizer={shown} is {type_name(optimizer)}, not an optax gradient transformation.\n"
             "    fix: such as optax.adamw(1e-3); a function that makes one must be called."
         )
     return optax.with_extra_args_support(optimizer)
@@ -180,6 +180,6 @@ def place_copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
 def check_alive(state: State) -> None:
     """A state that a step has consumed must not be used again: it can end the process inside the runtime."""
     if not isinstance(state, State):
-        raise OptionError(f"state={brief(state)} is {a_kind(state)}.", fix="what trainer.init() or a step returns.")
+        raise OptionError(f"state={short_repr(state)} is {type_name(state)}.", fix="what trainer.init() or a step returns.")
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         raise OptionError("this state was consumed by a step.", fix="go on with the one that the step returned: state, metrics = ...")

@@ -22,7 +22,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.layout.resolve import Placement, Resolved, owners, pspec
+from spmd.layout.resolve import Placement, Resolved, matching_rules, pspec
 from spmd.layout.schema import Spec, keep_axes
 from spmd.models.base import Call, Model, Variables
 from spmd.nn.layer_stack import layers_per_stage, split_microbatches
@@ -392,7 +392,7 @@ def remat_policy(save: str) -> Callable[..., bool] | None:
 
 def batch_spec(resolved: Resolved, path: str) -> Spec:
     """The spec of one batch leaf: its rule's, or the batch's default."""
-    claimed = owners(resolved.layout.batch.rules, path)
+    claimed = matching_rules(resolved.layout.batch.rules, path)
     return resolved.layout.batch.rules[claimed[0]].spec if claimed else resolved.layout.batch.spec
 
 

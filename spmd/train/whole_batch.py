@@ -107,7 +107,7 @@ def proof_of(placed: Placed, loss: Objective, sample: Tree, parts: Parts, traced
         variables = dataclasses.replace(variables, params=cast(variables.params, dtype))
         sync = tuple(sizes) if synchronised else ()
         with parallel_scope(dataclasses.replace(UNSHARDED, used=set(), schedules={})):
-            asked = Call(True, key, sync_axes=sync, remat_modules=remat, dtype=dtype, returned=Seen(placed.resolved))
+            asked = Call(True, key, sync_axes=sync, remat_modules=remat, dtype=dtype, output_hook=Seen(placed.resolved))
             value, extra = loss(placed.given.bind(variables, asked), batch, key)
         outputs.append(len(value) if isinstance(value, tuple) else 1)
         return value, extra

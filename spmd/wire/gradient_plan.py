@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
-from spmd.layout.resolve import Placement, Resolved, how_it_travels
-from spmd.layout.schema import Entry, Spec, entry_axes, keep_axes, mixed
+from spmd.layout.resolve import Placement, Resolved, codec_rule
+from spmd.layout.schema import Entry, Spec, entry_axes, keep_axes, mixes_data_axes
 from spmd.wire.codec import make_codec
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import Exact
@@ -38,7 +38,7 @@ def plan_gradients(resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction
 def _item(place: Placement, resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction) -> GradientSpec:
     declared, spec = resolved.layout.gradients, reduction.spec(place)
     rest = keep_axes(spec, mesh_axes.rest)
-    nested = bool(mesh_axes.rest) and not mixed(spec, mesh_axes.data_axes)
+    nested = bool(mesh_axes.rest) and not mixes_data_axes(spec, mesh_axes.data_axes)
     # XLA:CPU aborts on a bfloat16 sum where other axes are left to the partitioner
     dtype = np.dtype(place.dtype if nested or not mesh_axes.rest else "float32")
     full = (*rest, *[None] * (len(place.shape) - len(rest)))
@@ -46,7 +46,7 @@ def _item(place: Placement, resolved: Resolved, mesh_axes: MeshAxes, reduction: 
     sizes = tuple(mesh_axes.mesh.shape[axis] for axis in mesh_axes.data_axes)
     pushed = keep_axes(reduction.mean_spec(place), mesh_axes.data_axes)
     cut = ShardLayout(shape if nested else place.shape, pushed, mesh_axes.data_axes, sizes)
-    chosen = how_it_travels(declared, place.path)
+    chosen = codec_rule(declared, place.path)
     name, codec = chosen.codec, make_codec(chosen.codec, chosen.options)
     if not (math.prod(place.shape) and crosses(resolved, mesh_axes) and codec.compresses(cut, place.shape)):
         name, codec = "exact", Exact()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.layout.resolve import Placement, pspec
-from spmd.layout.schema import Spec, entry_axes, keep_axes, mixed, spec_axes
+from spmd.layout.schema import Spec, entry_axes, keep_axes, mixes_data_axes, spec_axes
 from spmd.tree import Tree, flatten
 from spmd.wire import collectives
 from spmd.wire.codec.base import packed_collective
@@ -64,7 +64,7 @@ def gather_updates(exchange: GradientSync, updates: Tree) -> Tree:
     here = {path: constrain(mesh_axes, places[path].state_spec, update) for path, update in flatten(updates).items()}
     more = lambda path: tuple(axis for axis in spec_axes(places[path].state_spec) if axis not in spec_axes(places[path].spec))
     wanted = lambda path: (
-        any(axis in mesh_axes.data_axes for axis in more(path)) and not mixed(places[path].state_spec, mesh_axes.data_axes)
+        any(axis in mesh_axes.data_axes for axis in more(path)) and not mixes_data_axes(places[path].state_spec, mesh_axes.data_axes)
     )
     cut = {path: update for path, update in here.items() if exchange.reduction.manual and wanted(path)}
 
@@ -96,7 +96,7 @@ def _joined(mesh_axes: MeshAxes, spec: Spec, piece: Any, axes: tuple[str, ...]) 
             x = collectives.all_gather(x, tuple(axis for axis in entry_axes(entry) if axis in axes and axis in mesh_axes.data_axes), dim)
         return x
 
-    if not mesh_axes.rest or mixed(spec, mesh_axes.data_axes):  # pieces along one axis alone would be joined in the wrong order
+    if not mesh_axes.rest or mixes_data_axes(spec, mesh_axes.data_axes):  # pieces along one axis alone would be joined in the wrong order
         return local(piece)
     # on each device's own piece along the remaining axes, so that only that piece travels: left to the partitioner, a
     # collective on an array cut over the model axis gathers it there first

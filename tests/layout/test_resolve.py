@@ -8,7 +8,7 @@ import pytest
 from spmd.errors import LayoutError
 from spmd.layout import resolve as resolving
 from spmd.layout.check import fit_layout
-from spmd.layout.resolve import shard_further
+from spmd.layout.resolve import shard_largest_dim
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule, spec_text
 from spmd.layout.summary import notes, rows, summary
 from spmd.layout.toml_reader import shipped
@@ -57,7 +57,7 @@ def test_default_shards_largest_divisible_dim(shape, spec):
     ],
 )
 def test_optimizer_state_is_sharded_further_than_parameter(spec, shape, further):
-    assert shard_further(spec, shape, "data", MESH) == further
+    assert shard_largest_dim(spec, shape, "data", MESH) == further
     layout = Layout(params=(Rule("w", spec),), optimizer=OptimizerState("data"))
     place = placed(layout, shapes(w=shape))["w"]
     assert (place.spec, place.state_spec) == (spec, further)

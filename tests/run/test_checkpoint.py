@@ -11,7 +11,7 @@ from flax import nnx
 from small import FEATURES, Net, fit, fit_net, host, labelled, linear, numbers, same
 
 import spmd
-from spmd.errors import CheckpointError, OptionError, brief
+from spmd.errors import CheckpointError, OptionError, short_repr
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.tree import flatten
 
@@ -364,7 +364,7 @@ def test_restore_of_a_file_names_the_run_that_it_is_in(name, tmp_path):
         trainer.restore(tmp_path / name)
     file = tmp_path / name
     assert str(raised.value) == (
-        f"checkpoint={brief(str(file))}: {file} is a file, and not the folder of a run.\n    fix: {tmp_path}, which it is in."
+        f"checkpoint={short_repr(str(file))}: {file} is a file, and not the folder of a run.\n    fix: {tmp_path}, which it is in."
     )
     assert int(trainer.restore(tmp_path).step) == 3
 
@@ -374,7 +374,7 @@ def test_restore_of_a_file_that_is_in_no_run(tmp_path):
     file.touch()
     with pytest.raises(CheckpointError) as raised:
         trainer.restore(file)
-    assert str(raised.value) == f"checkpoint={brief(str(file))}: {file} is a file."
+    assert str(raised.value) == f"checkpoint={short_repr(str(file))}: {file} is a file."
 
 
 def test_options_that_changed_are_told_when_a_run_goes_on(tmp_path, capsys):

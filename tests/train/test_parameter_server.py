@@ -13,7 +13,7 @@ from flax import nnx
 import spmd
 from spmd.data.device_dataset import resident
 from spmd.errors import DataError, OptimizerError, OptionError
-from spmd.layout.timing import scale_of
+from spmd.layout.timing import parse_staleness_scale
 from spmd.tree import flatten
 from tests.train.served import (
     ADAMW,
@@ -275,7 +275,7 @@ def replay(trainer, rows, optimizer, workers, steps):
     clock, declared = trainer.prepare(None)[0].clock, trainer.layout.parameter_server
     params = {"b": np.zeros(2, np.float32), "w": np.ones((3, 2), np.float32)}
     opt, held, squares = optimizer.init(params), [params] * workers, dict.fromkeys(params, np.float32(0))
-    unit, taken, gathered, scale = 16 // workers, 0, [], scale_of(declared.staleness_scale)
+    unit, taken, gathered, scale = 16 // workers, 0, [], parse_staleness_scale(declared.staleness_scale)
 
     def gradient(p, x, t):
         error = 2 * (x @ p["w"] + p["b"] - t) / len(x)

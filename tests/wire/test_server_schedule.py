@@ -9,7 +9,7 @@ import pytest
 
 from spmd.errors import OptionError
 from spmd.layout.server import MODES, ParameterServer
-from spmd.layout.timing import Network, scale_of
+from spmd.layout.timing import Network, parse_staleness_scale
 from spmd.wire.param_server.clock import Times
 from spmd.wire.param_server.events import KEPT, Events, rounds
 
@@ -152,7 +152,7 @@ def test_who_is_not_computing_has_not_read_and_who_reads_computes(words):
 def test_an_update_is_minus_the_mean_of_scaled_gradients(words):
     workers, server = 6, declare(**words)
     log = arrivals(simulate(workers, 200, **words))
-    alpha = np.array([scale_of(server.staleness_scale)(int(tau)) for tau in log.staleness])
+    alpha = np.array([parse_staleness_scale(server.staleness_scale)(int(tau)) for tau in log.staleness])
     count = workers // server.splits if server.mode == "softsync" else 1
     made = updates(log)
     assert len(made) > 50
@@ -172,7 +172,7 @@ def test_a_rate_too_small_for_float32_is_none(words, scale):
     log = arrivals(simulate(40, 60, **words, compute_time="constant", staleness_scale=scale))
     for update in updates(log):
         weights = log.weight[update]
-        alpha = np.array([scale_of(scale)(int(tau)) for tau in log.staleness[update]])
+        alpha = np.array([parse_staleness_scale(scale)(int(tau)) for tau in log.staleness[update]])
         # 1e-20 stands for nothing, and float32 can divide by it
         assert np.isfinite(np.float32(1) / weights.sum()) and weights == pytest.approx(alpha, rel=1e-5, abs=1.1e-20)
 
@@ -280,12 +280,12 @@ def test_what_a_synchronous_step_drops_are_its_spares(spares, warm):
 )
 def test_scales_of_staleness(scale, wanted):
     # the same formula written in another way: a few roundings of float64
-    assert [scale_of(scale)(tau) for tau in (0, 1, 2, 3, 10)] == pytest.approx(wanted, rel=1e-14)
+    assert [parse_staleness_scale(scale)(tau) for tau in (0, 1, 2, 3, 10)] == pytest.approx(wanted, rel=1e-14)
 
 
 @pytest.mark.parametrize("scale", ["", "inverse(1)", "power", "power()", "power(-1)", "exp(a)", "exp(1,2)", "exp(1e999)", "1/tau"])
 def test_words_that_are_no_scale(scale):
-    assert scale_of(scale) is None
+    assert parse_staleness_scale(scale) is None
 
 
 # what late gradients do to a quadratic -------------------------------------------------------------------------------

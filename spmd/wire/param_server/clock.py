@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd.errors import OptionError
-from spmd.layout.timing import times_of
+from spmd.layout.timing import parse_compute_time
 
 BLOCK = 1024  # times drawn at once for a worker
 
@@ -22,7 +22,7 @@ class Times:
     """
 
     def __init__(self, declared: str | tuple[float, ...], workers: int, seed: int):
-        self._kind, self._values = times_of(declared)
+        self._kind, self._values = parse_compute_time(declared)
         self._seed, self._drawn = seed, {}
         self._trace = read_trace(str(declared), workers) if self._kind == "trace" else None
         if self._kind == "list" and len(self._values) != workers:

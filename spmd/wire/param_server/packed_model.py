@@ -41,9 +41,9 @@ class StoredModel(Model):
         """The model itself, with its parameters unpacked."""
         return self._model.bind(dataclasses.replace(variables, params=self.storage.views(variables.params)), call)
 
-    def stats_of(self, bound: Any) -> Tree:
+    def get_stats(self, bound: Any) -> Tree:
         """The model's own."""
-        return self._model.stats_of(bound)
+        return self._model.get_stats(bound)
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         """The model's own."""

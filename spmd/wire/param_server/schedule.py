@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from spmd.layout.server import ParameterServer
-from spmd.layout.timing import scale_of
+from spmd.layout.timing import parse_staleness_scale
 from spmd.wire.param_server.clock import Times
 
 FAINT = 1e-20  # the least weight of a gradient: float32 must be able to divide by it
@@ -93,7 +93,7 @@ class Asynchronous:
         self.declared, self.workers, self.times = declared, workers, times
         self.latency, self.push, self.pull = latency, push, pull
         self.remote = latency > 0 or push > 0 or pull > 0
-        self.scale = scale_of(declared.staleness_scale) or (lambda tau: 1.0)
+        self.scale = parse_staleness_scale(declared.staleness_scale) or (lambda tau: 1.0)
         self.per_update = declared.per_update(workers)
         self.inwards = self.outwards = 0.0  # when the links are free again
         self.version = 0

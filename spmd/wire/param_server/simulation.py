@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from spmd.errors import OptionError, a_kind
+from spmd.errors import OptionError, type_name
 from spmd.layout.check import fit_layout
 from spmd.layout.gradients import Gradients
 from spmd.layout.schema import Layout
@@ -38,7 +38,7 @@ def simulate(
       3.1
     """
     if not isinstance(server, ParameterServer):
-        raise OptionError(f"simulate: {server!r} is {a_kind(server)}.", fix="a spmd.ParameterServer.")
+        raise OptionError(f"simulate: {server!r} is {type_name(server)}.", fix="a spmd.ParameterServer.")
     count = server.workers if workers is None else workers
     if count is None:
         raise OptionError("simulate: how many workers?", fix="such as  workers=8.")
