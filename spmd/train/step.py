@@ -131,7 +131,7 @@ class Step:
             value, extra = self.objective(bound, batch, localize(loss_key))
         check_worker(value, weights.shape[0], rowwise=self.rowwise)
         sums = self.objective.sums(value, extra, weights)
-        return sums[LOSS][0], (sums, cast_like(self.model.stats_of(bound), stats))
+        return sums[LOSS][0], (sums, cast_like(self.model.get_stats(bound), stats))
 
     # 3. the gradient of one microbatch --------------------------------------------------------------------------------
 
