@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import spmd
 from spmd.train import step as step_module
 from spmd.train.compiled_step import Program
-from spmd.train.model_setup import Placed, TrainConfig
+from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.tree import map_paths
 from spmd.wire.gradient_sync import GradientSync
 
@@ -92,7 +92,7 @@ def program(devices: list, arm: str):
         layout = dataclasses.replace(layout, gradients=spmd.Gradients("compiler"))
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     model = lambda: gpt.GPT(vocab=50304, width=768, depth=12, heads=12, length=LENGTH, dropout=0.0, rngs=nnx.Rngs(0))
-    placed = Placed(TrainConfig(model, spmd.losses.cross_entropy, optax.adamw(1e-3), precision="bfloat16"), mesh, layout)
+    placed = PlacedModel(TrainConfig(model, spmd.losses.cross_entropy, optax.adamw(1e-3), precision="bfloat16"), mesh, layout)
     rows = PER_GPU * len(devices)
     tokens = jax.ShapeDtypeStruct((rows, LENGTH), np.int32)
     ready = Program(placed, {"tokens": tokens, "targets": tokens})

@@ -50,10 +50,10 @@ def digits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 def in_one(trials: int, *, exact: bool) -> tuple[float, Any, float]:
     """Seconds of all of it, what came of it, and seconds of a step of all trials in calls that compile nothing."""
-    from spmd.sweeps.vmapped_trials import Packed
+    from spmd.sweeps.vmapped_trials import VmappedTrials
 
     train, test = digits()
-    steps, timed = Packed.steps, []
+    steps, timed = VmappedTrials.steps, []
 
     def measured(self, states, values, rows, weights):
         before, since = self.compilations(), time.perf_counter()
@@ -62,7 +62,7 @@ def in_one(trials: int, *, exact: bool) -> tuple[float, Any, float]:
             timed.append((time.perf_counter() - since, len(weights)))
         return found
 
-    Packed.steps = measured
+    VmappedTrials.steps = measured
     began = time.perf_counter()
     found = spmd.sweep(
         lambda seed: MLP(WIDTH, seed),
@@ -79,7 +79,7 @@ def in_one(trials: int, *, exact: bool) -> tuple[float, Any, float]:
         keep=trials,
         exact=exact,
     )
-    Packed.steps = steps
+    VmappedTrials.steps = steps
     return time.perf_counter() - began, found, sum(took for took, _ in timed) / sum(count for _, count in timed)
 
 

@@ -32,7 +32,7 @@ from spmd.run.restore_comm_state import check_sync_schedule
 from spmd.train.compiled_step import Program, prepared
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
-from spmd.train.model_setup import Placed, TrainConfig
+from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.state import State, check_alive, whole_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract
@@ -120,7 +120,7 @@ class Trainer:
     def _lay_out(self, config: TrainConfig, mesh: Any, layout: str | Path | Layout) -> None:
         self.layout = Layout.load(layout)
         self.mesh: Mesh = make_mesh(mesh if mesh is not None else dict(self.layout.mesh) or None)
-        self._placed = Placed(config, self.mesh, self.layout)
+        self._placed = PlacedModel(config, self.mesh, self.layout)
         self._program: Program | None = None
         self._placer: Placer | None = None
         self._evaluations: dict[Any, tuple[Program, Placer]] = {}  # by the kind of batch
@@ -128,7 +128,7 @@ class Trainer:
         self._last: tuple[Callable[[], State | None], int] = (lambda: None, 0)  # the newest state, if it is still there, and its step
 
     @property
-    def placed(self) -> Placed:
+    def placed(self) -> PlacedModel:
         """The model on the mesh: what it is made of, and the loss."""
         return self._placed
 

@@ -17,7 +17,7 @@ from spmd.nn.schedule import make_schedule
 from spmd.render.html import aligned, filled
 from spmd.run.history import History
 from spmd.sweeps.config import Trial
-from spmd.sweeps.results import Sweep, Tried
+from spmd.sweeps.results import Sweep, TrialResult
 
 ODD = "<b>odd</b>"
 
@@ -64,7 +64,7 @@ def test_tables_fit_the_terminal(monkeypatch):
     trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), mesh="data=8", layout="fsdp")
     trainer.prepare({"x": jax.ShapeDtypeStruct((8, 64), "float32"), "y": jax.ShapeDtypeStruct((8, 64), "float32")})
     values = {"learning_rate": 0.123456, "weight_decay": 0.00123456, "momentum": 0.9, "an_option_with_a_long_name": "nesterov"}
-    tried = Tried(Trial(0, values, 0), 0.5, {}, history("loss"), "done", None)
+    tried = TrialResult(Trial(0, values, 0), 0.5, {}, history("loss"), "done", None)
     for shown in (trainer.summary(), trainer.wire, Sweep([tried], [], ("eval_loss", "min"), 1)):
         assert max(map(len, str(shown).splitlines())) <= 60, str(shown)
     monkeypatch.delenv("COLUMNS")
@@ -72,7 +72,7 @@ def test_tables_fit_the_terminal(monkeypatch):
 
 
 def sweep():
-    tried = Tried(Trial(0, {"rate": ODD}, 0), 0.5, {}, history("loss"), "done", None)
+    tried = TrialResult(Trial(0, {"rate": ODD}, 0), 0.5, {}, history("loss"), "done", None)
     return Sweep([tried], [], ("eval_loss", "min"), 1)
 
 

@@ -11,7 +11,7 @@ from spmd.data.batches import check_leaves
 from spmd.errors import DataError, ExportError, OptionError, SpmdError
 from spmd.models.base import Call, Variables
 from spmd.nn.parallel_context import UNSHARDED, parallel_scope
-from spmd.train.model_setup import Placed
+from spmd.train.model_setup import PlacedModel
 from spmd.train.precision import cast, compute_dtype
 from spmd.train.state import State, check_alive
 from spmd.trainer import Trainer
@@ -83,7 +83,7 @@ class _Heard:
         return getattr(self._model, name)
 
 
-def _heard(placed: Placed, variables: Variables) -> Tree:
+def _heard(placed: PlacedModel, variables: Variables) -> Tree:
     """Shapes of what the loss calls the model with, if that is one array or tree, and holds all rows of the batch."""
     calls: list[Tree] = []
     fix = "\n    fix: inputs=, an example of what the model is called with, or its shapes."

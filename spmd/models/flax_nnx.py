@@ -161,7 +161,7 @@ def _changed(kind: type, change: Callable[[Any], Any]) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return change(kind.__call__(self, *args, **kwargs))  # type: ignore[operator]
 
-    return _subclass(kind, "Placed", __call__)
+    return _subclass(kind, "PlacedModel", __call__)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from spmd.errors import OptionError, type_name
 from spmd.layout.schema import Layout, Remat, entry_axes, spec_axes
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec
-from spmd.train.model_setup import Placed
+from spmd.train.model_setup import PlacedModel
 from spmd.tree import flatten
 
 REMAT_SAVES = ("everything", "dots", "nothing")  # values of `[remat] save`, from most to least memory
@@ -192,7 +192,7 @@ def microbatches(rows: int, parts: int) -> list[int]:
     return counts
 
 
-def remats(placed: Placed) -> tuple[Remat, ...]:
+def remats(placed: PlacedModel) -> tuple[Remat, ...]:
     """What a model may recompute: each repeated submodule separately, or the whole forward pass where none repeats."""
     paths = list(flatten(placed.abstract_state.params))
     stacks = {path.partition("/layers/")[0] + "/layers" for path in placed.model.stacks() if "/layers/" in path}

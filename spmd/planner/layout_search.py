@@ -24,7 +24,7 @@ from spmd.planner.planning import Plan
 from spmd.planner.target import LARGEST, MIN_SAVING, Cluster
 from spmd.planner.text_report import seconds
 from spmd.render.html import Html, aligned, filled, folded, framed, table
-from spmd.train.model_setup import Placed, TrainConfig
+from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.tree import Tree, abstract, format_bytes
 from spmd.user_paths import as_path, write_text
 
@@ -223,7 +223,7 @@ def search(
     layouts, left_out = chosen_layouts(candidates)
     rows = check_leaves(abstract(batch), "the batch")
     config = TrainConfig(model, loss, optimizer, metrics, precision, seed=seed)
-    on_one_device = Placed(config, abstract_mesh(MeshSpec((("data", 1),))), Layout(), platform=cluster.target.platform)
+    on_one_device = PlacedModel(config, abstract_mesh(MeshSpec((("data", 1),))), Layout(), platform=cluster.target.platform)
     say(f"compiling for one device, of {cluster}")
     alone = build_plan(Plan, on_one_device, batch, Cluster(1, 1, cluster.target), timeout=timeout)
     left_out = {name: f'{why}; candidates="all" includes it' for name, why in left_out.items()}
@@ -355,9 +355,9 @@ class SearchRun:
                 self._bounds[group] = Reason(first_problem(error))
         return self._bounds[group]
 
-    def _placed(self, candidate: Candidate) -> Placed:
+    def _placed(self, candidate: Candidate) -> PlacedModel:
         mesh = abstract_mesh(candidate.mesh)
-        return self.alone.program.placed.moved(mesh, candidate.layout, accumulate=candidate.accumulate)
+        return self.alone.program.placed.with_layout(mesh, candidate.layout, accumulate=candidate.accumulate)
 
     def _why_skip(self, candidate: Candidate) -> Reason | None:
         """Why a candidate need not be compiled, as far as is known."""

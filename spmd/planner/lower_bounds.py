@@ -19,7 +19,7 @@ from spmd.planner.memory import tree_on_device
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, transfer_time
 from spmd.planner.traffic import Transfer
-from spmd.train.model_setup import Placed
+from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten
 
 
@@ -32,7 +32,7 @@ class LowerBounds:
     why: str
 
 
-def trainable_paths(placed: Placed) -> set[str]:
+def trainable_paths(placed: PlacedModel) -> set[str]:
     """Parameters that a gradient can change; those that an optimizer freezes are neither sent nor written."""
     state = placed.abstract_state
 
@@ -48,7 +48,7 @@ def trainable_paths(placed: Placed) -> set[str]:
     return {path for path, change in zip(flatten(state.params), changes, strict=True) if change}
 
 
-def lower_bounds_of(placed: Placed, cluster: Cluster, alone: Timeline, trainable: Collection[str]) -> LowerBounds:
+def lower_bounds_of(placed: PlacedModel, cluster: Cluster, alone: Timeline, trainable: Collection[str]) -> LowerBounds:
     """The bounds of a placed model.
 
     Args:
@@ -68,7 +68,7 @@ def lower_bounds_of(placed: Placed, cluster: Cluster, alone: Timeline, trainable
     return LowerBounds(tree_on_device(state), parts[why], why)
 
 
-def _reduction_time(placed: Placed, cluster: Cluster, trainable: Collection[str]) -> float:
+def _reduction_time(placed: PlacedModel, cluster: Cluster, trainable: Collection[str]) -> float:
     """Seconds to reduce all gradients in one collective."""
     resolved, gradients = placed.resolved, placed.resolved.layout.gradients
     if gradients.reduction not in ("all_reduce", "reduce_scatter") or gradients.compressed or resolved.workers == 1:

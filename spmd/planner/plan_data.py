@@ -17,7 +17,7 @@ from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, timeline_of
 from spmd.planner.traffic import Traffic, traffic_of
 from spmd.train.compiled_step import Program, prepared
-from spmd.train.model_setup import Placed
+from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten, format_bytes
 from spmd.wire.notes import notes as exchange_notes
 
@@ -80,7 +80,7 @@ PlanT = TypeVar("PlanT", bound=PlanData)
 
 def build_plan(
     kind: type[PlanT],
-    placed: Placed,
+    placed: PlacedModel,
     batch: Tree,
     cluster: Cluster,
     *,

@@ -17,7 +17,7 @@ from spmd.planner.suggest_fixes import Fix, fixes_of
 from spmd.planner.target import Cluster
 from spmd.planner.text_report import explanation, placements_text, seconds, text, to_json
 from spmd.render.html import Html, Text
-from spmd.train.model_setup import Placed, TrainConfig
+from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.tree import Tree
 from spmd.user_paths import as_path, write_text
 
@@ -151,7 +151,7 @@ def plan(
     cluster, declared = Cluster.parse(target), Layout.load(layout)
     spec = _mesh(mesh if mesh is not None else dict(declared.mesh) or {"data": -1}, cluster)
     config = TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed)
-    placed = Placed(config, abstract_mesh(spec), declared, platform=cluster.target.platform)
+    placed = PlacedModel(config, abstract_mesh(spec), declared, platform=cluster.target.platform)
     return build_plan(Plan, placed, batch, cluster, timeout=timeout, say=say)
 
 

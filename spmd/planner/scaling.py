@@ -114,6 +114,6 @@ def _share(plan: Plan, codec: str) -> float:
     """Bytes that a codec sends of this model's gradients relative to exact ones, read from a step that is traced for two workers."""
     placed = plan.program.placed
     layout = dataclasses.replace(plan.layout, gradients=Gradients("all_reduce", codec=codec), mesh=())
-    two = placed.moved(abstract_mesh(MeshSpec((("data", 2),))), layout)
+    two = placed.with_layout(abstract_mesh(MeshSpec((("data", 2),))), layout)
     program = Program(two, plan.program.sample)
     return program.wire.bytes(where="push") / exact_bytes(two.exchange)

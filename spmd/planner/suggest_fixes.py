@@ -69,7 +69,7 @@ def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] 
             if best.fits:
                 break
             say(f"planning with {change}")
-            changed = placed.moved(abstract_mesh(variant.mesh), variant.layout, accumulate=variant.accumulate)
+            changed = placed.with_layout(abstract_mesh(variant.mesh), variant.layout, accumulate=variant.accumulate)
             try:
                 planned = build_plan(type(plan), changed, plan.program.sample, variant.cluster, timeout=timeout)
             except SpmdError as error:

@@ -1,4 +1,4 @@
-"""`sweep`: many trainings in one compiled program."""
+"""`sweep`: train many networks in one compiled program."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,15 +15,15 @@ from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, make_mesh
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.progress import make_progress
-from spmd.sweeps.config import Study, Trial
+from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.memory_check import check_room
 from spmd.sweeps.results import Sweep
-from spmd.sweeps.scheduler import Contest
+from spmd.sweeps.scheduler import SweepRunner
 from spmd.sweeps.search_space import SEED, check_space, draw, grid
-from spmd.sweeps.storage import Shelf, owned, spelled
+from spmd.sweeps.storage import SweepStore, owned, spelled
 from spmd.sweeps.successive_halving import Halving, check_search
 from spmd.sweeps.train_chunk import calls
-from spmd.sweeps.vmapped_trials import DATA, NET, Packed
+from spmd.sweeps.vmapped_trials import DATA, NET, VmappedTrials
 from spmd.train.model_setup import TrainConfig
 
 
@@ -59,39 +59,39 @@ def sweep(
 ) -> Sweep:
     """Train many networks that differ in hyper-parameters, those of equal shapes in one compiled program.
 
-    Trial i is what `spmd.fit(lambda: make_model(...), data, optimizer=optimizer(...), seed=its seed, ...)` trains, whatever others train
-    beside it: the same initial values, the same batches in the same order, the same dropout. One that diverges neither ends the others nor
-    changes them.
+    Trial i trains exactly as `spmd.fit(lambda: make_model(...), data, optimizer=optimizer(...), seed=its seed, ...)` would, whatever
+    trains beside it: the same initial values, the same batches in the same order, the same dropout. A trial that diverges neither stops
+    nor changes the others.
 
     Args:
-      make_model: `make_model(**hyperparameters)` builds the model; it takes those of the space that it has arguments for, and `seed`.
+      make_model: `make_model(**hyperparameters)` builds the model. It receives the hyper-parameters that it has arguments for, and `seed`.
       data: dict or tuple of arrays [examples, ...]; a copy is kept on every device.
-      space: by name what a hyper-parameter may be: a list of values, `spmd.uniform` or `spmd.log_uniform`. Floats that the optimizer
-        takes share a program; each other value makes one of its own. "seed" is a hyper-parameter like others; without it all have `seed`.
-      loss, layout, metrics, precision: as in `fit`; the layout must leave parameters whole.
+      space: the values of each hyper-parameter, by name: a list, `spmd.uniform` or `spmd.log_uniform`. Trials that differ only in floats
+        of the optimizer share a program; every other value compiles its own. "seed" is a hyper-parameter too; without it all use `seed`.
+      loss, layout, metrics, precision: as in `fit`; the layout must replicate parameters.
       optimizer: `optimizer(**hyperparameters)` gives an optax gradient transformation.
-      trials: how many are drawn; a grid has as many as there are combinations.
+      trials: how many to draw; a grid has one for each combination.
       search: "random", "grid", or a `spmd.Halving`.
-      mesh: such as "net=8", or "net=4,data=2", where each trial is data-parallel over 2 devices; None: all devices on `net`.
+      mesh: such as "net=8", or "net=4,data=2" (each trial data-parallel over 2 devices); None: all devices on `net`.
       batch_size, epochs, steps, shuffle, seed: as in `fit`, for each trial.
-      eval_data: arrays that every trial is evaluated on when it ends, and at each rung.
-      score: what trials are compared by: "eval_loss" or another metric of the evaluation as "eval_NAME", or "loss", the mean over the
-        last epoch's steps; None: "eval_loss" where there is `eval_data`, else "loss". `mode`: whether the "min" or the "max" is the best.
-      keep: of how many of the best the arrays are kept; in `checkpoint`'s folder `best/`, one run each.
-      at_once: how many trials are in one program at most; None: all. More wait for their turn.
-      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`: without, at the end of epochs. `resume=True` goes on there.
-      steps_per_call: steps that are compiled into one call.
-      exact: trials of one device are computed one after the other, each as if it were alone. False: abreast, their matrices as one larger
-        array, which is faster where one small network leaves a device idle; sums are then taken in another order, and training can make
-        much of that. Networks with convolutions are computed one after the other in any case.
-      check_memory: ask the compiler, before anything is allocated, whether as many trials as are at once fit the devices, and do not start
-        what does not. CPUs do not say what they have.
+      eval_data: arrays on which every trial is evaluated at its end and at each rung.
+      score: the metric that ranks trials: "eval_loss", another evaluation metric as "eval_NAME", or "loss", the mean over the last
+        epoch's steps; None: "eval_loss" with `eval_data`, else "loss". `mode`: whether "min" or "max" is best.
+      keep: how many of the best trials to keep with their arrays; on disk in `best/` of `checkpoint`'s folder, one run each.
+      at_once: at most this many trials in one program; None: all. The rest queue.
+      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`; by default saved at the end of epochs. `resume=True` resumes.
+      steps_per_call: steps compiled into one call.
+      exact: compute the trials on one device one after the other, each as if alone. False: vmapped, their matrices batched, which is
+        faster where a small network leaves a device idle; sums are then taken in another order, which training can amplify. Networks
+        with convolutions always run one after the other.
+      check_memory: ask the compiler, before anything is allocated, whether the trials in one program fit the devices; raise if not. CPUs
+        do not report their memory.
 
     Returns:
-      A `Sweep`: the table, and the best as results of their own.
+      A `Sweep`: the table, and the best trials as results.
 
     Raises:
-      SpmdError: one of its kinds, before anything is compiled.
+      SpmdError: one of its subclasses, before anything is compiled.
 
     Example:
       >>> import optax, spmd
@@ -105,13 +105,13 @@ def sweep(
     """
     if jax.process_count() > 1:
         raise OptionError(
-            f"a sweep runs in one process, and here are {jax.process_count()}.\n"
-            "    fix: one sweep for each process, without `join`, each with a part of the space or a seed of its own: docs/sweeps.md."
+            f"a sweep runs in one process; this run has {jax.process_count()}.\n"
+            "    fix: one sweep for each process, without `join`, each with its part of the space or its own seed: docs/sweeps.md."
         )
     space, search = check_space(space), check_search(search)
     config, own = TrainConfig(make_model, loss, optimizer, metrics, precision, seed=seed), _arrays(data, "data", batch_size, shuffle, seed)
     evaluated = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
-    study = Study(config, Layout.load(layout), own, evaluated, exact)
+    study = SweepConfig(config, Layout.load(layout), own, evaluated, exact)
     study.check(space)
     length = _length(epochs, steps, own)
     wanted = _trials(space, trials, search, seed)
@@ -123,16 +123,16 @@ def sweep(
     saves = as_checkpoint(checkpoint)
     if saves is not None and saves != Checkpoint(saves.path, every=saves.every):
         raise OptionError(
-            f"checkpoint={saves!r}: of a Checkpoint a sweep takes the path and `every`.", fix="sweep(score=..., mode=..., keep=...)."
+            f"checkpoint={saves!r}: a sweep uses only the path and `every` of a Checkpoint.", fix="sweep(score=..., mode=..., keep=...)."
         )
     if saves is None and resume:
         raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
-    resident, alike = functools.cache(lambda: replicate_arrays(own.arrays, devices)), _alike(study, wanted)
-    packs = {key: _packed(study, equal[0], devices, resident) for key, equal in alike.items()}
-    measure = _measure(score, mode, study, packs)
-    _check_columns(space, packs, measure)
+    resident, alike = functools.cache(lambda: replicate_arrays(own.arrays, devices)), _by_program(study, wanted)
+    programs = {key: _packed(study, equal[0], devices, resident) for key, equal in alike.items()}
+    measure = _measure(score, mode, study, programs)
+    _check_columns(space, programs, measure)
     every = own.steps_per_epoch if saves is None or saves.every is None else saves.every
-    for key, packed in packs.items() if check_memory else ():
+    for key, packed in programs.items() if check_memory else ():
         first = next(calls(packed, 0, plan[0][1], limit=steps_per_call, every=every))
         check_room(packed, alike[key], at_once, first)
     folder = None if saves is None else Path(saves.path).absolute()
@@ -151,23 +151,23 @@ def sweep(
         "exact": str(exact),
     }
     with owned(folder) as owner:
-        shelf, _ = Shelf(folder, about, resume=resume, owner=owner), resident()
-        contest = Contest(study, packs, shelf, plan, measure, at_once, keep, steps_per_call, every, shown)
+        storage, _ = SweepStore(folder, about, resume=resume, owner=owner), resident()
+        contest = SweepRunner(study, programs, storage, plan, measure, at_once, keep, steps_per_call, every, shown)
         return contest.run(wanted, None if folder is None else folder / "best")
 
 
 def _arrays(data: Any, what: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
     if not is_arrays(data):
-        raise DataError(f"{what}: a sweep keeps its data on the devices.", fix="a dict or tuple of arrays [examples, ...].")
+        raise DataError(f"{what}: a sweep needs arrays, kept on the devices.", fix="a dict or tuple of arrays [examples, ...].")
     found = as_source(data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=what == "eval_data")
     if not isinstance(found, ArraySource):
-        raise DataError(f"{what} is no arrays.")
+        raise DataError(f"{what} is not a tree of arrays.")
     return found
 
 
 def _length(epochs: int | None, steps: int | None, data: ArraySource) -> int:
     if epochs is not None and steps is not None:
-        raise OptionError(f"epochs={epochs} and steps={steps} both say when to end.", fix="give one of them.")
+        raise OptionError(f"epochs={epochs} and steps={steps} both set the length.", fix="give one of them.")
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise OptionError(f"{name}={value!r}.", fix="a whole number from 1.")
@@ -188,13 +188,13 @@ def _mesh(mesh: Any, batch_size: int) -> Mesh:
     found = make_mesh(mesh if mesh is not None else {NET: -1})
     sizes = dict(found.shape)
     if NET not in sizes or set(sizes) > {NET, DATA}:
-        raise MeshError(f'mesh {MeshSpec.parse(found)}: a sweep has trials along "{NET}", and each over "{DATA}".', fix='"net=4,data=2".')
+        raise MeshError(f'mesh {MeshSpec.parse(found)}: a sweep uses the axes "{NET}" (trials) and "{DATA}".', fix='"net=4,data=2".')
     if batch_size % sizes.get(DATA, 1):
-        raise DataError(f"batch_size={batch_size} cannot be cut over data={sizes[DATA]}.", fix=f"a multiple of {sizes[DATA]}.")
+        raise DataError(f"batch_size={batch_size} does not divide by data={sizes[DATA]}.", fix=f"a multiple of {sizes[DATA]}.")
     return found
 
 
-def _alike(study: Study, trials: list[Trial]) -> dict[tuple, list[Trial]]:
+def _by_program(study: SweepConfig, trials: list[Trial]) -> dict[tuple, list[Trial]]:
     """The trials of each program."""
     found: dict[tuple, list[Trial]] = {}
     for trial in trials:
@@ -202,10 +202,10 @@ def _alike(study: Study, trials: list[Trial]) -> dict[tuple, list[Trial]]:
     return found
 
 
-def _packed(study: Study, first: Trial, devices: Mesh, resident: Callable[[], Any]) -> Packed:
-    """The program of trials like this one; an error says whose it is."""
+def _packed(study: SweepConfig, first: Trial, devices: Mesh, resident: Callable[[], Any]) -> VmappedTrials:
+    """The program of trials like this one; an error names the trial."""
     try:
-        packed = Packed(study, first, devices, resident)
+        packed = VmappedTrials(study, first, devices, resident)
         packed.check_evaluation()
         packed.compare()
     except SpmdError as error:
@@ -215,19 +215,19 @@ def _packed(study: Study, first: Trial, devices: Mesh, resident: Callable[[], An
     return packed
 
 
-def _check_columns(space: Mapping[str, Any], packs: Mapping[tuple, Packed], measure: tuple[str, str]) -> None:
-    """A hyper-parameter and something that is measured must not have one name in the table."""
-    names = ("trial", "steps", "ended", measure[0], *(f"eval_{name}" for name in next(iter(packs.values())).program.eval_names))
+def _check_columns(space: Mapping[str, Any], programs: Mapping[tuple, VmappedTrials], measure: tuple[str, str]) -> None:
+    """Refuse a hyper-parameter with the name of another column of the table."""
+    names = ("trial", "steps", "ended", measure[0], *(f"eval_{name}" for name in next(iter(programs.values())).program.eval_names))
     for name in space:
         if name in names:
             raise OptionError(f'space: "{name}" is a column of the table already.', fix="another name for the hyper-parameter.")
 
 
-def _measure(score: str | None, mode: str, study: Study, packs: Mapping[tuple, Packed]) -> tuple[str, str]:
-    """The name and the mode of what trials are compared by."""
+def _measure(score: str | None, mode: str, study: SweepConfig, programs: Mapping[tuple, VmappedTrials]) -> tuple[str, str]:
+    """The name and mode of the metric that ranks trials."""
     if mode not in ("min", "max"):
         raise OptionError(f'mode="{mode}".', fix=f"{did_you_mean(mode, ('min', 'max'))}")
-    program = next(iter(packs.values())).program
+    program = next(iter(programs.values())).program
     known = [*program.names, *(f"eval_{name}" for name in program.eval_names if study.evaluated is not None)]
     name = score if score is not None else "eval_loss" if study.evaluated is not None else "loss"
     if name not in known:

@@ -1,4 +1,4 @@
-"""What a sweep was asked for: which hyper-parameter goes where, and which trials can share a program."""
+"""The configuration of a sweep: which function takes each hyper-parameter, and which trials can share a program."""
 
 import dataclasses
 import inspect
@@ -30,7 +30,7 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Study:
+class SweepConfig:
     """Everything that the trials of a sweep share.
 
     `config.model` and `config.optimizer` are functions of hyper-parameters by name. Floats that the optimizer takes are traced, so trials
@@ -44,15 +44,15 @@ class Study:
     exact: bool
 
     def check(self, space: Mapping[str, Any]) -> None:
-        """Refuse names that nothing takes.
+        """Refuse hyper-parameters that no function takes.
 
         Raises:
-          OptionError: such a name; or a function that wants something that is not in the space.
+          OptionError: such a name; or a function with an argument that is not in the space.
         """
         for what, function in (("make_model", self.config.model), ("optimizer", self.config.optimizer)):
             if not callable(function) or isinstance(function, nnx.Module | linen.Module):
                 fix = "lambda learning_rate: optax.adam(learning_rate)" if what == "optimizer" else "lambda width: Net(width)"
-                raise OptionError(f"{what}={_shown(function)} is no function of hyper-parameters.", fix=f"{what}={fix}.")
+                raise OptionError(f"{what}={_shown(function)} is not a function of hyper-parameters.", fix=f"{what}={fix}.")
             wants = [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
             missing = [name for name in wants if name not in space and name != SEED]
             if missing:
@@ -61,8 +61,8 @@ class Study:
         for name in takes(self.config.model, space):
             if isinstance(space[name], Between):
                 raise OptionError(
-                    f"make_model takes {name}, of {space[name]}: each trial would be a program of its own.\n"
-                    "    fix: a list of a few values; only the optimizer's can be drawn from a distribution."
+                    f"make_model takes {name}, drawn from {space[name]}: each trial would compile its own program.\n"
+                    "    fix: a list of a few values; only values of the optimizer can be drawn from a distribution."
                 )
         taken = {*takes(self.config.model, space), *takes(self.config.optimizer, space), SEED}
         unused = [name for name in space if name not in taken]
@@ -83,14 +83,14 @@ class Study:
 
     @property
     def builds_from_seed(self) -> bool:
-        """Whether models take the seed themselves; else only linen and functional models, which are given a key, depend on it."""
+        """Whether make_model takes the seed; otherwise only linen and functional models, which receive a key, depend on it."""
         return bool(takes(self.config.model, [SEED]))
 
     def optimizer_of(self, values: Mapping[str, Any]) -> Any:
         """The optimizer of a trial; values may be traced.
 
         Raises:
-          OptimizerError: it cannot be made, or is none.
+          OptimizerError: it cannot be built, or is not an optax transformation.
         """
         picked = {name: values[name] for name in takes(self.config.optimizer, values)}
         try:
@@ -101,11 +101,11 @@ class Study:
             raise OptimizerError(
                 f"optimizer({', '.join(picked)}) fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
                 "    Floats are traced, so that many values share one program.\n"
-                "    fix: no Python branch on such a value; or text or whole numbers, which are written into the program."
+                "    fix: no Python branch on such a value; or pass strings or integers, which are constants of the program."
             ) from error
 
     def traced(self, trial: Trial) -> dict[str, float]:
-        """The values that are arguments of the program."""
+        """The values that are arguments of the compiled program."""
         inside = takes(self.config.model, trial.values)
         return {
             name: trial.values[name]
@@ -114,17 +114,17 @@ class Study:
         }
 
     def written(self, trial: Trial) -> tuple:
-        """The values that are written into the program: trials that are equal in them share it."""
+        """The values that are constants of the program: trials with equal ones share it."""
         free = (*self.traced(trial), SEED)
         return tuple((name, repr(value), _same(value)) for name, value in trial.values.items() if name not in free)
 
 
 def _same(value: Any) -> Any:
-    """Equal for values that a program may be shared by; text alone may leave out what differs."""
+    """A key that is equal only for equal values; their text may omit a difference."""
     try:
         hash(value)
     except TypeError:
-        return id(value)  # the space holds it
+        return id(value)  # the search space keeps it alive
     return value
 
 

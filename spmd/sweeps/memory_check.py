@@ -10,7 +10,7 @@ from spmd.planner.memory import on_device
 from spmd.planner.memory_check import memory_limit
 from spmd.sweeps.config import Trial
 from spmd.sweeps.train_chunk import Piece, filled
-from spmd.sweeps.vmapped_trials import NET, Packed
+from spmd.sweeps.vmapped_trials import NET, VmappedTrials
 from spmd.tree import format_bytes
 
 
@@ -33,7 +33,7 @@ class _Need:
         return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def check_room(packed: Packed, trials: Sequence[Trial], at_once: int | None, call: Piece) -> None:
+def check_room(packed: VmappedTrials, trials: Sequence[Trial], at_once: int | None, call: Piece) -> None:
     """Refuse trials of one program that have no room side by side; devices that do not say what they have (CPUs do not) are believed.
 
     The first call's program is compiled for it, once: that call then runs what was compiled.
@@ -57,7 +57,7 @@ def check_room(packed: Packed, trials: Sequence[Trial], at_once: int | None, cal
     elif need.data > limit:
         fix = "fewer examples; or spmd.fit for one network after the other, which keeps no copy of the data on the devices"
     elif need.data + each > limit:
-        fix = "a smaller model, or an optimizer that keeps less; or spmd.fit, with a layout that cuts them"
+        fix = "a smaller model, or an optimizer that keeps less; or spmd.fit, with a layout that shards them"
     else:
         fix = "a smaller batch; or a trial over several devices, such as net=4,data=2"
     raise DeviceMemoryError(
@@ -68,7 +68,7 @@ def check_room(packed: Packed, trials: Sequence[Trial], at_once: int | None, cal
     )
 
 
-def _need(packed: Packed, trials: Sequence[Trial], call: Piece, limit: int) -> _Need:
+def _need(packed: VmappedTrials, trials: Sequence[Trial], call: Piece, limit: int) -> _Need:
     """What a call needs; the compiler is only asked of what would have room without temporaries."""
     slots = len(filled(trials, packed))
     state = sum(on_device(leaf) for leaf in jax.tree.leaves(packed.abstract(slots)))

@@ -19,7 +19,7 @@ from spmd.user_paths import as_path, write_text
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
+class TrialResult:
     """What came of one trial.
 
     Attributes:
@@ -69,8 +69,8 @@ class Sweep:
       programs: how many programs of steps were compiled.
     """
 
-    trials: Sequence[Tried]
-    best: Sequence[Tried]
+    trials: Sequence[TrialResult]
+    best: Sequence[TrialResult]
     measure: tuple[str, str]
     programs: int
 
@@ -115,9 +115,9 @@ class Sweep:
         return out.getvalue()
 
     def __str__(self) -> str:
-        whole, short = (aligned(rows, right=True) for rows in (self._cells(), [row[:-1] for row in self._cells()]))
-        fits = len(whole) == len(self.trials) + 1  # one line each; curves are what can be missed in a narrow terminal
-        return "\n".join(whole if fits else short)
+        full, short = (aligned(rows, right=True) for rows in (self._cells(), [row[:-1] for row in self._cells()]))
+        fits = len(full) == len(self.trials) + 1  # one line each; a narrow terminal does without the curves
+        return "\n".join(full if fits else short)
 
     __repr__ = __str__
 

@@ -1,4 +1,4 @@
-"""A sweep from rung to rung: chunk after chunk of trials, their scores, and who goes on."""
+"""Run a sweep rung by rung: train its trials in chunks, score them, and promote the best."""
 
 import dataclasses
 import functools
@@ -17,12 +17,12 @@ from spmd.mesh import make_mesh
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.history import History
 from spmd.run.throughput import Throughput
-from spmd.sweeps.config import Study, Trial
-from spmd.sweeps.results import Sweep, Tried
-from spmd.sweeps.storage import Shelf
+from spmd.sweeps.config import SweepConfig, Trial
+from spmd.sweeps.results import Sweep, TrialResult
+from spmd.sweeps.storage import SweepStore
 from spmd.sweeps.successive_halving import best
 from spmd.sweeps.train_chunk import Chunk, filled
-from spmd.sweeps.vmapped_trials import Packed
+from spmd.sweeps.vmapped_trials import VmappedTrials
 from spmd.train.objective import LOSS
 from spmd.train.state import State, place_copy
 from spmd.trainer import Trainer
@@ -30,7 +30,7 @@ from spmd.trainer import Trainer
 
 @dataclasses.dataclass
 class _Record:
-    """What is known of a trial so far."""
+    """Measurements of one trial so far."""
 
     measured: list[np.ndarray]  # float32[steps, 2, names], rung by rung
     evaluations: list[tuple[int, dict[str, float]]]
@@ -43,12 +43,12 @@ class _Record:
 
 
 @dataclasses.dataclass
-class Contest:
-    """A sweep that is ready to run. `plan` has how many trials each rung has and at which step it ends; `measure` a metric and a mode."""
+class SweepRunner:
+    """A sweep that is ready to run. `plan` holds each rung's number of trials and last step; `measure` the metric and mode."""
 
-    study: Study
-    packs: Mapping[tuple, Packed]
-    shelf: Shelf
+    study: SweepConfig
+    programs: Mapping[tuple, VmappedTrials]
+    storage: SweepStore
     plan: Sequence[tuple[int, int]]
     measure: tuple[str, str]
     at_once: int | None
@@ -56,11 +56,11 @@ class Contest:
     steps_per_call: int
     every: int
     progress: Any
-    _steps: int = dataclasses.field(default=0, init=False)  # of all trials, so far
-    _lowest: float = dataclasses.field(default=math.nan, init=False)  # loss of the newest steps
+    _steps: int = dataclasses.field(default=0, init=False)  # done so far, over all trials
+    _lowest: float = dataclasses.field(default=math.nan, init=False)  # loss in the newest steps
 
     def run(self, trials: Sequence[Trial], folder: Path | None) -> Sweep:
-        """All rungs; `folder` is where the best are kept, each a run."""
+        """Run all rungs; the best trials are saved in `folder`, one run each."""
         records = {trial.number: _Record([], []) for trial in trials}
         starts = [0, *(stop for _, stop in self.plan[:-1])]
         self.progress.start(0, sum(count * (stop - start) for (count, stop), start in zip(self.plan, starts, strict=True)))
@@ -84,7 +84,7 @@ class Contest:
     def _rung(
         self, rung: int, alive: Sequence[Trial], records: dict[int, _Record], states: Mapping[int, Any], stop: int, *, last: bool
     ) -> dict[int, Any]:
-        """Bring trials to a step; the states, on the host, of those that may be wanted after it."""
+        """Train trials up to a step; return the host states of those that may be promoted."""
         found: dict[int, Any] = {}
         start = self.plan[rung - 1][1] if rung else 0
         for number, (packed, trials) in enumerate(self._chunks(alive)):
@@ -96,37 +96,37 @@ class Contest:
             found = {key: found[key] for key in wanted}
         return found
 
-    def _chunks(self, alive: Sequence[Trial]) -> Iterator[tuple[Packed, Sequence[Trial]]]:
-        """Trials that share a program, as many as are to be in it at once."""
-        for key, packed in self.packs.items():
+    def _chunks(self, alive: Sequence[Trial]) -> Iterator[tuple[VmappedTrials, Sequence[Trial]]]:
+        """Trials that share a program, at most `at_once` of them at a time."""
+        for key, packed in self.programs.items():
             own = [trial for trial in alive if self.study.written(trial) == key]
             size = self.at_once or len(own) or 1
             yield from ((packed, own[first : first + size]) for first in range(0, len(own), size))
 
     def _chunk(
-        self, rung: int, number: int, packed: Packed, trials: Sequence[Trial], states: Mapping[int, Any], start: int, stop: int
+        self, rung: int, number: int, packed: VmappedTrials, trials: Sequence[Trial], states: Mapping[int, Any], start: int, stop: int
     ) -> tuple[np.ndarray, list[dict[str, float]], Any]:
         """Measurements, evaluations, and the states of the trials of a chunk."""
         slots = filled(trials, packed)
         opening = lambda: packed.stack([states[trial.number] if rung else packed.init(trial) for trial in slots])
-        done, run = self.shelf.finished(rung, number), Chunk(packed, trials, stop, None)
-        if done is not None and (self.shelf.cleared or self.shelf.resumed(rung, number, run)):  # if it is damaged, it is done again
-            self._tell(packed, len(trials) * (stop - start))
-            return *done, [None] * len(trials) if self.shelf.cleared else run.host_states()
+        done, run = self.storage.finished(rung, number), Chunk(packed, trials, stop, None)
+        if done is not None and (self.storage.cleared or self.storage.resumed(rung, number, run)):  # a damaged chunk is trained again
+            self._count(packed, len(trials) * (stop - start))
+            return *done, [None] * len(trials) if self.storage.cleared else run.host_states()
         run = Chunk(packed, trials, start, opening())
-        if self.shelf.resumed(rung, number, run):
-            self._tell(packed, len(trials) * (run.step - start))
-        with self.shelf.opened(rung, number) as store:
-            tell = lambda step, measured: self._tell(packed, measured.shape[0] * measured.shape[1], measured)
+        if self.storage.resumed(rung, number, run):
+            self._count(packed, len(trials) * (run.step - start))
+        with self.storage.opened(rung, number) as store:
+            report = lambda step, measured: self._count(packed, measured.shape[0] * measured.shape[1], measured)
             if run.step < stop:
-                save = lambda: self.shelf.save(store, rung, number, run)
-                run.run(stop, limit=self.steps_per_call, every=self.every, save=save, tell=tell)
+                save = lambda: self.storage.save(store, rung, number, run)
+                run.run(stop, limit=self.steps_per_call, every=self.every, save=save, report=report)
             evaluations = run.evaluate()
-        self.shelf.finish(rung, number, run.history, evaluations)
+        self.storage.finish(rung, number, run.history, evaluations)
         return run.history, evaluations, run.host_states()
 
-    def _tell(self, packed: Packed, steps: int, measured: np.ndarray | None = None) -> None:
-        """So many steps of trials are done."""
+    def _count(self, packed: VmappedTrials, steps: int, measured: np.ndarray | None = None) -> None:
+        """Count steps of trials and update the progress bar."""
         self._steps += steps
         if measured is not None:
             with np.errstate(all="ignore"):
@@ -135,8 +135,8 @@ class Contest:
         if self.progress.due():
             self.progress.update(self._steps, 0, {"lowest loss": self._lowest}, self._steps * packed.program.rows)
 
-    def _note(self, record: _Record, packed: Packed, history: np.ndarray, evaluation: dict[str, float], stop: int) -> None:
-        """Take down a rung of a trial."""
+    def _note(self, record: _Record, packed: VmappedTrials, history: np.ndarray, evaluation: dict[str, float], stop: int) -> None:
+        """Record a rung of a trial."""
         record.measured.append(history)
         record.evaluations += [(stop, {f"eval_{name}": value for name, value in evaluation.items()})] if evaluation else []
         names, name = packed.program.names, self.measure[0]
@@ -153,26 +153,26 @@ class Contest:
         )
 
     def _found(self, trials: Sequence[Trial], records: Mapping[int, _Record], states: Mapping[int, Any], folder: Path | None) -> Sweep:
-        tried = [self._tried(trial, records[trial.number], states, folder) for trial in trials]
+        tried = [self._trial_result(trial, records[trial.number], states, folder) for trial in trials]
         kept = [tried[number] for number in states]
         if folder is not None:
             for one in kept:
                 self._keep(one, folder / f"trial-{one.number:04d}")
-            self.shelf.clear()  # not before: from chunks what is missing here could be made again
-        return Sweep(tried, kept, self.measure, sum(packed.compilations() for packed in self.packs.values()))
+            self.storage.clear()  # only now: from the chunks, missing results could be rebuilt
+        return Sweep(tried, kept, self.measure, sum(packed.compilations() for packed in self.programs.values()))
 
-    def _tried(self, trial: Trial, record: _Record, states: Mapping[int, Any], folder: Path | None) -> Tried:
-        packed = self.packs[self.study.written(trial)]
+    def _trial_result(self, trial: Trial, record: _Record, states: Mapping[int, Any], folder: Path | None) -> TrialResult:
+        packed = self.programs[self.study.written(trial)]
         history = History(packed.program.names)
         history.add_steps(1, record.steps)
         for step, evaluation in record.evaluations:
             history.add_evaluation(step, evaluation)
         build = functools.partial(self._result, trial, states[trial.number], history, folder) if trial.number in states else None
-        return Tried(trial, record.score, record.evaluations[-1][1] if record.evaluations else {}, history, record.ended, build)
+        return TrialResult(trial, record.score, record.evaluations[-1][1] if record.evaluations else {}, history, record.ended, build)
 
     def _trainer(self, trial: Trial) -> Trainer:
         study = self.study
-        workers = self.packs[study.written(trial)].placed.resolved.workers
+        workers = self.programs[study.written(trial)].placed.resolved.workers
         mesh = make_mesh({"data": workers}, devices=jax.devices()[:workers])
         trainer = Trainer.of(study.train_config(trial), mesh, study.layout)
         trainer.prepare(study.data.sample())
@@ -185,8 +185,8 @@ class Contest:
         wanted = trainer.abstract_state
         return Result(jax.tree.map(lambda leaf, like: place_copy(leaf, like.sharding), state, wanted), history, None, trainer)
 
-    def _keep(self, tried: Tried, place: Path) -> None:
-        """One of the best as a run, which `Trainer.restore` reads and `fit(resume=True)` goes on with."""
+    def _keep(self, tried: TrialResult, place: Path) -> None:
+        """Save one of the best trials as a run that `Trainer.restore` reads and `fit(resume=True)` resumes."""
         if place.is_dir():
             return
         result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
@@ -201,4 +201,4 @@ class Contest:
             store.save(result.state, int(result.state.step), {**about, **more}, {})
         finally:
             store.close()
-        unfinished.rename(place)  # whole, or not there
+        unfinished.rename(place)  # complete, or absent

@@ -14,7 +14,7 @@ from spmd.errors import OptionError, type_name
 from spmd.tree import describe
 
 SEED = "seed"  # a hyper-parameter that every trial has
-MANY = 10_000  # combinations of a grid that nobody has asked for by number
+MANY = 10_000  # combinations of a grid without an explicit number of trials
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
@@ -112,10 +112,10 @@ def grid(space: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
     """Every combination, the last name's values changing fastest.
 
     Args:
-      count: how many there are, as the user counts; None: not said.
+      count: the number of combinations that the user expects; None: not given.
 
     Raises:
-      OptionError: a name has a distribution and no values; or there are more combinations, or many and nobody said so.
+      OptionError: a name has a distribution and no values; or `count` is not the number of combinations, or missing where they are many.
     """
     for name, given in space.items():
         if isinstance(given, Between):

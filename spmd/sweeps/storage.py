@@ -1,4 +1,4 @@
-"""What a sweep keeps on disk, so that one that was killed goes on: what it is, and each chunk of trials at its newest step."""
+"""A sweep on disk, for resuming: its configuration, and each chunk of trials at its newest step."""
 
 import contextlib
 import functools
@@ -48,7 +48,7 @@ def _unusable(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{folder} cannot be used: {explain_os_error(folder, error)}.", fix="another folder.")
 
 
-class Shelf:
+class SweepStore:
     """A sweep's folder, which exists. Without one (None) nothing is kept, and nothing is found."""
 
     def __init__(self, folder: Path | None, about: Mapping[str, str], *, resume: bool, owner: FolderOwnership | None = None):
@@ -63,7 +63,7 @@ class Shelf:
                 checksummed_files.write(file, _json(dict(about)))
                 return
             if not resume:
-                raise CheckpointError(f"{folder} already holds a sweep.", fix="resume=True to go on with it, or another folder.")
+                raise CheckpointError(f"{folder} already holds a sweep.", fix="resume=True to resume it, or another folder.")
             before = json.loads(checksummed_files.read(file) or b"{}")
         except OSError as error:
             raise _unusable(folder, error) from error
@@ -122,7 +122,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def opened(self, rung: int, chunk: int):
-        """The checkpoints of a chunk; None where nothing is kept. What was begun is whole when it is closed."""
+        """The checkpoints of a chunk, or None without a folder. On exit, saves in progress are complete."""
         place = self.place(rung, chunk)
         if place is None:
             yield None
@@ -146,7 +146,7 @@ class Shelf:
         checksummed_files.write(newest, _npy(run.history))
         store.save(run.states, run.step, {}, {})
         for old in place.glob("history-*.npy"):
-            if old != newest and old.name != f"history-{held}.npy":  # the newest whole checkpoint may still be that one
+            if old != newest and old.name != f"history-{held}.npy":  # the newest complete checkpoint may still be that one
                 old.unlink()
 
     def clear(self) -> None:
@@ -168,16 +168,16 @@ class Shelf:
         try:
             return checksummed_files.read(file)
         except checksummed_files.DamagedFileError as why:
-            logging.getLogger("spmd").warning("%s is damaged, and what it is of is done again: %s.", file, why)
+            logging.getLogger("spmd").warning("%s is damaged, and its chunk is trained again: %s.", file, why)
             return None
 
 
 def _differ(was: str, now: str) -> str:
-    """Two texts, from a little before where they part."""
+    """Two texts, from a little before their first difference."""
     at = next((at for at, (one, other) in enumerate(zip(was, now, strict=False)) if one != other), min(len(was), len(now)))
     begin = max(0, at - 40) if max(len(was), len(now)) > 160 else 0
-    cut = lambda text: f"{'... ' * (begin > 0)}{text[begin : begin + 160]}{' ...' * (len(text) > begin + 160)}"
-    return f"was {cut(was)}, is {cut(now)}"
+    clip = lambda text: f"{'... ' * (begin > 0)}{text[begin : begin + 160]}{' ...' * (len(text) > begin + 160)}"
+    return f"was {clip(was)}, is {clip(now)}"
 
 
 def spelled(values: Mapping[str, Any]) -> str:
@@ -191,7 +191,7 @@ def spelled(values: Mapping[str, Any]) -> str:
     for name, value in found.items():
         if re.search(r" at 0x[0-9a-f]+|<(lambda|locals)>", repr(value)):
             raise CheckpointError(
-                f"{name}={values[name]!r} has no name of its own, so a sweep that is gone on with could not tell it from others.\n"
+                f"{name}={values[name]!r} has no unique name, so a resumed sweep could not distinguish it from others.\n"
                 "    fix: numbers, names or functions of a module as values; or no checkpoint."
             )
     return str(found)

@@ -1,4 +1,4 @@
-"""Successive halving: all trials train a little, the better ones go on."""
+"""Successive halving: all trials train a little, the better ones continue."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ class Halving:
     last rung has had all steps. A trial's score at a rung is that of `spmd.sweep`.
 
     Args:
-      factor: one in how many goes on.
+      factor: one trial in `factor` continues.
       rungs: how many there are; None: as many as leave one trial in the last.
 
     Example:

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.data.sources import ArraySource
 from spmd.sweeps.config import Trial
-from spmd.sweeps.vmapped_trials import NET, Packed
+from spmd.sweeps.vmapped_trials import NET, VmappedTrials
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def pieces(data: ArraySource, start: int, stop: int, *, limit: int, every: int, 
         step = min(ends)
 
 
-def calls(packed: Packed, start: int, stop: int, *, limit: int, every: int) -> Iterator[Piece]:
+def calls(packed: VmappedTrials, start: int, stop: int, *, limit: int, every: int) -> Iterator[Piece]:
     """The calls of a program's steps."""
     program = packed.program
     limit = 1 if program.convolutions and program.placed.platform == "cpu" else limit  # a loop around them is slow there
@@ -81,7 +81,7 @@ class Rows:
 class Chunk:
     """Trials in one program, at a step: their states on the mesh, and all that was measured, float32[trials, steps, 2, names]."""
 
-    packed: Packed
+    packed: VmappedTrials
     trials: Sequence[Trial]
     step: int
     states: Any
@@ -92,12 +92,12 @@ class Chunk:
         """The trial in each slot; the last one again in those that are left over."""
         return filled(self.trials, self.packed)
 
-    def run(self, stop: int, *, limit: int, every: int, save: Callable[[], None], tell: Callable[[int, np.ndarray], None]) -> None:
+    def run(self, stop: int, *, limit: int, every: int, save: Callable[[], None], report: Callable[[int, np.ndarray], None]) -> None:
         """Train all to step `stop`; at multiples of `every` and at the end `save` is called.
 
         Args:
           limit: steps of one call.
-          tell: called with the step and the metrics of the newest steps, float32[trials, steps, 2, names].
+          report: called with the step and the metrics of the newest steps, float32[trials, steps, 2, names].
         """
         rows, slots = Rows(self.packed.study.data), self.slots
         values = self.packed.values(slots)
@@ -108,13 +108,13 @@ class Chunk:
         def read() -> None:
             if waiting is not None:
                 self.measured.append(np.asarray(jax.device_get(waiting))[: len(self.trials)])
-                tell(self.step, self.measured[-1])
+                report(self.step, self.measured[-1])
 
         with jax.transfer_guard("disallow"):
             for piece in calls(self.packed, self.step, stop, limit=limit, every=every):
                 index = np.stack([rows.index(seed, piece) for seed in seeds])
                 self.states, packed = self.packed.steps(self.states, values, index, rows.weights(piece))
-                read()  # while the devices go on
+                read()  # while the devices continue
                 waiting, self.step = packed, piece.first + piece.count
                 if self.step % every == 0 or self.step == stop:
                     read()
@@ -142,10 +142,10 @@ class Chunk:
 
     def host_states(self) -> list[Any]:
         """The state of each trial, on the host."""
-        whole = jax.device_get(self.states)
-        return [jax.tree.map(lambda leaf, at=at: leaf[at], whole) for at in range(len(self.trials))]
+        states = jax.device_get(self.states)
+        return [jax.tree.map(lambda leaf, at=at: leaf[at], states) for at in range(len(self.trials))]
 
 
-def filled(trials: Sequence[Trial], packed: Packed) -> list[Trial]:
+def filled(trials: Sequence[Trial], packed: VmappedTrials) -> list[Trial]:
     """One trial for each slot of the mesh's `net` axis, the last one again where there are more slots than trials."""
     return [*trials, *[trials[-1]] * (-len(trials) % packed.mesh.shape[NET])]

@@ -1,4 +1,4 @@
-"""Trials of one shape as one compiled program: their states side by side, cut over the mesh's `net` axis."""
+"""Trials of one shape as one compiled program: their states are stacked and sharded over the mesh's `net` axis."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from spmd.data.device_dataset import replicate_arrays
 from spmd.errors import LayoutError, ModelError, OptimizerError, SpmdError
 from spmd.layout.schema import spec_axes
-from spmd.sweeps.config import Study, Trial
+from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.search_space import SEED
 from spmd.train.compiled_step import prepared
 from spmd.train.evaluation import naming_differences
-from spmd.train.model_setup import Placed
+from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
 from spmd.tree import Tree, abstract, describe, flatten
 from spmd.xla import shard_map
@@ -25,39 +25,39 @@ from spmd.xla import shard_map
 NET, DATA = "net", "data"
 
 
-class Packed:
+class VmappedTrials:
     """The compiled functions for trials that differ only in what is traced.
 
-    `values` are the traced hyper-parameters, float32[slots] each; `states` have leaves [slots, ...]. Slots are cut over `net`; each
-    device's own run one after the other or abreast, each trial on the devices along `data`. `data` gives the examples, whole on every
-    device; it is called when steps are.
+    `values` are the traced hyper-parameters, float32[slots] each; `states` have leaves [slots, ...]. Slots are sharded over `net`; those
+    of one device run one after the other or vmapped, each trial over the devices along `data`. `data()` returns the examples, replicated
+    on every device; it is called at the first step.
     """
 
-    def __init__(self, study: Study, first: Trial, mesh: Mesh, data: Callable[[], Tree]):
+    def __init__(self, study: SweepConfig, first: Trial, mesh: Mesh, data: Callable[[], Tree]):
         self.study, self.first, self.mesh, self._data, self._abreast = study, first, mesh, data, not study.exact
         inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
-        self.placed = Placed(study.train_config(first), inner, study.layout)
+        self.placed = PlacedModel(study.train_config(first), inner, study.layout)
         self.program = prepared(self.placed, study.data.sample())
         self._check()
         self._compiled: dict[tuple, Any] = {}
 
     def _check(self) -> None:
         placed, layout = self.placed, self.placed.resolved.layout
-        cut = [path for path, place in placed.resolved.placements.items() if spec_axes(place.spec) or spec_axes(place.state_spec)]
-        if placed.storage is not None or cut:
-            what = "keeps parameters on servers" if placed.storage is not None else f"cuts {cut[0]}"
+        sharded = [path for path, place in placed.resolved.placements.items() if spec_axes(place.spec) or spec_axes(place.state_spec)]
+        if placed.storage is not None or sharded:
+            what = "keeps parameters on servers" if placed.storage is not None else f"shards {sharded[0]}"
             raise LayoutError(
-                f"{layout.source} {what}, and each trial of a sweep has its parameters whole on its devices.\n"
+                f"{layout.source} {what}, and each trial of a sweep replicates its parameters.\n"
                 '    fix: a layout that replicates them, such as "data_parallel".'
             )
         if jax.tree.leaves(placed.abstract_state.exchange):
             raise LayoutError(
-                f"{layout.source} has codecs that remember what each worker has lost, and a sweep keeps one state for each trial.\n"
-                "    fix: [gradients] error_feedback = false, or a codec without memory."
+                f"{layout.source} has codecs with a residual for each worker, and a sweep keeps one state for each trial.\n"
+                "    fix: [gradients] error_feedback = false, or a codec without state."
             )
         if placed.resolved.workers > 1 and not placed.exchange.reduction.manual:
             raise LayoutError(
-                f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not.\n'
+                f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not support.\n'
                 '    fix: [gradients] reduction = "all_reduce".'
             )
         try:
@@ -71,7 +71,7 @@ class Packed:
             ) from error
 
     def compare(self) -> None:
-        """See that a loss which sees rows in parts trains as on whole batches, on the devices of one trial.
+        """Check that a loss computed on parts of a batch trains as on the whole batch, on the devices of one trial.
 
         Raises:
           LossError: it does not.
@@ -79,7 +79,7 @@ class Packed:
         if not self.program.comparison.needed:
             return
         mesh = Mesh(self.mesh.devices.reshape(-1)[: self.placed.mesh.size], (DATA,), axis_types=(AxisType.Auto,))
-        placed, sample = self.placed.moved(mesh, self.study.layout), self.study.data.sample()
+        placed, sample = self.placed.with_layout(mesh, self.study.layout), self.study.data.sample()
         rows = jax.tree.leaves(sample)[0].shape[0]
         batch = jax.tree.map(lambda leaf: np.asarray(leaf[:rows]), self.study.data.arrays)
         prepared(placed, sample).comparison.once(placed.init(), batch, np.ones(rows, np.float32))
@@ -93,10 +93,10 @@ class Packed:
     # states ------------------------------------------------------------------------------------------------------------
 
     def init(self, trial: Trial) -> State:
-        """The state of a trial at step 0, on the host."""
+        """The host state of a trial at step 0."""
         values = {name: jnp.float32(value) for name, value in self.study.traced(trial).items()}
         with nnx.use_eager_sharding(False):
-            if self.study.builds_from_seed:  # in Python: flax takes no seed that is traced
+            if self.study.builds_from_seed:  # in Python: flax takes no traced seed
                 try:
                     found = jax.device_get(self._open(trial.seed, trial.seed, values))
                 except SpmdError as error:
@@ -127,21 +127,21 @@ class Packed:
         return jax.jit(lambda seed, values: self._open(seed, self.first.seed, values))
 
     def stack(self, states: Sequence[Any]) -> Any:
-        """Trees of the host, one for each slot, as one on the mesh."""
-        return jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves), self._cut), *states)
+        """Host trees, one for each slot, stacked on the mesh."""
+        return jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves), self._slot_sharding), *states)
 
     def abstract(self, slots: int) -> State:
-        """Shapes and shardings of the states of so many slots."""
+        """Shapes and shardings of the states of `slots` slots."""
         one = self.placed.abstract_state
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((slots, *leaf.shape), leaf.dtype, sharding=self._cut), one)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((slots, *leaf.shape), leaf.dtype, sharding=self._slot_sharding), one)
 
     def values(self, trials: Sequence[Trial]) -> dict[str, jax.Array]:
         """The traced hyper-parameters of the trials in the slots."""
         each = [self.study.traced(trial) for trial in trials]
-        return {name: jax.device_put(np.array([one[name] for one in each], np.float32), self._cut) for name in each[0]}
+        return {name: jax.device_put(np.array([one[name] for one in each], np.float32), self._slot_sharding) for name in each[0]}
 
     @property
-    def _cut(self) -> NamedSharding:
+    def _slot_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(NET))
 
     # programs ------------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Packed:
         """`weights.shape[0]` updates of every slot; `states` are donated.
 
         Args:
-          rows: int32[slots, steps, rows], which rows of the data make each batch; or [1, steps, rows], where all slots have the same.
+          rows: int32[slots, steps, rows], the rows of each batch; or [1, steps, rows], where all slots share them.
           weights: float32[steps, rows], 0 for padding.
 
         Returns:
@@ -162,21 +162,21 @@ class Packed:
         return function(states, values, self._data(), *placed)
 
     def compiled(self, slots: int, count: int, rows: int, *, shared: bool) -> Any:
-        """The program of `count` updates of so many slots, on shapes; `steps` then runs it. `shared`: all slots have the same rows."""
+        """Compile `count` updates of `slots` slots from shapes; `steps` then runs it. `shared`: all slots have the same rows."""
         shape = (1 if shared else slots, count, rows)
         function, rows_at, weights_at = self._steps(shape, shared=shared)
-        values = {name: jax.ShapeDtypeStruct((slots,), jnp.float32, sharding=self._cut) for name in self._one()}
+        values = {name: jax.ShapeDtypeStruct((slots,), jnp.float32, sharding=self._slot_sharding) for name in self._one()}
         given = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_at), jax.ShapeDtypeStruct(shape[1:], jnp.float32, sharding=weights_at)
         return function.trace(self.abstract(slots), values, self.abstract_data, *given).lower().compile()
 
     @property
     def abstract_data(self) -> Tree:
         """Shapes and shardings of the examples."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), abstract(self.study.data.arrays))
+        at = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), abstract(self.study.data.arrays))
 
     def _steps(self, shape: tuple[int, ...], *, shared: bool) -> tuple[Any, NamedSharding, NamedSharding]:
-        """The function of `steps` for rows of such a shape, and where it takes rows and weights."""
+        """The function of `steps` for rows of this shape, and the shardings of rows and weights."""
         rows_spec, batch = PartitionSpec(None if shared else NET, None, DATA), PartitionSpec(None, DATA)
         if DATA not in self.mesh.shape:
             rows_spec, batch = PartitionSpec(None if shared else NET), PartitionSpec()
@@ -184,8 +184,8 @@ class Packed:
         def local(states: State, values: Tree, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
             one = lambda state, values, own: self.program.steps_here(self._optimizer(values), state, data, own, weights)
             if shared:
-                return self._several(lambda state, values: one(state, values, rows[0]), states, values)
-            return self._several(one, states, values, rows)
+                return self._map_trials(lambda state, values: one(state, values, rows[0]), states, values)
+            return self._map_trials(one, states, values, rows)
 
         specs = (PartitionSpec(NET), PartitionSpec(NET), PartitionSpec(), rows_spec, batch)
         function = self._function(("steps", *shape, shared), local, specs, 2, self.program.donated)
@@ -198,16 +198,16 @@ class Packed:
 
     def _evaluation(self, rows: int) -> Any:
         def local(states: State, batch: Tree, weights: jax.Array) -> jax.Array:
-            return self._several(lambda state: self.program.measures(state, batch, weights), states)
+            return self._map_trials(lambda state: self.program.measures(state, batch, weights), states)
 
-        whole = PartitionSpec()
-        return self._function(("evaluate", rows), local, (PartitionSpec(NET), whole, whole), 1)
+        replicated = PartitionSpec()
+        return self._function(("evaluate", rows), local, (PartitionSpec(NET), replicated, replicated), 1)
 
     def check_evaluation(self) -> None:
-        """Trace the evaluation, before anything is trained.
+        """Trace the evaluation before anything is trained.
 
         Raises:
-          DataError: it fails on what is evaluated, which is not like what is trained on.
+          DataError: it fails on the evaluation data, which differ from the training data.
         """
         if self.study.evaluated is None:
             return
@@ -218,7 +218,7 @@ class Packed:
         with naming_differences(sample, self.placed.sample):
             self._evaluation(rows).trace(self.abstract(slots), *placed)
 
-    def _several(self, each: Any, *trees: Tree) -> Any:
+    def _map_trials(self, each: Any, *trees: Tree) -> Any:
         return self.program.several(each, *trees, abreast=self._abreast)
 
     def _function(self, key: tuple, local: Any, specs: tuple, outputs: int, donated: tuple[int, ...] = ()) -> Any:

@@ -29,7 +29,7 @@ from spmd.train.local_sgd_step import LocalSGDStep
 from spmd.train.losses import suspects
 from spmd.train.metric_rows import MetricRows
 from spmd.train.metrics import pack
-from spmd.train.model_setup import Placed
+from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, LOSS, Objective, check_loss, naming_in_trace
 from spmd.train.packing_check import check_update
 from spmd.train.precision import cast, compute_dtype
@@ -46,9 +46,9 @@ KERNELS = ("cu_threefry2x32", "cu_threefry2x32_ffi")  # of jax itself, which `ja
 
 
 class Program:
-    """The compiled functions of a `Placed` model for batches of one shape."""
+    """The compiled functions of a `PlacedModel` model for batches of one shape."""
 
-    def __init__(self, placed: Placed, sample: Tree):
+    def __init__(self, placed: PlacedModel, sample: Tree):
         placed.learn(sample)
         self.placed, self.sample = placed, sample
         self.rows = jax.tree.leaves(sample)[0].shape[0]
@@ -391,7 +391,7 @@ class Program:
         return sum(function._cache_size() for function in self._compiled.values())  # type: ignore[attr-defined]
 
 
-def prepared(placed: Placed, sample: Tree) -> Program:
+def prepared(placed: PlacedModel, sample: Tree) -> Program:
     """The functions for full batches like `sample`, which is checked against the layout's axes.
 
     Raises:

@@ -14,7 +14,7 @@ from spmd.data.batches import Batch, Placer, batch_differences, batch_signature
 from spmd.errors import DataError, LossError, join_names, problems_text
 from spmd.train.compiled_step import Program
 from spmd.train.metrics import IN_FLIGHT, means
-from spmd.train.model_setup import Placed
+from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
 from spmd.tree import Tree, flatten
 
@@ -32,7 +32,7 @@ def naming_differences(sample: Tree, trained: Tree) -> Iterator[None]:
         raise DataError(problems_text(f"the data to evaluate does not fit: {str(error).splitlines()[0]}", problems)) from error
 
 
-def evaluation_program(placed: Placed, sample: Tree, trained: Program | None) -> Program:
+def evaluation_program(placed: PlacedModel, sample: Tree, trained: Program | None) -> Program:
     """The program for evaluation batches like `sample`, traced; `trained` is that of training, if there is one.
 
     Raises:

@@ -17,7 +17,7 @@ from spmd.nn.parallel_context import MIXTURE
 from spmd.train.accumulate import equations
 from spmd.train.losses import SHIPPED
 from spmd.train.metrics import PerExample, means
-from spmd.train.model_setup import Placed
+from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective
 from spmd.train.row_proof import mean_over_rows, walked
 from spmd.train.row_values import KEY, Fixed, PerRow
@@ -37,7 +37,7 @@ class MetricRows:
       trace: of a number of rows, shapes of (value, metrics) and the jaxpr of an evaluation.
     """
 
-    placed: Placed
+    placed: PlacedModel
     objective: Objective
     names: Callable[[], tuple[str, ...]]
     rows: int

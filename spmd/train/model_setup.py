@@ -79,7 +79,7 @@ def check_numbers(precision: str = "float32", accumulate: int = 1, seed: int = 0
         raise OptionError(f"seed={short_repr(seed)}: a whole number from 0 to 2**32 - 1.")
 
 
-class Placed:
+class PlacedModel:
     """A model on a mesh: what it is made of and where each array lives.
 
     On a mesh without devices, `platform` says what they would be ("cpu", "cuda"); then everything works except `init`.
@@ -93,10 +93,10 @@ class Placed:
         self._layout = layout
         self._sample: Tree = None
 
-    def moved(self, mesh: Any, layout: Layout, *, accumulate: int | None = None, precision: str | None = None) -> "Placed":
+    def with_layout(self, mesh: Any, layout: Layout, *, accumulate: int | None = None, precision: str | None = None) -> "PlacedModel":
         """The same under another layout or mesh, which may be one without devices; the model is not traced again."""
         changed = {name: value for name, value in (("accumulate", accumulate), ("precision", precision)) if value is not None}
-        other = Placed(dataclasses.replace(self.config, model=self._given, **changed), mesh, layout, self.platform)
+        other = PlacedModel(dataclasses.replace(self.config, model=self._given, **changed), mesh, layout, self.platform)
         other.learn(self._sample)
         other._own, other._names = self._own, self._names  # type: ignore[misc]  # as traced here
         return other

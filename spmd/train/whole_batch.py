@@ -26,7 +26,7 @@ from spmd.nn.parallel_context import MIXTURE, UNSHARDED, parallel_scope
 from spmd.train.accumulate import equations
 from spmd.train.activations import Seen
 from spmd.train.losses import check_masks, check_targets
-from spmd.train.model_setup import Placed
+from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective
 from spmd.train.precision import cast, compute_dtype
 from spmd.train.row_proof import proved
@@ -78,7 +78,7 @@ class Parts:
         return ", ".join(said + (["in the microbatches of a 1f1b pipeline"] if self.ticks else []))
 
 
-def parts_of(placed: Placed, step: Step) -> Parts:
+def parts_of(placed: PlacedModel, step: Step) -> Parts:
     """The parts of a step of this model under its layout."""
     exchange, positions = placed.exchange, placed.resolved.workers
     workers = positions if exchange.reduction.manual else 1
@@ -93,7 +93,7 @@ class Proof:
     draws: bool
 
 
-def proof_of(placed: Placed, loss: Objective, sample: Tree, parts: Parts, traced: Any = None) -> Proof:
+def proof_of(placed: PlacedModel, loss: Objective, sample: Tree, parts: Parts, traced: Any = None) -> Proof:
     """What can be proved from the traced loss; statistics that workers synchronise may join rows.
 
     `traced`: the jaxpr of a call like the one below on `sample`, if there is one: then only one more is made.
@@ -181,11 +181,11 @@ class Comparison:
       say: where a run shows what was found.
     """
 
-    placed: Placed
+    placed: PlacedModel
     loss: Objective
     sample: Tree
     parts: Parts
-    step: Callable[[Placed, int], Step]
+    step: Callable[[PlacedModel, int], Step]
     traced: Any
     say: Callable[[str], None] = lambda line: None
     made: bool = False
@@ -282,7 +282,7 @@ class Comparison:
         reduction = "all_reduce" if reduction == "parameter_server" else reduction
         pipeline = dataclasses.replace(layout.pipeline, schedule="gpipe") if self.parts.ticks and not parts.ticks else layout.pipeline
         layout = dataclasses.replace(layout, gradients=Gradients(reduction), parameter_server=ParameterServer(), pipeline=pipeline)
-        placed = self.placed.moved(self.placed.mesh, layout, accumulate=1, precision="float32")
+        placed = self.placed.with_layout(self.placed.mesh, layout, accumulate=1, precision="float32")
         step = self.step(placed, given["weights"].shape[0])
         step = dataclasses.replace(step, microbatches=parts.microbatches, workers_per_position=parts.simulated, training=training)
         return functools.partial(jax.jit(functools.partial(_loss_and_gradients, step)), **given)

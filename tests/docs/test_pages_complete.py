@@ -101,7 +101,7 @@ RETURNED = {  # what public functions give, which nobody makes by name
     "spmd.inference.workers.Answer",
     "spmd.inference.exporter.ExportReport",
     "spmd.sweeps.results.Sweep",
-    "spmd.sweeps.results.Tried",
+    "spmd.sweeps.results.TrialResult",
 }
 
 

@@ -25,7 +25,7 @@ from spmd.planner.plan_data import build_plan
 from spmd.planner.planning import Plan
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline
-from spmd.train.model_setup import Placed, TrainConfig
+from spmd.train.model_setup import PlacedModel, TrainConfig
 from tests.planner.test_planning import SMALL
 from tests.train.plain import MODELS, batches
 
@@ -62,7 +62,7 @@ def device(tmp_path):
 
 def placed(mesh, layout, **options):
     spec = MeshSpec.parse(mesh)
-    found = Placed(TrainConfig(MODEL, **TRAINS, **options), abstract_mesh(spec), spmd.Layout.load(layout), platform="cpu")
+    found = PlacedModel(TrainConfig(MODEL, **TRAINS, **options), abstract_mesh(spec), spmd.Layout.load(layout), platform="cpu")
     found.learn(BATCH)
     return found
 
@@ -107,7 +107,7 @@ def test_candidates_are_all_that_can_be_said():
 def test_what_may_be_recomputed_is_what_repeats():
     def of(model, batch):
         config = TrainConfig(model, spmd.losses.cross_entropy, optax.sgd(0.1))
-        found = Placed(config, abstract_mesh(MeshSpec.parse("data=1")), spmd.Layout())
+        found = PlacedModel(config, abstract_mesh(MeshSpec.parse("data=1")), spmd.Layout())
         found.learn(batch)
         return [(remat.save, remat.modules) for remat in remats(found)]
 

@@ -10,7 +10,7 @@ from swept import ADAM, CLASSES, FEATURES, FEEDBACK, MODELS, RATES, close, label
 
 import spmd
 from spmd.errors import CheckpointError, OptionError
-from spmd.sweeps.scheduler import Contest
+from spmd.sweeps.scheduler import SweepRunner
 
 
 def alone(kind, tried):
@@ -128,7 +128,7 @@ class StoppedError(Exception):
 def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatch):
     more = {"search": search, "trials": 4, "at_once": 2, "keep": 1, "steps_per_call": 1}
     whole = sweep(**more)
-    tell, calls = Contest._tell, []
+    tell, calls = SweepRunner._tell, []
 
     def stop(self, *given):
         calls.append(None)
@@ -136,7 +136,7 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
             raise StoppedError
         return tell(self, *given)
 
-    monkeypatch.setattr(Contest, "_tell", stop)
+    monkeypatch.setattr(SweepRunner, "_tell", stop)
     found = None
     for _ in range(8):
         try:
@@ -229,7 +229,7 @@ def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
 
 def test_a_chunk_that_is_damaged_is_done_again(tmp_path, monkeypatch):
     more = {"search": spmd.Halving(factor=2, rungs=2), "trials": 4, "checkpoint": tmp_path, "epochs": 2}
-    monkeypatch.setattr(Contest, "_found", lambda *given: (_ for _ in ()).throw(StoppedError))
+    monkeypatch.setattr(SweepRunner, "_found", lambda *given: (_ for _ in ()).throw(StoppedError))
     with pytest.raises(StoppedError):
         sweep(**more)
     monkeypatch.undo()

@@ -8,7 +8,7 @@ from swept import ADAM, CLASSES, FEATURES, FEEDBACK, MODELS, RATES, Net, labelle
 
 import spmd
 from spmd.errors import CheckpointError, DataError, DeviceMemoryError, LayoutError, MeshError, ModelError, OptimizerError, OptionError
-from spmd.sweeps.scheduler import Contest
+from spmd.sweeps.scheduler import SweepRunner
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from spmd.sweeps.scheduler import Contest
         ({"space": {"learning_rate": []}}, OptionError, "learning_rate=[]"),
         ({"space": {**RATES, "depth": [1]}}, OptionError, 'nothing takes "depth"'),
         ({"space": {"width": [4]}}, OptionError, 'optimizer takes "learning_rate", which is not in the space'),
-        ({"space": {**RATES, "width": spmd.uniform(4, 8)}}, OptionError, "each trial would be a program of its own"),
+        ({"space": {**RATES, "width": spmd.uniform(4, 8)}}, OptionError, "each trial would compile its own program"),
         ({"space": {**RATES, "seed": [-1]}}, OptionError, "seed="),
         ({"search": "grid"}, OptionError, 'search="grid" wants values, and learning_rate is log_uniform(0.001, 0.1)'),
         ({"search": "grid", "space": {"learning_rate": [0.1]}}, OptionError, "trials=6, and the grid has 1"),
@@ -30,11 +30,11 @@ from spmd.sweeps.scheduler import Contest
         ({"at_once": 0}, OptionError, "at_once=0"),
         ({"score": "eval_los"}, OptionError, 'score="eval_los"'),
         ({"mode": "least"}, OptionError, 'mode="least"'),
-        ({"mesh": "data=8"}, MeshError, 'trials along "net"'),
-        ({"mesh": "net=2,data=4", "batch_size": 30}, DataError, "batch_size=30 cannot be cut over data=4"),
-        ({"layout": "fsdp", "mesh": "net=4,data=2"}, LayoutError, "each trial of a sweep has its parameters whole"),
+        ({"mesh": "data=8"}, MeshError, 'a sweep uses the axes "net" (trials)'),
+        ({"mesh": "net=2,data=4", "batch_size": 30}, DataError, "batch_size=30 does not divide by data=4"),
+        ({"layout": "fsdp", "mesh": "net=4,data=2"}, LayoutError, "each trial of a sweep replicates its parameters"),
         ({"layout": "parameter_server", "mesh": "net=4,data=2"}, LayoutError, "keeps parameters on servers"),
-        ({"optimizer": optax.adam(1e-3)}, OptionError, "is no function of hyper-parameters"),
+        ({"optimizer": optax.adam(1e-3)}, OptionError, "is not a function of hyper-parameters"),
         ({"optimizer": lambda learning_rate: 3}, OptimizerError, "optimizer=3"),
         (
             {"optimizer": lambda learning_rate: optax.adam(learning_rate) if learning_rate > 0 else None},
@@ -42,8 +42,8 @@ from spmd.sweeps.scheduler import Contest
             "Floats are traced",
         ),
         ({"layout": "data_parallel_bf16", "mesh": "net=4,data=2"}, None, ""),
-        ({"layout": FEEDBACK, "mesh": "net=4,data=2"}, LayoutError, "codecs that remember what each worker has lost"),
-        ({"checkpoint": spmd.Checkpoint("never", best="loss")}, OptionError, "of a Checkpoint a sweep takes the path and `every`"),
+        ({"layout": FEEDBACK, "mesh": "net=4,data=2"}, LayoutError, "codecs with a residual for each worker"),
+        ({"checkpoint": spmd.Checkpoint("never", best="loss")}, OptionError, "a sweep uses only the path and `every` of a Checkpoint"),
         ({"eval_data": [1]}, DataError, "eval_data: a sweep keeps its data on the devices"),
         ({"epochs": 1, "steps": 3}, OptionError, "both say when to end"),
         ({"resume": True}, OptionError, "resume=True without a checkpoint folder"),
@@ -95,8 +95,8 @@ class Same:
 
 
 def test_values_that_only_look_alike_have_programs_of_their_own(monkeypatch, tmp_path):
-    shapes = lambda self, *_: [pack.placed.abstract_state.params["out"]["kernel"].shape for pack in self.packs.values()]
-    monkeypatch.setattr(Contest, "run", shapes)
+    shapes = lambda self, *_: [pack.placed.abstract_state.params["out"]["kernel"].shape for pack in self.programs.values()]
+    monkeypatch.setattr(SweepRunner, "run", shapes)
     monkeypatch.setitem(MODELS, "plain", lambda like, seed=0: Net(like.width, seed))
     more = {"search": "grid", "trials": None}
     assert sweep(space={"learning_rate": [0.1], "like": [Same(4), Same(8)]}, **more) == [(4, 3), (8, 3)]
@@ -120,7 +120,7 @@ def test_shapes_that_depend_on_the_seed(monkeypatch):
 
 def test_several_processes_are_told_what_to_do(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(OptionError, match=r"in one process, and here are 2\.\n    fix: one sweep for each process"):
+    with pytest.raises(OptionError, match=r"in one process; this run has 2\.\n    fix: one sweep for each process"):
         sweep(trials=0)
 
 
@@ -129,7 +129,7 @@ def test_what_has_no_room_is_not_started_and_the_cure_has(monkeypatch):
     more = {"trials": 4, "epochs": 1, "keep": 1, "eval_data": None, "mesh": spmd.make_mesh("net=2", devices=jax.devices()[:2])}
     state = 2 * 4 + 2 * 4 + 3 * 4 * ((FEATURES + 1) * 16 + 17 * CLASSES)  # step, count and key; each parameter, and Adam's two of it
     data = 80 * (FEATURES + 1) * 4
-    monkeypatch.setattr(Contest, "run", lambda *_: "started")
+    monkeypatch.setattr(SweepRunner, "run", lambda *_: "started")
     for limit, told in (
         (data - 1, "fix: fewer examples"),
         (data + state // 2, " of state and 2.8 KiB of data.\n    Each of 2 devices has 2 of them"),

@@ -14,7 +14,7 @@ import spmd
 from spmd.errors import CheckpointError
 from spmd.run import owner
 from spmd.run.owner import OWNER_FILE
-from spmd.sweeps.storage import Shelf, owned
+from spmd.sweeps.storage import SweepStore, owned
 
 HISTORY = np.random.default_rng(0).normal(size=(2, 3, 2, 1)).astype(np.float32)
 EVALUATIONS = [{"loss": 0.125, "accuracy": 0.9375}, {"loss": float("nan"), "accuracy": 0.5}]
@@ -22,17 +22,17 @@ EVALUATIONS = [{"loss": 0.125, "accuracy": 0.9375}, {"loss": float("nan"), "accu
 
 def finished(folder):
     """What is found of a chunk at its end, as text."""
-    found = Shelf(folder, {"trials": "2"}, resume=True).finished(0, 0)
+    found = SweepStore(folder, {"trials": "2"}, resume=True).finished(0, 0)
     return None if found is None else (found[0].tobytes(), found[0].shape, str(found[1]))
 
 
 @pytest.mark.parametrize("name", ["done.json", "end.npy"])
 def test_a_changed_byte_of_a_finished_chunk_is_noticed(tmp_path, caplog, name):
     """Every digit, a bit of every third byte, ends that are missing."""
-    shelf = Shelf(tmp_path, {"trials": "2"}, resume=False)
-    shelf.place(0, 0).mkdir(parents=True)
-    shelf.finish(0, 0, HISTORY, EVALUATIONS)
-    file, rng = shelf.place(0, 0) / name, random.Random(0)
+    storage = SweepStore(tmp_path, {"trials": "2"}, resume=False)
+    storage.place(0, 0).mkdir(parents=True)
+    storage.finish(0, 0, HISTORY, EVALUATIONS)
+    file, rng = storage.place(0, 0) / name, random.Random(0)
     raw, sound = file.read_bytes(), finished(tmp_path)
     assert sound == (HISTORY.tobytes(), HISTORY.shape, str(EVALUATIONS))
     others = [raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :] for at in range(0, len(raw), 3)]
@@ -43,19 +43,19 @@ def test_a_changed_byte_of_a_finished_chunk_is_noticed(tmp_path, caplog, name):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "spmd"):
             assert finished(tmp_path) is None, other
-        assert f"{file} is damaged, and what it is of is done again" in caplog.text
+        assert f"{file} is damaged, and its chunk is trained again" in caplog.text
     file.unlink()
     assert finished(tmp_path) is None
 
 
 def test_a_changed_byte_of_what_a_sweep_was_is_refused(tmp_path):
-    Shelf(tmp_path, {"trials": "2", "score": "loss min"}, resume=False)
+    SweepStore(tmp_path, {"trials": "2", "score": "loss min"}, resume=False)
     file = tmp_path / "sweep.json"
     raw = file.read_bytes()
     for at in range(0, len(raw), 3):
         file.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
         with pytest.raises(CheckpointError, match=r"sweep\.json is damaged, so what the sweep was is not known"):
-            Shelf(tmp_path, {"trials": "2", "score": "loss min"}, resume=True)
+            SweepStore(tmp_path, {"trials": "2", "score": "loss min"}, resume=True)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -71,7 +71,7 @@ def test_second_sweep_on_a_folder_is_refused_and_writes_nothing(resume, tmp_path
 
 
 def test_sweep_lets_go_of_its_folder_whatever_ends_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(Shelf, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(SweepStore, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         sweep(trials=2, checkpoint=tmp_path)
     assert not (tmp_path / OWNER_FILE).exists()
@@ -79,13 +79,13 @@ def test_sweep_lets_go_of_its_folder_whatever_ends_it(tmp_path, monkeypatch):
 
 def test_sweep_that_was_taken_over_writes_no_result(tmp_path):
     with owned(tmp_path) as mine:
-        shelf = Shelf(tmp_path, {"trials": "2"}, resume=False, owner=mine)
-        shelf.place(0, 0).mkdir(parents=True)
+        storage = SweepStore(tmp_path, {"trials": "2"}, resume=False, owner=mine)
+        storage.place(0, 0).mkdir(parents=True)
         file = tmp_path / OWNER_FILE
         file.write_text(json.dumps(json.loads(file.read_text()) | {"token": "another"}))
         with pytest.raises(CheckpointError, match="no longer belongs to this run"):
-            shelf.finish(0, 0, HISTORY, EVALUATIONS)
-        assert not list(shelf.place(0, 0).iterdir())
+            storage.finish(0, 0, HISTORY, EVALUATIONS)
+        assert not list(storage.place(0, 0).iterdir())
 
 
 def edited(file):
@@ -109,7 +109,7 @@ def test_a_finished_sweep_with_a_changed_digit_ends_in_the_same_table(tmp_path, 
 @pytest.mark.system
 def test_measurements_that_are_damaged_are_made_again(tmp_path, caplog, monkeypatch):
     more = {"trials": 2, "checkpoint": tmp_path, "epochs": 2}
-    monkeypatch.setattr(Shelf, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(SweepStore, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         sweep(**more)
     monkeypatch.undo()
