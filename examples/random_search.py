@@ -1,10 +1,10 @@
-"""The best three of a random search, and whether they answer better together than each alone.
+"""The best three networks of a random search, and whether their ensemble beats each alone.
 
     python examples/random_search.py --trials 16 --epochs 20
 
-Networks on digits with learning rates, widths and seeds of their own train side by side, those of one width in one compiled program
-over eight simulated devices. They train on few digits, are chosen by others, and judged by half of all, which nobody has seen; `--split`
-says which are which.
+Networks with different learning rates, widths and seeds train on digits, those of one width in one compiled program over eight
+simulated devices. They train on a few digits, are selected on others, and are tested on the half that neither step has used; `--split`
+sets the parts.
 """
 
 import argparse

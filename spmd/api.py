@@ -1,4 +1,4 @@
-"""`fit`: the face of the library for most. It assembles the parts below; it decides nothing."""
+"""`fit`, which most users call: it checks its arguments, assembles a trainer, a data source and a loop, and runs them."""
 
 import contextlib
 import dataclasses
@@ -47,12 +47,12 @@ from spmd.wire.param_server.sync_schedule import unsynced_steps
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `fit` gives back.
+    """What `fit` returns.
 
     Attributes:
-      state: the last state, on the mesh, laid out by the layout.
-      history: metrics of every step and every evaluation of this call; of very many steps, see `History`.
-      stop_reason: why the run ended before its end, or None.
+      state: the last state, on the mesh, sharded by the layout.
+      history: metrics of every step and evaluation of this call; `History` says how long runs are summarised.
+      stop_reason: why the run stopped early, or None.
       trainer: the `Trainer` that ran it.
 
     Example:
@@ -80,7 +80,7 @@ class Result:
         return f"Result after step {int(self.state.step)}{ended}; {self.history!r}"
 
     def _repr_html_(self) -> str:
-        """Where it ended and its curves, for a notebook."""
+        """The last step and the curves, for a notebook."""
         return f"<p>{html.escape(repr(self).partition(';')[0])}</p>{self.history._repr_html_()}"
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
@@ -92,7 +92,7 @@ class Result:
         return self.trainer.predict(self.state, inputs)
 
     def export(self, folder: str | Path, **options: Any) -> ExportReport:
-        """Write the trained model as a folder that `spmd.load_exported` reads without its code; options are those of `spmd.export`."""
+        """Write the trained model to a folder that `spmd.load_exported` reads without the model's code; options as for `spmd.export`."""
         return export(self.trainer, self.state, folder, **options)
 
 
@@ -123,47 +123,47 @@ def fit(
     seed: int = 0,
     check_memory: bool = True,
 ) -> Result:
-    """Train a Flax model over a mesh of devices, laid out by a layout file, as one compiled step.
+    """Train a Flax model over a mesh of devices, sharded by a layout file, as one compiled step.
 
     Args:
-      model: a function of no arguments that builds an `nnx.Module` (its arrays are then made in place on the mesh), an
-        `nnx.Module`, a `linen.Module` or a `FunctionalModel`. One that holds weights (an `nnx.Module`, `linen_module.bind(variables)`,
-        `functional_model.bind(params)`, `result.model`) starts from them; they are copied, never changed.
+      model: a function without arguments that builds an `nnx.Module` (its arrays are then created directly on the mesh), an
+        `nnx.Module`, a `linen.Module` or a `FunctionalModel`. A model that holds weights (an `nnx.Module`,
+        `linen_module.bind(variables)`, `functional_model.bind(params)`, `result.model`) starts from a copy of them.
       data: dict or tuple of arrays [examples, ...]; an iterable of batches, or a function that returns one; a grain data
         set; or `spmd.data.resident(arrays)`.
-      loss: `loss(model, batch)` or `loss(model, batch, rng)`; one value per example, or a scalar (the mean over the rows
-        it was given), or a pair (sum, count), for a mean over something else than rows, such as tokens; alone or as
-        `(value, {name: metric})`. It is called on each worker's rows. With one value per example a short last batch is padded
-        and masked; with a scalar it runs at its own size, as a second compiled program.
-      optimizer: an optax gradient transformation; it sees whole arrays, so clipping by global norm is global.
+      loss: `loss(model, batch)` or `loss(model, batch, rng)`. It returns one value per example, a scalar (the mean over its rows), or
+        a pair (sum, count) for a mean over something other than rows, such as tokens; alone or as `(value, {name: metric})`. It is
+        called on each worker's rows. With one value per example, a short last batch is padded and masked; with a scalar it runs at
+        its own size, as a second compiled program.
+      optimizer: an optax gradient transformation; it sees full arrays, so clipping by global norm is global.
       mesh: "data=4,model=2", a dict, a jax `Mesh`, or None: the layout's own mesh, or every device on `data`.
       layout: a shipped name (`spmd layouts` lists them), a path to a TOML file, or a `Layout`.
-      batch_size: examples per update over all workers and microbatches; for data that is not batched yet.
-      epochs, steps: when to end; one of them, or neither for one epoch.
-      eval_data, eval_every: evaluated every so many steps; at the end of each epoch when None; and at the end of the run.
-      metrics: `{name: function(model, batch)}`, measured in evaluation; those that share the loss's forward pass
-        (`spmd.metrics`) in training too.
-      checkpoint: a folder, or a `Checkpoint` that says how often. `resume=True` resumes from the newest one there, on the same
-        data; `resume="changed_data"` also where the contents of the data have changed, such as a row that was repaired.
+      batch_size: examples per update over all workers and microbatches, for data that are not batched yet.
+      epochs, steps: the length of the run; give one of them, or neither for one epoch.
+      eval_data, eval_every: evaluate every `eval_every` steps, or at the end of each epoch when None; and at the end of the run.
+      metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the loss's forward pass
+        (`spmd.metrics`) are measured in training too.
+      checkpoint: a folder, or a `Checkpoint` with more options. `resume=True` resumes from the newest checkpoint there, on the same
+        data; `resume="changed_data"` also when the contents of the data have changed, such as a repaired row.
       callbacks: `spmd.callbacks.Callback`s or functions of `info`.
-      loggers: beside the JSON lines that go to `metrics.jsonl` in the checkpoint folder.
-      log_every: steps per record; a record is the mean over them.
-      progress: True, False, or "auto": in a terminal or a notebook.
+      loggers: in addition to the JSON lines in `metrics.jsonl` of the checkpoint folder.
+      log_every: steps per record; each record is the mean over them.
+      progress: True, False, or "auto" (in a terminal or a notebook).
       precision: "float32", or "bfloat16": forward and backward in bfloat16, parameters and optimizer in float32.
-      accumulate: microbatches per update; gradients meet once per update.
-      shuffle: whether arrays are shuffled anew in each epoch (True for arrays); decided by `seed`.
-      prefetch: batches of an iterable that are read ahead.
-      seed: decides the order of the data, the dropout masks and, for linen and functional models, the initial values.
-      check_memory: ask the compiler, before anything is allocated, whether a step fits the devices, and do not start what does not. CPUs do
-        not say what they have, and of resident data nothing is asked.
+      accumulate: microbatches per update; gradients are reduced once per update.
+      shuffle: whether to reshuffle arrays in each epoch (True for arrays); the order depends on `seed`.
+      prefetch: batches of an iterable to read ahead.
+      seed: sets the order of the data, the dropout masks and, for linen and functional models, the initial values.
+      check_memory: ask the compiler, before anything is allocated, whether a step fits the devices; raise if not. CPUs do not report
+        their memory; with resident data the check is skipped.
 
     Returns:
       A `Result`: the model, the history, the state, and `evaluate` and `predict`.
 
     Raises:
-      SpmdError: one of its kinds, before anything is compiled; every problem at once, with a fix.
+      SpmdError: one of its subclasses, before anything is compiled; all problems at once, each with a fix.
       ClusterError: the processes of a run of several do not agree, or do not arrive in time.
-      SystemExit: with 143, after SIGTERM; with a checkpoint folder, when the state is saved.
+      SystemExit: with 143 after SIGTERM; with a checkpoint folder, once the state is saved.
       DeviceMemoryError: a step needs more memory than a device has.
       DivergedError: the loss is not finite.
 
@@ -178,7 +178,7 @@ def fit(
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
     join()
-    trainer = Trainer.of(TrainConfig(model, loss, optimizer, metrics, precision, _folded(accumulate), seed), mesh, layout)
+    trainer = Trainer.of(TrainConfig(model, loss, optimizer, metrics, precision, _scaled_accumulate(accumulate), seed), mesh, layout)
     given = data.arrays if isinstance(data, Resident) else data
     reader = as_source(given, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
@@ -188,9 +188,11 @@ def fit(
     evaluated = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
     meta = about_run(trainer, reader)
-    _agree(program, reader, hooks, {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta})
+    _check_processes_agree(
+        program, reader, hooks, {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta}
+    )
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
-    with contextlib.ExitStack() as opened:  # until the loop has taken over, whatever fails lets go of the folder
+    with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
         store = open_store(config, opened, resume=wants_resume(resume) or (config is not None and was_restarted()))
         begun = start(store, trainer, meta, changed_data=resume == CHANGED_DATA)
         outputs, shown = _outputs(store, trainer, sinks, shown, begun.state, begun.changes, room)
@@ -213,7 +215,7 @@ def fit(
         opened.pop_all()
     loop.train()
     run = loop.run
-    _tell_unmet(program.clock.declared if program.clock is not None else None, run.step)
+    _warn_of_unsynced_steps(program.clock.declared if program.clock is not None else None, run.step)
     if run.stop_reason == SIGTERM_REASON:
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
@@ -222,7 +224,7 @@ def fit(
 
 
 def about_run(trainer: Trainer, reader: Source) -> dict[str, Any]:
-    """What a checkpoint says of its run, beside the arrays and how far it has come."""
+    """The description of the run in its checkpoints, besides the arrays and the position."""
     config = trainer.placed.config
     return {
         "data": {**reader.fingerprint(), "seed": config.seed},
@@ -233,15 +235,15 @@ def about_run(trainer: Trainer, reader: Source) -> dict[str, Any]:
     }
 
 
-def _folded(accumulate: int) -> int:
-    """Microbatches: as many more as keep a device's rows at once where there are fewer processes than the run began with."""
+def _scaled_accumulate(accumulate: int) -> int:
+    """Microbatches per update; more of them where the run restarted with fewer processes, so that a device's rows stay as many."""
     with current().in_phase("compile"):  # the first look at devices waits for all processes
         times = shrink_factor()
     return accumulate if times == 1 else accumulate * times
 
 
-def _agree(program: Program, reader: Source, hooks: list[Callback], options: Mapping[str, Any]) -> None:
-    """Hold against the other processes what all must have in common; the step's program too, so that nothing that is in it can differ."""
+def _check_processes_agree(program: Program, reader: Source, hooks: list[Callback], options: Mapping[str, Any]) -> None:
+    """Compare what must be equal in all processes: options, layout, shapes, and the text of the step's program."""
     if jax.process_count() == 1:
         return
     facts = {"devices of each process": str(jax.local_device_count())}
@@ -256,7 +258,7 @@ def _agree(program: Program, reader: Source, hooks: list[Callback], options: Map
 
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of dicts in dicts."""
+    """The leaves of nested dicts, with dotted paths."""
     if not isinstance(value, Mapping):
         yield path, value
         return
@@ -264,15 +266,15 @@ def _named(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _named(inner, f"{path}.{name}" if path else str(name))
 
 
-def _tell_unmet(server: ParameterServer | None, steps: int) -> None:
-    """What workers who train by themselves have learnt and nobody else knows."""
+def _warn_of_unsynced_steps(server: ParameterServer | None, steps: int) -> None:
+    """Warn of local steps after the last synchronization: they are not in the model."""
     if server is None:
         return
     left = unsynced_steps(server, steps) if server.local else 0
-    since, fix = "their last meeting", "Choose a number of steps that `every` divides."
+    since, fix = "their last synchronization", "Choose a number of steps that `every` divides."
     if server.fragments > 1:
-        since = "the last meeting of some parameters"
-        fix = "Fragments take turns, so of one or another some always do; fewer of them lose less."
+        since = "the last synchronization of some parameters"
+        fix = "Fragments synchronize in turns, so a few steps always do; fewer fragments lose less."
     if left:
         why = "%d of the workers' %d steps came after %s: they are not in the model, nor in what was evaluated last. %s"
         logging.getLogger("spmd").warning(why, left, steps, since, fix)
@@ -280,7 +282,7 @@ def _tell_unmet(server: ParameterServer | None, steps: int) -> None:
 
 def _schedule(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> RunSchedule:
     if epochs is not None and steps is not None:
-        raise OptionError(f"epochs={epochs} and steps={steps} both say when to end.", fix="give one of them.")
+        raise OptionError(f"epochs={epochs} and steps={steps} both set the length of the run.", fix="give one of them.")
     for name, value, least in (
         ("epochs", epochs, 1),
         ("steps", steps, 1),
@@ -296,7 +298,7 @@ def _schedule(epochs: int | None, steps: int | None, eval_every: int | None, log
 def _check_evaluation(
     eval_data: Any, eval_every: int | None, config: Checkpoint | None, trainer: Trainer, program: Program
 ) -> tuple[str, ...]:
-    """What the evaluation measures. Options that only an evaluation could follow need one, and it must fit."""
+    """The metrics of the evaluation; options that concern an evaluation are refused without one."""
     for name, value in (("eval_every", eval_every), ("Checkpoint(best=...)", config.best if config is not None else None)):
         if eval_data is None and value is not None:
             raise OptionError(f"{name} is {value!r}, but there is nothing to evaluate.", fix="eval_data=..., or leave it out.")
@@ -306,7 +308,7 @@ def _check_evaluation(
 
 
 def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...]) -> None:
-    """Metrics that a callback or the checkpoint watches must be there, before anything is compiled."""
+    """Refuse, before anything is compiled, a callback or checkpoint that watches an unknown metric."""
     wanted = [(callback_name(hook), name) for hook in hooks for name in watched_metrics(hook)]
     wanted += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
     for who, name in wanted:
@@ -317,7 +319,7 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
 def _outputs(
     store: CheckpointStore | None, trainer: Trainer, sinks: list[Logger], shown: Any, state: State, changed: list[str], room: str | None
 ) -> tuple[list, Any]:
-    """Loggers and progress, on process 0 only; what should be known before the first step is said and written here."""
+    """Loggers and progress, on process 0 only; writes the layout and reports notes before the first step."""
     if jax.process_index() != 0:
         return [], NoProgress()
     if store is not None:
@@ -326,11 +328,11 @@ def _outputs(
         sinks.append(JsonLines(store.folder / "metrics.jsonl"))
     step = int(state.step)
     if step:
-        # records after this step, if there are any before this line, are of a run that was cut off
+        # earlier records with a later step belong to the interrupted run
         write_record(sinks, {"step": step, "event": "resumed", **({"changed": changed} if changed else {})})
         shown.say(f"resumed from step {step}{''.join(f'; {change}' for change in changed)}")
     for line in [*trainer.notes(), *([room] if room else [])]:
         shown.say(line)
         if isinstance(shown, NoProgress) and line.startswith("note:"):
-            logging.getLogger("spmd").warning(line)  # waste is told even where nothing is shown
+            logging.getLogger("spmd").warning(line)  # notes about waste are logged even without a progress display
     return sinks, shown

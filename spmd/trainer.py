@@ -1,4 +1,4 @@
-"""The trainer: a model laid out on a mesh, with one call per step, for people who own their loop."""
+"""The trainer: a model sharded on a mesh, with one call per step, for users who write their own loop."""
 
 import collections
 import dataclasses
@@ -79,9 +79,9 @@ class Metrics(Mapping[str, float]):
 
 
 class Trainer:
-    """A model, a loss and an optimizer, laid out on a mesh and ready to step.
+    """A model, a loss and an optimizer, sharded on a mesh and ready to step.
 
-    `fit` is a face over it; use it directly to own the loop. Arguments are those of `fit`.
+    `fit` uses one; use it directly to write your own loop. The arguments are those of `fit`.
 
     Example:
       >>> import optax, spmd
@@ -129,12 +129,12 @@ class Trainer:
 
     @property
     def placed(self) -> PlacedModel:
-        """The model on the mesh: what it is made of, and the loss."""
+        """The model on the mesh: its variables, their shardings, and the loss."""
         return self._placed
 
     @property
     def resolved(self) -> Resolved:
-        """Where every parameter lives, and which rule decided it."""
+        """The placement of every parameter, and the rule that decided it."""
         return self._placed.resolved
 
     def summary(self) -> str:
@@ -143,13 +143,13 @@ class Trainer:
 
     @property
     def wire(self) -> CommLog:
-        """What a step sends: every collective of the manual step, with axes, payload and bytes; printed, a table.
+        """What a step sends: every collective of the manual step, with axes, payload and bytes; prints as a table.
 
         Raises:
           OptionError: no batch was seen yet, or XLA places the collectives.
         """
         if self._program is None:
-            raise OptionError("trainer.wire before the first batch: what travels depends on it.", fix="trainer.prepare(batch) first.")
+            raise OptionError("trainer.wire before the first batch: what is sent depends on it.", fix="trainer.prepare(batch) first.")
         if not self._placed.exchange.reduction.manual and not self.schedules:
             why = (
                 "a single worker exchanges nothing"
@@ -162,26 +162,28 @@ class Trainer:
         return self._program.wire
 
     def notes(self) -> list[str]:
-        """What is replicated, what repeats the same work, what the exchange keeps, and which moments could not be cut."""
+        """Notes on what is replicated, repeated work, codec state, and moments that could not be sharded."""
         lines = [*notes(self.resolved), *(placed := self._placed).given.notes(), *exchange_notes(placed.exchange)]
         if placed.storage is not None and placed.events is not None:
             lines += server_notes(placed.storage, placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
-        whole, moments = whole_moments(placed.abstract_state, self.resolved), jax.tree.leaves(placed.abstract_state.opt)
-        if whole and any(not leaf.sharding.is_fully_replicated for leaf in moments):
-            lines.append(f"note: {len(whole)} optimizer arrays have no parameter's shape and stay whole: {', '.join(whole[:3])}, ...")
+        unsharded, moments = whole_moments(placed.abstract_state, self.resolved), jax.tree.leaves(placed.abstract_state.opt)
+        if unsharded and any(not leaf.sharding.is_fully_replicated for leaf in moments):
+            lines.append(
+                f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay replicated: {', '.join(unsharded[:3])}, ..."
+            )
         return lines
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """What the pipelines of this model do when, by stack; known from the first batch on. `spmd.viz.schedule` draws them."""
+        """The schedule of each pipelined stack, by path; known from the first batch on. `spmd.viz.schedule` draws them."""
         return {} if self._program is None else self._program.schedules
 
     def simulate(self, steps: int) -> ServerStatistics:
-        """What the parameter server's clock says of so many steps: time, waiting, staleness, what is dropped; printed, a table.
+        """Simulate the parameter server's clock for `steps` steps: time, waiting, staleness, dropped gradients; prints as a table.
 
         Raises:
-          OptionError: there is no parameter server, no number of steps, or a trace of times that ends before.
+          OptionError: there is no parameter server, `steps` is not a number, or the trace of times is too short.
         """
         if self._placed.events is None:
             fix = '[gradients] reduction = "parameter_server".'
@@ -230,8 +232,8 @@ class Trainer:
         chosen = reader.step(step)
         if only is not None:
             return self._placed.begin(*reader.restore_params(chosen, self.abstract_state, self._placed.packing))
-        state, told = self.load(reader, chosen)
-        for line in told:
+        state, warnings = self.load(reader, chosen)
+        for line in warnings:
             logging.getLogger("spmd").warning("restored from step %s: %s", state.step, line)
         return state
 
@@ -268,11 +270,11 @@ class Trainer:
         """A host batch on the mesh. Buffers are copied, so they may be reused at once."""
         batch = as_arrays(batch, "the batch")
         rows = check_leaves(batch, "the batch")
-        whole = rows * jax.process_count()  # of several processes each brings its own part
-        program, placer = self.prepare(jax.tree.map(lambda x: jax.ShapeDtypeStruct((whole, *x.shape[1:]), x.dtype), abstract(batch)))
-        if whole > program.rows:
+        global_rows = rows * jax.process_count()  # each process passes its part
+        program, placer = self.prepare(jax.tree.map(lambda x: jax.ShapeDtypeStruct((global_rows, *x.shape[1:]), x.dtype), abstract(batch)))
+        if global_rows > program.rows:
             fix = "the first batch must be the largest"
-            raise DataError(f"a batch of {whole} rows, after a first one of {program.rows}.", fix=f"{fix}.")
+            raise DataError(f"a batch of {global_rows} rows, after a first one of {program.rows}.", fix=f"{fix}.")
         check_matches(batch, program.sample, "this batch")
         return placer(HostBatch(batch, rows))
 

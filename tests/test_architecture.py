@@ -169,7 +169,7 @@ def test_regions_by_device_are_made_in_one_file():
 
 def test_no_assert_statements():
     found = [f"{name}:{node.lineno}" for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-    assert not found, f"assert, which -O takes out and which tells a user nothing: {found}"
+    assert not found, f"assert, which -O removes and which says nothing to a user: {found}"
 
 
 def test_every_public_name_is_documented():

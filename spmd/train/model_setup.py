@@ -198,12 +198,12 @@ class PlacedModel:
 
     @functools.cached_property
     def exchange(self) -> GradientSync:
-        """How gradients meet."""
+        """How gradients are reduced."""
         return GradientSync(self.resolved, MeshAxes(self.mesh, self.resolved.data_axes))
 
     @functools.cached_property
     def parallel(self) -> ParallelConfig:
-        """How the forward pass is cut."""
+        """How the forward pass is sharded."""
         layout = self._fitted.layout
         data = self._fitted.data_axes
         return ParallelConfig(self.mesh, data, layout.pipeline, layout.sequence, layout.experts, in_stage_order=self.order is not None)

@@ -52,16 +52,16 @@ def test_abreast_they_are_equal_up_to_rounding():
 
 @pytest.mark.system
 def test_what_runs_beside_a_trial_does_not_matter():
-    whole, some = sweep(keep=6, mesh="net=8"), (0, 5)
-    wanted = {number: whole.trials[number].result().state.params for number in some}
+    uninterrupted, some = sweep(keep=6, mesh="net=8"), (0, 5)
+    wanted = {number: uninterrupted.trials[number].result().state.params for number in some}
     assert not close(*wanted.values())
     for other in (
         sweep(keep=6, mesh="net=8", at_once=2),
         sweep(keep=6, mesh="net=4,data=2"),
         sweep(keep=6, mesh="net=8", steps_per_call=1),
     ):
-        assert [tried.values for tried in other.trials] == [tried.values for tried in whole.trials]
-        for mine, its in zip(whole.trials, other.trials, strict=True):
+        assert [tried.values for tried in other.trials] == [tried.values for tried in uninterrupted.trials]
+        for mine, its in zip(uninterrupted.trials, other.trials, strict=True):
             assert mine.score == pytest.approx(its.score, rel=1e-6)
         for number in some:
             assert close(wanted[number], other.trials[number].result().state.params)
@@ -75,7 +75,7 @@ def test_shapes_make_groups_and_floats_do_not():
     assert best.predict(labelled()["x"]).shape == (80, CLASSES)
 
 
-def test_a_trial_that_diverges_is_told_and_changes_no_other():
+def test_diverged_trial_is_reported_and_changes_no_other():
     rates = [1e-3, 1e38, 1e-2]
     found = sweep(
         space={"learning_rate": rates}, search="grid", trials=None, keep=3, optimizer=lambda learning_rate: optax.sgd(learning_rate)
@@ -101,20 +101,20 @@ def test_a_trial_that_diverges_is_told_and_changes_no_other():
 @pytest.mark.system
 def test_halving_drops_the_worse_and_leaves_the_others_as_they_were():
     halved = sweep(trials=9, search=spmd.Halving(factor=3), epochs=3, keep=2)
-    whole = sweep(trials=9, epochs=3, keep=9)
+    uninterrupted = sweep(trials=9, epochs=3, keep=9)
     assert spmd.Halving(factor=3).plan(9, 9) == [(9, 1), (3, 3), (1, 9)]
     assert sorted(len(tried.history) for tried in halved.trials) == [1] * 6 + [3] * 2 + [9]
     (winner,) = halved.best
-    assert winner.ended == "done" and close(winner.result().state.params, whole.trials[winner.number].result().state.params)
+    assert winner.ended == "done" and close(winner.result().state.params, uninterrupted.trials[winner.number].result().state.params)
     for tried in halved.trials:
-        losses = whole.trials[tried.number].history["loss"]
+        losses = uninterrupted.trials[tried.number].history["loss"]
         assert np.allclose(tried.history["loss"], losses[: len(tried.history)], rtol=1e-6)
     first = {tried.number: tried.history.evaluations[0]["eval_loss"] for tried in halved.trials}
     kept = sorted(first, key=first.get)[:3]
     assert {tried.number for tried in halved.trials if len(tried.history) > 1} == set(kept)
 
 
-# stopped and gone on with ---------------------------------------------------------------------------------------------------
+# interrupted and resumed ---------------------------------------------------------------------------------------------------
 
 
 class StoppedError(Exception):
@@ -127,16 +127,16 @@ class StoppedError(Exception):
 )
 def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatch):
     more = {"search": search, "trials": 4, "at_once": 2, "keep": 1, "steps_per_call": 1}
-    whole = sweep(**more)
-    tell, calls = SweepRunner._tell, []
+    uninterrupted = sweep(**more)
+    count, calls = SweepRunner._count, []
 
     def stop(self, *given):
         calls.append(None)
         if len(calls) % 6 == 0:
             raise StoppedError
-        return tell(self, *given)
+        return count(self, *given)
 
-    monkeypatch.setattr(SweepRunner, "_tell", stop)
+    monkeypatch.setattr(SweepRunner, "_count", stop)
     found = None
     for _ in range(8):
         try:
@@ -145,16 +145,18 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
         except StoppedError:
             pass
     assert found is not None and len(calls) > 12
-    assert found.to_csv() == whole.to_csv()
-    for mine, its in zip(found.best, whole.best, strict=True):
+    assert found.to_csv() == uninterrupted.to_csv()
+    for mine, its in zip(found.best, uninterrupted.best, strict=True):
         assert mine.number == its.number and close(mine.result().state.params, its.result().state.params)
     monkeypatch.undo()
     again = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=True)
-    assert again.to_csv() == whole.to_csv() and close(again.best[0].result().state.params, whole.best[0].result().state.params)
+    assert again.to_csv() == uninterrupted.to_csv() and close(
+        again.best[0].result().state.params, uninterrupted.best[0].result().state.params
+    )
 
 
 @pytest.mark.system
-def test_the_best_are_runs_that_can_be_gone_on_with(tmp_path):
+def test_best_trials_are_runs_that_can_be_resumed(tmp_path):
     found = sweep(keep=2, checkpoint=tmp_path)
     tried = found.best[0]
     folder = tmp_path / "best" / f"trial-{tried.number:04d}"
@@ -163,8 +165,8 @@ def test_the_best_are_runs_that_can_be_gone_on_with(tmp_path):
     rate = tried.values["learning_rate"]
     shared = {name: value for name, value in options(epochs=3).items() if name != "eval_data"}
     on = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=ADAM(rate), mesh="data=8", checkpoint=folder, resume=True, **shared)
-    whole = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=ADAM(rate), mesh="data=8", **shared)
-    assert int(on.state.step) == 9 and len(on.history) == 3 and close(on.state.params, whole.state.params)
+    uninterrupted = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=ADAM(rate), mesh="data=8", **shared)
+    assert int(on.state.step) == 9 and len(on.history) == 3 and close(on.state.params, uninterrupted.state.params)
     with pytest.raises(CheckpointError, match="already holds a sweep"):
         sweep(keep=2, checkpoint=tmp_path)
     with pytest.raises(CheckpointError, match=r"it was another(.|\n)*trials"):
@@ -219,9 +221,9 @@ def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
         sweep(keep=3, checkpoint=tmp_path, epochs=1)
     assert len([place for place in (tmp_path / "best").iterdir() if not place.name.startswith(".")]) == 1
     found = sweep(keep=3, checkpoint=tmp_path, epochs=1, resume=True)
-    whole = sweep(keep=3, epochs=1)
-    assert found.to_csv() == whole.to_csv()
-    for mine, its in zip(found.best, whole.best, strict=True):
+    uninterrupted = sweep(keep=3, epochs=1)
+    assert found.to_csv() == uninterrupted.to_csv()
+    for mine, its in zip(found.best, uninterrupted.best, strict=True):
         assert close(mine.result().state.params, its.result().state.params)
         folder = tmp_path / "best" / f"trial-{mine.number:04d}"
         assert close(mine.result().trainer.restore(folder).params, its.result().state.params)
@@ -238,7 +240,7 @@ def test_a_chunk_that_is_damaged_is_done_again(tmp_path, monkeypatch):
     assert sweep(**more, resume=True).to_csv() == sweep(**{**more, "checkpoint": None}).to_csv()
 
 
-def test_what_trials_are_judged_by_is_the_same_when_a_sweep_goes_on(tmp_path):
+def test_resumed_sweep_keeps_its_score(tmp_path):
     sweep(keep=1, checkpoint=tmp_path, epochs=1)
     for more in ({"eval_data": labelled(50, 2)}, {"keep": 2}):
         with pytest.raises(CheckpointError, match="it was another"):

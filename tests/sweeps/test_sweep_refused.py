@@ -1,4 +1,4 @@
-"""Sweeps that cannot be: told before anything is compiled."""
+"""Sweeps that are refused, before anything is compiled."""
 
 import jax
 import numpy as np
@@ -44,7 +44,7 @@ from spmd.sweeps.scheduler import SweepRunner
         ({"layout": "data_parallel_bf16", "mesh": "net=4,data=2"}, None, ""),
         ({"layout": FEEDBACK, "mesh": "net=4,data=2"}, LayoutError, "codecs with a residual for each worker"),
         ({"checkpoint": spmd.Checkpoint("never", best="loss")}, OptionError, "a sweep uses only the path and `every` of a Checkpoint"),
-        ({"eval_data": [1]}, DataError, "eval_data: a sweep keeps its data on the devices"),
+        ({"eval_data": [1]}, DataError, "eval_data: a sweep needs arrays, kept on the devices"),
         ({"epochs": 1, "steps": 3}, OptionError, "both say when to end"),
         ({"resume": True}, OptionError, "resume=True without a checkpoint folder"),
         ({"space": {"learning_rate": [0.1, float("nan")]}}, OptionError, "learning_rate=nan is no number that float32 has"),
@@ -65,7 +65,7 @@ from spmd.sweeps.scheduler import SweepRunner
         ({"optimizer": lambda learning_rate: optax.inject_hyperparams(optax.adam)(learning_rate)}, OptimizerError, "no optax.inject_hyper"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_compiled(more, error, message):
+def test_sweep_refuses_bad_arguments_before_compiling(more, error, message):
     if error is None:  # beside one that cannot be
         assert len(sweep(**more, epochs=1).trials) == 6
         return
@@ -118,19 +118,19 @@ def test_shapes_that_depend_on_the_seed(monkeypatch):
         sweep(space={"learning_rate": [0.1], "seed": [1, 2]}, search="grid", trials=None)
 
 
-def test_several_processes_are_told_what_to_do(monkeypatch):
+def test_sweep_in_several_processes_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(OptionError, match=r"in one process; this run has 2\.\n    fix: one sweep for each process"):
         sweep(trials=0)
 
 
-def test_what_has_no_room_is_not_started_and_the_cure_has(monkeypatch):
+def test_sweep_beyond_device_memory_is_refused_with_a_fix_that_fits(monkeypatch):
     has = lambda limit: monkeypatch.setattr("spmd.sweeps.memory_check.memory_limit", lambda mesh: limit)
     more = {"trials": 4, "epochs": 1, "keep": 1, "eval_data": None, "mesh": spmd.make_mesh("net=2", devices=jax.devices()[:2])}
     state = 2 * 4 + 2 * 4 + 3 * 4 * ((FEATURES + 1) * 16 + 17 * CLASSES)  # step, count and key; each parameter, and Adam's two of it
     data = 80 * (FEATURES + 1) * 4
     monkeypatch.setattr(SweepRunner, "run", lambda *_: "started")
-    for limit, told in (
+    for limit, message in (
         (data - 1, "fix: fewer examples"),
         (data + state // 2, " of state and 2.8 KiB of data.\n    Each of 2 devices has 2 of them"),
         (data + 2 * state + 8192, " of temporaries.\n    Each of 2 devices has 2 of them"),
@@ -138,7 +138,7 @@ def test_what_has_no_room_is_not_started_and_the_cure_has(monkeypatch):
         has(limit)
         with pytest.raises(DeviceMemoryError, match=r"^4 trials at once need ") as caught:
             sweep(**more)
-        assert told in str(caught.value)
+        assert message in str(caught.value)
     assert "fix: at_once=2, 1 on each device" in str(caught.value)
     assert sweep(**more, at_once=2) == sweep(**more, check_memory=False) == "started"
 
@@ -148,12 +148,12 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     notes.write_text("mine")
     damaged.mkdir()
     (damaged / "sweep.json").write_text("{")
-    for folder, told in (
+    for folder, message in (
         (tmp_path, "is not empty, and holds no sweep"),
         (notes, "cannot be used: "),
         (notes / "under", "cannot be used: "),
         (damaged, r"sweep\.json is damaged"),
     ):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             sweep(checkpoint=folder, resume=True)
     assert notes.read_text() == "mine" and {path.name for path in tmp_path.iterdir()} == {"notes.txt", "damaged"}

@@ -70,7 +70,7 @@ def test_second_sweep_on_a_folder_is_refused_and_writes_nothing(resume, tmp_path
         process.kill()
 
 
-def test_sweep_lets_go_of_its_folder_whatever_ends_it(tmp_path, monkeypatch):
+def test_sweep_releases_its_folder_however_it_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(SweepStore, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         sweep(trials=2, checkpoint=tmp_path)
@@ -99,10 +99,10 @@ def edited(file):
 def test_a_finished_sweep_with_a_changed_digit_ends_in_the_same_table(tmp_path, caplog, rung):
     """In a rung whose trials begin with states that the end has cleared away, too."""
     more = {"search": spmd.Halving(factor=2, rungs=2), "trials": 4, "checkpoint": tmp_path, "epochs": 2}
-    whole = sweep(**more).to_csv()
+    complete = sweep(**more).to_csv()
     edited(tmp_path / "chunks" / f"{rung}-0" / "done.json")
     with caplog.at_level(logging.WARNING, "spmd"):
-        assert sweep(**more, resume=True).to_csv() == whole
+        assert sweep(**more, resume=True).to_csv() == complete
     assert "done.json is damaged" in caplog.text
 
 
