@@ -1,1 +1,1 @@
-"""What a trained model is for: its forward pass by itself, in a folder that needs none of its code, and ensembles of such."""
+"""Trained models in use: the forward pass alone, exported to a folder that needs none of its code, and ensembles."""

@@ -1,4 +1,4 @@
-"""Ensembles: several trained models that answer together, in one compiled program or as workers with a deadline."""
+"""Ensembles: several trained models whose predictions are combined, in one compiled program or by threads with a deadline."""
 
 import dataclasses
 import functools
@@ -15,9 +15,9 @@ from spmd.data.batches import check_leaves
 from spmd.data.sources import as_source, is_arrays
 from spmd.errors import DataError, EnsembleError, OptionError, did_you_mean, type_name
 from spmd.inference import uncertainty
-from spmd.inference.forward import check_batch_size, check_inputs, forward_of, in_chunks, joined, whole
+from spmd.inference.forward import call_in_chunks, check_batch_size, check_inputs, concatenated, forward_of, to_host
 from spmd.inference.loader import ExportedModel, load_exported
-from spmd.inference.stacked import NET, ROWS, Net, Stacked, groups_of, rows_of, table
+from spmd.inference.stacked import NET, ROWS, Net, Stacked, common_batch, group_members, table
 from spmd.inference.uncertainty import COMBINE
 from spmd.inference.workers import Answer, Workers
 from spmd.mesh import MeshSpec, make_mesh
@@ -27,17 +27,17 @@ from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe
 
-LONGEST = 1e6  # seconds; a lock cannot wait for any number of them
+MAX_DEADLINE = 1e6  # seconds; locks cannot wait for much longer
 COLUMNS = ("log loss", "accuracy", "calibration error", "entropy", "disagreement")
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How good an ensemble is beside its members; printed, a table.
+    """Metrics of an ensemble and its members; printed, a table.
 
     Attributes:
       ensemble: log loss, accuracy, expected calibration error, mean entropy of its probabilities and mean disagreement of members, in nats.
-      members: the same of each member by name, but for the disagreement.
+      members: the same for each member by name, without the disagreement.
     """
 
     ensemble: dict[str, float]
@@ -49,7 +49,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What a temperature does to held-out data; printed, a table. `before` and `after` have log loss and calibration error."""
+    """The effect of a temperature on held-out data; printed, a table. `before` and `after` have log loss and calibration error."""
 
     temperature: float
     before: dict[str, float]
@@ -61,20 +61,20 @@ class Calibration:
 
 
 class Ensemble:
-    """Several classifiers that answer together. Each gives logits [rows, ..., classes] of the same inputs.
+    """Several classifiers whose predictions are combined. Each returns logits [rows, ..., classes] for the same inputs.
 
-    Members that are equal but for their weights are stacked and cut over a mesh axis `net`; members that differ are computed one after
-    the other; all in one compiled program (`predict`). Or each is a worker that may come too late (`ask`).
+    `predict` runs all members in one compiled program: members that differ only in their weights are stacked and sharded over a mesh axis
+    `net`, the others run one after the other. `ask` runs each member in a thread, with a deadline.
 
     Args:
       members: a list, or a dict by name, of: what `fit` returned; an exported model, or its folder; a pair (trainer, state), or
-        (trainer, folder of checkpoints); or, for `ask` only, a function of the inputs that returns logits, which may ask another machine.
+        (trainer, folder of checkpoints); or, for `ask` only, a function of the inputs that returns logits, which may call another machine.
       combine: "mean" of probabilities; softmax of the mean "logits"; or shares of "vote"s, one for each member.
-      mesh: "net=4": over so many devices; None: one for each member of the largest stack, as far as there are any.
+      mesh: "net=4": over 4 devices; None: one device for each member of the largest stack, as far as there are any.
 
     Raises:
-      EnsembleError: members take different inputs, or give no logits, or different ones.
-      OptionError: no members, or a member, option or mesh that cannot be meant.
+      EnsembleError: members take different inputs, do not return logits, or return different ones.
+      OptionError: no members, or an invalid member, option or mesh.
 
     Example:
       >>> import optax, spmd
@@ -99,19 +99,19 @@ class Ensemble:
             raise OptionError(f"members is {type_name(members)}.", fix="a list of members, or a dict by name.")
         named = dict(members) if isinstance(members, Mapping) else {str(at): member for at, member in enumerate(members)}
         if not named:
-            raise OptionError("an ensemble of no members.", fix="at least one.")
+            raise OptionError("an ensemble without members.", fix="at least one.")
         self.combine, self.temperature = combine, 1.0
         self._members = {str(name): _member(str(name), member) for name, member in named.items()}
         self._nets = [member for member in self._members.values() if isinstance(member, Net)]
-        self._batch = rows_of(self._nets) if self._nets else None
-        self._groups = groups_of(self._nets, self._batch or ROWS) if self._nets else []
+        self._batch = common_batch(self._nets) if self._nets else None
+        self._groups = group_members(self._nets, self._batch or ROWS) if self._nets else []
         self._mesh = _mesh(mesh, max((len(group.nets) for group in self._groups), default=1))
         self._workers: Workers | None = None
         self._starting = threading.Lock()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The members' names: their numbers, where they were given none."""
+        """The members' names; their numbers if they have none."""
         return tuple(self._members)
 
     def __len__(self) -> int:
@@ -119,108 +119,116 @@ class Ensemble:
 
     def __repr__(self) -> str:
         parts = [f"{len(group.nets)} members stacked over net={self._mesh.size}" for group in self._groups if len(group.nets) > 1]
-        alone = sum(len(group.nets) == 1 for group in self._groups)
-        asked = len(self) - len(self._nets)
-        parts += [f"{alone} by {'itself' if alone == 1 else 'themselves'}"] if alone else []
-        parts += [f"{asked} only asked"] if asked else []
-        warm = "" if self.temperature == 1.0 else f" at temperature {self.temperature:.3g}"
-        return f"Ensemble of {len(self)}: {self.combine}{warm}; {', '.join(parts)}"
+        single = sum(len(group.nets) == 1 for group in self._groups)
+        functions = len(self) - len(self._nets)
+        parts += [f"{single} run separately"] if single else []
+        parts += [f"{functions} only for ask()"] if functions else []
+        temperature = "" if self.temperature == 1.0 else f" at temperature {self.temperature:.3g}"
+        return f"Ensemble of {len(self)}: {self.combine}{temperature}; {', '.join(parts)}"
 
     @functools.cached_property
     def _stacked(self) -> Stacked:
         return Stacked(self._groups, self._mesh, self.combine)
 
     def predict(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
-        """Combined probabilities of every row, float32[rows, ..., classes], on the host; at the temperature, after `calibrate`.
+        """Combined probabilities of every row, float32[rows, ..., classes], on the host; at the fitted temperature, after `calibrate`.
 
         Raises:
           DataError: another tree, other shapes or dtypes than the members take, or no rows.
-          EnsembleError: a member can only be asked.
+          EnsembleError: a member is a function, which only `ask` can call.
           OptionError: a `batch_size` below 1.
         """
         if self.temperature == 1.0:
-            return joined(np.asarray(both[0]) for both in self._chunks(inputs, batch_size))
-        return np.exp(self._logs(self._logits(inputs, batch_size))).astype(np.float32)  # not of what float32 made 0
+            return concatenated(np.asarray(probabilities) for probabilities, _ in self._chunks(inputs, batch_size))
+        return np.exp(self._log_probabilities(self._logits(inputs, batch_size))).astype(np.float32)  # float32 would underflow before
 
     def members(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
-        """Each member's own probabilities, float32[members, rows, ..., classes], on the host, in the order of `names`."""
+        """Each member's probabilities, float32[members, rows, ..., classes], on the host, in the order of `names`."""
         return np.exp(uncertainty.log_softmax(self._logits(inputs, batch_size))).astype(np.float32)
 
     def uncertainty(self, inputs: Tree, *, batch_size: int = 256) -> dict[str, np.ndarray]:
-        """How unsure, float64[rows, ...] each, in nats: "entropy" of what `predict` says, and "disagreement" of the members.
+        """Uncertainty float64[rows, ...], in nats: the "entropy" of the prediction, and the "disagreement" of the members.
 
-        Disagreement is the part of the entropy that more training data would take away; noise in the data keeps the rest.
+        Disagreement is the part of the entropy that more training data would remove; the rest is noise in the data.
         """
         logits = self._logits(inputs, batch_size)
-        return {"entropy": uncertainty.entropy(np.exp(self._logs(logits))), "disagreement": uncertainty.disagreement(logits)}
+        entropy = uncertainty.entropy(np.exp(self._log_probabilities(logits)))
+        return {"entropy": entropy, "disagreement": uncertainty.disagreement(logits)}
 
     def evaluate(self, data: Any, *, batch_size: int = 256) -> Evaluation:
-        """How good the ensemble is on data, and each member, side by side.
+        """Metrics of the ensemble and of each member on data.
 
         Args:
           data: a pair (inputs, labels), or a dict as `spmd.losses.cross_entropy` takes it; or an iterable of batches.
 
         Raises:
-          DataError: inputs and labels cannot be told apart, or labels do not fit the logits.
+          DataError: it is not clear which arrays are inputs and which labels, or labels do not fit the logits.
           OptionError: a `batch_size` below 1.
         """
         check_batch_size(batch_size)
-        found = [(self._logits(inputs, batch_size), np.asarray(labels)) for inputs, labels in _pairs(data)]
-        logits, labels = np.concatenate([each for each, _ in found], axis=1), np.concatenate([each for _, each in found])
+        batches = [(self._logits(inputs, batch_size), np.asarray(labels)) for inputs, labels in _pairs(data)]
+        logits, labels = np.concatenate([each for each, _ in batches], axis=1), np.concatenate([each for _, each in batches])
         _check_labels(labels, logits)
-        each = uncertainty.log_softmax(logits)
-        together = {**_scores(self._logs(logits), labels), "disagreement": float(uncertainty.disagreement(logits).mean())}
-        return Evaluation(together, {name: _scores(logs, labels) for name, logs in zip(self.names, each, strict=True)})
+        ensemble = _metrics(self._log_probabilities(logits), labels)
+        ensemble["disagreement"] = float(uncertainty.disagreement(logits).mean())
+        members = zip(self.names, uncertainty.log_softmax(logits), strict=True)
+        return Evaluation(ensemble, {name: _metrics(log_probabilities, labels) for name, log_probabilities in members})
 
     def calibrate(self, inputs: Tree, labels: Any, *, batch_size: int = 256) -> Calibration:
-        """Fit a temperature to held-out data, which `predict`, `evaluate`, `uncertainty` and `ask` use from then on.
+        """Fit a temperature to held-out data; `predict`, `evaluate`, `uncertainty` and `ask` use it from then on.
 
         Args:
-          labels: the right classes, integers [rows, ...], of rows that no member was trained on.
+          labels: the true classes, integers [rows, ...], of rows that no member was trained on.
 
         Raises:
           DataError: other inputs or labels than the members take.
-          EnsembleError: the ensemble counts votes, of which none may have gone to the right class; or a right class is impossible to it.
+          EnsembleError: the ensemble counts votes, so a true class may have probability 0; or a true class has probability 0.
           OptionError: a `batch_size` below 1.
         """
         if self.combine == "vote":
             raise EnsembleError("no temperature changes a share of 0 votes.", fix='combine="mean" or "logits".')
         logits, labels = self._logits(inputs, batch_size), np.asarray(labels)
         _check_labels(labels, logits)
-        logs = uncertainty.log_combined(logits, self.combine)
-        impossible = int(np.isneginf(np.take_along_axis(logs, labels[..., None], axis=-1)).sum())
+        uncalibrated = uncertainty.log_combined(logits, self.combine)
+        impossible = int(np.isneginf(np.take_along_axis(uncalibrated, labels[..., None], axis=-1)).sum())
         if impossible:
-            told = f"{impossible} of {labels.size} labels have probability 0, so the log loss is infinite at any temperature."
-            raise EnsembleError(f"{told}", fix="members that give these classes finite logits, or rows without them.")
-        self.temperature = uncertainty.fitted_temperature(logs, labels)
-        picked = lambda scores: {name: scores[name] for name in ("log loss", "calibration error")}
-        return Calibration(self.temperature, picked(_scores(logs, labels)), picked(_scores(self._logs(logits), labels)))
+            raise EnsembleError(
+                f"{impossible} of {labels.size} labels have probability 0, so the log loss is infinite at any temperature.",
+                fix="members that give these classes finite logits, or rows without them.",
+            )
+        self.temperature = uncertainty.fit_temperature(uncalibrated, labels)
+        before, after = (
+            {name: value for name, value in _metrics(log_probabilities, labels).items() if name in ("log loss", "calibration error")}
+            for log_probabilities in (uncalibrated, self._log_probabilities(logits))
+        )
+        return Calibration(self.temperature, before, after)
 
     def ask(self, inputs: Tree, *, deadline: float | None = None) -> Answer:
-        """Ask each member in a thread and on a device of its own, and combine what those say who come in time.
+        """Run each member in its own thread, on a device of its own, and combine the answers that arrive in time.
 
-        The first question to a member compiles its program for that number of rows: ask once without a deadline.
+        The first call compiles each member's program for this number of rows, so make it without a deadline.
 
         Args:
-          deadline: seconds; None waits for all.
+          deadline: seconds; None waits for all members.
 
         Raises:
-          EnsembleError: nobody has answered in time, who is late, and what the others raised; or the ensemble was closed meanwhile.
+          EnsembleError: no member answered in time (the error lists late members and exceptions), or the ensemble was closed meanwhile.
         """
         if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline > 0):
-            raise OptionError(f"deadline={deadline!r}: seconds, above 0.")
-        if deadline is not None and deadline > LONGEST:
-            raise OptionError(f"deadline={deadline!r}: at most {LONGEST:.0e} seconds.", fix="None, which waits for all.")
+            raise OptionError(f"deadline={deadline!r}.", fix="a positive number of seconds, or None.")
+        if deadline is not None and deadline > MAX_DEADLINE:
+            raise OptionError(f"deadline={deadline!r}: at most {MAX_DEADLINE:.0e} seconds.", fix="None, which waits for all.")
         rows = check_inputs(inputs, self._nets[0].inputs) if self._nets else check_leaves(inputs, "the inputs")
         with self._starting:
             if self._workers is None:
-                self._workers = Workers({name: self._asked(at, member) for at, (name, member) in enumerate(self._members.items())})
+                functions = {name: self._worker_function(at, member) for at, (name, member) in enumerate(self._members.items())}
+                self._workers = Workers(functions)
             workers = self._workers
-        said, late, failed, seconds = workers.ask(inputs, rows, deadline)
-        return Answer(np.exp(self._logs(np.stack(list(said.values())))), tuple(said), late, failed, seconds)
+        logits, late, failed, seconds = workers.ask(inputs, rows, deadline)
+        return Answer(np.exp(self._log_probabilities(np.stack(list(logits.values())))), tuple(logits), late, failed, seconds)
 
     def close(self, seconds: float = 5.0) -> None:
-        """End the threads of `ask`, waiting so long for members that are still at an old question. Asking again starts new ones."""
+        """End the threads of `ask`; wait up to `seconds` for members that are still running. `ask` starts new threads."""
         with self._starting:
             workers, self._workers = self._workers, None
         if workers is not None:
@@ -232,110 +240,111 @@ class Ensemble:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _logs(self, logits: np.ndarray) -> np.ndarray:
-        return uncertainty.tempered(uncertainty.log_combined(logits, self.combine), self.temperature)
+    def _log_probabilities(self, logits: np.ndarray) -> np.ndarray:
+        return uncertainty.with_temperature(uncertainty.log_combined(logits, self.combine), self.temperature)
 
     def _logits(self, inputs: Tree, batch_size: int) -> np.ndarray:
-        return joined((np.asarray(both[1]) for both in self._chunks(inputs, batch_size)), functools.partial(np.concatenate, axis=1))
+        chunks = (np.asarray(logits) for _, logits in self._chunks(inputs, batch_size))
+        return concatenated(chunks, functools.partial(np.concatenate, axis=1))
 
     def _chunks(self, inputs: Tree, batch_size: int) -> Iterator[tuple[Any, Any]]:
-        """Combined probabilities and logits, so many rows at a time."""
+        """Combined probabilities and members' logits, a chunk of rows at a time."""
         check_batch_size(batch_size)
         if len(self._nets) < len(self):
             functions = [name for name, member in self._members.items() if not isinstance(member, Net)]
-            raise EnsembleError(f"members that are functions are in no compiled program: {', '.join(functions)}.", fix="ensemble.ask(x).")
+            raise EnsembleError(f"members that are functions cannot be compiled: {', '.join(functions)}.", fix="ensemble.ask(x).")
         rows = check_inputs(inputs, self._nets[0].inputs)
-        size, given = self._batch or batch_size, jax.tree.map(np.asarray, inputs)
+        size, host_inputs = self._batch or batch_size, jax.tree.map(np.asarray, inputs)
         for first in range(0, rows, size):
             count = min(size, rows - first)
             padded = self._batch is not None or rows > size
             at = np.minimum(np.arange(first, first + (size if padded else count)), rows - 1)
-            together, each = self._stacked(jax.tree.map(lambda x: x[at], given))
-            yield together[:count], each[:, :count]
+            probabilities, logits = self._stacked(jax.tree.map(lambda x: x[at], host_inputs))
+            yield probabilities[:count], logits[:, :count]
 
-    def _asked(self, at: int, member: Any) -> Callable[[Tree], Any]:
-        """The member as a worker's function, which has its weights on a device of its own."""
+    def _worker_function(self, at: int, member: Any) -> Callable[[Tree], Any]:
+        """The member as a function for a thread, with its weights on a device of its own."""
         if not isinstance(member, Net):
             return member
         device, call = jax.local_devices()[at % jax.local_device_count()], jax.jit(member.function)
 
         @functools.cache
         def arrays() -> Any:
-            return jax.device_put(jax.tree.map(whole, member.arrays), device)
+            return jax.device_put(jax.tree.map(to_host, member.arrays), device)
 
         def answer(inputs: Tree) -> np.ndarray:
-            given = jax.tree.map(np.asarray, inputs)
-            rows = len(jax.tree.leaves(given)[0])
-            parts = in_chunks(lambda chunk: call(arrays(), chunk), given, rows, member.batch or rows, pad=member.batch is not None)
-            return joined(np.asarray(part).astype(np.float32) for part in parts)
+            inputs = jax.tree.map(np.asarray, inputs)
+            rows = len(jax.tree.leaves(inputs)[0])
+            parts = call_in_chunks(lambda chunk: call(arrays(), chunk), inputs, rows, member.batch or rows, pad=member.batch is not None)
+            return concatenated(np.asarray(part).astype(np.float32) for part in parts)
 
         return answer
 
 
-def _member(name: str, given: Any) -> Net | Callable[[Tree], Any]:
-    """What a user gave as a member."""
-    if isinstance(given, str | Path):
-        given = load_exported(given)
-    if isinstance(given, ExportedModel):
-        return Net(name, given.program.call, given.arrays, given.inputs, given.batch, str(given.program.mlir_module()))
-    pair = (given.trainer, given.state) if hasattr(given, "trainer") and hasattr(given, "state") else given
+def _member(name: str, member: Any) -> Net | Callable[[Tree], Any]:
+    """A user's member as a net or a function."""
+    if isinstance(member, str | Path):
+        member = load_exported(member)
+    if isinstance(member, ExportedModel):
+        return Net(name, member.program.call, member.arrays, member.inputs, member.batch, str(member.program.mlir_module()))
+    pair = (member.trainer, member.state) if hasattr(member, "trainer") and hasattr(member, "state") else member
     if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Trainer):
         trainer, state = pair
         if not isinstance(state, State | str | Path | Checkpoint):
             raise OptionError(f"member {name} is a trainer and {type_name(state)}.", fix="(trainer, state), or (trainer, folder).")
         forward = forward_of(trainer, trainer.restore(state) if isinstance(state, str | Path | Checkpoint) else state)
         return Net(name, forward.function, forward.arrays, forward.inputs)
-    if callable(given):
-        return given
+    if callable(member):
+        return member
     raise OptionError(
-        f"member {name} is {type_name(given)}.",
+        f"member {name} is {type_name(member)}.",
         fix=("a Result of fit, an exported model or its folder, (trainer, state), (trainer, a folder of checkpoints), or a function."),
     )
 
 
-def _mesh(given: str | Mesh | None, largest: int) -> Mesh:
-    """The devices that members are stacked over: no more than the stack can use."""
+def _mesh(mesh: str | Mesh | None, largest: int) -> Mesh:
+    """The devices that members are stacked over: no more than the largest stack can use."""
     devices = jax.local_devices()
-    if given is None:
-        each = -(-largest // min(largest, len(devices)))  # members of one device
-        count = -(-largest // each)
+    if mesh is None:
+        per_device = -(-largest // min(largest, len(devices)))
+        count = -(-largest // per_device)
         return make_mesh({NET: count}, devices=devices[:count])
-    spec = MeshSpec.parse(given)
+    spec = MeshSpec.parse(mesh)
     if spec.names != (NET,):
-        raise OptionError(f'mesh="{spec}": members lie over one axis, "{NET}".', fix=f'mesh="{NET}={min(largest, len(devices))}".')
-    return given if isinstance(given, Mesh) else make_mesh(spec, devices=devices[: spec.size] if spec.size > 0 else devices)
+        raise OptionError(f'mesh="{spec}": members need one axis, "{NET}".', fix=f'mesh="{NET}={min(largest, len(devices))}".')
+    return mesh if isinstance(mesh, Mesh) else make_mesh(spec, devices=devices[: spec.size] if spec.size > 0 else devices)
 
 
 def _pairs(data: Any) -> Iterator[tuple[Tree, Any]]:
-    """Inputs and labels of each batch, without the rows that are no data."""
+    """Inputs and labels of each batch, without padding rows."""
     if is_arrays(data):
         check_leaves(data, "the data")
         yield _split(data)
         return
     for batch in as_source(data, batch_size=None, shuffle=None, seed=0, short_ok=True).epoch(0):
-        good = slice(None) if batch.weights is None else batch.weights > 0
-        yield _split(jax.tree.map(lambda x: np.asarray(x)[good], batch.leaves))
+        real = slice(None) if batch.weights is None else batch.weights > 0
+        yield _split(jax.tree.map(lambda x: np.asarray(x)[real], batch.leaves))
 
 
 def _split(batch: Any) -> tuple[Tree, Any]:
     try:
         return cross_entropy.split(batch)
     except DataError as error:
-        raise DataError(f"inputs and labels: {str(error).splitlines()[0]}", fix="a pair (inputs, labels).") from None
+        raise DataError(f"inputs and labels: {error.message.splitlines()[0]}", fix="a pair (inputs, labels).") from None
 
 
 def _check_labels(labels: np.ndarray, logits: np.ndarray) -> None:
     classes = logits.shape[-1]
     if labels.shape != logits.shape[1:-1] or labels.dtype.kind not in "iu" or not ((labels >= 0) & (labels < classes)).all():
-        wanted = f"integers {list(logits.shape[1:-1])} from 0 to {classes - 1}"
-        raise DataError(f"the labels are {describe(labels)}; wanted {wanted}, as the members' logits have {classes} classes.")
+        expected = f"integers {list(logits.shape[1:-1])} from 0 to {classes - 1}"
+        raise DataError(f"the labels are {describe(labels)}; expected {expected}, as the members' logits have {classes} classes.")
 
 
-def _scores(logs: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    sure = np.exp(logs)
+def _metrics(log_probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    probabilities = np.exp(log_probabilities)
     return {
-        "log loss": uncertainty.log_loss(logs, labels),
-        "accuracy": uncertainty.accuracy(logs, labels),
-        "calibration error": uncertainty.calibration_error(sure, labels),
-        "entropy": float(uncertainty.entropy(sure).mean()),
+        "log loss": uncertainty.log_loss(log_probabilities, labels),
+        "accuracy": uncertainty.accuracy(log_probabilities, labels),
+        "calibration error": uncertainty.calibration_error(probabilities, labels),
+        "entropy": float(uncertainty.entropy(probabilities).mean()),
     }

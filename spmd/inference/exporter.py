@@ -1,4 +1,4 @@
-"""Export: a trained model as a folder that needs none of its code."""
+"""Export a trained model to a folder that can be used without the model's code."""
 
 import contextlib
 import dataclasses
@@ -16,8 +16,8 @@ import jax.export
 
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, import_extra
-from spmd.inference.forward import Forward, forward_of, traced, whole, with_rows
-from spmd.inference.weights import Stored, Writer, as_stored, dequantised, is_quantised, quantised
+from spmd.inference.forward import Forward, forward_of, to_host, traced, with_rows
+from spmd.inference.weights import Stored, Writer, dequantize, quantize, should_quantize, stored_shape
 from spmd.mesh import MeshSpec
 from spmd.run.manifest import write_manifest
 from spmd.train.state import State, place_copy
@@ -33,13 +33,13 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 @dataclasses.dataclass(frozen=True)
 class ExportReport:
-    """What `export` has written; printed, a table.
+    """The result of `export`; printed, a table.
 
     Attributes:
-      folder: where.
-      arrays: how each array is stored, and what it lost.
-      weights_bytes: of the weights' file; `exact_bytes`: of the arrays as they were.
-      before, after: loss and metrics of the exact weights and of those that were written, on `check`; empty without it.
+      folder: where the model was written.
+      arrays: how each array is stored, and its quantization error.
+      weights_bytes: size of the weights' file; `exact_bytes`: of the original arrays.
+      before, after: loss and metrics of the exact and of the written weights on `check`; empty without it.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class ExportReport:
         lines = [f"{self.folder}: {count} arrays{how}, {format_bytes(self.weights_bytes)} of {format_bytes(self.exact_bytes)}"]
         worst = max(self.arrays, key=lambda stored: stored.relative_error, default=None)
         if low and worst is not None:
-            lines.append(f"  furthest off: {worst.path}, by {worst.relative_error:.2%} of its norm")
+            lines.append(f"  largest error: {worst.path}, {worst.relative_error:.2%} of its norm")
         width = max(map(len, self.before), default=0)
         lines += [f"  {name:{width}}  {value:.6g} -> {self.after[name]:.6g}" for name, value in self.before.items()]
         return "\n".join(lines)
@@ -72,26 +72,26 @@ def export(
     inputs: Tree = None,
     check: Any = None,
 ) -> ExportReport:
-    """Write a trained model's forward pass, in evaluation mode, with its weights: a folder that `load_exported` reads without its code.
+    """Write a trained model's forward pass, in evaluation mode, and its weights to a folder that `load_exported` reads without its code.
 
-    In the folder are `program.bin` (StableHLO, by `jax.export`; weights are its arguments), `weights.npz`, `model.json` (inputs, outputs,
-    versions, the layout it was trained under), and a manifest of all. Arrays that are cut over the mesh are written whole, brought to the
-    host one at a time. The folder appears when all is in it. Of several processes all call this, and process 0 writes.
+    The folder has `program.bin` (StableHLO, by `jax.export`; weights are its arguments), `weights.npz`, `model.json` (inputs, outputs,
+    versions, the layout it was trained under), and a manifest. Sharded arrays are gathered to the host one at a time and written in full.
+    The folder appears once it is complete. All processes must call this; process 0 writes.
 
     Args:
-      state: what is exported; `fit(...).export(folder)` is this with its last state.
-      folder: is made; one that holds anything is not touched.
-      weights: "exact", as they are; or "int8": matrices and kernels as int8 with a scale for each output channel, a quarter of the bytes,
-        which the program turns back into what they were.
-      platforms: what the program is made for, of "cpu", "cuda", "rocm", "tpu"; None: what this process runs on.
-      batch: rows of a program that takes no other number, for a model that cannot be traced without knowing it (it is then called in
-        chunks); None: any number.
-      inputs: an example of what the model is called with, or its shapes; None: what the loss calls it with.
+      state: the state to export; `fit(...).export(folder)` exports its last state.
+      folder: is created; a folder that is not empty is an error.
+      weights: "exact"; or "int8": matrices and kernels as int8 with a scale for each output channel, a quarter of the bytes. The program
+        converts them back to their dtype.
+      platforms: the platforms of the program, of "cpu", "cuda", "rocm", "tpu"; None: this process's platform.
+      batch: a fixed number of rows, for a model that cannot be traced with a symbolic one (the program is then called in chunks); None:
+        any number.
+      inputs: an example of the model's inputs, or their shapes; None: what the loss calls the model with.
       check: data on which loss and metrics are measured before and after; for "int8".
 
     Raises:
-      ExportError: the folder holds something, or the model cannot be exported; nothing was written.
-      OptionError: an option that cannot be meant, or it is not clear what the model is called with.
+      ExportError: the folder is not empty, or the model cannot be exported; nothing was written.
+      OptionError: an invalid option, or the model's inputs are not clear.
       MissingExtraError: flatbuffers, of the extra `export`, is missing.
 
     Example:
@@ -106,14 +106,14 @@ def export(
     if weights not in KINDS:
         raise OptionError(f"weights={weights!r}.", fix=f"{did_you_mean(str(weights), KINDS)}")
     if check is not None and weights == "exact":
-        raise OptionError('check=... with weights="exact": nothing is lost that could be measured.', fix='leave it out, or weights="int8".')
+        raise OptionError('check=... with weights="exact": exact weights have no error to measure.', fix='omit it, or weights="int8".')
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
-        raise OptionError(f"batch={batch!r}: a whole number of rows, from 1; or None, for any number.")
+        raise OptionError(f"batch={batch!r}.", fix="a positive number of rows, or None for any number.")
     chosen, target = _platforms(platforms), as_path(folder, "folder").absolute()
     import_extra("flatbuffers", "export")
-    _together(lambda: _check_free(target) if jax.process_index() == 0 else None)
+    _raise_everywhere(lambda: _check_free(target) if jax.process_index() == 0 else None)
     forward = forward_of(trainer, state, inputs)
-    low = [weights == "int8" and is_quantised(path, leaf, stacked=path in forward.stacked) for path, leaf in _named(forward)]
+    low = [weights == "int8" and should_quantize(path, leaf, stacked=path in forward.stacked) for path, leaf in _named(forward)]
     exported = _exported(forward, low, chosen, batch)
     about = {
         "format": FORMAT,
@@ -130,7 +130,7 @@ def export(
     }
     before = trainer.evaluate(state, check) if check is not None else {}
     arrays, size = _write(target, forward, low, exported, about)
-    after = trainer.evaluate(_rounded(trainer, state, forward, low), check) if check is not None else {}
+    after = trainer.evaluate(_state_as_written(trainer, state, forward, low), check) if check is not None else {}
     exact = sum(leaf.size * leaf.dtype.itemsize for leaf in forward.arrays)
     return ExportReport(target, tuple(arrays), size, exact, before, after)
 
@@ -139,42 +139,43 @@ def _named(forward: Forward) -> Iterator[tuple[str, Any]]:
     return zip(forward.paths, forward.arrays, strict=True)
 
 
-def _platforms(given: Sequence[str] | None) -> tuple[str, ...]:
-    if not isinstance(given, str | Sequence | None):
-        raise OptionError(f"platforms={given!r}.", fix=f"of {', '.join(PLATFORMS)}.")
-    chosen = (jax.export.default_export_platform(),) if given is None else (given,) if isinstance(given, str) else tuple(given)
+def _platforms(platforms: Sequence[str] | None) -> tuple[str, ...]:
+    if not isinstance(platforms, str | Sequence | None):
+        raise OptionError(f"platforms={platforms!r}.", fix=f"of {', '.join(PLATFORMS)}.")
+    names = (platforms,) if isinstance(platforms, str) else tuple(platforms or ())
+    chosen = (jax.export.default_export_platform(),) if platforms is None else names
     for name in chosen:
         if name not in PLATFORMS:
             raise OptionError(f"platforms: {name!r}.", fix=f"of {', '.join(PLATFORMS)}.")
     if not chosen or len(set(chosen)) < len(chosen):
-        raise OptionError(f"platforms={given!r}: each one once, and at least one.")
+        raise OptionError(f"platforms={platforms!r}.", fix="each one once, and at least one.")
     return chosen
 
 
 def _exported(forward: Forward, low: list[bool], platforms: tuple[str, ...], batch: int | None) -> jax.export.Exported:
-    """The program, on arrays as they are stored.
+    """The program, which takes the arrays as they are stored.
 
     Raises:
-      ExportError: jax cannot export it; where that is for want of a number of rows, one that was tried is the fix.
+      ExportError: jax cannot export it; if it can with a fixed number of rows, the fix names one that works.
     """
     dtypes = [leaf.dtype for leaf in forward.arrays]
     stored = [
-        as_stored(leaf, int8=small, stacked=path in forward.stacked) for (path, leaf), small in zip(_named(forward), low, strict=True)
+        stored_shape(leaf, int8=small, stacked=path in forward.stacked) for (path, leaf), small in zip(_named(forward), low, strict=True)
     ]
 
     def function(arrays: list, inputs: Tree) -> Tree:
-        given = zip(arrays, low, dtypes, strict=True)
-        return forward.function([dequantised(array[0], array[1], dtype) if small else array for array, small, dtype in given], inputs)
+        stored = zip(arrays, low, dtypes, strict=True)
+        return forward.function([dequantize(array[0], array[1], dtype) if small else array for array, small, dtype in stored], inputs)
 
     rows = batch or jax.tree.leaves(forward.inputs)[0].shape[0]
     fixed = traced(forward.function, forward.arrays, with_rows(forward.inputs, rows))
     bad = [describe(out) for out in fixed.out_avals if out.shape[:1] != (rows,)]
     if bad:
-        raise ExportError(f"for {rows} rows the model gives {', '.join(bad)}: not one value, or array, for each row.")
+        raise ExportError(f"for {rows} rows the model returns {', '.join(bad)}: not one value or array per row.")
     symbol = batch if batch is not None else jax.export.symbolic_shape("rows")[0]
     try:
-        found = jax.export.export(jax.jit(function), platforms=platforms)(stored, with_rows(forward.inputs, symbol))
-        found.serialize()
+        exported = jax.export.export(jax.jit(function), platforms=platforms)(stored, with_rows(forward.inputs, symbol))
+        exported.serialize()
     except SpmdError:
         raise
     except Exception as error:
@@ -185,48 +186,48 @@ def _exported(forward: Forward, low: list[bool], platforms: tuple[str, ...], bat
             _exported(forward, low, platforms, rows)
         except ExportError:
             raise ExportError(f"the model cannot be exported for {', '.join(platforms)}: {why}") from error
-        fix = f"batch={rows}, or another number: such a program is called in chunks of so many rows"
+        fix = f"batch={rows}, or another number: the program is then called in chunks of that size"
         raise ExportError(f"the model cannot be exported for any number of rows: {why}", fix=f"{fix}.") from error
-    return found
+    return exported
 
 
 def _shapes(tree: Tree) -> dict[str, list]:
-    """Dtype and dims of every leaf; dim 0, of rows, as null."""
+    """Dtype and dims of every leaf; dim 0, the rows, is null."""
     return {path: [str(leaf.dtype), None, *map(int, leaf.shape[1:])] for path, leaf in flatten(tree).items()}
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "jax": jax.__version__}
+    versions = {"python": platform.python_version(), "jax": jax.__version__}
     for name in ("spmd", "flax"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _check_free(target: Path) -> None:
-    why = blocking_file(target) or (f"{target} holds files already" if os.path.isdir(target) and any(target.iterdir()) else None)
+    why = blocking_file(target) or (f"{target} is not empty" if os.path.isdir(target) and any(target.iterdir()) else None)
     if why is not None:
-        raise ExportError(f"{why}.", fix="another folder; or remove it, if it is not wanted any more.")
+        raise ExportError(f"{why}.", fix="another folder, or remove this one.")
 
 
-def _together(action: Any) -> Any:
-    """What a function gives; where it fails in one process, its error in all."""
-    found, error = None, None
+def _raise_everywhere(action: Any) -> Any:
+    """Call a function; if it fails in one process, raise its error in all."""
+    result, error = None, None
     try:
-        found = action()
+        result = action()
     except (SpmdError, OSError) as raised:
         error = raised
     text = "" if error is None else str(error) if isinstance(error, SpmdError) else f"the model could not be written: {error}"
-    told = first_nonempty(text)
-    if told:
-        raise ExportError(told) from error
-    return found
+    first_error = first_nonempty(text)
+    if first_error:
+        raise ExportError(first_error) from error
+    return result
 
 
 def _write(
     target: Path, forward: Forward, low: list[bool], exported: jax.export.Exported, about: dict[str, Any]
 ) -> tuple[list[Stored], int]:
-    """The folder, by process 0; what was stored how, and the bytes of the weights. The others bring their parts of arrays."""
+    """Write the folder, by process 0, with the shards of all processes; how each array is stored, and the bytes of the weights."""
     working, writes = target.with_name(f".{target.name}.{os.getpid()}.tmp"), jax.process_index() == 0
     arrays: list[Stored] = []
     failed: list[Exception] = []
@@ -238,15 +239,15 @@ def _write(
 
     try:
         with contextlib.ExitStack() as opened:
-            writer = _together(lambda: begin(opened))
+            writer = _raise_everywhere(lambda: begin(opened))
             for (path, leaf), small in zip(_named(forward), low, strict=True):
-                values = whole(leaf)  # by all processes, also after one has failed: none may wait for another
+                values = to_host(leaf)  # in all processes, even after one has failed, since this is collective
                 try:
                     if not failed:
                         arrays.append(writer.add(path, values, int8=small, stacked=path in forward.stacked))
                 except (OSError, SpmdError) as error:
                     failed.append(error)
-        size = _together(lambda: _finish(target, working, exported, {**about, "arrays": arrays}, failed) if writes else "")
+        size = _raise_everywhere(lambda: _finish(target, working, exported, {**about, "arrays": arrays}, failed) if writes else "")
     finally:
         if writes:
             shutil.rmtree(working, ignore_errors=True)
@@ -254,7 +255,7 @@ def _write(
 
 
 def _finish(target: Path, working: Path, exported: jax.export.Exported, about: dict[str, Any], failed: list[Exception]) -> str:
-    """The rest of the folder, and its name; the bytes of the weights."""
+    """Write the rest of the folder and rename it; the bytes of the weights."""
     for error in failed:
         raise error
     about["arrays"] = [dataclasses.asdict(stored) for stored in about["arrays"]]
@@ -262,23 +263,23 @@ def _finish(target: Path, working: Path, exported: jax.export.Exported, about: d
     (working / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
     write_manifest(working)
     _check_free(target)
-    working.rename(target)  # an empty folder of that name gives way
+    working.rename(target)  # replaces an empty folder
     return str((target / WEIGHTS).stat().st_size)
 
 
-def _rounded(trainer: Trainer, state: State, forward: Forward, low: list[bool]) -> State:
-    """The state with the weights that were written, laid out as they were."""
+def _state_as_written(trainer: Trainer, state: State, forward: Forward, low: list[bool]) -> State:
+    """The state with the weights that were written, with the original shardings."""
     placed = trainer.placed
     values = {path: leaf for (path, leaf), small in zip(_named(forward), low, strict=True) if small}
 
-    def near(path: str, leaf: Any) -> Any:
+    def as_written(path: str, leaf: Any) -> Any:
         name = f"params/{path}"
         if name not in values:
             return leaf
-        exact = whole(values[name])
-        return dequantised(*quantised(exact, stacked=name in forward.stacked), exact.dtype)
+        exact = to_host(values[name])
+        return dequantize(*quantize(exact, stacked=name in forward.stacked), exact.dtype)
 
-    own = map_paths(near, placed.unpacked(state.params))
-    packed = own if placed.packing is None else placed.packing.pack(own)
-    params = jax.tree.map(lambda new, old: old if new is old else place_copy(whole(new), old.sharding), packed, state.params)
+    unpacked = map_paths(as_written, placed.unpacked(state.params))
+    packed = unpacked if placed.packing is None else placed.packing.pack(unpacked)
+    params = jax.tree.map(lambda new, old: old if new is old else place_copy(to_host(new), old.sharding), packed, state.params)
     return dataclasses.replace(state, params=params)

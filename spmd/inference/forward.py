@@ -1,4 +1,4 @@
-"""A model's forward pass by itself: a function of its arrays and of inputs, in evaluation mode, on no mesh."""
+"""A model's forward pass as a function of its arrays and inputs, in evaluation mode, without a mesh."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -25,10 +25,10 @@ class Forward:
 
     Attributes:
       function: `function(arrays, inputs) -> outputs`; `arrays` is a list in the order of `paths`.
-      paths: of the model's arrays, "params/..." and so on.
-      arrays: they themselves, as the state has them: they may be cut over a mesh.
-      inputs: shapes of what the model is called with; dim 0 is rows.
-      stacked: paths whose dim 0 counts layers.
+      paths: of the model's arrays, such as "params/...".
+      arrays: the model's arrays, as the state has them: they may be sharded over a mesh.
+      inputs: shapes of the model's inputs; dim 0 is rows.
+      stacked: paths of parameters whose dim 0 is layers.
     """
 
     function: Callable[[list, Tree], Tree]
@@ -42,11 +42,11 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     """The forward pass of a trained model.
 
     Args:
-      inputs: an example of what the model is called with, or its shapes; None: what the loss calls it with.
+      inputs: an example of the model's inputs, or their shapes; None: what the loss calls the model with.
 
     Raises:
-      ExportError: paths that are the same, or inputs that have no rows.
-      OptionError: what the loss calls the model with cannot be told, or a step has consumed the state.
+      ExportError: two arrays have the same path, or the inputs have no rows.
+      OptionError: it is not clear what the loss calls the model with, or a step has consumed the state.
     """
     check_alive(state)
     placed = trainer.placed
@@ -57,19 +57,21 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
         raise ExportError(f"{len(named)} arrays of the model have {len(paths)} paths.", fix="no key with a slash in it.")
     dtype = compute_dtype(placed.config.precision)
 
-    def function(arrays: list, given: Tree) -> Tree:
-        found = jax.tree.unflatten(tree, arrays)
-        bound = placed.given.bind(dataclasses.replace(found, params=cast(found.params, dtype)), Call(training=False, dtype=dtype))
+    def function(arrays: list, inputs: Tree) -> Tree:
+        unflattened = jax.tree.unflatten(tree, arrays)
+        bound = placed.given.bind(
+            dataclasses.replace(unflattened, params=cast(unflattened.params, dtype)), Call(training=False, dtype=dtype)
+        )
         with parallel_scope(UNSHARDED):
-            return bound(given)
+            return bound(inputs)
 
-    wanted = abstract(_heard(placed, abstract(variables)) if inputs is None else inputs)
+    wanted = abstract(_model_inputs(placed, abstract(variables)) if inputs is None else inputs)
     check_leaves(wanted, "the inputs")
     return Forward(function, paths, named, wanted, frozenset(f"params/{path}" for path in placed.given.stacks()))
 
 
-class _Heard:
-    """Stands in for the model in the loss, and remembers what it is called with."""
+class _CallRecorder:
+    """Stands in for the model in the loss, and records its inputs."""
 
     def __init__(self, model: Any, calls: list[Tree]):
         self._model, self._calls = model, calls
@@ -83,32 +85,32 @@ class _Heard:
         return getattr(self._model, name)
 
 
-def _heard(placed: PlacedModel, variables: Variables) -> Tree:
-    """Shapes of what the loss calls the model with, if that is one array or tree, and holds all rows of the batch."""
+def _model_inputs(placed: PlacedModel, variables: Variables) -> Tree:
+    """Shapes of what the loss calls the model with, if that is one array or tree with all rows of the batch."""
     calls: list[Tree] = []
-    fix = "\n    fix: inputs=, an example of what the model is called with, or its shapes."
+    fix = "inputs=, an example of the model's inputs, or their shapes."
     if placed.sample is None:
-        raise OptionError(f"no batch was seen yet, so the model's inputs are not known.{fix}")
+        raise OptionError("the model's inputs are not known before the first batch.", fix=fix)
 
     def loss(variables: Variables, sample: Tree) -> None:
         model = placed.given.bind(variables, Call(training=False))
         with parallel_scope(UNSHARDED):
-            placed.objective.for_training().call(_Heard(model, calls), sample, jax.random.key(0))
+            placed.objective.for_training().call(_CallRecorder(model, calls), sample, jax.random.key(0))
 
     try:
         jax.eval_shape(loss, variables, placed.sample)
     except Exception as error:
-        raise OptionError(f"what the loss calls the model with cannot be told: {type(error).__name__}.{fix}") from error
+        raise OptionError(f"the model's inputs cannot be found by tracing the loss: {type(error).__name__}.", fix=fix) from error
     rows = jax.tree.leaves(placed.sample)[0].shape[0]
-    whole = calls and all(jax.tree.leaves(call) and all(x.shape[:1] == (rows,) for x in jax.tree.leaves(call)) for call in calls)
-    if not whole or any(flatten(call) != flatten(calls[0]) for call in calls):
+    all_rows = calls and all(jax.tree.leaves(call) and all(x.shape[:1] == (rows,) for x in jax.tree.leaves(call)) for call in calls)
+    if not all_rows or any(flatten(call) != flatten(calls[0]) for call in calls):
         how = f"{len(calls)} times, not always with one array or tree of all rows" if calls else "never as model(x)"
-        raise OptionError(f"what the model is to be called with is not clear: the loss calls it {how}.{fix}")
+        raise OptionError(f"the model's inputs are not clear: the loss calls it {how}.", fix=fix)
     return calls[0]
 
 
-def whole(leaf: Any) -> np.ndarray:
-    """An array on the host, whole; where other processes hold parts of it, all of them call this."""
+def to_host(leaf: Any) -> np.ndarray:
+    """A full array on the host. If several processes hold shards of it, all of them must call this."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
     if not leaf.is_fully_replicated:
@@ -117,47 +119,46 @@ def whole(leaf: Any) -> np.ndarray:
 
 
 def check_inputs(inputs: Tree, wanted: Tree) -> int:
-    """The number of rows of inputs that are as `wanted`, but for it.
+    """The number of rows of inputs that match `wanted` in everything else.
 
     Raises:
-      DataError: another tree, other shapes or dtypes, or no rows; what is there, and what is wanted.
+      DataError: another tree, other shapes or dtypes, or no rows; with the actual and the expected inputs.
     """
-    told = ", ".join(f"{path} {_any_rows(leaf)}".strip() for path, leaf in flatten(wanted).items())
+    expected = ", ".join(f"{path} {_any_rows(leaf)}".strip() for path, leaf in flatten(wanted).items())
     if isinstance(inputs, list) and not isinstance(wanted, list):
-        raise DataError(f"the inputs are a list; the model takes {told}.", fix="numpy.asarray(inputs, ...), with that dtype.")
+        raise DataError(f"the inputs are a list; the model takes {expected}.", fix="numpy.asarray(inputs, ...), with that dtype.")
     rows = check_leaves(inputs, "the inputs")
-    found = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(inputs).items())
+    actual = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(inputs).items())
     if jax.tree.structure(inputs) != jax.tree.structure(wanted):
-        raise DataError(f"the inputs are {found}; the model takes {told}, in that kind of tree.")
+        raise DataError(f"the inputs are {actual}; the model takes {expected}, in that kind of tree.")
     for path, want in flatten(wanted).items():
         leaf = flatten(inputs)[path]
         if jax.dtypes.canonicalize_dtype(leaf.dtype) != want.dtype or np.shape(leaf)[1:] != want.shape[1:]:
             fix = f"astype({str(want.dtype)!r})" if np.shape(leaf)[1:] == want.shape[1:] else "rows of that shape"
-            raise DataError(f"the inputs are {found}; the model takes {told}.", fix=f"{fix}.")
+            raise DataError(f"the inputs are {actual}; the model takes {expected}.", fix=f"{fix}.")
     if rows == 0:
         raise DataError("the inputs are empty: 0 rows.")
     return rows
 
 
-def check_batch_size(given: Any) -> int:
-    """A number of rows at a time.
+def check_batch_size(batch_size: Any) -> None:
+    """Check that a batch size is a positive integer.
 
     Raises:
-      OptionError: it is none.
+      OptionError: it is not.
     """
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise OptionError(f"batch_size={given!r}: a whole number from 1.")
-    return given
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise OptionError(f"batch_size={batch_size!r}.", fix="a positive integer.")
 
 
 def _any_rows(leaf: Any) -> str:
     return f"{leaf.dtype}[{', '.join(['rows', *map(str, leaf.shape[1:])])}]"
 
 
-def in_chunks(function: Callable[[Tree], Tree], inputs: Tree, rows: int, size: int, *, pad: bool) -> Iterator[Tree]:
-    """What a function gives for so many rows at a time; a short last chunk is padded with copies of the last row, if asked to.
+def call_in_chunks(function: Callable[[Tree], Tree], inputs: Tree, rows: int, size: int, *, pad: bool) -> Iterator[Tree]:
+    """Call a function on `size` rows at a time; `pad` pads a short last chunk with copies of the last row.
 
-    Padded or not, what comes of it has the rows that were given.
+    The outputs have the rows of the inputs, without padding.
     """
     for first in range(0, rows, size):
         count = min(size, rows - first)
@@ -166,8 +167,8 @@ def in_chunks(function: Callable[[Tree], Tree], inputs: Tree, rows: int, size: i
         yield jax.tree.map(lambda x: x if x.shape[0] == count else x[:count], function(chunk))
 
 
-def joined(parts: Iterable[Tree], concatenate: Callable[[list], Any] = np.concatenate) -> Tree:
-    """Chunks of rows, one after the other."""
+def concatenated(parts: Iterable[Tree], concatenate: Callable[[list], Any] = np.concatenate) -> Tree:
+    """Chunks of rows, concatenated."""
     first, *rest = parts
     return jax.tree.map(lambda *leaves: concatenate(list(leaves)), first, *rest) if rest else first
 
@@ -186,7 +187,7 @@ def traced(function: Callable[..., Any], arrays: Iterable[Any], inputs: Tree) ->
         shapes = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(inputs).items())
         why = next(iter(str(error).strip().splitlines()), "")
         raise ExportError(
-            f"the model fails on {shapes}: {type(error).__name__}: {why}", fix="inputs=, an example of what the model is called with."
+            f"the model fails on {shapes}: {type(error).__name__}: {why}", fix="inputs=, an example of the model's inputs."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""An exported model, read again: a callable without the model's code."""
+"""Load an exported model: a callable that does not need the model's code."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd.errors import ExportError, OptionError, import_extra, short_repr, type_name
 from spmd.inference.exporter import ABOUT, FORMAT, PROGRAM, WEIGHTS
-from spmd.inference.forward import check_batch_size, check_inputs, in_chunks, joined
+from spmd.inference.forward import call_in_chunks, check_batch_size, check_inputs, concatenated
 from spmd.inference.weights import Stored, read_arrays
 from spmd.run.manifest import find_damage, read_json
 from spmd.tree import Tree, describe
@@ -24,11 +24,13 @@ def _texts(value: Any) -> bool:
 
 
 def _shapes(value: Any) -> bool:
-    dims = lambda shape: isinstance(shape, list) and len(shape) > 1 and all(type(size) is int for size in shape[2:])
-    return isinstance(value, dict) and all(dims(shape) and isinstance(shape[0], str) for shape in value.values())
+    def is_shape(shape: Any) -> bool:
+        return isinstance(shape, list) and len(shape) > 1 and isinstance(shape[0], str) and all(type(size) is int for size in shape[2:])
+
+    return isinstance(value, dict) and all(map(is_shape, value.values()))
 
 
-NEEDED: dict[str, Callable[[Any], bool]] = {  # and what may stand there
+REQUIRED: dict[str, Callable[[Any], bool]] = {  # keys of model.json, with checks of their values
     "platforms": _texts,
     "batch": lambda value: value is None or (type(value) is int and value > 0),
     "inputs": _shapes,
@@ -41,14 +43,14 @@ NEEDED: dict[str, Callable[[Any], bool]] = {  # and what may stand there
 
 @dataclasses.dataclass(frozen=True)
 class ExportedModel:
-    """What `load_exported` gives: `model(x)`, for arrays on the device, or `model.predict(x)`, for numpy arrays.
+    """A model loaded by `load_exported`: `model(x)` returns arrays on the device, `model.predict(x)` numpy arrays.
 
     Attributes:
-      folder: where it was read.
-      about: what stands in its `model.json`: inputs, outputs, versions, how each array is stored, the layout it was trained under.
-      inputs: shapes of what it takes; dim 0 is rows, and of any size.
+      folder: where it was loaded from.
+      about: its `model.json`: inputs, outputs, versions, how each array is stored, the layout it was trained under.
+      inputs: shapes of its inputs; dim 0 is rows, of any size.
       arrays: its weights, on the device: arrays, or pairs of int8 and scales.
-      program: as it was exported: `program.call(arrays, inputs)` gives outputs.
+      program: the exported program: `program.call(arrays, inputs)` returns outputs.
 
     Example:
       >>> import optax, spmd, tempfile
@@ -69,16 +71,18 @@ class ExportedModel:
     program: jax.export.Exported = dataclasses.field(repr=False)
 
     def __repr__(self) -> str:
-        shown = lambda shapes: ", ".join(
-            f"{path} {dtype}[{', '.join(['rows', *map(str, dims)])}]".strip() for path, (dtype, _, *dims) in shapes.items()
+        inputs, outputs = (
+            ", ".join(
+                f"{path} {dtype}[{', '.join(['rows', *map(str, dims)])}]".strip() for path, (dtype, _, *dims) in self.about[key].items()
+            )
+            for key in ("inputs", "outputs")
         )
-        what = f"{shown(self.about['inputs'])} -> {shown(self.about['outputs'])}"
         rows = "" if self.batch is None else f", rows in chunks of {self.batch}"
-        return f"ExportedModel({what}{rows}; weights {self.about['weights']}, for {', '.join(self.about['platforms'])})"
+        return f"ExportedModel({inputs} -> {outputs}{rows}; weights {self.about['weights']}, for {', '.join(self.about['platforms'])})"
 
     @property
     def batch(self) -> int | None:
-        """Rows of the program; None where it takes any number."""
+        """The program's fixed number of rows; None if it takes any number."""
         return self.about["batch"]
 
     @functools.cached_property
@@ -86,22 +90,22 @@ class ExportedModel:
         return jax.jit(self.program.call)
 
     def __call__(self, inputs: Tree) -> Tree:
-        """The model's outputs [rows, ...] as arrays on the device, of arrays [rows, ...] of numpy or jax.
+        """The model's outputs [rows, ...], on the device, for numpy or jax arrays [rows, ...].
 
-        Compiled once for each number of rows; one that was exported for a fixed number is called in chunks.
+        It is compiled once for each number of rows; a program for a fixed number of rows is called in chunks.
 
         Raises:
           DataError: another tree, other shapes or dtypes, or no rows.
         """
         rows = check_inputs(inputs, self.inputs)
         call = functools.partial(self._call, self.arrays)
-        return joined(in_chunks(call, inputs, rows, self.batch or rows, pad=self.batch is not None), jnp.concatenate)
+        return concatenated(call_in_chunks(call, inputs, rows, self.batch or rows, pad=self.batch is not None), jnp.concatenate)
 
     def predict(self, inputs: Tree, *, batch_size: int = 1024) -> Tree:
-        """The model's outputs for every row, as numpy arrays on the host; at most two programs are compiled for any number of rows.
+        """The model's outputs for all rows, as numpy arrays; at most two programs are compiled for any number of rows.
 
         Args:
-          batch_size: rows at a time, where the model takes any number.
+          batch_size: rows per call, if the model takes any number.
 
         Raises:
           DataError: another tree, other shapes or dtypes, or no rows.
@@ -109,18 +113,18 @@ class ExportedModel:
         check_batch_size(batch_size)
         rows = check_inputs(inputs, self.inputs)
         size = self.batch or batch_size
-        chunks = in_chunks(functools.partial(self._call, self.arrays), inputs, rows, size, pad=self.batch is not None or rows > size)
-        return joined(jax.device_get(chunk) for chunk in chunks)
+        chunks = call_in_chunks(functools.partial(self._call, self.arrays), inputs, rows, size, pad=self.batch is not None or rows > size)
+        return concatenated(jax.device_get(chunk) for chunk in chunks)
 
 
 def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
-    """Read what `export` has written; none of the model's code is needed, and nothing that is read is executed as Python.
+    """Load a model written by `export`, without the model's code; nothing in the folder is executed as Python.
 
     Args:
-      device: a jax device, where the weights are put, and the program runs; None: jax's default.
+      device: the jax device that holds the weights and runs the program; None: jax's default.
 
     Raises:
-      ExportError: there is no such folder, it is damaged, of a later format, or not for this platform.
+      ExportError: there is no such folder, or it is damaged, of a later format, or not for this platform.
       MissingExtraError: flatbuffers, of the extra `export`, is missing.
 
     Example:
@@ -161,13 +165,13 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
 
 
 def _inputs(program: jax.export.Exported, arrays: list[Any], batch: int | None) -> Tree:
-    """Shapes of what the program takes beside these arrays.
+    """Shapes of the program's inputs, in addition to these arrays.
 
     Raises:
       ValueError: it takes other arrays, or another number of rows.
     """
-    (takes, inputs), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
-    if jax.tree.map(describe, takes) != jax.tree.map(describe, arrays):
+    (expected, inputs), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+    if jax.tree.map(describe, expected) != jax.tree.map(describe, arrays):
         raise ValueError("the program takes other arrays")
     rows = {leaf.shape[0] if isinstance(leaf.shape[0], int) else None for leaf in jax.tree.leaves(inputs)}
     if rows != {batch}:
@@ -177,18 +181,18 @@ def _inputs(program: jax.export.Exported, arrays: list[Any], batch: int | None) 
 
 
 def _placed(values: np.ndarray, device: Any) -> jax.Array:
-    return jax.device_put(values.copy(), device)  # a CPU's array may be the buffer it was made of
+    return jax.device_put(values.copy(), device)  # on CPU, device_put may alias the numpy buffer
 
 
 def _about(place: Path) -> dict[str, Any]:
-    """What stands beside the program, if this version can read it."""
+    """The contents of `model.json`, if this version can read it."""
     try:
         about = read_json(place / ABOUT)
-        found = int(about["format"])
-        missing = [name for name in NEEDED if name not in about] if found == FORMAT else []
-        wrong = [name for name, fits in NEEDED.items() if not (missing or fits(about[name]))] if found == FORMAT else []
+        version = int(about["format"])
+        missing = [name for name in REQUIRED if name not in about] if version == FORMAT else []
+        wrong = [name for name, is_valid in REQUIRED.items() if not (missing or is_valid(about[name]))] if version == FORMAT else []
     except FileNotFoundError:
-        raise ExportError(f"{place} is no exported model: it has no {ABOUT}.") from None
+        raise ExportError(f"{place} is not an exported model: it has no {ABOUT}.") from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ExportError(f"the exported model in {place} is damaged: {ABOUT} cannot be read: {type(error).__name__}.") from error
     if missing:
@@ -196,7 +200,7 @@ def _about(place: Path) -> dict[str, Any]:
     if wrong:
         why = f"{ABOUT}: {wrong[0]} is {short_repr(about[wrong[0]])}"
         raise ExportError(f"the exported model in {place} is damaged: {why}.", fix="export it again, or another copy.")
-    if found != FORMAT:
-        fix = "the version of spmd that wrote it, or a later one"
-        raise ExportError(f"the exported model in {place} is of format {found}; this version reads {FORMAT}.", fix=f"{fix}.")
+    if version != FORMAT:
+        fix = "the version of spmd that wrote it, or a later one."
+        raise ExportError(f"the exported model in {place} has format {version}; this version reads {FORMAT}.", fix=fix)
     return about

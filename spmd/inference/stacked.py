@@ -1,4 +1,4 @@
-"""Several models as one compiled program: equal ones stacked over the devices of the mesh axis `net`, others one after the other."""
+"""Several models as one compiled program: equal ones are stacked and sharded over the mesh axis `net`, others run one after the other."""
 
 import dataclasses
 import hashlib
@@ -11,25 +11,25 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import EnsembleError, Problem, raise_problems
-from spmd.inference.forward import traced, whole, with_rows
+from spmd.inference.forward import to_host, traced, with_rows
 from spmd.train.accumulate import equations, has_convolution
 from spmd.tree import Tree, abstract, describe, flatten
 from spmd.xla import shard_map
 
 NET = "net"
-ROWS = 4  # of inputs with which members are traced, to be told apart
+ROWS = 4  # rows of inputs with which members are traced, to find equal ones
 
 
 @dataclasses.dataclass(frozen=True)
 class Net:
-    """A member that is a function of its arrays.
+    """A member of an ensemble as a function of its arrays.
 
     Attributes:
       function: `function(arrays, inputs) -> logits`.
       arrays: leaves [...] of any tree.
-      inputs: shapes of what it takes; dim 0 is rows.
-      batch: the only number of rows that it takes; None: any.
-      program: the same text for functions that do the same; None: it is found by tracing.
+      inputs: shapes of its inputs; dim 0 is rows.
+      batch: the fixed number of rows that it takes; None: any.
+      program: the program's text, the same for equal functions; None: it is found by tracing.
     """
 
     name: str
@@ -42,38 +42,38 @@ class Net:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Members that are the same function of arrays of the same shapes; `vectorised`: one call computes them all."""
+    """Members that are the same function of arrays of the same shapes; if `vectorised`, one call computes them all."""
 
     nets: tuple[Net, ...]
     places: tuple[int, ...]
     vectorised: bool
 
 
-def rows_of(nets: Sequence[Net]) -> int | None:
-    """The one number of rows that the members take; None: any.
+def common_batch(nets: Sequence[Net]) -> int | None:
+    """The number of rows that the members take; None: any.
 
     Raises:
       EnsembleError: they take different inputs, or different fixed numbers of rows.
     """
     fixed = {net.batch for net in nets if net.batch is not None}
     shapes = [{path: (leaf.dtype, leaf.shape[1:]) for path, leaf in flatten(net.inputs).items()} for net in nets]
-    differs = any(found != shapes[0] for found in shapes) or len({jax.tree.structure(net.inputs) for net in nets}) > 1
+    differs = any(other != shapes[0] for other in shapes) or len({jax.tree.structure(net.inputs) for net in nets}) > 1
     if differs or len(fixed) > 1:
-        told = [
+        problems = [
             Problem(net.name, [f"takes {', '.join(f'{p} {describe(x)}'.strip() for p, x in flatten(net.inputs).items())}"]) for net in nets
         ]
-        raise_problems(EnsembleError, "the members of the ensemble take different inputs", told)
+        raise_problems(EnsembleError, "the members of the ensemble take different inputs", problems)
     return next(iter(fixed), None)
 
 
-def groups_of(nets: Sequence[Net], rows: int) -> list[Group]:
-    """The members, those that are equal but for their weights together.
+def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
+    """The members, grouped by those that differ only in their weights.
 
     Raises:
-      EnsembleError: one gives no logits [rows, ..., classes], or others than the first.
-      ExportError: one fails on its inputs.
+      EnsembleError: a member does not return logits [rows, ..., classes], or other ones than the first.
+      ExportError: a member fails on its inputs.
     """
-    found: dict[tuple, list[int]] = {}
+    places_by_program: dict[tuple, list[int]] = {}
     outputs, convolved = [], []
     for at, net in enumerate(nets):
         inputs = with_rows(net.inputs, rows)
@@ -82,16 +82,16 @@ def groups_of(nets: Sequence[Net], rows: int) -> list[Group]:
         plain = len(jaxpr.out_avals) == 1 and jaxpr.out_avals[0].ndim >= 2 and jnp.issubdtype(jaxpr.out_avals[0].dtype, jnp.floating)
         convolved.append(net.program is not None or has_convolution(equations(jaxpr.jaxpr)))  # an exported program cannot be vectorised
         if not plain or outputs[-1] != outputs[0]:
-            wanted = f"the first gives {outputs[0][0]}" if plain else "wanted one array of logits [rows, ..., classes]"
-            raise EnsembleError(f"member {net.name} gives {', '.join(outputs[-1])} for {rows} rows; {wanted}.")
+            wanted = f"the first returns {outputs[0][0]}" if plain else "expected one array of logits [rows, ..., classes]"
+            raise EnsembleError(f"member {net.name} returns {', '.join(outputs[-1])} for {rows} rows; {wanted}.")
         text = net.program or jax.jit(net.function).lower(abstract(net.arrays), inputs).as_text()
         shapes = tuple(describe(leaf) for leaf in jax.tree.leaves(net.arrays))
-        found.setdefault((hashlib.sha256(text.encode()).hexdigest(), shapes), []).append(at)
-    return [Group(tuple(nets[at] for at in places), tuple(places), not convolved[places[0]]) for places in found.values()]
+        places_by_program.setdefault((hashlib.sha256(text.encode()).hexdigest(), shapes), []).append(at)
+    return [Group(tuple(nets[at] for at in places), tuple(places), not convolved[places[0]]) for places in places_by_program.values()]
 
 
 class Stacked:
-    """The program of some groups on a mesh whose only axis is `net`: `logits(inputs)` is float32[members, rows, ..., classes]."""
+    """The program of groups of members on a mesh whose only axis is `net`."""
 
     def __init__(self, groups: Sequence[Group], mesh: Mesh, combine: str):
         self._groups, self._mesh, self._combine = groups, mesh, combine
@@ -100,7 +100,7 @@ class Stacked:
         self._program = jax.jit(self._both, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def __call__(self, inputs: Tree) -> tuple[jax.Array, jax.Array]:
-        """Combined probabilities [rows, ..., classes], and all logits."""
+        """Combined probabilities float32[rows, ..., classes], and all logits float32[members, rows, ..., classes]."""
         return self._program(self._arrays, jax.tree.map(np.asarray, inputs))
 
     def text(self, inputs: Tree) -> str:
@@ -108,30 +108,35 @@ class Stacked:
         return self._program.lower(self._arrays, inputs).compile().as_text() or ""
 
     def _placed(self, group: Group) -> Any:
-        """The group's arrays on the mesh: each device has those of its own members. A lone member's are on all devices."""
+        """The group's arrays on the mesh: each device has those of its members; the arrays of a single member are replicated."""
         if len(group.nets) == 1:
-            return jax.device_put(jax.tree.map(whole, group.nets[0].arrays), NamedSharding(self._mesh, PartitionSpec()))
-        spare = -len(group.nets) % self._mesh.size  # places of which nothing is read
-        nets = [*group.nets, *[group.nets[-1]] * spare]
-        over = NamedSharding(self._mesh, PartitionSpec(NET))
-        return jax.tree.map(lambda *leaves: jax.device_put(np.stack([whole(leaf) for leaf in leaves]), over), *[net.arrays for net in nets])
+            return jax.device_put(jax.tree.map(to_host, group.nets[0].arrays), NamedSharding(self._mesh, PartitionSpec()))
+        padding = -len(group.nets) % self._mesh.size  # their outputs are not used
+        nets = [*group.nets, *[group.nets[-1]] * padding]
+        sharding = NamedSharding(self._mesh, PartitionSpec(NET))
+
+        def stack(*leaves: Any) -> jax.Array:
+            return jax.device_put(np.stack([to_host(leaf) for leaf in leaves]), sharding)
+
+        return jax.tree.map(stack, *[net.arrays for net in nets])
 
     def _both(self, arrays: list, inputs: Tree) -> tuple[jax.Array, jax.Array]:
-        found = [self._logits(group, own, inputs) for group, own in zip(self._groups, arrays, strict=True)]
-        logits = jnp.concatenate(found)[self._order]
+        logits = jnp.concatenate([self._logits(*group, inputs) for group in zip(self._groups, arrays, strict=True)])[self._order]
         return combined(logits, self._combine), logits
 
     def _logits(self, group: Group, arrays: Any, inputs: Tree) -> jax.Array:
-        function = lambda own, given: group.nets[0].function(own, given).astype(jnp.float32)
+        def function(member_arrays: Any, inputs: Tree) -> jax.Array:
+            return group.nets[0].function(member_arrays, inputs).astype(jnp.float32)
+
         if len(group.nets) == 1:
             return function(arrays, inputs)[None]
 
-        def each(own: Any, given: Tree) -> jax.Array:
+        def each(local_arrays: Any, inputs: Tree) -> jax.Array:
             if group.vectorised:
-                return jax.vmap(function, in_axes=(0, None))(own, given)
-            # a convolution of several kernels at once is a grouped one, which is slower, and gathered by the partitioner
-            count = jax.tree.leaves(own)[0].shape[0]
-            return jnp.stack([function(jax.tree.map(lambda leaf: leaf[at], own), given) for at in range(count)])
+                return jax.vmap(function, in_axes=(0, None))(local_arrays, inputs)
+            # vmap would make grouped convolutions, which are slower, and the partitioner gathers them
+            count = jax.tree.leaves(local_arrays)[0].shape[0]
+            return jnp.stack([function(jax.tree.map(lambda leaf: leaf[at], local_arrays), inputs) for at in range(count)])
 
         specs = (PartitionSpec(NET), PartitionSpec())
         run = shard_map(each, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec(NET))
@@ -139,7 +144,7 @@ class Stacked:
 
 
 def combined(logits: jax.Array, combine: str) -> jax.Array:
-    """What members say together, float32[..., classes], of logits [members, ..., classes]."""
+    """Combined probabilities float32[..., classes] of logits [members, ..., classes]."""
     if combine == "logits":
         return jax.nn.softmax(logits.mean(axis=0))
     if combine == "vote":
@@ -148,7 +153,7 @@ def combined(logits: jax.Array, combine: str) -> jax.Array:
 
 
 def table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Numbers by name, in columns; what a row does not have is left open."""
+    """A table of numbers by name; missing ones are left blank."""
     names = max(map(len, rows), default=0)
     widths = [max(len(column), 8) for column in columns]
     lines = ["  ".join([" " * names, *(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))])]

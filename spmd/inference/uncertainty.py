@@ -1,4 +1,4 @@
-"""What several models' logits say together, how sure they are and how right: arithmetic on the host, in float64.
+"""Combined predictions of several models, their uncertainty and metrics: arithmetic on the host, in float64.
 
 Logits are [members, ..., classes], probabilities [..., classes], labels integers [...].
 """
@@ -11,13 +11,13 @@ SHARPEST, FLATTEST = 0.02, 50.0  # temperatures
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Logarithms of probabilities, over the last dim."""
+    """Log probabilities, over the last dim."""
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def log_combined(logits: np.ndarray, combine: str) -> np.ndarray:
-    """Logarithms of what the members say together: the mean of their probabilities, softmax of their mean logits, or shares of votes.
+    """Combined log probabilities: from the mean of probabilities, softmax of mean logits, or shares of votes.
 
     Example:
       >>> votes = np.array([[[2.0, 0.0]], [[0.0, 1.0]], [[5.0, 0.0]]])
@@ -27,58 +27,58 @@ def log_combined(logits: np.ndarray, combine: str) -> np.ndarray:
     if combine == "logits":
         return log_softmax(logits.astype(np.float64).mean(axis=0))
     if combine == "mean":
-        return np.logaddexp.reduce(log_softmax(logits), axis=0) - np.log(len(logits))  # of logarithms, as probabilities may be too small
+        return np.logaddexp.reduce(log_softmax(logits), axis=0) - np.log(len(logits))  # probabilities may underflow
     with np.errstate(divide="ignore"):
         return np.log(np.eye(logits.shape[-1])[logits.argmax(axis=-1)].mean(axis=0))
 
 
 def entropy(probabilities: np.ndarray) -> np.ndarray:
-    """How unsure, in nats: 0 for one class alone, log(classes) for all alike."""
+    """Entropy in nats: 0 for a single class, log(classes) for a uniform distribution."""
     logs = np.log(np.where(probabilities > 0, probabilities, 1.0))
     return -(probabilities * logs).sum(axis=-1)
 
 
 def disagreement(logits: np.ndarray) -> np.ndarray:
-    """Mutual information of the class and who is asked, in nats: entropy of the mean of probabilities, less the mean of entropies.
+    """Mutual information of the class and the member, in nats: entropy of the mean of probabilities, less the mean of entropies.
 
-    0 where all members say the same, however unsure. Source: Houlsby et al. 2011, arXiv:1112.5745, equation 2.
+    0 if all members agree, however uncertain. Source: Houlsby et al. 2011, arXiv:1112.5745, equation 2.
     """
     each = np.exp(log_softmax(logits))
     return np.maximum(entropy(each.mean(axis=0)) - entropy(each).mean(axis=0), 0.0)
 
 
 def log_loss(logs: np.ndarray, labels: np.ndarray) -> float:
-    """Mean of -log of what was said of the right class; infinite where it was said to be impossible."""
+    """Mean negative log probability of the true class; infinite if that has probability 0."""
     return float(-np.take_along_axis(logs, labels[..., None], axis=-1).mean())
 
 
 def accuracy(logs: np.ndarray, labels: np.ndarray) -> float:
-    """Share of rows whose likeliest class is the right one."""
+    """Share of rows whose most probable class is the true one."""
     return float((logs.argmax(axis=-1) == labels).mean())
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Expected calibration error: |how sure - how often right|, a mean over 15 equal bins of how sure, by their rows.
+    """Expected calibration error: |confidence - accuracy|, averaged over 15 equal bins of confidence, weighted by their rows.
 
     Source: Guo et al. 2017, arXiv:1706.04599, equation 3.
     """
-    sure, right = probabilities.max(axis=-1).ravel(), (probabilities.argmax(axis=-1) == labels).ravel()
-    at = np.clip(np.ceil(sure * BINS).astype(int) - 1, 0, BINS - 1)
-    gaps = np.bincount(at, weights=sure - right, minlength=BINS)
-    return float(np.abs(gaps).sum() / len(sure))
+    confidence, correct = probabilities.max(axis=-1).ravel(), (probabilities.argmax(axis=-1) == labels).ravel()
+    at = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+    gaps = np.bincount(at, weights=confidence - correct, minlength=BINS)
+    return float(np.abs(gaps).sum() / len(confidence))
 
 
-def tempered(logs: np.ndarray, temperature: float) -> np.ndarray:
-    """Logarithms of probabilities to the power of 1 / temperature, normalised."""
+def with_temperature(logs: np.ndarray, temperature: float) -> np.ndarray:
+    """Log probabilities divided by the temperature, normalised."""
     return logs if temperature == 1.0 else log_softmax(logs / temperature)
 
 
-def fitted_temperature(logs: np.ndarray, labels: np.ndarray) -> float:
-    """The temperature of least log loss, from 0.02 to 50, by bisection: the loss is convex in 1 / temperature."""
+def fit_temperature(logs: np.ndarray, labels: np.ndarray) -> float:
+    """The temperature with the lowest log loss, from 0.02 to 50, by bisection: the loss is convex in 1 / temperature."""
 
     def slope(inverse: float) -> float:
         weights = np.exp(log_softmax(logs * inverse))
-        expected = (weights * np.where(weights > 0, logs, 0.0)).sum(axis=-1)  # what is impossible adds nothing
+        expected = (weights * np.where(weights > 0, logs, 0.0)).sum(axis=-1)  # probability 0 adds nothing
         return float((expected - np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]).mean())
 
     low, high = 1 / FLATTEST, 1 / SHARPEST

@@ -89,7 +89,7 @@ def test_duplicates_say_what_the_member_says(three, digits, combine, count):
 def test_equal_members_lie_over_the_devices_and_others_follow(mixed, digits):
     ensemble = spmd.Ensemble(mixed)
     assert ensemble.names == tuple(mixed)
-    assert repr(ensemble) == "Ensemble of 6: mean; 2 members stacked over net=2, 4 by themselves"
+    assert repr(ensemble) == "Ensemble of 6: mean; 2 members stacked over net=2, 4 run separately"
     images, each = digits[1]["image"], ensemble.members(digits[1]["image"], batch_size=128)
     exported = spmd.load_exported(mixed["exported"])
     wanted = [mixed["one"].predict(images), mixed["two"][0].predict(mixed["two"][1], images), mixed["wider"].predict(images)]
@@ -125,7 +125,7 @@ def test_convolutions_are_not_vectorised_and_dense_layers_are(three, mixed, digi
     assert np.abs(wanted[0] - wanted[3]).max() > 0.01
     dense = spmd.Ensemble([*three, three[0]], mesh="net=2")
     assert [group.vectorised for group in dense._groups] == [True] and [group.vectorised for group in ensemble._groups] == [False]
-    assert "all-gather" in dense._stacked.text(shape), "what the members say meets"
+    assert "all-gather" in dense._stacked.text(shape), "members' outputs are gathered"
 
 
 def test_members_with_other_constants_are_not_stacked(digits):
@@ -134,7 +134,7 @@ def test_members_with_other_constants_are_not_stacked(digits):
         apply = lambda params, x: x.reshape(len(x), -1) @ params["w"] + shift[7]
         return untrained(spmd.FunctionalModel(lambda key: {"w": jnp.ones((64, 10))}, apply), digits[0])
 
-    assert repr(spmd.Ensemble([member(1.0), member(2.0)])).endswith("2 by themselves")
+    assert repr(spmd.Ensemble([member(1.0), member(2.0)])).endswith("2 run separately")
     assert repr(spmd.Ensemble([member(1.0), member(1.0)])).endswith("2 members stacked over net=2")
 
 
@@ -157,14 +157,16 @@ def test_a_temperature_is_fitted_to_held_out_data(three, digits):
     images, labels = digits[1]["image"], digits[1]["label"]
     sharp = [spmd.FunctionalModel(lambda key: {"w": jnp.zeros(1)}, lambda p, x, r=r: 5 * r.model(x) + p["w"]) for r in three]
     plain, sharper = (spmd.Ensemble(members, combine="logits") for members in (three, [train(m, digits[0], steps=1) for m in sharp]))
-    told = plain.calibrate(images, labels), sharper.calibrate(images, labels)
-    np.testing.assert_allclose(told[1].temperature / told[0].temperature, 5, rtol=0.01)  # the one step has moved `w`, for all classes alike
-    for each in told:
+    calibrated = plain.calibrate(images, labels), sharper.calibrate(images, labels)
+    np.testing.assert_allclose(
+        calibrated[1].temperature / calibrated[0].temperature, 5, rtol=0.01
+    )  # training has moved `w` for all classes
+    for each in calibrated:
         assert each.after["log loss"] < each.before["log loss"] and "temperature" in str(each)
-    assert told[1].after["calibration error"] < told[1].before["calibration error"]
-    assert sharper.temperature == told[1].temperature and "at temperature" in repr(sharper)
+    assert calibrated[1].after["calibration error"] < calibrated[1].before["calibration error"]
+    assert sharper.temperature == calibrated[1].temperature and "at temperature" in repr(sharper)
     np.testing.assert_allclose(sharper.predict(images), plain.predict(images), atol=2e-3)
-    np.testing.assert_allclose(sharper.evaluate(digits[1]).ensemble["log loss"], told[1].after["log loss"], rtol=1e-5)
+    np.testing.assert_allclose(sharper.evaluate(digits[1]).ensemble["log loss"], calibrated[1].after["log loss"], rtol=1e-5)
     with pytest.raises(EnsembleError, match=r'share of 0 votes\.\n    fix: combine="mean"'):
         spmd.Ensemble(three, combine="vote").calibrate(images, labels)
 
@@ -180,25 +182,25 @@ def test_uncertainty_of_known_numbers():
     np.testing.assert_allclose(uncertainty.calibration_error(probabilities, np.array([0, 1, 0, 0])), (0.3 * 2 + 0.4 * 2) / 4)
     labels = np.array([0, 0, 0, 1])
     logs = np.log(np.full((4, 2), [0.9, 0.1]))
-    temperature = uncertainty.fitted_temperature(logs, labels)
-    np.testing.assert_allclose(np.exp(uncertainty.tempered(logs, temperature))[0], [0.75, 0.25], rtol=1e-9)
+    temperature = uncertainty.fit_temperature(logs, labels)
+    np.testing.assert_allclose(np.exp(uncertainty.with_temperature(logs, temperature))[0], [0.75, 0.25], rtol=1e-9)
 
 
 @pytest.mark.parametrize(
     ("members", "options", "error", "words"),
     [
-        ([], {}, OptionError, r"an ensemble of no members"),
+        ([], {}, OptionError, r"an ensemble without members"),
         ([3], {}, OptionError, r"member 0 is an int\.\n    fix: a Result of fit"),
         (["one"], {"combine": "median"}, OptionError, r"combine='median'\.\n    fix: did you mean \"mean\""),
-        (["one"], {"mesh": "data=2"}, OptionError, r'mesh="data=2": members lie over one axis, "net"\.\n    fix: mesh="net=1"'),
+        (["one"], {"mesh": "data=2"}, OptionError, r'mesh="data=2": members need one axis, "net"\.\n    fix: mesh="net=1"'),
         (
             ["one", "narrow"],
             {},
             EnsembleError,
             r"(?s)take different inputs.*0\n      takes float32\[.*8, 8, 1\].*1\n      takes float32\[.*, 5\]",
         ),
-        (["one", "eleven"], {}, EnsembleError, r"member 1 gives float32\[4, 11\] for 4 rows; the first gives float32\[4, 10\]"),
-        (["flat"], {}, EnsembleError, r"member 0 gives float32\[4\] for 4 rows; wanted one array of logits"),
+        (["one", "eleven"], {}, EnsembleError, r"member 1 returns float32\[4, 11\] for 4 rows; the first returns float32\[4, 10\]"),
+        (["flat"], {}, EnsembleError, r"member 0 returns float32\[4\] for 4 rows; expected one array of logits"),
     ],
     ids=["none", "int", "combine", "mesh", "inputs", "classes", "no classes"],
 )
@@ -216,7 +218,7 @@ def test_members_that_do_not_fit(three, digits, members, options, error, words):
 
 def test_labels_and_inputs_that_do_not_fit(three, digits):
     ensemble, data = spmd.Ensemble(three), digits[1]
-    with pytest.raises(DataError, match=r"the labels are int64\[297\]; wanted integers \[297\] from 0 to 9"):
+    with pytest.raises(DataError, match=r"the labels are int64\[297\]; expected integers \[297\] from 0 to 9"):
         ensemble.evaluate((data["image"], np.full(297, 10)))
     with pytest.raises(DataError, match=r"(?s)inputs and labels: .*fix: a pair \(inputs, labels\)"):
         ensemble.evaluate({"picture": data["image"], "label": data["label"]})
@@ -232,7 +234,7 @@ def test_a_checkpoint_is_a_member(digits, tmp_path):
 
 
 class Slow:
-    """A member that answers when it is let go, and counts."""
+    """A member that answers when it is released, and counts."""
 
     def __init__(self, logits):
         self.logits, self.go, self.began, self.asked, self.done = logits, threading.Event(), threading.Event(), [], threading.Event()
@@ -278,10 +280,10 @@ def test_ask_leaves_out_late_members_and_ignores_what_they_say_later(monkeypatch
     assert threads() == []
 
 
-def test_ask_gives_up_at_the_deadline_by_itself():
+def test_ask_returns_at_the_deadline():
     slow = Slow(sure_of(0))
     with spmd.Ensemble({"slow": slow}) as ensemble:
-        with pytest.raises(EnsembleError, match=r"none of the 1 members has answered in 0\.01 s:\n    slow: late"):
+        with pytest.raises(EnsembleError, match=r"none of the 1 members answered in 0\.01 s:\n    slow: late"):
             ensemble.ask(ZERO, deadline=0.01)
         slow.go.set()
 
@@ -301,16 +303,14 @@ def test_a_member_that_fails_is_named_and_not_fatal(monkeypatch):
         answer = ensemble.ask(ZERO)
         assert answer.members == ("well", "too") and answer.late == ()
         assert answer.failed["broken"] == "ValueError: no route"
-        assert re.match(r"it answered float32\[1, 3\]; the others \[4, 3\]", answer.failed["short"])
+        assert re.match(r"it returned float32\[1, 3\]; the others \[4, 3\]", answer.failed["short"])
         assert set(answer.failed) == {"broken", "short", "wide", "text"}
-        with pytest.raises(EnsembleError, match=r"members that are functions are in no .*program: broken, .*\n    fix: ensemble\.ask"):
+        with pytest.raises(EnsembleError, match=r"members that are functions cannot be compiled: broken, .*\n    fix: ensemble\.ask"):
             ensemble.predict(ZERO)
     slow = Slow(sure_of(0))
     deadlines_pass_after(monkeypatch, answers=1, began=slow.began)
     with spmd.Ensemble({"broken": fails, "slow": slow}) as ensemble:
-        with pytest.raises(
-            EnsembleError, match=r"none of the 2 members has answered in 5 s:\n    broken ValueError: no route\n    slow: late"
-        ):
+        with pytest.raises(EnsembleError, match=r"none of the 2 members answered in 5 s:\n    broken ValueError: no route\n    slow: late"):
             ensemble.ask(ZERO, deadline=5)
         slow.go.set()
     with pytest.raises(OptionError, match="deadline=0"):
@@ -328,7 +328,7 @@ def test_close_names_members_that_do_not_end(caplog, monkeypatch):
     monkeypatch.setattr(clock, "monotonic", lambda: 0.0 if quick.is_alive() else 60.0)
     with caplog.at_level(logging.WARNING, logger="spmd"):
         ensemble.close(seconds=60.0)
-    assert caplog.messages == ["members that still answer an old question, and end with it: slow"]
+    assert caplog.messages == ["members that are still running an earlier request, and end after it: slow"]
     slow.go.set()
     left.join(60)
     assert threads() == [] and slow.done.is_set()

@@ -1,4 +1,4 @@
-"""Ensembles at their edges: probabilities too small for a float, rows that are no data, and threads that meet."""
+"""Edge cases of ensembles: probabilities too small for a float, padding rows, and concurrent threads."""
 
 import threading
 
@@ -32,7 +32,7 @@ def masked(members):
 def test_a_masked_class_does_not_spoil_the_temperature(low):
     logits, labels = masked(2)
     logits[..., 3] = low
-    found = {combine: uncertainty.fitted_temperature(uncertainty.log_combined(logits, combine), labels) for combine in ("mean", "logits")}
+    found = {combine: uncertainty.fit_temperature(uncertainty.log_combined(logits, combine), labels) for combine in ("mean", "logits")}
     # exp(20 / t) / (exp(20 / t) + 2) is 0.7; the masked class has some probability at -1e3 too, but nearly none
     np.testing.assert_allclose(list(found.values()), 20 / np.log(0.7 * 2 / 0.3), rtol=1e-6)
 
@@ -79,7 +79,7 @@ def test_a_batch_size_that_is_none(size):
     calls = [lambda n: made.predict(x, batch_size=n), lambda n: made.members(x, batch_size=n), lambda n: made.uncertainty(x, batch_size=n)]
     calls += [lambda n: made.evaluate((x, y), batch_size=n), lambda n: made.calibrate(x, y, batch_size=n)]
     for call in calls:
-        with pytest.raises(OptionError, match=rf"batch_size={size}: a whole number from 1"):
+        with pytest.raises(OptionError, match=rf"batch_size={size}\.\n    fix: a positive integer"):
             call(size)
 
 
@@ -101,7 +101,7 @@ def test_two_first_questions_start_one_set_of_threads(monkeypatch):
         return Workers(functions)
 
     class Watched:
-        """A lock that tells who comes to it."""
+        """A lock that counts the threads that try to enter it."""
 
         def __init__(self, lock):
             self.lock = lock
@@ -129,7 +129,7 @@ def test_two_first_questions_start_one_set_of_threads(monkeypatch):
 
 
 def test_closing_beside_a_question_without_a_deadline(monkeypatch):
-    """The slow member is at an old question and holds the new one; it answers that too, and ends."""
+    """The slow member is running an earlier request and holds the new one; it answers that too, and ends."""
     go, began, asked, found = threading.Event(), threading.Event(), threading.Semaphore(0), []
 
     def slow(inputs):
@@ -161,7 +161,7 @@ def test_closing_beside_a_question_without_a_deadline(monkeypatch):
 def test_a_question_to_threads_that_have_ended():
     workers = Workers({"one": lambda inputs: SAID})
     workers.close(60)
-    with pytest.raises(EnsembleError, match=r"closed before this question was put\.\n    fix: ask again"):
+    with pytest.raises(EnsembleError, match=r"closed before this request was sent\.\n    fix: ask again"):
         workers.ask(X, 4, 60)
 
 
@@ -170,13 +170,13 @@ def test_a_question_to_threads_that_have_ended():
     [(np.nan, 3), (-np.inf, 3), (np.inf, 3), ([[0, np.nan], [0, 1], [-np.inf, 0]], 1)],
     ids=["nan", "0", "inf", "one"],
 )
-def test_what_is_no_probability_is_left_out_and_told(said, rows):
+def test_ask_leaves_out_members_without_finite_probabilities(said, rows):
     fine = lambda inputs: np.zeros((len(inputs), 2), np.float32)
     bad = lambda inputs: np.broadcast_to(np.float32(said), (len(inputs), 2))
     with spmd.Ensemble({"fine": fine, "bad": bad}) as ensemble:
         answer = ensemble.ask(np.ones((3, 4), np.float32))
     assert answer.members == ("fine",) and answer.probabilities.tolist() == [[0.5, 0.5]] * 3
-    assert answer.failed == {"bad": f"it answered float32[3, 2], {rows} of 3 rows without finite numbers"}
+    assert answer.failed == {"bad": f"it returned float32[3, 2], {rows} of 3 rows without finite numbers"}
 
 
 def test_logits_of_no_classes_are_left_out():

@@ -17,7 +17,7 @@ from trained import KINDS, by_hand, says_what, train, untrained
 
 import spmd
 from spmd.errors import DataError, ExportError, MissingExtraError, OptionError
-from spmd.inference.exporter import _rounded
+from spmd.inference.exporter import _state_as_written
 from spmd.inference.forward import forward_of
 from spmd.run.manifest import MANIFEST_FILE, write_manifest
 
@@ -56,9 +56,9 @@ def test_any_number_of_rows_as_the_trained_model(results, folders, digits, kind)
         found = loaded(images[:rows])
         assert isinstance(found, jax.Array) and found.shape == (rows, 10)
         np.testing.assert_allclose(found, wanted[:rows], atol=2e-6)  # another batch size, other sums
-    cut = loaded.predict(jnp.asarray(images), batch_size=128)  # 297 rows, the last chunk is short
-    assert isinstance(cut, np.ndarray) and cut.shape == (297, 10)
-    np.testing.assert_allclose(cut, wanted, atol=2e-6)
+    chunked = loaded.predict(jnp.asarray(images), batch_size=128)  # 297 rows, the last chunk is short
+    assert isinstance(chunked, np.ndarray) and chunked.shape == (297, 10)
+    np.testing.assert_allclose(chunked, wanted, atol=2e-6)
 
 
 ALONE = """
@@ -187,7 +187,7 @@ def test_inputs_are_those_of_the_loss_or_are_given(tmp_path):
     given = {"a": np.ones((3, 4), np.float32), "b": np.ones((3, 2), np.float32)}
     assert loaded(given).tolist() == [[5.0, 5.0]] * 3
     unseen = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.1))
-    with pytest.raises(OptionError, match=r"no batch was seen yet.*\n    fix: inputs="):
+    with pytest.raises(OptionError, match=r"the model's inputs are not known before the first batch\.\n    fix: inputs="):
         spmd.export(unseen, unseen.init(), tmp_path / "unseen")
     assert spmd.load_exported(spmd.export(unseen, unseen.init(), tmp_path / "unseen", inputs=given).folder)(given).shape == (3, 2)
     rowwise = lambda model, batch: jax.vmap(lambda a, b: model({"a": a[1:], "b": b}).sum())(batch["a"], batch["b"])
@@ -251,8 +251,8 @@ def harm(place, kind):
         "weights cut": r"is damaged: weights\.npz does not hold what model\.json says: BadZipFile",
         "an entry less": r"is damaged: model\.json lacks platforms\.\n    fix: export it again",
         "a list": r"is damaged: model\.json cannot be read",
-        "nothing": r"is no exported model: it has no model\.json",
-        "of tomorrow": r"is of format 2; this version reads 1\.\n    fix: the version of spmd that wrote it",
+        "nothing": r"is not an exported model: it has no model\.json",
+        "of tomorrow": r"has format 2; this version reads 1\.\n    fix: the version of spmd that wrote it",
     }.items(),
 )
 def test_a_folder_that_cannot_be_read(copied, kind, words):
@@ -265,13 +265,13 @@ def test_a_folder_that_cannot_be_read(copied, kind, words):
 def test_a_folder_that_holds_something_is_left_as_it_is(results, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("x")
-    with pytest.raises(ExportError, match=r"model holds files already\.\n    fix: another folder"):
+    with pytest.raises(ExportError, match=r"model is not empty\.\n    fix: another folder"):
         results["functional"].export(tmp_path / "model")
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine"]
     (tmp_path / "model" / "mine").unlink()
     results["functional"].export(tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
-    with pytest.raises(ExportError, match="holds files already"):
+    with pytest.raises(ExportError, match="is not empty"):
         results["functional"].export(tmp_path / "model")
 
 
@@ -289,8 +289,8 @@ def test_what_cannot_be_written_leaves_nothing(results, tmp_path, monkeypatch, w
 def test_options_that_cannot_be_meant(results, digits, tmp_path):
     for options, words in (
         ({"weights": "int4"}, r'weights=\'int4\'\.\n    fix: did you mean "int8"'),
-        ({"batch": 0}, r"batch=0: a whole number"),
-        ({"check": digits[1]}, r'with weights="exact": nothing is lost'),
+        ({"batch": 0}, r"batch=0\.\n    fix: a positive number of rows"),
+        ({"check": digits[1]}, r'with weights="exact": exact weights have no error'),
     ):
         with pytest.raises(OptionError, match=words):
             results["functional"].export(tmp_path / "model", **options)
@@ -333,7 +333,7 @@ def test_int8_is_a_quarter_of_the_bytes_and_says_what_it_lost(digits, tmp_path):
         bound = np.abs(values).max(0) / 127 / 2 if stored.int8 else 0
         assert stored.max_error <= np.max(bound) * 1.0001 and (stored.max_error > 0) == stored.int8
         assert 0 <= stored.relative_error < 0.01
-    assert re.search(r"3 arrays, 2 of them as int8, .*\n  furthest off: params/\w+, by 0\.\d+% of its norm\n  loss .* -> ", str(small))
+    assert re.search(r"3 arrays, 2 of them as int8, .*\n  largest error: params/\w+, 0\.\d+% of its norm\n  loss .* -> ", str(small))
 
 
 PROCESSES = """
@@ -364,7 +364,7 @@ def test_several_processes_write_one_folder(tmp_path):
     assert done.returncode == 0, done.stdout
     reports, errors = (re.findall(rf"{word} (.*)", done.stdout) for word in ("REPORT", "ERROR"))
     assert len(reports) == 2 and reports[0] == reports[1] and re.search(r"2 arrays, 1 of them as int8, 1\.\d KiB of 2\.2 KiB\|", reports[0])
-    assert len(errors) == 2 and all(line.endswith("model holds files already.") for line in errors)
+    assert len(errors) == 2 and all(line.endswith("model is not empty.") for line in errors)
     assert spmd.load_exported(tmp_path / "model").predict(np.ones((3, 64), np.float32)).shape == (3, 8)
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "model"}
 
@@ -388,6 +388,6 @@ def test_what_is_not_int8_is_measured_as_it_is(results):
     """It is not brought to one host, which no process can do with what others hold."""
     trainer, state = results["functional"].trainer, results["functional"].state
     forward = forward_of(trainer, state)
-    rounded = _rounded(trainer, state, forward, [path.endswith("one") for path in forward.paths]).params
+    rounded = _state_as_written(trainer, state, forward, [path.endswith("one") for path in forward.paths]).params
     assert rounded["bias"] is state.params["bias"] and rounded["two"] is state.params["two"]
     assert rounded["one"] is not state.params["one"] and rounded["one"].sharding == state.params["one"].sharding

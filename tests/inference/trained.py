@@ -101,22 +101,22 @@ class Clock:
 
 
 def deadlines_pass_after(monkeypatch, answers, began):
-    """A question with a deadline is over when so many members have answered, and another one has begun to, however long that takes.
+    """A request with a deadline is over when `answers` members have answered and another one has begun, however long that takes.
 
     Returns:
       The clock; it stands otherwise.
     """
-    clock, wait = Clock(), workers._Question.wait
+    clock, wait = Clock(), workers._Request.wait
 
-    def waits(question, seconds):
+    def waits(request, seconds):
         if seconds is None:
-            return wait(question, 60)
+            return wait(request, 60)
         assert began.wait(60)
-        with question._changed:
-            assert question._changed.wait_for(lambda: len(question._said) >= answers, 60)
+        with request._changed:
+            assert request._changed.wait_for(lambda: len(request._results) >= answers, 60)
             clock.now += seconds
-            return wait(question, 0.0)
+            return wait(request, 0.0)
 
     monkeypatch.setattr(workers, "time", clock)
-    monkeypatch.setattr(workers._Question, "wait", waits)
+    monkeypatch.setattr(workers._Request, "wait", waits)
     return clock
