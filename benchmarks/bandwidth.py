@@ -137,7 +137,7 @@ def worker_main(arm: str, rank: int, port: int) -> None:
         jax.block_until_ready(state.params)
         return {"seconds": time.perf_counter() - started, "loss": metrics["loss"]}
 
-    serve(out, {"sent": trainer.wire.bytes(), "push": trainer.wire.bytes(where="push")}, answer)
+    serve(out, {"sent": trainer.wire.bytes(), "push": trainer.wire.bytes(where="reduce_gradients")}, answer)
 
 
 # the link: everything below runs as root of a private user namespace -------------------------------------------------------

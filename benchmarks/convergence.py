@@ -128,7 +128,7 @@ def train(arm: Arm, optimizer: str, steps: int, batch: int) -> tuple[np.ndarray,
         steps=steps,
         progress=False,
     )
-    return np.array(result.history["loss"]), result.trainer.wire.bytes(where="push"), time.perf_counter() - started
+    return np.array(result.history["loss"]), result.trainer.wire.bytes(where="reduce_gradients"), time.perf_counter() - started
 
 
 def ravine(feedback: bool, codec: str = "sign") -> np.ndarray:

@@ -119,15 +119,15 @@ def main() -> None:
     lines += [__doc__.strip().split("\n\n")[-1], ""]
     header = ("GPUs", "program", "MB sent per GPU and step", "of which", "memory: arguments + temporaries, GB", "compile s")
     lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    pull, gather, push = step_module.pull, step_module.needs_gather, GradientSync.reduce_gradients
+    gather_params, needs_gather, reduce_gradients = step_module.gather_params, step_module.needs_gather, GradientSync.reduce_gradients
     for count in map(int, options.gpus.split(",")):
         topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x{max(1, count // 8)}x{min(8, count)}")
         for arm in ("naive", "auto", "manual"):
-            # naive: what the partitioner does when it is told how arrays are stored, and not where weights are used whole
-            step_module.needs_gather = (lambda place, mesh_axes: False) if arm == "naive" else gather
-            step_module.pull = (lambda exchange, place, piece: piece) if arm == "naive" else pull
+            # naive: the partitioner knows how arrays are stored, and not where parameters are used replicated
+            step_module.needs_gather = (lambda placement, mesh_axes: False) if arm == "naive" else needs_gather
+            step_module.gather_params = (lambda sync, placement, shard: shard) if arm == "naive" else gather_params
             GradientSync.reduce_gradients = (
-                (lambda self, grads, memory, step: (grads, memory, jnp.zeros((2, 0)))) if arm == "naive" else push
+                (lambda self, grads, memory, step: (grads, memory, jnp.zeros((2, 0)))) if arm == "naive" else reduce_gradients
             )
             started = time.perf_counter()
             compiled = program(list(topology.devices), arm).compile()

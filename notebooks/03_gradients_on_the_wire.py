@@ -105,7 +105,7 @@ print(*(note for note in runs["int8"].trainer.notes() if note.startswith("gradie
 # over steps. With feedback that is the gradient and the residual, which may be the larger part; so an error near 1 is not yet bad.
 
 # %%
-sent = {name: run.trainer.wire.bytes(where="push") for name, run in runs.items()}
+sent = {name: run.trainer.wire.bytes(where="reduce_gradients") for name, run in runs.items()}
 error = {name: float(np.mean(run.history["mean_error"])) if name != "exact" else 0.0 for name, run in runs.items()}
 loss = {name: np.array(run.history["loss"]) for name, run in runs.items()}
 last = {name: loss[name][-24:].mean() for name in WAYS}  # of the last epoch

@@ -116,4 +116,4 @@ def _share(plan: Plan, codec: str) -> float:
     layout = dataclasses.replace(plan.layout, gradients=Gradients("all_reduce", codec=codec), mesh=())
     two = placed.with_layout(abstract_mesh(MeshSpec((("data", 2),))), layout)
     program = Program(two, plan.program.sample)
-    return program.wire.bytes(where="push") / exact_bytes(two.exchange)
+    return program.wire.bytes(where="reduce_gradients") / exact_bytes(two.exchange)

@@ -17,7 +17,13 @@ from spmd.tree import format_bytes
 from spmd.wire.comm_log import SENT
 
 PURPOSES = ("gradients", "parameters", "activations", "statistics", "metrics")
-_SCOPES = {"pull": "parameters", "push": "gradients", "send": "gradients", "receive": "parameters", "stats": "statistics"}
+_SCOPES = {
+    "gather_params": "parameters",
+    "reduce_gradients": "gradients",
+    "send": "gradients",
+    "receive": "parameters",
+    "stats": "statistics",
+}
 _SCOPES |= {"metrics": "metrics"}
 
 

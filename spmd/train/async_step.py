@@ -20,7 +20,7 @@ from spmd.train.state import State
 from spmd.train.step import REPLICATED, step_metrics
 from spmd.tree import Tree, flatten
 from spmd.wire.gradient_sync import GATHERED, HELD, SQUARES, SUM
-from spmd.wire.param_server.async_exchange import deliver, fetch
+from spmd.wire.param_server.async_exchange import fetch_params, send_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,10 @@ class AsyncStep(PerWorkerStep):
         structure, paths = jax.tree.structure(state.params), list(flatten(state.params))
 
         def position(state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Tree, Tree, Tree, jax.Array]:
-            fetched = fetch(self.exchange, state.exchange)
+            fetched = fetch_params(self.exchange, state.exchange)
             params = jax.tree.unflatten(structure, [fetched[path] for path in paths])
             grads, stats, metrics = self._per_worker_grads(params, state, batch, weights, events)
-            arrived, memory = deliver(self.exchange, flatten(grads), state.exchange, self._present(events))
+            arrived, memory = send_gradients(self.exchange, flatten(grads), state.exchange, self._present(events))
             return arrived, memory, stats, metrics
 
         over_workers = PartitionSpec(self.mesh_axes.data_axes)

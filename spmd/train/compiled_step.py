@@ -274,7 +274,7 @@ class Program:
 
     def _gather(self, params: Tree) -> Tree:
         step = self._step(self.rows, True)
-        return step.map_params(lambda place, p: constrain(step.mesh_axes, keep_axes(place.spec, step.mesh_axes.rest), p), params)
+        return step.map_params(lambda place, p: constrain(step.mesh_axes, keep_axes(place.spec, step.mesh_axes.model_axes), p), params)
 
     def _measure(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
         with parallel_scope(self._parallel):
@@ -381,7 +381,7 @@ class Program:
             return {}, {}  # XLA places the collectives
         found = []
         for step in (start, 0):
-            pushed, sent = self.wire.bytes(step, "push"), self.wire.bytes(step)
+            pushed, sent = self.wire.bytes(step, "reduce_gradients"), self.wire.bytes(step)
             values = (sent, exact_bytes(exchange) / pushed if pushed else 1.0)
             found.append(dict(zip(("wire_bytes", "compression_ratio")[: 1 + bool(exchange.metric_names)], values, strict=False)))
         return found[0], found[1]

@@ -43,7 +43,7 @@ from spmd.tree import Tree, flatten
 from spmd.wire.gradient_sync import GradientSync
 from spmd.wire.notes import server_bytes
 from spmd.wire.param_server.events import Events
-from spmd.wire.param_server.packed_model import StoredModel
+from spmd.wire.param_server.packed_model import PackedModel
 from spmd.wire.param_server.packing import Storage
 from spmd.wire.strategies import MeshAxes
 
@@ -126,7 +126,7 @@ class PlacedModel:
         """The model as training sees it: what it is made of is what is kept and updated."""
         if self.order is not None:
             return StageOrderedModel(self._given, self.order)
-        return self._given if self.storage is None else StoredModel(self._given, self.storage)
+        return self._given if self.storage is None else PackedModel(self._given, self.storage)
 
     @functools.cached_property
     def order(self) -> StageOrder | None:

@@ -133,8 +133,8 @@ def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines
         axes.broken_barh([(begin, last - begin)], at, facecolor=WAITS, linewidth=0)
         axes.broken_barh(bars(spans.began, spans.done, ~dropped), at, facecolor=COMPUTES, edgecolor="white", linewidth=0.6)
         axes.broken_barh(bars(spans.began, spans.done, dropped), at, facecolor=DROPPED, edgecolor=COMPUTES, linewidth=0.0, hatch="/////")
-        axes.broken_barh(bars(spans.pushed, spans.time, spans.time > spans.pushed), at, facecolor=TRAVELS, linewidth=0)
-    made = spans.time[spans.commit] if account.declared.asynchronous else spans.pushed[spans.commit]
+        axes.broken_barh(bars(spans.queued, spans.time, spans.time > spans.queued), at, facecolor=TRAVELS, linewidth=0)
+    made = spans.time[spans.commit] if account.declared.asynchronous else spans.queued[spans.commit]
     made = made[(made >= begin) & (made <= last)]
     axes.vlines(made, -1.25, -0.65, color=UPDATE, linewidth=1.1)
     axes.set_xlim(begin, end)
@@ -156,7 +156,7 @@ def _legend(told: Mapping[str, ServerStatistics]) -> list[Any]:
     found = [patch.Patch(facecolor=COMPUTES, label="computes")]
     if any(one.dropped.any() for one in told.values()):
         found.append(patch.Patch(facecolor=DROPPED, edgecolor=COMPUTES, linewidth=0, hatch="/////", label="computes, to be dropped"))
-    if any(one.push_seconds.any() for one in told.values()):
+    if any(one.send_seconds.any() for one in told.values()):
         found.append(patch.Patch(facecolor=TRAVELS, label="in line for a link, and on it"))
     found.append(patch.Patch(facecolor=WAITS, label="waits"))
     return [*found, line.Line2D([], [], color=UPDATE, marker="|", linestyle="", markersize=8, label="update")]

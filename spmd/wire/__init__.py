@@ -1,1 +1,1 @@
-"""How gradients meet: the wire, the reductions, the codecs."""
+"""Gradient communication: collectives, reductions and codecs."""

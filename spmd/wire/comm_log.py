@@ -1,4 +1,4 @@
-"""What travels in a step, read from its traced program: every collective, how often, and how many bytes each device sends.
+"""The collectives of a step, read from its traced program: how often each runs, and the bytes that each device sends.
 
 Bytes are those of ring algorithms, with n devices in a group and b bytes of operand on each:
 
@@ -8,11 +8,11 @@ Bytes are those of ring algorithms, with n devices in a group and b bytes of ope
     all_gather          (n - 1) * b          (b is one device's slice)
     collective_permute  b
 
-Of a conditional the branch that sends most counts, and of a `while` loop one turn; the exchange's own conditional, at `start_step`,
-is told apart step by step. Where workers meet now and then only, the log is that of a step in which all parameters do.
+A conditional counts as its most expensive branch, and a `while` loop as one iteration. The conditional at `start_step` is
+resolved for each step. For local SGD, the log shows a step in which all parameters are synchronized.
 
-Only collectives that the program itself asks for are seen: those that XLA's partitioner adds for sharded arrays (tensor
-parallelism, and everything under `reduction = "compiler"`) are not in it yet.
+The log has only the collectives that the program calls. It does not include those that XLA's partitioner adds for sharded
+arrays (tensor parallelism, and everything under `reduction = "compiler"`).
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from spmd.deprecated import warn
 from spmd.render.html import aligned, filled
 from spmd.tree import format_bytes
 
@@ -43,15 +44,17 @@ SENT = {
     "all_gather": lambda n, b: (n - 1) * b,
     "collective_permute": lambda n, b: b,
 }
-WARM_UP = "start_step"  # the scope of the exchange's own conditional
-DENSE = 1  # its branch that runs before `start_step`
+WARM_UP = "start_step"  # the scope of the conditional in `GradientSync`
+UNCOMPRESSED = 1  # its branch that runs before `start_step`
+RENAMED_SCOPES = {"push": "reduce_gradients", "pull": "gather_params", "spread": "gather_updates"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One collective: where in the step, what kind, over which mesh axes, with which operand on each device.
+    """One collective: its scope in the step, its kind, its mesh axes, and the operand on each device.
 
-    `group` is the number of devices that meet, `count` how often it runs in a step; `branch` is set where the exchange has two.
+    `group` is the number of devices that communicate, `count` the number of runs in a step. `branch` is the branch of the
+    conditional at `start_step`, or None outside it.
     """
 
     where: str
@@ -65,27 +68,31 @@ class Op:
 
     @property
     def sent(self) -> int:
-        """Bytes that one device sends each time."""
+        """Bytes that one device sends in one run."""
         return SENT[self.kind](self.group, math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
 class CommLog:
-    """Every collective of one step; printed, a table."""
+    """Every collective of one step; prints as a table."""
 
     ops: tuple[Op, ...]
     start_step: int = 0
 
     def bytes(self, step: int | None = None, where: str = "") -> int:
-        """Bytes that one device sends in a step (that number, or any after `start_step`), in places that start with `where`."""
-        branch = DENSE if step is not None and step < self.start_step else 0
+        """Bytes that one device sends in step number `step` (None: any after `start_step`), in scopes that start with `where`."""
+        scope = where.partition("/")[0]
+        if scope in RENAMED_SCOPES:
+            warn(f'where="{scope}"', f'where="{RENAMED_SCOPES[scope]}"')
+            where = RENAMED_SCOPES[scope] + where[len(scope) :]
+        branch = UNCOMPRESSED if step is not None and step < self.start_step else 0
         return sum(op.sent * op.count for op in self.ops if op.branch in (None, branch) and op.where.startswith(where))
 
     def __str__(self) -> str:
         header = ("where", "collective", "over", "payload", "times", "sent/device")
         rows = [
             (
-                op.where + (" (before start_step)" if op.branch == DENSE else ""),
+                op.where + (" (before start_step)" if op.branch == UNCOMPRESSED else ""),
                 op.kind,
                 f"{', '.join(op.axes)} ({op.group})",
                 f"{op.dtype}[{', '.join(map(str, op.shape))}]",
@@ -96,8 +103,8 @@ class CommLog:
         ]
         total = f"{self.bytes():,} bytes sent by each device per step"
         total += f"; {self.bytes(0):,} before step {self.start_step}" if self.start_step else ""
-        met = self.bytes(where="send/") + self.bytes(where="receive/")
-        total += f"; {self.bytes() - met:,} in steps in which no parameters meet" if met else ""
+        synced = self.bytes(where="send/") + self.bytes(where="receive/")
+        total += f"; {self.bytes() - synced:,} in steps without synchronization" if synced else ""
         return filled("\n".join([*aligned([header, *rows], ruled=True), "", total]))
 
     __repr__ = __str__
@@ -119,27 +126,27 @@ def _ops(jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, w
             for operand in equation.invars if group > 1 else ():
                 yield Op(here or "step", KINDS[name], axes, group, str(operand.aval.dtype), operand.aval.shape, times, branch)
         elif name == "cond":
-            own = here.endswith(WARM_UP)
-            branches = [tuple(_ops(inner.jaxpr, sizes, times, branch, where if own else here)) for inner in params["branches"]]
-            if own:
+            is_warm_up = here.endswith(WARM_UP)
+            branches = [tuple(_ops(inner.jaxpr, sizes, times, branch, where if is_warm_up else here)) for inner in params["branches"]]
+            if is_warm_up:
                 yield from (dataclasses.replace(op, branch=number) for number, ops in enumerate(branches) for op in ops)
             else:
                 yield from max(branches, key=lambda ops: sum(op.sent * op.count for op in ops))
         else:
-            often = times * params["length"] if name == "scan" else times
-            for inner in _inner(params):
-                yield from _ops(inner, sizes, often, branch, here)
+            inner_times = times * params["length"] if name == "scan" else times
+            for inner in _inner_jaxprs(params):
+                yield from _ops(inner, sizes, inner_times, branch, here)
 
 
 def _scope(stack: str) -> str:
-    """A name stack without the marks of derivatives; what the model does by itself (BatchNorm) has no name but "model"."""
-    plain = "/".join(part for part in re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack).split("/") if part)
-    return plain or ("model" if stack else "")
+    """A name stack without the wrappers of transformations. The model's own collectives (BatchNorm) have only the name "model"."""
+    scope = "/".join(part for part in re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack).split("/") if part)
+    return scope or ("model" if stack else "")
 
 
-def _inner(params: Mapping[str, Any]) -> Iterator[Any]:
+def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
     for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            one = getattr(one, "jaxpr", one)
-            if hasattr(one, "eqns"):
-                yield one
+        for item in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = getattr(item, "jaxpr", item)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr

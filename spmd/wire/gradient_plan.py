@@ -1,4 +1,4 @@
-"""Which way each gradient goes: how it is cut, by which codec it travels, and in whose company. Pure: shapes in, routes out."""
+"""Plan each gradient's communication: its shards, its codec and its bucket. Pure: shapes in, specs out."""
 
 import dataclasses
 import math
@@ -13,70 +13,71 @@ from spmd.wire.codec.exact import Exact
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.strategies import MeshAxes, Reduction
 
-ALONE = 2**20  # bytes that are worth a collective of their own
+MAX_EXACT_BUCKET = 2**20  # bytes; a larger exact gradient has a collective of its own
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientSpec:
-    """One parameter's gradient on its way: how it is cut, and how it travels."""
+    """How one parameter's gradient is sharded and communicated."""
 
-    place: Placement
-    name: str  # the codec's
-    cut: ShardLayout
+    placement: Placement
+    codec_name: str
+    shard_layout: ShardLayout
     codec: Codec
-    feedback: bool
-    rest: Spec  # its spec along the axes that are not the workers'
-    nested: bool  # whether each device exchanges its own piece along these
-    dtype: np.dtype  # what it is on the way when it goes exactly
+    error_feedback: bool
+    model_spec: Spec  # its spec along the mesh axes that are not data axes
+    nested: bool  # whether each device communicates its local shard along these axes
+    dtype: np.dtype  # in which an exact gradient is sent
 
 
 def plan_gradients(resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction) -> dict[str, GradientSpec]:
-    """The way of every parameter's gradient, by path."""
-    return {path: _item(place, resolved, mesh_axes, reduction) for path, place in resolved.placements.items()}
+    """The spec of every parameter's gradient, by path."""
+    return {path: _plan(placement, resolved, mesh_axes, reduction) for path, placement in resolved.placements.items()}
 
 
-def _item(place: Placement, resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction) -> GradientSpec:
-    declared, spec = resolved.layout.gradients, reduction.spec(place)
-    rest = keep_axes(spec, mesh_axes.rest)
-    nested = bool(mesh_axes.rest) and not mixes_data_axes(spec, mesh_axes.data_axes)
-    # XLA:CPU aborts on a bfloat16 sum where other axes are left to the partitioner
-    dtype = np.dtype(place.dtype if nested or not mesh_axes.rest else "float32")
-    full = (*rest, *[None] * (len(place.shape) - len(rest)))
-    shape = tuple(size // ways_of(mesh_axes, entry) for size, entry in zip(place.shape, full, strict=True))
+def _plan(placement: Placement, resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction) -> GradientSpec:
+    declared, spec = resolved.layout.gradients, reduction.grad_spec(placement)
+    model_spec = keep_axes(spec, mesh_axes.model_axes)
+    nested = bool(mesh_axes.model_axes) and not mixes_data_axes(spec, mesh_axes.data_axes)
+    # XLA:CPU aborts on a bfloat16 sum in a region that is manual over only some axes
+    dtype = np.dtype(placement.dtype if nested or not mesh_axes.model_axes else "float32")
+    entries = (*model_spec, *[None] * (len(placement.shape) - len(model_spec)))
+    local_shape = tuple(size // devices_along(mesh_axes, entry) for size, entry in zip(placement.shape, entries, strict=True))
     sizes = tuple(mesh_axes.mesh.shape[axis] for axis in mesh_axes.data_axes)
-    pushed = keep_axes(reduction.mean_spec(place), mesh_axes.data_axes)
-    cut = ShardLayout(shape if nested else place.shape, pushed, mesh_axes.data_axes, sizes)
-    chosen = codec_rule(declared, place.path)
-    name, codec = chosen.codec, make_codec(chosen.codec, chosen.options)
-    if not (math.prod(place.shape) and crosses(resolved, mesh_axes) and codec.compresses(cut, place.shape)):
+    mean_spec = keep_axes(reduction.mean_spec(placement), mesh_axes.data_axes)
+    shard_layout = ShardLayout(local_shape if nested else placement.shape, mean_spec, mesh_axes.data_axes, sizes)
+    rule = codec_rule(declared, placement.path)
+    name, codec = rule.codec, make_codec(rule.codec, rule.options)
+    if not (math.prod(placement.shape) and codec_applies(resolved, mesh_axes) and codec.compresses(shard_layout, placement.shape)):
         name, codec = "exact", Exact()
-    return GradientSpec(place, name, cut, codec, declared.error_feedback and not codec.lossless, rest, nested, dtype)
+    error_feedback = declared.error_feedback and not codec.lossless
+    return GradientSpec(placement, name, shard_layout, codec, error_feedback, model_spec, nested, dtype)
 
 
-def buckets(items: dict[str, GradientSpec], limit: int) -> list[list[str]]:
-    """Paths of the gradients that travel together: one codec, one kind of cut, up to `limit` bytes as float32.
+def make_buckets(specs: dict[str, GradientSpec], limit: int) -> list[list[str]]:
+    """Paths of the gradients that are communicated together: same codec, same replicated axes, up to `limit` bytes as float32.
 
-    What travels as it is would be copied to lie side by side, so there the limit is lower.
+    Exact gradients would be copied into a bucket without getting smaller, so their limit is lower.
     """
-    found: list[list[str]] = []
-    open_: dict[tuple, tuple[list[str], int]] = {}
-    for path, item in items.items():
-        key, size = (item.codec, item.cut.left, item.nested), 4 * math.prod(item.cut.shape)
-        paths, filled = open_.get(key, ([], 0))
-        if not paths or filled + size > (min(limit, ALONE) if item.codec.lossless else limit):
+    buckets: list[list[str]] = []
+    filling: dict[tuple, tuple[list[str], int]] = {}
+    for path, spec in specs.items():
+        key, size = (spec.codec, spec.shard_layout.replicated_axes, spec.nested), 4 * math.prod(spec.shard_layout.shape)
+        paths, filled = filling.get(key, ([], 0))
+        if not paths or filled + size > (min(limit, MAX_EXACT_BUCKET) if spec.codec.lossless else limit):
             paths, filled = [], 0
-            found.append(paths)
+            buckets.append(paths)
         paths.append(path)
-        open_[key] = (paths, filled + size)
-    return found
+        filling[key] = (paths, filled + size)
+    return buckets
 
 
-def crosses(resolved: Resolved, mesh_axes: MeshAxes) -> bool:
-    """Whether anything is left for a codec to cross beside `exact_axes`."""
-    inside = resolved.layout.gradients.exact_axes
-    return ways_of(mesh_axes, tuple(axis for axis in mesh_axes.data_axes if axis not in inside)) > 1
+def codec_applies(resolved: Resolved, mesh_axes: MeshAxes) -> bool:
+    """Whether there are workers along data axes other than `exact_axes`."""
+    exact_axes = resolved.layout.gradients.exact_axes
+    return devices_along(mesh_axes, tuple(axis for axis in mesh_axes.data_axes if axis not in exact_axes)) > 1
 
 
-def ways_of(mesh_axes: MeshAxes, entry: Entry) -> int:
-    """How many devices there are along one mesh axis, or along several."""
+def devices_along(mesh_axes: MeshAxes, entry: Entry) -> int:
+    """Number of devices along one mesh axis, or along several."""
     return math.prod(mesh_axes.mesh.shape[axis] for axis in entry_axes(entry))

@@ -1,4 +1,4 @@
-"""How one gradient is divided among the workers: who owns which elements of the mean."""
+"""How the workers share one gradient: which elements of the mean each of them owns."""
 
 import dataclasses
 import functools
@@ -14,15 +14,15 @@ from spmd.wire import collectives
 
 @dataclasses.dataclass(frozen=True)
 class ShardLayout:
-    """A gradient that is whole on every worker, and the piece of its mean that each worker is to get.
+    """The layout of a gradient that every worker holds in full, and the shard of its mean that each worker gets.
 
-    `shape` is what one worker holds (its own piece along other mesh axes). `spec` cuts it over some of the data axes
-    `axes` (outermost first, of `sizes`): the piece. The workers along the remaining axes, `left`, get the same piece. Every worker owns
-    one row of `rows`: 1 / workers of the elements, a part of its piece.
+    `shape` is that of the array on one worker (its local shard along other mesh axes). `spec` shards it over some of the data
+    axes `axes` (outermost first, of `sizes`). Workers along the other data axes, `replicated_axes`, get the same shard. Every
+    worker owns one row of `to_rows`: 1 / workers of the elements, a part of its shard.
 
     Example:
-      >>> cut = ShardLayout((4, 6), ("data",), ("node", "data"), (2, 2))
-      >>> cut.left, cut.piece, cut.width
+      >>> layout = ShardLayout((4, 6), ("data",), ("node", "data"), (2, 2))
+      >>> layout.replicated_axes, layout.shard_shape, layout.width
       (('node',), (2, 6), 6)
     """
 
@@ -37,79 +37,80 @@ class ShardLayout:
         return math.prod(self.sizes)
 
     @functools.cached_property
-    def owning(self) -> tuple[str, ...]:
-        """The data axes that cut the gradient, in the order of `axes`."""
+    def sharded_axes(self) -> tuple[str, ...]:
+        """The data axes that shard the gradient, in the order of `axes`."""
         used = spec_axes(self.spec)
         return tuple(axis for axis in self.axes if axis in used)
 
     @property
-    def left(self) -> tuple[str, ...]:
-        """The data axes along which all workers get the same piece."""
-        return tuple(axis for axis in self.axes if axis not in self.owning)
+    def replicated_axes(self) -> tuple[str, ...]:
+        """The data axes along which all workers get the same shard."""
+        return tuple(axis for axis in self.axes if axis not in self.sharded_axes)
 
     @functools.cached_property
-    def piece(self) -> tuple[int, ...]:
-        """The shape of the piece."""
-        return tuple(size // self._count(axes) for size, axes in zip(self.shape, self._cutting, strict=True))
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of a shard."""
+        return tuple(size // self._count(axes) for size, axes in zip(self.shape, self._dim_axes, strict=True))
 
     @property
     def width(self) -> int:
-        """Elements of a row; where the workers do not divide the piece the last rows end in zeros."""
-        return -(-math.prod(self.piece) // self._count(self.left))
+        """Elements of a row. If the number of workers does not divide a shard, the last rows are padded with zeros."""
+        return -(-math.prod(self.shard_shape) // self._count(self.replicated_axes))
 
-    def pieces(self, x: jax.Array) -> jax.Array:
-        """All pieces of `x`, [positions along `owning`, elements of a piece]."""
-        return x.reshape(self._split).transpose(self._order).reshape(self._count(self.owning), -1)
+    def shards(self, x: jax.Array) -> jax.Array:
+        """All shards of `x`, [positions along `sharded_axes`, elements of a shard]."""
+        return x.reshape(self._split_shape).transpose(self._order).reshape(self._count(self.sharded_axes), -1)
 
-    def own(self, x: jax.Array) -> jax.Array:
-        """This worker's piece of `x`, which all hold whole."""
-        if not self.owning:
+    def local_shard(self, x: jax.Array) -> jax.Array:
+        """This worker's shard of the replicated `x`."""
+        if not self.sharded_axes:
             return x
-        return lax.dynamic_index_in_dim(self.pieces(x), collectives.worker_index(self.owning), keepdims=False).reshape(self.piece)
+        index = collectives.worker_index(self.sharded_axes)
+        return lax.dynamic_index_in_dim(self.shards(x), index, keepdims=False).reshape(self.shard_shape)
 
-    def rows(self, x: jax.Array) -> jax.Array:
-        """`x` as float32[workers, width]; row j is what worker j owns."""
-        pieces, left = self.pieces(x).astype(jnp.float32), self._count(self.left)
-        padded = jnp.pad(pieces, ((0, 0), (0, left * self.width - pieces.shape[1])))
-        named = (*self.owning, *self.left)
-        grid = padded.reshape(*self._sizes(named), self.width)
-        return grid.transpose(*(named.index(axis) for axis in self.axes), len(named)).reshape(self.workers, self.width)
+    def to_rows(self, x: jax.Array) -> jax.Array:
+        """`x` as float32[workers, width]; worker j owns row j."""
+        shards, copies = self.shards(x).astype(jnp.float32), self._count(self.replicated_axes)
+        padded = jnp.pad(shards, ((0, 0), (0, copies * self.width - shards.shape[1])))
+        axes = (*self.sharded_axes, *self.replicated_axes)
+        grid = padded.reshape(*self._sizes(axes), self.width)
+        return grid.transpose(*(axes.index(axis) for axis in self.axes), len(axes)).reshape(self.workers, self.width)
 
-    def unrows(self, rows: jax.Array) -> jax.Array:
-        """The inverse of `rows`."""
+    def from_rows(self, rows: jax.Array) -> jax.Array:
+        """The inverse of `to_rows`."""
         grid = rows.reshape(*self.sizes, self.width)
-        named = (*self.owning, *self.left)
-        grid = grid.transpose(*(self.axes.index(axis) for axis in named), len(self.axes))
-        pieces = grid.reshape(self._count(self.owning), -1)[:, : math.prod(self.piece)]
-        split = [self._split[dim] for dim in self._order]
-        back = sorted(range(len(self._order)), key=self._order.__getitem__)
-        return pieces.reshape(split).transpose(back).reshape(self.shape)
+        axes = (*self.sharded_axes, *self.replicated_axes)
+        grid = grid.transpose(*(self.axes.index(axis) for axis in axes), len(self.axes))
+        shards = grid.reshape(self._count(self.sharded_axes), -1)[:, : math.prod(self.shard_shape)]
+        split_shape = [self._split_shape[dim] for dim in self._order]
+        inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
+        return shards.reshape(split_shape).transpose(inverse).reshape(self.shape)
 
-    def join(self, rows: jax.Array) -> jax.Array:
-        """The piece from the rows [positions along `left`, width] of all workers that share it."""
-        return rows.reshape(-1)[: math.prod(self.piece)].reshape(self.piece)
+    def join_rows(self, rows: jax.Array) -> jax.Array:
+        """The shard, from the rows [positions along `replicated_axes`, width] of all workers that get it."""
+        return rows.reshape(-1)[: math.prod(self.shard_shape)].reshape(self.shard_shape)
 
     @functools.cached_property
-    def _cutting(self) -> tuple[tuple[str, ...], ...]:
-        """For every dim the axes that cut it."""
+    def _dim_axes(self) -> tuple[tuple[str, ...], ...]:
+        """For every dim the axes that shard it."""
         return tuple(map(entry_axes, (*self.spec, *[None] * (len(self.shape) - len(self.spec)))))
 
     @functools.cached_property
-    def _split(self) -> tuple[int, ...]:
-        """The shape with every cut dim taken apart, one dim for each of its axes."""
-        cut = zip(self._cutting, self.piece, strict=True)
-        return tuple(size for axes, left in cut for size in (*self._sizes(axes), left))
+    def _split_shape(self) -> tuple[int, ...]:
+        """The shape with every sharded dim split into one dim per axis and the rest."""
+        split = zip(self._dim_axes, self.shard_shape, strict=True)
+        return tuple(size for axes, rest in split for size in (*self._sizes(axes), rest))
 
     @functools.cached_property
     def _order(self) -> tuple[int, ...]:
-        """The order of these dims that puts the axes first, as in `owning`."""
-        at, rest, dim = {}, [], 0
-        for axes in self._cutting:
+        """The order of these dims that puts the axes first, as in `sharded_axes`."""
+        axis_dims, rest_dims, dim = {}, [], 0
+        for axes in self._dim_axes:
             for axis in axes:
-                at[axis], dim = dim, dim + 1
-            rest.append(dim)
+                axis_dims[axis], dim = dim, dim + 1
+            rest_dims.append(dim)
             dim += 1
-        return (*(at[axis] for axis in self.owning), *rest)
+        return (*(axis_dims[axis] for axis in self.sharded_axes), *rest_dims)
 
     def _sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(self.sizes[self.axes.index(axis)] for axis in axes)

@@ -1,6 +1,6 @@
-"""How gradients meet: who gets which piece of their mean.
+"""Gradient reductions: which shard of the mean gradient each worker gets.
 
-A `Reduction` says where arrays are. What travels on the way is the codecs' affair (`exchange.py`).
+A `Reduction` decides where arrays live. The codecs decide how they are sent (`gradient_sync.py`).
 """
 
 import dataclasses
@@ -17,47 +17,52 @@ from spmd.layout.schema import Spec
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """What a reduction needs to know of the mesh: its axes, split into the workers' and the rest."""
+    """A mesh with its axes split into data axes (the workers') and all others."""
 
     mesh: Mesh | AbstractMesh
     data_axes: tuple[str, ...]
 
     @property
-    def rest(self) -> tuple[str, ...]:
-        """Mesh axes that stay with the compiler in the manual step."""
+    def model_axes(self) -> tuple[str, ...]:
+        """Mesh axes that the manual step leaves to the compiler."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.data_axes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """One way for gradients to meet.
+    """One way to reduce gradients.
 
-    `manual` says whether the step runs per worker under `jax.shard_map`. `spec(place)` is how a gradient is cut while it is
-    exchanged, and `pushed(place)` how its mean is: in pieces, or whole over the workers. `keeps` says whether whole weights are kept for
-    the backward pass, as a worker of a parameter server does, which pulls once; else they are gathered again, and memory is saved.
+    `manual` says whether the step runs per worker under `jax.shard_map`. `grad_spec(placement)` is the spec of a gradient
+    while it is reduced, and `mean_spec(placement)` that of its mean. `keeps_params` says whether gathered parameters are kept
+    for the backward pass, as by the worker of a parameter server, which gathers once. Otherwise they are gathered again,
+    which saves memory.
     """
 
     name: str
     manual: bool
-    spec: Callable[[Placement], Spec]
+    grad_spec: Callable[[Placement], Spec]
     mean_spec: Callable[[Placement], Spec]
     keeps_params: bool = False
+
+
+def _state_spec(placement: Placement) -> Spec:
+    return placement.state_spec
 
 
 REDUCTIONS = {
     reduction.name: reduction
     for reduction in (
-        Reduction("compiler", False, lambda place: place.state_spec, lambda place: place.state_spec),
-        Reduction("all_reduce", True, lambda place: place.spec, lambda place: ()),
-        Reduction("reduce_scatter", True, lambda place: place.state_spec, lambda place: place.state_spec),
-        Reduction("parameter_server", True, lambda place: place.state_spec, lambda place: place.state_spec, keeps_params=True),
+        Reduction("compiler", False, _state_spec, _state_spec),
+        Reduction("all_reduce", True, lambda placement: placement.spec, lambda placement: ()),
+        Reduction("reduce_scatter", True, _state_spec, _state_spec),
+        Reduction("parameter_server", True, _state_spec, _state_spec, keeps_params=True),
     )
 }
 
 
 def constrain(mesh_axes: MeshAxes, spec: Spec, x: Any) -> Any:
-    """Tell the compiler where `x` is to be; where all axes are manual it is told by what is written, and there is nothing to add."""
-    around = jax.sharding.get_abstract_mesh()
-    if around.axis_names and set(around.axis_names) == set(around.manual_axes):
+    """Give `x` the sharding of `spec`. Does nothing in a fully manual region, where shardings are explicit."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names and set(mesh.axis_names) == set(mesh.manual_axes):
         return x
     return lax.with_sharding_constraint(x, NamedSharding(mesh_axes.mesh, pspec(spec)))

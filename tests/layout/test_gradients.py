@@ -305,12 +305,12 @@ def test_codec_of_rule_on_mixed_dim():
 
 
 def own_notes(layout, mesh="data=8"):
-    """What the exchange has to say; the first lines are about where parameters are."""
-    return [line for line in fits(layout, mesh).notes() if "error_feedback" in line or "error feedback" in line or "travels" in line]
+    """The notes on communication, without those on the placement of parameters."""
+    return [line for line in fits(layout, mesh).notes() if "error_feedback" in line or "error feedback" in line or "is sent" in line]
 
 
 def test_note_error_feedback_without_codec():
-    noted = ["note: error_feedback = true, but every gradient travels exactly: no residual is kept."]
+    noted = ["note: error_feedback = true, but every gradient is sent exactly: no residual is kept."]
     assert own_notes(in_python("all_reduce", error_feedback=True)) == noted
 
 
@@ -319,13 +319,13 @@ def test_note_codec_without_effect(gradients):
     codec, options, feedback = gradients
     rules = (GradientRule("**"),) if not options else ()
     (note,) = own_notes(in_python("all_reduce", codec, options, error_feedback=feedback, rules=rules))
-    assert note == f"note: every gradient travels exactly: no rule leaves codec {codec} one that it would make smaller."
+    assert note == f"note: every gradient is sent exactly: codec {codec} applies to none that it makes smaller."
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "data=1,model=2"])
 def test_note_codec_with_one_worker(mesh):
     assert own_notes(in_python("all_reduce", "int8", error_feedback=True), mesh) == [
-        "note: one worker, nothing travels: codec int8 is not used."
+        "note: one worker, nothing is sent: codec int8 is not used."
     ]
 
 

@@ -193,7 +193,7 @@ def test_recurrent_weights_are_reduced_once_per_step():
 
     for layout, mesh in ((piped(time_chunk=2), "data=2,stage=4"), ("data_parallel", "data=8")):
         trainer, _ = step_of(mesh, layout, 16, model=Deep)
-        sent = [op for op in trainer.wire.ops if op.kind == "all_reduce" and op.where.startswith("push/")]
+        sent = [op for op in trainer.wire.ops if op.kind == "all_reduce" and op.where.startswith("reduce_gradients/")]
         assert sent and all(op.count == 1 for op in sent)
         moved = sum(int(np.prod(op.shape)) for op in sent)
         stack, rest = (sum(leaf.size for leaf in jax.tree.leaves(trainer.abstract_state.params[part])) for part in ("stack", "embed"))

@@ -108,7 +108,7 @@ def test_no_collective_of_the_program_is_overlooked(layout):
 def test_gradients_and_weights_are_the_wires_own():
     """Of what the step itself exchanges, the compiled program sends what the log of its trace says."""
     planned, _, _ = both("data_parallel_bf16")
-    assert planned.traffic.bytes("gradients") == planned.program.wire.bytes(where="push")
+    assert planned.traffic.bytes("gradients") == planned.program.wire.bytes(where="reduce_gradients")
     assert {array.dtype for one in planned.traffic.transfers if one.purpose == "gradients" for array in one.arrays} == {"uint16"}
 
 

@@ -205,7 +205,7 @@ def test_rules_choose_the_codec_by_path():
     assert set(state.exchange["out/kernel"]) == {"residual", "codec"}
     trainer = trainer_of(chosen)
     trainer.prepare(data())
-    assert {op.where.split("/")[1] for op in trainer.wire.ops if op.where.startswith("push")} == {"exact", "int8", "power_sgd"}
+    assert {op.where.split("/")[1] for op in trainer.wire.ops if op.where.startswith("reduce_gradients")} == {"exact", "int8", "power_sgd"}
 
 
 def test_one_worker_exchanges_nothing_and_is_told_so():
@@ -213,7 +213,7 @@ def test_one_worker_exchanges_nothing_and_is_told_so():
     state, losses = train(trainer, 2)
     assert state.exchange == {}
     assert losses == train(trainer_of(layout(), "data=1"), 2)[1]
-    assert any("one worker, nothing travels: codec int8" in line for line in trainer.notes())
+    assert any("one worker, nothing is sent: codec int8" in line for line in trainer.notes())
     with pytest.raises(spmd.SpmdError, match="a single worker exchanges nothing"):
         _ = trainer.wire
 

@@ -110,7 +110,7 @@ def dense(trainer, ops):
 def sequence(trainer, ops):
     """Activations [rows, length, width] are gathered and summed around what is cut along features; no weight is, nor logits."""
     width, length, vocab = 32, 16, 128
-    gathered = [shape for kind, shape, where in ops if kind == "all-gather" and "push" not in where]
+    gathered = [shape for kind, shape, where in ops if kind == "all-gather" and "reduce_gradients" not in where]
     assert (ROWS // trainer.resolved.workers, length, width) in gathered
     assert (width, width) not in gathered and (width, 4 * width) not in gathered and vocab not in [shape[-1] for shape in gathered]
 

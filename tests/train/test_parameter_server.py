@@ -44,10 +44,10 @@ def test_synchronous_is_an_all_reduce_to_the_last_bit(workers, optimizer):
     trainer = trainer_of(served(), workers, optimizer)
     ours = train(trainer)
     assert equal(ours, train(trainer_of(ALL_REDUCE, workers, unfused(optimizer))))
-    kinds = {op.kind for op in trainer.wire.ops if op.where.startswith("push")}
+    kinds = {op.kind for op in trainer.wire.ops if op.where.startswith("reduce_gradients")}
     assert kinds == {"reduce_scatter"}, "the arms differ: gradients go to servers"
     numbers = sum(place.shape[1] for place in trainer.resolved.placements.values())
-    sent = trainer.wire.bytes(where="push") + trainer.wire.bytes(where="pull")
+    sent = trainer.wire.bytes(where="reduce_gradients") + trainer.wire.bytes(where="gather_params")
     assert sent == 2 * (workers - 1) * 4 * numbers, "those of an all-reduce, but for what fills up rows: weights are pulled once"
     state = trainer.init()
     for leaf in jax.tree.leaves((state.params, state.opt)):
@@ -97,8 +97,8 @@ def test_a_codec_travels_to_the_servers(codec):
     trainer = trainer_of(served(codec, **options))
     losses, _ = train(trainer, 20)
     assert losses[-1] < losses[0]
-    assert {op.dtype for op in trainer.wire.ops if op.where.startswith("pull")} == {"uint16"}
-    assert any(f"push/{codec}" in op.where and op.dtype in ("uint8", "uint16") for op in trainer.wire.ops)
+    assert {op.dtype for op in trainer.wire.ops if op.where.startswith("gather_params")} == {"uint16"}
+    assert any(f"reduce_gradients/{codec}" in op.where and op.dtype in ("uint8", "uint16") for op in trainer.wire.ops)
 
 
 class Counted:
@@ -391,7 +391,7 @@ def test_codecs_and_feedback_travel_in_asynchronous_rounds():
     rows, last = data(640), {}
     for name, one in (("int8", trainer), ("exact", exact)):
         *_, last[name] = one.steps(rows, batch_size=32)
-    assert {op.dtype for op in trainer.wire.ops if op.where.startswith("push/int8")} == {"uint8"}
+    assert {op.dtype for op in trainer.wire.ops if op.where.startswith("reduce_gradients/int8")} == {"uint8"}
     assert {op.kind for op in trainer.wire.ops} == {"all_to_all"}
     one, other = params_of(trainer, last["int8"].state), params_of(exact, last["exact"].state)
     moved = max(np.abs(other[path] - value).max() for path, value in params_of(exact, exact.init()).items())

@@ -153,7 +153,7 @@ def test_gradients_of_stages_travel_in_codecs(plain, schedule, codec):
     assert 1e-6 < found < 0.05  # rounded three times, to 8 bits: 1/256 of each gradient's size, whatever the weight's
     assert np.allclose(losses, plain[Tied][1], rtol=1e-3)
     whole = trained(Tied, "data=4,stage=2", piped(schedule=schedule, groups=groups), steps=1)[0].wire
-    assert trainer.wire.bytes(where="push/") < 0.6 * whole.bytes(where="push/")
+    assert trainer.wire.bytes(where="reduce_gradients/") < 0.6 * whole.bytes(where="reduce_gradients/")
 
 
 @SLOW

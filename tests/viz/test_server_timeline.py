@@ -40,7 +40,7 @@ def test_every_gradient_is_where_the_clock_has_it(words):
     )
     assert bars(axes, COMPUTES) == inside(spans.began, spans.done, ~lost)
     assert bars(axes, DROPPED) == inside(spans.began, spans.done, lost) and lost.any() == (words.get("mode") != "local")
-    assert bars(axes, TRAVELS) == inside(spans.pushed, spans.time, spans.time > spans.pushed) != []
+    assert bars(axes, TRAVELS) == inside(spans.queued, spans.time, spans.time > spans.queued) != []
     ticks = next(drawn for drawn in axes.collections if len(drawn.get_segments() if hasattr(drawn, "get_segments") else ()))
     assert len(ticks.get_segments()) == account.updates
 

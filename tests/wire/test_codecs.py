@@ -180,16 +180,16 @@ class Outcome:
     compiled: int
 
     def lossy(self):
-        return [path for path, item in self.exchange.items.items() if item.name != "exact"]
+        return [path for path, item in self.exchange.gradient_specs.items() if item.codec_name != "exact"]
 
 
 @functools.cache
 def outcome(case):
     exchange = of_case(case)
     memory = first = beginning(exchange)
-    mesh, items = exchange.mesh_axes.mesh, exchange.items
+    mesh, items = exchange.mesh_axes.mesh, exchange.gradient_specs
     place = lambda path, g: jax.device_put(
-        g, jax.NamedSharding(mesh, jax.P(None, exchange.mesh_axes.data_axes, *(items[path].rest if items[path].nested else ())))
+        g, jax.NamedSharding(mesh, jax.P(None, exchange.mesh_axes.data_axes, *(items[path].model_spec if items[path].nested else ())))
     )
     grads = {path: place(path, g) for path, g in inputs(WORKERS[case[2]]).items()}
     meet = meeting(exchange, memory)
@@ -241,9 +241,9 @@ def test_the_mean_is_within_the_codecs_bound_of_the_exact_one(case):
     # The ring rounds once, and every hop once more, each time by at most 2^-8 of at most sum |x_i|: e = workers 2^-8.
     found, workers, slot = outcome(case), WORKERS[case[2]], START  # at which nothing is remembered yet
     for paths in found.exchange.buckets:
-        item = found.exchange.items[paths[0]]
-        error = max(found.exchange.items[path].codec.error for path in paths)
-        error = workers * 2.0**-8 if case[0] == "bfloat16 ring" and item.name == "bfloat16" else error
+        item = found.exchange.gradient_specs[paths[0]]
+        error = max(found.exchange.gradient_specs[path].codec.error for path in paths)
+        error = workers * 2.0**-8 if case[0] == "bfloat16 ring" and item.codec_name == "bfloat16" else error
         xs, true = crossing(case, slot, paths), joined({path: m[slot] for path, m in true_means(workers).items()}, paths)
         there = error * np.linalg.norm(xs, axis=1).mean()
         back = 0.0 if case[0] == "bfloat16 ring" else error
@@ -251,7 +251,7 @@ def test_the_mean_is_within_the_codecs_bound_of_the_exact_one(case):
         bound += 1e-6 * np.linalg.norm(xs, axis=1).mean()  # float32 sums
         if "half" in paths:  # its mean is rounded to bfloat16, and where it travels exactly, so is every sum
             halves = np.linalg.norm(crossing(case, slot, ["half"]), axis=1).mean()
-            bound += (workers if item.name == "exact" else 1) * 2.0**-8 * (halves + bound)
+            bound += (workers if item.codec_name == "exact" else 1) * 2.0**-8 * (halves + bound)
         lost = np.linalg.norm(joined(found.means[slot], paths) - true)
         assert lost <= bound
         assert lost < np.linalg.norm(true)  # no mean at all would lose all of it, which is within the bounds of some
@@ -260,7 +260,7 @@ def test_the_mean_is_within_the_codecs_bound_of_the_exact_one(case):
 @every_case
 def test_what_travels_exactly_is_exact_to_float_rounding(case):
     found, workers = outcome(case), WORKERS[case[2]]
-    exact = [path for path in SHAPES if found.exchange.items[path].name == "exact" and path != "half"]
+    exact = [path for path in SHAPES if found.exchange.gradient_specs[path].codec_name == "exact" and path != "half"]
     few = {"exact": set(SHAPES) - {"half"}, "power_sgd": {"one", "bias"}}.get(case[0], {"one"})  # which no codec makes smaller
     assert few <= set(exact) <= few | {"bias"}
     for path, slot in itertools.product(exact, range(STEPS)):
@@ -552,7 +552,7 @@ def test_every_codec_is_in_every_suite():
 ])  # fmt: skip
 def test_what_a_codec_would_make_larger_travels_exactly(codec, options, shape, compressed):
     exchange = build(Gradients("all_reduce", codec, options, error_feedback=True), {"x": shape})
-    assert (exchange.items["x"].name == codec) is compressed
+    assert (exchange.gradient_specs["x"].codec_name == codec) is compressed
     assert bool(exchange.init(jax.random.key(0), {})) is compressed
 
 
@@ -562,7 +562,7 @@ def test_gradients_of_one_width_are_encoded_in_one_call():
     def rounds(count):
         shapes = {f"{kind}{n}": (64, size) for n in range(count) for kind, size in (("a", 8), ("b", 24))}
         exchange = build(Gradients("all_reduce", "int8"), shapes)
-        grads = {path: jax.ShapeDtypeStruct((8, *item.place.shape), jnp.float32) for path, item in exchange.items.items()}
+        grads = {path: jax.ShapeDtypeStruct((8, *item.placement.shape), jnp.float32) for path, item in exchange.gradient_specs.items()}
         return str(jax.make_jaxpr(meeting(exchange, {}))(grads, {}, 0)).count(" round[")
 
     assert rounds(1) == rounds(20) == 4  # two widths, there and back

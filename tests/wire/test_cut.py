@@ -86,50 +86,52 @@ def rows_at(x, axes, spec):
 
 @every_cut
 def test_a_row_is_what_its_worker_owns(axes, shape, spec):
-    cut, x = make(axes, shape, spec), numbered(shape)
-    rows, wanted = np.asarray(cut.rows(jnp.asarray(x))), rows_at(x, axes, spec)
-    assert rows.shape == (cut.workers, cut.width) and rows.dtype == np.float32
+    layout, x = make(axes, shape, spec), numbered(shape)
+    rows, wanted = np.asarray(layout.to_rows(jnp.asarray(x))), rows_at(x, axes, spec)
+    assert rows.shape == (layout.workers, layout.width) and rows.dtype == np.float32
     assert np.array_equal(rows, wanted)
     assert sorted(rows[rows != 0]) == sorted(x.reshape(-1))  # every element has one owner
 
 
 @every_cut
 def test_rows_go_back_to_where_they_were(axes, shape, spec):
-    cut, x = make(axes, shape, spec), numbered(shape)
-    rows = cut.rows(jnp.asarray(x))
-    assert np.array_equal(cut.unrows(rows), x)
+    layout, x = make(axes, shape, spec), numbered(shape)
+    rows = layout.to_rows(jnp.asarray(x))
+    assert np.array_equal(layout.from_rows(rows), x)
     # what fills rows up is thrown away, whatever became of it
-    assert np.array_equal(cut.unrows(jnp.where(rows == 0, jnp.nan, rows)), x)
-    if math.prod(shape) > cut.width > 0:
-        assert not np.array_equal(cut.unrows(rows[::-1]), x)
+    assert np.array_equal(layout.from_rows(jnp.where(rows == 0, jnp.nan, rows)), x)
+    if math.prod(shape) > layout.width > 0:
+        assert not np.array_equal(layout.from_rows(rows[::-1]), x)
 
 
 @every_cut
 def test_pieces_are_in_the_order_of_the_axes(axes, shape, spec):
-    cut, x = make(axes, shape, spec), numbered(shape)
-    pieces = np.asarray(cut.pieces(jnp.asarray(x)))
+    layout, x = make(axes, shape, spec), numbered(shape)
+    pieces = np.asarray(layout.shards(jnp.asarray(x)))
     used = {name for entry in spec for name in entry_axes(entry)}
-    assert cut.owning == tuple(name for name in axes if name in used) and cut.left == tuple(name for name in axes if name not in used)
+    assert layout.sharded_axes == tuple(name for name in axes if name in used) and layout.replicated_axes == tuple(
+        name for name in axes if name not in used
+    )
     for at in places(axes):
         piece = piece_at(x, axes, spec, at)
-        assert piece.shape == cut.piece
-        assert np.array_equal(pieces[number(at, cut.owning, axes)], piece.reshape(-1))
+        assert piece.shape == layout.shard_shape
+        assert np.array_equal(pieces[number(at, layout.sharded_axes, axes)], piece.reshape(-1))
 
 
 @every_cut
 def test_the_rows_of_all_who_share_a_piece_join_to_it(axes, shape, spec):
-    cut, x = make(axes, shape, spec), numbered(shape)
-    rows, everybody = np.asarray(cut.rows(jnp.asarray(x))), places(axes)
+    layout, x = make(axes, shape, spec), numbered(shape)
+    rows, everybody = np.asarray(layout.to_rows(jnp.asarray(x))), places(axes)
     for at in everybody:
-        sharing = [n for n, other in enumerate(everybody) if all(other[name] == at[name] for name in cut.owning)]
-        assert np.array_equal(cut.join(jnp.asarray(rows[sharing])), piece_at(x, axes, spec, at))
+        sharing = [n for n, other in enumerate(everybody) if all(other[name] == at[name] for name in layout.sharded_axes)]
+        assert np.array_equal(layout.join_rows(jnp.asarray(rows[sharing])), piece_at(x, axes, spec, at))
 
 
 @every_cut
 def test_own_is_the_piece_that_jax_places_there(axes, shape, spec):
-    cut, x = make(axes, shape, spec), numbered(shape)
+    layout, x = make(axes, shape, spec), numbered(shape)
     mesh = spmd.make_mesh(axes)
-    own = jax.jit(jax.shard_map(cut.own, mesh=mesh, in_specs=jax.P(), out_specs=pspec(spec), check_vma=False))(x)
+    own = jax.jit(jax.shard_map(layout.local_shard, mesh=mesh, in_specs=jax.P(), out_specs=pspec(spec), check_vma=False))(x)
     assert np.array_equal(own, x)
     placed = {shard.device: np.asarray(shard.data) for shard in jax.device_put(x, jax.NamedSharding(mesh, pspec(spec))).addressable_shards}
     found = {shard.device: np.asarray(shard.data) for shard in own.addressable_shards}
@@ -143,14 +145,14 @@ def test_own_is_the_piece_that_jax_places_there(axes, shape, spec):
 def test_the_order_of_axes_in_an_entry_decides_the_piece():
     x, axes = jnp.asarray(numbered((8, 3))), {"node": 2, "data": 4}
     one, other = make(axes, (8, 3), (("node", "data"),)), make(axes, (8, 3), (("data", "node"),))
-    assert np.array_equal(one.pieces(x), x.reshape(8, 3))
-    assert np.array_equal(other.pieces(x), np.asarray(x).reshape(4, 2, 3).swapaxes(0, 1).reshape(8, 3))
-    assert not np.array_equal(one.rows(x), other.rows(x))
+    assert np.array_equal(one.shards(x), x.reshape(8, 3))
+    assert np.array_equal(other.shards(x), np.asarray(x).reshape(4, 2, 3).swapaxes(0, 1).reshape(8, 3))
+    assert not np.array_equal(one.to_rows(x), other.to_rows(x))
 
 
 def test_rows_of_bfloat16_are_float32_and_exact():
     x = jnp.asarray(numbered((7, 9)), jnp.bfloat16)
-    rows = make({"data": 8}, (7, 9), ()).rows(x)
+    rows = make({"data": 8}, (7, 9), ()).to_rows(x)
     assert rows.dtype == jnp.float32 and rows.shape == (8, 8)
     assert np.array_equal(rows.reshape(-1)[:63], x.reshape(-1).astype(jnp.float32))
     assert not np.any(rows.reshape(-1)[63:])
@@ -158,13 +160,13 @@ def test_rows_of_bfloat16_are_float32_and_exact():
 
 @pytest.mark.parametrize("shape, width, filled", [((13,), 2, 3), ((1,), 1, 7), ((8,), 1, 0), ((9,), 2, 7), ((7, 9), 8, 1)])
 def test_where_workers_do_not_divide_it_the_last_rows_end_in_zeros(shape, width, filled):
-    cut = make({"node": 2, "data": 4}, shape, ())
-    rows = np.asarray(cut.rows(jnp.asarray(numbered(shape))))
-    assert cut.width == width and (rows == 0).sum() == filled
+    layout = make({"node": 2, "data": 4}, shape, ())
+    rows = np.asarray(layout.to_rows(jnp.asarray(numbered(shape))))
+    assert layout.width == width and (rows == 0).sum() == filled
     assert np.array_equal(np.flatnonzero(rows.reshape(-1) == 0), np.arange(8 * width - filled, 8 * width))
 
 
 def test_a_cut_can_be_told_from_another():
-    cut = make({"data": 8}, (24, 16), ("data",))
-    assert cut == make({"data": 8}, (24, 16), ("data",)) and hash(cut) == hash(make({"data": 8}, (24, 16), ("data",)))
-    assert cut != dataclasses.replace(cut, spec=())
+    layout = make({"data": 8}, (24, 16), ("data",))
+    assert layout == make({"data": 8}, (24, 16), ("data",)) and hash(layout) == hash(make({"data": 8}, (24, 16), ("data",)))
+    assert layout != dataclasses.replace(layout, spec=())

@@ -258,7 +258,7 @@ def test_residuals_stay_where_they_are_a_workers_own_and_walk_away_where_they_ar
 def test_min_compression_decides_what_goes_exactly(shape, options, compressed):
     assert PowerSgd(**options).compresses(ShardLayout(shape, (), ("data",), (8,)), shape) is compressed
     exchange = exchange_of(Gradients("all_reduce", "power_sgd", options, error_feedback=True), {"p": shape})
-    assert exchange.items["p"].name == ("power_sgd" if compressed else "exact")
+    assert exchange.gradient_specs["p"].codec_name == ("power_sgd" if compressed else "exact")
 
 
 def test_what_is_not_worth_it_travels_exactly_and_keeps_nothing():

@@ -58,15 +58,15 @@ def test_nobody_does_two_things_at_once_and_every_gradient_takes_its_time(trace,
     assert told.seconds == events.round(99).end
     for worker in range(WORKERS):
         mine = told.spans.worker == worker
-        began, done, pushed, time = (getattr(told.spans, name)[mine] for name in ("began", "done", "pushed", "time"))
+        began, done, pushed, time = (getattr(told.spans, name)[mine] for name in ("began", "done", "queued", "time"))
         order = np.stack([began, done, pushed, time, [*began[1:], np.inf]], axis=1)
         assert (np.diff(order.ravel()) >= 0).all() and (began[0] == 0 or (worker > 0 and "warmup_steps" in words))
         if not words.get("spares"):
             assert (done - began).tolist() == TABLE[: len(began), worker].tolist()
         gaps = np.minimum([*began, np.inf], told.seconds) - np.minimum([0, *done], told.seconds)
         assert told.idle_seconds[worker] == gaps.sum() and told.compute_seconds[worker] == told.seconds - gaps.sum()
-    assert (told.idle_seconds >= told.push_seconds).all() and (told.push_seconds >= 0).all()
-    assert (told.push_seconds > 0).any() == bool(network)
+    assert (told.idle_seconds >= told.send_seconds).all() and (told.send_seconds >= 0).all()
+    assert (told.send_seconds > 0).any() == bool(network)
 
 
 @pytest.mark.parametrize("words", [MODES["async"], MODES["drop"], MODES["fetch"], MODES["softsync"]], ids=str)
@@ -105,7 +105,7 @@ def test_a_synchronous_step_idles_for_the_network(trace):
     near, far = (ServerStatistics.of(events_of(trace, network=network), 64) for network in ({}, LINK))
     each = WORKERS * (1 / 16 + 1 / 32) + 2 / 8
     assert far.seconds - near.seconds == 64 * each and (far.compute_seconds == near.compute_seconds).all()
-    assert not near.push_seconds.any() and (far.push_seconds == 64 * each).all()
+    assert not near.send_seconds.any() and (far.send_seconds == 64 * each).all()
 
 
 @pytest.mark.parametrize("mode", ["local", "elastic"])
@@ -179,7 +179,7 @@ def test_a_link_that_is_never_free_is_busy(way, sent):
     assert told.link_busy[way] == (told.seconds - 1) / told.seconds and told.link_busy[1 - way] == 0
     assert told.link_bytes[way] == (told.seconds - 1) // 0.5 * 256 and told.link_bytes[1 - way] == 0
     assert told.idle_share.min() > 0.5
-    assert bool(told.push_seconds.any()) == (way == 0)
+    assert bool(told.send_seconds.any()) == (way == 0)
 
 
 def test_what_a_synchronous_link_carries(trace):
@@ -199,7 +199,7 @@ def test_weights_that_have_left_a_link_are_on_their_way():
     network = {"bandwidth": "512B/s", "latency": "250ms"}
     told = ServerStatistics.of(events_of((1.0, 1.625), workers=2, sent=(0.0, 256.0), mode="asynchronous", network=network), 1)
     assert told.seconds == 1.875 and told.link_bytes == (0.0, 256.0) and told.link_busy == (0.0, 0.5 / 1.875)
-    assert told.compute_seconds.tolist() == [1.0, 1.625] and told.push_seconds.tolist() == [0.25, 0.25]
+    assert told.compute_seconds.tolist() == [1.0, 1.625] and told.send_seconds.tolist() == [0.25, 0.25]
 
 
 def test_fragments_travel_by_themselves(trace):
@@ -245,7 +245,7 @@ updates    10, of 2 gradients each
 staleness  mean 0.00, largest 0
 each link  480 B inwards, busy 0.0%; 240 B outwards, busy 0.0%
 
-worker  computing     wasted    pushing    waiting    arrived    dropped
+worker  computing     wasted    sending    waiting    arrived    dropped
      0      50.0%       0.0%       0.0%      50.0%         10          0
      1     100.0%       0.0%       0.0%       0.0%         10          0
      2     100.0%     100.0%       0.0%       0.0%         10         10
@@ -279,11 +279,11 @@ def test_of_many_workers_those_who_compute_least_and_most_are_printed():
         ({"compute_time": (1.0, 2.0)}, {}, LayoutError, r"2 numbers for 4 workers"),
         ({"compute_time": "exponential(1,2)"}, {}, LayoutError, r"is not exponential\(mean seconds\)"),
         ({"workers": 3}, {}, OptionError, r"workers=4, and the server says 3"),
-        ({}, {"workers": None}, OptionError, r"how many workers\?"),
+        ({}, {"workers": None}, OptionError, "the number of workers is missing"),
         ({}, {"workers": 0}, OptionError, r"workers=0: a whole number from 1"),
         ({}, {"steps": 0}, OptionError, r"steps=0: a whole number from 1"),
-        ({}, {"bytes": 4e6}, OptionError, r"bytes=4000000.0 is no pair"),
-        ({}, {"bytes": (1.0, -1.0)}, OptionError, r"is no pair of numbers from 0"),
+        ({}, {"bytes": 4e6}, OptionError, r"bytes=4000000.0 is not a pair"),
+        ({}, {"bytes": (1.0, -1.0)}, OptionError, r"is not a pair of numbers from 0"),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from spmd.errors import OptionError
 from spmd.layout.server import MODES, ParameterServer
 from spmd.layout.timing import Network, parse_staleness_scale
 from spmd.wire.param_server.clock import Times
-from spmd.wire.param_server.events import KEPT, Events, rounds
+from spmd.wire.param_server.events import MAX_KEPT_ROUNDS, Events, rounds
 
 TIMES = ("constant", "exponential(1)", "lognormal(1.0, 0.3)")
 SENT = (1e6, 1e6)  # bytes; at 80Mb/s 0.1 seconds each way
@@ -520,7 +520,7 @@ def test_drawn_times_are_of_their_distribution():
 def test_rounds_are_the_same_in_whatever_order_they_are_asked_for(words):
     wanted = simulate(6, 5001, **words)
     events = Events(declare(**words), 6, SENT)
-    for step in (5000, 0, 4999, 17, 5000, 5000 - KEPT, 0):
+    for step in (5000, 0, 4999, 17, 5000, 5000 - MAX_KEPT_ROUNDS, 0):
         assert same(events.round(step), wanted[step])
 
 

@@ -240,7 +240,7 @@ def test_the_log_has_the_collectives_of_the_lowered_step_and_no_others(mesh, cod
     trainer = trainer_of(gradients(codec, reduction, **inside), mesh, **more)
     found = collectives(lowered(trainer))
     assert keys(found) == logged(trainer.wire)
-    pushed = [op for op in trainer.wire.ops if op.where.startswith("push")]
+    pushed = [op for op in trainer.wire.ops if op.where.startswith("reduce_gradients")]
     assert pushed and all(op.axes and op.axes[0] in trainer.resolved.data_axes for op in pushed)
     scattered = any(op.kind == "reduce_scatter" for op in pushed)
     assert scattered == bool((reduction == "reduce_scatter" and codec in ("exact", "power_sgd")) or (inside and codec in ROWS))
@@ -254,7 +254,7 @@ def test_the_log_is_the_program_when_weights_are_gathered_in_every_microbatch(co
     found = collectives(lowered(trainer))
     assert keys(found) == logged(trainer.wire)
     assert {op.branch for op in trainer.wire.ops} == ({None} if codec == "exact" else {None, 0, 1})
-    assert {op.count for op in trainer.wire.ops if op.where.endswith("pull")} == {accumulate}
+    assert {op.count for op in trainer.wire.ops if op.where.endswith("gather_params")} == {accumulate}
 
 
 def test_the_log_names_axes_by_which_devices_meet():
@@ -280,7 +280,7 @@ def push_bytes(codec, options=(), **more):
     feedback = codec not in ("exact", "bfloat16")
     more |= {"bucket_bytes": 2**30} if codec != "exact" else {}
     layout = spmd.Gradients("all_reduce", codec, options, error_feedback=feedback, **more)
-    return trainer_of(layout, sizes=DIVIDE).wire.bytes(where="push")
+    return trainer_of(layout, sizes=DIVIDE).wire.bytes(where="reduce_gradients")
 
 
 @pytest.mark.parametrize(
@@ -315,10 +315,10 @@ def test_power_sgd_sends_this_share_of_the_matrices_of_a_gpt(sizes, most):
     matrices = {path: place.shape for path, place in trainer.resolved.placements.items() if len(place.shape) > 1}
     assert len(trainer.resolved.placements) > len(matrices) > 10
     exactly = sum(2 * 7 * 4 * math.prod(shape) // 8 for shape in matrices.values())
-    sent = trainer.wire.bytes(where="push/power_sgd")
+    sent = trainer.wire.bytes(where="reduce_gradients/power_sgd")
     assert sent == sum(2 * 7 * 4 * 4 * sum(shape) // 8 for shape in matrices.values()), "P and Q, of rank 4"
     assert 0.5 * most < sent / exactly <= most or sent / exactly < 0.02
-    rest = trainer.wire.bytes(where="push") - sent
+    rest = trainer.wire.bytes(where="reduce_gradients") - sent
     vectors = [place.nbytes for place in trainer.resolved.placements.values() if len(place.shape) == 1]
     assert rest == sum(2 * 7 * nbytes // 8 for nbytes in vectors)
 
@@ -352,7 +352,9 @@ def test_collectives_of_a_push_by_the_size_of_a_bucket(codec, leaf, bucket):
     """Row codecs: an all-to-all and an all-gather, whatever travels; power_sgd: P and Q."""
     options = {"power_sgd": {"min_compression": 1}}.get(codec, {})
     layout = lambda size: spmd.Gradients("all_reduce", codec, options, error_feedback=codec == "power_sgd", bucket_bytes=size)
-    count = lambda size: sum(op.count for op in trainer_of(layout(size), sizes=(16, 32, 64, 32)).wire.ops if op.where.startswith("push"))
+    count = lambda size: sum(
+        op.count for op in trainer_of(layout(size), sizes=(16, 32, 64, 32)).wire.ops if op.where.startswith("reduce_gradients")
+    )
     alone = 3 if codec == "power_sgd" else 0  # biases, which travel exactly whatever the bucket
     leaves = 3 if codec == "power_sgd" else 6
     assert count(1) == alone + leaves * leaf
@@ -367,7 +369,7 @@ def test_a_bucket_is_filled_up_to_its_bytes_and_not_beyond():
     for limit in (127, 8191, 8448, 8447, 8448 + 128, 16768, 16767 + 2177, 18943):
         trainer = trainer_of(spmd.Gradients("all_reduce", "bfloat16", bucket_bytes=limit), sizes=(16, 32, 64, 32))
         assert [(path, place.nbytes) for path, place in trainer.resolved.placements.items()] == list(zip(paths, sizes, strict=True))
-        ops = [op for op in trainer.wire.ops if op.where.startswith("push")]
+        ops = [op for op in trainer.wire.ops if op.where.startswith("reduce_gradients")]
         assert [op.kind for op in ops] == ["all_to_all", "all_gather"] * (len(ops) // 2)
         count[limit] = [op.shape[1] * 8 * 4 for op in ops if op.kind == "all_to_all"]
     assert count == {
@@ -386,21 +388,21 @@ def test_a_bucket_is_filled_up_to_its_bytes_and_not_beyond():
 def test_microbatches_do_not_multiply_what_is_pushed(codec):
     one, four = (trainer_of(gradients(codec), rows=64, accumulate=count) for count in (1, 4))
     assert four._program._step(64, True).microbatches == 4
-    assert one.wire.bytes(where="push") == four.wire.bytes(where="push") > 0
-    assert one.wire.bytes(where="pull") == four.wire.bytes(where="pull") == 0
+    assert one.wire.bytes(where="reduce_gradients") == four.wire.bytes(where="reduce_gradients") > 0
+    assert one.wire.bytes(where="gather_params") == four.wire.bytes(where="gather_params") == 0
 
 
 @pytest.mark.parametrize("codec", ["exact", "bfloat16"])
 def test_microbatches_multiply_what_is_pulled_under_fsdp(codec):
     whole = {"default": Default("shard:data")}
     one, four = (trainer_of(gradients(codec, "reduce_scatter"), rows=64, accumulate=count, **whole) for count in (1, 4))
-    assert one.wire.bytes(where="push") == four.wire.bytes(where="push") > 0
-    assert 4 * one.wire.bytes(where="pull") == four.wire.bytes(where="pull") > 0
+    assert one.wire.bytes(where="reduce_gradients") == four.wire.bytes(where="reduce_gradients") > 0
+    assert 4 * one.wire.bytes(where="gather_params") == four.wire.bytes(where="gather_params") > 0
     # forward and backward; of the first layer's kernel the backward pass needs nothing, nor of any bias
     kernels = {path: place for path, place in one.resolved.placements.items() if "data" in place.spec}
     once = sum(7 * place.nbytes // 8 for place in kernels.values())
     again = sum(7 * kernels[path].nbytes // 8 for path in ("mid/kernel", "out/kernel") if path in kernels)
-    assert one.wire.bytes(where="pull") == once + again
+    assert one.wire.bytes(where="gather_params") == once + again
 
 
 # the model axis ------------------------------------------------------------------------------------------------------
@@ -661,23 +663,23 @@ def test_weights_are_pulled_as_uint16_under_fsdp_bf16():
     layout = spmd.Layout.load("fsdp_bf16")
     trainer = trainer_of(layout.gradients, sizes=DIVIDE, default=layout.default)
     exact = trainer_of(dataclasses.replace(layout.gradients, weights="exact"), sizes=DIVIDE, default=layout.default)
-    pulls = lambda trainer: [op for op in trainer.wire.ops if op.where.endswith("pull")]
+    pulls = lambda trainer: [op for op in trainer.wire.ops if op.where.endswith("gather_params")]
     assert {(op.kind, op.dtype) for op in pulls(trainer)} == {("all_gather", "uint16")}
     assert {(op.kind, op.dtype) for op in pulls(exact)} == {("all_gather", "float32")}
-    assert 2 * trainer.wire.bytes(where="pull") == exact.wire.bytes(where="pull") > 0
+    assert 2 * trainer.wire.bytes(where="gather_params") == exact.wire.bytes(where="gather_params") > 0
     assert {one.dtype for one in collectives(lowered(trainer)) if math.prod(one.shape) > 2} == {"uint16"}
 
 
 def test_updates_are_spread_as_uint16_under_zero1():
     for weights, dtype in (("bfloat16", "uint16"), ("exact", "float32")):
         trainer = trainer_of(spmd.Gradients("reduce_scatter", weights=weights), sizes=DIVIDE, optimizer=SHARED)
-        spreads = [op for op in trainer.wire.ops if op.where.endswith("spread")]
+        spreads = [op for op in trainer.wire.ops if op.where.endswith("gather_updates")]
         if weights == "exact" and not spreads:
             continue  # left to the partitioner, which gathers them as they are
         assert {(op.kind, op.dtype) for op in spreads} == {("all_gather", dtype)}
         assert len(spreads) == 6
         elements = sum(math.prod(place.shape) for place in trainer.resolved.placements.values())
-        assert trainer.wire.bytes(where="spread") == 7 * elements // 8 * (2 if weights == "bfloat16" else 4)
+        assert trainer.wire.bytes(where="gather_updates") == 7 * elements // 8 * (2 if weights == "bfloat16" else 4)
         assert keys(collectives(lowered(trainer))) == logged(trainer.wire)
 
 
@@ -728,7 +730,7 @@ def test_what_a_codec_sends_is_what_gpus_send(devices, codec, payload):
         found[kind, dtype] = max(found[kind, dtype], math.prod(shape))
     # a bias of 64 over 64 workers is a number each, and as int8 it would be larger
     sizes = {
-        travels: [math.prod(i.place.shape) for i in trainer._placed.exchange.items.values() if i.name == travels]
+        travels: [math.prod(i.placement.shape) for i in trainer._placed.exchange.gradient_specs.values() if i.codec_name == travels]
         for travels in (codec, "exact")
     }
     assert sum(sizes["exact"]) == (64 if (devices, codec) == (64, "int8") else 0)

@@ -1,4 +1,4 @@
-"""In which format gradients travel: one file per codec, one line here."""
+"""Codecs: the wire formats of gradients, one file per codec."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
-"""What a codec is, and the frame that most of them share.
+"""The codec interface, and the exchange that most codecs share.
 
-A codec takes a *bucket*: gradients of some parameters, each whole on this worker and not yet averaged. It gives three
-things for each: the mean over workers (the piece that `Cut` says), what became of this worker's own gradient (`kept`),
-and its next state. The contract that makes error feedback exact, for every codec: **the mean over workers of `kept` is
-the mean that was given.** What a worker lost is then `gradient - kept`, whoever rounded it.
+A codec takes a *bucket*: the gradients of some parameters, each of them full on this worker and not yet averaged. For each
+it returns the mean over workers (the shard that `ShardLayout` says), what arrived of this worker's own gradient (`kept`),
+and the next codec state. Error feedback is exact for every codec by this contract: **the mean over workers of `kept` is the
+returned mean.** So a worker lost `gradient - kept`, whichever worker rounded it.
 """
 
 import abc
@@ -29,7 +29,7 @@ Means = tuple[list[jax.Array], list[jax.Array], list[State]]
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """How a bucket's gradients are cut, over which data axes they meet, and which of these reduce exactly first."""
+    """The shard layouts of a bucket's gradients, and the data axes along which they are reduced exactly first."""
 
     shard_layouts: tuple[ShardLayout, ...]
     inside: tuple[str, ...] = ()
@@ -41,160 +41,167 @@ class Bucket:
 
     @property
     def across(self) -> tuple[str, ...]:
-        """The data axes that the codec crosses."""
+        """The data axes along which the codec is used."""
         return tuple(axis for axis in self.axes if axis not in self.inside)
 
     @property
-    def left(self) -> tuple[str, ...]:
-        """The data axes along which all workers get the same piece; one bucket, one answer."""
-        return self.shard_layouts[0].left
+    def replicated_axes(self) -> tuple[str, ...]:
+        """The data axes along which all workers get the same shard; equal for all gradients of a bucket."""
+        return self.shard_layouts[0].replicated_axes
 
     @functools.cached_property
     def _order(self) -> list[int]:
-        """The gradients by the width of their rows, so that those of one width lie side by side."""
+        """The gradients by the width of their rows, so that those of one width are adjacent."""
         return sorted(range(len(self.shard_layouts)), key=lambda n: self.shard_layouts[n].width)
 
     @property
     def widths(self) -> list[int]:
-        """Each width that there is, once."""
-        return sorted({cut.width for cut in self.shard_layouts})
+        """The distinct widths, ascending."""
+        return sorted({layout.width for layout in self.shard_layouts})
 
-    def rows(self, grads: list[jax.Array]) -> jax.Array:
-        """All gradients side by side, float32[workers, elements that each worker owns]."""
-        return jnp.concatenate([self.shard_layouts[n].rows(grads[n]) for n in self._order], axis=1)
+    def to_rows(self, grads: list[jax.Array]) -> jax.Array:
+        """All gradients concatenated, float32[workers, elements that each worker owns]."""
+        return jnp.concatenate([self.shard_layouts[n].to_rows(grads[n]) for n in self._order], axis=1)
 
-    def columns(self, rows: jax.Array) -> list[jax.Array]:
+    def split_columns(self, rows: jax.Array) -> list[jax.Array]:
         """The columns of `rows` that belong to each gradient."""
         ends = list(itertools.accumulate(self.shard_layouts[n].width for n in self._order))
         parts = jnp.split(rows, ends[:-1], axis=1)
         return [parts[self._order.index(n)] for n in range(len(self.shard_layouts))]
 
-    def alike(self, rows: jax.Array) -> list[jax.Array]:
-        """For each width, float32[rows times gradients, width]: what a codec may encode in one call, gradients apart."""
-        counts = collections.Counter(cut.width for cut in self.shard_layouts)
+    def split_widths(self, rows: jax.Array) -> list[jax.Array]:
+        """For each width, float32[rows times gradients, width], for the codec to encode in one call."""
+        counts = collections.Counter(layout.width for layout in self.shard_layouts)
         ends = list(itertools.accumulate(width * counts[width] for width in self.widths))
         return [part.reshape(-1, width) for part, width in zip(jnp.split(rows, ends[:-1], axis=1), self.widths, strict=True)]
 
-    def joined(self, parts: list[jax.Array]) -> jax.Array:
-        """The inverse of `alike`."""
-        counts = collections.Counter(cut.width for cut in self.shard_layouts)
+    def join_widths(self, parts: list[jax.Array]) -> jax.Array:
+        """The inverse of `split_widths`."""
+        counts = collections.Counter(layout.width for layout in self.shard_layouts)
         sizes = [width * counts[width] for width in self.widths]
         return jnp.concatenate([part.reshape(-1, size) for part, size in zip(parts, sizes, strict=True)], axis=1)
 
 
 class Codec(abc.ABC):
-    """One format in which gradients travel. Options are the fields of the frozen dataclass that each codec is."""
+    """A wire format of gradients. Each codec is a frozen dataclass, and its fields are the options."""
 
     lossless: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def compresses(self, cut: ShardLayout, whole: tuple[int, ...]) -> bool:
-        """Whether a gradient that is cut so gets smaller; one that does not travels exactly. `whole` is its parameter's shape."""
+    def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:
+        """Whether this makes a gradient of `layout` smaller; if not, it is sent exactly. `full_shape` is the parameter's."""
 
-    def init(self, key: jax.Array, shape: tuple[int, ...], whole: tuple[int, ...]) -> State:
-        """What the codec remembers of one gradient from step to step, the same on every worker."""
-        del key, shape, whole
+    def init(self, key: jax.Array, shape: tuple[int, ...], full_shape: tuple[int, ...]) -> State:
+        """The codec's state of one gradient, the same on every worker."""
+        del key, shape, full_shape
         return {}
 
     @property
     @abc.abstractmethod
     def error(self) -> float:
-        """A bound on |x - decoded x| / |x| (Euclidean) for one encoding, which the contract suite holds the codec to."""
+        """A bound on |x - decoded x| / |x| (Euclidean) for one encoding; the contract suite checks it."""
 
     @abc.abstractmethod
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
-        """The means, what became of this worker's own gradients, and the next states; one of each per gradient."""
+        """The means, what arrived of this worker's own gradients, and the next states; one of each per gradient."""
 
 
 class RowCodec(Codec):
-    """A codec that shortens rows of numbers: all-to-all, sum in float32 at the owner, all-gather.
+    """A codec that compresses rows of numbers: all-to-all, sum in float32 at the owner, all-gather.
 
-    Each row of each gradient is encoded by itself and all of a bucket travel together, so buckets change no number. (Rows of one
-    width are encoded in one call: a model has few widths, and a program of few operations is compiled sooner.)
-    Each element is rounded at most twice whatever the number of workers: once on its way to the owner, once on the way back. A ring
-    rounds once per hop. All workers decode the same bytes, so they end bit-equal. A worker's own row does not travel and is not
-    rounded; the second rounding, the owner's, is charged to the owner's `kept`. (One-shot exchange as in Megatron's
+    Each row of each gradient is encoded separately, and a bucket is sent in one collective, so bucketing changes no number.
+    (Rows of one width are encoded in one call: a model has few widths, and a smaller program compiles faster.) Each element is
+    rounded at most twice for any number of workers: before it is sent to the owner, and before the mean is sent back. A ring
+    rounds once per hop. All workers decode the same bytes, so their results are bit-equal. A worker's own row is not sent and
+    not rounded; the second rounding, the owner's, is charged to the owner's `kept`. (One-shot exchange as in Megatron's
     reduce-scatter with float32 accumulation; two error memories as in 1-bit Adam, arXiv:2102.02888, here in one array.)
     """
 
     @abc.abstractmethod
     def encode(self, rows: jax.Array) -> Any:
-        """float32[n, width] as what travels: a tree of arrays [n, ...]."""
+        """The payload of float32[n, width]: a tree of arrays [n, ...]."""
 
     @abc.abstractmethod
     def decode(self, payload: Any, width: int) -> jax.Array:
-        """What travelled as float32[n, width]."""
+        """The payload as float32[n, width]."""
 
-    def compresses(self, cut: ShardLayout, whole: tuple[int, ...]) -> bool:
-        """Whether all rows together, encoded, are fewer bytes than the gradient as float32."""
-        payload = jax.eval_shape(self.encode, jax.ShapeDtypeStruct((cut.workers, cut.width), jnp.float32))
-        return sum(map(nbytes, jax.tree.leaves(payload))) < 4 * math.prod(cut.shape)
+    def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:
+        """Whether all encoded rows together are fewer bytes than the gradient as float32."""
+        payload = jax.eval_shape(self.encode, jax.ShapeDtypeStruct((layout.workers, layout.width), jnp.float32))
+        return sum(map(nbytes, jax.tree.leaves(payload))) < 4 * math.prod(layout.shape)
 
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
-        """One exchange for the whole bucket."""
-        rows, kept = self.exchange(bucket.rows(grads), bucket)
-        pick = lambda back, parts: [back(cut, part) for cut, part in zip(bucket.shard_layouts, parts, strict=True)]
-        return pick(ShardLayout.join, bucket.columns(rows)), pick(ShardLayout.unrows, bucket.columns(kept)), states
+        """One exchange per bucket."""
+        rows, kept = self.exchange(bucket.to_rows(grads), bucket)
+        means = [layout.join_rows(part) for layout, part in zip(bucket.shard_layouts, bucket.split_columns(rows), strict=True)]
+        kept = [layout.from_rows(part) for layout, part in zip(bucket.shard_layouts, bucket.split_columns(kept), strict=True)]
+        return means, kept, states
 
     def exchange(self, rows: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
-        """From float32[workers, width]: the mean rows along `left`, and what became of each of this worker's rows."""
+        """From float32[workers, width]: the mean rows along `replicated_axes`, and what arrived of each of this worker's rows."""
         axes, inside, across = bucket.axes, bucket.inside, bucket.across
-        # 1. inside a node exactly: each worker sums up the rows that it owns for the whole node
-        grid = _moved(rows.reshape(*map(_size, axes), -1), axes, (*across, *inside))
+
+        def encode(rows: jax.Array) -> Any:  # the barrier makes XLA decode exactly what is sent
+            return lax.optimization_barrier([self.encode(part) for part in bucket.split_widths(rows)])
+
+        def decode(parts: Any) -> jax.Array:
+            return bucket.join_widths([self.decode(part, width) for part, width in zip(parts, bucket.widths, strict=True)])
+
+        # 1. inside a node, exactly: each worker sums the rows that it owns for the whole node
+        grid = _transpose(rows.reshape(*map(_size, axes), -1), axes, (*across, *inside))
         grid = grid.reshape(collectives.worker_count(across), collectives.worker_count(inside), -1)
         node = collectives.reduce_scatter(grid, inside, 1)[:, 0] / grid.shape[1]
-        # 2. across nodes as the codec says: to the owner, who sums in float32
-        width, me = node.shape[1], collectives.worker_index(across)
-        encode = lambda rows: lax.optimization_barrier([self.encode(part) for part in bucket.alike(rows)])  # what travels is decoded
-        decode = lambda parts: bucket.joined([self.decode(p, width) for p, width in zip(parts, bucket.widths, strict=True)])
-        payload, own = encode(node), lax.dynamic_index_in_dim(node, me)
+        # 2. across nodes, encoded: to the owner, which sums in float32
+        width, index = node.shape[1], collectives.worker_index(across)
+        payload, own_row = encode(node), lax.dynamic_index_in_dim(node, index)
         received = decode(packed_collective(payload, node.shape[0], lambda part: collectives.all_to_all(part, across)))
-        mean = lax.dynamic_update_index_in_dim(received, own, me, 0).sum(0, keepdims=True) / node.shape[0]
-        kept = lax.dynamic_update_index_in_dim(decode(payload), own, me, 0)
-        # 3. back to all who need it, those across nodes first; the owner answers for this rounding
-        outer = tuple(axis for axis in bucket.left if axis in across)
-        inner = tuple(axis for axis in bucket.left if axis in inside)
+        mean = lax.dynamic_update_index_in_dim(received, own_row, index, 0).sum(0, keepdims=True) / node.shape[0]
+        kept = lax.dynamic_update_index_in_dim(decode(payload), own_row, index, 0)
+        # 3. back to all workers that need it, first across nodes; this rounding is charged to the owner
+        outer = tuple(axis for axis in bucket.replicated_axes if axis in across)
+        inner = tuple(axis for axis in bucket.replicated_axes if axis in inside)
         if outer:
             payload = encode(mean)
             lost = (mean - decode(payload)) * node.shape[0]
-            kept = lax.dynamic_update_index_in_dim(kept, own - lost, me, 0)
+            kept = lax.dynamic_update_index_in_dim(kept, own_row - lost, index, 0)
             mean = decode(packed_collective(payload, 1, lambda part: collectives.all_gather(part, outer, 0)))
         mean = collectives.all_gather(mean[:, None], inner, 1)
-        mean = _moved(mean.reshape(*map(_size, (*outer, *inner)), width), (*outer, *inner), bucket.left)
-        # 4. what the node lost, charged to the worker who summed for it
-        lost = (node - kept)[:, None] * grid.shape[1]
-        own = lax.dynamic_slice_in_dim(grid, collectives.worker_index(inside), 1, axis=1)
-        kept = lax.dynamic_update_slice_in_dim(grid, own - lost, collectives.worker_index(inside), axis=1) if inside else kept[:, None]
-        kept = _moved(kept.reshape(*map(_size, (*across, *inside)), width), (*across, *inside), axes)
+        mean = _transpose(mean.reshape(*map(_size, (*outer, *inner)), width), (*outer, *inner), bucket.replicated_axes)
+        # 4. what the node lost is charged to the worker that summed for it
+        if inside:
+            lost, inside_index = (node - kept)[:, None] * grid.shape[1], collectives.worker_index(inside)
+            own_part = lax.dynamic_slice_in_dim(grid, inside_index, 1, axis=1)
+            kept = lax.dynamic_update_slice_in_dim(grid, own_part - lost, inside_index, axis=1)
+        kept = _transpose(kept.reshape(*map(_size, (*across, *inside)), width), (*across, *inside), axes)
         return mean.reshape(-1, width), kept.reshape(-1, width)
 
 
-def packed_collective(payload: Any, rows: int, move: Callable[[jax.Array], jax.Array]) -> Any:
-    """A payload of so many rows moved by one collective: its arrays side by side, as bytes unless all are of one dtype."""
+def packed_collective(payload: Any, rows: int, collective: Callable[[jax.Array], jax.Array]) -> Any:
+    """Send a payload of `rows` rows in one collective: its arrays concatenated, as bytes unless all have the same dtype."""
     leaves, structure = jax.tree.flatten(payload)
-    alike = len({leaf.dtype for leaf in leaves}) == 1
-    as_sent = leaves if alike else [lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in leaves]
-    parts = [leaf.reshape(rows, leaf.size // rows) for leaf in as_sent]  # there may be none
-    moved = move(jnp.concatenate(parts, axis=1))
+    one_dtype = len({leaf.dtype for leaf in leaves}) == 1
+    as_sent = leaves if one_dtype else [lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in leaves]
+    parts = [leaf.reshape(rows, leaf.size // rows) for leaf in as_sent]  # -1 fails for arrays without elements
+    received = collective(jnp.concatenate(parts, axis=1))
     ends = itertools.accumulate(part.shape[1] for part in parts[:-1])
-    apart = zip(jnp.split(moved, list(ends), axis=1), as_sent, strict=True)
-    back = [part.reshape(leaf.shape[0] * moved.shape[0] // rows, *leaf.shape[1:]) for part, leaf in apart]
-    if not alike:
-        back = [lax.bitcast_convert_type(part, leaf.dtype) for part, leaf in zip(back, leaves, strict=True)]
-    return jax.tree.unflatten(structure, back)
+    split = zip(jnp.split(received, list(ends), axis=1), as_sent, strict=True)
+    unpacked = [part.reshape(leaf.shape[0] * received.shape[0] // rows, *leaf.shape[1:]) for part, leaf in split]
+    if not one_dtype:
+        unpacked = [lax.bitcast_convert_type(part, leaf.dtype) for part, leaf in zip(unpacked, leaves, strict=True)]
+    return jax.tree.unflatten(structure, unpacked)
 
 
 def _size(axis: str) -> int:
     return collectives.worker_count((axis,))
 
 
-def _moved(grid: jax.Array, before: tuple[str, ...], after: tuple[str, ...]) -> jax.Array:
-    """The grid [*before, width] with its leading dims in another order."""
+def _transpose(grid: jax.Array, before: tuple[str, ...], after: tuple[str, ...]) -> jax.Array:
+    """The grid [*before, width] with its leading dims in the order `after`."""
     return grid.transpose(*(before.index(axis) for axis in after), len(before))
 
 
 def blocks(rows: jax.Array, size: int) -> jax.Array:
-    """[n, width] as [n, blocks, size], the last block filled up with zeros."""
+    """[n, width] as [n, blocks, size], the last block padded with zeros."""
     count = -(-rows.shape[1] // size)
     return jnp.pad(rows, ((0, 0), (0, count * size - rows.shape[1]))).reshape(rows.shape[0], count, size)
 

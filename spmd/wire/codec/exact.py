@@ -1,4 +1,4 @@
-"""Gradients as they are, by the collectives that every backend has."""
+"""Exact gradients, reduced by the backend's collectives."""
 
 import dataclasses
 from typing import ClassVar
@@ -15,7 +15,7 @@ from spmd.wire.shard_layout import ShardLayout
 class Exact(Codec):
     """All-reduce, or reduce-scatter, in the gradient's own dtype; one call per gradient, or one for a bucket of rows.
 
-    XLA merges all-reduces by itself; reduce-scatters only on GPUs.
+    XLA merges all-reduces automatically; reduce-scatters only on GPUs.
 
     Example:
       >>> Exact().error
@@ -24,28 +24,28 @@ class Exact(Codec):
 
     lossless: ClassVar[bool] = True
 
-    def compresses(self, cut: ShardLayout, whole: tuple[int, ...]) -> bool:
-        """Nothing gets smaller."""
+    def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:
+        """Never."""
         return False
 
     @property
     def error(self) -> float:
-        """None but float rounding."""
+        """Only float rounding."""
         return 0.0
 
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
-        """The mean, dim by dim: summed and cut where the piece is cut, summed whole over what is left."""
-        axes, workers = bucket.shard_layouts[0].axes, bucket.shard_layouts[0].workers
-        by_rows = all(len(cut.spec) == 1 and entry_axes(cut.spec[0]) == axes for cut in bucket.shard_layouts)
-        if by_rows and len({grad.dtype for grad in grads}) == 1:  # cut along dim 0 only, they can lie side by side as they are
+        """The mean, dim by dim: reduce-scattered along sharded dims, then all-reduced along the replicated axes."""
+        axes, workers, layouts = bucket.axes, bucket.shard_layouts[0].workers, bucket.shard_layouts
+        by_rows = all(len(layout.spec) == 1 and entry_axes(layout.spec[0]) == axes for layout in layouts)
+        if by_rows and len({grad.dtype for grad in grads}) == 1:  # sharded along dim 0 only: can be concatenated without a transpose
             means = packed_collective(grads, workers, lambda rows: collectives.reduce_scatter(rows, axes, 0))
             return [mean / workers for mean in means], grads, states
-        return [reduce(cut, grad) for cut, grad in zip(bucket.shard_layouts, grads, strict=True)], grads, states
+        return [exact_mean(layout, grad) for layout, grad in zip(layouts, grads, strict=True)], grads, states
 
 
-def reduce(cut: ShardLayout, grad: jax.Array) -> jax.Array:
-    """This worker's piece of the exact mean."""
+def exact_mean(layout: ShardLayout, grad: jax.Array) -> jax.Array:
+    """This worker's shard of the exact mean."""
     total = grad
-    for dim, entry in enumerate(cut.spec):
+    for dim, entry in enumerate(layout.spec):
         total = collectives.reduce_scatter(total, entry_axes(entry), dim)
-    return collectives.all_reduce(total, cut.left) / cut.workers
+    return collectives.all_reduce(total, layout.replicated_axes) / layout.workers

@@ -1,4 +1,4 @@
-"""One byte per number, four bits of it an exponent."""
+"""One byte per number, with an exponent of four bits."""
 
 import dataclasses
 from typing import Any
@@ -14,9 +14,9 @@ LARGEST = 448.0  # of float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Float8(RowCodec):
-    """float8_e4m3fn times a block's scale, its largest magnitude / 448. Small values keep their relative precision.
+    """float8_e4m3fn times the block's scale (its largest magnitude / 448). Small values keep their relative precision.
 
-    The payload is bit-cast to uint8. A block that holds a NaN or infinity comes out as NaN.
+    The payload is bit-cast to uint8. A block with a NaN or infinity is decoded as NaN.
 
     Example:
       >>> Float8(block=4).decode(Float8(block=4).encode(jnp.array([[448.0, 1.06, -0.25, 0.0]])), 4).tolist()
@@ -27,15 +27,15 @@ class Float8(RowCodec):
 
     @property
     def error(self) -> float:
-        """Four bits of significand; below 2^-6 of 448 steps of 2^-9, at most 2^-10 / 448 of the largest per element."""
+        """Four bits of significand. Below 2^-6 the step is 2^-9: at most 2^-10 / 448 of the largest element, for each element."""
         return 2.0**-4 + self.block**0.5 * 2.0**-10 / LARGEST
 
     def encode(self, rows: jax.Array) -> Any:
         """uint8 bit patterns and float32 scales."""
         values = blocks(rows, min(self.block, rows.shape[1]))
         scale = jnp.abs(values).max(-1, keepdims=True) / LARGEST
-        shrunk = jnp.clip(values / jnp.where(scale == 0, 1.0, scale), -LARGEST, LARGEST)
-        bits = lax.bitcast_convert_type(shrunk.astype(jnp.float8_e4m3fn), jnp.uint8)
+        scaled = jnp.clip(values / jnp.where(scale == 0, 1.0, scale), -LARGEST, LARGEST)
+        bits = lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
         return {"values": unblocks(bits, rows.shape[1]), "scale": jnp.where(jnp.isfinite(scale), scale, jnp.nan)}
 
     def decode(self, payload: Any, width: int) -> jax.Array:

@@ -12,9 +12,9 @@ from spmd.wire.codec.base import RowCodec, blocks, unblocks
 
 @dataclasses.dataclass(frozen=True)
 class Int8(RowCodec):
-    """Whole numbers from -127 to 127 times a block's scale, its largest magnitude / 127 (block-wise, as ZeRO++, arXiv:2306.10209).
+    """Integers from -127 to 127 times the block's scale, its largest magnitude / 127 (block-wise, as ZeRO++, arXiv:2306.10209).
 
-    Rounding is to nearest: |error| <= scale / 2 per element. A block that holds a NaN or infinity comes out as NaN.
+    Rounding is to nearest: |error| <= scale / 2 per element. A block with a NaN or infinity is decoded as NaN.
 
     Example:
       >>> Int8(block=4).decode(Int8(block=4).encode(jnp.array([[127.0, 1.4, -3.0, 0.0]])), 4).tolist()
@@ -25,15 +25,15 @@ class Int8(RowCodec):
 
     @property
     def error(self) -> float:
-        """Half a scale for every element of a block, whose norm is at least its largest magnitude."""
+        """Half a scale for every element of a block; the block's norm is at least its largest magnitude."""
         return math.sqrt(self.block) / 254
 
     def encode(self, rows: jax.Array) -> Any:
         """int8 values and float32 scales."""
         values = blocks(rows, min(self.block, rows.shape[1]))
         scale = jnp.abs(values).max(-1, keepdims=True) / 127
-        whole = jnp.round(values / jnp.where(scale == 0, 1.0, scale))
-        return {"values": unblocks(whole.astype(jnp.int8), rows.shape[1]), "scale": jnp.where(jnp.isfinite(scale), scale, jnp.nan)}
+        integers = jnp.round(values / jnp.where(scale == 0, 1.0, scale))
+        return {"values": unblocks(integers.astype(jnp.int8), rows.shape[1]), "scale": jnp.where(jnp.isfinite(scale), scale, jnp.nan)}
 
     def decode(self, payload: Any, width: int) -> jax.Array:
         """Values times scales."""

@@ -11,10 +11,10 @@ from spmd.wire.codec.base import RowCodec, blocks, unblocks
 
 @dataclasses.dataclass(frozen=True)
 class Sign(RowCodec):
-    """Signs, eight to a byte, times a block's mean magnitude (scaled sign, Karimireddy et al. 2019, arXiv:1901.09847).
+    """Signs, eight to a byte, times the block's mean magnitude (scaled sign, Karimireddy et al. 2019, arXiv:1901.09847).
 
     |x - decoded|^2 = (1 - phi) |x|^2 with phi = |x|_1^2 / (n |x|_2^2), so it contracts; without error feedback it does not
-    converge in general. The sign of 0 is +. Zeros that fill up a row, where the workers do not divide a gradient, count in the mean.
+    converge in general. The sign of 0 is +. The zeros that pad a gradient's last rows count in the mean.
 
     Example:
       >>> Sign(block=8).decode(Sign(block=8).encode(jnp.array([[3.0, -1.0, 2.0, -2.0, 1.0, 1.0, -3.0, 3.0]])), 8).tolist()
@@ -25,18 +25,18 @@ class Sign(RowCodec):
 
     @property
     def error(self) -> float:
-        """phi is above 0, by however little."""
+        """phi is above 0, but may be arbitrarily small."""
         return 1.0
 
     def encode(self, rows: jax.Array) -> Any:
         """uint8, bit k for element k of eight, and float32 scales, one per block."""
         values = blocks(rows, min(self.block, rows.shape[1]))
-        # the zeros that fill the last block up are not counted
+        # the padding of the last block is not counted
         size = values.shape[2]
-        filled = jnp.minimum(size, rows.shape[1] - size * jnp.arange(values.shape[1], dtype=jnp.float32))[:, None]
-        scale = jnp.abs(values).sum(-1, keepdims=True) / filled
-        eights = blocks((rows >= 0).astype(jnp.uint8), 8)
-        packed = jnp.left_shift(eights, jnp.arange(8, dtype=jnp.uint8)).sum(-1, dtype=jnp.uint8)
+        counts = jnp.minimum(size, rows.shape[1] - size * jnp.arange(values.shape[1], dtype=jnp.float32))[:, None]
+        scale = jnp.abs(values).sum(-1, keepdims=True) / counts
+        octets = blocks((rows >= 0).astype(jnp.uint8), 8)
+        packed = jnp.left_shift(octets, jnp.arange(8, dtype=jnp.uint8)).sum(-1, dtype=jnp.uint8)
         return {"bits": packed, "scale": scale}
 
     def decode(self, payload: Any, width: int) -> jax.Array:

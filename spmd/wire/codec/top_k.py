@@ -1,4 +1,4 @@
-"""The few numbers that are largest."""
+"""The numbers of largest magnitude."""
 
 import dataclasses
 from typing import Any
@@ -12,10 +12,11 @@ from spmd.wire.codec.base import RowCodec
 
 @dataclasses.dataclass(frozen=True)
 class TopK(RowCodec):
-    """Of each row the share `keep` of its elements with the largest magnitude, as values and indices.
+    """The share `keep` of each row's elements, those of largest magnitude, as values and indices.
 
-    Rows are what one worker owns of one gradient, so the choice is per owner, and bytes do not grow with the number of workers, as they do
-    when everybody's choice is gathered everywhere (Deep Gradient Compression, arXiv:1712.01887). The owner chooses again from the sum.
+    A row is the part of one gradient that one worker owns, so the elements are chosen per owner. Bytes do not grow with the
+    number of workers, as they do where every worker gathers the choice of all others (Deep Gradient Compression,
+    arXiv:1712.01887). The owner chooses again from the sum.
 
     Example:
       >>> TopK(keep=0.5).decode(TopK(keep=0.5).encode(jnp.array([[1.0, -4.0, 3.0, 2.0]])), 4).tolist()
@@ -26,7 +27,7 @@ class TopK(RowCodec):
 
     @property
     def error(self) -> float:
-        """The rest is no larger than what is kept: |rest|^2 <= (1 - keep) |x|^2."""
+        """No dropped element is larger than a kept one: |dropped|^2 <= (1 - keep) |x|^2."""
         return (1 - self.keep) ** 0.5
 
     def encode(self, rows: jax.Array) -> Any:
@@ -36,7 +37,7 @@ class TopK(RowCodec):
         return {"values": jnp.take_along_axis(rows, indices, axis=1), "indices": indices.astype(jnp.int32)}
 
     def decode(self, payload: Any, width: int) -> jax.Array:
-        """The values at their places, zero elsewhere."""
+        """The values at their indices, zero elsewhere."""
         values, indices = payload["values"], payload["indices"]
         rows = jnp.arange(values.shape[0])[:, None]
         return jnp.zeros((values.shape[0], width), jnp.float32).at[rows, indices].set(values)

@@ -1,4 +1,4 @@
-"""The simulated clock: how long each gradient takes. A model of time; the updates are real."""
+"""The simulated clock: how long each gradient takes. Only the time is simulated; the updates are real."""
 
 import csv
 from pathlib import Path
@@ -8,13 +8,13 @@ import numpy as np
 from spmd.errors import OptionError
 from spmd.layout.timing import parse_compute_time
 
-BLOCK = 1024  # times drawn at once for a worker
+BLOCK = 1024  # times drawn in one call for a worker
 
 
 class Times:
     """Seconds that each gradient of each worker takes.
 
-    A worker's times depend on the seed and its own number only, so more workers, or fewer, change nobody else's.
+    A worker's times depend only on the seed and its number, not on the number of workers.
 
     Example:
       >>> Times("lognormal(1.0, 0.3)", workers=4, seed=0).of(2, 0) == Times("lognormal(1.0, 0.3)", workers=8, seed=0).of(2, 0)
@@ -26,18 +26,18 @@ class Times:
         self._seed, self._drawn = seed, {}
         self._trace = read_trace(str(declared), workers) if self._kind == "trace" else None
         if self._kind == "list" and len(self._values) != workers:
-            raise OptionError(f"compute_time: {len(self._values)} numbers for {workers} workers.", fix="one for each.")
+            raise OptionError(f"compute_time: {len(self._values)} numbers for {workers} workers.", fix="one number for each worker.")
 
     @property
     def length(self) -> int | None:
-        """How many gradients of each worker are known; None where there is no end."""
+        """Number of known gradients of each worker; None if unlimited."""
         return None if self._trace is None else len(self._trace)
 
     def of(self, worker: int, number: int) -> float:
-        """Seconds of this worker's gradient with this number, from 0.
+        """Seconds of this worker's gradient number `number`, from 0.
 
         Raises:
-          OptionError: a trace that ends before.
+          OptionError: the trace ends before it.
         """
         if self._trace is not None:
             if number >= len(self._trace):
@@ -48,23 +48,23 @@ class Times:
             return float(self._trace[number, worker])
         if self._kind in ("constant", "list"):
             return self._values[worker if self._kind == "list" else 0]
-        block, at = divmod(number, BLOCK)
+        block, index = divmod(number, BLOCK)
         if self._drawn.get(worker, (None,))[0] != block:
             rng = np.random.Generator(np.random.Philox(key=np.array([self._seed, (int(worker) << 32) + block], np.uint64)))
             scale, normal = self._values[0], self._kind == "lognormal"
             drawn = scale * np.exp(rng.normal(0, self._values[1], BLOCK)) if normal else rng.exponential(scale, BLOCK)
             self._drawn[worker] = block, drawn
-        return float(self._drawn[worker][1][at])
+        return float(self._drawn[worker][1][index])
 
 
 def read_trace(path: str, workers: int) -> np.ndarray:
     """Seconds [gradients, workers] from a .csv or .npy file.
 
     Raises:
-      OptionError: no such file, no table of numbers from 0, or another number of columns than there are workers.
+      OptionError: no such file, not a table of numbers from 0, or not one column per worker.
     """
     if not Path(path).is_file():
-        raise OptionError(f'compute_time: "{path}" is no distribution, and no such file exists.', fix="check the path.")
+        raise OptionError(f'compute_time: "{path}" is not a distribution, and no such file exists.', fix="check the path.")
     try:
         if path.endswith(".npy"):
             table = np.load(path, allow_pickle=False).astype(np.float64)
@@ -73,11 +73,11 @@ def read_trace(path: str, workers: int) -> np.ndarray:
                 table = np.array([[float(cell) for cell in row] for row in csv.reader(file) if row], np.float64)
     except (ValueError, EOFError, OSError) as error:
         fix = "one row per gradient, one column of seconds per worker, and nothing else."
-        raise OptionError(f"compute_time: {path} is no table of numbers.", fix=fix) from error
+        raise OptionError(f"compute_time: {path} is not a table of numbers.", fix=fix) from error
     if table.ndim != 2 or not len(table) or table.shape[1] != workers or not np.isfinite(table).all() or (table < 0).any():
         shape = " x ".join(map(str, table.shape))
         raise OptionError(
-            f"compute_time: {path} is a table of {shape}; wanted a column of seconds, from 0, for each of {workers} workers.\n"
+            f"compute_time: {path} is a table of {shape}; expected one column of seconds, from 0, for each of {workers} workers.\n"
             "    fix: one row per gradient, one column per worker."
         )
     return table

@@ -1,4 +1,4 @@
-"""The simulated clock's word on every step: what goes into the compiled step as data, and what is told of it."""
+"""The events of every simulated step: the inputs of the compiled step, and its metrics."""
 
 import itertools
 import threading
@@ -14,18 +14,18 @@ from spmd.wire.param_server.clock import Times
 from spmd.wire.param_server.schedule import Asynchronous, Round, synchronous
 from spmd.wire.param_server.sync_schedule import sync_steps
 
-KEPT = 4096  # rounds that are remembered, of few workers; an earlier one is simulated again from the start
-MOST = 2**14  # asynchronous workers
-ROOM = 2**26  # bytes, about, for those of many
+MAX_KEPT_ROUNDS = 4096  # an earlier round is simulated again from the start
+MAX_WORKERS = 2**14  # in asynchronous modes
+MAX_KEPT_BYTES = 2**26  # of kept rounds, approximately
 
 
 class Events:
-    """The rounds of a run, by the number of the step. The same declaration gives the same rounds, whenever they are asked for.
+    """The rounds of a run, by step. The same declaration always gives the same rounds.
 
     Args:
       declared: the layout's `[parameter_server]`.
-      workers: how many are simulated.
-      sent: bytes that a worker sends to one server, and gets from it.
+      workers: number of simulated workers.
+      sent: bytes that a worker sends to one server, and receives from it.
       times: seconds that gradients take; None: as declared.
 
     Example:
@@ -36,13 +36,15 @@ class Events:
 
     def __init__(self, declared: ParameterServer, workers: int, sent: tuple[float, float] = (0.0, 0.0), times: Times | None = None):
         self.declared, self.workers, self.sent = declared, workers, sent
-        if declared.asynchronous and workers > MOST:
-            raise OptionError(f"[parameter_server] {workers} workers: a round is a table of workers by workers.", fix=f"at most {MOST}.")
+        if declared.asynchronous and workers > MAX_WORKERS:
+            raise OptionError(
+                f"[parameter_server] {workers} workers: a round is a table of workers by workers.", fix=f"at most {MAX_WORKERS}."
+            )
         self._network = Network.parse(declared.network)
         self._times = Times(declared.compute_time, workers, declared.seed) if times is None else times
         self._coming: Iterator[Round] = iter(())
         self._first, self._rounds, self._busy, self._lock = 0, [], [], threading.Lock()
-        self._kept_rounds = max(16, min(KEPT, ROOM // workers**2))
+        self._kept_rounds = max(16, min(MAX_KEPT_ROUNDS, MAX_KEPT_BYTES // workers**2))
         self._restart()
 
     def _restart(self) -> None:
@@ -51,16 +53,16 @@ class Events:
 
     @property
     def steps(self) -> int | None:
-        """How many steps a trace lasts for certain; None without an end."""
+        """Number of steps that a trace is sure to last; None if unlimited."""
         return self._times.length
 
     @property
     def masked(self) -> bool:
-        """Whether the compiled step needs to know anything: not where everybody always takes part at once."""
+        """Whether the compiled step needs event data: not if all workers take part in every step at the same time."""
         return self.declared.mode != "synchronous" or self.declared.spares > 0 or self.declared.warmup_steps > 0
 
     def round(self, step: int) -> Round:
-        """What happens in this step, from 0. Threads may ask: the one that reads data ahead does."""
+        """The events of this step, from 0. Thread-safe: the thread that prefetches data calls it."""
         with self._lock:
             return self._round(step)
 
@@ -69,13 +71,13 @@ class Events:
             self._restart()
         while step >= self._first + len(self._rounds):
             try:
-                found = next(self._coming)
-            except OptionError:  # a trace that ends: told again to whoever asks again
+                new_round = next(self._coming)
+            except OptionError:  # the trace has ended: raise again on the next call
                 self._restart()
                 raise
-            self._rounds.append(found)
-            count, before = int(found.takes.sum()), self._busy[-1] if self._busy else 0.0
-            self._busy.append(before + float((np.minimum(found.done, found.end) - found.began)[:count].sum()))
+            self._rounds.append(new_round)
+            count, before = int(new_round.takes.sum()), self._busy[-1] if self._busy else 0.0
+            self._busy.append(before + float((np.minimum(new_round.done, new_round.end) - new_round.began)[:count].sum()))
             if len(self._rounds) > self._kept_rounds:
                 del self._rounds[0], self._busy[0]
                 self._first += 1
@@ -83,16 +85,16 @@ class Events:
 
     @property
     def assigns_rows(self) -> bool:
-        """Whether rows have to be dealt out, because in some steps not everybody is given some."""
+        """Whether rows must be assigned to workers, because in some steps not all workers get some."""
         return self.declared.asynchronous or self.declared.warmup_steps > 0
 
     def check_trace_length(self, steps: int | None, parts: int | None, epochs: int = 1, *, drop: bool = False) -> None:
-        """Whether the times last for so many steps, or until so many parts of data are taken in each epoch; known at once only of a trace.
+        """Check that a trace of times covers `steps`, or `epochs` of `parts` parts of data each.
 
-        `drop`: an epoch ends before a round in which not everybody would have a part.
+        `drop`: an epoch ends before a round in which a worker would have no part.
 
         Raises:
-          OptionError: a trace that ends before.
+          OptionError: the trace ends earlier.
         """
         if self.steps is None or steps is parts is None:
             return
@@ -105,14 +107,14 @@ class Events:
                 epoch, taken = epoch + 1, 0
 
     def step_inputs(self, step: int, have: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """What the compiled step needs to know.
+        """The event data of the compiled step.
 
         Args:
-          have: bool[workers], who has data; None: all have. Where the data ends the update is of fewer, and never waits.
+          have: bool[workers], which workers have data; None: all. Where the data ends, an update has fewer gradients and does not wait.
 
         Returns:
-          `counted`, float32[2, names]: sums and counts of what is counted in this step; and who takes part in what order, unless
-          everybody always takes part at once; and which parameters workers that train by themselves send and receive.
+          `counted`, float32[2, names]: sums and counts of the metrics; the participating workers and their order, if `masked`; and
+          for local SGD the fragments that are sent and received.
         """
         found = self.round(step)
         have = np.ones(self.workers, bool) if have is None else have
@@ -126,12 +128,12 @@ class Events:
         present = found.present & have
         here = present[found.worker]
         applied, commit = found.applied & here, found.commit & here
-        short = here.any() and not here[: int(found.present.sum())].all()
-        if short and self.declared.mode == "softsync":  # the data ends: what was gathered is an update, of fewer
+        data_ended = here.any() and not here[: int(found.present.sum())].all()
+        if data_ended and self.declared.mode == "softsync":  # the data ends: the gathered gradients are an update
             commit[np.flatnonzero(here)[-1]] = True
         counted = self._counted(applied.sum(), here.sum(), commit.sum(), found.staleness[here].sum(), here.sum())
-        given = {"worker": found.worker, "applied": applied, "weight": found.weight, "commit": commit}
-        return {"counted": counted, "present": present, **given, "reads": found.reads}
+        arrivals = {"worker": found.worker, "applied": applied, "weight": found.weight, "commit": commit}
+        return {"counted": counted, "present": present, **arrivals, "reads": found.reads}
 
     def _counted(self, applied: Any, arrived: Any, updates: Any, staleness: Any = 0, count: Any = 0) -> np.ndarray:
         sums, counts = [applied, arrived - applied, updates, staleness], [1, 1, 1, max(count, 1)]
@@ -139,29 +141,29 @@ class Events:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of what is counted: gradients that were applied and dropped in a step, updates that the servers have made of them (of
-        workers who train by themselves: at a meeting), and the mean staleness of those that arrived."""
+        """Names of the counted metrics: gradients applied and dropped in a step, updates by the servers (for local SGD:
+        synchronizations), and the mean staleness of the gradients that arrived."""
         return ("gradients_applied", "gradients_dropped", "updates", *(("staleness",) if self.declared.asynchronous else ()))
 
     def _kept(self, found: Round, have: np.ndarray) -> np.ndarray:
-        """Of those who have data the fastest, as many as an update waits for."""
+        """The fastest of the workers that have data, as many as an update waits for."""
         if have.all():
             return found.present
-        wanted = int(found.present.sum())
+        count = int(found.present.sum())
         order = [worker for worker in found.worker if have[worker]]
         kept = np.zeros(self.workers, bool)
-        kept[list(itertools.islice(order, wanted))] = True
+        kept[list(itertools.islice(order, count))] = True
         return kept
 
     def skipped_scopes(self, step: int) -> list[str]:
-        """Where workers who train by themselves do not meet in this step: names of scopes in the step."""
+        """Scopes of the step that local SGD skips in this step, since those fragments are not due."""
         found = self.round(step)
-        told = (("send", found.sends), ("receive", found.receives))
-        return [f"{way}/{number}/" for way, due in told for number, now in enumerate(due) if not now]
+        directions = (("send", found.sends), ("receive", found.receives))
+        return [f"{direction}/{number}/" for direction, due in directions for number, is_due in enumerate(due) if not is_due]
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What the clock says when this step is over: the time, and the share of all workers' time so far in which they did not compute
-        gradients that have arrived."""
+        """The simulated time at the end of this step, and the share of all workers' time so far that was not spent on gradients that
+        have arrived."""
         with self._lock:
             end, busy = self._round(step).end, self._busy[step - self._first]
         return {"simulated_seconds": end, "idle_share": 1 - busy / (end * self.workers) if end else 0.0}
@@ -170,10 +172,10 @@ class Events:
 def rounds(
     declared: ParameterServer, workers: int, times: Times, network: Network, sent: tuple[float, float] = (0.0, 0.0)
 ) -> Iterator[Round]:
-    """The rounds of a run, without end. `sent` is what a worker sends to one server and gets from it, in bytes."""
-    push, pull = (part / network.bandwidth for part in sent)
+    """The rounds of a run, without end. `sent` is what a worker sends to one server and receives from it, in bytes."""
+    send, receive = (part / network.bandwidth for part in sent)
     if declared.local:
-        return sync_steps(declared, workers, times, push, pull, network.latency)
+        return sync_steps(declared, workers, times, send, receive, network.latency)
     if declared.asynchronous:
-        return Asynchronous(declared, workers, times, network.latency, push, pull).rounds()
-    return synchronous(declared, workers, times, (push + pull) * workers, 2 * network.latency)
+        return Asynchronous(declared, workers, times, network.latency, send, receive).rounds()
+    return synchronous(declared, workers, times, (send + receive) * workers, 2 * network.latency)

@@ -1,4 +1,4 @@
-"""A model whose parameters are what the servers keep: rows, which become the model's own again where it is called."""
+"""A model whose parameters are stored in packed rows, and unpacked where the model is called."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from spmd.tree import Tree
 from spmd.wire.param_server.packing import Storage
 
 
-class StoredModel(Model):
-    """`model` as the rest of the library sees it under a parameter server."""
+class PackedModel(Model):
+    """`model` with its parameters packed for the servers."""
 
     def __init__(self, model: Model, storage: Storage):
         self._model, self.storage = model, storage
 
     @property
     def concrete(self) -> Variables | None:
-        """The arrays of one that was given whole, packed."""
+        """The arrays of a model that already has some, packed."""
         return None if self._model.concrete is None else self._packed(self._model.concrete)
 
     def _packed(self, variables: Variables) -> Variables:
@@ -38,7 +38,7 @@ class StoredModel(Model):
         return {}
 
     def bind(self, variables: Variables, call: Call) -> Any:
-        """The model itself, with its parameters unpacked."""
+        """The model with its parameters unpacked."""
         return self._model.bind(dataclasses.replace(variables, params=self.storage.views(variables.params)), call)
 
     def get_stats(self, bound: Any) -> Tree:
@@ -50,5 +50,5 @@ class StoredModel(Model):
         self._model.check_remat(patterns)
 
     def rebuild(self, variables: Variables) -> Any:
-        """The user's kind of object, its parameters whole on every device."""
+        """The user's kind of object, with replicated parameters."""
         return self._model.rebuild(jax.jit(self._unpacked)(variables))

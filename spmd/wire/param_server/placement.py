@@ -1,8 +1,8 @@
-"""Which server keeps which parameter. Pure: sizes in, owners out.
+"""Which server stores which parameter. Pure: sizes in, owners out.
 
-The three strategies for whole parameters are those of TF 1.x's `replica_device_setter`: round robin over `ps_tasks`, and
-`GreedyLoadBalancingStrategy` by bytes; the third sorts first (longest processing time first, Graham 1969), which TF could not, as it
-placed variables in the order in which they were made.
+The first two strategies for unsplit parameters are those of TF 1.x's `replica_device_setter`: round robin over `ps_tasks`, and
+`GreedyLoadBalancingStrategy` by bytes. The third sorts by size first (longest processing time first, Graham 1969);
+TF could not do that, since it placed variables in the order of their creation.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 class Assignment:
     """Parameters on servers.
 
-    `sizes` are elements by path; `owner` is the server of each whole parameter, empty when every parameter is cut over all of them.
+    `sizes` are elements by path. `owner` is the server of each parameter; empty if every parameter is split over all servers.
 
     Example:
       >>> assign("round_robin", {"kernel": 600, "bias": 10, "out": 90}, 2).load
@@ -29,24 +29,24 @@ class Assignment:
 
     @property
     def load(self) -> tuple[int, ...]:
-        """Elements that each server keeps, what only fills up included for `sliced`."""
+        """Elements that each server stores, including padding for `sliced`."""
         if not self.owner:
             return (sum(-(-size // self.servers) for size in self.sizes.values()),) * self.servers
         return tuple(sum(size for path, size in self.sizes.items() if self.owner[path] == server) for server in range(self.servers))
 
     @property
     def imbalance(self) -> float:
-        """The fullest server's load over the mean: how many times longer the busiest link works than it had to."""
+        """The fullest server's load over the mean load: how much longer the busiest link takes than with equal loads."""
         return max(self.load) * self.servers / sum(self.load) if sum(self.load) else 1.0
 
     @property
     def padding(self) -> float:
-        """The share of what is stored that only fills up: every server's row is as long as the fullest one's."""
+        """The share of the storage that is padding: every server's row is as long as the fullest one's."""
         stored = max(self.load) * self.servers
         return 1 - sum(self.sizes.values()) / stored if stored else 0.0
 
     def start(self, path: str) -> int:
-        """Where in its server's row a whole parameter begins."""
+        """Where in its server's row a parameter begins."""
         before = 0
         for other, size in self.sizes.items():
             if other == path:
@@ -55,7 +55,7 @@ class Assignment:
         return before
 
 
-def _in_turn(sizes: Sequence[int], servers: int) -> list[int]:
+def _round_robin(sizes: Sequence[int], servers: int) -> list[int]:
     return [number % servers for number in range(len(sizes))]
 
 
@@ -73,13 +73,13 @@ def _largest_first(sizes: Sequence[int], servers: int) -> list[int]:
 
 
 STRATEGIES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
-    "round_robin": _in_turn,
+    "round_robin": _round_robin,
     "greedy_bytes": _least_loaded,
     "largest_first": _largest_first,
 }
 
 
 def assign(placement: str, sizes: Mapping[str, int], servers: int) -> Assignment:
-    """Parameters of these sizes (elements) over so many servers, in the order given."""
+    """Assign parameters of these sizes (elements) to `servers` servers, in the order given."""
     owner = {} if placement == "sliced" else dict(zip(sizes, STRATEGIES[placement](list(sizes.values()), servers), strict=True))
     return Assignment(placement, servers, dict(sizes), owner)

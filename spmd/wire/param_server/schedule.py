@@ -1,7 +1,7 @@
-"""Who arrives when, with weights of which version: a seeded simulation of events, on the host, in plain numbers.
+"""The schedule of a parameter server: when each gradient arrives, and which version of the parameters it used.
 
-Its rounds enter the compiled step as data. A round is as many gradients as can be computed at once: each worker has at most one in
-it, and all of them are of weights that were read before the round began.
+A seeded event simulation on the host, whose rounds enter the compiled step as data. A round is as many gradients as can be
+computed concurrently: at most one per worker, all at parameters that were read before the round began.
 """
 
 import dataclasses
@@ -14,9 +14,10 @@ from spmd.layout.server import ParameterServer
 from spmd.layout.timing import parse_staleness_scale
 from spmd.wire.param_server.clock import Times
 
-FAINT = 1e-20  # the least weight of a gradient: float32 must be able to divide by it
-# at one instant pushes come before pulls; REACHES: is at the servers' door; ENDS: a worker goes on, and its trace does not
-ARRIVES, READS, REACHES, ENDS = 0, 1, 2, 3
+MIN_WEIGHT = 1e-20  # of a gradient: float32 must be able to divide by it
+# Kinds of events. At one instant arrivals come before reads. QUEUES: a gradient reaches the server's link. TRACE_ENDS: a worker
+# would begin a gradient that its trace of times does not have.
+ARRIVES, READS, QUEUES, TRACE_ENDS = 0, 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +25,18 @@ class Round:
     """One step of the compiled program. Arrays are over events in order of arrival, at most one per worker.
 
     Attributes:
-      worker: int32[workers], whose gradient arrives; every worker once, those that are absent last.
-      takes: bool[workers], by worker: is given rows for this round.
-      present: bool[workers], by worker: has a gradient in this round that is not dropped for being late (a spare's is).
+      worker: int32[workers], the worker whose gradient arrives; every worker once, absent ones last.
+      takes: bool[workers], by worker: gets rows for this round.
+      present: bool[workers], by worker: has a gradient in this round; False for a spare, whose gradient is dropped.
       applied: bool[workers]; False: dropped, or absent.
       weight: float32[workers], of the gradient within its update.
-      commit: bool[workers]: the update is made after this arrival.
-      reads: bool[workers + 1, workers]: which workers read weights before the round (row 0), and after each event; none where all read
-        at once.
-      staleness: int32[workers], versions between reading and arriving; -1 where nothing arrives.
-      began, done, time: float64[workers]: simulated seconds at which the gradient was begun, was computed, and arrived.
-      end: simulated seconds when the round is over.
-      sends, receives: bool[fragments]: which parameters workers that train by themselves send to the servers after it, and take back.
+      commit: bool[workers]: the update is applied after this arrival.
+      reads: bool[workers + 1, workers]: which workers read parameters before the round (row 0), and after each event; no rows
+        if all read at the same time.
+      staleness: int32[workers], versions between read and arrival; -1 where nothing arrives.
+      began, done, time: float64[workers]: simulated seconds at which the gradient was begun, computed, and arrived.
+      end: simulated seconds at the end of the round.
+      sends, receives: bool[fragments]: the fragments that local SGD workers send to the servers after it, and receive.
     """
 
     worker: np.ndarray
@@ -54,153 +55,153 @@ class Round:
     receives: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
 
     @classmethod
-    def empty(cls, workers: int, *, late: bool = False) -> "Round":
-        """A round in which nothing happens. `late`: gradients arrive one by one, and who reads after which matters."""
+    def empty(cls, workers: int, *, asynchronous: bool = False) -> "Round":
+        """A round in which nothing happens. `asynchronous`: gradients arrive one by one, so the order of reads matters."""
         no, one, zero = np.zeros(workers, bool), np.ones(workers, np.float32), np.zeros(workers)
-        reads = np.zeros((workers + 1 if late else 0, workers), bool)
+        reads = np.zeros((workers + 1 if asynchronous else 0, workers), bool)
         order, stale = np.zeros(workers, np.int32), np.full(workers, -1, np.int32)
         return cls(order, no, no.copy(), no.copy(), one, no.copy(), reads, stale, zero, zero.copy(), zero.copy(), 0.0)
 
 
 def synchronous(declared: ParameterServer, workers: int, times: Times, network: float, delay: float) -> Iterator[Round]:
-    """All begin at once; the update waits for all but the spares, and the slowest are dropped. Ties go by number."""
+    """All begin at the same time; the update waits for all but the spares, and the slowest are dropped. Ties: the lower number first."""
     now, number = 0.0, 0
     while True:
-        alone = number < declared.warmup_steps
-        seconds = np.array([times.of(worker, number) for worker in range(1 if alone else workers)])
+        warmup = number < declared.warmup_steps
+        seconds = np.array([times.of(worker, number) for worker in range(1 if warmup else workers)])
         order = np.argsort(seconds, kind="stable")
-        kept = len(order) if alone else len(order) - declared.spares
-        found = Round.empty(workers)
-        full = np.concatenate([order, np.arange(len(order), workers)]).astype(np.int32)
-        found.worker[:], found.staleness[: len(order)] = full, 0
-        found.applied[:kept], found.commit[kept - 1] = True, True
-        found.takes[order], found.present[order[:kept]] = True, True
-        found.began[:] = now
-        found.done[: len(order)] = found.time[: len(order)] = now + seconds[order]
+        kept = len(order) if warmup else len(order) - declared.spares
+        new_round = Round.empty(workers)
+        all_workers = np.concatenate([order, np.arange(len(order), workers)]).astype(np.int32)
+        new_round.worker[:], new_round.staleness[: len(order)] = all_workers, 0
+        new_round.applied[:kept], new_round.commit[kept - 1] = True, True
+        new_round.takes[order], new_round.present[order[:kept]] = True, True
+        new_round.began[:] = now
+        new_round.done[: len(order)] = new_round.time[: len(order)] = now + seconds[order]
         now += float(seconds[order[kept - 1]]) + network * len(order) / workers + delay
         number += 1
-        yield dataclasses.replace(found, end=now)
+        yield dataclasses.replace(new_round, end=now)
 
 
 class Asynchronous:
-    """A queue of events: pushes that arrive at the servers, and pulls that are answered.
+    """A queue of events: gradients arrive at the servers, and workers read parameters.
 
-    Servers work alike, so one stands for all: pushes queue for its link inwards, `push` seconds each, pulls for its link outwards,
-    `pull` seconds each.
+    All servers behave alike, so one is simulated. Gradients queue for its inbound link, `send` seconds each, and parameters for
+    its outbound link, `receive` seconds each.
     """
 
-    def __init__(self, declared: ParameterServer, workers: int, times: Times, latency: float, push: float, pull: float):
+    def __init__(self, declared: ParameterServer, workers: int, times: Times, latency: float, send: float, receive: float):
         self.declared, self.workers, self.times = declared, workers, times
-        self.latency, self.push, self.pull = latency, push, pull
-        self.remote = latency > 0 or push > 0 or pull > 0
+        self.latency, self.send, self.receive = latency, send, receive
+        self.remote = latency > 0 or send > 0 or receive > 0
         self.scale = parse_staleness_scale(declared.staleness_scale) or (lambda tau: 1.0)
         self.per_update = declared.per_update(workers)
-        self.inwards = self.outwards = 0.0  # when the links are free again
+        self.inbound = self.outbound = 0.0  # when the links are free again
         self.version = 0
         self.read_version = np.zeros(workers, np.int64)
-        self.pushed = np.zeros(workers, np.int64)  # gradients that arrived, by worker: its clock
+        self.arrived = np.zeros(workers, np.int64)  # gradients that arrived, by worker: its clock
         self.begun = np.zeros(workers, np.int64)  # gradients begun
         self.started, self.finished = np.zeros(workers), np.zeros(workers)
-        self.waiting: set[int] = set()  # read, when the slowest allows
-        self.count = 0  # gradients of the update that is being gathered, over rounds
+        self.waiting: set[int] = set()  # workers that read when the bound on the slowest allows it
+        self.count = 0  # gradients of the next update so far, over rounds
         self.queue: list[tuple[float, int, int]] = []
-        self.this = Round.empty(workers, late=True)
+        self.current = Round.empty(workers, asynchronous=True)
         self.events = 0
-        self.read_here: set[int] = set()  # who read in this round: a gradient of these weights is for a later one
+        self.read_this_round: set[int] = set()  # workers whose next gradient belongs to a later round
 
     def rounds(self) -> Iterator[Round]:
         """Rounds without end."""
-        alone = self.declared.warmup_steps > 0
-        for worker in range(1 if alone else self.workers):
+        warmup = self.declared.warmup_steps > 0
+        for worker in range(1 if warmup else self.workers):
             self._begin(worker, 0.0)
-        self.joined = not alone
+        self.joined = not warmup
         while True:
             now, kind, worker = self.queue[0]
-            if kind == ENDS:  # an error, once what there is has been told
+            if kind == TRACE_ENDS:  # close the current round, then raise
                 if self.events:
                     yield self._close(now)
                 self.times.of(worker, int(self.begun[worker]))
             if kind != ARRIVES:
                 worker = heapq.heappop(self.queue)[2]
-                self._read(worker, now) if kind == READS else self._enter(worker, now)
+                self._read(worker, now) if kind == READS else self._queue(worker, now)
                 continue
             tied = []
             while self.queue and self.queue[0][:2] == (now, ARRIVES):
                 tied.append(heapq.heappop(self.queue)[2])
             senders: list[int] = []
             for worker in tied:
-                if self.this.present[worker] or worker in self.read_here:
+                if self.current.present[worker] or worker in self.read_this_round:
                     yield self._close(now)
                 self._arrive(worker, now)
                 senders.append(worker)
-                if self.this.commit[self.events - 1] or self.per_update == 1:
+                if self.current.commit[self.events - 1] or self.per_update == 1:
                     self._answer(senders, now)
                     senders = []
             self._answer(senders, now)
 
     def _begin(self, worker: int, now: float) -> None:
-        """A worker begins a gradient; it will be sent when it is done, and arrive when the link inwards is free."""
+        """Begin a gradient; it is sent when done, and arrives when the inbound link is free."""
         self.started[worker] = now
         number, known = int(self.begun[worker]), self.times.length
         if known is not None and number >= known:
-            heapq.heappush(self.queue, (now, ENDS, worker))
+            heapq.heappush(self.queue, (now, TRACE_ENDS, worker))
             return
         done = self.finished[worker] = now + self.times.of(worker, number)
         self.begun[worker] += 1
-        heapq.heappush(self.queue, (done + self.latency, REACHES, worker) if self.remote else (done, ARRIVES, worker))
+        heapq.heappush(self.queue, (done + self.latency, QUEUES, worker) if self.remote else (done, ARRIVES, worker))
 
-    def _enter(self, worker: int, now: float) -> None:
-        """A push is taken in when those before it are."""
-        self.inwards = max(now, self.inwards) + self.push
-        heapq.heappush(self.queue, (self.inwards, ARRIVES, worker))
+    def _queue(self, worker: int, now: float) -> None:
+        """Gradients arrive in the order in which they queue for the link."""
+        self.inbound = max(now, self.inbound) + self.send
+        heapq.heappush(self.queue, (self.inbound, ARRIVES, worker))
 
     def _arrive(self, worker: int, now: float) -> None:
-        at, this, tau = self.events, self.this, int(self.version - self.read_version[worker])
+        index, current, tau = self.events, self.current, int(self.version - self.read_version[worker])
         self.events += 1
-        this.worker[at], this.present[worker], this.staleness[at] = worker, True, tau
-        this.began[at], this.done[at], this.time[at] = self.started[worker], self.finished[worker], now
-        self.pushed[worker] += 1
+        current.worker[index], current.present[worker], current.staleness[index] = worker, True, tau
+        current.began[index], current.done[index], current.time[index] = self.started[worker], self.finished[worker], now
+        self.arrived[worker] += 1
         limit = self.declared.max_staleness
         if limit is not None and tau > limit:
             return
-        this.applied[at], this.weight[at] = True, max(self.scale(tau), FAINT)
+        current.applied[index], current.weight[index] = True, max(self.scale(tau), MIN_WEIGHT)
         self.count += 1
         if self.count == self.per_update:
-            this.commit[at], self.count = True, 0
+            current.commit[index], self.count = True, 0
             self.version += 1
 
     def _answer(self, senders: list[int], now: float) -> None:
-        """Those who have pushed read, or wait for the slowest; those who waited may go on now."""
+        """The senders read, or wait for the slowest worker; waiting workers continue if they may."""
         if not self.joined and self.version >= self.declared.warmup_steps:
             self.joined = True
-            self.pushed[:] = 0  # clocks start here
+            self.arrived[:] = 0  # clocks start now
             self.waiting |= set(range(1, self.workers))
         self.waiting |= set(senders)
         bound = self.declared.bound if self.declared.mode == "bounded" else None
-        slowest = self.pushed.min() if self.joined else 0
-        ready = [worker for worker in sorted(self.waiting) if bound is None or not self.joined or self.pushed[worker] - slowest <= bound]
+        slowest = self.arrived.min() if self.joined else 0
+        ready = [worker for worker in sorted(self.waiting) if bound is None or not self.joined or self.arrived[worker] - slowest <= bound]
         for worker in ready:
             self.waiting.remove(worker)
-            if self.pushed[worker] % self.declared.fetch_every and worker in senders:
+            if self.arrived[worker] % self.declared.fetch_every and worker in senders:
                 self._begin(worker, now)
             elif self.remote:
-                answered = max(now, self.outwards)  # a push is answered by the weights
-                self.outwards = answered + self.pull
-                heapq.heappush(self.queue, (answered, READS, worker))
+                sent = max(now, self.outbound)  # the server replies with the parameters
+                self.outbound = sent + self.receive
+                heapq.heappush(self.queue, (sent, READS, worker))
             else:
                 self._read(worker, now)
 
     def _read(self, worker: int, now: float) -> None:
-        self.this.reads[self.events, worker] = True
+        self.current.reads[self.events, worker] = True
         if self.events:
-            self.read_here.add(worker)
+            self.read_this_round.add(worker)
         self.read_version[worker] = self.version
-        self._begin(worker, now + self.pull + self.latency)
+        self._begin(worker, now + self.receive + self.latency)
 
     def _close(self, now: float) -> Round:
-        absent = [worker for worker in range(self.workers) if not self.this.present[worker]]
-        self.this.worker[self.events :] = absent
-        self.this.takes[:] = self.this.present
-        found = dataclasses.replace(self.this, end=float(self.this.time[self.events - 1]))
-        self.this, self.events, self.read_here = Round.empty(self.workers, late=True), 0, set()
-        return found
+        absent = [worker for worker in range(self.workers) if not self.current.present[worker]]
+        self.current.worker[self.events :] = absent
+        self.current.takes[:] = self.current.present
+        closed = dataclasses.replace(self.current, end=float(self.current.time[self.events - 1]))
+        self.current, self.events, self.read_this_round = Round.empty(self.workers, asynchronous=True), 0, set()
+        return closed

@@ -1,4 +1,4 @@
-"""The simulated clock by itself, for those who ask it before there is a model."""
+"""`simulate`: the simulated clock of a parameter server, without a model."""
 
 import math
 
@@ -18,20 +18,20 @@ from spmd.wire.param_server.timeline import check_number
 def simulate(
     server: ParameterServer, *, workers: int | None = None, steps: int, bytes: tuple[float, float] = (0.0, 0.0)
 ) -> ServerStatistics:
-    """What a parameter server's clock says of so many steps, without a model or a device.
+    """Simulate `steps` steps of a parameter server's clock, without a model or a device.
 
     Args:
-      server: as in a layout; checked in the same way.
-      workers: how many; None: as the server says.
+      server: as in a layout, with the same checks.
+      workers: number of workers; None: as the server says.
       steps: rounds; in synchronous mode, updates.
-      bytes: what a worker sends to one server with a gradient, and gets from it; a model's size over the number of servers.
+      bytes: bytes that a worker sends to one server with a gradient, and receives from it: the model's size / number of servers.
 
     Raises:
-      LayoutError: what of `server` means nothing, or does not go together.
-      OptionError: numbers that are none, or a trace of times that ends before.
+      LayoutError: `server` has an invalid value, or options that conflict.
+      OptionError: an invalid number, or a trace of times that ends too early.
 
     Example:
-      >>> for spares in (0, 4):  # what waiting for the last four of a hundred costs
+      >>> for spares in (0, 4):  # the cost of waiting for the slowest four of a hundred
       ...     server = ParameterServer(spares=spares, compute_time="exponential(1)")
       ...     print(f"{simulate(server, workers=100, steps=200).seconds_per_step:.1f}")
       5.1
@@ -41,12 +41,14 @@ def simulate(
         raise OptionError(f"simulate: {server!r} is {type_name(server)}.", fix="a spmd.ParameterServer.")
     count = server.workers if workers is None else workers
     if count is None:
-        raise OptionError("simulate: how many workers?", fix="such as  workers=8.")
+        raise OptionError("simulate: the number of workers is missing.", fix="such as  workers=8.")
     check_number("workers", count)
     if server.workers not in (None, count):
-        raise OptionError(f"simulate: workers={count}, and the server says {server.workers}.", fix="one of them.")
+        raise OptionError(
+            f"simulate: workers={count}, and the server says {server.workers}.", fix="give only one of the two, or equal numbers."
+        )
     if not isinstance(bytes, tuple | list) or len(bytes) != 2 or not all(_is_size(part) for part in bytes):
-        raise OptionError(f"simulate: bytes={bytes!r} is no pair of numbers from 0.", fix="bytes=(pushed, pulled), such as (4e6, 4e6).")
+        raise OptionError(f"simulate: bytes={bytes!r} is not a pair of numbers from 0.", fix="bytes=(sent, received), such as (4e6, 4e6).")
     source = f"a parameter server of {count} workers"
     layout = Layout(gradients=Gradients("parameter_server"), parameter_server=server, name=source, source=source)
     any_model = {str(number): jax.ShapeDtypeStruct((count,), "float32") for number in range(server.fragments)}

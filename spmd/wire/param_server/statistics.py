@@ -1,37 +1,38 @@
-"""What the simulated clock says of a run: who computed, who waited, what travelled, and what was dropped."""
+"""Statistics of a simulated run: computing and waiting of each worker, bytes sent, and gradients dropped."""
 
 import dataclasses
 import math
 
 import numpy as np
 
+from spmd.deprecated import warn
 from spmd.layout.server import ParameterServer
 from spmd.layout.timing import Network
 from spmd.tree import format_bytes
 from spmd.wire.param_server.events import Events
-from spmd.wire.param_server.timeline import Spans, spans
+from spmd.wire.param_server.timeline import GradientSpans, spans
 
-SHOWN = 10  # workers of a printed account; of more, those who compute least and most
+MAX_ROWS = 10  # printed workers; of more, those that compute least and most
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerStatistics:
-    """The first steps of a parameter server's clock, added up; printed, a table. Times are simulated seconds, arrays are by worker.
+    """Totals over the first steps of a parameter server's clock; prints as a table. Times are simulated seconds, arrays by worker.
 
-    A step is a round: a synchronous update, or as many gradients as can be computed at once. Servers work alike: what is said of a link is
-    so of each server's.
+    A step is a round: a synchronous update, or as many gradients as can be computed concurrently. All servers behave alike: the
+    figures of a link hold for the link of each server.
 
     Attributes:
       declared: the parameter server.
-      workers: how many there are.
-      sent: bytes that a worker sends to one server with a gradient, and gets from it.
-      steps: how many.
-      seconds: what they take together.
-      spans: every gradient, those that are under way at the end too.
+      workers: number of workers.
+      sent: bytes that a worker sends to one server with a gradient, and receives from it.
+      steps: number of steps.
+      seconds: their total time.
+      spans: every gradient, including those in progress at the end.
 
     Example:
-      >>> told = ServerStatistics.of(Events(ParameterServer(spares=1, compute_time=(1.0, 2.0, 4.0)), workers=3), steps=10)
-      >>> told.seconds, told.idle_seconds.tolist(), told.dropped.tolist(), told.drop_bias
+      >>> stats = ServerStatistics.of(Events(ParameterServer(spares=1, compute_time=(1.0, 2.0, 4.0)), workers=3), steps=10)
+      >>> stats.seconds, stats.idle_seconds.tolist(), stats.dropped.tolist(), stats.drop_bias
       (20.0, [10.0, 0.0, 0.0], [0, 0, 10], 3.0)
     """
 
@@ -40,14 +41,14 @@ class ServerStatistics:
     sent: tuple[float, float]
     steps: int
     seconds: float
-    spans: Spans
+    spans: GradientSpans
 
     @classmethod
     def of(cls, events: Events, steps: int) -> "ServerStatistics":
-        """The account of a clock's first steps. The clock is simulated anew, and nothing is asked of a run that uses it.
+        """The statistics of a clock's first steps. They are simulated again, so a run that uses the clock is not affected.
 
         Raises:
-          OptionError: no number of steps, or a trace of times that ends before.
+          OptionError: `steps` is not a number from 1, or a trace of times ends too early.
         """
         return cls(events.declared, events.workers, events.sent, steps, *spans(events, steps))
 
@@ -55,12 +56,12 @@ class ServerStatistics:
 
     @property
     def seconds_per_step(self) -> float:
-        """The mean."""
+        """Mean time of a step."""
         return self.seconds / self.steps
 
     @property
     def compute_seconds(self) -> np.ndarray:
-        """Seconds of computing gradients, those that are dropped or under way at the end included."""
+        """Seconds of computing gradients, including those that are dropped or in progress at the end."""
         return self._seconds(self.spans.began, self.spans.done)
 
     @property
@@ -69,18 +70,24 @@ class ServerStatistics:
         return self._seconds(self.spans.began, self.spans.done, self.spans.arrived & ~self.spans.applied)
 
     @property
+    def send_seconds(self) -> np.ndarray:
+        """Seconds in which gradients queued for a link and were sent; in a synchronous round or synchronization, parameters too."""
+        return self._seconds(self.spans.queued, self.spans.time)
+
+    @property
     def push_seconds(self) -> np.ndarray:
-        """Seconds in which gradients stood in line for a link and travelled; in a synchronous round, and at a meeting, the weights too."""
-        return self._seconds(self.spans.pushed, self.spans.time)
+        """The former name of `send_seconds`."""
+        warn("push_seconds", "send_seconds")
+        return self.send_seconds
 
     @property
     def idle_seconds(self) -> np.ndarray:
-        """Seconds without computing: waiting for other workers, for links, for weights."""
+        """Seconds without computing: waiting for other workers, links or parameters."""
         return self.seconds - self.compute_seconds
 
     @property
     def idle_share(self) -> np.ndarray:
-        """The share of all seconds without computing."""
+        """The share of time without computing."""
         return self.idle_seconds / self.seconds if self.seconds else np.zeros(self.workers)
 
     def _seconds(self, start: np.ndarray, end: np.ndarray, which: np.ndarray | bool = True) -> np.ndarray:
@@ -92,71 +99,71 @@ class ServerStatistics:
     def _by_worker(self, values: np.ndarray) -> np.ndarray:
         return np.bincount(self.spans.worker, values, self.workers)
 
-    # what became of gradients ------------------------------------------------------------------------------------------
+    # gradients ---------------------------------------------------------------------------------------------------------
 
     @property
     def arrived(self) -> np.ndarray:
-        """Gradients that came to be applied or dropped; spares' too."""
+        """Gradients that arrived and were applied or dropped, including those of spares."""
         return self._by_worker(self.spans.arrived).astype(int)
 
     @property
     def applied(self) -> np.ndarray:
-        """Gradients that became part of an update."""
+        """Gradients that are part of an update."""
         return self._by_worker(self.spans.applied).astype(int)
 
     @property
     def dropped(self) -> np.ndarray:
-        """Gradients that came too late. What their rows would have taught is lost."""
+        """Gradients that came too late; the model does not learn from their rows."""
         return self.arrived - self.applied
 
     @property
     def drop_bias(self) -> float:
-        """The largest share that a worker has dropped, over the mean of workers' shares.
+        """The largest dropped share of a worker's gradients, over the mean of these shares.
 
-        1: all are dropped alike, or nothing is; `workers`: one bears it all. The rows of a worker that is dropped more often than others
-        count for less. If those are other rows (long sentences, one hospital's), the model learns less of them.
+        1: all workers lose an equal share, or none; `workers`: all dropped gradients are of one worker. A worker that loses more
+        than others has less influence. If its rows differ (long sentences, one hospital's), the model learns less from them.
         """
-        here = self.arrived > 0
-        shares = self.dropped[here] / self.arrived[here]
+        has_arrived = self.arrived > 0
+        shares = self.dropped[has_arrived] / self.arrived[has_arrived]
         return float(shares.max() / shares.mean()) if shares.any() else 1.0
 
     @property
     def staleness(self) -> np.ndarray:
-        """Gradients that arrived, by how many versions old their weights were: [0] of the newest version, and so on."""
-        told = self.spans.staleness[self.spans.arrived]
-        return np.bincount(told[told >= 0], minlength=1)
+        """Number of arrived gradients by staleness: [k] used parameters that were k versions old."""
+        staleness = self.spans.staleness[self.spans.arrived]
+        return np.bincount(staleness[staleness >= 0], minlength=1)
 
     @property
     def updates(self) -> int:
-        """Versions that the servers have made; of workers who train by themselves, meetings."""
+        """Updates that the servers have applied; for local SGD, synchronizations."""
         return int(self.spans.commit.sum())
 
     @property
     def gradients_per_update(self) -> float:
-        """The effective batch, in gradients; nan before the first update. What the next one has gathered so far is not in it."""
-        made = np.flatnonzero(self.spans.commit)
-        return self.spans.applied[: made[-1] + 1].sum() / len(made) if len(made) else math.nan
+        """The effective batch, in gradients; nan before the first update. Gradients of an incomplete update do not count."""
+        updates = np.flatnonzero(self.spans.commit)
+        return self.spans.applied[: updates[-1] + 1].sum() / len(updates) if len(updates) else math.nan
 
     # links -------------------------------------------------------------------------------------------------------------
 
     @property
     def link_bytes(self) -> tuple[float, float]:
-        """Bytes that a server's link has carried to it, and away from it."""
-        here = self.spans.arrived
-        sent = here if not self.declared.asynchronous else self.spans.began - self._network.latency <= self.seconds
-        return self.sent[0] * float(self.spans.sends[here].sum()), self.sent[1] * float(self.spans.receives[sent].sum())
+        """Bytes that a server has received over its link, and sent."""
+        arrived = self.spans.arrived
+        sent = arrived if not self.declared.asynchronous else self.spans.began - self._network.latency <= self.seconds
+        return self.sent[0] * float(self.spans.sends[arrived].sum()), self.sent[1] * float(self.spans.receives[sent].sum())
 
     @property
     def link_busy(self) -> tuple[float, float]:
-        """The share of the time in which a server's link carries something to it, and away from it."""
+        """The share of the time in which a server's link is busy inwards, and outwards."""
         if not self.seconds:
             return 0.0, 0.0
         seconds = tuple(count / self._network.bandwidth for count in self.link_bytes)
-        if self.declared.asynchronous:  # one after another, and what the end cuts in two is known
-            push, pull = (count / self._network.bandwidth for count in self.sent)
+        if self.declared.asynchronous:  # one transfer at a time; the end may fall within one
+            send, receive = (count / self._network.bandwidth for count in self.sent)
             fetched = self.spans.receives > 0
             left = self.spans.began[fetched] - self._network.latency
-            seconds = self._within(self.spans.time - push, self.spans.time).sum(), self._within(left - pull, left).sum()
+            seconds = self._within(self.spans.time - send, self.spans.time).sum(), self._within(left - receive, left).sum()
         return float(seconds[0] / self.seconds), float(seconds[1] / self.seconds)
 
     @property
@@ -164,18 +171,18 @@ class ServerStatistics:
         return Network.parse(self.declared.network)
 
     def __str__(self) -> str:
-        arrived, applied, late = int(self.arrived.sum()), int(self.applied.sum()), self.staleness
+        arrived, applied, staleness = int(self.arrived.sum()), int(self.applied.sum()), self.staleness
         rate = f"; {applied / self.seconds:,.4g} gradients applied per second" if self.seconds else ""
         dropped = f", {arrived - applied:,} dropped ({1 - applied / arrived:.1%}; bias {self.drop_bias:.2f})" if applied < arrived else ""
-        each = f", of {self.gradients_per_update:.4g} gradients each" if self.updates else ""
-        link = zip(("inwards", "outwards"), self.link_bytes, self.link_busy, strict=True)
+        batch = f", of {self.gradients_per_update:.4g} gradients each" if self.updates else ""
+        links = zip(("inwards", "outwards"), self.link_bytes, self.link_busy, strict=True)
         lines = [
             f"{self.declared.mode}, {self.workers} workers, {self.steps:,} steps",
             f"time       {self.seconds:,.4g} s, {self.seconds_per_step:.4g} s a step{rate}",
             f"gradients  {arrived:,} arrived, {applied:,} applied{dropped}",
-            f"updates    {self.updates:,}{each}",
-            f"staleness  mean {late @ np.arange(len(late)) / max(late.sum(), 1):.2f}, largest {len(late) - 1}",
-            f"each link  {'; '.join(f'{format_bytes(count)} {way}, busy {busy:.1%}' for way, count, busy in link)}",
+            f"updates    {self.updates:,}{batch}",
+            f"staleness  mean {staleness @ np.arange(len(staleness)) / max(staleness.sum(), 1):.2f}, largest {len(staleness) - 1}",
+            f"each link  {'; '.join(f'{format_bytes(count)} {direction}, busy {busy:.1%}' for direction, count, busy in links)}",
         ]
         return "\n".join([*lines, "", *self._table()])
 
@@ -183,15 +190,17 @@ class ServerStatistics:
 
     def _table(self) -> list[str]:
         """Shares of the time, by worker."""
-        seconds = (self.compute_seconds, self.wasted_seconds, self.push_seconds, self.idle_seconds - self.push_seconds)
+        seconds = (self.compute_seconds, self.wasted_seconds, self.send_seconds, self.idle_seconds - self.send_seconds)
         shares = [part / self.seconds if self.seconds else np.zeros(self.workers) for part in seconds]
-        row = lambda name, parts, counts: f"{name:>6}" + "".join(f"{part:>11.1%}" for part in parts) + "".join(counts)
-        one = lambda n: row(n, [part[n] for part in shares], [f"{self.arrived[n]:>11,}", f"{self.dropped[n]:>11,}"])
-        order, left = np.arange(self.workers), []
-        if self.workers > SHOWN:
-            order = np.argsort(seconds[0], kind="stable")[[*range(SHOWN // 2), *range(-SHOWN // 2, 0)]]
-            left = [f"{'...':>6}  {self.workers - SHOWN} workers that compute more than those above and less than those below"]
-        lines = [one(n) for n in order]
-        mean = row("mean", [part.mean() for part in shares], [f"{part.mean():>11,.1f}" for part in (self.arrived, self.dropped)])
-        header = "worker" + "".join(f"{name:>11}" for name in ("computing", "wasted", "pushing", "waiting", "arrived", "dropped"))
-        return [header, *lines[: SHOWN // 2], *left, *lines[SHOWN // 2 :], mean]
+
+        def row(name: object, values: list, counts: list[str]) -> str:
+            return f"{name:>6}" + "".join(f"{value:>11.1%}" for value in values) + "".join(f"{count:>11}" for count in counts)
+
+        order, left_out = np.arange(self.workers), []
+        if self.workers > MAX_ROWS:
+            order = np.argsort(seconds[0], kind="stable")[[*range(MAX_ROWS // 2), *range(-MAX_ROWS // 2, 0)]]
+            left_out = [f"{'...':>6}  {self.workers - MAX_ROWS} workers that compute more than those above and less than those below"]
+        lines = [row(n, [share[n] for share in shares], [f"{self.arrived[n]:,}", f"{self.dropped[n]:,}"]) for n in order]
+        mean = row("mean", [share.mean() for share in shares], [f"{self.arrived.mean():,.1f}", f"{self.dropped.mean():,.1f}"])
+        header = "worker" + "".join(f"{name:>11}" for name in ("computing", "wasted", "sending", "waiting", "arrived", "dropped"))
+        return [header, *lines[: MAX_ROWS // 2], *left_out, *lines[MAX_ROWS // 2 :], mean]
