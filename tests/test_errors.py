@@ -518,7 +518,7 @@ def test_tensor_on_accelerator():
 def test_donated_array():
     gone = jnp.asarray(X)
     gone.delete()
-    text = "the data: 0 float32[32, 64] was deleted: a call that it was donated to has consumed it."
+    text = "the data: 0 float32[32, 64] was deleted: it was donated to a call."
     assert error_text(errors.DataError, fit, data=(gone, Y)) == text
 
 

@@ -1,4 +1,4 @@
-"""Batches: cut from arrays, read from files, taken from iterables, or kept on the devices; checked, placed on the mesh, prefetched."""
+"""Batches: from arrays, files or iterables, or from a data set on the devices; checked, placed on the mesh, prefetched."""
 
 from spmd.data.array_records import array_record
 from spmd.data.bucketing import buckets

@@ -1,4 +1,4 @@
-"""ArrayRecord files as records, through grain: each is a string of bytes, and what it means is said by a function or by features."""
+"""ArrayRecord files as records, read with grain: each is a byte string that a function or declared features decode."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from spmd.data.record_index import find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError, import_extra, type_name
 
-LEARNED = 1000  # records, of which one has to be decoded
+LEARNED = 1000  # records, at least one of which must decode
 
 
 class ArrayRecordFiles(FileFormat):
-    """Records of ArrayRecord files, one source of grain's for each file."""
+    """Records of ArrayRecord files, with one grain source for each file."""
 
     what = "ArrayRecord file"
 
@@ -31,25 +31,25 @@ class ArrayRecordFiles(FileFormat):
             self.fields = into.fields()
 
     def _learn(self, into: "Decoder", most: int) -> None:
-        """What records become, from the first; where those that cannot be read are skipped, from the first that can.
+        """Learn the fields from the first record, or from the first readable one if bad records are skipped.
 
         Raises:
-          DataError: none of so many can be read.
+          DataError: none of the first `most` records can be read.
         """
-        told = ""
+        first_error = ""
         for record in range(most):
             bad: dict[int, str] = {}
             (raw,) = self._raw(np.array([record]), bad)
             why = bad[0] if raw is None else into.learn(raw)
             if not why:
                 return
-            told = told or f"{self.where(record)}: {why}"
+            first_error = first_error or f"{self.where(record)}: {why}"
         many = f" (None of the first {most} records can be read.)" if most > 1 else ""
-        fix = 'a sound file, and a function from bytes to a dict of arrays; on_error="skip" leaves out records that are neither'
-        raise DataError(f"{told}{many}", fix=f"{fix if most == 1 else fix.partition(';')[0]}.")
+        fix = 'an intact file, and a function from bytes to a dict of arrays; on_error="skip" leaves out bad records'
+        raise DataError(f"{first_error}{many}", fix=f"{fix if most == 1 else fix.partition(';')[0]}.")
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """Records of a file together."""
+        """Reads the records of each file together."""
         bad: dict[int, str] = {}
         leaves = {name: np.zeros((len(records), *field.shape), field.dtype) for name, field in self.fields.items()}
         raw = self._raw(records, bad)
@@ -72,16 +72,16 @@ class ArrayRecordFiles(FileFormat):
 
     def _raw(self, records: np.ndarray, bad: dict[int, str]) -> list[bytes | None]:
         files = np.searchsorted(self._first, records, "right") - 1
-        found: list[bytes | None] = []
+        raw: list[bytes | None] = []
         for file in np.unique(files).tolist():
             rows = (records[files == file] - self._first[file]).tolist()
             try:
-                found += self._sources[file].__getitems__(rows)
-            except Exception:  # one of them is damaged: which one is found by reading each alone
-                found += [self._alone(file, row, len(found) + at, bad) for at, row in enumerate(rows)]
-        return found
+                raw += self._sources[file].__getitems__(rows)
+            except Exception:  # one of them is damaged; read each alone to find it
+                raw += [self._read_one(file, row, len(raw) + at, bad) for at, row in enumerate(rows)]
+        return raw
 
-    def _alone(self, file: int, row: int, at: int, bad: dict[int, str]) -> bytes | None:
+    def _read_one(self, file: int, row: int, at: int, bad: dict[int, str]) -> bytes | None:
         try:
             return self._sources[file][row]
         except Exception as error:
@@ -90,61 +90,61 @@ class ArrayRecordFiles(FileFormat):
 
 
 class Decoder:
-    """A user's function from bytes to a dict of arrays, which has to give the same shapes for each record but where it is padded."""
+    """A user's function from bytes to a dict of arrays, which must return the same shapes for each record, except in padded arrays."""
 
     def __init__(self, function: Callable[[bytes], Mapping[str, Any]], pad: Mapping[str, Feature]):
         self._function, self._pad = function, dict(pad)
         self._fields: dict[str, Field] = {}
 
     def fields(self) -> dict[str, Field]:
-        """What a record becomes."""
+        """The fields of a decoded record."""
         padded = {name: field for one, feature in self._pad.items() for name, field in feature.fields(one).items()}
         return {**self._fields, **padded}
 
     def learn(self, raw: bytes) -> str:
-        """Shapes and dtypes from a record; or what is wrong with it.
+        """Learn shapes and dtypes from a record; returns what is wrong with it, or "".
 
         Raises:
-          OptionError: the function does not give what is to be padded.
+          OptionError: the function does not return an array that `pad` names.
         """
-        found = self._decoded(raw)
-        if isinstance(found, str):
-            return found
-        missing = [name for name in self._pad if name not in found]
+        decoded = self._decoded(raw)
+        if isinstance(decoded, str):
+            return decoded
+        missing = [name for name in self._pad if name not in decoded]
         if missing:
-            raise OptionError(f"pad names {', '.join(missing)}, and decode gives {', '.join(found)}.")
-        strange = [f'{value.dtype} for "{name}"' for name, value in found.items() if value.dtype.kind in "OSUMmT"]
-        if strange or not found:
-            return f"decode gives {', '.join(strange) or 'nothing'}, which cannot go onto a device"
-        self._fields = {name: Field(value.shape, value.dtype) for name, value in found.items()}
+            raise OptionError(f"pad names {', '.join(missing)}, but decode returns {', '.join(decoded)}.")
+        unsupported = [f'{value.dtype} for "{name}"' for name, value in decoded.items() if value.dtype.kind in "OSUMmT"]
+        if unsupported or not decoded:
+            return f"decode returns {', '.join(unsupported) or 'nothing'}, which cannot be placed on a device"
+        self._fields = {name: Field(value.shape, value.dtype) for name, value in decoded.items()}
         return ""
 
     def _decoded(self, raw: bytes) -> dict[str, np.ndarray] | str:
         try:
-            given = self._function(raw)
-            if not isinstance(given, Mapping):
-                return f"decode gives {type_name(given)}, and a dict of arrays is wanted"
-            return {str(name): np.asarray(value) for name, value in given.items()}
-        except Exception as error:  # whatever a user's function raises, the record is named
+            decoded = self._function(raw)
+            if not isinstance(decoded, Mapping):
+                return f"decode returns {type_name(decoded)}, but must return a dict of arrays"
+            return {str(name): np.asarray(value) for name, value in decoded.items()}
+        except Exception as error:  # a user's function may raise anything; the error names the record
             return f"decode raises {type(error).__name__}: {error}"
 
     def read(self, raw: bytes, into: dict[str, np.ndarray], at: int, bad: dict[int, str]) -> None:
         """One record."""
-        found = self._decoded(raw)
-        if isinstance(found, str):
-            bad[at] = found
+        decoded = self._decoded(raw)
+        if isinstance(decoded, str):
+            bad[at] = decoded
             return
         for name, field in self._fields.items():
-            value, padded = found.get(name), self._pad.get(name)
+            value, padded = decoded.get(name), self._pad.get(name)
             if value is None or (padded is None and (value.shape != field.shape or value.dtype != field.dtype)):
                 what = "nothing" if value is None else f"{value.dtype}{list(value.shape)}"
-                bad[at] = f'decode gives {what} for "{name}", and {field} for the first record; pad=... makes one length of several'
+                bad[at] = f'decode returns {what} for "{name}", but {field} for the first record; pad=... pads arrays of different lengths'
             elif padded is None:
                 into[name][at] = value
             elif value.ndim != 1 or len(value) > padded.shape[0]:
-                bad[at] = f'"{name}" has shape {list(value.shape)}, and is padded to [{padded.shape[0]}]'
+                bad[at] = f'"{name}" has shape {list(value.shape)}, but is padded to [{padded.shape[0]}]'
             elif len(value) and not _holds(padded.dtype, value):
-                bad[at] = f'decode gives {value.dtype} for "{name}", of which {padded.dtype} does not hold all'
+                bad[at] = f'decode returns {value.dtype} for "{name}", with values that {padded.dtype} cannot hold'
             else:
                 into[name][at] = padded.fill
                 into[name][at, : len(value)] = value
@@ -152,7 +152,7 @@ class Decoder:
 
 
 def _holds(dtype: np.dtype, values: np.ndarray) -> bool:
-    """Whether numbers are what they were, up to rounding."""
+    """Whether the dtype holds these numbers, up to rounding."""
     if dtype.kind in "iu" and values.dtype.kind in "iu":
         least, most = limits(dtype)
         return bool(least <= values.min() and values.max() <= most)
@@ -171,38 +171,38 @@ def array_record(
     workers: int = 0,
     on_error: str = "stop",
 ) -> Records:
-    """Batches of the records of ArrayRecord files, for `fit` or a loop of one's own. Wants the extra `data`.
+    """Batches of the records of ArrayRecord files, for `fit` or your own loop. Needs the extra `data`.
 
     Args:
       files: a pattern, a path, or several of them.
       batch_size: records of a batch, over all processes.
-      decode: from the bytes of a record to a dict of arrays, alike for all records.
-      features: in its place, where records are `tf.train.Example`: by name, `spmd.data.fixed` or `spmd.data.padded`.
-      pad: by name, `spmd.data.padded(length, dtype)` for arrays of `decode` that have one dim of several lengths.
-      shuffle: True, False, or a window of records that are mixed.
-      seed: decides the order.
+      decode: from the bytes of a record to a dict of arrays, with the same shapes and dtypes for all records.
+      features: instead of `decode`, for records of `tf.train.Example`: by name, `spmd.data.fixed` or `spmd.data.padded`.
+      pad: by name, `spmd.data.padded(length, dtype)` for one-dimensional arrays of `decode` whose lengths differ.
+      shuffle: True, False, or the size of a window within which records are shuffled.
+      seed: determines the order.
       workers: threads that read ahead; the batches do not depend on their number.
-      on_error: "stop", or "skip" for leaving out records that cannot be read.
+      on_error: "stop", or "skip" to leave out records that cannot be read.
 
     Raises:
-      DataError: no file, or one that is no ArrayRecord file.
+      DataError: no file, or a file that is not an ArrayRecord file.
       OptionError: neither or both of `decode` and `features`.
 
     Example:
       >>> import spmd
       >>> spmd.data.array_record("train-*.array_record", batch_size=128)
       Traceback (most recent call last):
-      spmd.errors.OptionError: what the bytes of a record mean is not said.
+      spmd.errors.OptionError: how to decode records is not given.
           fix: decode=function, or features={...} where they are tf.train.Example.
     """
     if (decode is None) == (features is None):
-        both = "decode and features are both given" if decode is not None else "what the bytes of a record mean is not said"
+        both = "decode and features are both given" if decode is not None else "how to decode records is not given"
         raise OptionError(f"{both}.", fix="decode=function, or features={...} where they are tf.train.Example.")
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     skip = on_error == "skip"
     if features is not None:
         if pad:
-            raise OptionError("pad belongs to decode.", fix="spmd.data.padded(...) among the features.")
+            raise OptionError("pad is for decode only.", fix="spmd.data.padded(...) among the features.")
         return Records(ArrayRecordFiles(find_files(files), Parser(features), skip=skip), reading)
     if not callable(decode):
         raise OptionError(f"decode is {type_name(decode)}.", fix="a function from bytes to a dict of arrays.")
@@ -216,4 +216,6 @@ def _opened(source: Any, path: str) -> Any:
     try:
         return source(path)
     except Exception as error:
-        raise DataError(f"{path} is no ArrayRecord file: {str(error).splitlines()[0] if str(error) else type(error).__name__}.") from error
+        raise DataError(
+            f"{path} is not an ArrayRecord file: {str(error).splitlines()[0] if str(error) else type(error).__name__}."
+        ) from error

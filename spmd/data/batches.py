@@ -1,4 +1,4 @@
-"""One batch on its way to the mesh: checked, padded or cut to what the workers divide, and placed."""
+"""Checks host batches, pads short ones, and places them on the mesh."""
 
 import contextlib
 import dataclasses
@@ -21,12 +21,12 @@ from spmd.tree import Tree, describe, dtype_of, flatten, map_paths
 
 @dataclasses.dataclass(frozen=True)
 class HostBatch:
-    """Rows still on the host.
+    """Rows on the host.
 
-    `leaves` are arrays; with `index`, the batch is their rows `index` (int64[rows]), read only where they are needed.
-    Without it they are the rows themselves: all of them in one process, this process's own in several.
-    `position` is what a checkpoint needs to go on after this batch. `has_rows` is bool[workers], who of them was dealt rows, and `weights`
-    is float32[rows on the mesh], 0 where a row is no data; None: there is data in the first `rows`, for whoever holds them.
+    `leaves` are arrays; with `index`, the batch is their rows `index` (int64[rows]), read only by the processes that need them.
+    Without it they are the rows themselves: all of them in one process, the local ones in several.
+    `position` is what a checkpoint needs to resume after this batch. `has_rows` is bool[workers], which workers were assigned rows, and
+    `weights` is float32[rows on the mesh], 0 on padding; None: the first `rows` are data.
     """
 
     leaves: Tree
@@ -54,17 +54,17 @@ class Batch:
 
 
 def as_arrays(tree: Tree, what: str) -> Tree:
-    """The tree with what other libraries call an array (a tensor on the host, a column of a table) as one of numpy's.
+    """The tree with arrays of other libraries (a tensor on the host, a column of a table) as numpy arrays.
 
     Raises:
       DataError: numpy cannot read it, or it was deleted.
     """
-    ours = np.ndarray | jax.Array | jax.ShapeDtypeStruct | np.generic
+    known = np.ndarray | jax.Array | jax.ShapeDtypeStruct | np.generic
 
     def read(path: str, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise DataError(f"{what}: {path or 'it'} {describe(leaf)} was deleted: a call that it was donated to has consumed it.")
-        if isinstance(leaf, ours) or not hasattr(leaf, "__array__"):
+            raise DataError(f"{what}: {path or 'it'} {describe(leaf)} was deleted: it was donated to a call.")
+        if isinstance(leaf, known) or not hasattr(leaf, "__array__"):
             return leaf
         try:
             return np.asarray(leaf)
@@ -75,12 +75,12 @@ def as_arrays(tree: Tree, what: str) -> Tree:
                 "    fix: arrays in the host's memory, such as tensor.detach().cpu().numpy()."
             ) from error
 
-    usual = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
-    return tree if usual else map_paths(read, tree)
+    all_numpy = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
+    return tree if all_numpy else map_paths(read, tree)
 
 
 def _lists(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Lists and tuples that hold nothing but numbers or words, at any depth; of nested ones the outermost."""
+    """Lists and tuples that hold only numbers or strings, at any depth; of nested ones the outermost."""
     if isinstance(node, list | tuple) and node and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(node)):
         yield path, node
     elif isinstance(node, dict | list | tuple):
@@ -88,15 +88,15 @@ def _lists(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _lists(inner, f"{path}/{name}".lstrip("/"))
 
 
-def _counted(node: Any) -> str:
-    """A list of lists in words, by the first of each.
+def _list_shape(node: Any) -> str:
+    """The nested lengths of a list in words, by the first item of each.
 
-    >>> _counted([[1.0, 2.0], [3.0, 4.0]])
+    >>> _list_shape([[1.0, 2.0], [3.0, 4.0]])
     'a list of 2 lists of 2 floats'
     """
     inner, plural = node[0], "s" if len(node) > 1 else ""
     if isinstance(inner, list | tuple) and inner:
-        return f"{type_name(node)} of {len(node)} {_counted(inner).removeprefix('a ').replace(' ', plural + ' ', 1)}"
+        return f"{type_name(node)} of {len(node)} {_list_shape(inner).removeprefix('a ').replace(' ', plural + ' ', 1)}"
     return f"{type_name(node)} of {len(node)} {type(inner).__name__}{plural}"
 
 
@@ -110,15 +110,15 @@ def check_leaves(tree: Tree, what: str) -> int:
     if not leaves:
         raise DataError(f"{what} holds no arrays: {short_repr(tree)}.", fix="a dict or tuple of arrays of shape [rows, ...].")
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
-    lists = {path: _counted(node) for path, node in _lists(tree)} if scalars else {}
+    lists = {path: _list_shape(node) for path, node in _lists(tree)} if scalars else {}
     if lists:
-        told = lists.get("") or join_names(f"{path} is {it}" for path, it in lists.items())
-        raise DataError(f"{what}: {told}, and no array.", fix="numpy.asarray(...), of shape [rows, ...].")
+        shown = lists.get("") or join_names(f"{path} is {it}" for path, it in lists.items())
+        raise DataError(f"{what}: {shown}, not an array.", fix="numpy.asarray(...), of shape [rows, ...].")
     if scalars:
-        raise DataError(f"{what}: {join_names(scalars)} has no dim 0 to cut into rows.", fix="arrays of shape [rows, ...].")
-    strange = [f"{path or 'the batch'} {describe(leaf)}" for path, leaf in leaves.items() if dtype_of(leaf).kind in "OSUMmT"]
-    if strange:
-        raise DataError(f"{what}: {join_names(strange)} cannot go onto a device.", fix="numbers in its place, or leave it out.")
+        raise DataError(f"{what}: {join_names(scalars)} has no dim 0 of rows.", fix="arrays of shape [rows, ...].")
+    unsupported = [f"{path or 'the batch'} {describe(leaf)}" for path, leaf in leaves.items() if dtype_of(leaf).kind in "OSUMmT"]
+    if unsupported:
+        raise DataError(f"{what}: {join_names(unsupported)} cannot be placed on a device.", fix="numbers instead, or leave it out.")
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
         problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."]) for path, size in sizes.items()]
@@ -131,10 +131,10 @@ def check_leaves(tree: Tree, what: str) -> int:
 
 
 def check_matches(tree: Tree, sample: Tree, what: str) -> None:
-    """A batch has the leaves of the first one, of the same dtype and shape but for the number of rows.
+    """Check that a batch has the leaves, dtypes and shapes of the first one; only the number of rows may differ.
 
     Raises:
-      DataError: what differs; the step is compiled for one kind of batch.
+      DataError: they differ; the step is compiled for one kind of batch.
     """
     if jax.tree.structure(tree) != jax.tree.structure(sample):
         raise DataError(f"{what} holds {join_names(flatten(tree))}; the first one held {join_names(flatten(sample))}.")
@@ -147,28 +147,28 @@ def check_matches(tree: Tree, sample: Tree, what: str) -> None:
 
 
 def batch_signature(sample: Tree) -> Any:
-    """What a program is compiled for: the leaves of a batch, their shapes and dtypes; hashable."""
+    """The leaves of a batch, their shapes and dtypes, for which a program is compiled; hashable."""
     return jax.tree.structure(sample), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(sample))
 
 
 def batch_differences(sample: Tree, trained: Tree) -> list[Problem]:
-    """How batches differ from those that are trained on, in more than the number of rows."""
-    given, first, found = flatten(sample), flatten(trained), []
-    for path in dict.fromkeys([*given, *first]):
-        if path not in given:
-            found.append(Problem(path or "the array", [f"is missing; batches for training hold {describe(first[path])}."]))
+    """How batches differ from training batches, in more than the number of rows."""
+    leaves, first, problems = flatten(sample), flatten(trained), []
+    for path in dict.fromkeys([*leaves, *first]):
+        if path not in leaves:
+            problems.append(Problem(path or "the array", [f"is missing; training batches have {describe(first[path])}."]))
         elif path not in first:
-            found.append(Problem(f"{path}   {describe(given[path])}".strip(), ["is not in batches for training."]))
-        elif (given[path].shape[1:], given[path].dtype) != (first[path].shape[1:], first[path].dtype):
-            found.append(Problem(f"{path}   {describe(given[path])}".strip(), [f"is {describe(first[path])} in batches for training."]))
-    return found
+            problems.append(Problem(f"{path}   {describe(leaves[path])}".strip(), ["is not in training batches."]))
+        elif (leaves[path].shape[1:], leaves[path].dtype) != (first[path].shape[1:], first[path].dtype):
+            problems.append(Problem(f"{path}   {describe(leaves[path])}".strip(), [f"is {describe(first[path])} in training batches."]))
+    return problems
 
 
 def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -> None:
     """Check a full batch against the layout's batch specs.
 
     Raises:
-      DataError: rows that workers and microbatches do not divide, or a spec that does not fit a leaf; all at once.
+      DataError: lists all problems: rows that workers and microbatches do not divide, specs that do not fit a leaf.
     """
     rows = check_leaves(tree, "the batch")
     data = layout.data_axes()
@@ -204,7 +204,7 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
             problems.append(
                 Problem(
                     f"{path}   {describe(leaf)}",
-                    [f"its dim 0 is cut over {spec_text(spec[:1])}, the batch over {spec_text(layout.batch.spec[:1])}."],
+                    [f"its dim 0 is sharded over {spec_text(spec[:1])}, the batch over {spec_text(layout.batch.spec[:1])}."],
                 )
             )
     for number, rule in enumerate(layout.batch.rules, 1):
@@ -220,11 +220,11 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
 
 
 class Placer:
-    """Puts host batches on the mesh, whole batches as they are and a short last one padded or as it is.
+    """Places host batches on the mesh; a short last batch is padded if `pad`.
 
-    With `pad`, a short batch is filled up with copies of its first row, of weight 0, and so runs through the program
-    that is compiled already. Without (a loss that gives one number for all rows, or batch statistics), it keeps its own
-    rows, because nothing could leave the padding out: a second program is compiled for its size.
+    With `pad`, a short batch is filled with copies of its first row, of weight 0, and so uses the program that is already compiled.
+    Without (a loss with one number for all rows, or batch statistics) it keeps its size, because the padding could not be left out:
+    a second program is compiled for it.
     """
 
     def __init__(
@@ -232,45 +232,45 @@ class Placer:
     ):
         self._mesh, self._spec_of, self._rows, self.pad = mesh, spec_of, rows, pad
         self._row_sharding = NamedSharding(mesh, PartitionSpec(data_axes))
-        self.whole = NamedSharding(mesh, PartitionSpec())
+        self.replicated = NamedSharding(mesh, PartitionSpec())
         self._workers = workers or math.prod(mesh.shape[axis] for axis in data_axes)
         self._shardings: dict[Any, list[NamedSharding]] = {}  # by tree structure: one look-up per batch
         self._weights: dict[tuple[int, int, bool], jax.Array] = {}
         self._many_processes = jax.process_count() > 1
-        # to one device the step's own call carries the rows, at half the cost of placing them first
-        # (on an accelerator they are placed ahead of time instead, while it works)
-        self._carried = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and not self._many_processes
+        # On one CPU device the call of the step transfers the rows itself, at half the cost of placing them first.
+        # (On an accelerator they are placed ahead of time instead, while it computes.)
+        self._call_transfers = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and not self._many_processes
 
     def __call__(self, host: HostBatch) -> Batch:
-        """The batch on the mesh; host buffers are copied, so the caller may reuse them at once."""
-        with jax.transfer_guard_host_to_device("allow"):  # the one place in the loop where rows are meant to move
+        """The batch on the mesh; host buffers are copied, so the caller may reuse them immediately."""
+        with jax.transfer_guard_host_to_device("allow"):  # the only intended transfer of rows in the loop
             try:
                 return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
             except OutOfRange:
                 raise_out_of_range(host.leaves, host.index, "the batch" if host.index is None else "the data")
 
     def local_rows(self) -> np.ndarray | None:
-        """int64[n]: which rows of a full batch the devices of this process hold, ascending; None in one process: all."""
+        """int64[n]: the rows of a full batch on the devices of this process, ascending; None (all) if there is one process."""
         if not self._many_processes:
             return None
         slices = self._row_sharding.addressable_devices_indices_map((self._rows,)).values()
         return np.unique(np.concatenate([np.arange(self._rows)[at] for at in slices]))
 
     def replicate(self, values: np.ndarray) -> jax.Array:
-        """A small array of the host's, whole on every device."""
+        """A small host array, replicated on the mesh."""
         with jax.transfer_guard_host_to_device("allow"):
-            return jax.make_array_from_callback(values.shape, self.whole, lambda at: values[at])
+            return jax.make_array_from_callback(values.shape, self.replicated, lambda at: values[at])
 
     def replicate_all(self, values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Several of them."""
+        """`replicate` for several arrays."""
         return {name: self.replicate(value) for name, value in values.items()}
 
     def allow_row_transfers(self) -> Any:
-        """Around the call of a compiled function: lifts the transfer guard where the call carries the rows itself."""
-        return jax.transfer_guard_host_to_device("allow") if self._carried else contextlib.nullcontext()
+        """A context for the call of a compiled function: lifts the transfer guard if the call transfers the rows itself."""
+        return jax.transfer_guard_host_to_device("allow") if self._call_transfers else contextlib.nullcontext()
 
     def _place_global(self, host: HostBatch) -> Batch:
-        """Rows that every process can read: each reads those of its own devices."""
+        """Rows that every process can read: each reads those of its devices."""
         rows, index = host.rows, host.index
         size = self._rows if host.weights is not None or (self.pad and rows < self._rows) else rows
         split = size % self._workers == 0
@@ -280,16 +280,16 @@ class Placer:
         if not self.pad and host.has_rows is None and host.weights is not None and not host.weights.all():
             raise DataError(_SKIPPED.format(int((host.weights == 0).sum()), rows))
         leaves, structure = jax.tree.flatten(host.leaves)
-        if self._carried and not any(isinstance(leaf, jax.Array) for leaf in leaves):  # those may lie on another device
-            placed = [_own(leaf, index) for leaf in leaves]
+        if self._call_transfers and not any(isinstance(leaf, jax.Array) for leaf in leaves):  # those may be on another device
+            placed = [_host_copy(leaf, index) for leaf in leaves]
         else:
-            shardings = self._shardings_of(host.leaves, structure) if split else [self.whole] * len(leaves)
+            shardings = self._shardings_of(host.leaves, structure) if split else [self.replicated] * len(leaves)
             placed = [_place(leaf, index, size, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-        weights = self.weights(rows, size, split) if host.weights is None else self._own_weights(host.weights)
+        weights = self.weights(rows, size, split) if host.weights is None else self._place_weights(host.weights)
         return Batch(jax.tree.unflatten(structure, placed), weights, rows, split, host.position, host.has_rows)
 
     def _place_local(self, host: HostBatch) -> Batch:
-        """Rows that this process alone has read: its part of the global batch."""
+        """Rows that only this process has read: its part of the global batch."""
         size = host.rows * jax.process_count()
         if size != self._rows:
             raise DataError(
@@ -309,7 +309,7 @@ class Placer:
             self._shardings[structure] = [NamedSharding(self._mesh, pspec(self._spec_of(path))) for path in flatten(tree)]
         return self._shardings[structure]
 
-    def _own_weights(self, values: np.ndarray) -> jax.Array:
+    def _place_weights(self, values: np.ndarray) -> jax.Array:
         if values.all():
             return self.weights(len(values), len(values), True)
         return jax.make_array_from_callback(values.shape, self._row_sharding, lambda at: values[at].copy())
@@ -319,30 +319,30 @@ class Placer:
         key = (rows, size, split)
         if key not in self._weights:
             values = (np.arange(size) < rows).astype(np.float32)
-            sharding = self._row_sharding if split else self.whole
+            sharding = self._row_sharding if split else self.replicated
             self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
         return self._weights[key]
 
 
 _SKIPPED = (
-    "{} of the {} records of a batch were skipped, and neither a loss that gives one number for all its rows nor batch statistics can "
-    "leave out what stands in their place.\n    fix: a loss with one value per example and no batch statistics; or sound files."
+    "{} of the {} records of a batch were skipped. Neither a loss with one number for all its rows nor batch statistics can "
+    "leave out the rows in their place.\n    fix: a loss with one value per example and no batch statistics; or intact files."
 )
 
 
-def _own(leaf: Any, index: np.ndarray | None) -> np.ndarray:
-    """The rows `index` of a leaf (all of them without), in a buffer of our own on the host."""
+def _host_copy(leaf: Any, index: np.ndarray | None) -> np.ndarray:
+    """The rows `index` of a leaf (None: all), copied on the host."""
     leaf = np.asarray(leaf)
     return narrow(leaf, copy=True) if index is None else narrow(leaf[index], copy=False)
 
 
 def _place(leaf: Any, index: np.ndarray | None, size: int, sharding: NamedSharding) -> jax.Array:
-    """The rows `index` of a leaf (all of them without) on the mesh, in buffers of our own."""
-    if isinstance(leaf, jax.Array):  # immutable, and maybe on the mesh already
+    """The rows `index` of a leaf (None: all), copied to the mesh."""
+    if isinstance(leaf, jax.Array):  # immutable, and may already be on the mesh
         return jax.device_put(leaf if index is None else leaf[index], sharding)
     leaf = np.asarray(leaf)
-    if index is None:
-        cut = lambda at: narrow(leaf[at], copy=True)
-    else:
-        cut = lambda at: narrow(leaf[(index[at[0]], *at[1:])], copy=False)
-    return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, cut)
+
+    def shard(at: Any) -> np.ndarray:
+        return narrow(leaf[at], copy=True) if index is None else narrow(leaf[(index[at[0]], *at[1:])], copy=False)
+
+    return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, shard)

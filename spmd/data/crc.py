@@ -1,12 +1,12 @@
-"""CRC-32C (Castagnoli) of many byte strings at once; a checksum is linear, so pieces are looked up in tables and put together by pairs."""
+"""CRC-32C (Castagnoli) of many byte strings at once; a checksum is linear, so words are looked up in tables and combined in pairs."""
 
 import functools
 
 import numpy as np
 
 POLYNOMIAL = 0x82F63B78  # reflected
-MASK = 0xA282EAD8  # TFRecord files keep checksums turned by 15 bits, plus this
-_WORD = 8  # bytes that are looked up together, two at a time
+MASK = 0xA282EAD8  # TFRecord files store checksums rotated by 15 bits, plus this
+_WORD = 8  # bytes of a word, looked up two at a time
 
 
 def crc32c(rows: np.ndarray) -> np.ndarray:
@@ -17,9 +17,9 @@ def crc32c(rows: np.ndarray) -> np.ndarray:
       '0xe3069283'
     """
     count, length = rows.shape
-    whole = np.zeros((count, -(-length // _WORD) * _WORD), np.uint8)  # zeros in front change nothing
-    whole[:, whole.shape[1] - length :] = rows
-    pairs = whole.view("<u2").reshape(count, -1, _WORD // 2)
+    padded = np.zeros((count, -(-length // _WORD) * _WORD), np.uint8)  # leading zeros change nothing
+    padded[:, padded.shape[1] - length :] = rows
+    pairs = padded.view("<u2").reshape(count, -1, _WORD // 2)
     tables = _tables()
     sums = tables[0].take(pairs[:, :, 0])
     for at in range(1, _WORD // 2):
@@ -28,14 +28,14 @@ def crc32c(rows: np.ndarray) -> np.ndarray:
     while sums.shape[1] > 1:
         if sums.shape[1] % 2:
             sums = np.concatenate([np.zeros((count, 1), np.uint32), sums], axis=1)
-        sums = _moved(sums[:, ::2], level) ^ sums[:, 1::2]
+        sums = _shift_words(sums[:, ::2], level) ^ sums[:, 1::2]
         level += 1
-    found = sums[:, 0] if sums.shape[1] else np.zeros(count, np.uint32)
-    return found ^ _begun(length)
+    remainder = sums[:, 0] if sums.shape[1] else np.zeros(count, np.uint32)
+    return remainder ^ _initial(length)
 
 
 def masked(sums: np.ndarray) -> np.ndarray:
-    """Checksums as TFRecord files keep them."""
+    """Checksums as TFRecord files store them."""
     return ((sums >> np.uint32(15)) | (sums << np.uint32(17))) + np.uint32(MASK)
 
 
@@ -48,8 +48,8 @@ def _bytes() -> np.ndarray:
     return table
 
 
-def _stepped(sums: np.ndarray) -> np.ndarray:
-    """Remainders after another byte of zeros."""
+def _shift_byte(sums: np.ndarray) -> np.ndarray:
+    """Remainders after another zero byte."""
     return _bytes().take(sums & 255) ^ (sums >> np.uint32(8))
 
 
@@ -57,39 +57,39 @@ def _stepped(sums: np.ndarray) -> np.ndarray:
 def _tables() -> list[np.ndarray]:
     """uint32[65536] for each pair of bytes of a word: their part of its remainder."""
     pairs = np.arange(1 << 16, dtype=np.uint32)
-    last = _stepped(_bytes().take(pairs & 255)) ^ _bytes().take(pairs >> 8)
+    last = _shift_byte(_bytes().take(pairs & 255)) ^ _bytes().take(pairs >> 8)
     tables = [last]
     for _ in range(_WORD // 2 - 1):
-        tables.insert(0, _stepped(_stepped(tables[0])))
+        tables.insert(0, _shift_byte(_shift_byte(tables[0])))
     return tables
 
 
 @functools.cache
-def _moving(level: int) -> tuple[np.ndarray, np.ndarray]:
-    """By the lower and the upper half of a remainder: what it is after 8 * 2^level bytes of zeros."""
+def _shift_tables(level: int) -> tuple[np.ndarray, np.ndarray]:
+    """By the lower and the upper half of a remainder: its value after 8 * 2^level zero bytes."""
     if level:
-        low, high = _moving(level - 1)
-        return _moved(low, level - 1), _moved(high, level - 1)
+        low, high = _shift_tables(level - 1)
+        return _shift_words(low, level - 1), _shift_words(high, level - 1)
     low = np.arange(1 << 16, dtype=np.uint32)
     high = low << np.uint32(16)
     for _ in range(_WORD):
-        low, high = _stepped(low), _stepped(high)
+        low, high = _shift_byte(low), _shift_byte(high)
     return low, high
 
 
-def _moved(sums: np.ndarray, level: int) -> np.ndarray:
-    low, high = _moving(level)
+def _shift_words(sums: np.ndarray, level: int) -> np.ndarray:
+    low, high = _shift_tables(level)
     return low.take(sums & 0xFFFF) ^ high.take(sums >> np.uint32(16))
 
 
 @functools.lru_cache(4096)
-def _begun(length: int) -> np.uint32:
-    """What the register's beginning with ones, and its turning at the end, make of a remainder of so many bytes."""
+def _initial(length: int) -> np.uint32:
+    """The effect of the register's initial ones, and of its final inversion, on the remainder of `length` bytes."""
     words, left = divmod(length, _WORD)
     sums = np.array([0xFFFFFFFF], np.uint32)
     for _ in range(left):
-        sums = _stepped(sums)
+        sums = _shift_byte(sums)
     for level in range(words.bit_length()):
         if words >> level & 1:
-            sums = _moved(sums, level)
+            sums = _shift_words(sums, level)
     return ~sums[0]

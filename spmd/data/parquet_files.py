@@ -105,7 +105,7 @@ class ParquetFiles(FileFormat):
         with self._opened(self.paths[file]) as opened:
             table = opened.read_row_group(number, columns=list(self.fields))
         if len(table) != self._first[group + 1] - self._first[group]:
-            raise DataError(f"{self.paths[file]} has changed since it was opened.", fix="files that nobody writes to.")
+            raise DataError(f"{self.paths[file]} has changed since it was opened.", fix="files that do not change.")
         values, wrong = {}, {}
         for name, field in self.fields.items():
             column = table.column(name).combine_chunks()
@@ -146,7 +146,7 @@ def _field(name: str, given: Any, types: Any) -> Field:
     shape, kind = ((given.list_size,), given.value_type) if types.is_fixed_size_list(given) else ((), given)
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         fix = "columns=[...] without it; or numbers, or lists of one length, in its place"
-        raise DataError(f'column "{name}" is {given}, which cannot go onto a device.', fix=f"{fix}.")
+        raise DataError(f'column "{name}" is {given}, which cannot be placed on a device.', fix=f"{fix}.")
     dtype = np.dtype(kind.to_pandas_dtype())
     return Field(shape, np.dtype(np.float32) if dtype == np.float64 else dtype)
 

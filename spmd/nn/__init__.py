@@ -1,4 +1,4 @@
-"""Modules and functions that a layout may cut along a mesh axis. Outside of a step everything here is plain model code."""
+"""Modules and functions that a layout may shard over a mesh axis. Outside of a step they are ordinary model code."""
 
 from spmd.nn.attention import attention as attention
 from spmd.nn.bidirectional import Bidirectional as Bidirectional

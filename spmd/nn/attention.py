@@ -1,4 +1,4 @@
-"""Attention for models whose sequences a layout may cut."""
+"""Attention for models whose sequences a layout may shard."""
 
 import math
 from typing import Any
@@ -21,25 +21,26 @@ def attention(
     key_mask: jax.Array | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Softmax attention: for every query, the mean of the values, weighted by how its key fits.
+    """Softmax attention: for every query, the mean of the values, weighted by the softmax of the scores of its key.
 
-    On one device, and under a layout that does not cut sequences, it is `jax.nn.dot_product_attention`. Under  [sequence] axis = "context"
-    the sequence lies cut over the devices of that axis; keys and values go around them, and no device ever has the whole sequence or a
-    score matrix of it (`spmd.nn.ring_attention`, with sources). The result is the same up to the order of sums, in float32.
+    On one device, and under a layout that does not shard sequences, it is `jax.nn.dot_product_attention`. Under  [sequence] axis =
+    "context"  the sequence is sharded over the devices of that axis. Keys and values are passed around the ring of devices, and no device
+    ever holds the full sequence or its score matrix (`spmd.nn.ring_attention`, with sources). The result is the same up to the order of
+    sums, in float32.
 
     Args:
       query: [rows, length, heads, head_dim].
       key, value: [rows, length of keys, heads, head_dim]; fewer heads if they divide those of the queries (grouped queries).
       causal: a position sees itself and those before it.
-      key_mask: bool[rows, length of keys], False where no query may look (padding). A query that may look nowhere gets zeros.
+      key_mask: bool[rows, length of keys], False at keys that are masked out (padding). A query without any key gets zeros.
       scale: of the scores; 1 / sqrt(head_dim) by default.
 
     Returns:
-      [rows, length, heads, head_dim], in the dtype of the query, cut as it is.
+      [rows, length, heads, head_dim], in the dtype and sharding of the query.
 
     Raises:
-      OptionError: shapes that do not belong together.
-      DataError: a length that the devices of the axis (twice as many parts, in balanced order) do not divide.
+      OptionError: shapes do not match.
+      DataError: the devices of the axis (twice that in balanced order) do not divide a length.
 
     Example:
       >>> x = jnp.arange(24.0).reshape(1, 3, 2, 4)
@@ -51,35 +52,35 @@ def attention(
     parallel = current()
     axis = parallel.sequence.axis
     if axis is None:
-        return _whole(query, key, value, causal, key_mask, scale)
+        return _unsharded(query, key, value, causal, key_mask, scale)
     parallel.used.add("sequence")
     if parallel.axis_size(axis) == 1:
-        return _whole(query, key, value, causal, key_mask, scale)
+        return _unsharded(query, key, value, causal, key_mask, scale)
     balanced = causal and parallel.sequence.order == "balanced"
     ring = Ring(parallel, axis, parallel.auto_row_axes(query.shape[0]), causal, 2 if balanced else 1, scale)
-    _check_cut(parallel, ring, query, key)
+    _check_lengths(parallel, ring, query, key)
     (rows, length, _, size), groups = query.shape, key.shape[2]
     arrays = (query.reshape(rows, length, groups, -1, size), key, value, key_mask)
     out: Any = ring_attention(ring, *(into_ring(ring, *arrays) if balanced else arrays))
     return (out_of_ring(ring, out) if balanced else out).reshape(query.shape)
 
 
-def _whole(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, mask: jax.Array | None, scale: float) -> jax.Array:
-    """Attention where nothing is cut."""
+def _unsharded(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, mask: jax.Array | None, scale: float) -> jax.Array:
+    """Attention on unsharded arrays."""
     if mask is None:
         return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=causal)
-    seen = mask[:, None, None, :]
-    out = jax.nn.dot_product_attention(query, key, value, mask=seen, scale=scale, is_causal=causal)
+    visible = mask[:, None, None, :]
+    out = jax.nn.dot_product_attention(query, key, value, mask=visible, scale=scale, is_causal=causal)
     if causal:
-        seen = seen & jnp.tri(query.shape[1], key.shape[1], dtype=bool)
-    return jnp.where(seen.any(axis=-1).swapaxes(1, 2)[..., None], out, jnp.zeros_like(out))
+        visible = visible & jnp.tri(query.shape[1], key.shape[1], dtype=bool)
+    return jnp.where(visible.any(axis=-1).swapaxes(1, 2)[..., None], out, jnp.zeros_like(out))
 
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> None:
-    """Shapes that belong together."""
-    fits = query.ndim == key.ndim == 4 and key.shape == value.shape
-    fits = fits and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3] and query.shape[2] % max(key.shape[2], 1) == 0
-    if not fits:
+    """Check that shapes match."""
+    matches = query.ndim == key.ndim == 4 and key.shape == value.shape
+    matches = matches and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3] and query.shape[2] % max(key.shape[2], 1) == 0
+    if not matches:
         shown = f"query {describe(query)}, key {describe(key)}, value {describe(value)}"
         raise OptionError(
             f"attention: {shown}.\n"
@@ -90,13 +91,13 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array |
         raise OptionError(f"attention: key_mask is {describe(mask)}.", fix=f"bool[{key.shape[0]}, {key.shape[1]}], one for each key.")
 
 
-def _check_cut(parallel: ParallelConfig, ring: Ring, query: jax.Array, key: jax.Array) -> None:
-    """Lengths that the ring can cut."""
+def _check_lengths(parallel: ParallelConfig, ring: Ring, query: jax.Array, key: jax.Array) -> None:
+    """Check that the ring can shard the lengths."""
     where, unit = f'[sequence] axis = "{ring.axis}", {ring.count} devices', ring.count * ring.parts
     if ring.causal and query.shape[1] != key.shape[1]:
         raise DataError(
             f"attention ({where}): {query.shape[1]} queries and {key.shape[1]} keys under a causal mask.\n"
-            "    fix: as many of each, or a layout that does not cut sequences."
+            "    fix: as many of each, or a layout that does not shard sequences."
         )
     for length in (query.shape[1], key.shape[1]):
         if length % unit:

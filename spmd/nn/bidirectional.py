@@ -1,4 +1,4 @@
-"""A recurrent layer that reads both ways: a barrier in a stack, since its last step needs the first one's; both directions side by side."""
+"""A bidirectional recurrent layer: a barrier in a stack, since it needs the entire sequence; both directions may run in parallel."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from spmd.wire import collectives
 
 
 class Bidirectional(nnx.Module):
-    """Two cells over the same sequence, one from its front and one from its end; what they return for a step is joined.
+    """Two cells over the same sequence, one forward and one backward in time; their outputs for a step are concatenated.
 
-    Under a layout with `[pipeline]` the first two devices along its axis run one direction each at the same time; any others wait. The
-    parameters, [2, ...], are whole on all of them.
+    Under a layout with `[pipeline]` the first two devices along its axis run one direction each at the same time; any others are idle. The
+    parameters, [2, ...], are replicated on all of them.
 
     Args:
-      forward, backward: flax nnx cells, equal in kind, settings and shapes; they may take another number of features than they return.
+      forward, backward: flax nnx cells, equal in kind, settings and shapes; their inputs and outputs may differ in features.
 
     Raises:
       ModelError: cells that differ, with every difference.
@@ -37,56 +37,64 @@ class Bidirectional(nnx.Module):
         self.cells = join_modules([forward, backward], "Bidirectional")
 
     def __call__(self, x: jax.Array, *, lengths: Any = None) -> jax.Array:
-        """Both directions.
+        """Run both directions.
 
         Args:
           x: [rows, time, features].
-          lengths: int32[rows], how many steps of each row count: the backward cell begins with the last of them; zeros are returned after.
+          lengths: int32[rows], how many steps of each row count: the backward cell begins with the last of them; later outputs are zeros.
 
         Returns:
           [rows, time, 2 features], the forward cell's first.
         """
         check_inputs("Bidirectional", x, lengths, None)
         layers, parallel = Layers(self.cells), current()
-        both = _at_once if parallel.stages > 1 and parallel.tap is None else _in_turn
-        return jnp.swapaxes(both(parallel, layers, jnp.swapaxes(x, 0, 1), lengths), 0, 1)
+        run = _in_parallel if parallel.stages > 1 and parallel.tap is None else _in_sequence
+        return jnp.swapaxes(run(parallel, layers, jnp.swapaxes(x, 0, 1), lengths), 0, 1)
 
 
-def _one_way(parallel: ParallelConfig, layers: Layers, variables: tuple, x: jax.Array, lengths: Any, backward: Any) -> jax.Array:
-    """One cell over [time, rows, features]; `backward`: from the end of each row to its front."""
+def _one_direction(parallel: ParallelConfig, layers: Layers, variables: tuple, x: jax.Array, lengths: Any, backward: Any) -> jax.Array:
+    """One cell over [time, rows, features]; `backward`: from the end of each row to its beginning."""
     time = x.shape[0]
     ends = jnp.full(x.shape[1], time) if lengths is None else lengths
     steps = jnp.arange(time)[:, None]
-    at = jnp.where(backward & (steps < ends), ends - 1 - steps, steps)  # [time, rows]; what comes after a row's end stays there
-    turned = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - 2)), axis=0)
+    order = jnp.where(backward & (steps < ends), ends - 1 - steps, steps)  # [time, rows]; steps after a row's end keep their place
+
+    def reverse(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=0)
+
     cells = Cells(layers, residual_from=layers.count, dropout=0.0)
-    # of these arrays: inside a region those of `layers` belong to the mesh around it
-    y, _ = cells.over_time(variables, cells.opening_of(variables, x), turned(x), None, steps[:, 0], lengths, unroll=parallel.unroll)
-    return turned(y)
+    # of `variables`, since inside a region the arrays of `layers` belong to the mesh around it
+    y, _ = cells.over_time(variables, cells.initial_carry(variables, x), reverse(x), None, steps[:, 0], lengths, unroll=parallel.unroll)
+    return reverse(y)
 
 
-def _in_turn(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths: Any) -> jax.Array:
+def _in_sequence(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths: Any) -> jax.Array:
     """One direction, then the other."""
-    pick = lambda number: jax.tree.map(lambda leaf: leaf[number], layers.variables)
-    ways = [_one_way(parallel, layers, pick(number), x, lengths, jnp.bool_(number == 1)) for number in (0, 1)]
-    return jnp.concatenate(ways, axis=-1)
+    outputs = []
+    for number in (0, 1):
+        variables = jax.tree.map(lambda leaf, number=number: leaf[number], layers.variables)
+        outputs.append(_one_direction(parallel, layers, variables, x, lengths, jnp.bool_(number == 1)))
+    return jnp.concatenate(outputs, axis=-1)
 
 
-def _at_once(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths: Any) -> jax.Array:
-    """Each direction on a device of its own."""
+def _in_parallel(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths: Any) -> jax.Array:
+    """Each direction on its own device."""
     axis = str(parallel.pipeline.axis)
-    free = parallel.auto_row_axes(x.shape[1])
+    row_axes = parallel.auto_row_axes(x.shape[1])
 
     def stage(variables: tuple, x: jax.Array, lengths: Any) -> jax.Array:
         number = collectives.worker_index((axis,))
-        own = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, 1)], variables)
-        run = lambda: _one_way(parallel, layers, own, x, lengths, number == 1)
+        cell_variables = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, 1)], variables)
+
+        def run() -> jax.Array:
+            return _one_direction(parallel, layers, cell_variables, x, lengths, number == 1)
+
         like = jax.eval_shape(run)
         y = run() if parallel.branchless else lax.cond(number < 2, run, lambda: jnp.zeros(like.shape, like.dtype))
-        there = lambda way: collectives.all_reduce(jnp.where(number == way, y, jnp.zeros_like(y)), (axis,))
-        return jnp.concatenate([there(0), there(1)], axis=-1)
+        outputs = [collectives.all_reduce(jnp.where(number == source, y, jnp.zeros_like(y)), (axis,)) for source in (0, 1)]
+        return jnp.concatenate(outputs, axis=-1)
 
-    whole, times = PartitionSpec(), PartitionSpec(None, free or None)
-    of_rows = PartitionSpec(free or None) if lengths is not None else whole
-    run = parallel.shard_map((axis, *free), stage, in_specs=(whole, times, of_rows), out_specs=times)
+    replicated, x_spec = PartitionSpec(), PartitionSpec(None, row_axes or None)
+    lengths_spec = PartitionSpec(row_axes or None) if lengths is not None else replicated
+    run = parallel.shard_map((axis, *row_axes), stage, in_specs=(replicated, x_spec, lengths_spec), out_specs=x_spec)
     return run(layers.variables, x, lengths)

@@ -1,7 +1,7 @@
-"""What a model says of its own about where arrays are: constraints written for a loop in which the compiler sees the whole mesh.
+"""Sharding constraints in a model's own code, which was written for a loop in which the compiler sees the whole mesh.
 
-Inside a step they are given to the compiler over the mesh axes that are still its own: a manual region has sharded its arrays over the
-others already. Flax's boxes around parameters are opened without a constraint, since the layout says where parameters are.
+Inside a step they are passed to the compiler for the auto mesh axes only: a manual region has already sharded its arrays over the others.
+Flax's boxes around parameters are opened without a constraint, since the layout decides the sharding of parameters.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from spmd.errors import ModelError, did_you_mean
 
 
 def manual_axes() -> tuple[str, ...]:
-    """The mesh axes along which the code that is being traced sees one device's piece."""
+    """The mesh axes along which the code that is being traced sees one device's shard."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @contextlib.contextmanager
 def constraints_on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
-    """Inside, `jax.lax.with_sharding_constraint` of a model's own code speaks of this mesh; of none it says nothing.
+    """Inside, `jax.lax.with_sharding_constraint` in a model's own code refers to this mesh; with None it does nothing.
 
-    Other threads are not affected: there the functions do what they always do.
+    Other threads are not affected.
     """
     token = _MESH.set((mesh,))
     _replace(1)
@@ -39,35 +39,38 @@ def constraints_on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
         _MESH.reset(token)
 
 
-_MESH: contextvars.ContextVar[tuple[Mesh | AbstractMesh | None] | None] = contextvars.ContextVar("own_constraints", default=None)
+_MESH: contextvars.ContextVar[tuple[Mesh | AbstractMesh | None] | None] = contextvars.ContextVar("constraints_on", default=None)
 _LOCK, _USERS = threading.Lock(), [0]
 _constrain = jax.lax.with_sharding_constraint
 
 
 def _with_sharding_constraint(x: Any, shardings: Any) -> Any:
     """As `jax.lax.with_sharding_constraint`."""
-    inside = _MESH.get()
-    if inside is None:
+    scope = _MESH.get()
+    if scope is None:
         return _constrain(x, shardings)
-    placed = lambda sharding, subtree: jax.tree.map(lambda leaf: _placed(leaf, sharding, inside[0]), subtree)
-    return jax.tree.map(placed, shardings, x, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec))
+
+    def constrain(sharding: Any, subtree: Any) -> Any:
+        return jax.tree.map(lambda leaf: _constrained(leaf, sharding, scope[0]), subtree)
+
+    return jax.tree.map(constrain, shardings, x, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec))
 
 
-def _placed(x: jax.Array, sharding: Any, mesh: Mesh | AbstractMesh | None) -> jax.Array:
+def _constrained(x: jax.Array, sharding: Any, mesh: Mesh | AbstractMesh | None) -> jax.Array:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if spec is None or mesh is None:
         return x
     if not isinstance(spec, PartitionSpec):
         return _constrain(x, sharding)
     manual = manual_axes()
-    entries = [_left(entry, size, manual, mesh) for entry, size in zip(spec, x.shape, strict=False)]
+    entries = [_auto_entry(entry, size, manual, mesh) for entry, size in zip(spec, x.shape, strict=False)]
     if not any(size > 1 for axis, size in mesh.shape.items() if axis not in manual):
         return x
     return _constrain(x, NamedSharding(jax.sharding.get_abstract_mesh() if manual else mesh, PartitionSpec(*entries)))
 
 
-def _left(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Any:
-    """What one entry of a spec says to the compiler, for a dim of this size."""
+def _auto_entry(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Any:
+    """One entry of a spec reduced to auto mesh axes, for a dim of this size."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return entry
     axes = (entry,) if isinstance(entry, str) else tuple(entry)
@@ -91,7 +94,7 @@ _UNBOX = {kind: kind.unbox for kind in (meta.Partitioned, logical.LogicallyParti
 
 
 def _replace(more: int) -> None:
-    """Count who is inside, in all threads: the first one replaces the functions, and the last one puts them back."""
+    """Count the open scopes of all threads: the first one replaces the functions, and the last one restores them."""
     with _LOCK:
         before, _USERS[0] = _USERS[0] > 0, _USERS[0] + more
         if before == (_USERS[0] > 0):

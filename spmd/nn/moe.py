@@ -1,4 +1,4 @@
-"""A mixture of experts: each token goes to the few of many small networks that a router chooses."""
+"""A mixture of experts: a router sends each token to a few of many small networks."""
 
 import functools
 import math
@@ -17,12 +17,12 @@ from spmd.wire import collectives
 
 
 class Routing(NamedTuple):
-    """How tokens were dealt out in one call; scalars, float32.
+    """How tokens were routed in one call; scalars, float32.
 
     Attributes:
-      loss: 1 when all experts get the same share of tokens, up to their number when one gets all: times 0.01 or so, to be added to the
-        loss.
-      dropped: the share of choices for which the expert had no room. What is left of such a token is its other choice, or zeros.
+      loss: 1 when all experts get the same share of tokens, up to the number of experts when one gets all. Add it to the loss, scaled by
+        0.01 or so.
+      dropped: the share of choices for which the expert had no capacity. Such a token keeps its other choices, or becomes zeros.
     """
 
     loss: jax.Array
@@ -33,32 +33,32 @@ class MixtureOfExperts(nnx.Module):
     """`experts` networks of two layers, of which every token goes through `k`, chosen by a router.
 
     The router is softmax(x W) in float32; a token's result is the sum of its `k` best experts' results, weighted by their probabilities,
-    which are made to sum to 1 for k > 1 (Lepikhin et al., GShard, arXiv:2006.16668, algorithm 1) and stay as they are for k = 1 (Fedus et
-    al., Switch Transformer, arXiv:2101.03961, equation 2). An expert has room for  ceil(k * tokens / experts * capacity_factor)  tokens
-    of a *group*; first choices are seated before second ones, earlier tokens before later ones, and who finds no room is dropped. A
-    group is what one device deals out: all tokens on one device; a worker's tokens under data parallelism; and where a layout cuts
-    sequences or experts, a device's part of those along dim 1. So with room for all the result does not depend on the mesh, and otherwise
-    only as groups do.
+    which are normalised to sum to 1 for k > 1 (Lepikhin et al., GShard, arXiv:2006.16668, algorithm 1) and are used as they are for k = 1
+    (Fedus et al., Switch Transformer, arXiv:2101.03961, equation 2). An expert has a capacity of
+    ceil(k * tokens / experts * capacity_factor)  tokens of a *group*. First choices take their places before second ones, earlier tokens
+    before later ones, and tokens beyond the capacity are dropped, which needs no communication. A group is the tokens that one device
+    routes: all tokens on one device; a worker's tokens under data parallelism; and where a layout shards sequences or experts, a device's
+    shard of those along dim 1. If no token is dropped, the result does not depend on the mesh; otherwise it depends on the groups.
 
-    Under  [experts] axis = "expert"  each device of the axis has some of the experts, and tokens travel to them and back, by one
-    all-to-all each way. Weights carry the logical axis names "expert", "embed" and "mlp", so that  [axes] expert = "expert"  cuts them.
+    Under  [experts] axis = "expert"  each device of the axis has some of the experts, and one all-to-all sends the tokens to them, another
+    one back. Weights carry the logical axis names "expert", "embed" and "mlp", so that  [axes] expert = "expert"  shards them.
 
-    The loss of `Routing` is that of Switch Transformer (equations 4 to 6), of first choices, with shares counted over all workers.
+    The loss of `Routing` is that of Switch Transformer (equations 4 to 6), of first choices, with the shares of all workers.
 
     Args:
       features: of a token, in and out; `hidden`: between an expert's two layers; `experts`: how many.
       k: experts for each token.
-      capacity_factor: room, relative to what it takes when tokens are shared out evenly.
+      capacity_factor: capacity, relative to an even distribution of tokens.
       activation: between the layers.
 
     Raises:
-      OptionError: numbers that cannot be, or experts that the axis does not divide.
-      DataError: tokens that the axis does not divide.
+      OptionError: numbers out of range, or a number of experts that the axis does not divide.
+      DataError: the axis does not divide the tokens.
 
     Example:
       >>> moe = MixtureOfExperts(4, 8, 2, rngs=nnx.Rngs(0))
       >>> y, routing = moe(jnp.ones((2, 3, 4)))
-      >>> y.shape, float(routing.dropped)  # equal tokens choose alike, and each expert is someone's first or second choice
+      >>> y.shape, float(routing.dropped)  # equal tokens choose the same experts, and each expert is a first or second choice
       ((2, 3, 4), 0.0)
     """
 
@@ -85,7 +85,7 @@ class MixtureOfExperts(nnx.Module):
         self.k, self.capacity_factor, self.activation = k, capacity_factor, activation
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
-        """The result, shaped as `x` [rows, features] or [rows, length, features], and how tokens were dealt out."""
+        """The result, shaped as `x` [rows, features] or [rows, length, features], and how tokens were routed."""
         router, up, down = self.router[...], self.up[...], self.down[...]
         if x.ndim not in (2, 3) or x.shape[-1] != router.shape[0]:
             wanted = f"[rows, {router.shape[0]}] or [rows, length, {router.shape[0]}]"
@@ -96,23 +96,23 @@ class MixtureOfExperts(nnx.Module):
         if axis is not None:
             parallel.used.add("experts")
             axis = axis if parallel.axis_size(axis) > 1 else None
-        axes, spec = _cut(parallel, axis, x, len(up))
-        deal = functools.partial(_deal, axis=axis, k=self.k, factor=self.capacity_factor, activation=self.activation)
-        whole, own = PartitionSpec(), PartitionSpec(axis)
+        axes, spec = _token_axes(parallel, axis, x, len(up))
+        route = functools.partial(_route, axis=axis, k=self.k, factor=self.capacity_factor, activation=self.activation)
+        replicated, by_expert = PartitionSpec(), PartitionSpec(axis)
         stats = PartitionSpec(axes or None)
         if axes:
-            deal = parallel.shard_map(axes, deal, (spec, whole, own, own), (spec, stats, stats, stats))
+            route = parallel.shard_map(axes, route, (spec, replicated, by_expert, by_expert), (spec, stats, stats, stats))
         with jax.named_scope("experts"):
-            y, chosen, likely, dropped = deal(x, router, up, down)
-            # shares of tokens over all workers: they have no gradient, and so the mean of the workers' losses is that of all tokens
+            y, chosen, likely, dropped = route(x, router, up, down)
+            # The shares of all workers have no gradient, so the mean of the workers' losses is the loss of all tokens.
             workers = tuple(name for name in parallel.data if name in manual_axes())
             shares = collectives.all_reduce(jax.lax.stop_gradient(chosen.sum(axis=0)), workers)
         loss = len(up) * jnp.sum(shares / shares.sum() * likely.mean(axis=0))
         return y, Routing(loss, dropped.mean())
 
 
-def _cut(parallel: ParallelConfig, axis: str | None, x: jax.Array, experts: int) -> tuple[tuple[str, ...], PartitionSpec]:
-    """The mesh axes over which tokens are cut into groups, and the spec of `x`: of a sequence, dim 1 is cut, else the rows."""
+def _token_axes(parallel: ParallelConfig, axis: str | None, x: jax.Array, experts: int) -> tuple[tuple[str, ...], PartitionSpec]:
+    """The mesh axes over which tokens are sharded into groups, and the spec of `x`: a sequence is sharded along dim 1, else the rows."""
     wanted = (parallel.sequence.axis if x.ndim == 3 else None, axis)
     along = tuple(name for name in dict.fromkeys(wanted) if name is not None and parallel.axis_size(name) > 1)
     rows, parts = parallel.auto_row_axes(x.shape[0]), math.prod(map(parallel.axis_size, along))
@@ -136,52 +136,52 @@ def _cut(parallel: ParallelConfig, axis: str | None, x: jax.Array, experts: int)
     return (*rows, *along), spec
 
 
-def _deal(
+def _route(
     x: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array, *, axis: str | None, k: int, factor: float, activation: Callable
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """One group of tokens through the experts, of which this device has some.
+    """Run one group of tokens through the experts, some of which are on this device.
 
     Returns:
-      The result; of each expert how many tokens choose it first, and its mean probability, float32[1, experts]; the share dropped,
-      float32[1].
+      The result; for each expert the number of tokens that choose it first, and its mean probability, float32[1, experts]; the share of
+      dropped choices, float32[1].
     """
     tokens, experts = x.reshape(-1, x.shape[-1]), router.shape[1]
     capacity = min(len(tokens), math.ceil(k * len(tokens) / experts * factor))
     likely = jax.nn.softmax(jnp.einsum("td,de->te", tokens, router, preferred_element_type=jnp.float32))
     weights, chosen = jax.lax.top_k(likely, k)
     weights = weights / weights.sum(axis=1, keepdims=True) if k > 1 else weights
-    seats = _seats(chosen, experts, capacity)
-    room = jnp.zeros((experts * capacity, x.shape[-1]), x.dtype)
+    slots = _slots(chosen, experts, capacity)
+    buffer = jnp.zeros((experts * capacity, x.shape[-1]), x.dtype)
     for choice in range(k):
-        room = room.at[seats[:, choice]].set(tokens, mode="drop", unique_indices=True)
-    out = _run(room.reshape(experts, capacity, -1), up.astype(x.dtype), down.astype(x.dtype), axis, activation)
+        buffer = buffer.at[slots[:, choice]].set(tokens, mode="drop", unique_indices=True)
+    out = _run(buffer.reshape(experts, capacity, -1), up.astype(x.dtype), down.astype(x.dtype), axis, activation)
     out = out.reshape(experts * capacity, -1)
-    y = sum(weights[:, [n]].astype(x.dtype) * out.at[seats[:, n]].get(mode="fill", fill_value=0) for n in range(k))
+    y = sum(weights[:, [n]].astype(x.dtype) * out.at[slots[:, n]].get(mode="fill", fill_value=0) for n in range(k))
     first = jax.nn.one_hot(chosen[:, 0], experts, dtype=jnp.float32).sum(axis=0, keepdims=True)
-    lost = jnp.mean(seats >= experts * capacity, dtype=jnp.float32)
-    return jnp.asarray(y).reshape(x.shape), first, likely.mean(axis=0, keepdims=True), lost[None]
+    dropped = jnp.mean(slots >= experts * capacity, dtype=jnp.float32)
+    return jnp.asarray(y).reshape(x.shape), first, likely.mean(axis=0, keepdims=True), dropped[None]
 
 
-def _seats(chosen: jax.Array, experts: int, capacity: int) -> jax.Array:
-    """int32[tokens, k], the seat of every choice, of `capacity` at each expert; from  experts * capacity  on for those without one.
+def _slots(chosen: jax.Array, experts: int, capacity: int) -> jax.Array:
+    """int32[tokens, k]: the slot of every choice, of `capacity` slots for each expert; dropped choices get  experts * capacity  or more.
 
-    >>> _seats(jnp.array([[0, 1], [0, 2], [0, 1]]), experts=3, capacity=2).tolist()  # expert 0 is wanted three times
+    >>> _slots(jnp.array([[0, 1], [0, 2], [0, 1]]), experts=3, capacity=2).tolist()  # expert 0 is wanted three times
     [[0, 2], [1, 4], [8, 3]]
     """
     tokens, k = chosen.shape
     wanted = chosen.T.reshape(-1)  # all first choices, then all second ones
     before = jnp.cumsum(jax.nn.one_hot(wanted, experts, dtype=jnp.int32), axis=0) - 1
     place = jnp.take_along_axis(before, wanted[:, None], axis=1)[:, 0]
-    nowhere = experts * capacity + jnp.arange(k * tokens)  # each its own, so that no two are the same
-    return jnp.where(place < capacity, wanted * capacity + place, nowhere).reshape(k, tokens).T
+    dropped = experts * capacity + jnp.arange(k * tokens)  # all different, since indices are declared unique
+    return jnp.where(place < capacity, wanted * capacity + place, dropped).reshape(k, tokens).T
 
 
-def _run(room: jax.Array, up: jax.Array, down: jax.Array, axis: str | None, activation: Callable[[Any], Any]) -> jax.Array:
-    """What the experts make of [experts, capacity, features]: each on its own device along `axis`, which has some from everyone."""
+def _run(buffer: jax.Array, up: jax.Array, down: jax.Array, axis: str | None, activation: Callable[[Any], Any]) -> jax.Array:
+    """The experts' outputs for [experts, capacity, features]; the devices of `axis` exchange tokens before and after."""
     axes = () if axis is None else (axis,)
-    devices, mine, capacity = collectives.worker_count(axes), len(up), room.shape[1]
-    room = collectives.all_to_all(room.reshape(devices, mine, capacity, -1), axes)
-    room = room.swapaxes(0, 1).reshape(mine, devices * capacity, -1)
-    out = jnp.einsum("ech,ehd->ecd", activation(jnp.einsum("ecd,edh->ech", room, up)), down)
-    out = out.reshape(mine, devices, capacity, -1).swapaxes(0, 1)
-    return collectives.all_to_all(out, axes).reshape(devices * mine, capacity, -1)
+    devices, local, capacity = collectives.worker_count(axes), len(up), buffer.shape[1]
+    buffer = collectives.all_to_all(buffer.reshape(devices, local, capacity, -1), axes)
+    buffer = buffer.swapaxes(0, 1).reshape(local, devices * capacity, -1)
+    out = jnp.einsum("ech,ehd->ecd", activation(jnp.einsum("ecd,edh->ech", buffer, up)), down)
+    out = out.reshape(local, devices, capacity, -1).swapaxes(0, 1)
+    return collectives.all_to_all(out, axes).reshape(devices * local, capacity, -1)

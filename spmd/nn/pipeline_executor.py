@@ -1,10 +1,10 @@
-"""A schedule's table as a program: what each stage does in each tick, and what it hands to the next stage.
+"""Runs the forward pass of a schedule: what each stage computes in each tick, and what it sends to the next stage.
 
-One `lax.scan` over ticks; its body is one tick of every stage, with one `ppermute` between neighbours: at its end, or, if a schedule gives
-results two ticks to travel, at its beginning, so that they do while it is computed. A stage that is idle computes something that nobody
-uses, and whose gradients are zero. A branch that only some stages take would cost more: gradients of all its parameters are copied out of
-it in every tick, a GPU asks the host which way to go, and nothing may travel inside of it. Where a stage holds a convolution, on a CPU,
-ticks are unrolled: XLA:CPU runs a convolution inside a loop some 40 times slower.
+One `lax.scan` over ticks; its body is one tick of every stage, with one `ppermute` between neighbours: at its end, or, if the schedule has
+a hop of two ticks, at its beginning, so that communication overlaps computation. An idle stage computes a result that is discarded and
+has zero gradients. A branch that only some stages take would cost more: gradients of all its parameters are copied out of it in every
+tick, a GPU waits for the host to choose the branch, and no collective may run inside it. Where a stage has a convolution, on a CPU, ticks
+are unrolled: XLA:CPU runs a convolution inside a loop some 40 times slower.
 """
 
 import functools
@@ -31,25 +31,25 @@ def run_schedule(parallel: ParallelConfig, schedule: Schedule, work: Stage, para
       work: `(params, state, number, group, x) -> (state, y)`: one group of layers on one microbatch; y is shaped like x. `number` and
         `group` are those of the microbatch and of the stage's group of layers.
       params: all arrays that `work` uses and that have a gradient.
-      state: what this stage keeps from tick to tick; left as it is in a tick in which it is idle.
-      inputs: leaves [microbatches, ...], the same on all stages; only the first one takes them.
+      state: what this stage keeps from tick to tick; an idle tick does not change it.
+      inputs: leaves [microbatches, ...], replicated over the stages; only the first stage uses them.
 
     Returns:
-      The state after the last tick, and the results [microbatches, ...], which are right on the last stage and zeros on others.
+      The state after the last tick, and the results [microbatches, ...], which are valid on the last stage and zeros on the others.
     """
     table, axis = schedule.forward.table, str(parallel.pipeline.axis)
     column = np.array([[(-1, 0) if work is None else (work.microbatch, work.group) for work in tick] for tick in table], np.int32)
     stage, last = collectives.worker_index((axis,)), schedule.stages - 1
     run, send = masked(work), functools.partial(jax.tree.map, lambda y: collectives.shift(y, axis, around=schedule.groups > 1))
 
-    def tick(carry: tuple, here: jax.Array) -> tuple[tuple, Tree]:
-        state, arrived, leaving = carry
-        number, group = here
-        coming = send(leaving)  # with a hop of 2 ticks: while this one is computed
-        fresh = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, jnp.maximum(number, 0), keepdims=False), inputs)
-        x = jax.tree.map(functools.partial(jnp.where, (stage == 0) & (group == 0)), fresh, arrived)
+    def tick(carry: tuple, row: jax.Array) -> tuple[tuple, Tree]:
+        state, arrived, outgoing = carry
+        number, group = row
+        incoming = send(outgoing)  # with a hop of 2 ticks, this overlaps the computation of this tick
+        new = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, jnp.maximum(number, 0), keepdims=False), inputs)
+        x = jax.tree.map(functools.partial(jnp.where, (stage == 0) & (group == 0)), new, arrived)
         state, y = run(number >= 0, params, state, number, group, x)
-        return (state, coming, y) if schedule.hop > 1 else (state, send(y), ()), y
+        return (state, incoming, y) if schedule.hop > 1 else (state, send(y), ()), y
 
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
     begin = (state, nothing, nothing if schedule.hop > 1 else ())
@@ -60,19 +60,19 @@ def run_schedule(parallel: ParallelConfig, schedule: Schedule, work: Stage, para
 
 
 def masked(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
-    """`work`, done in any case; where not `live` the state stays as it is, and gradients are zero, whatever was computed (0 * NaN)."""
+    """`work`, run in any case; if not `live` the state does not change, and gradients are zero even if the result is NaN."""
 
     def run(live: jax.Array, params: Tree, state: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
         gated = functools.partial(jax.tree.map, lambda leaf: gate(live, leaf) if _has_gradient(leaf) else leaf)
         after, y = work(gated(params), gated(state), jnp.maximum(number, 0), group, gated(x))
-        return jax.tree.map(functools.partial(jnp.where, live), after, state), y  # a state that stays is not gated: it has its gradient
+        return jax.tree.map(functools.partial(jnp.where, live), after, state), y  # an unchanged state keeps its gradient
 
     return run
 
 
 @jax.custom_vjp
 def gate(live: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, whose gradient is zero where not `live`, and not a product with zero."""
+    """`x`, whose gradient is replaced by zero (not multiplied by it) if not `live`."""
     del live
     return x
 
@@ -93,7 +93,7 @@ def _has_gradient(leaf: Any) -> bool:
 
 
 def from_last_stage(y: Tree, axis: str, *, scatter: bool) -> Tree:
-    """What only the last stage has, zeros elsewhere: dim 0 dealt out over the stages (`scatter`), or whole on every one."""
+    """The last stage's array (other stages have zeros): dim 0 sharded over the stages (`scatter`), or replicated."""
     if scatter:
         return jax.tree.map(lambda y: collectives.reduce_scatter(y, (axis,), 0), y)
     return jax.tree.map(lambda y: collectives.all_reduce(y, (axis,)), y)

@@ -1,4 +1,4 @@
-"""A pool whose gradient is fast on a CPU, and which the partitioner cuts like any element-wise function."""
+"""Max pooling whose gradient is fast on a CPU, and which the partitioner shards like an element-wise function."""
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ _PIXELS = np.arange(4, dtype=np.int8).reshape(2, 1, 2, 1)  # the four pixels of 
 def max_pool2(x: jax.Array) -> jax.Array:
     """The largest of every 2 x 2 pixels of `x` [rows, height, width, channels]; equals `nnx.max_pool(x, (2, 2), (2, 2))`.
 
-    So does its gradient, also where pixels tie: the first of them has it. But it is a selection by a number of 0 to 3 that says which
-    pixel was the largest, where reduce-window's searches again: an order of magnitude slower on a CPU. An odd last row or column is
-    left out, as there.
+    Its gradient is equal, too, also where pixels tie: the first of them gets it. But it selects by the index (0 to 3) of the largest
+    pixel, where the gradient of reduce-window searches again, which is an order of magnitude slower on a CPU. An odd last row or column
+    is left out, as in `nnx.max_pool`.
 
     Example:
       >>> float(max_pool2(jnp.arange(16.0).reshape(1, 4, 4, 1)).sum())  # 5 + 7 + 13 + 15

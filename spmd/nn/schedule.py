@@ -1,8 +1,8 @@
-"""Who works on what, tick by tick, when layers lie on different devices. Plain tables, without arrays or devices.
+"""Pipeline schedules: what each stage computes in each tick. Plain tables, without arrays or devices.
 
 A stage is a device along the pipeline's mesh axis, with one group of layers or several (`groups`); with g groups on each of p stages, group
-number c of stage s is the network's (c p + s)th. One tick is the time that a group takes for one microbatch, forward or backward. What a
-stage makes in a tick the next one can use in the tick after.
+number c of stage s is the network's (c p + s)th. One tick is the time that a group takes for one microbatch, forward or backward. The
+next stage can use the result of a tick in the following tick.
 
 Sources: GPipe (Huang et al., arXiv:1811.06965); 1F1B (Narayanan et al., PipeDream, arXiv:1806.03377, in the form with a flush,
 arXiv:2006.09503); interleaved stages (Narayanan et al., arXiv:2104.04473); the wavefront of a stack of recurrent layers is that of GNMT
@@ -17,7 +17,7 @@ from spmd.errors import OptionError, did_you_mean
 
 
 class Work(NamedTuple):
-    """What a stage does in a tick: which microbatch (or chunk of time), with which of its groups of layers, which way."""
+    """The work of a stage in a tick: the microbatch (or chunk of time), the group of layers, and the direction."""
 
     microbatch: int
     group: int = 0
@@ -26,12 +26,12 @@ class Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A table of work. Printed, one line per stage: numbers are microbatches, marked by ' on their way back.
+    """A table of work. Printed, one line per stage: numbers are microbatches, marked by ' in the backward pass.
 
     Attributes:
-      name: of the rule that made it.
-      stages, microbatches, groups: how many; groups are those of one stage.
-      hop: ticks until what a stage has made can be used by the next one.
+      name: "gpipe", "circular" or "1f1b".
+      stages, microbatches, groups: their numbers; groups are those of one stage.
+      hop: ticks until the next stage can use a result.
       table: [tick][stage]; None: idle.
 
     Example:
@@ -50,24 +50,24 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        """How long it takes."""
+        """The length of the table."""
         return len(self.table)
 
     @property
     def forward(self) -> "Schedule":
-        """The forward pass alone, in as many ticks as it takes: all that a program needs whose backward pass is made by `jax.grad`."""
-        ahead = [[tick[stage] for tick in self.table if tick[stage] is not None] for stage in range(self.stages)]
-        orders = [[work for work in order if work is not None and not work.backward] for order in ahead]
+        """The forward pass alone: all that a program needs whose backward pass is made by `jax.grad`."""
+        columns = [[tick[stage] for tick in self.table] for stage in range(self.stages)]
+        orders = [[work for work in column if work is not None and not work.backward] for column in columns]
         return dataclasses.replace(self, table=_timed(orders, self.groups, self.hop))
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time in which they are idle."""
+        """The share of all stages' time that is idle."""
         return sum(work is None for tick in self.table for work in tick) / (self.ticks * self.stages)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage: the most activations that it has to keep at once, in microbatches of one group. Of a forward pass alone, all."""
+        """By stage: the most activations stored at a time, in microbatches of one group. For a forward pass alone, all of them."""
         most, kept = [0] * self.stages, [0] * self.stages
         for tick in self.table:
             for stage, work in enumerate(tick):
@@ -98,12 +98,12 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1,
 
     Args:
       name: "gpipe": all forward, then all backward; so for the wavefront of recurrent layers, with chunks of time as microbatches.
-        "circular": the same with several groups of layers on each stage, so that the pipeline is full sooner. "1f1b": each stage goes
-        back as soon as it can, so that it keeps no more than `stages` microbatches' activations.
-      hop: ticks until what a stage has made can be used by the next one; 2: it travels while the next tick is computed.
+        "circular": the same with several groups of layers on each stage, so that the pipeline fills sooner. "1f1b": each stage runs
+        backward as early as it can, so that it stores the activations of at most `stages` microbatches.
+      hop: ticks until the next stage can use a result; 2: it is sent while the next tick is computed.
 
     Raises:
-      OptionError: no such schedule, numbers below 1, or numbers that do not go together.
+      OptionError: no such schedule, numbers below 1, or numbers that do not fit together.
     """
     if not isinstance(name, str) or name not in ORDERS:
         raise OptionError(f'schedule: no schedule "{name}".', fix=f"{did_you_mean(str(name), ORDERS)}")
@@ -120,47 +120,47 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1,
     return Schedule(name, stages, microbatches, groups, _timed(orders, groups, hop), hop)
 
 
-def _all_there_and_back(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
-    """`stages` microbatches through one group after the other, then the next `stages`; back in the opposite order."""
+def _gpipe_order(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
+    """`stages` microbatches through one group after the other, then the next `stages`; backward in reverse order."""
     del stage
     size = stages if groups > 1 else microbatches
-    there = [
+    forward = [
         Work(number, group)
         for first in range(0, microbatches, size)
         for group in range(groups)
         for number in range(first, min(first + size, microbatches))
     ]
-    return there + [work._replace(backward=True) for work in reversed(there)]
+    return forward + [work._replace(backward=True) for work in reversed(forward)]
 
 
-def _back_at_once(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
-    """As many forward as it takes until the first comes back, then one of each."""
+def _1f1b_order(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
+    """Forward until the first gradient arrives, then one forward and one backward in turn."""
     del groups
     ahead = min(microbatches, stages - 1 - stage)
-    there, back = [Work(number) for number in range(microbatches)], [Work(number, 0, True) for number in range(microbatches)]
-    steady = [work for pair in zip(there[ahead:], back, strict=False) for work in pair]
-    return there[:ahead] + steady + back[microbatches - ahead :]
+    forward, backward = ([Work(number, 0, is_backward) for number in range(microbatches)] for is_backward in (False, True))
+    steady = [work for pair in zip(forward[ahead:], backward, strict=False) for work in pair]
+    return forward[:ahead] + steady + backward[microbatches - ahead :]
 
 
 ORDERS: dict[str, Callable[[int, int, int, int], list[Work]]] = {
-    "gpipe": _all_there_and_back,
-    "circular": _all_there_and_back,
-    "1f1b": _back_at_once,
+    "gpipe": _gpipe_order,
+    "circular": _gpipe_order,
+    "1f1b": _1f1b_order,
 }
 
 
 def _timed(orders: Sequence[Sequence[Work]], groups: int, hop: int) -> tuple[tuple[Work | None, ...], ...]:
-    """Every stage does its work in its order, each as soon as what it needs is there."""
+    """The table in which every stage works in its order, each item as soon as its inputs are available."""
     stages, at, table = len(orders), [0] * len(orders), []
-    done: dict[tuple[int, int, bool], int] = {}  # in which tick
+    done: dict[tuple[int, int, bool], int] = {}  # the tick, by (microbatch, layer, backward)
     layers = stages * groups
 
     def ready(stage: int, work: Work) -> bool:
-        here = work.group * stages + stage
-        before = here + 1 if work.backward else here - 1
-        own = not work.backward or (work.microbatch, here, False) in done
-        sent = done.get((work.microbatch, before, work.backward))
-        return own and (not 0 <= before < layers or (sent is not None and sent + hop <= len(table)))
+        layer = work.group * stages + stage
+        source = layer + 1 if work.backward else layer - 1
+        has_activations = not work.backward or (work.microbatch, layer, False) in done
+        sent = done.get((work.microbatch, source, work.backward))
+        return has_activations and (not 0 <= source < layers or (sent is not None and sent + hop <= len(table)))
 
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
         tick = [
@@ -168,7 +168,7 @@ def _timed(orders: Sequence[Sequence[Work]], groups: int, hop: int) -> tuple[tup
             for stage in range(stages)
         ]
         if not any(tick) and len(table) - max(done.values(), default=0) > hop:
-            raise RuntimeError("a schedule in which all wait for each other")
+            raise RuntimeError("deadlock: every stage of the schedule waits for another")
         for stage, work in enumerate(tick):
             if work is not None:
                 at[stage] += 1
@@ -178,17 +178,20 @@ def _timed(orders: Sequence[Sequence[Work]], groups: int, hop: int) -> tuple[tup
 
 
 def best_chunk(time: int, stages: int, message: float = 0.5) -> int:
-    """Steps of time that a recurrent stage should take at once: the least (T / c + p - 1)(c + a), about sqrt(a T / (p - 1)).
+    """The time steps c of a chunk that minimise (T / c + p - 1)(c + a) on p recurrent stages, about sqrt(a T / (p - 1)).
 
-    Few steps fill the pipeline soon, many make few messages.
+    Short chunks fill the pipeline sooner, long ones send fewer messages.
 
     Args:
-      time: steps in all, T.
-      message: what handing over costs, in steps of one stage, a.
+      time: total steps, T.
+      message: the cost of sending, in steps of one stage, a.
 
     Example:
       >>> best_chunk(64, stages=8), best_chunk(64, stages=1)
       (2, 64)
     """
-    cost = lambda chunk: (-(-time // chunk) + stages - 1) * (chunk + message)
+
+    def cost(chunk: int) -> float:
+        return (-(-time // chunk) + stages - 1) * (chunk + message)
+
     return min((chunk for chunk in range(1, time + 1) if time % chunk == 0), key=lambda chunk: (cost(chunk), -chunk))

@@ -1,4 +1,4 @@
-"""Structurally equal nnx modules as one module whose arrays have the layers along dim 0, and back."""
+"""Stacks structurally equal nnx modules into one module whose arrays have the layers along dim 0, and unstacks them."""
 
 import dataclasses
 import functools
@@ -29,16 +29,16 @@ class Repeated:
 
 
 def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> Repeated:
-    """`count` layers from `make`, for `LayerStack` and `RNNStack`, all at once: a deep stack's initial values compile as one layer's do.
+    """`count` layers from `make`, for `LayerStack` and `RNNStack`. The initialization is compiled once for all layers.
 
-    A list of layers compiles the draws of each. Every layer has keys of its own, split from `rngs`.
+    A list of layers compiles it for each. Every layer has its own keys, split from `rngs`.
 
     Args:
-      count: how many layers, from 1.
+      count: the number of layers, from 1.
       make: takes `nnx.Rngs`, returns a layer.
 
     Raises:
-      ModelError: no number of layers, or something else than a module made.
+      ModelError: `count` is no positive integer, or `make` returns no module.
 
     Example:
       >>> from spmd.nn import LayerStack
@@ -50,24 +50,24 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
         raise ModelError(f"repeat: {count!r} layers.", fix="a whole number from 1.")
     keys = {name: stream.key.get_value() for name, stream in rngs.items()} if isinstance(rngs, nnx.Rngs) else {}
     if any(key.ndim for key in keys.values()):
-        raise ModelError("repeat: the keys of rngs are split already, and repeat splits them.", fix="the rngs as they were before.")
+        raise ModelError("repeat: the keys of rngs are already split, and repeat splits them.", fix="the rngs before the split.")
     if not callable(make) or not keys:
         raise ModelError(f"repeat({count}, {type_name(make)}, {type_name(rngs)}).", fix=f"repeat({count}, lambda rngs: ..., nnx.Rngs(0)).")
 
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
-    def all_at_once(keys: dict[str, jax.Array]) -> nnx.Module:
+    def make_layers(keys: dict[str, jax.Array]) -> nnx.Module:
         layer = make(nnx.Rngs(**keys))
         if not isinstance(layer, nnx.Module):
             raise ModelError(f"repeat: make returned {type_name(layer)}.", fix="an nnx.Module.")
         return layer
 
     try:
-        module = all_at_once({name: jax.random.split(stream(), int(count)) for name, stream in rngs.items()})
+        module = make_layers({name: jax.random.split(stream(), int(count)) for name, stream in rngs.items()})
     except (TraceContextError, ValueError) as error:
         if "trace level" not in str(error):
             raise
         raise ModelError(
-            "repeat: make uses a module or random streams that were there before.\n"
+            "repeat: make uses a module or random streams that were made outside of it.\n"
             "    fix: a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs)."
         ) from error
     _with_arrays(module, "repeat")
@@ -75,15 +75,15 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
 
 
 def _with_arrays(layer: nnx.Module, what: str) -> tuple[Any, Any]:
-    """`nnx.split` of a module in which there is something to stack."""
+    """`nnx.split` of a module that has arrays to stack."""
     graphdef, state = nnx.split(layer)
     if not jax.tree.leaves(state):
-        raise ModelError(f"{what}: its layers have no arrays, so there is nothing to stack.", fix="call them one after the other.")
+        raise ModelError(f"{what}: its layers have no arrays to stack.", fix="call them one after the other.")
     return graphdef, state
 
 
 def stack_modules(layers: Sequence[nnx.Module] | Repeated, what: str) -> nnx.Module:
-    """`join_modules`, marked as a stack: a layout cuts its layers over the axis of `[pipeline]`, and rules speak of one layer."""
+    """`join_modules`, marked as a stack: a layout shards its layers over the axis of `[pipeline]`, and rules describe one layer."""
     if not isinstance(layers, Repeated):
         if not hasattr(layers, "__iter__"):
             raise ModelError(f"{what}({type_name(layers)}).", fix="a list of layers, or spmd.nn.repeat.")
@@ -96,10 +96,10 @@ def stack_modules(layers: Sequence[nnx.Module] | Repeated, what: str) -> nnx.Mod
 
 
 def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
-    """One module with the arrays of all `layers`, [layers, ...] each; it is the first one's in everything else.
+    """One module with the arrays of all `layers`, [layers, ...] each; all else is taken from the first layer.
 
     Raises:
-      ModelError: no layers, or layers that differ in kind, in a setting, or in an array's shape or dtype; all differences of one layer.
+      ModelError: no layers, or layers that differ in kind, in a setting, or in an array's shape or dtype; lists all differences.
     """
     layers = list(layers)
     if not layers:
@@ -112,7 +112,7 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
             shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    ..." if len(differences) > 8 else "")
             raise ModelError(
                 f"{what}: layers 0 and {number} differ, and only equal ones can be stacked:\n{shown}\n"
-                "    fix: take the one that differs out of the stack, and call it before or after; "
+                "    fix: call the layer that differs before or after the stack; "
                 "an nnx.Linear first changes the width of inputs."
             )
     graphdef, first = _with_arrays(layers[0], what)
@@ -122,7 +122,7 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
     for path, variable in nnx.to_flat_state(first):
         values = [variable.get_value(), *(other[path].get_value() for other in rest)]
         if isinstance(ours.get(path), nnx.RngKey) and any(other.get(path) is ours[path] for other in others):
-            # one stream that the layers share moves on from layer to layer; copies of it would all give the same numbers
+            # copies of a stream that the layers share would all draw the same numbers
             values = [jax.random.fold_in(key, number) for number, key in enumerate(values)]
         joined = variable.replace(jnp.stack(values))
         names = joined.get_metadata().get("out_sharding")
@@ -132,7 +132,7 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
 
 
 def unstack_module(module: nnx.Module, number: int) -> nnx.Module:
-    """Layer `number` of a stacked module, with arrays of its own."""
+    """Layer `number` of a stacked module, with copies of its arrays."""
     graphdef, state = nnx.split(module)
     count = jax.tree.leaves(state)[0].shape[0]
     if not -count <= number < count:
@@ -147,30 +147,33 @@ def unstack_module(module: nnx.Module, number: int) -> nnx.Module:
 
 
 def _differences(one: nnx.Module, other: nnx.Module) -> list[str]:
-    """What keeps two modules from being layers of one stack, in words; functions inside them are compared by name."""
+    """Descriptions of how two modules differ, which keeps them from one stack; functions in them are compared by name."""
     ours, theirs = (dict(nnx.iter_modules(module)) for module in (one, other))
-    name = lambda path: "/".join(map(str, path)) or "the layer itself"
-    found = [f"{name(path)} is only in one of them." for path in ours.keys() ^ theirs.keys()]
+
+    def name(path: Any) -> str:
+        return "/".join(map(str, path)) or "the layer itself"
+
+    differences = [f"{name(path)} is only in one of them." for path in ours.keys() ^ theirs.keys()]
     for path in ours.keys() & theirs.keys():
         a, b = ours[path], theirs[path]
         if type(a) is not type(b):
-            found.append(f"{name(path)}: {type(a).__name__} and {type(b).__name__}.")
+            differences.append(f"{name(path)}: {type(a).__name__} and {type(b).__name__}.")
             continue
         settings = sorted(key for key in vars(a).keys() | vars(b).keys() if not key.startswith("_pytree"))
         for key in settings:
             x, y = _setting(vars(a).get(key)), _setting(vars(b).get(key))
             if UNKNOWN not in (x, y) and x != y:
-                found.append(f"{name(path)}: {key} is {x!r} and {y!r}.")
+                differences.append(f"{name(path)}: {key} is {x!r} and {y!r}.")
     arrays = [{path: variable for path, variable in nnx.to_flat_state(nnx.state(module))} for module in (one, other)]
     for path in arrays[0].keys() | arrays[1].keys():
         x, y = (None if path not in side else describe(side[path].get_value()) for side in arrays)
         if x != y:
-            found.append(f"{name(path)}: {x or 'missing'} and {y or 'missing'}.")
-    return sorted(found)
+            differences.append(f"{name(path)}: {x or 'missing'} and {y or 'missing'}.")
+    return sorted(differences)
 
 
 def _setting(value: Any) -> Any:
-    """What a module's attribute says, if it can be compared with another's."""
+    """A comparable form of a module's attribute, or UNKNOWN."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, tuple | list):
@@ -184,12 +187,12 @@ def _setting(value: Any) -> Any:
 
 
 class Layers:
-    """A stacked module taken apart for a scan or a pipeline: a pure function and plain trees, leaves [layers, ...].
+    """A stacked module split into a pure function and plain trees, leaves [layers, ...], for a scan or a pipeline.
 
     Attributes:
       params: parameters.
-      keys: of the random streams, as uint32 data.
-      kept: what a layer changes when it is called: counts of random streams, averages of batch statistics.
+      keys: keys of the random streams, as uint32 data.
+      kept: state that a call of a layer changes: counts of random streams, averages of batch statistics.
     """
 
     def __init__(self, module: nnx.Module):
@@ -198,7 +201,7 @@ class Layers:
         self.params, keys, self.kept = (nnx.to_pure_dict(part) for part in parts)
         self._impls = jax.tree.map(jax.random.key_impl, keys)
         self.keys = jax.tree.map(jax.random.key_data, keys)
-        self._changed: set[str] = set()  # paths of `kept` that some call has changed
+        self._changed: set[str] = set()  # paths of `kept` that some call changed
         self._counts = set(flatten(nnx.to_pure_dict(nnx.state(module, nnx.RngCount))))
 
     @property
@@ -208,11 +211,11 @@ class Layers:
 
     @property
     def count(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return jax.tree.leaves(self.variables)[0].shape[0]
 
     def call(self, function: Callable[[Any], Any], variables: tuple, change: Callable[[Any], Any] = lambda key: key) -> tuple[Any, Tree]:
-        """`function(layer)` for the layer with these arrays, and what it keeps after that; `change` is applied to its keys first."""
+        """`function(layer)` for the layer with these arrays, and its `kept` afterwards; `change` is applied to its keys first."""
         params, keys, kept = variables
         wrapped = jax.tree.map(lambda data, impl: change(jax.random.wrap_key_data(data, impl=impl)), keys, self._impls)
         layer = nnx.merge(self._graphdef, params, wrapped, kept)
@@ -220,30 +223,32 @@ class Layers:
         _, _, _, after = nnx.split(layer, nnx.Param, nnx.RngKey, ...)
         after = nnx.to_pure_dict(after)
         before = flatten(kept)
-        made = sorted(flatten(after).keys() - before.keys())
-        if made:
-            raise ModelError(f"a layer of a stack makes {first_names(made)} when called, and a stack cannot keep it.", fix="return it.")
+        created = sorted(flatten(after).keys() - before.keys())
+        if created:
+            raise ModelError(
+                f"a layer of a stack creates {first_names(created)} when called, which a stack cannot store.", fix="return it."
+            )
         self._changed |= {path for path, leaf in flatten(after).items() if leaf is not before[path]}
         return result, after
 
     def without_change(self, result: Any) -> Any:
-        """What `call` has returned, where a cell is called once for every step of time and so can keep nothing.
+        """`result` of `call`, for a cell, which is called once for every time step and so may keep no state.
 
         Raises:
-          ModelError: it keeps something.
+          ModelError: it keeps some.
         """
         if self._changed:
             raise ModelError(
-                f"a recurrent cell changes {first_names(sorted(self._changed))} when it is called, once for every step of time.\n"
+                f"a recurrent cell changes {first_names(sorted(self._changed))} when it is called, once for every time step.\n"
                 "    fix: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm."
             )
         return result
 
     def unchanged(self, result: Any, kept: Tree) -> tuple[Any, Tree]:
-        """What `call` has returned, where a layer is called once for every microbatch and so can keep nothing but counts.
+        """`result` of `call`, for a layer that is called once for every microbatch and so may keep no state but counts.
 
         Raises:
-          ModelError: it keeps something else.
+          ModelError: it keeps other state.
         """
         changed = self._changed - self._counts
         if changed:
@@ -255,7 +260,7 @@ class Layers:
         return result, kept
 
     def keep(self, kept: Tree) -> None:
-        """Let the module remember what its layers have changed."""
+        """Store in the module what its layers have changed."""
         if self._changed:
             flat = nnx.to_flat_state(nnx.state(self._module))
             changed = {path for path, _ in flat if "/".join(map(str, path)) in self._changed}
@@ -266,16 +271,16 @@ class Layers:
 def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:
     """`function(x, layer's part of xs) -> (x, kept)` from layer to layer."""
     count = jax.tree.leaves(xs)[0].shape[0]
-    return jax.lax.scan(functools.partial(_checked, function), x, xs, unroll=count if unroll else 1)
+    return jax.lax.scan(functools.partial(_same_shape, function), x, xs, unroll=count if unroll else 1)
 
 
-def _checked(function: Callable[..., tuple], x: Tree, part: Tree) -> tuple:
-    """What a layer returns must look like what it takes."""
+def _same_shape(function: Callable[..., tuple], x: Tree, part: Tree) -> tuple:
+    """`function`, checked to return the shapes and dtypes that it takes."""
     y, kept = function(x, part)
     before, after = (jax.tree.map(lambda leaf: describe(leaf), tree) for tree in (x, y))
     if before != after:
         raise ModelError(
-            f"a layer of a stack takes {_shown(before)} and returns {_shown(after)}; what one returns is what the next one takes.\n"
+            f"a layer of a stack takes {_shown(before)} and returns {_shown(after)}; the output of a layer is the input of the next one.\n"
             "    fix: layers that keep shape and dtype."
         )
     return y, kept

@@ -45,19 +45,19 @@ WIDER = r"""the data to evaluate does not fit: the loss fails on a batch of {x: 
 1 problem:
 
   x   float32\[8, 5\]
-      is float32\[8, 4\] in batches for training\.
+      is float32\[8, 4\] in training batches\.
       fix: batches like those for training, but for the number of rows\."""
 OTHER_KEYS = r"""the data to evaluate does not fit: the loss fails on a batch of {.*}: KeyError: 'x'
 3 problems:
 
   image   float32\[8, 4\]
-      is not in batches for training\.
+      is not in training batches\.
 
   y   int32\[8, 1\]
-      is float32\[8, 1\] in batches for training\.
+      is float32\[8, 1\] in training batches\.
 
   x
-      is missing; batches for training hold float32\[8, 4\]\."""
+      is missing; training batches have float32\[8, 4\]\."""
 BAD = {
     "another width": (rows(width=5), WIDER),
     "other keys": ({"image": rows()["x"], "y": np.zeros((ROWS, 1), np.int32)}, OTHER_KEYS),

@@ -154,7 +154,7 @@ def test_columns_of_parquet_that_are_no_numbers_are_told_at_once(tmp_path):
     day = datetime.datetime(2020, 1, 1)
     for name, values in {"list": [[1], [1, 2]], "struct": [{"x": 1}], "decimal128": [decimal.Decimal("1.5")], "timestamp": [day],
                          "string": ["x"], "date32": [day.date()], "null": [None]}.items():  # fmt: skip
-        with pytest.raises(DataError, match=rf'column "a" is {name}.*, which cannot go onto a device.*\n    fix: columns='):
+        with pytest.raises(DataError, match=rf'column "a" is {name}.*, which cannot be placed on a device.*\n    fix: columns='):
             spmd.data.parquet(table(tmp_path / "a.parquet", a=values), batch_size=1)
     table(tmp_path / "b.parquet", a=[1])
     with pytest.raises(DataError, match=r"b.parquet has columns a int64; .*a.parquet has a null"):

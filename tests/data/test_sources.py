@@ -119,7 +119,7 @@ BAD_ARRAYS = {
         {"x": np.zeros(8), "scale": np.float32(2)},
         {},
         DataError,
-        "the data: scale has no dim 0 to cut into rows.\n    fix: arrays of shape [rows, ...].",
+        "the data: scale has no dim 0 of rows.\n    fix: arrays of shape [rows, ...].",
     ),
     "no batch size": (
         numbered(8),
@@ -297,7 +297,7 @@ def test_an_error_of_the_users_reader_comes_out_with_its_own_lines(prefetch):
 @pytest.mark.parametrize(
     "data, options, pattern",
     [
-        ({"x": np.array(["a", "b"])}, {}, r"the data: x <U1\[2\] cannot go onto a device"),
+        ({"x": np.array(["a", "b"])}, {}, r"the data: x <U1\[2\] cannot be placed on a device"),
         ({"x": np.zeros(8)}, {"shuffle": "no"}, r"shuffle='no': True, False, or None"),
         ({"x": np.zeros(8)}, {"batch_size": True}, r"batch_size=True: a whole number from 1"),
     ],

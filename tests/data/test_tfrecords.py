@@ -232,7 +232,7 @@ def test_buckets_are_as_long_as_they_have_to_be(sequences):
 
 
 def test_buckets_that_do_not_fit_are_told(sequences):
-    with pytest.raises(DataError, match=r'record 8 .*"tokens" has 8 numbers, and the longest bucket 5'):
+    with pytest.raises(DataError, match=r'record 8 .*"tokens" has 8 numbers, but the longest bucket 5'):
         spmd.data.buckets(sequences, "tokens", [2, 5])
     for name, lengths, text in [
         ("at", [2], "no padded feature; there are: tokens"),
@@ -266,7 +266,7 @@ def test_a_bad_record_moves_no_other_to_another_bucket(tmp_path, caplog):
             assert [batch["at"].tolist() for batch in batches] == expected[start:]
         assert "without 1 of 12" in caplog.text
     made._bucket[0] = 0
-    with pytest.raises(DataError, match=r'record 0 .*"tokens" is longer than it was when it was measured'):
+    with pytest.raises(DataError, match=r'record 0 .*"tokens" is longer than when it was measured'):
         list(made)
 
 
@@ -302,7 +302,7 @@ def test_array_records_that_differ_are_named_or_padded(array_records):
     grow = lambda raw: {"tokens": np.arange(len(raw) % 4, dtype=np.int32)}
     options = {"decode": grow, "batch_size": 40, "shuffle": False}
     with pytest.raises(
-        DataError, match=r'0.array_record, record \d+: decode gives int32\[\d\] for "tokens", and int32\[\d\] for the first'
+        DataError, match=r'0.array_record, record \d+: decode returns int32\[\d\] for "tokens", but int32\[\d\] for the first'
     ):
         next(iter(spmd.data.array_record(array_records, **options)))
     found = next(iter(spmd.data.array_record(array_records, pad={"tokens": spmd.data.padded(3, "int32", fill=9)}, **options)))
@@ -315,7 +315,7 @@ def test_array_records_that_differ_are_named_or_padded(array_records):
 
 def test_what_is_no_array_record(array_records, tmp_path):
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"a.txt is no ArrayRecord file"):
+    with pytest.raises(DataError, match=r"a.txt is not an ArrayRecord file"):
         spmd.data.array_record(tmp_path / "a.txt", decode=len, batch_size=1)
     with pytest.raises(OptionError, match="both given"):
         spmd.data.array_record(array_records, decode=len, features=FEATURES, batch_size=1)
@@ -346,8 +346,8 @@ def test_a_first_array_record_that_cannot_be_read_is_skipped_like_any_other(tmp_
 def test_what_decode_gives_is_checked(array_records):
     options = {"batch_size": 8, "shuffle": False}
     for decode, text in [
-        (len, "decode gives an int, and a dict of arrays is wanted"),
-        (lambda raw: {"x": "word"}, 'decode gives <U4 for "x", which cannot go onto a device'),
+        (len, "decode returns an int, but must return a dict of arrays"),
+        (lambda raw: {"x": "word"}, 'decode gives <U4 for "x", which cannot be placed on a device'),
         (lambda raw: {}, "decode gives nothing"),
     ]:
         with pytest.raises(DataError, match=text):

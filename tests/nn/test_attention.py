@@ -123,7 +123,7 @@ def test_every_pair_is_seen_once(devices, parts):
     seen, work = collections.Counter(), collections.Counter()
     for me in range(devices):
         for source in range(devices):
-            for block in ring_attention.blocks(me, source, own=me == source, causal=True, parts=parts):
+            for block in ring_attention.blocks(me, source, local=me == source, causal=True, parts=parts):
                 if block.wanted:
                     seen[place(me, block.query), place(source, block.key)] += 1
                     work[me] += 1
@@ -197,7 +197,7 @@ def test_what_cannot_be_cut():
     )
     assert told(DataError, inputs(16)[0], *inputs(32)[1:3], causal=True) == (
         'attention ([sequence] axis = "context", 4 devices): 16 queries and 32 keys under a causal mask.\n'
-        "    fix: as many of each, or a layout that does not cut sequences."
+        "    fix: as many of each, or a layout that does not shard sequences."
     )
 
 

@@ -339,14 +339,14 @@ ERRORS = {
     kernel: float32[4, 4] and float32[4, 8].
     the layer itself: out_features is 4 and 8.
     the layer itself: use_bias is True and False.
-    fix: take the one that differs out of the stack, and call it before or after; an nnx.Linear first changes the width of inputs.""",
+    fix: call the layer that differs before or after the stack; an nnx.Linear first changes the width of inputs.""",
     ),
     "settings": (
         lambda: spmd.nn.LayerStack([Dilated((1,), nnx.relu), Dilated((2,), nnx.gelu)]),
         """LayerStack: layers 0 and 1 differ, and only equal ones can be stacked:
     conv: kernel_dilation is (1,) and (2,).
     the layer itself: act is 'jax._src.nn.functions.relu' and 'jax._src.nn.functions.gelu'.
-    fix: take the one that differs out of the stack, and call it before or after; an nnx.Linear first changes the width of inputs.""",
+    fix: call the layer that differs before or after the stack; an nnx.Linear first changes the width of inputs.""",
     ),
     "no list": (
         lambda: spmd.nn.LayerStack(nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
@@ -371,11 +371,11 @@ ERRORS = {
     "a share": (
         lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], dropout="0.1"),
         """RNNStack: dropout='0.1'.
-    fix: a share from 0 to 1, without 1.""",
+    fix: from 0 to below 1.""",
     ),
     "dropout's rngs": (
         lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], dropout=0.1, rngs=0),
-        """RNNStack: dropout=0.1 draws random numbers, and rngs is an int.
+        """RNNStack: dropout=0.1 needs random numbers, but rngs is an int.
     fix: rngs=nnx.Rngs(0).""",
     ),
     "repeat of none": (
@@ -390,12 +390,12 @@ ERRORS = {
     ),
     "repeat of split keys": (
         lambda: spmd.nn.repeat(2, lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0).split(2)),
-        """repeat: the keys of rngs are split already, and repeat splits them.
-    fix: the rngs as they were before.""",
+        """repeat: the keys of rngs are already split, and repeat splits them.
+    fix: the rngs before the split.""",
     ),
     "repeat of what was there": (
         lambda: (lambda outer: spmd.nn.repeat(2, lambda rngs: nnx.Linear(4, 4, rngs=outer), nnx.Rngs(1)))(nnx.Rngs(0)),
-        """repeat: make uses a module or random streams that were there before.
+        """repeat: make uses a module or random streams that were made outside of it.
     fix: a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs).""",
     ),
     "repeat makes": (
@@ -405,12 +405,12 @@ ERRORS = {
     ),
     "repeat of nothing": (
         lambda: spmd.nn.repeat(2, lambda rngs: nnx.Dropout(0.0), nnx.Rngs(0)),
-        """repeat: its layers have no arrays, so there is nothing to stack.
+        """repeat: its layers have no arrays to stack.
     fix: call them one after the other.""",
     ),
     "empty": (
         lambda: spmd.nn.LayerStack([nnx.Dropout(0.0), nnx.Dropout(0.0)]),
-        """LayerStack: its layers have no arrays, so there is nothing to stack.
+        """LayerStack: its layers have no arrays to stack.
     fix: call them one after the other.""",
     ),
     "kind": (
@@ -420,7 +420,7 @@ ERRORS = {
     ),
     "returns": (
         lambda: spmd.nn.LayerStack([nnx.Linear(4, 8, rngs=nnx.Rngs(0)) for _ in range(2)])(jnp.ones((2, 4))),
-        """a layer of a stack takes float32[2, 4] and returns float32[2, 8]; what one returns is what the next one takes.
+        """a layer of a stack takes float32[2, 4] and returns float32[2, 8]; the output of a layer is the input of the next one.
     fix: layers that keep shape and dtype.""",
     ),
     "lengths": (
@@ -435,7 +435,7 @@ ERRORS = {
     ),
     "dropout": (
         lambda: spmd.nn.RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))], dropout=0.1),
-        """RNNStack: dropout=0.1 draws random numbers, and rngs is None.
+        """RNNStack: dropout=0.1 needs random numbers, but rngs is None.
     fix: rngs=nnx.Rngs(0).""",
     ),
     "stages": (
@@ -445,7 +445,7 @@ ERRORS = {
     ),
     "cells that change": (
         lambda: spmd.nn.RNNStack([Dropping(nnx.Rngs(0)) for _ in range(2)])(jnp.ones((2, 5, 4))),
-        """a recurrent cell changes drop/rngs/count when it is called, once for every step of time.
+        """a recurrent cell changes drop/rngs/count when it is called, once for every time step.
     fix: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm.""",
     ),
     "rows": (

@@ -417,7 +417,7 @@ ERRORS = {
     ),
     "recurrent layers back at once": (
         lambda: trained(Deep, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b"))),
-        """a 1f1b pipeline is made of one spmd.nn.LayerStack, and the loss calls an RNNStack.
+        """a 1f1b pipeline is made of one spmd.nn.LayerStack, but the loss calls an RNNStack.
     fix: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.""",
     ),
     "two stacks back at once": (
