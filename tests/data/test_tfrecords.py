@@ -235,7 +235,7 @@ def test_buckets_that_do_not_fit_are_told(sequences):
     with pytest.raises(DataError, match=r'record 8 .*"tokens" has 8 numbers, but the longest bucket 5'):
         spmd.data.buckets(sequences, "tokens", [2, 5])
     for name, lengths, text in [
-        ("at", [2], "no padded feature; there are: tokens"),
+        ("at", [2], "not a padded feature; padded features: tokens"),
         ("tokens", [5, 2], "that grow"),
         ("tokens", [9], "padded to 8"),
         ("tokens", 9, "lengths 9"),
@@ -347,8 +347,8 @@ def test_what_decode_gives_is_checked(array_records):
     options = {"batch_size": 8, "shuffle": False}
     for decode, text in [
         (len, "decode returns an int, but must return a dict of arrays"),
-        (lambda raw: {"x": "word"}, 'decode gives <U4 for "x", which cannot be placed on a device'),
-        (lambda raw: {}, "decode gives nothing"),
+        (lambda raw: {"x": "word"}, 'decode returns <U4 for "x", which cannot be placed on a device'),
+        (lambda raw: {}, "decode returns nothing"),
     ]:
         with pytest.raises(DataError, match=text):
             spmd.data.array_record(array_records, decode=decode, **options)
