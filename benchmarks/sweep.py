@@ -117,7 +117,7 @@ def steps_alone(found: Any) -> float:
         values = tried.values
         model = lambda seed=values["seed"]: MLP(WIDTH, seed)
         trainer = spmd.Trainer(model, optimizer=optax.inject_hyperparams(optax.adam)(1.0), loss=spmd.losses.cross_entropy, mesh=mesh)
-        reader = spmd.data.sources.source(train, batch_size=BATCH, shuffle=True, seed=values["seed"])
+        reader = spmd.data.sources.as_source(train, batch_size=BATCH, shuffle=True, seed=values["seed"])
         own, _ = trainer.prepare(reader.sample())
         program, state = program or own, trainer.init()
         state.opt.hyperparams["learning_rate"] = jax.device_put(np.float32(values["rate"]), state.step.sharding)

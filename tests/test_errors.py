@@ -534,9 +534,9 @@ def test_tensor_on_accelerator_in_each_method():
 
 
 def test_host_tensor_is_read():
-    import spmd.data.sources as loader
+    from spmd.data import sources
 
-    batches = loader.source([(Tensor(X[:8]), Y[:8])], batch_size=None, shuffle=None, seed=0)
+    batches = sources.as_source([(Tensor(X[:8]), Y[:8])], batch_size=None, shuffle=None, seed=0)
     assert all(isinstance(batch.leaves[0], np.ndarray) for batch in batches.epoch(0))
 
 

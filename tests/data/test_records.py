@@ -273,7 +273,7 @@ def test_skipping_wants_a_loss_that_can_leave_rows_out(table):
     damaged(table)
     path, options, _ = table
     data = spmd.data.csv(path, shuffle=False, types={"x0": "float32"}, on_error="skip", **options)
-    with pytest.raises(DataError, match="1 of the 16 records of a batch were skipped. Neither a loss with one number"):
+    with pytest.raises(DataError, match=r"1 of the 16 records of a batch were skipped\. Neither a loss with one number"):
         fit(data, epochs=1, loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean())
 
 

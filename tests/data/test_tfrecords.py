@@ -236,7 +236,7 @@ def test_buckets_that_do_not_fit_are_told(sequences):
         spmd.data.buckets(sequences, "tokens", [2, 5])
     for name, lengths, text in [
         ("at", [2], "not a padded feature; padded features: tokens"),
-        ("tokens", [5, 2], "that grow"),
+        ("tokens", [5, 2], "increasing whole numbers"),
         ("tokens", [9], "padded to 8"),
         ("tokens", 9, "lengths 9"),
     ]:
@@ -356,5 +356,5 @@ def test_what_decode_gives_is_checked(array_records):
             spmd.data.array_record(array_records, decode=decode, on_error="skip", **options)
     for value in (1.5, 2**40):
         data = spmd.data.array_record(array_records, decode=lambda raw: {"x": [value]}, pad={"x": spmd.data.padded(3, "int32")}, **options)
-        with pytest.raises(DataError, match=r"of which int32 does not hold all"):
+        with pytest.raises(DataError, match=r"with values that int32 cannot hold"):
             next(iter(data))
