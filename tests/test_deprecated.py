@@ -27,4 +27,4 @@ def test_plan_cures_is_plan_fixes(monkeypatch):
 def test_option_cures_is_option_fixes(capsys):
     with pytest.warns(FutureWarning, match="--cures is now --fixes"):
         assert main(["plan", "absent.py", "--target", "8xh100", "--cures", "--json"]) != 0
-    assert "--fixes are printed behind the report" in capsys.readouterr().err
+    assert "--fixes adds to the report" in capsys.readouterr().err

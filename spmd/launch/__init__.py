@@ -1,4 +1,4 @@
-"""Processes: the command line, and, from Python, functions that run in several processes of this machine.
+"""Launch processes: the command line, and, from Python, functions that run in several processes of this machine.
 
 `spmd.launch.run(function, processes=2)` starts processes for one call; `spmd.launch.local(processes=2)` keeps them for many.
 """
@@ -15,7 +15,7 @@ __all__ = ["Processes", "local", "run"]
 
 
 def __getattr__(name: str):
-    if name not in __all__:  # the command line does without jax, which takes a second to import
+    if name not in __all__:  # the command line works without jax, which takes a second to import
         raise AttributeError(f"module 'spmd.launch' has no attribute {name!r}")
     value = getattr(importlib.import_module("spmd.launch.notebook"), name)
     globals()[name] = value

@@ -1,4 +1,4 @@
-"""The `spmd` command: what layouts there are, and whether one fits a model on a mesh that need not exist.
+"""The `spmd` command: list and check layouts, plan and search, launch processes, benchmark data.
 
     spmd layouts
     spmd layouts show fsdp
@@ -8,7 +8,7 @@
     spmd launch --processes 2 --simulate 4 train.py
     spmd data bench "train-*.csv" --batch-size 128 --step-ms 20
 
-`check` never asks JAX for a device: it knows the mesh by its sizes and the model by its shapes.
+`check` uses no device: it needs only the sizes of the mesh and the shapes of the model.
 """
 
 import argparse
@@ -28,49 +28,49 @@ _LEAF = re.compile(r"\s*([\w/]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit code: 0 when all is well, 2 for an error, which is told without a traceback; `launch` its own."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    cut = given.index("--") if "--" in given else len(given)
-    options = _parser().parse_args(given[:cut])
-    options.rest = given[cut + 1 :]  # for a script that the command runs
+    """Run one command and return its exit code: 0 for success, 2 for an error, without a traceback; `launch` returns that of the job."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    separator = argv.index("--") if "--" in argv else len(argv)
+    options = _parser().parse_args(argv[:separator])
+    options.rest = argv[separator + 1 :]  # for a script that the command runs
     try:
-        found = options.run(options)
+        result = options.run(options)
     except SpmdError as error:
         print(f"{type(error).__name__}: {error}{_line_of(error)}", file=sys.stderr)
         return 2
-    if isinstance(found, int):
-        return found
+    if isinstance(result, int):
+        return result
     try:
-        print(found, flush=True)
-    except BrokenPipeError:  # whoever reads has seen enough
+        print(result, flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _line_of(error: SpmdError) -> str:
-    """Where in the user's own files an error began, when it began as another one: the traceback is not shown."""
+    """The line in the user's files where the cause of an error was raised, since no traceback is shown."""
     place = user_line(error.__cause__) if error.__cause__ else ""
     return "" if place in str(error) else place
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="spmd", description="Train a Flax model over many devices, laid out by a file.")
+    parser = argparse.ArgumentParser(prog="spmd", description="Train Flax models on many devices, sharded by a layout file.")
     top = parser.add_subparsers(required=True, metavar="COMMAND")
     layouts = top.add_parser("layouts", help="list, show and check layouts")
     layouts.set_defaults(run=_list)
     commands = layouts.add_subparsers(metavar="COMMAND")
-    show = commands.add_parser("show", help="print a shipped layout", description="Print a shipped layout, to read or to start from.")
-    show.add_argument("name", metavar="NAME", help="as `spmd layouts` lists it")
+    show = commands.add_parser("show", help="print a shipped layout", description="Print a shipped layout, to read or to copy.")
+    show.add_argument("name", metavar="NAME", help="a name that `spmd layouts` lists")
     show.set_defaults(run=_show)
     check = commands.add_parser(
         "check",
         help="apply a layout to a model's shapes",
-        description="Print where every parameter of a model would live, and why. Nothing is allocated and no device is used.",
+        description="Print how every parameter of a model would be sharded, and by which rule. Nothing is allocated.",
     )
     check.add_argument("layout", metavar="LAYOUT", help="a shipped name or a TOML file")
-    check.add_argument("--model", required=True, metavar="MODULE:FACTORY", help="a function that builds the model; imported from here")
-    check.add_argument("--mesh", metavar="data=4,model=2", help="axis sizes; the layout's own when it gives them all")
-    check.add_argument("--batch", metavar="x=float32[8,28,28,1]", help="arrays of one batch; a linen module shows no shapes without")
+    check.add_argument("--model", required=True, metavar="MODULE:FACTORY", help="a function that builds the model, found from this folder")
+    check.add_argument("--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's)")
+    check.add_argument("--batch", metavar="x=float32[8,28,28,1]", help="arrays of one batch; required for a linen module")
     check.set_defaults(run=_check)
     plan_command.add_to(top)
     launch_command.add_to(top)
@@ -117,7 +117,7 @@ def _check(options: argparse.Namespace) -> str:
 
 
 def _mesh(text: str | None, layout: Any) -> Any:
-    """The mesh by its sizes alone: with no devices to count, -1 means nothing."""
+    """The mesh, from its sizes alone; -1 is refused, since there are no devices to count."""
     from spmd.mesh import MeshSpec
 
     if text is None and not layout.mesh:
@@ -125,56 +125,56 @@ def _mesh(text: str | None, layout: Any) -> Any:
     mesh = MeshSpec.parse(text if text is not None else dict(layout.mesh))
     if -1 in mesh.sizes.values():
         example = ",".join(f"{name}={8 if size == -1 else size}" for name, size in mesh.axes)
-        raise OptionError(f"mesh {mesh}: -1 takes the devices that are left, and a check has none to count.", fix=f"--mesh {example}.")
+        raise OptionError(f"mesh {mesh}: -1 stands for the remaining devices, and a check uses none.", fix=f"--mesh {example}.")
     return mesh
 
 
 def _imported(target: str) -> Any:
-    """What `module:attribute` names, the current folder being importable."""
+    """Import `module:attribute`, also from the current folder."""
     name, colon, attribute = target.partition(":")
     if not (colon and name and attribute):
         raise OptionError(f'--model "{target}" is not MODULE:FACTORY.', fix="such as  --model models:gpt  for  def gpt()  in models.py.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there; what it imports is not, and its traceback says where
+            raise  # the module exists, but one of its imports fails: the traceback says where
         raise OptionError(
-            f'--model "{target}": there is no module "{error.name}" in this folder or this Python.\n'
-            "    fix: run it from the folder that holds it, or name it with dots: package.module:factory."
+            f'--model "{target}": there is no module "{error.name}" in this folder or this Python.',
+            fix="run it from the folder that holds it, or use its full name: package.module:factory.",
         ) from error
-    if not hasattr(found, attribute):
-        own = [word for word, value in vars(found).items() if not word.startswith("_") and not inspect.ismodule(value)]
-        raise OptionError(f'--model "{target}": module "{name}" has no "{attribute}".', fix=f"{did_you_mean(attribute, own)}")
-    return getattr(found, attribute)
+    if not hasattr(module, attribute):
+        names = [word for word, value in vars(module).items() if not word.startswith("_") and not inspect.ismodule(value)]
+        raise OptionError(f'--model "{target}": module "{name}" has no "{attribute}".', fix=f"{did_you_mean(attribute, names)}")
+    return getattr(module, attribute)
 
 
 def _batch(text: str) -> dict[str, Any]:
-    """Arrays by name, as shapes.
+    """The arrays of a batch by name, as shapes.
 
     >>> _batch("x=float32[8,28,28,1], y=int32[8]")["y"]
     ShapeDtypeStruct(shape=(8,), dtype=int32)
     """
     import jax
 
-    leaves, at = {}, 0
-    while at < len(text):
-        found = _LEAF.match(text, at)
-        if found is None:
-            raise OptionError(f'--batch "{text}": "{text[at:].strip()}" is not NAME=DTYPE[SIZES].', fix='such as "x=float32[8,28,28,1]".')
-        name, dtype, sizes = found.groups()
+    leaves, start = {}, 0
+    while start < len(text):
+        match = _LEAF.match(text, start)
+        if match is None:
+            raise OptionError(f'--batch: "{text[start:].strip()}" is not NAME=DTYPE[SIZES].', fix='such as "x=float32[8,28,28,1]".')
+        name, dtype, sizes = match.groups()
         try:
             leaves[name] = jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size.strip()), jax.numpy.dtype(dtype))
         except TypeError as error:
             raise OptionError(f'--batch "{text}": there is no dtype "{dtype}".', fix="such as float32, bfloat16 or int32.") from error
-        at = found.end()
+        start = match.end()
     return leaves
 
 
 def _shapes(model: Any, batch: dict[str, Any] | None) -> tuple[Any, dict[str, tuple]]:
-    """A model's variables as shapes, and the logical axis names of its parameters."""
+    """The shapes of a model's variables, and the logical axis names of its parameters."""
     import jax
 
     from spmd.models.base import trace_abstractly
@@ -184,7 +184,9 @@ def _shapes(model: Any, batch: dict[str, Any] | None) -> tuple[Any, dict[str, tu
     names: dict[str, tuple] = {}
 
     def build(key: Any, inputs: Any) -> Any:
-        run = lambda called: called(inputs)
+        def run(module: Any) -> Any:
+            return module(inputs)
+
         names.update(model.names(key, run))
         return model.init(key, run)
 
@@ -193,16 +195,16 @@ def _shapes(model: Any, batch: dict[str, Any] | None) -> tuple[Any, dict[str, tu
 
 
 def _inputs(batch: dict[str, Any] | None) -> Any:
-    """The array that a linen module, which shows its shapes only when it is called, is called with."""
+    """The input array of a linen module, whose shapes are only known when it is called."""
     from spmd.train.metrics import INPUTS
 
     if batch is None:
-        raise OptionError("a linen module shows its shapes only on data.", fix='--batch "x=float32[8,28,28,1]", the arrays of a batch.')
+        raise OptionError("the shapes of a linen module depend on its input.", fix='--batch "x=float32[8,28,28,1]", the arrays of a batch.')
     known = [name for name in INPUTS if name in batch]
     inputs = known if len(known) == 1 else list(batch)
     if len(inputs) != 1:
         raise OptionError(
-            f"--batch: which of {', '.join(batch)} the model is called with cannot be told.\n"
-            f"    fix: give that one alone, or name it one of {', '.join(INPUTS)}."
+            f"--batch: the model's input may be any of {', '.join(batch)}.",
+            fix=f"give only the input, or name it one of {', '.join(INPUTS)}.",
         )
     return batch[inputs[0]]

@@ -1,4 +1,4 @@
-"""Which processes there are on which hosts: read from a file, one host a line or jobs and their tasks."""
+"""Read the hosts and their processes from a file: one host per line, or jobs and their tasks."""
 
 import dataclasses
 import re
@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, did_you_mean
-from spmd.launch.settings import whole_number
+from spmd.launch.settings import check_integer
 
-MOST = 4096  # hosts
-WORDS = ("processes", "address")  # of a line
+MAX_HOSTS = 4096
+KEYS = ("processes", "address")
 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A machine that ssh reaches.
+    """A machine that ssh connects to.
 
     Attributes:
-      name: as ssh is told.
+      name: as passed to ssh.
       processes: how many are started there; None: one for each of its GPUs.
-      address: where others reach it; "": its name, without the user.
-      tasks: names of its processes, such as "worker:0"; none: they are called by their ranks.
+      address: where other hosts reach it; "": its name, without the user.
+      tasks: names of its processes, such as "worker:0"; empty: they are named by their ranks.
     """
 
     name: str
@@ -31,22 +31,22 @@ class Host:
 
     @property
     def reached(self) -> str:
-        """Where others reach it."""
+        """The address at which other hosts reach it."""
         return self.address or self.name.rpartition("@")[2]
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
-    """Read a file of hosts.
+    """Read a hostfile.
 
-    A line is a host, as ssh is told it, and what there is to say of it: `gpu01 processes=8 address=10.0.0.1`; what follows "#" is for
-    people. A file that ends in .toml has jobs and their tasks in the place of lines, as TensorFlow's ClusterSpec had: a task is a
-    process, and names its host. The order is that of ranks; those of a host follow each other.
+    Each line is a host, as passed to ssh, and its options: `gpu01 processes=8 address=10.0.0.1`; "#" begins a comment. A file that ends
+    in .toml lists jobs and their tasks instead, as in TensorFlow's ClusterSpec: a task is a process, and names its host. Ranks follow
+    the order of the hosts; those of one host are consecutive.
 
     Args:
       path: the file.
 
     Raises:
-      OptionError: it cannot be read; or names that are none, or twice there; or jobs that hold parameters.
+      OptionError: the file cannot be read; a name is invalid or appears twice; or there is a job "ps".
 
     Example:
       >>> import pathlib, tempfile
@@ -58,10 +58,10 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} cannot be read: {error}.", fix="a file of hosts, one a line.") from None
+        raise OptionError(f"{path} cannot be read: {error}.", fix="a file with one host per line.") from None
     hosts = _jobs(path, text) if path.suffix == ".toml" else _lines(path, text)
-    if not 0 < len(hosts) <= MOST:
-        raise OptionError(f"{path} has {len(hosts)} hosts.", fix=f"from 1 to {MOST}.")
+    if not 0 < len(hosts) <= MAX_HOSTS:
+        raise OptionError(f"{path} has {len(hosts)} hosts.", fix=f"from 1 to {MAX_HOSTS}.")
     return hosts
 
 
@@ -71,70 +71,70 @@ def _lines(path: Path, text: str) -> tuple[Host, ...]:
         words, where = line.partition("#")[0].split(), f"{path}, line {number}"
         if not words:
             continue
-        name, found = _name(words[0], where), {}
+        name, values = _name(words[0], where), {}
         for word in words[1:]:
             key, equals, value = word.partition("=")
-            if key not in WORDS or not equals:
-                raise OptionError(f'{where}: "{word}".', fix=f"{did_you_mean(key, WORDS)} Such as processes=8.")
-            if key in found:
-                raise OptionError(f"{where}: {key} is there twice.", fix="once.")
-            found[key] = _count(value, where) if key == "processes" else _name(value, where)
+            if key not in KEYS or not equals:
+                raise OptionError(f'{where}: "{word}".', fix=f"{did_you_mean(key, KEYS)} Such as processes=8.")
+            if key in values:
+                raise OptionError(f"{where}: {key} is given twice.", fix="give it once.")
+            values[key] = _count(value, where) if key == "processes" else _name(value, where)
         if any(Host(name).reached == host.name.rpartition("@")[2] for host in hosts.values()):
-            raise OptionError(f"{where}: {name} is there twice.", fix="one line, with processes=2.")
-        hosts[name] = Host(name, **found)
+            raise OptionError(f"{where}: {name} is listed twice.", fix="one line, with processes=2.")
+        hosts[name] = Host(name, **values)
     return tuple(hosts.values())
 
 
 def _jobs(path: Path, text: str) -> tuple[Host, ...]:
     try:
-        given = tomllib.loads(text)
+        document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise OptionError(f"{path} is no TOML: {error}.") from None
-    for key in given:
+        raise OptionError(f"{path} is not valid TOML: {error}.") from None
+    for key in document:
         if key not in ("jobs", "addresses"):
             raise OptionError(f"{path}: [{key}].", fix=f"{did_you_mean(key, ('jobs', 'addresses'))}")
-    addresses = _table(path, given, "addresses", str)
+    addresses = _table(path, document, "addresses", str)
     tasks: dict[str, list[str]] = {}
-    for job, names in _table(path, given, "jobs", list).items():
+    for job, names in _table(path, document, "jobs", list).items():
         if job == "ps":
             raise OptionError(
                 f'{path}: the job "ps".',
-                fix=("leave it out; the devices of the workers keep the parameters, as [parameter_server] of the layout says."),
+                fix="leave it out; the workers' devices hold the parameters, as [parameter_server] of the layout says.",
             )
         if not re.fullmatch(r"[\w-]+", job):
             raise OptionError(f"{path}: the job {job!r}.", fix="letters, digits, _ and -.")
         for index, name in enumerate(names):
             if not isinstance(name, str):
-                raise OptionError(f"{path}: task {index} of {job} is {name!r}.", fix="the name of its host.")
+                raise OptionError(f"{path}: task {index} of {job} is {name!r}.", fix="the name of a host.")
             tasks.setdefault(_name(name, f"{path}: task {index} of {job}"), []).append(f"{job}:{index}")
     for name in addresses:
         if name not in tasks:
-            raise OptionError(f"{path}: an address of {name}, which has no task.", fix=f"{did_you_mean(name, tasks)}")
-    at = {name: _name(address, f"{path}: address of {name}") for name, address in addresses.items()}
-    return tuple(Host(name, len(own), at.get(name, ""), tuple(own)) for name, own in tasks.items())
+            raise OptionError(f"{path}: address of {name}, which has no task.", fix=f"{did_you_mean(name, tasks)}")
+    checked = {name: _name(address, f"{path}: address of {name}") for name, address in addresses.items()}
+    return tuple(Host(name, len(names), checked.get(name, ""), tuple(names)) for name, names in tasks.items())
 
 
-def _table(path: Path, given: dict[str, Any], key: str, kind: type) -> dict[str, Any]:
-    found = given.get(key, {})
-    if not isinstance(found, dict) or not all(isinstance(value, kind) for value in found.values()):
+def _table(path: Path, document: dict[str, Any], key: str, kind: type) -> dict[str, Any]:
+    table = document.get(key, {})
+    if not isinstance(table, dict) or not all(isinstance(value, kind) for value in table.values()):
         form = 'worker = ["gpu01", "gpu02"]' if kind is list else 'gpu01 = "10.0.0.1"'
-        raise OptionError(f"{path}: [{key}] is not as it should be.", fix=f"lines such as {form}.")
-    return found
+        raise OptionError(f"{path}: [{key}] is malformed.", fix=f"lines such as {form}.")
+    return table
 
 
 def _name(text: str, where: str) -> str:
-    """A name that ssh takes for one, and no shell for anything else."""
+    """A host name that ssh accepts, without characters that are special to a shell."""
     if not re.fullmatch(r"(?:[A-Za-z0-9_][\w.-]{0,63}@)?[A-Za-z0-9_:][A-Za-z0-9_.:-]{0,253}", text, re.ASCII):
         raise OptionError(
-            f"{where}: {text!r} is no name of a host.", fix="such as gpu01, user@gpu01 or 10.0.0.1; ports are found by themselves."
+            f"{where}: {text!r} is not a host name.", fix="such as gpu01, user@gpu01 or 10.0.0.1, without a port: a free one is chosen."
         )
     if re.fullmatch(r"[^:\[\]]+:\d+", text):
-        raise OptionError(f"{where}: {text!r} has a port.", fix=f"{text.rpartition(':')[0]}; a free port is found for each attempt.")
+        raise OptionError(f"{where}: {text!r} has a port.", fix=f"{text.rpartition(':')[0]}; a free port is chosen for each attempt.")
     return text
 
 
 def _count(text: str, where: str) -> int:
     if not re.fullmatch(r"\d{1,6}", text, re.ASCII):
-        raise OptionError(f"{where}: processes={text}.", fix="a whole number from 1.")
-    whole_number(f"{where}: processes", int(text), 256)
+        raise OptionError(f"{where}: processes={text}.", fix="an integer from 1.")
+    check_integer(f"{where}: processes", int(text), 256)
     return int(text)

@@ -1,4 +1,4 @@
-"""Messages between a process and those that it has started, over pipes that nobody else has: each after its length."""
+"""Length-prefixed messages between a process and its children, over private pipes."""
 
 import contextlib
 import dataclasses
@@ -8,120 +8,122 @@ import selectors
 from collections.abc import Callable, Mapping
 
 LENGTH = 8  # bytes in front of each message
-LOOK = 0.05  # seconds between two looks at whether to go on
-PIECE = 1 << 20
+LOOK = 0.05  # seconds between two checks whether to continue
+CHUNK = 1 << 20  # bytes of one read or write
 READY, DONE, UNSENT, FAILED = b"R", b"D", b"U", b"F"  # how answers begin
 
 
-def mark() -> str:
-    """What a process prints when a call is over, and nothing else does."""
+def new_mark() -> str:
+    """A unique line that a process prints at the end of a call."""
     return f"\x1e{secrets.token_hex(8)}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Ends:
-    """Two pipes as one side of them sees it.
+class PipeEnds:
+    """One side of two pipes.
 
     Attributes:
       reads: the file descriptor to read from.
-      writes: the one to write to.
+      writes: the file descriptor to write to.
     """
 
     reads: int
     writes: int
 
     def close(self) -> None:
-        """Hang up."""
+        """Close both."""
         for number in (self.reads, self.writes):
             with contextlib.suppress(OSError):
                 os.close(number)
 
 
-def pair() -> tuple[Ends, Ends]:
-    """Two sides of a talk; the first one's own reading and writing never waits."""
-    reads, answers = os.pipe()
+def pipe_pair() -> tuple[PipeEnds, PipeEnds]:
+    """Both sides of two pipes; the first side never blocks."""
+    reads, child_writes = os.pipe()
     try:
-        asked, writes = os.pipe()
+        child_reads, writes = os.pipe()
     except BaseException:
-        Ends(reads, answers).close()
+        PipeEnds(reads, child_writes).close()
         raise
     os.set_blocking(reads, False)
     os.set_blocking(writes, False)
-    return Ends(reads, writes), Ends(asked, answers)
+    return PipeEnds(reads, writes), PipeEnds(child_reads, child_writes)
 
 
-def framed(message: bytes) -> bytes:
-    """A message as it travels."""
+def frame(message: bytes) -> bytes:
+    """A message with its length in front."""
     return len(message).to_bytes(LENGTH, "big") + message
 
 
-def send(ends: Ends, message: bytes) -> None:
-    """Write a message; wait until it is on its way.
+def send(ends: PipeEnds, message: bytes) -> None:
+    """Write a message; blocks until it is written.
 
     Raises:
-      BrokenPipeError: nobody listens any more.
+      BrokenPipeError: the other side is closed.
     """
-    left = memoryview(framed(message))
+    left = memoryview(frame(message))
     while left:
-        left = left[os.write(ends.writes, left[:PIECE]) :]
+        left = left[os.write(ends.writes, left[:CHUNK]) :]
 
 
-def receive(ends: Ends) -> bytes | None:
-    """Wait for a message; None where the other side has hung up."""
+def receive(ends: PipeEnds) -> bytes | None:
+    """Wait for a message; None if the other side is closed."""
     length = _exactly(ends.reads, LENGTH)
     return _exactly(ends.reads, int.from_bytes(length, "big")) if length is not None else None
 
 
 def _exactly(pipe: int, count: int) -> bytes | None:
-    found = bytearray()
-    while len(found) < count:
-        piece = os.read(pipe, min(count - len(found), PIECE))
-        if not piece:
+    received = bytearray()
+    while len(received) < count:
+        chunk = os.read(pipe, min(count - len(received), CHUNK))
+        if not chunk:
             return None
-        found += piece
-    return bytes(found)
+        received += chunk
+    return bytes(received)
 
 
 class _Incoming:
-    """What has come of one message."""
+    """The received part of one message."""
 
     def __init__(self, pipe: int):
-        self._pipe, self._found = pipe, bytearray()
+        self._pipe, self._received = pipe, bytearray()
 
     def read(self) -> bytes | None:
-        """The message, once it is whole; b"" where the other side has hung up before."""
+        """The message, once it is complete; None before; b"" if the other side is closed before that."""
         while True:
             try:
-                piece = os.read(self._pipe, PIECE)
+                chunk = os.read(self._pipe, CHUNK)
             except BlockingIOError:
                 return None
-            self._found += piece
-            if len(self._found) >= LENGTH and len(self._found) - LENGTH >= int.from_bytes(self._found[:LENGTH], "big"):
-                return bytes(self._found[LENGTH:])
-            if not piece:
+            self._received += chunk
+            if len(self._received) >= LENGTH and len(self._received) - LENGTH >= int.from_bytes(self._received[:LENGTH], "big"):
+                return bytes(self._received[LENGTH:])
+            if not chunk:
                 return b""
 
 
-def exchanged(ends: Mapping[int, Ends], message: bytes | None, go_on: Callable[[Mapping[int, bytes]], bool]) -> dict[int, bytes]:
-    """Give all the same message, and take one from each, all at a time.
+def broadcast_and_collect(
+    ends: Mapping[int, PipeEnds], message: bytes | None, keep_waiting: Callable[[Mapping[int, bytes]], bool]
+) -> dict[int, bytes]:
+    """Send all processes the same message, and receive one answer from each, concurrently.
 
     Args:
-      ends: by rank, as `pair` gives them first.
-      message: None where there is none to give.
-      go_on: is told what has come so far, many times a second; False ends it.
+      ends: the first side of each process's pipes, by rank.
+      message: None: send nothing.
+      keep_waiting: called many times a second with the answers so far; False ends the wait.
 
     Returns:
-      What has come, by rank; those that have hung up, or were not waited for, are not there.
+      The answers by rank; without those of processes that closed their pipe, or were no longer waited for.
     """
     answers: dict[int, bytes] = {}
-    left = {rank: memoryview(framed(message)) for rank in ends} if message is not None else {}
-    incoming = {rank: _Incoming(own.reads) for rank, own in ends.items()}
+    unsent = {rank: memoryview(frame(message)) for rank in ends} if message is not None else {}
+    incoming = {rank: _Incoming(end.reads) for rank, end in ends.items()}
     with selectors.DefaultSelector() as selector:
-        for rank, own in ends.items():
-            selector.register(own.reads, selectors.EVENT_READ, rank)
-            if left:
-                selector.register(own.writes, selectors.EVENT_WRITE, rank)
-        while selector.get_map() and go_on(answers):
+        for rank, end in ends.items():
+            selector.register(end.reads, selectors.EVENT_READ, rank)
+            if unsent:
+                selector.register(end.writes, selectors.EVENT_WRITE, rank)
+        while selector.get_map() and keep_waiting(answers):
             for key, _ in selector.select(LOOK):
                 rank = key.data
                 if key.fd == ends[rank].reads:
@@ -130,18 +132,18 @@ def exchanged(ends: Mapping[int, Ends], message: bytes | None, go_on: Callable[[
                     if answer:
                         answers[rank] = answer
                 else:
-                    done = _written(key.fd, left, rank)
+                    done = _write_more(key.fd, unsent, rank)
                 if done:
                     selector.unregister(key.fd)
     return answers
 
 
-def _written(pipe: int, left: dict[int, memoryview], rank: int) -> bool:
-    """Write what goes; whether that was all, or nobody listens."""
+def _write_more(pipe: int, unsent: dict[int, memoryview], rank: int) -> bool:
+    """Write what the pipe takes; whether all is written, or the other side is closed."""
     try:
-        left[rank] = left[rank][os.write(pipe, left[rank][:PIECE]) :]
+        unsent[rank] = unsent[rank][os.write(pipe, unsent[rank][:CHUNK]) :]
     except BlockingIOError:
         return False
     except BrokenPipeError:
         return True
-    return not left[rank]
+    return not unsent[rank]

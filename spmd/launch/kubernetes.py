@@ -1,4 +1,4 @@
-"""Kubernetes: the manifest of an Indexed Job, a headless Service by which its pods find each other, and the Secret that they share."""
+"""The Kubernetes manifest of an Indexed Job, a headless Service by which its pods find each other, and the Secret that they share."""
 
 import dataclasses
 import math
@@ -10,38 +10,38 @@ from typing import Any
 from spmd.distributed.detect_cluster import FIRST_PORT
 from spmd.distributed.watchdog import DISAGREED, PEER, TERMINATED, USAGE
 from spmd.errors import OptionError, import_extra
-from spmd.launch.settings import Settings, whole_number
-from spmd.launch.validation import check_words, matching, printable, script_name, variables
+from spmd.launch.settings import Settings, check_integer
+from spmd.launch.validation import check_environment_variables, check_pattern, check_printable, check_script_args, script_name
 
-LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"  # of RFC 1123, and of RFC 1035, which names of Services must be
+LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"  # valid under RFC 1123, and under RFC 1035, as Services require
 LONGEST = 63
 QUANTITY = r"\d{1,12}(\.\d{1,3})?(Ki|Mi|Gi|Ti|k|M|G|T)?"
-GROUP = 1000  # who is not root may write to the volume: it is this group's, as in examples/cluster/Dockerfile
+GROUP = 1000  # the group that owns the volume, so that containers without root can write to it; as in examples/cluster/Dockerfile
 
 
 @dataclasses.dataclass(frozen=True)
-class Kubernetes:
-    """What a job asks Kubernetes for; each pod is one process, which has all of its GPUs.
+class KubernetesJob:
+    """The resources and options of a Kubernetes Job; each pod runs one process, which uses all of its GPUs.
 
     Args:
-      image: of the container: Python, spmd, and the script.
-      nodes: how many pods.
+      image: container image with Python, spmd and the script.
+      nodes: number of pods.
       name: of the job and its Service; None: the script's.
-      namespace: None: as `kubectl` has it.
+      namespace: None: that of `kubectl`.
       gpus_per_node: of each pod.
       cpus: of each pod.
       memory: of each pod, such as "64Gi".
-      claim: a volume for checkpoints, "NAME:/path", which all pods can write.
-      shm: the size of /dev/shm, such as "8Gi"; None: as the cluster has it, often 64 MB.
-      env: variables of all processes, as pairs.
+      claim: a volume for checkpoints that all pods can write to, "NAME:/path".
+      shm: size of /dev/shm, such as "8Gi"; None: the cluster's default, often 64 MB.
+      env: environment variables of all processes, as pairs.
       python: the interpreter in the image.
-      settings: how processes are started; a restart is of pods.
+      settings: how processes are started; restarts replace pods.
 
     Example:
-      >>> Kubernetes("registry.example/train:1", nodes=2, claim="runs")
+      >>> KubernetesJob("registry.example/train:1", nodes=2, claim="runs")
       Traceback (most recent call last):
       spmd.errors.OptionError: claim='runs'.
-          fix: NAME:/path, a PersistentVolumeClaim and where it is mounted.
+          fix: NAME:/path, a PersistentVolumeClaim and its mount path.
     """
 
     image: str
@@ -58,66 +58,66 @@ class Kubernetes:
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self):
-        matching("image", self.image, r"[\w.:/@-]{1,1000}", "the name of an image, such as registry.example/train:1")
-        printable("python", self.python)
-        whole_number("nodes", self.nodes, 10**5)
-        whole_number("gpus_per_node", self.gpus_per_node, 256)
-        whole_number("cpus", self.cpus, 4096)
+        check_pattern("image", self.image, r"[\w.:/@-]{1,1000}", "the name of an image, such as registry.example/train:1")
+        check_printable("python", self.python)
+        check_integer("nodes", self.nodes, 10**5)
+        check_integer("gpus_per_node", self.gpus_per_node, 256)
+        check_integer("cpus", self.cpus, 4096)
         if self.gpus_per_node is not None:
-            self.settings.no_simulation("gpus_per_node")
+            self.settings.refuse_with_simulate("gpus_per_node")
         if self.settings.stall and self.nodes == 1:
-            raise OptionError("a process that is alone waits for nobody, so stall would do nothing.", fix="leave it out, or 2 nodes.")
+            raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 nodes.")
         if not math.isfinite(self.settings.grace):
-            raise OptionError(f"grace={self.settings.grace}.", fix="seconds, as a number.")
-        matching("namespace", self.namespace, r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "small letters, digits and -, at most 63")
+            raise OptionError(f"grace={self.settings.grace}.", fix="a finite number of seconds.")
+        check_pattern("namespace", self.namespace, r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "lower-case letters, digits and -, at most 63")
         for name in ("memory", "shm"):
-            matching(name, getattr(self, name), QUANTITY, "a size as Kubernetes has it, such as 64Gi")
-        where = "NAME:/path, a PersistentVolumeClaim and where it is mounted"
-        matching("claim", self.claim, r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^:\s]{1,1000}", where)
-        printable("claim", self.claim or "none")
-        variables(self.env, self.settings.environment())
+            check_pattern(name, getattr(self, name), QUANTITY, "a Kubernetes quantity, such as 64Gi")
+        where = "NAME:/path, a PersistentVolumeClaim and its mount path"
+        check_pattern("claim", self.claim, r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^:\s]{1,1000}", where)
+        check_printable("claim", self.claim or "none")
+        check_environment_variables(self.env, self.settings.environment())
 
 
-def manifest(words: Sequence[str], how: Kubernetes, token: str | None = None) -> str:
-    """The YAML of all that the job needs, for `kubectl apply -f`.
+def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = None) -> str:
+    """The YAML of the Job, Service and Secret, for `kubectl apply -f`.
 
     Args:
-      words: the script, as it is named in the image, and its arguments; or "-m", a module and its arguments.
-      how: what the job asks for.
-      token: what its processes know, and others do not; None: a new one.
+      argv: the script's path in the image, and its arguments; or "-m", a module and its arguments.
+      config: the job.
+      token: the secret of its processes; None: a new one.
 
     Raises:
-      OptionError: there is nothing to run; the name is none that Kubernetes takes; a word has a control character.
+      OptionError: there is nothing to run; the name is invalid in Kubernetes; an argument has a control character.
       MissingExtraError: PyYAML is not installed.
     """
-    check_words(words, "--kubernetes --nodes 2 --image IMAGE")
-    name = _name(words, how)
+    check_script_args(argv, "--kubernetes --nodes 2 --image IMAGE")
+    name = _name(argv, config)
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": _metadata(name, how),
+        "metadata": _metadata(name, config),
         "stringData": {"token": secrets.token_hex(16) if token is None else token},
     }
     service = {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(name, how),
-        # a pod is found by its name before it is ready: they wait for each other
+        "metadata": _metadata(name, config),
+        # names resolve before pods are ready, since pods wait for each other
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(name)},
     }
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(name, how), "spec": _job(words, how, name)}
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(name, config), "spec": _job(argv, config, name)}
     yaml = import_extra("yaml", "kubernetes")
     return yaml.safe_dump_all([secret, service, job], sort_keys=False, width=10**6, explicit_start=True, allow_unicode=True).rstrip()
 
 
-def _name(words: Sequence[str], how: Kubernetes) -> str:
-    """The job's name: what was given, or the script's in small letters."""
-    name = how.name if how.name is not None else re.sub(r"[^a-z0-9]+", "-", script_name(words).lower()).strip("-")
-    most = LONGEST - len(f"-{how.nodes - 1}")
+def _name(argv: Sequence[str], config: KubernetesJob) -> str:
+    """The job's name: the given one, or the script's in lower case."""
+    name = config.name if config.name is not None else re.sub(r"[^a-z0-9]+", "-", script_name(argv).lower()).strip("-")
+    most = LONGEST - len(f"-{config.nodes - 1}")
     if not re.fullmatch(LABEL, name) or len(name) > most:
         raise OptionError(
-            f"name={name!r}, of {len(name)} letters.\n"
-            f"    fix: --name with small letters, digits and -, a letter first, at most {most}: pods are NAME-0 to NAME-{how.nodes - 1}."
+            f"name={name!r}, with {len(name)} characters.",
+            fix=f"--name with at most {most} lower-case letters, digits and -, a letter first: pods are NAME-0 to NAME-{config.nodes - 1}.",
         )
     return name
 
@@ -126,49 +126,52 @@ def _labels(name: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": name}
 
 
-def _metadata(name: str, how: Kubernetes) -> dict[str, Any]:
-    return {"name": name, **({"namespace": how.namespace} if how.namespace else {}), "labels": _labels(name)}
+def _metadata(name: str, config: KubernetesJob) -> dict[str, Any]:
+    return {"name": name, **({"namespace": config.namespace} if config.namespace else {}), "labels": _labels(name)}
 
 
-def _job(words: Sequence[str], how: Kubernetes, name: str) -> dict[str, Any]:
-    """All pods at once, by number; of those that fail, the ones that failed for others' sake do not count."""
-    on_codes = lambda action, *codes: {"action": action, "onExitCodes": {"operator": "In", "values": list(codes)}}
+def _job(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any]:
+    """An Indexed Job of all pods; failures that follow from those of other pods do not count."""
+
+    def on_codes(action: str, *codes: int) -> dict[str, Any]:
+        return {"action": action, "onExitCodes": {"operator": "In", "values": list(codes)}}
+
     ignored = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     return {
         "completionMode": "Indexed",
-        "completions": how.nodes,
-        "parallelism": how.nodes,
-        "backoffLimit": how.settings.max_restarts,
+        "completions": config.nodes,
+        "parallelism": config.nodes,
+        "backoffLimit": config.settings.max_restarts,
         "podFailurePolicy": {"rules": [on_codes("FailJob", USAGE, DISAGREED), on_codes("Ignore", PEER, TERMINATED), ignored]},
-        "template": {"metadata": {"labels": _labels(name)}, "spec": _pod(words, how, name)},
+        "template": {"metadata": {"labels": _labels(name)}, "spec": _pod(argv, config, name)},
     }
 
 
-def _pod(words: Sequence[str], how: Kubernetes, name: str) -> dict[str, Any]:
-    """One pod: no restarts inside it, no word with the cluster's own interface, no privileges."""
+def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any]:
+    """One pod: no restarts inside it, no access to the cluster's API, no privileges."""
     security: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
     volumes, mounts = [], []
-    if how.claim:
-        claim, _, path = how.claim.partition(":")
+    if config.claim:
+        claim, _, path = config.claim.partition(":")
         volumes.append({"name": "claim", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "claim", "mountPath": path})
         security |= {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
-    if how.shm:
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": how.shm}})
+    if config.shm:
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": config.shm}})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     container = {
         "name": "train",
-        "image": how.image,
-        "command": [_literal(word) for word in (how.python, "-m", "spmd.launch.runner", *words)],
-        "env": _env(how, name),
-        "resources": _resources(how),
+        "image": config.image,
+        "command": [_literal(word) for word in (config.python, "-m", "spmd.launch.runner", *argv)],
+        "env": _env(config, name),
+        "resources": _resources(config),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": mounts,
     }
     spec = {
         "subdomain": name,
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": math.ceil(how.settings.grace),
+        "terminationGracePeriodSeconds": math.ceil(config.settings.grace),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": security,
@@ -178,30 +181,30 @@ def _pod(words: Sequence[str], how: Kubernetes, name: str) -> dict[str, Any]:
     return {key: value for key, value in spec.items() if value != []}
 
 
-def _env(how: Kubernetes, name: str) -> list[dict[str, Any]]:
-    """Who all are; the rank is JOB_COMPLETION_INDEX, which Kubernetes sets.
+def _env(config: KubernetesJob, name: str) -> list[dict[str, Any]]:
+    """The variables of a pod; its rank is JOB_COMPLETION_INDEX, which Kubernetes sets.
 
-    A pod cannot know whether there was one before it. So it says that there was: a run goes on with what is saved, if anything is.
+    A pod cannot know whether it replaces another, so it always declares a restart: a run resumes from its checkpoint, if it has one.
     """
-    own = {
-        "SPMD_PROCESSES": str(how.nodes),
+    check_environment_variables = {
+        "SPMD_PROCESSES": str(config.nodes),
         "SPMD_COORDINATOR": f"{name}-0.{name}:{FIRST_PORT}",
         "SPMD_ATTEMPT": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    own |= how.settings.environment() | dict(how.env)
+    check_environment_variables |= config.settings.environment() | dict(config.env)
     token = {"name": "SPMD_TOKEN", "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}}
-    return [*({"name": key, "value": _literal(value)} for key, value in own.items()), token]
+    return [*({"name": key, "value": _literal(value)} for key, value in check_environment_variables.items()), token]
 
 
-def _resources(how: Kubernetes) -> dict[str, Any]:
-    """Memory and GPUs are what is asked for, and no more; CPUs that nobody else uses may be used."""
-    memory = {"memory": how.memory} if how.memory else {}
-    requests = ({"cpu": str(how.cpus)} if how.cpus else {}) | memory
-    limits = memory | ({"nvidia.com/gpu": str(how.gpus_per_node)} if how.gpus_per_node else {})
+def _resources(config: KubernetesJob) -> dict[str, Any]:
+    """Requests and limits: memory and GPUs are limited, idle CPUs of the node may be used."""
+    memory = {"memory": config.memory} if config.memory else {}
+    requests = ({"cpu": str(config.cpus)} if config.cpus else {}) | memory
+    limits = memory | ({"nvidia.com/gpu": str(config.gpus_per_node)} if config.gpus_per_node else {})
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
 
 
 def _literal(text: str) -> str:
-    """A word as it is: Kubernetes would put variables in the place of $(NAME)."""
+    """Escape text in which Kubernetes would otherwise expand $(NAME)."""
     return text.replace("$", "$$")

@@ -13,20 +13,20 @@ from pathlib import Path
 
 from spmd.distributed.detect_cluster import free_port, visible_gpus
 from spmd.errors import OptionError
-from spmd.launch.process_group import Group, Signalled, started
-from spmd.launch.restart_policy import Attempt, attempted, records, repeated
-from spmd.launch.settings import Settings, whole_number
+from spmd.launch.process_group import ProcessGroup, Signalable, start_processes
+from spmd.launch.restart_policy import Attempt, read_records, run_with_restarts, summarize_attempt
+from spmd.launch.settings import Settings, check_integer
 
 MOST = 256  # processes on one machine
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
-    """Which processes there are here.
+class LocalConfig:
+    """The processes to start on this machine.
 
     Args:
       processes: how many; None: one for each GPU.
-      devices: which GPUs, by number; None: all.
+      devices: GPUs to use, by number; None: all.
       settings: how they are started.
     """
 
@@ -35,17 +35,17 @@ class Machine:
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self):
-        whole_number("processes", self.processes, MOST)
+        check_integer("processes", self.processes, MOST)
         if self.devices is not None:
             if not self.devices or min(self.devices) < 0 or len(set(self.devices)) < len(self.devices):
-                raise OptionError(f"devices={list(self.devices)}.", fix="numbers of GPUs from 0, each once.")
-            self.settings.no_simulation("devices")
+                raise OptionError(f"devices={list(self.devices)}.", fix="distinct GPU numbers from 0.")
+            self.settings.refuse_with_simulate("devices")
         if self.settings.stall and self.count == 1:
-            raise OptionError("a process that is alone waits for nobody, so stall would do nothing.", fix="leave it out, or 2 processes.")
+            raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 processes.")
 
     @property
     def gpus(self) -> list[str]:
-        """The GPUs to share out, as CUDA_VISIBLE_DEVICES names them; none where CPU devices are simulated."""
+        """The GPUs to divide among the processes, as CUDA_VISIBLE_DEVICES names them; none if CPU devices are simulated."""
         if self.settings.simulate:
             return []
         return visible_gpus() if self.devices is None else [str(number) for number in self.devices]
@@ -55,73 +55,78 @@ class Machine:
         """How many processes.
 
         Raises:
-          OptionError: there is no GPU, and no number; or the GPUs cannot be shared evenly.
+          OptionError: there is no GPU, and no number of processes; or the GPUs cannot be shared equally.
         """
         gpus = self.gpus
         count = self.processes if self.processes is not None else len(gpus)
         if not count:
             fix = "processes=2 and simulate=4, for 4 CPU devices in each (--processes 2 --simulate 4)."
-            raise OptionError("there is no GPU here.", fix=fix)
+            raise OptionError("this machine has no GPU.", fix=fix)
         if len(gpus) % count:
             fix = "devices 0,1 and so on (--devices 0,1), or another number."
-            raise OptionError(f"{len(gpus)} GPUs cannot be shared by {count} processes.", fix=fix)
+            raise OptionError(f"{len(gpus)} GPUs cannot be shared equally by {count} processes.", fix=fix)
         return count
 
 
-def launch(words: Sequence[str], how: Machine, say: Callable[[str], None]) -> int:
-    """Run a script in several processes until it comes to an end, well or not.
+def launch(argv: Sequence[str], config: LocalConfig, log: Callable[[str], None]) -> int:
+    """Run a script in several processes until it ends, and restart them after failures.
 
     Args:
-      words: the script and its arguments; or "-m", a module and its arguments.
-      how: how many, and so on.
-      say: is told of failures and restarts.
+      argv: the script and its arguments; or "-m", a module and its arguments.
+      config: the processes.
+      log: called with lines about failures and restarts.
 
     Returns:
-      0, or what the process ended with that failed first.
+      0, or the exit code of the process that failed first.
     """
-    check_script(words)
-    return repeated(lambda number: _attempt(words, how, number), how.settings.max_restarts, say)
+    check_script(argv)
+    return run_with_restarts(lambda number: _attempt(argv, config, number), config.settings.max_restarts, log)
 
 
-def _attempt(words: Sequence[str], how: Machine, number: int) -> Attempt:
-    """All processes, once."""
+def _attempt(argv: Sequence[str], config: LocalConfig, number: int) -> Attempt:
+    """Run all processes once."""
     with report_folder() as folder:
-        commands = {rank: (runner(words), environment) for rank, environment in environments(how, number, folder).items()}
-        with forwarded(group := Group({})), started(commands, prefixes(how.count), group=group):
-            codes = group.wait(how.settings.grace)
-        return attempted(records(folder), codes, group.first, group.asked)
+        commands = {rank: (worker_command(argv), environment) for rank, environment in process_environments(config, number, folder).items()}
+        with forward_signals(group := ProcessGroup({})), start_processes(commands, rank_prefix(config.count), group=group):
+            codes = group.wait(config.settings.grace)
+        return summarize_attempt(read_records(folder), codes, group.first, group.stop_signal)
 
 
-def environments(how: Machine, number: int, folder: Path) -> dict[int, dict[str, str]]:
-    """What each process is told, by rank.
+def process_environments(config: LocalConfig, number: int, folder: Path) -> dict[int, dict[str, str]]:
+    """The environment of each process, by rank.
 
     Args:
-      how: how many, and so on.
+      config: the processes.
       number: of attempts before this one.
-      folder: where they leave reports.
+      folder: where they leave their records.
     """
-    count, gpus = how.count, how.gpus
-    shared = {**os.environ, **how.settings.environment(), **meeting(count, number, folder), "SPMD_LOCAL_PROCESSES": str(count)}
-    return {rank: shared | _own(rank, count, gpus) for rank in range(count)}
+    count, gpus = config.count, config.gpus
+    shared = {
+        **os.environ,
+        **config.settings.environment(),
+        **rendezvous_environment(count, number, folder),
+        "SPMD_LOCAL_PROCESSES": str(count),
+    }
+    return {rank: shared | _process_variables(rank, count, gpus) for rank in range(count)}
 
 
-def prefixes(count: int) -> Callable[[int], str]:
-    """What stands before the lines of a rank.
+def rank_prefix(count: int) -> Callable[[int], str]:
+    """The prefix of a rank's output lines, as a function of the rank.
 
-    >>> prefixes(11)(3)
+    >>> rank_prefix(11)(3)
     '[ 3] '
     """
     width = len(str(count - 1))
     return lambda rank: f"[{rank:{width}d}] "
 
 
-def runner(words: Sequence[str]) -> list[str]:
+def worker_command(argv: Sequence[str]) -> list[str]:
     """The command of one process."""
-    return [sys.executable, "-m", "spmd.launch.runner", *words]
+    return [sys.executable, "-m", "spmd.launch.runner", *argv]
 
 
-def meeting(count: int, number: int, folder: Path) -> dict[str, str]:
-    """Variables by which processes of this machine find each other, by a fresh port and token; and where they leave reports."""
+def rendezvous_environment(count: int, number: int, folder: Path) -> dict[str, str]:
+    """Variables by which processes of this machine find each other (a fresh port and token) and the folder for their records."""
     return {
         "SPMD_PROCESSES": str(count),
         "SPMD_COORDINATOR": f"127.0.0.1:{free_port('127.0.0.1')}",
@@ -135,7 +140,7 @@ def meeting(count: int, number: int, folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def report_folder(inside: Path | None = None, name: str = "spmd-launch") -> Iterator[Path]:
-    """A folder for `Settings`' $SPMD_REPORT that only this user may look into; gone at the end of the block."""
+    """A folder for $SPMD_REPORT that only this user can read; removed at the end of the block."""
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=inside))
     try:
         yield folder
@@ -143,46 +148,46 @@ def report_folder(inside: Path | None = None, name: str = "spmd-launch") -> Iter
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _own(rank: int, count: int, gpus: Sequence[str]) -> dict[str, str]:
-    """What only this process has: its number, and its share of the GPUs."""
-    own = {"SPMD_PROCESS": str(rank), "SPMD_LOCAL_PROCESS": str(rank)}
+def _process_variables(rank: int, count: int, gpus: Sequence[str]) -> dict[str, str]:
+    """The variables of one process: its rank, and its share of the GPUs."""
+    variables = {"SPMD_PROCESS": str(rank), "SPMD_LOCAL_PROCESS": str(rank)}
     if gpus:
         share = len(gpus) // count
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * share : (rank + 1) * share])
-    return own
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * share : (rank + 1) * share])
+    return variables
 
 
-def check_script(words: Sequence[str]) -> None:
-    """Raise OptionError where there is nothing to run."""
-    if not words or words == ["-m"]:
+def check_script(argv: Sequence[str]) -> None:
+    """Raise OptionError if there is nothing to run."""
+    if not argv or argv == ["-m"]:
         raise OptionError("there is no script to run.", fix="spmd launch --processes 2 train.py")
-    if words[0] != "-m" and not Path(words[0]).is_file():
-        raise OptionError(f'there is no script "{words[0]}".', fix="the path of a Python file, or -m and a module.")
+    if argv[0] != "-m" and not Path(argv[0]).is_file():
+        raise OptionError(f'there is no script "{argv[0]}".', fix="the path of a Python file, or -m and a module.")
 
 
 @contextlib.contextmanager
-def forwarded(group: Signalled, send: Callable[[int], None] | None = None) -> Iterator[None]:
-    """Inside the block SIGTERM, SIGHUP as if it were that, and Ctrl-C go on to all processes, once; a second Ctrl-C ends them at once.
+def forward_signals(group: Signalable, send: Callable[[int], None] | None = None) -> Iterator[None]:
+    """In the block, forward SIGTERM, SIGHUP (as SIGTERM) and Ctrl-C to all processes, once; a second Ctrl-C kills them.
 
     Args:
-      group: who is asked.
+      group: the processes.
       send: sends them a signal; None: as the group does.
     """
     send = group.signal if send is None else send
 
-    def ask(number: int, frame: object) -> None:
+    def forward(number: int, frame: object) -> None:
         del frame
-        number = signal.SIGTERM if number == signal.SIGHUP else number  # a terminal that is closed is no reason to lose a run
-        if group.asked is None:
-            group.asked = number
+        number = signal.SIGTERM if number == signal.SIGHUP else number  # closing a terminal must not lose a run
+        if group.stop_signal is None:
+            group.stop_signal = number
             send(number)
         elif number == signal.SIGINT:
             send(signal.SIGKILL)
 
     signals = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
-    before = {number: signal.signal(number, ask) for number in signals}
+    previous = {number: signal.signal(number, forward) for number in signals}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

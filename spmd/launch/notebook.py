@@ -1,4 +1,4 @@
-"""Functions called in several processes of this machine, from a notebook or a script: `run` for one call, `local` for many."""
+"""Call functions in several processes of this machine, from a notebook or a script: `run` for one call, `local` for many."""
 
 import contextlib
 import inspect
@@ -17,13 +17,13 @@ from spmd.distributed import coordination
 from spmd.errors import OptionError, ProcessError, import_extra, type_name
 from spmd.launch import serialization
 from spmd.launch.ipc import DONE, FAILED, READY, UNSENT
-from spmd.launch.local_launcher import Machine
+from spmd.launch.local_launcher import LocalConfig
 from spmd.launch.process_group import SETTLE
 from spmd.launch.settings import Settings
-from spmd.launch.worker_pool import Running, in_words
+from spmd.launch.worker_pool import WorkerPool, describe_exit
 
-START = 330.0  # seconds until all processes are there; a roll call takes 300 at most
-CONFIG = (  # settings of JAX that decide numbers, and go with every call
+START = 330.0  # seconds until all processes have started; the rendezvous takes at most 300
+CONFIG = (  # settings of JAX that affect results, sent with every call
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -43,26 +43,26 @@ def local(
     stall: str = "",
     grace: float = 30.0,
 ) -> "Processes":
-    """Start processes on this machine that see all their devices as one mesh, and wait for functions to run.
+    """Start processes on this machine that share all their devices and wait for functions to run.
 
     They end with the `with` block, by `close()`, or with this process, however it ends.
 
     Args:
       processes: how many; None: one for each GPU.
-      simulate: CPU devices in each, where there is no GPU.
-      devices: which GPUs, by number; None: all, in equal shares.
-      memory_fraction: of a GPU's memory that each takes; None: as JAX does.
-      preallocate: whether it takes it at once.
+      simulate: number of CPU devices to simulate in each, instead of GPUs.
+      devices: GPUs to use, by number; None: all, in equal shares.
+      memory_fraction: fraction of a GPU's memory for each process; None: JAX's default.
+      preallocate: whether each process allocates that memory at its start.
       stall: seconds without progress by phase, such as "step=120" (`spmd launch --stall`).
-      grace: seconds that a call has to save and leave, when it is interrupted.
+      grace: seconds for an interrupted call to save and exit.
 
     Returns:
-      The processes, which are there: `run` runs a function in all of them.
+      The started processes: `run` calls a function in all of them.
 
     Raises:
-      OptionError: an option that is not right.
-      MissingExtraError: cloudpickle is not there, by which functions of a notebook travel.
-      ProcessError: they could not start.
+      OptionError: an option is invalid.
+      MissingExtraError: cloudpickle is not installed, which serializes functions of a notebook.
+      ProcessError: the processes could not start.
 
     Example:
       >>> with local(processes=2, simulate=2) as both:
@@ -71,7 +71,7 @@ def local(
       4
     """
     settings = Settings(simulate, 0, grace, stall, memory_fraction, preallocate)
-    return Processes(Machine(processes, None if devices is None else tuple(devices), settings))
+    return Processes(LocalConfig(processes, None if devices is None else tuple(devices), settings))
 
 
 def run(
@@ -85,17 +85,17 @@ def run(
     stall: str = "",
     grace: float = 30.0,
 ) -> Any:
-    """Run a function in several processes of this machine, and give what it returns in process 0: `local` for one call.
+    """Call a function in several processes of this machine, and return its result in process 0: `local` for one call.
 
-    Inside a `with spmd.launch.local(...)` block it takes no options, and runs in the block's processes.
+    Inside a `with spmd.launch.local(...)` block it takes no options, and uses the block's processes.
 
     Args:
-      function: is called in every process with the same arguments; it may be of a notebook (`Processes.run`).
-      args: what it is called with.
-      processes, simulate, devices, memory_fraction, preallocate, stall, grace: as `local` has them.
+      function: called in every process with the same arguments; it may be defined in a notebook (`Processes.run`).
+      args: its arguments.
+      processes, simulate, devices, memory_fraction, preallocate, stall, grace: as in `local`.
 
     Raises:
-      OptionError: an option that is not right; options inside a block.
+      OptionError: an option is invalid; options inside a block.
       ProcessError: a process failed.
 
     Example:
@@ -106,40 +106,40 @@ def run(
     options = {"processes": processes, "simulate": simulate, "devices": devices, "memory_fraction": memory_fraction}
     options |= {"preallocate": preallocate, "stall": stall, "grace": grace}
     if _blocks:
-        usual = inspect.signature(local).parameters
-        given = [name for name, value in options.items() if value != usual[name].default]
+        parameters = inspect.signature(local).parameters
+        given = [name for name, value in options.items() if value != parameters[name].default]
         if given:
             raise OptionError(
-                f"{given[0]}={options[given[0]]!r} inside a block that has its processes.\n"
-                "    fix: leave it out, or leave the block; or another spmd.launch.local(...)."
+                f"{given[0]}={options[given[0]]!r} inside a block, whose processes have their options.",
+                fix="leave it out, or leave the block; or another spmd.launch.local(...).",
             )
         return _blocks[-1].run(function, *args)
-    with local(**options) as own:
-        return own.run(function, *args)
+    with local(**options) as processes_of_call:
+        return processes_of_call.run(function, *args)
 
 
-_blocks: list["Processes"] = []  # those that `with` has entered
+_blocks: list["Processes"] = []  # of the entered `with` blocks, the innermost last
 
 
 class Processes:
     """Processes of this machine that wait for functions to run; `spmd.launch.local` starts them.
 
     Attributes:
-      count: how many there are.
-      devices: how many devices all of them see.
+      count: the number of processes.
+      devices: the number of their devices together.
     """
 
-    def __init__(self, how: Machine):
+    def __init__(self, config: LocalConfig):
         import_extra("cloudpickle", "notebooks")
         if coordination.is_initialized():
-            raise OptionError("this is one of several processes already.", fix="call the function; or start processes from a notebook.")
-        self.count, self._grace = how.count, how.settings.grace
+            raise OptionError("this is already one of several processes.", fix="call the function; or start processes from a notebook.")
+        self.count, self._grace = config.count, config.settings.grace
         self._lock, self._down = threading.Lock(), ""
-        self._running = Running()
+        self._running = WorkerPool()
         self._abandoned = weakref.finalize(self, self._running.end, 0.0)  # also at the end of this process
         try:
-            self._running.start(how)
-            answers = self._running.asked(None, START)
+            self._running.start(config)
+            answers = self._running.call(None, START)
             if len(answers) < self.count:
                 raise self._failed(answers, "the processes could not start: ")
         except BaseException:
@@ -160,85 +160,85 @@ class Processes:
         self.close()
 
     def close(self) -> None:
-        """End the processes: they have a few seconds to leave by themselves. To call it again does nothing."""
-        with self._alone():
+        """End the processes, after a few seconds to exit on their own. Calling it again does nothing."""
+        with self._exclusive():
             self._down = self._down or "closed"
             self._running.end(SETTLE)
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a function in every process, with the same arguments; what it prints is shown with the process's rank.
+        """Call a function in every process, with the same arguments; its output is printed with the process's rank.
 
-        Functions, classes and what else of this notebook it uses are sent with it; modules are imported there. jax arrays among arguments
-        arrive on the first device of each process, numpy arrays as they are.
+        Functions, classes and other objects of this notebook that it uses are sent with it; modules are imported by the processes. jax
+        arrays among the arguments arrive on the first device of each process, numpy arrays as numpy arrays.
 
         Args:
-          function: is called in every process.
-          args, options: what it is called with.
+          function: called in every process.
+          args, options: its arguments.
 
         Returns:
-          What it returns in process 0, with numpy arrays in place of jax arrays. Those that are spread over processes come whole, if all
+          Its result in process 0, with numpy arrays instead of jax arrays. Arrays that are sharded over processes are assembled, if all
           processes return them.
 
         Raises:
           OptionError: the function or an argument cannot be sent.
-          ProcessError: a process failed or ended, and with it all others; the processes had ended before; or the result cannot be sent.
+          ProcessError: a process failed, upon which all have ended; the processes had ended before; or the result cannot be sent.
           KeyboardInterrupt: all were interrupted, and have ended.
         """
         if not callable(function):
-            raise OptionError(f"run({function!r}) is given {type_name(function)}.", fix="run(function, argument, ...).")
-        call = serialization.packed_call(function, args, options)
-        with self._alone():
+            raise OptionError(f"run({function!r}): expected a function, not {type_name(function)}.", fix="run(function, argument, ...).")
+        call = serialization.serialize_call(function, args, options)
+        with self._exclusive():
             self._check()
             try:
-                return self._called(call)
+                return self._call(call)
             except ProcessError:
                 raise
-            except BaseException as error:  # what is on its way in the pipes is not known any more
+            except BaseException as error:  # the state of the pipes is unknown now
                 stopped = isinstance(error, KeyboardInterrupt)
                 self._down = self._down or ("interrupted" if stopped else type(error).__name__)
                 self._running.end(self._grace if stopped else 0.0, interrupt=stopped)
                 raise
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One thread at a time: two would read each other's answers, or close a pipe that is read."""
+    def _exclusive(self) -> Iterator[None]:
+        """Allow one thread at a time: two would read each other's answers, or close a pipe that is read."""
         if not self._lock.acquire(blocking=False):
-            raise OptionError("a call is under way in these processes.", fix="one after the other, or another spmd.launch.local(...).")
+            raise OptionError("these processes are running another call.", fix="one call at a time, or another spmd.launch.local(...).")
         try:
             yield
         finally:
             self._lock.release()
 
-    def _called(self, call: bytes) -> Any:
-        answers = self._running.asked(pickle.dumps({**_here(), "call": call, "mark": self._running.lines.next_mark()}))
+    def _call(self, call: bytes) -> Any:
+        answers = self._running.call(pickle.dumps({**_environment(), "call": call, "mark": self._running.lines.next_mark()}))
         if len(answers) < self.count or any(answer.startswith(FAILED) for answer in answers.values()):
             raise self._failed(answers)
         self._running.lines.until(self.count)
         if answers[0].startswith(UNSENT):
             raise ProcessError(pickle.loads(answers[0][len(UNSENT) :]), 0)
         parts = {rank: pickle.loads(answer[len(DONE) :]) for rank, answer in answers.items() if answer.startswith(DONE)}
-        return serialization.unpacked(parts[0][0], {rank: pieces for rank, (_, pieces) in parts.items()})
+        return serialization.deserialize_result(parts[0][0], {rank: pieces for rank, (_, pieces) in parts.items()})
 
     def _check(self) -> None:
-        """Raise ProcessError where the processes are gone, or some of them."""
+        """Raise ProcessError if any of the processes is gone."""
         if os.getpid() != self._running.owner:
-            raise ProcessError("these processes belong to the process that this is a fork of.", fix="others, by spmd.launch.local(...).")
+            raise ProcessError("these processes belong to the parent of this fork.", fix="start new ones: spmd.launch.local(...).")
         if not self._down and (ended := self._running.ended()):
-            self._down = in_words(*next(iter(ended.items())))
+            self._down = describe_exit(*next(iter(ended.items())))
             self._running.end(SETTLE)
         if self._down:
-            raise ProcessError(f"these processes have ended: {self._down}.", fix="others, by spmd.launch.local(...).")
+            raise ProcessError(f"these processes have ended: {self._down}.", fix="start new ones: spmd.launch.local(...).")
 
     def _failed(self, answers: Mapping[int, bytes], what: str = "") -> ProcessError:
-        """What went wrong. All have ended then."""
-        self._running.end(self._running.patience())
+        """The error to raise; ends all processes."""
+        self._running.end(self._running.remaining_grace())
         process, why, trace = self._running.why(answers)
         self._down = why.splitlines()[0]
         return ProcessError(what + why + (f"\n\n{trace.rstrip()}" if trace else ""), process)
 
 
-def _here() -> dict[str, Any]:
-    """What a call takes along, so that modules are found and numbers computed as they are here, and tracebacks show cells."""
+def _environment() -> dict[str, Any]:
+    """This process's import path, folder, JAX settings and cell sources, so that calls behave as here and tracebacks show cells."""
     cells = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     path = [str(entry) or os.getcwd() for entry in sys.path]
     return {"path": path, "folder": os.getcwd(), "config": {name: getattr(jax.config, name) for name in CONFIG}, "cells": cells}

@@ -1,7 +1,7 @@
-"""A process that waits for calls: `python -m spmd.launch.runner -m spmd.launch.notebook_worker READS WRITES`, two pipes of its parent.
+"""A process that runs calls: `python -m spmd.launch.runner -m spmd.launch.notebook_worker READ_FD WRITE_FD`, two pipes of its parent.
 
-Each call is a function with its arguments, which came from the notebook that started this process, and is answered with what it returns or
-how it failed. A process whose call has failed leaves, as after a script that has failed. It ends when its pipe does.
+Each call is a function with its arguments, from the notebook that started this process; the answer is its result or its error. After a
+failed call the process exits, as after a failed script. It also exits when its pipe is closed.
 """
 
 import contextlib
@@ -20,46 +20,46 @@ from spmd.launch import ipc, serialization
 from spmd.launch.ipc import DONE, FAILED, READY, UNSENT
 
 
-def main(ends: ipc.Ends) -> None:
-    """Answer calls until the notebook hangs up."""
+def main(ends: ipc.PipeEnds) -> None:
+    """Answer calls until the notebook closes the pipe."""
     for number in (ends.reads, ends.writes):
-        os.set_inheritable(number, False)  # what a function starts must not keep the notebook waiting
+        os.set_inheritable(number, False)  # a child process of the function must not keep the pipe open
     try:
         ipc.send(ends, READY + pickle.dumps((jax.local_device_count(), jax.device_count())))
         while (message := ipc.receive(ends)) is not None:
             ipc.send(ends, _answer(ends, pickle.loads(message)))
-            watchdog.current().record_progress(
-                "script", watchdog.current().step
-            )  # whatever a run has left: who waits for a call does not stall
-    except KeyboardInterrupt:  # while it waits: the notebook has ended the call of all
+            watchdog.current().record_progress("script", watchdog.current().step)  # waiting for a call is no stall
+    except KeyboardInterrupt:  # while it waits: the notebook has interrupted the call
         raise SystemExit(watchdog.FAILED) from None
     except BrokenPipeError:
-        return  # nobody listens any more
+        return  # the notebook is gone
 
 
-def _answer(ends: ipc.Ends, request: dict[str, Any]) -> bytes:
-    """Call what is to be called; where that fails, say so, and leave."""
+def _answer(ends: ipc.PipeEnds, request: dict[str, Any]) -> bytes:
+    """Run the call; if it fails, send the error, and exit."""
     try:
-        _as_there(request)
+        _match_notebook(request)
         function, args, options = pickle.loads(request["call"])
         value = jax.block_until_ready(function(*args, **options))
     except BaseException as error:
-        _printed(request["mark"])
+        _end_of_output(request["mark"])
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
         with contextlib.suppress(OSError):
             ipc.send(ends, FAILED + pickle.dumps((_headline(error), text)))
         code = watchdog.exit_code(error) or watchdog.FAILED
         watchdog.current().report_failure(error, code)
         raise SystemExit(code) from None
-    _printed(request["mark"])
+    _end_of_output(request["mark"])
     try:
-        return DONE + pickle.dumps(serialization.packed(value, whole=watchdog.current().rank == 0), protocol=pickle.HIGHEST_PROTOCOL)
+        return DONE + pickle.dumps(
+            serialization.serialize_result(value, with_value=watchdog.current().rank == 0), protocol=pickle.HIGHEST_PROTOCOL
+        )
     except ProcessError as error:
         return UNSENT + pickle.dumps(str(error))
 
 
-def _as_there(request: dict[str, Any]) -> None:
-    """Modules are found, and numbers computed, as they are in the notebook."""
+def _match_notebook(request: dict[str, Any]) -> None:
+    """Use the notebook's import path, working folder and JAX settings."""
     sys.path[:] = request["path"]
     if os.getcwd() != request["folder"]:
         os.chdir(request["folder"])
@@ -70,15 +70,15 @@ def _as_there(request: dict[str, Any]) -> None:
 
 
 def _headline(error: BaseException) -> str:
-    """An error in a line; one that ends a process is said to."""
+    """An error in one line; SystemExit as the call that raised it."""
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r})"
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def _printed(mark: str) -> None:
-    """Say, after all that the call has printed, that this was all."""
-    with contextlib.suppress(Exception):  # a function may have put anything there
+def _end_of_output(mark: str) -> None:
+    """Write the mark that ends the output of the call."""
+    with contextlib.suppress(Exception):  # the function may have replaced them
         sys.stdout.flush()
         sys.stderr.flush()
     with contextlib.suppress(OSError):
@@ -86,4 +86,4 @@ def _printed(mark: str) -> None:
 
 
 if __name__ == "__main__":
-    main(ipc.Ends(*map(int, sys.argv[1:3])))
+    main(ipc.PipeEnds(*map(int, sys.argv[1:3])))

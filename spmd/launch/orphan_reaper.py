@@ -1,8 +1,8 @@
-"""Ends what a launcher has started when the launcher is gone, however it went: `python orphan_reaper.py COOKIE LAUNCHER`.
+"""Kill the processes of a launcher that has died: `python orphan_reaper.py COOKIE LAUNCHER`.
 
-A process that is killed can end nothing, and what its processes have started, such as the workers of a data loader, has other parents. So
-this small process waits for the launcher's end, and then kills every process whose environment holds the launcher's cookie, which is
-inherited by all below and by nobody else. Linux only: elsewhere processes end themselves and their group (`runner.py`).
+A killed launcher cannot clean up, and grandchildren, such as the workers of a data loader, have other parents. So this small process
+waits for the launcher's end, and then kills every process whose environment contains the launcher's cookie, which only its descendants
+inherit. Linux only: elsewhere processes end themselves and their process group (`runner.py`).
 """
 
 import contextlib
@@ -14,49 +14,47 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-NAME = "SPMD_GROUP"  # the variable; of a launcher that another has started it holds the cookies of both
-LOOK = 0.25  # seconds between two looks at the launcher
-ROUNDS = 40  # looks for processes, since one may be starting another meanwhile
+NAME = "SPMD_GROUP"  # the variable; under a nested launcher it has the cookies of both
+LOOK = 0.25  # seconds between two checks of the launcher
+ROUNDS = 40  # searches for processes, since one may be starting another meanwhile
 
 
 @contextlib.contextmanager
-def keeping(cookie: str) -> Iterator[None]:
-    """In the block, whose processes are given the cookie, a keeper waits for the end of this process."""
+def reap_orphans(cookie: str) -> Iterator[None]:
+    """In the block, whose processes get the cookie, a reaper waits for the end of this process."""
     command = [sys.executable, "-I", "-S", __file__, cookie, str(os.getpid())]
-    keeper = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) if _linux() else None
+    reaper = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) if _linux() else None
     owner = os.getpid()
     try:
         yield
     finally:
-        if keeper is not None and os.getpid() == owner:  # not in a fork
-            keeper.kill()
-            keeper.wait()
+        if reaper is not None and os.getpid() == owner:  # not in a fork
+            reaper.kill()
+            reaper.wait()
 
 
 def _linux() -> bool:
     return Path("/proc/self/environ").exists()
 
 
-def with_cookie(cookie: str) -> list[int]:
-    """Processes of this user whose environment holds the cookie."""
-    found, wanted = [], cookie.encode()
+def processes_with_cookie(cookie: str) -> list[int]:
+    """Processes of this user whose environment contains the cookie."""
+    found, encoded = [], cookie.encode()
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-                variables = Path(entry.path, "environ").read_bytes().split(b"\0")
-                if any(
-                    wanted in value.split(b",") for name, _, value in (one.partition(b"=") for one in variables) if name == NAME.encode()
-                ):
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+                variables = dict(line.split(b"=", 1) for line in Path(entry.path, "environ").read_bytes().split(b"\0") if b"=" in line)
+                if encoded in variables.get(NAME.encode(), b"").split(b","):
                     found.append(int(entry.name))
     return found
 
 
 def main(cookie: str, launcher: int) -> None:
-    """Wait for the end of the launcher, then kill what it has left."""
+    """Wait for the end of the launcher, then kill what it has left behind."""
     while os.getppid() == launcher:
         time.sleep(LOOK)
     for _ in range(ROUNDS):
-        for number in with_cookie(cookie):
+        for number in processes_with_cookie(cookie):
             with contextlib.suppress(OSError):
                 os.kill(number, signal.SIGKILL)
         time.sleep(0.05)

@@ -1,6 +1,6 @@
-"""`spmd plan SCRIPT` and `spmd search SCRIPT`: what a script would train, on hardware that need not be there.
+"""`spmd plan SCRIPT` and `spmd search SCRIPT`: plan a script's training for hardware that need not be present.
 
-The script runs as it would, up to its call of `spmd.fit`; what that was given is planned, and nothing is trained.
+The script runs normally up to its call of `spmd.fit`; the arguments of that call are planned, and nothing is trained.
 """
 
 import argparse
@@ -20,55 +20,55 @@ from spmd.planner.target import Cluster, shipped
 from spmd.planner.target import load as load_target
 
 
-class _Caught(BaseException):
-    """Ends a script at its call of `fit`; not an Exception, so that a handler of errors does not take it."""
+class _FitCalled(BaseException):
+    """Ends a script at its call of `fit`; a BaseException, so that the script's error handlers do not catch it."""
 
 
 def add_to(commands: Any) -> None:
-    """Declare `spmd plan` and `spmd targets`."""
-    targets = commands.add_parser("targets", help="list the hardware that plans know", description="List the hardware that plans know.")
+    """Declare `spmd targets`, `spmd plan` and `spmd search`."""
+    targets = commands.add_parser("targets", help="list the known hardware", description="List the hardware that `spmd plan` knows.")
     targets.set_defaults(run=_targets)
     parser = _script_parser(
         commands,
         "plan",
-        "say what a script's training will need, and how long a step will take",
-        "Run SCRIPT up to its call of spmd.fit, and plan that step for a target. Nothing is trained; no accelerator is used.",
+        "predict the memory and the step time of a script's training",
+        "Run SCRIPT up to its call of spmd.fit, and plan that training step for a target. Nothing is trained; no accelerator is used.",
     )
-    parser.add_argument("--layout", metavar="LAYOUT", help="in place of the script's: a shipped name or a TOML file")
-    parser.add_argument("--mesh", metavar="data=8,model=8", help="in place of the script's")
-    parser.add_argument("--accumulate", type=int, metavar="N", help="in place of the script's")
-    parser.add_argument("--explain", metavar="PATH", help="print everything about this parameter instead")
-    parser.add_argument("--placements", action="store_true", help="print every array and its devices instead")
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON instead")
-    parser.add_argument("--fixes", action="store_true", help="where it does not fit, plan what would make it fit")
+    parser.add_argument("--layout", metavar="LAYOUT", help="replace the script's layout: a shipped name or a TOML file")
+    parser.add_argument("--mesh", metavar="data=8,model=8", help="replace the script's mesh")
+    parser.add_argument("--accumulate", type=int, metavar="N", help="replace the script's number of microbatches")
+    parser.add_argument("--explain", metavar="PATH", help="print only what concerns this parameter")
+    parser.add_argument("--placements", action="store_true", help="print only every array and its devices")
+    parser.add_argument("--json", action="store_true", help="print only the figures, as JSON")
+    parser.add_argument("--fixes", action="store_true", help="if it does not fit, plan changes that make it fit")
     parser.add_argument("--cures", action="store_true", help=argparse.SUPPRESS)  # the old name of --fixes
-    parser.add_argument("--save", metavar="FILE", help="write the report there as well: .html or .txt")
+    parser.add_argument("--save", metavar="FILE", help="also write the report to this .html or .txt file")
     parser.set_defaults(run=_plan)
     parser = _script_parser(
         commands,
         "search",
-        "find the fastest layout that fits for what a script trains",
-        "Run SCRIPT up to its call of spmd.fit, and plan that step under many layouts and meshes. Nothing is trained.",
+        "find the fastest layout that fits a script's training",
+        "Run SCRIPT up to its call of spmd.fit, and plan that training step under many layouts and meshes. Nothing is trained.",
     )
     parser.add_argument(
-        "--candidates", default="exact", metavar="LAYOUTS", help='"exact", "all", or layouts with commas between them ("exact")'
+        "--candidates", default="exact", metavar="LAYOUTS", help='"exact", "all", or a comma-separated list of layouts (default: exact)'
     )
-    parser.add_argument("--compiles", type=int, default=24, metavar="N", help="programs that are compiled at most (24)")
-    parser.add_argument("--save", metavar="FILE", help="write the best layout there: .toml")
+    parser.add_argument("--compiles", type=int, default=24, metavar="N", help="the most programs to compile (default: 24)")
+    parser.add_argument("--save", metavar="FILE", help="write the best layout to this .toml file")
     parser.set_defaults(run=_search)
 
 
-def _script_parser(commands: Any, name: str, told: str, description: str) -> Any:
-    """A command that runs a script up to its call of `fit`, with what all of these take."""
-    epilog = f"What comes after -- is given to the script:  spmd {name} train.py --target 8xh100 -- --width 768"
-    parser = commands.add_parser(name, help=told, description=description, epilog=epilog)
+def _script_parser(commands: Any, name: str, summary: str, description: str) -> Any:
+    """A command that runs a script up to its call of `fit`, with the options that all such commands take."""
+    epilog = f"Arguments after -- are passed to the script:  spmd {name} train.py --target 8xh100 -- --width 768"
+    parser = commands.add_parser(name, help=summary, description=description, epilog=epilog)
     parser.add_argument("script", metavar="SCRIPT", help="a Python file that calls spmd.fit")
     parser.add_argument(
         "--target", required=True, metavar="8x8xh100", help="nodes x devices x kind (`spmd targets` lists kinds), or a TOML file"
     )
-    parser.add_argument("--batch-size", type=int, metavar="ROWS", help="in place of the script's")
-    parser.add_argument("--precision", metavar="bfloat16", help="in place of the script's")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="what the compiler may take for a program (600)")
+    parser.add_argument("--batch-size", type=int, metavar="ROWS", help="replace the script's batch size")
+    parser.add_argument("--precision", metavar="bfloat16", help="replace the script's precision")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit for each compilation (default: 600)")
     return parser
 
 
@@ -78,9 +78,9 @@ def _targets(options: argparse.Namespace) -> str:
 
     lines = []
     for name in shipped():
-        one = load_target(name)
-        speed = f"{one.rate('bfloat16') / 1e12:,.4g} TFLOP/s bfloat16, {one.memory_bandwidth / 1e9:,.0f} GB/s"
-        lines.append(f"{name:<10}{one.title}: {format_bytes(one.memory)}, {speed}")
+        target = load_target(name)
+        speed = f"{target.rate('bfloat16') / 1e12:,.4g} TFLOP/s bfloat16, {target.memory_bandwidth / 1e9:,.0f} GB/s"
+        lines.append(f"{name:<10}{target.title}: {format_bytes(target.memory)}, {speed}")
     return "\n".join(lines)
 
 
@@ -90,19 +90,19 @@ def _plan(options: argparse.Namespace) -> str:
         warn("--cures", "--fixes")
     options.fixes |= options.cures
     if options.fixes and others:
-        raise OptionError(f"--fixes are printed behind the report, and --{others[0]} prints something else.", fix="one of the two.")
-    found = plan_of(options.script, options.rest, vars(options))
+        raise OptionError(f"--fixes adds to the report, which --{others[0]} replaces.", fix="one of the two.")
+    plan = plan_script(options.script, options.rest, vars(options))
     if options.save:
-        found.save(options.save)
+        plan.save(options.save)
     if options.explain:
-        return found.explain(options.explain)
+        return plan.explain(options.explain)
     if options.placements:
-        return found.placements()
+        return plan.placements()
     if options.json:
-        return found.to_json()
-    lines = [str(found)]
-    if options.fixes and not found.fits:
-        lines += ["", "FIXES, each planned with those before it that help", *map(str, found.fixes(timeout=options.timeout, say=_show()))]
+        return plan.to_json()
+    lines = [str(plan)]
+    if options.fixes and not plan.fits:
+        lines += ["", "FIXES, each planned with those before it that help", *map(str, plan.fixes(timeout=options.timeout, say=_show()))]
         _show()("")
     return "\n".join(lines)
 
@@ -112,38 +112,38 @@ def _search(options: argparse.Namespace) -> str:
     from spmd.planner.layout_search import search
 
     names = [name.strip() for name in options.candidates.split(",")]
-    given = names[0] if names in (["exact"], ["all"]) else names
-    chosen_layouts(given)  # before the script runs
+    candidates = names[0] if names in (["exact"], ["all"]) else names
+    chosen_layouts(candidates)  # before the script runs
     if options.save and not options.save.endswith(".toml"):
-        raise OptionError(f'"{options.save}" is no name for a layout.', fix="one that ends in .toml.")
-    model, sample, kept, cluster = _step_of(options.script, options.rest, vars(options))
-    kept = {name: value for name, value in kept.items() if name not in ("layout", "mesh", "accumulate")}  # these are searched
-    more = {"candidates": given, "compiles": options.compiles, "timeout": options.timeout, "say": _show()}
-    found = search(model, sample, **kept, target=cluster, **more)
+        raise OptionError(f'"{options.save}" is not a layout file.', fix="a name that ends in .toml.")
+    model, sample, fit_options, cluster = _step_of(options.script, options.rest, vars(options))
+    fit_options = {name: value for name, value in fit_options.items() if name not in ("layout", "mesh", "accumulate")}  # these are searched
+    more = {"candidates": candidates, "compiles": options.compiles, "timeout": options.timeout, "say": _show()}
+    result = search(model, sample, **fit_options, target=cluster, **more)
     _show()("")
-    if options.save and not found.plans:
-        raise OptionError(f"{found}\n\nNothing was written to {options.save}.")
+    if options.save and not result.plans:
+        raise OptionError(f"{result}\n\nNothing was written to {options.save}.")
     if options.save:
-        found.save(options.save)
-    return str(found)
+        result.save(options.save)
+    return str(result)
 
 
-def plan_of(script: str, arguments: list[str], options: dict[str, Any]) -> Any:
+def plan_script(script: str, arguments: list[str], options: dict[str, Any]) -> Any:
     """The plan of the step that a script trains.
 
     Raises:
-      SpmdError: an option that is not right, told before the script runs; there is no such script, or it does not call `spmd.fit`.
+      SpmdError: an option is invalid, raised before the script runs; there is no such script, or it does not call `spmd.fit`.
     """
     from spmd.planner.planning import plan
 
-    model, sample, kept, cluster = _step_of(script, arguments, options)
-    found = plan(model, sample, **kept, target=cluster, timeout=options["timeout"], say=_show())
+    model, sample, fit_options, cluster = _step_of(script, arguments, options)
+    result = plan(model, sample, **fit_options, target=cluster, timeout=options["timeout"], say=_show())
     _show()("")
-    return found
+    return result
 
 
 def _step_of(script: str, arguments: list[str], options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any], Cluster]:
-    """What a script trains: its model, the shapes of a batch, the options of `fit` that a plan takes, and the target."""
+    """A script's model, the shapes of a batch, the options of `fit` that a plan takes, and the target."""
     import jax
 
     from spmd.data.device_dataset import Resident
@@ -152,67 +152,67 @@ def _step_of(script: str, arguments: list[str], options: dict[str, Any]) -> tupl
 
     cluster = Cluster.parse(options["target"])
     names = ("layout", "mesh", "precision", "accumulate", "batch_size")
-    chosen = {name: options[name] for name in names if options.get(name) is not None}
-    check_numbers(chosen.get("precision", "float32"), chosen.get("accumulate", 1))
-    if "layout" in chosen:
-        chosen["layout"] = load(chosen["layout"])
+    overrides = {name: options[name] for name in names if options.get(name) is not None}
+    check_numbers(overrides.get("precision", "float32"), overrides.get("accumulate", 1))
+    if "layout" in overrides:
+        overrides["layout"] = load(overrides["layout"])
     if not os.environ.get("JAX_PLATFORMS"):
-        jax.config.update("jax_platforms", "cpu")  # no accelerator is used, and the GPU compiler's plugin complains where there is none
-    given = caught(script, arguments)
-    if "layout" in chosen and "mesh" not in chosen:
-        given.pop("mesh", None)  # it went with the script's layout
-    given |= chosen
+        jax.config.update("jax_platforms", "cpu")  # no accelerator is used, and the GPU plugin logs errors if there is none
+    given = captured_fit_arguments(script, arguments)
+    if "layout" in overrides and "mesh" not in overrides:
+        given.pop("mesh", None)  # it belongs to the script's layout
+    given |= overrides
     data = given["data"].arrays if isinstance(given["data"], Resident) else given["data"]
     reader = as_source(data, batch_size=given.get("batch_size"), shuffle=given.get("shuffle"), seed=given.get("seed", 0))
-    taken = ("metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
-    return given["model"], reader.sample(), {name: given[name] for name in taken if name in given}, cluster
+    planned = ("metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
+    return given["model"], reader.sample(), {name: given[name] for name in planned if name in given}, cluster
 
 
-def caught(script: str, arguments: list[str]) -> dict[str, Any]:
-    """What a script gives to `spmd.fit` the first time, by name. What it prints goes to standard error.
+def captured_fit_arguments(script: str, arguments: list[str]) -> dict[str, Any]:
+    """The arguments of a script's first call of `spmd.fit`, by name. Its output goes to standard error.
 
     Raises:
-      OptionError: there is no such script, it fails, or it ends without a call.
+      OptionError: there is no such script, it fails, or it ends before such a call.
     """
     from spmd import api
 
-    path, public, given = Path(script), sys.modules["spmd"], {}
+    path, public, captured = Path(script), sys.modules["spmd"], {}
     if not path.is_file():
         raise OptionError(f'there is no file "{script}".', fix="a Python script that calls spmd.fit.")
     argv, paths, folder, real = sys.argv, sys.path[:], Path.cwd(), api.fit
 
     def fit(*args: Any, **options: Any) -> Any:
         try:
-            given.update(inspect.signature(real).bind(*args, **options).arguments)
+            captured.update(inspect.signature(real).bind(*args, **options).arguments)
         except TypeError as error:
-            raise OptionError(f"{script} calls spmd.fit as it cannot be called: {error}.") from error
-        raise _Caught
+            raise OptionError(f"{script} calls spmd.fit with invalid arguments: {error}.") from error
+        raise _FitCalled
 
     sys.argv, sys.path = [script, *arguments], [str(path.resolve().parent), *paths]
     api.fit = public.fit = fit  # type: ignore[attr-defined]
     try:
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(script, run_name="__main__")
-    except _Caught:
+    except _FitCalled:
         pass
     except SpmdError:
         raise
     except (Exception, SystemExit) as error:
-        if not given:  # otherwise what comes after the call does not matter
+        if not captured:  # otherwise, the code after the call does not matter
             why = f"ended ({error.code})" if isinstance(error, SystemExit) else f"fails, {type(error).__name__}: {error},"
             raise OptionError(f"{script} {why} before it called spmd.fit.") from error
     finally:
         sys.argv, sys.path = argv, paths
         os.chdir(folder)
         api.fit = public.fit = real  # type: ignore[attr-defined]
-    if not given:
-        fix = "spmd.plan(...) from Python, for a loop of one's own."
+    if not captured:
+        fix = "call spmd.plan(...) from Python, for a custom training loop."
         raise OptionError(f"{script} never called spmd.fit, so there is nothing to plan.", fix=fix)
-    return given
+    return captured
 
 
 def _show() -> Callable[[str], None]:
-    """Says on a terminal what goes on, in one line."""
+    """A function that shows progress in one line of a terminal."""
     if not sys.stderr.isatty():
         return lambda line: None
     return lambda line: print(f"\r\x1b[K{line[:120]}", end="", file=sys.stderr, flush=True)

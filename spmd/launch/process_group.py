@@ -1,4 +1,4 @@
-"""Processes on this machine, started and ended together, their lines prefixed with their ranks."""
+"""Processes on this machine that are started and ended together, with their output prefixed by rank."""
 
 import contextlib
 import dataclasses
@@ -15,21 +15,21 @@ from typing import IO, Protocol
 
 from spmd.launch import orphan_reaper
 
-SETTLE = 4.0  # seconds that the others have to leave by themselves, once one has failed
-KILLED = 1.0  # the same, once one was killed: nobody told them, and all that they can tell is that it is gone
+SETTLE = 4.0  # seconds for the others to exit on their own after one has failed
+KILLED = 1.0  # the same after one was killed: it published no error that the others could log
 LOOK = 0.05
 COLOUR, RESET = re.compile(r"\x1b\[[0-9;:]{0,64}m"), "\x1b[0m"
 CONTROL = re.compile(rf"({COLOUR.pattern})|[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 
 
-class Signalled(Protocol):
-    """What signals go to.
+class Signalable(Protocol):
+    """A group of processes that takes signals.
 
     Attributes:
-      asked: the signal that asked all to end, if one did.
+      stop_signal: the signal that asked all to stop, if any.
     """
 
-    asked: int | None
+    stop_signal: int | None
 
     def signal(self, number: int) -> None:
         """Send a signal to all processes."""
@@ -37,60 +37,60 @@ class Signalled(Protocol):
 
 
 @dataclasses.dataclass
-class Group:
-    """Processes and what their ranks are; each is a session of its own, so that all it starts can be ended with it.
+class ProcessGroup:
+    """Processes by rank; each leads its own session, so that its descendants can be ended with it.
 
     Attributes:
       processes: by rank.
-      asked: the signal that asked all of them to end, if one did.
-      first: exit codes of those that ended first, once all have.
+      stop_signal: the signal that asked all of them to stop, if any.
+      first: exit codes of those that ended first, once all have ended.
     """
 
     processes: dict[int, subprocess.Popen]
-    asked: int | None = None
+    stop_signal: int | None = None
     first: dict[int, int] = dataclasses.field(default_factory=dict)
     owner: int = dataclasses.field(default_factory=os.getpid, repr=False)
 
     def signal(self, number: int) -> None:
-        """Send a signal to all that were not reaped yet, and to what they have started: until then nobody else has their number.
+        """Send a signal to all processes that were not reaped yet, and to their descendants: until then their ids are not reused.
 
-        A fork of who started them sends none.
+        Does nothing in a fork of the process that started them.
         """
         if os.getpid() != self.owner:
             return
         for process in self.processes.values():
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS answers so for a group of zombies
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # raised on macOS for a group of zombies
                     os.killpg(process.pid, number)
 
     def ended(self) -> dict[int, int]:
         """Exit codes of those that have ended, by rank; negative ones are signals. They are not reaped."""
-        found = {}
+        codes = {}
         for rank, process in self.processes.items():
-            told = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if told is not None:
-                found[rank] = told.si_status if told.si_code == os.CLD_EXITED else -told.si_status
-        return found
+            status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None:
+                codes[rank] = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        return codes
 
     def wait(self, grace: float, send: Callable[[int], None] | None = None) -> dict[int, int]:
-        """Until all have ended: by themselves, or soon after one that failed, or that many seconds after they were asked to.
+        """Wait until all have ended; kill them soon after one has failed, or `grace` seconds after a request to stop.
 
         Args:
           grace: seconds.
-          send: sends a signal to all, once; None: as `signal` does.
+          send: sends a signal to all; None: `signal` does.
 
         Returns:
           Exit codes by rank; negative ones are signals.
         """
-        until: float | None = None
+        deadline: float | None = None
         first, killed = dict[int, int](), False
         while len(codes := self.ended()) < len(self.processes):
-            if until is None and self.asked == signal.SIGTERM:
-                until = time.monotonic() + grace
-            elif until is None and self.asked is None and any(codes.values()):
+            if deadline is None and self.stop_signal == signal.SIGTERM:
+                deadline = time.monotonic() + grace
+            elif deadline is None and self.stop_signal is None and any(codes.values()):
                 failed = {code for code in codes.values() if code}
-                until, first = time.monotonic() + (KILLED if failed == {-signal.SIGKILL} else SETTLE), codes
-            if until is not None and time.monotonic() > until:
+                deadline, first = time.monotonic() + (KILLED if failed == {-signal.SIGKILL} else SETTLE), codes
+            if deadline is not None and time.monotonic() > deadline:
                 (self.signal if send is None or killed else send)(signal.SIGKILL)
                 killed = True
             time.sleep(LOOK)
@@ -99,43 +99,43 @@ class Group:
 
 
 def to_stdout(line: str) -> None:
-    """Write what a process has printed where this program prints, without what could do more to a terminal than colour it."""
-    sys.stdout.write(neutral(line))
+    """Write a line of a process to stdout, without control characters that do more to a terminal than colour it."""
+    sys.stdout.write(escape_control_characters(line))
     sys.stdout.flush()
 
 
-def neutral(line: str) -> str:
-    r"""A line whose control characters are spelled out, but for tabs, line ends and colours, which end with the line.
+def escape_control_characters(line: str) -> str:
+    r"""Spell out the control characters in a line, except for tabs, line ends and colours, which are reset at the end.
 
-    >>> neutral("\x1b[31mred\x1b[2J\x07\n")
+    >>> escape_control_characters("\x1b[31mred\x1b[2J\x07\n")
     '\x1b[31mred\\x1b[2J\\x07\x1b[0m\n'
     """
     text = line.rstrip("\n")
-    shown = CONTROL.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text)
+    shown = CONTROL.sub(lambda match: match[1] or f"\\x{ord(match[0]):02x}", text)
     return shown + (RESET if COLOUR.search(text) and not text.endswith(RESET) else "") + line[len(text) :]
 
 
 @contextlib.contextmanager
-def started(
+def start_processes(
     commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]],
     prefix: Callable[[int], str],
     *,
     write: Callable[[str], None] = to_stdout,
     inherited: Mapping[int, Sequence[int]] | None = None,
-    group: Group | None = None,
-) -> Iterator[Group]:
-    """Start a command with an environment for each rank; at the end of the block none of them is left, whatever happens.
+    group: ProcessGroup | None = None,
+) -> Iterator[ProcessGroup]:
+    """Start a command with an environment for each rank; at the end of the block all of them are ended in any case.
 
     Args:
-      commands: by rank.
-      prefix: what stands before each line of a rank.
-      write: takes what they print, line by line, in threads.
-      inherited: file descriptors by rank that a process has besides.
-      group: an empty one that signals go to already; what it was asked meanwhile its processes are.
+      commands: command and environment, by rank.
+      prefix: the prefix of each output line, by rank.
+      write: called with their output, line by line, from threads.
+      inherited: additional file descriptors that a process inherits, by rank.
+      group: an empty group that takes signals already; they are passed on once the processes are started.
     """
-    group, readers, kept, cookie = group or Group({}), [], contextlib.ExitStack(), secrets.token_hex(16)
+    group, readers, reaper, cookie = group or ProcessGroup({}), [], contextlib.ExitStack(), secrets.token_hex(16)
     try:
-        kept.enter_context(orphan_reaper.keeping(cookie))
+        reaper.enter_context(orphan_reaper.reap_orphans(cookie))
         for rank, (command, environment) in commands.items():
             cookies = ",".join(filter(None, (environment.get(orphan_reaper.NAME), cookie)))
             process = subprocess.Popen(
@@ -153,17 +153,17 @@ def started(
             reader = threading.Thread(target=_copy, args=(process.stdout, prefix(rank), write), daemon=True)
             reader.start()
             readers.append(reader)
-        if group.asked is not None:
-            group.signal(group.asked)
+        if group.stop_signal is not None:
+            group.signal(group.stop_signal)
         yield group
     finally:
-        group.signal(signal.SIGKILL)  # also what those that have ended have left behind
+        group.signal(signal.SIGKILL)  # also descendants of processes that have ended
         for process in group.processes.values():
             process.wait()
-        kept.close()
-        until = time.monotonic() + 5.0  # what they have left behind may keep their output open
+        reaper.close()
+        deadline = time.monotonic() + 5.0  # a descendant may keep their output open
         for reader in readers:
-            reader.join(timeout=max(0.1, until - time.monotonic()))
+            reader.join(timeout=max(0.1, deadline - time.monotonic()))
         for process in group.processes.values():
             if process.stdout is not None and not any(reader.is_alive() for reader in readers):
                 process.stdout.close()
@@ -171,5 +171,5 @@ def started(
 
 def _copy(lines: IO[str] | None, prefix: str, write: Callable[[str], None]) -> None:
     for line in lines or ():
-        with contextlib.suppress(OSError, ValueError):  # nobody reads any more; processes that print must not wait for it
+        with contextlib.suppress(OSError, ValueError):  # stdout is closed; processes must not block on their output
             write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")

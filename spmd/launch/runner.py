@@ -1,4 +1,4 @@
-"""One of the processes that `spmd launch` starts: it joins the others, then runs the script: `python -m spmd.launch.runner SCRIPT ...`."""
+"""A process that `spmd launch` starts: it joins the others, then runs the script: `python -m spmd.launch.runner SCRIPT ...`."""
 
 import os
 import runpy
@@ -15,17 +15,17 @@ from spmd.distributed.records import report_to_launcher
 from spmd.xla import simulate_cpus
 
 
-def main(words: Sequence[str]) -> None:
-    """Run a script, or a module after "-m", as Python would; whatever it fails with is told to the other processes."""
-    threading.Thread(target=_end_with, args=(int(os.environ.get("SPMD_LAUNCHER", "0")),), daemon=True).start()
+def main(argv: Sequence[str]) -> None:
+    """Run a script, or a module after "-m", as Python would; report its failure to the other processes."""
+    threading.Thread(target=_exit_with, args=(int(os.environ.get("SPMD_LAUNCHER", "0")),), daemon=True).start()
     try:
         if simulated := os.environ.get("SPMD_SIMULATE"):
             simulate_cpus(int(simulated))
-        if os.environ.get("SLURM_PROCID") == "0" and "SPMD_PROCESSES" not in os.environ:  # by it the signals of `launch/srun.py` come here
+        if os.environ.get("SLURM_PROCID") == "0" and "SPMD_PROCESSES" not in os.environ:  # `launch/srun.py` signals this step
             report_to_launcher("srun", {"id": f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"})
         join()
-        module = words[0] == "-m"
-        name, sys.argv = words[module], list(words[module:])
+        module = argv[0] == "-m"
+        name, sys.argv = argv[module], list(argv[module:])
         if module:
             sys.path.insert(0, os.getcwd())
             runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> None:
         watchdog.current().script_finished()
     except BaseException as error:
         code = watchdog.exit_code(error)
-        if code in (0, watchdog.TERMINATED):  # all others come to the same end
+        if code in (0, watchdog.TERMINATED):  # all other processes exit the same way
             watchdog.current().script_finished()
             raise
         if not isinstance(error, SystemExit) or isinstance(error.code, str):
@@ -44,11 +44,11 @@ def main(words: Sequence[str]) -> None:
         raise SystemExit(code) from None
 
 
-def _end_with(launcher: int) -> None:
-    """Leave when the launcher is gone, however it went, with what this process has started: nobody else may (`orphan_reaper.py`)."""
+def _exit_with(launcher: int) -> None:
+    """Exit, with all child processes, when the launcher is gone; `orphan_reaper.py` does so on Linux only."""
     while launcher in (0, os.getppid()):
         time.sleep(1.0)
-    if os.getpgrp() == os.getpid():  # this process leads its group: nobody else's processes are in it
+    if os.getpgrp() == os.getpid():  # this process leads its group, which has only its descendants
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(watchdog.PEER)
 

@@ -1,7 +1,7 @@
-"""Functions and results on their way between a notebook and its processes: by cloudpickle, arrays as numpy arrays.
+"""Serialize functions and results between a notebook and its processes: with cloudpickle, and jax arrays as numpy arrays.
 
-An array that is cut over processes travels in pieces, each from a process that has it, and is put together where it arrives: no device
-has to hold it whole, and no process waits for another. Only a process and those that it has started itself talk so, over pipes.
+An array that is sharded over processes is sent in shards, each by one process that has it, and is assembled in the notebook: no device
+has to hold all of it, and no process waits for another. Only a process and its own children use this, over pipes.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.distributed.records import format_error
 from spmd.errors import OptionError, ProcessError, import_extra, type_name
 from spmd.tree import describe, path_of
 
@@ -21,31 +22,31 @@ FIX = "arrays, numbers, text, and containers of them; of what spmd.fit returns, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
-    """What a process has of an array that is spread over several.
+class ShardedResult:
+    """One process's shards of an array that is sharded over several.
 
     Attributes:
       what: its dtype and shape, for people.
-      shape: of the whole array.
-      dtype: of the whole array.
-      pieces: where each belongs, and what it is; of copies only the first one's.
+      shape: the global shape.
+      dtype: the dtype.
+      shards: index and data of each; only the first replica.
     """
 
     what: str
     shape: tuple[int, ...]
     dtype: Any
-    pieces: list[tuple[Any, np.ndarray]]
+    shards: list[tuple[Any, np.ndarray]]
 
 
 class _Sink(io.RawIOBase):
-    """Where bytes go that nobody needs."""
+    """Discards what is written."""
 
     def write(self, data: Any) -> int:
         return len(data)
 
 
 def _dump(value: Any, file: Any, instead: Callable[[Any], Any]) -> None:
-    """Pickle a value; `instead` gives what stands for an object in it, None for itself."""
+    """Pickle a value; `instead` returns the replacement of an object in it, or None."""
     cloudpickle = import_extra("cloudpickle", "notebooks")
 
     class Pickler(cloudpickle.Pickler):
@@ -55,117 +56,117 @@ def _dump(value: Any, file: Any, instead: Callable[[Any], Any]) -> None:
     Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
 
 
-def packed_call(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> bytes:
-    """A function and what it is called with, as `pickle.loads` reads it.
+def serialize_call(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> bytes:
+    """A function and its arguments, for `pickle.loads`.
 
     Raises:
-      OptionError: some of it cannot be sent; says which part.
+      OptionError: a part of it cannot be sent; names the part.
     """
     dumps = import_extra("cloudpickle", "notebooks").dumps
     try:
         return dumps((function, tuple(args), dict(options)), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         named = {"the function": function} | {f"argument {at}": arg for at, arg in enumerate(args)}
-        part = _odd_part(named | {f"argument {name}": arg for name, arg in options.items()}, dumps)
-        fix = "what a function needs and cannot be sent, such as open files, locks and meshes, it makes itself."
-        raise OptionError(f"{part} cannot be sent to other processes: {_told(error)}.", fix=fix) from error
+        part = _first_unserializable(named | {f"argument {name}": arg for name, arg in options.items()}, dumps)
+        fix = "create what cannot be sent, such as open files, locks and meshes, inside the function."
+        raise OptionError(f"{part} cannot be sent to other processes: {format_error(error)}.", fix=fix) from error
 
 
-def packed(value: Any, *, whole: bool) -> tuple[bytes, dict[int, Pieces]]:
-    """A result, and this process's pieces of arrays in it that are spread over processes, by their order in it.
+def serialize_result(value: Any, *, with_value: bool) -> tuple[bytes, dict[int, ShardedResult]]:
+    """A result, and this process's shards of the sharded arrays in it, by their order in it.
 
     Args:
-      value: anything that can be pickled, but for jax arrays in it.
-      whole: whether the result is wanted, or the pieces alone.
+      value: anything that can be pickled, and jax arrays.
+      with_value: whether to serialize the value too, or only the shards.
 
     Raises:
-      ProcessError: some of it cannot be sent; says which part.
+      ProcessError: a part of it cannot be sent; names the part.
     """
-    file, pieces = io.BytesIO() if whole else _Sink(), {}
+    file, pieces = io.BytesIO() if with_value else _Sink(), {}
     try:
-        _dump(value, file, _Arrays(pieces, whole).instead)
+        _dump(value, file, _Arrays(pieces, with_value).instead)
     except Exception as error:
-        part = _odd_part({"the result": value}, lambda part: _dump(part, _Sink(), _Arrays({}, True).instead))
-        raise ProcessError(f"{part} cannot be sent to the notebook: {_told(error)}.", 0, fix=FIX) from error
+        part = _first_unserializable({"the result": value}, lambda part: _dump(part, _Sink(), _Arrays({}, True).instead))
+        raise ProcessError(f"{part} cannot be sent to the notebook: {format_error(error)}.", 0, fix=FIX) from error
     return (file.getvalue() if isinstance(file, io.BytesIO) else b""), pieces
 
 
 class _Arrays:
-    """What stands for the jax arrays of a result."""
+    """The replacements of the jax arrays in a result."""
 
-    def __init__(self, pieces: dict[int, Pieces], whole: bool):
-        self._pieces, self._whole = pieces, whole
-        self._known: dict[int, tuple[Any, Any]] = {}  # by id: the array, which is kept so that it keeps its id
+    def __init__(self, pieces: dict[int, ShardedResult], with_value: bool):
+        self._pieces, self._with_value = pieces, with_value
+        self._known: dict[int, tuple[Any, Any]] = {}  # by id: the array, kept alive so that its id stays unique
 
     def instead(self, obj: Any) -> Any:
-        """None for what is no jax array."""
+        """The replacement of an object; None if it is not a jax array."""
         if not isinstance(obj, jax.Array):
             return None
         if id(obj) not in self._known:
-            self._known[id(obj)] = (obj, self._stands(len(self._known), obj))
+            self._known[id(obj)] = (obj, self._replacement(len(self._known), obj))
         return self._known[id(obj)][1]
 
-    def _stands(self, number: int, array: jax.Array) -> tuple:
-        """Numbers are the order of all arrays, so they are the same in processes that return the same."""
+    def _replacement(self, number: int, array: jax.Array) -> tuple:
+        """Numbers follow the order of the arrays, so they agree between processes that return the same."""
         here = array.is_fully_addressable or (array.is_fully_replicated and bool(array.addressable_shards))
-        if here and not self._whole:
+        if here and not self._with_value:
             return ("array", None)
         if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
             if not here:
-                raise TypeError("random keys that are spread over processes have no numbers to send")
-            own = array if array.is_fully_addressable else array.addressable_data(0)
-            return ("key", str(jax.random.key_impl(own)), np.asarray(jax.random.key_data(own)))
+                raise TypeError("random keys that are sharded over processes cannot be sent")
+            local = array if array.is_fully_addressable else array.addressable_data(0)
+            return ("key", str(jax.random.key_impl(local)), np.asarray(jax.random.key_data(local)))
         if here:
-            return ("array", np.array(array))  # a copy, since a view of an array of jax would be read-only there too
-        own = [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards if shard.replica_id == 0]
-        self._pieces[number] = Pieces(describe(array), array.shape, array.dtype, own)
+            return ("array", np.array(array))  # a copy, since a view of a jax array is read-only
+        shards = [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards if shard.replica_id == 0]
+        self._pieces[number] = ShardedResult(describe(array), array.shape, array.dtype, shards)
         return ("spread", number)
 
 
-def unpacked(data: bytes, pieces: Mapping[int, Mapping[int, Pieces]]) -> Any:
-    """A result, from what process 0 has sent and all processes' pieces.
+def deserialize_result(data: bytes, pieces: Mapping[int, Mapping[int, ShardedResult]]) -> Any:
+    """A result, from the message of process 0 and the shards of all processes.
 
     Raises:
-      ProcessError: not all processes have returned the same array; or a class in it is not known here.
+      ProcessError: not all processes have returned the same array; or a class in it cannot be imported here.
     """
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: Any) -> Any:
-            kind, *rest = pid
+            kind, *parts = pid
             if kind == "key":
-                return jax.random.wrap_key_data(rest[1], impl=rest[0])
-            return rest[0] if kind == "array" else assembled(rest[0])
+                return jax.random.wrap_key_data(parts[1], impl=parts[0])
+            return parts[0] if kind == "array" else assemble(parts[0])
 
-    assembled = functools.cache(lambda number: _assembled(number, pieces))
+    assemble = functools.cache(functools.partial(_assemble, pieces=pieces))
     try:
         return Unpickler(io.BytesIO(data)).load()
     except ProcessError:
         raise
     except Exception as error:
-        raise ProcessError(f"the result of process 0 cannot be read here: {_told(error)}.", 0, fix=FIX) from error
+        raise ProcessError(f"the result of process 0 cannot be read here: {format_error(error)}.", 0, fix=FIX) from error
 
 
-def _assembled(number: int, pieces: Mapping[int, Mapping[int, Pieces]]) -> np.ndarray:
-    """The array of that number, from all processes' pieces of it."""
-    own = pieces[0][number]
-    array, filled = np.empty(own.shape, own.dtype), 0
-    for found in (theirs[number] for theirs in pieces.values() if number in theirs and theirs[number].what == own.what):
-        for index, piece in found.pieces:
-            array[index] = piece
-            filled += piece.size
+def _assemble(number: int, pieces: Mapping[int, Mapping[int, ShardedResult]]) -> np.ndarray:
+    """The array of that number, from all processes' shards of it."""
+    first = pieces[0][number]
+    array, filled = np.empty(first.shape, first.dtype), 0
+    for part in (parts[number] for parts in pieces.values() if number in parts and parts[number].what == first.what):
+        for index, shard in part.shards:
+            array[index] = shard
+            filled += shard.size
     if filled != array.size:
-        others = [rank for rank, theirs in pieces.items() if number not in theirs or theirs[number].what != own.what]
+        others = [rank for rank, parts in pieces.items() if number not in parts or parts[number].what != first.what]
         who = f"process {others[0]} has" if others else "the others have"
         raise ProcessError(
-            f"process 0 has returned an array {own.what}, of which {filled} of {array.size} numbers came: {who} not returned it.\n"
-            "    fix: return the same from every process: no `if jax.process_index() == 0` before it.",
+            f"process 0 has returned an array {first.what}, of which {filled} of {array.size} elements arrived: {who} not returned it.",
             others[0] if others else None,
+            fix="return the same from every process: no `if jax.process_index() == 0` before it.",
         )
     return array
 
 
-def _odd_part(named: Mapping[str, Any], dump: Callable[[Any], Any]) -> str:
-    """The first leaf, by path, that cannot be pickled; in words."""
+def _first_unserializable(named: Mapping[str, Any], dump: Callable[[Any], Any]) -> str:
+    """A description of the first leaf that cannot be pickled."""
     for name, value in named.items():
         leaves = jax.tree_util.tree_leaves_with_path(value)
         for path, part in [(f"{name}, {path_of(keys)}" if keys else name, leaf) for keys, leaf in leaves]:
@@ -174,7 +175,3 @@ def _odd_part(named: Mapping[str, Any], dump: Callable[[Any], Any]) -> str:
             except Exception:
                 return f"{path} ({type_name(part)})"
     return next(iter(named))
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

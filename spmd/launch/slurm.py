@@ -1,4 +1,4 @@
-"""SLURM from outside: the script of a job, and its way to `sbatch`. What the script does inside is in `srun.py`."""
+"""Write the script of a SLURM job, and submit it with `sbatch`. What runs inside the job is in `srun.py`."""
 
 import dataclasses
 import math
@@ -12,37 +12,37 @@ from pathlib import Path
 from spmd.distributed.watchdog import TERMINATED
 from spmd.errors import OptionError
 from spmd.launch.local_launcher import MOST, check_script
-from spmd.launch.settings import Settings, whole_number
-from spmd.launch.validation import check_words, matching, printable, script_name, variables
+from spmd.launch.settings import Settings, check_integer
+from spmd.launch.validation import check_environment_variables, check_pattern, check_printable, check_script_args, script_name
 
 NAME = r"[\w.+-]{1,200}"
 TIME = r"\d{1,6}(:[0-5]?\d){0,2}|\d{1,4}-\d\d?(:[0-5]?\d){0,2}"
-PATH = r"[\w./%+@=,:-]{1,1000}"  # sbatch reads these lines with rules of its own: nothing in them is quoted
+PATH = r"[\w./%+@=,:-]{1,1000}"  # sbatch has its own rules for these lines, without quoting
 
 
 @dataclasses.dataclass(frozen=True)
-class Slurm:
-    """What a job asks SLURM for.
+class SlurmJob:
+    """The resources and options of a SLURM job.
 
     Args:
-      nodes: how many.
-      processes_per_node: None: one for each GPU, or 1 where there is none.
-      gpus_per_node: None: as the partition has it.
-      cpus: for each process; None: as the partition has it.
+      nodes: number of nodes.
+      processes_per_node: None: one for each GPU, or 1 without GPUs.
+      gpus_per_node: None: the partition's default.
+      cpus: for each process; None: the partition's default.
       memory: of each node, such as "64G".
-      time: the limit, such as "1-12:00:00".
-      partition: where it runs.
-      account: who pays.
+      time: time limit, such as "1-12:00:00".
+      partition: the partition.
+      account: the account to charge.
       name: of the job; None: the script's.
-      output: the file for what it prints, such as "runs/%j.log".
-      requeue: whether a job that was asked to end, and has saved, goes back into the queue.
-      extra: other options of sbatch, such as "--constraint=a100".
-      env: variables of all processes, as pairs.
-      python: the interpreter, at the same place on all nodes; None: this one.
+      output: file for the output, such as "runs/%j.log".
+      requeue: whether a job that has saved after SIGTERM is requeued.
+      extra: other sbatch options, such as "--constraint=a100".
+      env: environment variables of all processes, as pairs.
+      python: the interpreter, at the same path on all nodes; None: this one.
       settings: how processes are started.
 
     Example:
-      >>> print(script(["train.py"], Slurm(nodes=2, time="30", python="python3")))
+      >>> print(script(["train.py"], SlurmJob(nodes=2, time="30", python="python3")))
       #!/bin/bash
       #SBATCH --job-name=train
       #SBATCH --nodes=2
@@ -70,46 +70,45 @@ class Slurm:
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self):
-        whole_number("nodes", self.nodes, 10**5)
+        check_integer("nodes", self.nodes, 10**5)
         for name, most in (("processes_per_node", MOST), ("gpus_per_node", MOST), ("cpus", 4096)):
-            whole_number(name, getattr(self, name), most)
-        whole_number("grace", self.grace, 65535)
+            check_integer(name, getattr(self, name), most)
+        check_integer("grace", self.grace, 65535)
         if self.gpus_per_node is not None:
-            self.settings.no_simulation("gpus_per_node")
+            self.settings.refuse_with_simulate("gpus_per_node")
             if self.gpus_per_node % self.tasks:
                 raise OptionError(
-                    f"{self.gpus_per_node} GPUs of a node cannot be shared by {self.tasks} processes.", fix="as many, or a divisor."
+                    f"{self.gpus_per_node} GPUs of a node cannot be shared equally by {self.tasks} processes.",
+                    fix="as many, or a divisor.",
                 )
         if self.settings.stall and self.nodes * self.tasks == 1:
-            raise OptionError("a process that is alone waits for nobody, so stall would do nothing.", fix="leave it out, or 2 processes.")
-        matching("memory", self.memory, r"\d{1,9}[KMGT]?", "of each node, such as 64G; 0 for all of it")
-        matching("time", self.time, TIME, "minutes, or such as 12:00:00 or 1-12:00:00")
+            raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 processes.")
+        check_pattern("memory", self.memory, r"\d{1,9}[KMGT]?", "of each node, such as 64G; 0 for all of it")
+        check_pattern("time", self.time, TIME, "minutes, or a time such as 12:00:00 or 1-12:00:00")
         if self.time is not None and 0 < (limit := _seconds(self.time)) <= self.grace:  # 0: no limit
-            raise OptionError(
-                f"grace={self.grace} seconds to save and leave, of a job that has {limit} (time={self.time}).", fix="a longer time."
-            )
-        matching("output", self.output, PATH, "a path of letters, digits and ./%+@=,:-")
+            raise OptionError(f"grace={self.grace} seconds of a job that has only {limit} (time={self.time}).", fix="a longer time limit.")
+        check_pattern("output", self.output, PATH, "a path of letters, digits and ./%+@=,:-")
         for name in ("partition", "account", "name"):
-            matching(name, getattr(self, name), NAME + r"(,[\w.+-]+)*" if name == "partition" else NAME, "letters, digits and _.+-")
+            check_pattern(name, getattr(self, name), NAME + r"(,[\w.+-]+)*" if name == "partition" else NAME, "letters, digits and _.+-")
         if self.python is not None:
-            printable("python", self.python)
-        variables(self.env, self.settings.environment())
+            check_printable("python", self.python)
+        check_environment_variables(self.env, self.settings.environment())
         self._check_extra()
 
     def _check_extra(self) -> None:
-        """Refuse options of sbatch that say again, or otherwise, what this one says."""
-        own = {option.split("=")[0] for option, _ in self._options("x")} | {"--output", "--requeue", "--no-requeue", "--open-mode"}
-        taken = own | {"--gpus-per-node", "--cpus-per-task", "--mem", "--time", "--partition", "--account", "--ntasks", "--wrap"}
+        """Refuse sbatch options that repeat or contradict the options of this class."""
+        used = {option.split("=")[0] for option, _ in self._options("x")} | {"--output", "--requeue", "--no-requeue", "--open-mode"}
+        taken = used | {"--gpus-per-node", "--cpus-per-task", "--mem", "--time", "--partition", "--account", "--ntasks", "--wrap"}
         short = {"-J", "-N", "-n", "-c", "-t", "-p", "-A", "-o"}
         for option in self.extra:
-            printable("sbatch", option)
+            check_printable("sbatch", option)
             name = re.split(r"[=\s]", option)[0]
             if name == "--array" or name[:2] == "-a":
-                raise OptionError(f'sbatch option "{option}" makes jobs that do not meet.', fix="--nodes, or a job for each.")
+                raise OptionError(f'sbatch option "{option}" starts independent jobs.', fix="--nodes, or submit each job separately.")
             if name in taken or name[:2] in short:
-                raise OptionError(f'sbatch option "{option}": {name} has an option of its own, or is set already.', fix="leave it out.")
+                raise OptionError(f'sbatch option "{option}": {name} has its own option here, or is already set.', fix="leave it out.")
             if not re.fullmatch(r"--[a-z][a-z-]*|-[A-Za-z]", name):
-                raise OptionError(f'sbatch option "{option}".', fix="as sbatch has it, such as --constraint=a100.")
+                raise OptionError(f'sbatch option "{option}".', fix="as sbatch expects it, such as --constraint=a100.")
 
     @property
     def tasks(self) -> int:
@@ -118,11 +117,11 @@ class Slurm:
 
     @property
     def grace(self) -> int:
-        """Seconds before the limit of time at which processes are asked to save and end."""
+        """Seconds before the time limit at which SLURM sends SIGTERM, so that processes save and exit."""
         return math.ceil(self.settings.grace) if math.isfinite(self.settings.grace) else 0
 
     def _options(self, name: str) -> list[tuple[str, object]]:
-        found = [
+        options = [
             ("--job-name", name),
             ("--nodes", self.nodes),
             ("--ntasks-per-node", self.tasks),
@@ -135,46 +134,46 @@ class Slurm:
             ("--output", self.output),
             ("--signal", f"TERM@{self.grace}"),
         ]
-        return [(option, value) for option, value in found if value is not None]
+        return [(option, value) for option, value in options if value is not None]
 
 
 def _seconds(time: str) -> int:
-    """How long a limit of time is.
+    """A SLURM time limit in seconds.
 
     >>> _seconds("30"), _seconds("1:30"), _seconds("2:00:00"), _seconds("1-12"), _seconds("1-0:30:05")
     (1800, 90, 7200, 129600, 88205)
     """
     days, dash, rest = time.rpartition("-")
     numbers = [int(part) for part in rest.split(":")]
-    first = 3600 if dash or len(numbers) == 3 else 60  # after days the first is hours; else minutes, or hours where there are three
+    first = 3600 if dash or len(numbers) == 3 else 60  # after days, or of three numbers, the first is hours; else minutes
     return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, (first, first // 60, 1), strict=False))
 
 
-def script(words: Sequence[str], how: Slurm) -> str:
-    """The text of the job's script, for `sbatch`.
+def script(argv: Sequence[str], config: SlurmJob) -> str:
+    """The job's script, for `sbatch`.
 
     Args:
-      words: the script and its arguments; or "-m", a module and its arguments.
-      how: what the job asks for.
+      argv: the script and its arguments; or "-m", a module and its arguments.
+      config: the job.
 
     Raises:
-      OptionError: there is nothing to run, or a word has a control character.
+      OptionError: there is nothing to run, or an argument has a control character.
     """
-    check_words(words, "--slurm --nodes 2")
-    name = how.name or re.sub(r"[^\w.+-]", "-", script_name(words), flags=re.ASCII)
-    lines = [f"#SBATCH {option}={value}" for option, value in how._options(name)]
-    lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"] if how.requeue else []
-    lines += [f"#SBATCH {option}" for option in how.extra]
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in how.env]
-    launch = shlex.join([how.python or sys.executable, "-m", "spmd", "launch", "--srun", *_options(how.settings), *words])
-    ending = _REQUEUE.format(launch=launch, code=TERMINATED) if how.requeue else f"exec {launch}"
+    check_script_args(argv, "--slurm --nodes 2")
+    name = config.name or re.sub(r"[^\w.+-]", "-", script_name(argv), flags=re.ASCII)
+    lines = [f"#SBATCH {option}={value}" for option, value in config._options(name)]
+    lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"] if config.requeue else []
+    lines += [f"#SBATCH {option}" for option in config.extra]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in config.env]
+    launch = shlex.join([config.python or sys.executable, "-m", "spmd", "launch", "--srun", *_options(config.settings), *argv])
+    ending = _REQUEUE.format(launch=launch, code=TERMINATED) if config.requeue else f"exec {launch}"
     return "\n".join(["#!/bin/bash", *lines, "", *exports, ending])
 
 
 _REQUEUE = """\
 code=0
 {launch} || code=$?
-# asked to end, and saved; a job that somebody has cancelled is not RUNNING any more
+# it has saved after SIGTERM; a cancelled job is no longer RUNNING
 if [ "$code" -eq {code} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -182,33 +181,33 @@ exit "$code\""""
 
 
 def _options(settings: Settings) -> list[str]:
-    """Settings as options of `spmd launch`; those that say what is so anyway are left out."""
-    given = {
+    """Settings as options of `spmd launch`, without those that have their default."""
+    options = {
         "--simulate": settings.simulate,
         "--max-restarts": settings.max_restarts or None,
         "--grace": settings.grace if settings.grace != Settings().grace else None,
         "--stall": settings.stall or None,
         "--memory-fraction": settings.memory_fraction,
     }
-    shown = lambda value: f"{value:g}" if isinstance(value, float) else str(value)
-    found = [word for name, value in given.items() if value is not None for word in (name, shown(value))]
-    return found if settings.preallocate else [*found, "--no-preallocate"]
+    given = [(name, value) for name, value in options.items() if value is not None]
+    argv = [word for name, value in given for word in (name, f"{value:g}" if isinstance(value, float) else str(value))]
+    return argv if settings.preallocate else [*argv, "--no-preallocate"]
 
 
-def submit(words: Sequence[str], how: Slurm) -> int:
-    """Give the job to SLURM, which prints its number, and return what `sbatch` ends with.
+def submit(argv: Sequence[str], config: SlurmJob) -> int:
+    """Submit the job to SLURM, which prints its id, and return the exit code of `sbatch`.
 
     Raises:
-      OptionError: there is no such script, no folder for what it prints, or no `sbatch` here.
+      OptionError: there is no such script, no folder for the output, or no `sbatch` on this machine.
     """
-    check_script(words)
-    text = script(words, how)
-    folder = Path(how.output or "").parent
+    check_script(argv)
+    text = script(argv, config)
+    folder = Path(config.output or "").parent
     if "%" not in str(folder) and not folder.is_dir():
-        raise OptionError(f"output={how.output!r}: there is no folder {folder}, and SLURM makes none.", fix=f"mkdir -p {folder}")
+        raise OptionError(f"output={config.output!r}: there is no folder {folder}, and SLURM does not create it.", fix=f"mkdir -p {folder}")
     try:
         return subprocess.run(["sbatch"], input=text + "\n", text=True, check=False).returncode
     except FileNotFoundError:
         raise OptionError(
-            "there is no sbatch here.", fix="a machine of the cluster that has it; or --dry-run, which prints the script."
+            "this machine has no sbatch.", fix="run it on a login node of the cluster; or --dry-run, which prints the script."
         ) from None

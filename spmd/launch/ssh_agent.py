@@ -1,6 +1,6 @@
-"""On a host of several, for `spmd launch --hosts`: it starts the processes of this host, and ends them when nobody asks for them any more.
+"""The agent of `spmd launch --hosts` on each host: starts the processes of this host, and ends them when the launcher is gone.
 
-Speaks lines of JSON with the launcher, over the standard input and output of ssh: `python -m spmd.launch.ssh_agent ADDRESS`.
+Exchanges lines of JSON with the launcher, over the standard input and output of ssh: `python -m spmd.launch.ssh_agent ADDRESS`.
 """
 
 import json
@@ -17,80 +17,80 @@ from typing import Any
 
 from spmd.distributed.detect_cluster import free_port, visible_gpus
 from spmd.errors import ClusterError
-from spmd.launch.local_launcher import report_folder, runner
-from spmd.launch.process_group import Group, started
-from spmd.launch.restart_policy import records
+from spmd.launch.local_launcher import report_folder, worker_command
+from spmd.launch.process_group import ProcessGroup, start_processes
+from spmd.launch.restart_policy import read_records
 
-SILENCE = 12.0  # seconds without a word from the launcher, which says one every few
-PIECE = 65536  # letters of a line, each of which may take six
+SILENCE = 12.0  # seconds without a message after which the launcher counts as gone
+CHUNK = 65536  # characters of a line in one message; JSON may take six for each
 _writing = threading.Lock()
 
 
 def main(address: str) -> None:
-    """Say what there is here, start what is asked for, and say what it came to."""
-    heard: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=_read, args=(heard,), daemon=True).start()
-    _say("hello", {"host": socket.gethostname(), **_here(address)})
-    while (asked := _next(heard)) is not None and "start" not in asked:
-        pass  # it only says that it is there
-    if asked is None:
+    """Send this host's resources, start the requested processes, and send their exit codes."""
+    messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=_read, args=(messages,), daemon=True).start()
+    _say("hello", {"host": socket.gethostname(), **_resources(address)})
+    while (request := _next(messages)) is not None and "start" not in request:
+        pass  # a keep-alive message
+    if request is None:
         return
     with report_folder() as folder:
-        group_of = asked["start"]
-        shared = {**os.environ, **group_of["environment"], "SPMD_REPORT": str(folder), "SPMD_LAUNCHER": str(os.getpid())}
-        command = runner(group_of["words"])
-        commands = {int(rank): (command, shared | own) for rank, own in group_of["own"].items()}
-        prefixes = {int(rank): text for rank, text in group_of["prefixes"].items()}
-        with started(commands, prefixes.__getitem__, write=_print) as group:
-            threading.Thread(target=_obey, args=(group, heard, folder), daemon=True).start()
-            codes = group.wait(group_of["grace"])
-        _say("ended", {"codes": codes, "first": group.first, "records": records(folder)})
+        start = request["start"]
+        shared = {**os.environ, **start["environment"], "SPMD_REPORT": str(folder), "SPMD_LAUNCHER": str(os.getpid())}
+        command = worker_command(start["words"])
+        commands = {int(rank): (command, shared | own) for rank, own in start["own"].items()}
+        prefixes = {int(rank): text for rank, text in start["prefixes"].items()}
+        with start_processes(commands, prefixes.__getitem__, write=_print) as group:
+            threading.Thread(target=_forward_signals, args=(group, messages, folder), daemon=True).start()
+            codes = group.wait(start["grace"])
+        _say("ended", {"codes": codes, "first": group.first, "records": read_records(folder)})
 
 
-def _here(address: str) -> dict[str, Any]:
+def _resources(address: str) -> dict[str, Any]:
     """This host's GPUs, and a free port of its address; or what is wrong."""
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
-        return {"gpus": visible_gpus(), "address": found, "port": free_port(str(found))}
+        resolved = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+        return {"gpus": visible_gpus(), "address": resolved, "port": free_port(str(resolved))}
     except OSError as error:
-        return {"problem": f"{address} is no address of this host: {error}"}
+        return {"problem": f"{address} is not an address of this host: {error}"}
     except ClusterError as error:
         return {"problem": str(error)}
 
 
-def _read(heard: queue.Queue) -> None:
+def _read(messages: queue.Queue) -> None:
     for line in sys.stdin:
-        heard.put(json.loads(line))
-    heard.put(None)
+        messages.put(json.loads(line))
+    messages.put(None)
 
 
-def _next(heard: queue.Queue) -> dict[str, Any] | None:
-    """What the launcher says next; None when it is gone, or cut off."""
+def _next(messages: queue.Queue) -> dict[str, Any] | None:
+    """The launcher's next message; None if it is gone or unreachable."""
     try:
-        return heard.get(timeout=SILENCE)
+        return messages.get(timeout=SILENCE)
     except queue.Empty:
         return None
 
 
-def _obey(group: Group, heard: queue.Queue, folder: Path) -> None:
-    """Pass signals on; when the launcher is gone, end all."""
-    while (said := _next(heard)) is not None:
-        if "signal" in said:
-            group.asked = group.asked or said["signal"]  # first: who ends by it was asked to
-            group.signal(said["signal"])
-    group.asked = group.asked or signal.SIGKILL
+def _forward_signals(group: ProcessGroup, messages: queue.Queue, folder: Path) -> None:
+    """Forward signals; when the launcher is gone, end all processes."""
+    while (message := _next(messages)) is not None:
+        if "signal" in message:
+            group.stop_signal = group.stop_signal or message["signal"]  # first: an exit by this signal was requested
+            group.signal(message["signal"])
+    group.stop_signal = group.stop_signal or signal.SIGKILL
     until = time.monotonic() + 5.0
-    while time.monotonic() < until:  # one that is just being started too
+    while time.monotonic() < until:  # repeated, for a process that is just being started
         group.signal(signal.SIGKILL)
         time.sleep(0.2)
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)  # the launcher reads nothing any more, and writing could wait for it for ever
+    os._exit(1)  # nothing reads the output any more, so writing could block forever
 
 
 def _print(line: str) -> None:
-    """A line that a process has printed, in pieces that the launcher reads."""
-    for start in range(0, len(line), PIECE):
-        _say("line", line[start : start + PIECE])
+    """Send an output line of a process, in chunks that the launcher accepts."""
+    for start in range(0, len(line), CHUNK):
+        _say("line", line[start : start + CHUNK])
 
 
 def _say(kind: str, what: Any) -> None:

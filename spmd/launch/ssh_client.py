@@ -1,4 +1,4 @@
-"""A line to the agent of one host, over ssh (`agent.py`)."""
+"""The connection to the agent on one host, over ssh (`ssh_agent.py`)."""
 
 import contextlib
 import json
@@ -17,21 +17,21 @@ from spmd.errors import printable
 from spmd.launch.hostfile import Host
 from spmd.launch.process_group import to_stdout
 
-ALIVE = 5.0  # seconds between two words to each host, so that it knows that it was not cut off
-LONGEST = 1 << 20  # characters of a line from a host
+ALIVE = 5.0  # seconds between two keep-alive messages to each host
+MAX_LINE = 1 << 20  # characters of a line from a host
 
 
-class Line:
-    """The connection to the agent of one host."""
+class AgentConnection:
+    """The connection to the agent on one host."""
 
     def __init__(self, host: Host, ssh: Sequence[str], python: str, folder: str):
-        own = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} " if "PYTHONPATH" in os.environ else ""
-        command = f"cd {shlex.quote(folder)} && exec {own}{shlex.quote(python)} -m spmd.launch.ssh_agent {shlex.quote(host.reached)}"
+        path = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} " if "PYTHONPATH" in os.environ else ""
+        command = f"cd {shlex.quote(folder)} && exec {path}{shlex.quote(python)} -m spmd.launch.ssh_agent {shlex.quote(host.reached)}"
         self.host = host
-        self.heard: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.last = ""  # what ssh itself said last
+        self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.last = ""  # the last line that ssh itself printed
         self.ranks: list[int] = []
-        self.said: dict[str, Any] | None = None  # what nobody has taken yet
+        self.said: dict[str, Any] | None = None  # a message that was received, but not handled yet
         self.hello: dict[str, Any] = {}
         self.writing = threading.Lock()
         self.process = subprocess.Popen(
@@ -43,30 +43,30 @@ class Line:
             text=True,
             errors="replace",
         )
-        self.threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._complaints, self._stay)]
+        self.threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._read_errors, self._keep_alive)]
         for thread in self.threads:
             thread.start()
 
-    def say(self, what: Mapping[str, Any]) -> None:
-        """Tell the agent; one that is gone hears nothing."""
+    def send(self, what: Mapping[str, Any]) -> None:
+        """Send the agent a message, unless it is gone."""
         with self.writing, contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(json.dumps(what) + "\n")  # type: ignore[union-attr]
             self.process.stdin.flush()  # type: ignore[union-attr]
 
     def hear(self, seconds: float) -> dict[str, Any] | None:
-        """What the agent says next, kept until somebody takes it; None where it has said nothing so far."""
+        """The agent's next message, kept until it is handled; None if there is none yet."""
         if self.said is None:
             with contextlib.suppress(queue.Empty):
-                self.said = self.heard.get(timeout=seconds)
+                self.said = self.messages.get(timeout=seconds)
         return self.said
 
     def leave(self) -> None:
-        """Say nothing more: the agent ends with all that it has started."""
+        """Close the sending side: the agent then ends its processes, and exits."""
         with self.writing, contextlib.suppress(OSError, ValueError):
             self.process.stdin.close()  # type: ignore[union-attr]
 
     def close(self, until: float) -> None:
-        """End the connection, however the agent takes it; by then, on the monotonic clock, at the latest."""
+        """End the connection, by force if the agent does not exit before `until` on the monotonic clock."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=max(0.1, until - time.monotonic()))
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -75,31 +75,31 @@ class Line:
         for thread in self.threads[:2]:
             thread.join(timeout=max(0.1, until - time.monotonic()))
         for stream, thread in zip((self.process.stdout, self.process.stderr), self.threads, strict=False):
-            if stream is not None and not thread.is_alive():  # what ssh has left behind may keep them open
+            if stream is not None and not thread.is_alive():  # a descendant of ssh may keep them open
                 stream.close()
 
     def _read(self) -> None:
-        """Print lines, and keep what is for the launcher; what is not of an agent ends the connection, as its end does."""
+        """Print output lines, and queue other messages; text that is not from an agent ends the connection, like its end."""
         why = ""
         try:
-            while line := self.process.stdout.readline(LONGEST):  # type: ignore[union-attr]
+            while line := self.process.stdout.readline(MAX_LINE):  # type: ignore[union-attr]
                 said = json.loads(line)
                 if "line" in said:
-                    with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or not in these letters
+                    with contextlib.suppress(OSError, ValueError):  # stdout is closed, or cannot encode the line
                         to_stdout(said["line"])
                 elif isinstance(said, dict):
-                    self.heard.put(said)
+                    self.messages.put(said)
         except (ValueError, TypeError, RecursionError):
-            why = f"what it says is not from spmd: {printable(line.strip(), 200)}"
+            why = f"unexpected output, not from spmd: {printable(line.strip(), 200)}"
         finally:
-            self.heard.put({"gone": why})
+            self.messages.put({"gone": why})
 
-    def _complaints(self) -> None:
+    def _read_errors(self) -> None:
         for line in self.process.stderr or ():
             self.last = printable(line.strip(), 300) or self.last
             print(f"[{self.host.name}] {printable(line.rstrip(), 2000)}", file=sys.stderr, flush=True)
 
-    def _stay(self) -> None:
+    def _keep_alive(self) -> None:
         while self.process.poll() is None:
-            self.say({"alive": True})
+            self.send({"alive": True})
             time.sleep(ALIVE)

@@ -1,4 +1,4 @@
-"""Processes on several hosts, reached by ssh, and restarted together when one fails: on fewer hosts if that is allowed."""
+"""Run processes on several hosts over ssh, and restart them together when one fails: on fewer hosts if that is allowed."""
 
 import collections
 import contextlib
@@ -18,30 +18,30 @@ from typing import Any
 from spmd.distributed.watchdog import PEER
 from spmd.errors import OptionError, printable
 from spmd.launch.hostfile import Host
-from spmd.launch.local_launcher import check_script, forwarded
-from spmd.launch.process_group import SETTLE, Signalled
-from spmd.launch.restart_policy import ALL, LOST, Attempt, attempted, repeated
-from spmd.launch.settings import Settings, whole_number
-from spmd.launch.ssh_client import Line
-from spmd.launch.validation import variables
+from spmd.launch.local_launcher import check_script, forward_signals
+from spmd.launch.process_group import SETTLE, Signalable
+from spmd.launch.restart_policy import ALL, LOST, Attempt, run_with_restarts, summarize_attempt
+from spmd.launch.settings import Settings, check_integer
+from spmd.launch.ssh_client import AgentConnection
+from spmd.launch.validation import check_environment_variables
 
-HELLO, TOLD = 60.0, 10.0  # seconds for a host to answer, and between two lines about who has not
-PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL")  # how variables begin that go to all hosts
-KEPT = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
-OPTIONS = ("-T", "-x", *(word for option in KEPT for word in ("-o", option)))  # the user's own come first, and count
+HELLO, TOLD = 60.0, 10.0  # seconds for a host to answer, and between two log lines about missing ones
+PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL")  # prefixes of the variables that all hosts get
+SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+OPTIONS = ("-T", "-x", *(word for option in SSH_OPTIONS for word in ("-o", option)))  # the user's come first, and take precedence
 
 
 @dataclasses.dataclass(frozen=True)
-class Remote:
-    """Which hosts there are, and how they are reached.
+class SshConfig:
+    """The hosts, and how to connect to them.
 
     Args:
       hosts: in the order of ranks (`spmd.launch.hostfile.read_hosts`).
-      least: hosts that a restart needs; None: all.
-      ssh: the command, to which a host and what to run there are added.
+      least: the fewest hosts for a restart; None: all.
+      ssh: the command, to which the host and a remote command are appended.
       python: the interpreter on the hosts.
-      folder: where the script is run, on every host.
-      variables: names of variables that go to all hosts, beside those that say something to JAX, XLA and NCCL; "NAME=VALUE" sets one.
+      folder: the working folder on every host.
+      variables: environment variables to pass to all hosts, beside those of JAX, XLA and NCCL; "NAME=VALUE" sets one.
       settings: how processes are started.
     """
 
@@ -54,219 +54,228 @@ class Remote:
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self):
-        whole_number("min_hosts", self.least, len(self.hosts))
+        check_integer("min_hosts", self.least, len(self.hosts))
         if self.least is not None and not self.settings.max_restarts:
-            raise OptionError("min_hosts is for restarts, and there are none.", fix="--max-restarts 10.")
+            raise OptionError("min_hosts applies to restarts, and there are none.", fix="--max-restarts 10.")
         if self.settings.simulate and any(host.processes is None for host in self.hosts):
             name = next(host.name for host in self.hosts if host.processes is None)
-            raise OptionError(f"how many processes {name} is to have is not said, and GPUs are not counted.", fix=f"{name} processes=1")
+            raise OptionError(f"{name} needs a number of processes, since simulate ignores GPUs.", fix=f"{name} processes=1")
         try:
             words = shlex.split(self.ssh)
         except ValueError as error:
             raise OptionError(f"ssh {self.ssh!r} cannot be read: {error}.", fix="a command, such as ssh -p 2222.") from None
         if not words or shutil.which(words[0]) is None:
-            raise OptionError(f"ssh {self.ssh!r} is no command here.", fix="a command, such as ssh -p 2222.")
-        self._own()
+            raise OptionError(f"ssh {self.ssh!r} is not a command on this machine.", fix="a command, such as ssh -p 2222.")
+        self._selected_variables()
 
-    def _own(self) -> dict[str, str]:
-        """Variables that were asked for.
+    def _selected_variables(self) -> dict[str, str]:
+        """The variables that `variables` selects.
 
         Raises:
-          OptionError: one that is not set, is given twice, or that something else says.
+          OptionError: one is not set, is given twice, or is set by another option.
         """
         for word in self.variables:
             if "=" not in word and word not in os.environ:
                 raise OptionError(f"variable {word!r} is not set here.", fix=f"{word}=VALUE.")
             if word.partition("=")[0] == "CUDA_VISIBLE_DEVICES":
-                raise OptionError(f"variable {word!r}: GPUs are shared out by the launcher.", fix="set it on the host, for ssh's commands.")
+                raise OptionError(f"variable {word!r}: the launcher divides the GPUs.", fix="set it on the host, for ssh commands.")
         pairs = [(name, value if equals else os.environ[name]) for name, equals, value in (word.partition("=") for word in self.variables)]
-        return variables(pairs, self.settings.environment())
+        return check_environment_variables(pairs, self.settings.environment())
 
     @property
     def command(self) -> list[str]:
-        """ssh, to which a host and what to run there are added; it asks nothing, and notices when a host is gone."""
+        """The ssh command with options: it never prompts, and detects a lost host."""
         words = shlex.split(self.ssh)
         return [*words, *(OPTIONS if Path(words[0]).name == "ssh" else ())]
 
     def environment(self) -> dict[str, str]:
-        """What all processes are told, of the variables that are set here."""
-        found = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
-        return {**found, **self._own(), **self.settings.environment(), "PYTHONUNBUFFERED": "1"}
+        """The variables that all processes get."""
+        passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+        return {**passed, **self._selected_variables(), **self.settings.environment(), "PYTHONUNBUFFERED": "1"}
 
 
-def launch_on(words: Sequence[str], how: Remote, say: Callable[[str], None]) -> int:
-    """Run a script in processes on several hosts until it comes to an end, well or not.
+def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str], None]) -> int:
+    """Run a script in processes on several hosts until it ends, and restart them after failures.
 
     Args:
-      words: the script and its arguments, as they are on every host; or "-m", a module and its arguments.
-      how: which hosts, and so on.
-      say: is told of failures, restarts, and hosts that do not answer.
+      argv: the script's path on every host, and its arguments; or "-m", a module and its arguments.
+      config: the hosts.
+      log: called with lines about failures, restarts, and hosts that do not answer.
 
     Returns:
-      0, or what the process ended with that failed first; 255 where hosts could not be reached.
+      0, or the exit code of the process that failed first; 255 if hosts could not be reached.
     """
-    if not words or Path(how.folder) == Path.cwd():  # elsewhere only the hosts know
-        check_script(words)
-    full: list[int] = []  # processes of the first attempt
-    return repeated(lambda number: _attempt(words, how, number, full, say), how.settings.max_restarts, say)
+    if not argv or Path(config.folder) == Path.cwd():  # another folder may exist on the hosts only
+        check_script(argv)
+    full_size: list[int] = []  # the number of processes of the first attempt, once known
+    return run_with_restarts(lambda number: _attempt(argv, config, number, full_size, log), config.settings.max_restarts, log)
 
 
-def _attempt(words: Sequence[str], how: Remote, number: int, full: list[int], say: Callable[[str], None]) -> Attempt:
-    """All processes, once, on the hosts that answer."""
-    with _connected(how) as lines, forwarded(group := Far(lines, say), group.wish):
-        there = _answering(lines, group, how, say, first=not full)
-        wanted = len(how.hosts) if how.least is None or not full else how.least  # at first a name may be wrong
-        if group.asked is not None or len(there) < wanted:
-            say(f"{len(there)} of {len(lines)} hosts are there{', and at first all are needed' if how.least and not full else ''}")
-            return Attempt({ALL: LOST if group.asked is None else -group.asked}, asked=group.asked)
-        own = _processes(there, how)
-        full[:] = full or [len(own)]
-        if len(there) < len(lines):
-            say(f"going on with {len(own)} of {full[0]} processes, on {', '.join(line.host.name for line in there)}")
-        shared = how.environment() | {"SPMD_ATTEMPT": str(number), "SPMD_FULL": str(full[0]), "SPMD_TOKEN": secrets.token_hex(16)}
-        shared |= {"SPMD_PROCESSES": str(len(own)), "SPMD_COORDINATOR": _meeting(there[0])}
-        for line in there:
-            mine = {rank: own[rank] for rank in line.ranks}
-            prefixes = {rank: f"[{own[rank].get('SPMD_JOB', line.host.name)}:{own[rank].get('SPMD_TASK', rank)}] " for rank in line.ranks}
-            line.say({"start": {"words": words, "own": mine, "environment": shared, "prefixes": prefixes, "grace": how.settings.grace}})
-        group.lines = there
-        codes = group.wait(how.settings.grace)
-        return dataclasses.replace(attempted(group.records, codes, group.first, group.asked), fewer=len(there) < len(lines))
+def _attempt(argv: Sequence[str], config: SshConfig, number: int, full_size: list[int], log: Callable[[str], None]) -> Attempt:
+    """Run all processes once, on the hosts that answer."""
+    with _connect(config) as lines, forward_signals(group := RemoteProcessGroup(lines, log), group.wish):
+        ready = _ready_connections(lines, group, config, log, first=not full_size)
+        required = len(config.hosts) if config.least is None or not full_size else config.least  # at first all, since a name may be wrong
+        if group.stop_signal is not None or len(ready) < required:
+            log(f"{len(ready)} of {len(lines)} hosts are ready{'; the first attempt needs all' if config.least and not full_size else ''}")
+            return Attempt({ALL: LOST if group.stop_signal is None else -group.stop_signal}, stop_signal=group.stop_signal)
+        processes = _processes(ready, config)
+        full_size[:] = full_size or [len(processes)]
+        if len(ready) < len(lines):
+            log(f"continuing with {len(processes)} of {full_size[0]} processes, on {', '.join(line.host.name for line in ready)}")
+        shared = config.environment() | {"SPMD_ATTEMPT": str(number), "SPMD_FULL": str(full_size[0]), "SPMD_TOKEN": secrets.token_hex(16)}
+        shared |= {"SPMD_PROCESSES": str(len(processes)), "SPMD_COORDINATOR": _rendezvous_address(ready[0])}
+        for line in ready:
+            variables_of = {rank: processes[rank] for rank in line.ranks}
+            names = {rank: (own.get("SPMD_JOB", line.host.name), own.get("SPMD_TASK", rank)) for rank, own in variables_of.items()}
+            prefixes = {rank: f"[{job}:{task}] " for rank, (job, task) in names.items()}
+            start = {"words": argv, "own": variables_of, "environment": shared, "prefixes": prefixes}
+            line.send({"start": {**start, "grace": config.settings.grace}})
+        group.lines = ready
+        codes = group.wait(config.settings.grace)
+        return dataclasses.replace(summarize_attempt(group.records, codes, group.first, group.stop_signal), fewer=len(ready) < len(lines))
 
 
 @contextlib.contextmanager
-def _connected(how: Remote) -> Iterator[list[Line]]:
-    """A connection to each host; at the end of the block none is left, and agents that hear nothing more end what they have started."""
-    lines: list[Line] = []
+def _connect(config: SshConfig) -> Iterator[list[AgentConnection]]:
+    """Connect to each host; at the end of the block all connections are closed, upon which the agents end their processes."""
+    lines: list[AgentConnection] = []
     try:
-        for host in how.hosts:
-            lines.append(Line(host, how.command, how.python, how.folder))
+        for host in config.hosts:
+            lines.append(AgentConnection(host, config.command, config.python, config.folder))
         yield lines
     finally:
         for line in lines:
             line.leave()
-        until = time.monotonic() + 5.0
+        deadline = time.monotonic() + 5.0
         for line in lines:
-            line.close(until)
+            line.close(deadline)
 
 
-def _answering(lines: Sequence[Line], group: Signalled, how: Remote, say: Callable[[str], None], *, first: bool) -> list[Line]:
-    """The hosts that say hello in time, and can do what is wanted; of the others it is told why not.
+def _ready_connections(
+    lines: Sequence[AgentConnection], group: Signalable, config: SshConfig, log: Callable[[str], None], *, first: bool
+) -> list[AgentConnection]:
+    """The hosts that answer in time and can run their processes; for the others, log why not.
 
     Raises:
-      OptionError: at the first attempt, a host that has no place in this; later it is done without.
+      OptionError: at the first attempt, a host cannot run its processes; later attempts leave it out.
     """
-    until, waited, told = time.monotonic() + HELLO, list(lines), time.monotonic()
-    while waited and group.asked is None and time.monotonic() < until:
-        waited = [line for line in waited if line.hear(0.1 / len(waited)) is None]
-        if waited and time.monotonic() - told >= TOLD:
-            told = time.monotonic()
-            say(f"waiting for {', '.join(line.host.name for line in waited[:8])} ({HELLO - (until - told):.0f} s of {HELLO:g})")
-    found = []
-    for line in lines if group.asked is None else ():
+    deadline, pending, logged_at = time.monotonic() + HELLO, list(lines), time.monotonic()
+    while pending and group.stop_signal is None and time.monotonic() < deadline:
+        pending = [line for line in pending if line.hear(0.1 / len(pending)) is None]
+        if pending and time.monotonic() - logged_at >= TOLD:
+            logged_at = time.monotonic()
+            log(f"waiting for {', '.join(line.host.name for line in pending[:8])} ({HELLO - (deadline - logged_at):.0f} s of {HELLO:g})")
+    ready = []
+    for line in lines if group.stop_signal is None else ():
         answer = line.said or {}
         why = "" if "hello" in answer else str(answer.get("gone") or line.last or f"no answer in {HELLO:g} s")
         if not why:
             line.hello, line.said = answer["hello"], None
             try:
-                _check(line, how)
+                _check(line, config)
             except OptionError as error:
                 if first:
                     raise
                 why = str(error)
         if why:
-            say(f"{line.host.name}: {printable(why, 300)}")
+            log(f"{line.host.name}: {printable(why, 300)}")
         else:
-            found.append(line)
-    return found
+            ready.append(line)
+    return ready
 
 
-def _check(line: Line, how: Remote) -> None:
-    """Whether a host can have its processes; and process 0, which any may get that is first at a restart."""
+def _check(line: AgentConnection, config: SshConfig) -> None:
+    """Raise OptionError if a host cannot run its processes, or process 0, which any host may get after a restart."""
     hello, host = line.hello, line.host
     if "problem" in hello:
-        raise OptionError(f"{host.name}: {printable(str(hello['problem']), 300)}.", fix=f"{host.name} address=ADDRESS, its own.")
-    gpus = _gpus(line, how)
+        raise OptionError(f"{host.name}: {printable(str(hello['problem']), 300)}.", fix=f"{host.name} address=ADDRESS, one of its own.")
+    gpus = _gpus(line, config)
     count = host.processes if host.processes is not None else len(gpus)
     if not count or len(gpus) % count:
         raise OptionError(
-            f"{host.name} has {len(gpus)} GPUs for {count} processes.", fix=f"{host.name} processes=N, with N that divides it."
+            f"{host.name} has {len(gpus)} GPUs for {count} processes.", fix=f"{host.name} processes=N, a divisor of the number of GPUs."
         )
-    meets = host is how.hosts[0] or how.least is not None
-    if meets and len(how.hosts) > 1 and ipaddress.ip_address(hello["address"]).is_loopback and host.reached != hello["address"]:
+    hosts_rendezvous = host is config.hosts[0] or config.least is not None
+    if (
+        hosts_rendezvous
+        and len(config.hosts) > 1
+        and ipaddress.ip_address(hello["address"]).is_loopback
+        and host.reached != hello["address"]
+    ):
         raise OptionError(
-            f"{host.reached} is {hello['address']} on that host, which others cannot reach.\n"
-            f"    fix: {host.name} address=ADDRESS, its own on the cluster's network."
+            f"{host.reached} is {hello['address']} on that host, which others cannot reach.",
+            fix=f"{host.name} address=ADDRESS, its address on the cluster's network.",
         )
 
 
-def _gpus(line: Line, how: Remote) -> list[str]:
-    return [] if how.settings.simulate else line.hello["gpus"]
+def _gpus(line: AgentConnection, config: SshConfig) -> list[str]:
+    return [] if config.settings.simulate else line.hello["gpus"]
 
 
-def _processes(lines: Sequence[Line], how: Remote) -> dict[int, dict[str, str]]:
-    """What only one process has, by rank: its number, its share of the GPUs, its name; each host's ranks follow each other.
+def _processes(lines: Sequence[AgentConnection], config: SshConfig) -> dict[int, dict[str, str]]:
+    """The variables of each process, by rank: its rank, its share of the GPUs, its name. Ranks of a host are consecutive.
 
     Raises:
-      OptionError: there is only one, and a limit for its waiting.
+      OptionError: stall is set for a single process.
     """
-    found: dict[int, dict[str, str]] = {}
+    processes: dict[int, dict[str, str]] = {}
     for line in lines:
-        gpus, host = _gpus(line, how), line.host
+        gpus, host = _gpus(line, config), line.host
         count = host.processes if host.processes is not None else len(gpus)
-        line.ranks = list(range(len(found), len(found) + count))
+        line.ranks = list(range(len(processes), len(processes) + count))
         share = len(gpus) // count
         for local, rank in enumerate(line.ranks):
             own = {"SPMD_PROCESS": str(rank), "SPMD_LOCAL_PROCESS": str(local), "SPMD_LOCAL_PROCESSES": str(count)}
             own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus[local * share : (local + 1) * share])} if gpus else {}
             if host.tasks:
                 own["SPMD_JOB"], _, own["SPMD_TASK"] = host.tasks[local].rpartition(":")
-            found[rank] = own
-    if how.settings.stall and len(found) == 1 and len(lines) == len(how.hosts):
-        raise OptionError("a process that is alone waits for nobody, so stall would do nothing.", fix="leave it out, or 2 processes.")
-    return found
+            processes[rank] = own
+    if config.settings.stall and len(processes) == 1 and len(lines) == len(config.hosts):
+        raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 processes.")
+    return processes
 
 
-def _meeting(first: Line) -> str:
-    """Where process 0 calls the roll."""
+def _rendezvous_address(first: AgentConnection) -> str:
+    """The address of the rendezvous."""
     address, port = first.hello["address"], first.hello["port"]
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-class Far:
-    """The processes of all hosts, with the face of `spmd.launch.process_group.Group`.
+class RemoteProcessGroup:
+    """The processes of all hosts, with the interface of `spmd.launch.process_group.ProcessGroup`.
 
     Attributes:
-      lines: the hosts that take part.
-      asked: the signal that asked all to end, if one did.
-      first: exit codes of those that ended first.
+      lines: connections to the hosts that take part.
+      stop_signal: the signal that asked all to stop, if any.
+      first: exit codes of the processes that ended first.
       records: what processes have left for the launcher.
     """
 
-    def __init__(self, lines: Sequence[Line], say: Callable[[str], None]):
-        self.lines, self._say = list(lines), say
-        self.asked: int | None = None
+    def __init__(self, lines: Sequence[AgentConnection], log: Callable[[str], None]):
+        self.lines, self._log = list(lines), log
+        self.stop_signal: int | None = None
         self.first: dict[int, int] = {}
         self.records: list[dict[str, Any]] = []
         self._wishes: collections.deque[int] = collections.deque()
 
     def wish(self, number: int) -> None:
-        """A signal for all, from a handler, which may have interrupted anything: it is sent by who waits."""
+        """Queue a signal for all, from a signal handler, which may have interrupted anything; `wait` sends it."""
         self._wishes.append(number)
 
     def signal(self, number: int) -> None:
         """Send a signal to all processes."""
         for line in self.lines:
-            line.say({"signal": int(number)})
+            line.send({"signal": int(number)})
 
     def wait(self, grace: float) -> dict[int, int]:
-        """Until all hosts have told how theirs ended; of one that is gone the others are ended soon.
+        """Wait until all hosts have reported their exit codes; soon after one is lost, end the others.
 
         Returns:
           Exit codes by rank; negative ones are signals.
         """
         codes: dict[int, int] = {}
-        until: float | None = None
+        deadline: float | None = None
         killed, pending = False, list(self.lines)
         while pending:
             while self._wishes:
@@ -275,29 +284,29 @@ class Far:
             for line in ended:
                 pending.remove(line)
                 codes |= self._ended(line, by_us=killed)
-            if until is None and self.asked == signal.SIGTERM:
-                until = time.monotonic() + grace + SETTLE
-            elif until is None and self.asked is None and any(codes.values()):
-                until = time.monotonic() + 2 * SETTLE
-            if until is not None and time.monotonic() > until and not killed:
+            if deadline is None and self.stop_signal == signal.SIGTERM:
+                deadline = time.monotonic() + grace + SETTLE
+            elif deadline is None and self.stop_signal is None and any(codes.values()):
+                deadline = time.monotonic() + 2 * SETTLE
+            if deadline is not None and time.monotonic() > deadline and not killed:
                 self.signal(signal.SIGKILL)
                 killed = True
-            if until is not None and time.monotonic() > until + SETTLE:
+            if deadline is not None and time.monotonic() > deadline + SETTLE:
                 for line in pending:
                     line.said = {"gone": "it does not answer"}
-        # who left for another's sake did not fail first, whichever host was heard first
+        # exits that follow from another failure come last, whichever host reported first
         self.first = dict(sorted(self.first.items(), key=lambda item: item[1] == PEER))
         return codes
 
-    def _ended(self, line: Line, *, by_us: bool) -> dict[int, int]:
-        """What the processes of a host ended with."""
-        told = line.said or {}
-        if "ended" not in told:
-            why = told["gone"] or line.last
-            self._say(f"{line.host.name}: the connection is gone{f': {why}' if why else ''}")
+    def _ended(self, line: AgentConnection, *, by_us: bool) -> dict[int, int]:
+        """The exit codes of the processes of a host."""
+        message = line.said or {}
+        if "ended" not in message:
+            why = message["gone"] or line.last
+            self._log(f"{line.host.name}: the connection is lost{f': {why}' if why else ''}")
             lost = dict.fromkeys(line.ranks, LOST)
             self.first |= {} if by_us else lost
             return lost
-        self.records += told["ended"]["records"]
-        self.first |= {} if by_us else {int(rank): code for rank, code in told["ended"]["first"].items() if code}
-        return {int(rank): code for rank, code in told["ended"]["codes"].items()}
+        self.records += message["ended"]["records"]
+        self.first |= {} if by_us else {int(rank): code for rank, code in message["ended"]["first"].items() if code}
+        return {int(rank): code for rank, code in message["ended"]["codes"].items()}

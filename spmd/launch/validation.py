@@ -1,4 +1,4 @@
-"""What people write into jobs, checked before it stands in a script or a manifest: nothing there may end a line or begin another."""
+"""Validate user text before it is written into a script or a manifest: it must not be able to add lines to them."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,57 +6,57 @@ from pathlib import Path
 
 from spmd.errors import OptionError
 
-OWN = ("PROCESSES", "PROCESS", "LOCAL_PROCESS", "LOCAL_PROCESSES", "COORDINATOR", "TOKEN", "REPORT", "ATTEMPT", "LAUNCHER")
+RESERVED = ("PROCESSES", "PROCESS", "LOCAL_PROCESS", "LOCAL_PROCESSES", "COORDINATOR", "TOKEN", "REPORT", "ATTEMPT", "LAUNCHER")
 BY_OPTION = {"SPMD_STALL": "--stall", "SPMD_SIMULATE": "--simulate"}
 
 
-def printable(name: str, text: str) -> None:
-    """Refuse what is empty, or has a control character, such as the end of a line."""
+def check_printable(name: str, text: str) -> None:
+    """Refuse empty text and control characters, such as line ends."""
     if not text or not text.isprintable():
-        raise OptionError(f"{name}={text!r}.", fix="text in one line, without control characters.")
+        raise OptionError(f"{name}={text!r}.", fix="text on one line, without control characters.")
 
 
-def matching(name: str, text: str | None, pattern: str, fix: str) -> None:
-    """Refuse what is not of that form as a whole; None is what was not given."""
+def check_pattern(name: str, text: str | None, pattern: str, fix: str) -> None:
+    """Refuse text that does not match the pattern; None means not given."""
     if text is not None and not re.fullmatch(pattern, text, re.ASCII):
         raise OptionError(f"{name}={text!r}.", fix=f"{fix}.")
 
 
-def check_words(words: Sequence[str], options: str) -> None:
-    """Refuse a script that is none, or has an argument of several lines."""
+def check_script_args(words: Sequence[str], options: str) -> None:
+    """Refuse a missing script, and arguments with several lines."""
     if not words or list(words) == ["-m"]:
         raise OptionError("there is no script to run.", fix=f"spmd launch {options} train.py")
     for word in filter(None, words):
-        printable("an argument of the script", word)
+        check_printable("an argument of the script", word)
 
 
-def variables(pairs: Iterable[tuple[str, str]], taken: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables by name.
+def check_environment_variables(pairs: Iterable[tuple[str, str]], taken: Mapping[str, str]) -> dict[str, str]:
+    """Validate environment variables, and return them by name.
 
     Args:
       pairs: names and values.
       taken: variables that other options set.
 
     Raises:
-      OptionError: no name, a name twice, one that the launcher itself sets, or a control character in a value.
+      OptionError: an invalid name, a duplicate, a variable that the launcher sets, or a control character in a value.
     """
-    found: dict[str, str] = {}
+    checked: dict[str, str] = {}
     for name, value in pairs:
-        matching("env", name, r"[A-Za-z_]\w*", "NAME=VALUE, a name of letters, digits and _")
+        check_pattern("env", name, r"[A-Za-z_]\w*", "NAME=VALUE, a name of letters, digits and _")
         if value:
-            printable(f"env {name}", value)
-        if name in found:
-            raise OptionError(f"env {name} is given twice: {found[name]!r} and {value!r}.", fix="give it once.")
-        if name.removeprefix("SPMD_") in OWN and name.startswith("SPMD_"):
-            raise OptionError(f"env {name} is set by the launcher, for each process.", fix="leave it out.")
+            check_printable(f"env {name}", value)
+        if name in checked:
+            raise OptionError(f"env {name} is given twice: {checked[name]!r} and {value!r}.", fix="give it once.")
+        if name.removeprefix("SPMD_") in RESERVED and name.startswith("SPMD_"):
+            raise OptionError(f"env {name} is set by the launcher in each process.", fix="leave it out.")
         if name in taken or name in BY_OPTION:
-            raise OptionError(f"env {name} is set by an option.", fix=f"{BY_OPTION.get(name, 'the option, or the variable')}.")
-        found[name] = value
-    return found
+            raise OptionError(f"env {name} is set by an option.", fix=f"{BY_OPTION.get(name, 'use the option or the variable, not both')}.")
+        checked[name] = value
+    return checked
 
 
 def script_name(words: Iterable[str]) -> str:
-    """What a job is called where it was given no name: the script without its folder and ending, or a module's last word.
+    """The default name of a job: the script without folder and suffix, or the last part of a module's name.
 
     >>> script_name(["runs/train.py", "--x"]), script_name(["-m", "my.train"])
     ('train', 'train')

@@ -1,4 +1,4 @@
-"""Processes that run and wait for calls: started, asked, and ended; what they print; and why they are gone."""
+"""A pool of worker processes that run calls: start and end them, collect their answers and output, and explain failures."""
 
 import collections
 import contextlib
@@ -14,37 +14,36 @@ from pathlib import Path
 
 from spmd.distributed.watchdog import PEER, STALLED
 from spmd.launch import ipc
-from spmd.launch.local_launcher import Machine, environments, prefixes, report_folder, runner
-from spmd.launch.process_group import LOOK, SETTLE, Group, started, to_stdout
-from spmd.launch.restart_policy import attempted, records
+from spmd.launch.local_launcher import LocalConfig, process_environments, rank_prefix, report_folder, worker_command
+from spmd.launch.process_group import LOOK, SETTLE, ProcessGroup, start_processes, to_stdout
+from spmd.launch.restart_policy import Attempt, read_records, summarize_attempt
 
-STALL = "stalled in "  # how the guard's word of a stall begins
-KEPT = 10_000  # lines at most that wait to be shown
-MARKED = 2.0  # seconds until all that a call has printed is here
+MAX_BUFFERED = 10_000  # lines that wait to be shown
+MARK_TIMEOUT = 2.0  # seconds for the output of a call to arrive
 
 
-class Lines:
-    """What processes print, shown by who waits for them: so it stands in the cell that has called."""
+class OutputBuffer:
+    """Output of the processes, printed by the thread that waits for a call: so it appears in the cell that called."""
 
     def __init__(self) -> None:
         self._lines: collections.deque[str] = collections.deque()
-        self._mark, self._marked = ipc.mark(), 0  # what each process prints when a call is over; and how many have
+        self._mark, self._marked = ipc.new_mark(), 0  # the mark that each process prints at the end of a call; how many have
         self._read, self._lost = False, 0
 
     def next_mark(self) -> str:
-        """A mark for the next call, which nothing else prints."""
-        self._mark, self._marked = ipc.mark(), 0
+        """A unique mark for the next call."""
+        self._mark, self._marked = ipc.new_mark(), 0
         return self._mark
 
     def add(self, line: str) -> None:
-        """Keep a line; threads that read from processes call it. While nobody waits for a call, those above `KEPT` are counted only."""
-        text, cut, _ = line.partition(self._mark)
-        if cut:  # the end of a call, maybe after a line that was not ended
+        """Keep a line; called by the threads that read from processes. Between calls, lines above `MAX_BUFFERED` are only counted."""
+        text, mark, _ = line.partition(self._mark)
+        if mark:  # the end of a call, maybe after an incomplete line
             self._marked += 1
             if text.partition("] ")[2]:
                 self.add(text + "\n")
             return
-        while len(self._lines) >= KEPT:
+        while len(self._lines) >= MAX_BUFFERED:
             if not self._read:
                 self._lost += 1
                 return
@@ -53,7 +52,7 @@ class Lines:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """In the block somebody shows them again and again; at its end what there is is shown."""
+        """In the block, the caller prints lines regularly; at its end the rest is printed."""
         self._read = True
         try:
             yield
@@ -62,74 +61,75 @@ class Lines:
             self.show()
 
     def show(self) -> None:
-        """Print what there is."""
+        """Print the buffered lines."""
         while self._lines:
             to_stdout(self._lines.popleft())
         if self._lost:
             lost, self._lost = self._lost, 0
-            to_stdout(f"spmd launch: {lost} lines, printed while no call was waited for, are not shown\n")
+            to_stdout(f"spmd launch: {lost} lines, printed between calls, are not shown\n")
 
     def until(self, count: int) -> None:
-        """Print all that came before so many marks of this call; one may be missing where a function has closed its standard output."""
-        until = time.monotonic() + MARKED
+        """Print all lines before this call's marks; a mark is missing if the function has closed its standard output."""
+        deadline = time.monotonic() + MARK_TIMEOUT
         with self.read():
-            while self._marked < count and time.monotonic() < until:
+            while self._marked < count and time.monotonic() < deadline:
                 self.show()
                 time.sleep(LOOK / 10)
 
 
-class Running:
-    """A group of processes and the pipes to them.
+class WorkerPool:
+    """A group of worker processes, and the pipes to them.
 
     Attributes:
-      lines: what they print.
-      owner: id of the process that has started them.
+      lines: their output.
+      owner: id of the process that started them.
     """
 
     def __init__(self) -> None:
-        self.lines = Lines()
+        self.lines = OutputBuffer()
         self.owner, self._open, self._ending = os.getpid(), contextlib.ExitStack(), threading.Lock()
-        self._group, self._ends, self._late = Group({}), {}, False
+        self._group, self._ends, self._late = ProcessGroup({}), {}, False
         self._first: dict[int, int] = {}  # exit codes of those that ended first
-        self._told: Mapping[int, tuple[int, str]] = {}  # what failed at which step, as processes have left it
-        self._early: tuple[int, str] | None = None  # who was the reason for that, and has left nothing
+        self._attempt: Attempt | None = None  # the outcome, from the processes' records, once all have ended
         self._folder: Path | None = None
-        self._settled = math.inf  # when those that have not failed are waited for no more
+        self._settled = math.inf  # the deadline of the others after one has failed
 
-    def start(self, how: Machine) -> None:
-        """Start them; `asked` waits for them."""
+    def start(self, config: LocalConfig) -> None:
+        """Start the processes; `call` waits for them."""
         self._folder = self._open.enter_context(report_folder())
-        theirs: dict[int, ipc.Ends] = {}
+        child_ends: dict[int, ipc.PipeEnds] = {}
         try:
             commands = {}
-            for rank, environment in environments(how, 0, self._folder).items():
-                self._ends[rank], theirs[rank] = ipc.pair()
-                words = ["-m", "spmd.launch.notebook_worker", str(theirs[rank].reads), str(theirs[rank].writes)]
-                commands[rank] = runner(words), environment | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))}
-            inherited = {rank: (own.reads, own.writes) for rank, own in theirs.items()}
-            self._group = self._open.enter_context(started(commands, prefixes(how.count), write=self.lines.add, inherited=inherited))
+            for rank, environment in process_environments(config, 0, self._folder).items():
+                self._ends[rank], child_ends[rank] = ipc.pipe_pair()
+                words = ["-m", "spmd.launch.notebook_worker", str(child_ends[rank].reads), str(child_ends[rank].writes)]
+                commands[rank] = worker_command(words), environment | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))}
+            inherited = {rank: (end.reads, end.writes) for rank, end in child_ends.items()}
+            self._group = self._open.enter_context(
+                start_processes(commands, rank_prefix(config.count), write=self.lines.add, inherited=inherited)
+            )
         finally:
-            for own in theirs.values():
-                own.close()
+            for end in child_ends.values():
+                end.close()
 
     def ended(self) -> dict[int, int]:
         """Exit codes of those that have ended, by rank."""
         return self._group.ended()
 
-    def asked(self, message: bytes | None, seconds: float | None = None) -> dict[int, bytes]:
-        """Give all a message and take an answer from each; show what they print meanwhile.
+    def call(self, message: bytes | None, seconds: float | None = None) -> dict[int, bytes]:
+        """Send all processes a message and receive an answer from each, printing their output meanwhile.
 
         Args:
-          message: None where there is none to give.
-          seconds: that it may take; None: as long as it takes.
+          message: None: send nothing.
+          seconds: timeout; None: none.
 
         Returns:
-          Answers by rank; without those that were gone, or did not answer soon after another had failed.
+          Answers by rank; without processes that were gone, or did not answer soon after another had failed.
         """
         until = None if seconds is None else time.monotonic() + seconds
         failing = False
 
-        def go_on(answers: Mapping[int, bytes]) -> bool:
+        def keep_waiting(answers: Mapping[int, bytes]) -> bool:
             nonlocal until, failing
             self.lines.show()
             self._first = self._first or self.ended()
@@ -140,18 +140,18 @@ class Running:
             return until is None or time.monotonic() < until
 
         with self.lines.read():
-            return ipc.exchanged(self._ends, message, go_on)
+            return ipc.broadcast_and_collect(self._ends, message, keep_waiting)
 
-    def patience(self) -> float:
-        """Seconds that are left to leave, after one has failed."""
+    def remaining_grace(self) -> float:
+        """Seconds that remain for the others to exit after one has failed."""
         return min(SETTLE, max(0.5, self._settled - time.monotonic()))
 
     def end(self, grace: float, interrupt: bool = False) -> None:
-        """Hang up, and give them so many seconds to leave; none of them is there after it. To call it again does nothing.
+        """Close the pipes, wait, and kill the processes that are left. Calling it again does nothing.
 
         Args:
-          grace: seconds.
-          interrupt: whether they are interrupted first, as by Ctrl-C.
+          grace: seconds to exit on their own.
+          interrupt: whether to interrupt them first, like Ctrl-C.
         """
         if os.getpid() != self.owner or not self._ending.acquire(blocking=False):
             return  # a fork has nothing to end
@@ -159,8 +159,8 @@ class Running:
             with self._open, self.lines.read():
                 if interrupt:
                     self._group.signal(signal.SIGINT)
-                for own in self._ends.values():
-                    own.close()
+                for end in self._ends.values():
+                    end.close()
                 until = time.monotonic() + grace
                 while len(self.ended()) < len(self._group.processes) and time.monotonic() < until:
                     self._first = self._first or self.ended()
@@ -168,58 +168,67 @@ class Running:
                     time.sleep(LOOK)
                 self._first = self._first or self.ended()
                 if self._folder is not None:
-                    came_to = attempted(records(self._folder), {}, self._first)
-                    self._told, self._early = came_to.failures, came_to.early
+                    self._attempt = summarize_attempt(read_records(self._folder), {}, self._first)
         finally:
-            with contextlib.suppress(Exception):  # standard output may be gone at the end of a program
+            with contextlib.suppress(Exception):  # standard output may be closed at the end of a program
                 self.lines.show()
 
     def _gone(self) -> str:
-        return "some were not there in time" if self._late else "they have hung up"
+        return "some did not start in time" if self._late else "they have closed their pipes"
 
     def why(self, answers: Mapping[int, bytes]) -> tuple[int | None, str, str]:
-        """Who failed first, how, and its traceback, once all have ended and given these answers."""
+        """The process that failed first, how, and its traceback, given these answers; after `end`."""
         failures = {rank: pickle.loads(text[1:]) for rank, text in answers.items() if text.startswith(ipc.FAILED)}
-        early = None if self._early is None else (*self._early, "")
-        return early or reason(failures, self._first, self._told, set(answers)) or (None, self._gone(), "")
+        attempt = self._attempt or Attempt({})
+        if attempt.unreported_cause is not None:
+            return *attempt.unreported_cause, ""
+        stalled = {rank for rank, code in attempt.codes.items() if code == STALLED}
+        found = failure_reason(failures, self._first, attempt.failures, answered=set(answers), stalled=stalled)
+        return found or (None, self._gone(), "")
 
 
-def reason(
-    failures: Mapping[int, tuple[str, str]], first: Mapping[int, int], told: Mapping[int, tuple[int, str]], answered: Container[int]
+def failure_reason(
+    failures: Mapping[int, tuple[str, str]],
+    first: Mapping[int, int],
+    reported: Mapping[int, tuple[int, str]],
+    *,
+    answered: Container[int],
+    stalled: Container[int] = (),
 ) -> tuple[int | None, str, str] | None:
-    """Of processes that have ended: who failed first, how, and its traceback; None where nothing is known.
+    """The process that failed first, how, and its traceback; None if nothing is known.
 
-    Whoever ended without a word is the cause of what the others say, which may be that a transfer broke off.
+    A process that ended without a report is the cause of what the others report, such as a broken transfer.
 
     Args:
-      failures: by rank, what a call has failed with, and the traceback.
-      first: exit codes of those that ended first.
-      told: at which step what failed, in the order of time.
+      failures: by rank, the error of a call, and its traceback.
+      first: exit codes of the processes that ended first.
+      reported: step and error by rank, root causes first.
       answered: ranks that have answered.
+      stalled: ranks that exited because of a stall.
     """
     for rank, code in first.items():
-        if code < 0 or not (code == PEER or rank in told or rank in answered):
-            return rank, in_words(rank, code), ""
-    for rank, (step, text) in told.items():
-        if rank not in failures or text.startswith(STALL):  # who stalls does not know it where it hangs
+        if code < 0 or not (code == PEER or rank in reported or rank in answered):
+            return rank, describe_exit(rank, code), ""
+    for rank, (step, text) in reported.items():
+        if rank not in failures or rank in stalled:  # the watchdog knows of a stall, the call does not
             return rank, f"process {rank} failed at step {step}: {text}", ""
         return rank, f"process {rank} failed: {failures[rank][0]}", failures[rank][1]
     for rank, (headline, trace) in failures.items():
         return rank, f"process {rank} failed: {headline}", trace
     for rank, code in first.items():
-        return rank, in_words(rank, code), ""
+        return rank, describe_exit(rank, code), ""
     return None
 
 
-def in_words(rank: int, code: int) -> str:
-    """How a process has ended.
+def describe_exit(rank: int, code: int) -> str:
+    """A description of how a process ended.
 
-    >>> in_words(1, -9)
-    'process 1 has ended with signal 9, which comes from the system when memory runs out, or from a person'
+    >>> describe_exit(1, -9)
+    'process 1 has ended with signal 9, sent by the system when memory runs out, or by a user'
     """
     if code < 0:
         return f"process {rank} has ended with signal {-code}" + (
-            ", which comes from the system when memory runs out, or from a person" if code == -signal.SIGKILL else ""
+            ", sent by the system when memory runs out, or by a user" if code == -signal.SIGKILL else ""
         )
     what = {PEER: " (another process failed)", STALLED: " (no progress)"}.get(code, "")
     return f"process {rank} has ended with code {code}{what}"

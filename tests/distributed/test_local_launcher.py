@@ -71,12 +71,12 @@ def test_a_fault_is_told_and_the_run_ends_in_the_same_bits(undisturbed, tmp_path
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        ("os exit", r"ended with code 0 before the end of its script, last heard of in \w+ after step \d+"),
-        ("STOP", r"was killed, stopped, or held by code that keeps the GIL, last heard of in \w+ after step \d+"),
-        ("GIL", r"was killed, stopped, or held by code that keeps the GIL, last heard of in \w+ after step \d+"),
+        ("os exit", r"ended with code 0 before the end of its script, last heartbeat in \w+ after step \d+"),
+        ("STOP", r"was killed, stopped, or blocked by code that holds the GIL, last heartbeat in \w+ after step \d+"),
+        ("GIL", r"was killed, stopped, or blocked by code that holds the GIL, last heartbeat in \w+ after step \d+"),
         ("stop", r"left its run alone after step 2\d \(info.stop: enough\)"),
-        ("exit 0", r"came to the end of its script after step 2\d, and others did not"),
-        ("sleep", "(at step 25: stalled in step|made no progress in step after step 25, and waited for no other)"),
+        ("exit 0", r"finished its script after step 2\d, and others did not"),
+        ("sleep", "(at step 25: stalled in step|made no progress in step after step 25, without waiting for others)"),
     ],
 )
 def test_the_process_that_failed_first_is_blamed(tmp_path, fault, what, rank):
@@ -102,7 +102,7 @@ def test_processes_that_differ_are_named_before_they_train(tmp_path, fault, told
     run = job("--folder", tmp_path / "run", "--fault", fault, restarts=2)
     assert run.code == 78 and "restart 1" not in run.text and "HASH" not in run.text
     assert set(re.findall(rf"(?m)^\[([01])\] .*{told}", run.text)) == {"0", "1"}, run.text
-    assert "not started again: processes that do not agree would not agree the next time either" in run.text
+    assert "no restart: processes that disagree would disagree again" in run.text
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -125,7 +125,7 @@ def test_a_nan_ends_the_run_at_its_step_and_is_no_crash_loop(tmp_path):
     run = job("--folder", tmp_path / "run", "--fault", "nan", restarts=5)
     assert run.code == 1 and "spmd launch: restart 2" not in run.text and "HASH" not in run.text
     assert len(set(re.findall(r'DivergedError: step (\d+): metric "loss" is nan', run.text))) == 1, run.text
-    assert "not started again: the same error came at the same step twice" in run.text
+    assert "no restart: the same error occurred twice at the same step" in run.text
 
 
 @SLOW
@@ -154,7 +154,7 @@ def test_one_that_has_ended_is_not_waited_for(tmp_path):
 def test_the_same_error_at_the_same_step_twice_is_not_tried_again(tmp_path):
     run = job("--folder", tmp_path / "run", "--fault", "raise", "--always", restarts=5)
     assert run.code == 1 and "restart 1 of at most 5" in run.text and "restart 2" not in run.text
-    assert "not started again: the same error came at the same step twice" in run.text
+    assert "no restart: the same error occurred twice at the same step" in run.text
 
 
 @SLOW
@@ -163,7 +163,7 @@ def test_sigterm_saves_at_the_same_step_and_the_rest_ends_in_the_same_bits(undis
     folder = tmp_path / "run"
     if whom == "one process":
         first = job("--folder", folder, "--fault", "TERM", restarts=2)
-        assert "not started again: it was asked to end, and has saved" in first.text
+        assert "no restart: it was asked to stop, and has saved" in first.text
     else:
 
         def ask(process, run):
@@ -210,9 +210,9 @@ def test_what_it_started_ends_with_the_launcher(tmp_path):
         (["--devices", "a", __file__], '--devices "a"'),
         (["--devices", "0,0", __file__], "devices=[0, 0]"),
         (["--devices", "-1", __file__], "devices=[-1]"),
-        (["--devices", "0", "--simulate", "2", __file__], "devices is for GPUs, and simulate=2 for where there is none"),
+        (["--devices", "0", "--simulate", "2", __file__], "devices is for GPUs, but simulate=2 simulates CPU devices"),
         (["--no-preallocate", "--simulate", "2", __file__], "preallocate is for GPUs"),
-        (["--processes", "1", "--simulate", "2", "--stall", "step=3", __file__], "a process that is alone waits for nobody"),
+        (["--processes", "1", "--simulate", "2", "--stall", "step=3", __file__], "stall has no effect on a single process"),
         (["--memory-fraction", "2", "--processes", "1", __file__], "memory_fraction=2.0"),
     ],
 )

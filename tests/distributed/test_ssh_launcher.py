@@ -96,9 +96,9 @@ def test_a_host_that_does_not_come_back_is_done_without(hosts, tmp_path):
     words = ["--layout", "fsdp", "--folder", tmp_path / "run", "--fault", "wait"]
     run = hosts(*words, options=["--max-restarts", 4, "--min-hosts", 1], meanwhile=end)
     assert run.code == 0 and len(run.hashes) == 1 and run.hashes[0][1] == "40", run.text
-    assert "spmd launch: 127.0.0.2: the connection is gone" in run.text
+    assert "spmd launch: 127.0.0.2: the connection is lost" in run.text
     assert "spmd launch: 127.0.0.2: ssh: connect to host 127.0.0.2 port 22: No route to host" in run.text
-    assert "spmd launch: going on with 1 of 2 processes, on 127.0.0.1" in run.text
+    assert "spmd launch: continuing with 1 of 2 processes, on 127.0.0.1" in run.text
     (tmp_path / "127.0.0.2.down").unlink()
     whole = hosts("--layout", "fsdp", "--folder", tmp_path / "whole")
     assert whole.code == 0, whole.text
@@ -115,9 +115,9 @@ def test_hosts_that_do_not_answer(hosts, tmp_path):
     (tmp_path / "127.0.0.2.down").touch()
     run = hosts(options=["--max-restarts", 1, "--min-hosts", 1])
     assert run.code == 255 and not run.hashes, "a first attempt needs all: a name may be wrong"
-    assert run.text.count("spmd launch: 1 of 2 hosts are there") == 2
+    assert run.text.count("spmd launch: 1 of 2 hosts are ready") == 2
     run = hosts(names=["127.0.0.1 processes=1", "192.0.2.1 processes=1"])
-    assert run.code == 2 and "192.0.2.1 is no address of this host" in run.text and "fix: 192.0.2.1 address=ADDRESS" in run.text
+    assert run.code == 2 and "192.0.2.1 is not an address of this host" in run.text and "fix: 192.0.2.1 address=ADDRESS" in run.text
 
 
 @SLOW
@@ -144,8 +144,8 @@ def test_what_ends_the_launcher_ends_all(hosts, tmp_path, whom):
     ("does", "told"),
     [
         ("exec sleep 1000", "127.0.0.2: no answer in 60 s"),
-        ("echo Welcome to gpu02", "127.0.0.2: what it says is not from spmd: Welcome to gpu02"),
-        ("echo 5", "127.0.0.2: what it says is not from spmd: 5"),
+        ("echo Welcome to gpu02", "127.0.0.2: unexpected output, not from spmd: Welcome to gpu02"),
+        ("echo 5", "127.0.0.2: unexpected output, not from spmd: 5"),
         ("echo no such user >&2; exit 1", "127.0.0.2: no such user"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_host_with_another_answer_does_not_stand_for_others(tmp_path, monkeypa
     ssh = tmp_path / "stand_in"
     ssh.write_text(f'#!/bin/sh\nif [ "$1" = 127.0.0.2 ]; then {does}; exit 0; fi\nshift\nexec /bin/sh -c "$*"\n')
     ssh.chmod(0o755)
-    now, answered, hear = [time.monotonic() - ssh_launcher.HELLO], set(), ssh_launcher.Line.hear
+    now, answered, hear = [time.monotonic() - ssh_launcher.HELLO], set(), ssh_launcher.AgentConnection.hear
 
     def heard(line, seconds):
         found = hear(line, seconds)
@@ -162,14 +162,14 @@ def test_a_host_with_another_answer_does_not_stand_for_others(tmp_path, monkeypa
         now[0] += ssh_launcher.TOLD * (line.host.name == "127.0.0.2" and answered == {"127.0.0.1", "127.0.0.3"})
         return found
 
-    monkeypatch.setattr(ssh_launcher.Line, "hear", heard)
+    monkeypatch.setattr(ssh_launcher.AgentConnection, "hear", heard)
     monkeypatch.setattr(ssh_launcher, "time", SimpleNamespace(monotonic=lambda: now[0]))
     said = []
-    how = ssh_launcher.Remote(tuple(Host(f"127.0.0.{number}", 1) for number in (1, 2, 3)), ssh=str(ssh), settings=Settings(simulate=1))
-    assert ssh_launcher.launch_on([str(JOB)], how, said.append) == 255
+    how = ssh_launcher.SshConfig(tuple(Host(f"127.0.0.{number}", 1) for number in (1, 2, 3)), ssh=str(ssh), settings=Settings(simulate=1))
+    assert ssh_launcher.launch_on_hosts([str(JOB)], how, said.append) == 255
     if "sleep" in does:
         assert [said.pop(0) for _ in range(6)] == [f"waiting for 127.0.0.2 ({spent} s of 60)" for spent in range(10, 70, 10)]
-    assert said[0].startswith(told) and said[1] == "2 of 3 hosts are there", said
+    assert said[0].startswith(told) and said[1] == "2 of 3 hosts are ready", said
 
 
 PRINTS = """
@@ -187,8 +187,8 @@ def test_long_lines_and_letters_that_nobody_can_show(tmp_path, monkeypatch):
     (tmp_path / "prints.py").write_text(PRINTS)
     shown = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
     monkeypatch.setattr(sys, "stdout", shown)
-    how = ssh_launcher.Remote((Host("127.0.0.1", 1),), ssh=str(ssh), settings=Settings(simulate=1))
-    assert ssh_launcher.launch_on([str(tmp_path / "prints.py")], how, lambda text: None) == 3
+    how = ssh_launcher.SshConfig((Host("127.0.0.1", 1),), ssh=str(ssh), settings=Settings(simulate=1))
+    assert ssh_launcher.launch_on_hosts([str(tmp_path / "prints.py")], how, lambda text: None) == 3
     text = shown.buffer.getvalue().decode("latin-1")
     assert text.count("x") >= 300_000 and "half" in text
 

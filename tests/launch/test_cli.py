@@ -107,11 +107,11 @@ up/kernel    float32[64, 512]  ["data", "model"]  axes (embed, mlp)   256 B     
 """
 
 
-def test_check_for_512_devices_that_are_not_there(spmd_command):
+def test_check_for_512_absent_devices(spmd_command):
     assert spmd_command("layouts check fsdp_tensor_parallel --model models:mlp --mesh data=64,model=8") == (0, CHECKED, "")
 
 
-def test_check_asks_for_no_device_and_allocates_nothing(tmp_path):
+def test_check_uses_no_device(tmp_path):
     (tmp_path / "models.py").write_text(MODELS)
     words = ["layouts", "check", "fsdp", "--model", "models:huge", "--mesh", "data=1024"]
     environment = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}  # any use of a device would fail
@@ -120,7 +120,7 @@ def test_check_asks_for_no_device_and_allocates_nothing(tmp_path):
     assert "1 parameter, 4.0 TiB; 4.0 GiB on each of 1024 devices" in done.stdout
 
 
-def test_who_reads_may_have_seen_enough():
+def test_closed_stdout_is_no_error():
     """As `spmd layouts | head -1` does: no traceback."""
     command = [sys.executable, "-m", "spmd", "layouts"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"})
@@ -129,7 +129,7 @@ def test_who_reads_may_have_seen_enough():
     process.stderr.close()
 
 
-def test_check_of_a_file_of_ones_own(spmd_command, tmp_path):
+def test_check_of_a_layout_file(spmd_command, tmp_path):
     (tmp_path / "mine.toml").write_text('[mesh]\ndata = 4\nmodel = 2\n[[params]]\npath = "w"\nspec = ["-", "model"]\n')
     code, out, _ = spmd_command("layouts check mine.toml --model models:plain")
     assert code == 0
@@ -154,7 +154,7 @@ CHECK = "layouts check fsdp --model models:"
 ERRORS = {
     "no mesh": (
         f"{CHECK}plain",
-        "OptionError: mesh data=-1: -1 takes the devices that are left, and a check has none to count.\n    fix: --mesh data=8.",
+        "OptionError: mesh data=-1: -1 stands for the remaining devices, and a check uses none.\n    fix: --mesh data=8.",
     ),
     "not module:factory": (
         "layouts check fsdp --model models --mesh data=4",
@@ -163,7 +163,7 @@ ERRORS = {
     "no module": (
         "layouts check fsdp --model modles:plain --mesh data=4",
         'OptionError: --model "modles:plain": there is no module "modles" in this folder or this Python.\n'
-        "    fix: run it from the folder that holds it, or name it with dots: package.module:factory.",
+        "    fix: run it from the folder that holds it, or use its full name: package.module:factory.",
     ),
     "no attribute": (
         f"{CHECK}plian --mesh data=4",
@@ -175,12 +175,12 @@ ERRORS = {
     ),
     "linen without a batch": (
         f"{CHECK}wide --mesh data=4",
-        'OptionError: a linen module shows its shapes only on data.\n    fix: --batch "x=float32[8,28,28,1]", the arrays of a batch.',
+        'OptionError: the shapes of a linen module depend on its input.\n    fix: --batch "x=float32[8,28,28,1]", the arrays of a batch.',
     ),
     "linen with an unclear batch": (
         f"{CHECK}wide --mesh data=4 --batch a=float32[8,64],b=int32[8]",
-        "OptionError: --batch: which of a, b the model is called with cannot be told.\n"
-        "    fix: give that one alone, or name it one of x, inputs, input, image, images, tokens, features, input_ids.",
+        "OptionError: --batch: the model's input may be any of a, b.\n"
+        "    fix: give only the input, or name it one of x, inputs, input, image, images, tokens, features, input_ids.",
     ),
     "no dtype": (
         f"{CHECK}wide --mesh data=4 --batch x=float23[8,64]",
@@ -188,7 +188,7 @@ ERRORS = {
     ),
     "no shape": (
         f"{CHECK}wide --mesh data=4 --batch x=float32[8,64],y=int32",
-        'OptionError: --batch "x=float32[8,64],y=int32": "y=int32" is not NAME=DTYPE[SIZES].\n    fix: such as "x=float32[8,28,28,1]".',
+        'OptionError: --batch: "y=int32" is not NAME=DTYPE[SIZES].\n    fix: such as "x=float32[8,28,28,1]".',
     ),
     "batch does not divide": (
         f"{CHECK}plain --mesh data=4 --batch x=float32[6,64]",
@@ -207,7 +207,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("words, text", ERRORS.values(), ids=ERRORS)
-def test_an_error_is_told_without_a_traceback(spmd_command, words, text):
+def test_error_is_printed_without_traceback(spmd_command, words, text):
     code, out, err = spmd_command(words)
     assert (code, out) == (2, "")
     assert err.startswith(text) if text.startswith("LayoutError") else err == f"{text}\n"

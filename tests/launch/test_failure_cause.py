@@ -3,7 +3,7 @@
 import pytest
 
 from spmd.launch import failure_cause
-from spmd.launch.restart_policy import ALL, attempted
+from spmd.launch.restart_policy import ALL, summarize_attempt
 
 
 def failure(rank, at, text, *, kind="wait", step=26, code=43, phase="step"):
@@ -17,8 +17,8 @@ def life(rank, at, *, step=25, phase="step", since=0.0, busy=False, stopped=None
 STALLED = failure(0, 160.0, "stalled in step (limit 60 s)")
 WAITED = life(0, 160.0, end="left")
 CONSEQUENCE = "; consequence: process 0 at step 26: stalled in step (limit 60 s)"
-HEARD = "last heard of in step after step 25, 60 s before another failed"
-LOST_IT = f"was killed, stopped, or held by code that keeps the GIL, {HEARD}"
+HEARD = "last heartbeat in step after step 25, 60 s before another failed"
+LOST_IT = f"was killed, stopped, or blocked by code that holds the GIL, {HEARD}"
 
 
 @pytest.mark.parametrize(
@@ -46,28 +46,28 @@ LOST_IT = f"was killed, stopped, or held by code that keeps the GIL, {HEARD}"
             [STALLED, WAITED, life(1, 99.6, phase="script", end="done")],
             {0: 43, 1: 42},
             {0: 43},
-            "process 1 came to the end of its script after step 25, and others did not, 60 s before another failed" + CONSEQUENCE,
+            "process 1 finished its script after step 25, and others did not, 60 s before another failed" + CONSEQUENCE,
             id="sys.exit(0) on one",
         ),
         pytest.param(
             [STALLED, WAITED, life(1, 160.5, phase="eval", since=70.5, end="left")],
             {0: 43, 1: 42},
             {0: 43},
-            "process 1 was in eval after step 25, and others waited for it in step, 70 s before another failed" + CONSEQUENCE,
+            "process 1 was in eval after step 25, others waited for it in step, 70 s before another failed" + CONSEQUENCE,
             id="in another phase",
         ),
         pytest.param(
             [STALLED, WAITED, life(1, 160.5, since=60.5, busy=True, end="left")],
             {0: 43, 1: 42},
             {0: 43},
-            "process 1 made no progress in step after step 25, and waited for no other, 60 s before another failed" + CONSEQUENCE,
+            "process 1 made no progress in step after step 25, without waiting for others, 60 s before another failed" + CONSEQUENCE,
             id="asleep in a callback",
         ),
         pytest.param(
             [failure(0, 100.9, "JaxRuntimeError: reset", code=1, phase="script"), life(1, 99.5)],
             {0: 1, 1: 0},
             {0: 1, 1: 0},
-            "process 1 ended with code 0 before the end of its script, last heard of in step after step 25, 1 s before another failed",
+            "process 1 ended with code 0 before the end of its script, last heartbeat in step after step 25, 1 s before another failed",
             id="os._exit(0), and a transfer broke off",
         ),
         pytest.param(
@@ -78,7 +78,7 @@ LOST_IT = f"was killed, stopped, or held by code that keeps the GIL, {HEARD}"
             ],
             {0: 1, 1: 42},
             {0: 1},
-            "process 0 came to the end of its script after step 25, and others did not; consequence: process 0 at step 26: CheckpointError",
+            "process 0 finished its script after step 25, and others did not; consequence: process 0 at step 26: CheckpointError",
             id="sys.exit(0), and what it had begun failed",
         ),
         pytest.param(
@@ -134,18 +134,18 @@ LOST_IT = f"was killed, stopped, or held by code that keeps the GIL, {HEARD}"
             [life(0, 100.0, end="done"), life(1, 100.0, end="done")],
             {0: 143, 1: 143},
             {0: 143},
-            "process 0 ended with code 143: it was asked to end by SIGTERM",
+            "process 0 ended with code 143: it received SIGTERM",
             id="all were asked to end",
         ),
     ],
 )
 def test_root_cause_is_the_earliest_sign_of_failure(records, codes, first, why):
-    found = attempted(records, codes, first)
-    assert found.why.startswith(why), found.why
+    found = summarize_attempt(records, codes, first)
+    assert found.cause.startswith(why), found.cause
 
 
 def test_records_that_cannot_be_read_are_left_out():
     assert (
         failure_cause.failures([{"name": "life.1"}, {"name": "x", "at": 1}, {}]) == []
-        and failure_cause.lives([{"name": "life.x"}, {"name": "1"}, {}]) == {}
+        and failure_cause.heartbeats([{"name": "life.x"}, {"name": "1"}, {}]) == {}
     )

@@ -16,12 +16,12 @@ from spmd.distributed.detect_cluster import World, detect, free_port
 from spmd.distributed.watchdog import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
 from spmd.errors import OptionError
 from spmd.launch.cli import main
-from spmd.launch.kubernetes import Kubernetes, manifest
+from spmd.launch.kubernetes import KubernetesJob, manifest
 from spmd.launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, JOB = ROOT / "examples" / "cluster", ROOT / "tests" / "distributed" / "faulty_job.py"
-FULL = Kubernetes(
+FULL = KubernetesJob(
     "registry.example/team/train@sha256:0123",
     nodes=4,
     name="gpt",
@@ -45,7 +45,7 @@ def container(job):
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.34"])
-@pytest.mark.parametrize("how", [FULL, Kubernetes("train:1"), Kubernetes("train:1", nodes=2, settings=Settings(simulate=2))])
+@pytest.mark.parametrize("how", [FULL, KubernetesJob("train:1"), KubernetesJob("train:1", nodes=2, settings=Settings(simulate=2))])
 def test_the_schema(how, version):
     found = parts(["train.py", "--lr", "1e-3"], how)
     assert list(found) == ["Secret", "Service", "Job"]
@@ -109,7 +109,7 @@ def test_who_a_pod_is():
 
 def pods(folder, *words):
     """The manifest's two pods as processes here: what each ended with, and printed. Only the name of pod 0 is another."""
-    how = Kubernetes("train:1", nodes=2, python=sys.executable, settings=Settings(simulate=2))
+    how = KubernetesJob("train:1", nodes=2, python=sys.executable, settings=Settings(simulate=2))
     found = parts([str(JOB), "--folder", str(folder), *words], how)
     main = container(found["Job"])
     told = {pair["name"]: pair.get("value", found["Secret"]["stringData"]["token"]) for pair in main["env"]}
@@ -165,20 +165,20 @@ def test_each_job_has_its_own_token():
     [
         ({"image": "a b"}, "image='a b'.\n    fix: the name of an image, such as registry.example/train:1."),
         ({"nodes": 0}, "nodes=0.\n    fix: from 1 to 100000."),
-        ({"namespace": "Team_1"}, "namespace='Team_1'.\n    fix: small letters, digits and -, at most 63."),
-        ({"memory": "64GB"}, "memory='64GB'.\n    fix: a size as Kubernetes has it, such as 64Gi."),
+        ({"namespace": "Team_1"}, "namespace='Team_1'.\n    fix: lower-case letters, digits and -, at most 63."),
+        ({"memory": "64GB"}, "memory='64GB'.\n    fix: a Kubernetes quantity, such as 64Gi."),
         ({"shm": "lots"}, "shm='lots'."),
         ({"claim": "runs:runs"}, "claim='runs:runs'.\n    fix: NAME:/path"),
         ({"claim": "runs:/a\nb"}, r"claim='runs:/a\nb'."),
-        ({"env": (("SPMD_TOKEN", "x"),)}, "env SPMD_TOKEN is set by the launcher, for each process."),
-        ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node is for GPUs, and simulate=2"),
-        ({"settings": Settings(stall="step=3")}, "a process that is alone waits for nobody"),
-        ({"settings": Settings(grace=float("inf"))}, "grace=inf.\n    fix: seconds, as a number."),
+        ({"env": (("SPMD_TOKEN", "x"),)}, "env SPMD_TOKEN is set by the launcher in each process."),
+        ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node is for GPUs, but simulate=2"),
+        ({"settings": Settings(stall="step=3")}, "stall has no effect on a single process"),
+        ({"settings": Settings(grace=float("inf"))}, "grace=inf.\n    fix: a finite number of seconds."),
     ],
 )
-def test_what_a_job_cannot_be(given, message):
+def test_bad_job_options_are_refused(given, message):
     with pytest.raises(OptionError) as caught:
-        Kubernetes(**{"image": "train:1", **given})
+        KubernetesJob(**{"image": "train:1", **given})
     assert message in str(caught.value)
 
 
@@ -191,7 +191,7 @@ def test_what_a_job_cannot_be(given, message):
         (
             ["train.py"],
             "Train",
-            "name='Train', of 5 letters.\n    fix: --name with small letters, digits and -, a letter first, at most 61:",
+            "name='Train', with 5 characters.\n    fix: --name with at most 61 lower-case letters, digits and -, a letter first:",
         ),
         (["train.py"], "1st", "name='1st'"),
         (["train.py"], "x-", "name='x-'"),
@@ -199,31 +199,31 @@ def test_what_a_job_cannot_be(given, message):
         (["2026.py"], None, "name='2026'"),
     ],
 )
-def test_what_it_cannot_run(words, name, message):
+def test_bad_job_names_are_refused(words, name, message):
     with pytest.raises(OptionError) as caught:
-        manifest(words, Kubernetes("train:1", nodes=2, name=name))
+        manifest(words, KubernetesJob("train:1", nodes=2, name=name))
     assert message in str(caught.value)
 
 
 def test_the_longest_name():
-    assert parts(["train.py"], Kubernetes("train:1", nodes=2, name="x" * 61))["Job"]["metadata"]["name"] == "x" * 61
-    assert parts(["-m", "my.Big_Model"], Kubernetes("train:1"))["Job"]["metadata"]["name"] == "big-model"
+    assert parts(["train.py"], KubernetesJob("train:1", nodes=2, name="x" * 61))["Job"]["metadata"]["name"] == "x" * 61
+    assert parts(["-m", "my.Big_Model"], KubernetesJob("train:1"))["Job"]["metadata"]["name"] == "big-model"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.py"], "--kubernetes runs an image, and none is given.\n    fix: --image registry.example/train:1."),
+        (["train.py"], "--kubernetes needs an image.\n    fix: --image registry.example/train:1."),
         (
             ["--image", "x", "--processes", "2", "train.py"],
-            "--processes means nothing with --kubernetes.\n    fix: --nodes: a pod is one process.",
+            "--processes has no effect with --kubernetes.\n    fix: --nodes: a pod is one process.",
         ),
-        (["--image", "x", "--dry-run", "train.py"], "the manifest is printed in any case"),
-        (["--image", "x", "--partition", "gpu", "train.py"], "--partition means nothing with --kubernetes."),
-        (["--image", "x", "--requeue", "train.py"], "--requeue means nothing with --kubernetes.\n    fix: leave it out or --slurm."),
+        (["--image", "x", "--dry-run", "train.py"], "the manifest is only printed in any case"),
+        (["--image", "x", "--partition", "gpu", "train.py"], "--partition has no effect with --kubernetes."),
+        (["--image", "x", "--requeue", "train.py"], "--requeue has no effect with --kubernetes.\n    fix: leave it out or --slurm."),
     ],
 )
-def test_bad_options_are_told(words, message, capsys):
+def test_bad_options_are_reported(words, message, capsys):
     assert main(["launch", "--kubernetes", *words]) == 2
     assert message in capsys.readouterr().err
 

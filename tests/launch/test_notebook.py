@@ -19,7 +19,7 @@ from flax import nnx
 import spmd
 from spmd import errors
 from spmd.launch import serialization
-from spmd.launch.worker_pool import KEPT, Lines, reason
+from spmd.launch.worker_pool import MAX_BUFFERED, OutputBuffer, failure_reason
 
 pytestmark = pytest.mark.system
 
@@ -210,7 +210,7 @@ def test_run_in_a_block_takes_its_processes(both):
     assert spmd.launch.run(os.getpid) == both.run(os.getpid)
     with pytest.raises(errors.OptionError, match="processes=2 inside a block"):
         spmd.launch.run(os.getpid, processes=2, simulate=4)
-    with pytest.raises(errors.OptionError, match="is given an int"):
+    with pytest.raises(errors.OptionError, match="not an int"):
         spmd.launch.run(3)
 
 
@@ -227,9 +227,9 @@ def test_one_call_at_a_time(both, tmp_path):
         until = time.monotonic() + 300
         while not (tmp_path / "0 is here").exists() and time.monotonic() < until:
             time.sleep(0.01)
-        with pytest.raises(errors.OptionError, match="a call is under way"):
+        with pytest.raises(errors.OptionError, match="running another call"):
             both.run(os.getpid)
-        with pytest.raises(errors.OptionError, match="a call is under way"):
+        with pytest.raises(errors.OptionError, match="running another call"):
             both.close()
     finally:
         (tmp_path / "go").touch()
@@ -247,7 +247,7 @@ def test_one_call_at_a_time(both, tmp_path):
         ({"processes": 2, "simulate": 2, "memory_fraction": 0.5}, "memory_fraction is for GPUs"),
         ({"processes": 2, "memory_fraction": 2.0}, "memory_fraction=2.0"),
         ({"processes": 2, "stall": "stepp=3"}, 'did you mean "step"'),
-        ({"processes": 1, "simulate": 2, "stall": "step=3"}, "a process that is alone waits for nobody"),
+        ({"processes": 1, "simulate": 2, "stall": "step=3"}, "stall has no effect on a single process"),
         ({"processes": 2, "grace": 0}, "grace=0"),
         ({"simulate": 2}, "there is no GPU here.*\n    fix: processes=2"),
     ],
@@ -264,12 +264,12 @@ def test_without_cloudpickle(monkeypatch):
 
 
 def test_lines_that_nobody_waits_for_are_counted(capsys):
-    lines = Lines()
-    for number in range(KEPT + 7):
+    lines = OutputBuffer()
+    for number in range(MAX_BUFFERED + 7):
         lines.add(f"[0] {number}\n")
     lines.show()
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == KEPT + 1 and "7 lines" in printed[-1]
+    assert len(printed) == MAX_BUFFERED + 1 and "7 lines" in printed[-1]
     lines.add("[1] a line with \x1e in it\n")
     lines.add(f"[1] half{lines.next_mark()}\n")
     lines.until(1)
@@ -279,8 +279,8 @@ def test_lines_that_nobody_waits_for_are_counted(capsys):
 def test_pieces_of_one_process_alone_are_put_together():
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.device_put(np.arange(16.0).reshape(4, 4), jax.NamedSharding(mesh, jax.P("a")))
-    data, pieces = serialization.packed({"x": x}, whole=True)
-    assert not pieces and serialization.unpacked(data, {0: pieces})["x"].tolist() == np.arange(16.0).reshape(4, 4).tolist()
+    data, pieces = serialization.serialize_result({"x": x}, with_value=True)
+    assert not pieces and serialization.deserialize_result(data, {0: pieces})["x"].tolist() == np.arange(16.0).reshape(4, 4).tolist()
 
 
 BOOM, BROKEN = ("ValueError: boom", "Traceback 1"), ("ValueError: UNKNOWN: Gloo", "Traceback 0")
@@ -301,8 +301,9 @@ BOOM, BROKEN = ("ValueError: boom", "Traceback 1"), ("ValueError: UNKNOWN: Gloo"
         ({}, {}, {}, set(), None),
     ],
 )
-def test_who_failed_first(failures, first, told, answered, expected):
-    assert reason(failures, first, told, answered) == expected
+def test_failure_reason(failures, first, told, answered, expected):
+    stalled = {rank for rank, (_, text) in told.items() if text.startswith("stalled")}
+    assert failure_reason(failures, first, told, answered=answered, stalled=stalled) == expected
 
 
 def fail(how):
@@ -337,7 +338,7 @@ def test_a_failure_is_told_and_all_end(how, message):
         found.run(functools.partial(fail, how))
     assert time.monotonic() - began < 200 and caught.value.process == 1, "nobody waited for the one that sleeps"
     assert gone(pids, 0)
-    with pytest.raises(errors.ProcessError, match=r"these processes have ended: process 1 .*\n    fix: others"):
+    with pytest.raises(errors.ProcessError, match=r"these processes have ended: process 1 .*\n    fix: start new ones"):
         found.run(os.getpid)
     found.close()
 

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 LAUNCHER = """
 import subprocess, sys, time
-from spmd.launch.process_group import started
+from spmd.launch.process_group import start_processes
 other = subprocess.Popen(["sleep", "600"], start_new_session=True)
 print(other.pid, flush=True)
 script = "sleep 600 & setsid sleep 600 & echo $$ $!; wait"
-with started({0: (["sh", "-c", script], {}), 1: (["sh", "-c", "kill -STOP $$"], {})}, lambda rank: f"{rank} ") as group:
+with start_processes({0: (["sh", "-c", script], {}), 1: (["sh", "-c", "kill -STOP $$"], {})}, lambda rank: f"{rank} ") as group:
     sys.stdout.write(" ".join(["ranks", *(str(process.pid) for process in group.processes.values())]) + "\\n")
     sys.stdout.flush()
     time.sleep(600)
@@ -53,7 +53,7 @@ def test_killed_launcher_leaves_no_process_behind(tmp_path):
         launcher.wait()
         everything = {*ranks, *group, detached}
         assert until(lambda: not any(map(alive, everything))), [number for number in everything if alive(number)]
-        assert alive(other), "it was the launcher's, and none of the group's"
+        assert alive(other), "it belongs to the launcher, but not to the group"
     finally:
         launcher.kill()
         launcher.wait()
@@ -69,15 +69,14 @@ def _group(number):
 
 
 def test_processes_are_found_by_their_cookie_alone():
-    own = lambda value: subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], **value})
-    mine, nested, others, none = processes = [
-        own(v) for v in ({orphan_reaper.NAME: "abc"}, {orphan_reaper.NAME: "x,abc,y"}, {orphan_reaper.NAME: "abcd"}, {})
-    ]
+    cookies = ({orphan_reaper.NAME: "abc"}, {orphan_reaper.NAME: "x,abc,y"}, {orphan_reaper.NAME: "abcd"}, {})
+    path = {"PATH": os.environ["PATH"]}
+    mine, nested, others, none = processes = [subprocess.Popen(["sleep", "600"], env=path | cookie) for cookie in cookies]
     try:
-        assert until(lambda: {mine.pid, nested.pid} <= set(orphan_reaper.with_cookie("abc")))
+        assert until(lambda: {mine.pid, nested.pid} <= set(orphan_reaper.processes_with_cookie("abc")))
         assert (
-            set(orphan_reaper.with_cookie("abc")) == {mine.pid, nested.pid}
-            and orphan_reaper.with_cookie("abcd") == [others.pid]
+            set(orphan_reaper.processes_with_cookie("abc")) == {mine.pid, nested.pid}
+            and orphan_reaper.processes_with_cookie("abcd") == [others.pid]
             and alive(none.pid)
         )
     finally:
@@ -86,10 +85,11 @@ def test_processes_are_found_by_their_cookie_alone():
             process.wait()
 
 
-def test_keeper_ends_with_the_block():
-    children = lambda: (
-        subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "orphan_reaper.py"], capture_output=True, text=True, check=False).stdout
-    )
-    with orphan_reaper.keeping("a-cookie"):
+def test_reaper_ends_with_the_block():
+    def children():
+        command = ["pgrep", "-P", str(os.getpid()), "-f", "orphan_reaper.py"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    with orphan_reaper.reap_orphans("a-cookie"):
         assert until(children)
     assert not children()

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from spmd.launch.process_group import neutral, started, to_stdout
+from spmd.launch.process_group import escape_control_characters, start_processes, to_stdout
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ from spmd.launch.process_group import neutral, started, to_stdout
     ],
 )
 def test_control_sequences_are_spelled_out_and_colours_kept(line, shown):
-    assert neutral(line) == shown
+    assert escape_control_characters(line) == shown
 
 
 def test_relayed_lines_cannot_control_the_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     words = [sys.executable, "-c", r"print('\x1b]0;x\x07\x1b[2J\x1b[31mred')"]
-    with started({0: (words, {})}, lambda rank: "[0] ", write=to_stdout) as group:
+    with start_processes({0: (words, {})}, lambda rank: "[0] ", write=to_stdout) as group:
         group.wait(grace=5.0)
     assert sys.stdout.getvalue() == "[0] \\x1b]0;x\\x07\\x1b[2J\x1b[31mred\x1b[0m\n"

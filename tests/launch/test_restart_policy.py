@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd.launch import process_group
-from spmd.launch.restart_policy import ALL, Attempt, attempted, exit_code, records, stop_because
+from spmd.launch.restart_policy import ALL, Attempt, exit_code, no_restart_reason, read_records, summarize_attempt
 
 BOOM = {1: (26, "ValueError: boom")}
 
@@ -25,25 +25,25 @@ def attempt(code=1, began=0, failures=BOOM):
     [
         ([attempt()], None),
         ([attempt(-9, failures={})] * 3, None),
-        ([attempt(78)], "processes that do not agree would not agree the next time either"),
-        ([attempt(2)], "what was wrong before training began would be so again"),
-        ([attempt(143)], "it was asked to end"),
-        ([Attempt({0: 143, 1: 143}, 0, saved=40)], "it was asked to end, and has saved step 40"),
-        ([attempt(), attempt(began=20)], "the same error came at the same step twice"),
+        ([attempt(78)], "processes that disagree would disagree again"),
+        ([attempt(2)], "the error before training would recur"),
+        ([attempt(143)], "it was asked to stop"),
+        ([Attempt({0: 143, 1: 143}, 0, saved=40)], "it was asked to stop, and has saved step 40"),
+        ([attempt(), attempt(began=20)], "the same error occurred twice at the same step"),
         ([attempt(), attempt(failures={1: (27, "ValueError: boom")})], None),
         ([attempt(), attempt(failures={0: (26, "OSError: other")})], None),
-        ([attempt(-9, 20, {})] * 4, "there is no progress: 4 attempts began at step 20"),
-        ([attempt(-9, None, {})] * 4, "there is no progress: 4 attempts began at step 0"),
+        ([attempt(-9, 20, {})] * 4, "no progress: 4 attempts started at step 20"),
+        ([attempt(-9, None, {})] * 4, "no progress: 4 attempts started at step 0"),
         ([*[attempt(-9, 20, {})] * 3, attempt(-9, 30, {})], None),
-        ([attempt(-9, step, {}) for step in range(6)], "5 restarts are the most that were asked for (--max-restarts)"),
+        ([attempt(-9, step, {}) for step in range(6)], "the limit of 5 restarts is reached (--max-restarts)"),
     ],
 )
-def test_when_it_is_not_started_again(attempts, why):
-    assert stop_because(attempts, 5) == why
+def test_no_restart_reason(attempts, why):
+    assert no_restart_reason(attempts, 5) == why
 
 
-def test_none_was_asked_for():
-    assert stop_because([attempt()], 0) == "0 restarts are the most that were asked for (--max-restarts)"
+def test_no_restart_by_default():
+    assert no_restart_reason([attempt()], 0) == "the limit of 0 restarts is reached (--max-restarts)"
 
 
 @pytest.mark.parametrize(
@@ -60,27 +60,27 @@ def test_none_was_asked_for():
         (Attempt({0: -9, 1: 5}, first={1: 5}), 5, "process 1 ended with code 5"),
         (Attempt({0: -9, 1: 255}, first={1: 255}), 255, "the host of process 1 is gone"),
         (Attempt({ALL: 255}), 255, "hosts are missing"),
-        (Attempt({0: 143, 1: 143}), 143, "process 0 ended with code 143: it was asked to end by SIGTERM"),
-        (Attempt({0: 143}, saved=7), 143, "process 0 ended with code 143: it was asked to end by SIGTERM, and has saved step 7"),
+        (Attempt({0: 143, 1: 143}), 143, "process 0 ended with code 143: it received SIGTERM"),
+        (Attempt({0: 143}, saved=7), 143, "process 0 ended with code 143: it received SIGTERM, and has saved step 7"),
     ],
 )
-def test_what_is_told(given, code, why):
-    assert (exit_code(given), given.why) == (code, why)
+def test_exit_code_and_cause(given, code, why):
+    assert (exit_code(given), given.cause) == (code, why)
 
 
-def test_what_processes_have_left(tmp_path):
+def test_attempt_is_read_from_records(tmp_path):
     (tmp_path / "1.json").write_text(json.dumps({"at": 2.0, "step": 26, "error": "second"}))
     (tmp_path / "0.json").write_text(json.dumps({"at": 1.0, "step": 25, "error": "first"}))
     (tmp_path / "2.json").write_text('{"at": 0.5, "st')  # killed while it wrote
     (tmp_path / "began.json").write_text(json.dumps({"at": 0.0, "step": 20}))
-    found = attempted(records(tmp_path), {0: 1, 1: 1, 2: -9}, {2: -9})
-    assert found.began == 20 and list(found.failures.items()) == [(0, (25, "first")), (1, (26, "second"))]
+    found = summarize_attempt(read_records(tmp_path), {0: 1, 1: 1, 2: -9}, {2: -9})
+    assert found.first_step == 20 and list(found.failures.items()) == [(0, (25, "first")), (1, (26, "second"))]
     assert found.signature == (25, "first")
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_only_what_was_saved_is_told(saves, tmp_path, monkeypatch):
-    """A run without a checkpoint folder that is asked to end saves nothing, and says nothing of the kind."""
+def test_saved_step_is_reported_only_if_saved(saves, tmp_path, monkeypatch):
+    """A run without a checkpoint folder saves nothing on SIGTERM, and does not claim to."""
     (tmp_path / "told").mkdir()
     monkeypatch.setenv("SPMD_REPORT", str(tmp_path / "told"))
     model = spmd.FunctionalModel(lambda key: {"w": np.zeros((4, 1), np.float32)}, lambda params, x: x @ params["w"])
@@ -89,13 +89,13 @@ def test_only_what_was_saved_is_told(saves, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         end = lambda info: signal.raise_signal(signal.SIGTERM) if info.step == 2 else None
         spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, callbacks=[end], **options)
-    found = attempted(records(tmp_path / "told"), {0: 143}, {0: 143}, signal.SIGTERM)
-    assert found.why == "process 0 ended with code 143: it was asked to end by SIGTERM" + (", and has saved step 3" if saves else "")
+    found = summarize_attempt(read_records(tmp_path / "told"), {0: 143}, {0: 143}, signal.SIGTERM)
+    assert found.cause == "process 0 ended with code 143: it received SIGTERM" + (", and has saved step 3" if saves else "")
 
 
 @pytest.mark.parametrize(("ends", "code", "heard"), [("kill -9 $$", -9, False), ("exit 3", 3, True)], ids=["killed", "failed"])
-def test_one_that_was_killed_leaves_nothing_to_be_told_by_the_others(tmp_path, monkeypatch, ends, code, heard):
-    """Beside one that was killed the other is ended soon, by a clock that goes on once it is asked; beside one that failed it may leave."""
+def test_others_are_ended_soon_after_one_was_killed(tmp_path, monkeypatch, ends, code, heard):
+    """After one was killed the others are ended soon (with a fake clock); after one failed they may exit on their own."""
     clock, ended = SimpleNamespace(now=None), []
 
     def monotonic():
@@ -111,7 +111,7 @@ def test_one_that_was_killed_leaves_nothing_to_be_told_by_the_others(tmp_path, m
     last = "echo told" if heard else "exec sleep 1000"
     commands = {0: (["sh", "-c", f"{wait}; {last}"], {}), 1: (["sh", "-c", f"touch {tmp_path}/gone; {ends}"], {})}
     lines = []
-    with process_group.started(commands, lambda rank: f"[{rank}] ", write=lines.append) as both:
+    with process_group.start_processes(commands, lambda rank: f"[{rank}] ", write=lines.append) as both:
         codes = both.wait(grace=5.0, send=lambda number: (ended.append(clock.now), both.signal(number)))
     assert both.first[1] == code and codes == {0: 0 if heard else -9, 1: code}
     assert lines == (["[0] told\n"] if heard else []) and ended == ([] if heard else [1.25 * process_group.KILLED])

@@ -15,10 +15,10 @@ import pytest
 from spmd.distributed.initialize import was_restarted
 from spmd.errors import OptionError
 from spmd.launch.cli import main
-from spmd.launch.restart_policy import ALL, attempted, exit_code, stop_because
+from spmd.launch.restart_policy import ALL, exit_code, no_restart_reason, summarize_attempt
 from spmd.launch.settings import Settings
-from spmd.launch.slurm import Slurm, script
-from spmd.launch.srun import _plain, _signal, _step, command
+from spmd.launch.slurm import SlurmJob, script
+from spmd.launch.srun import _exit_code, _signal, _step, command
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "tests" / "distributed" / "faulty_job.py"
@@ -161,7 +161,7 @@ def test_a_fault_is_told_and_the_job_ends_in_the_same_bits(cluster, undisturbed,
     assert hashes(text) == [undisturbed] * 2, text
     told = {
         "raise": r"spmd launch: process 1 at step 2\d: .*ValueError: boom on process 1",
-        "KILL": "spmd launch: process 1 was killed, stopped, or held by code that keeps the GIL",
+        "KILL": "spmd launch: process 1 was killed, stopped, or blocked by code that holds the GIL",
     }
     assert re.search(told[fault], text), text
     assert "spmd launch: restart 1 of at most 2" in text and "restart 2" not in text
@@ -174,7 +174,7 @@ def test_a_fault_is_told_and_the_job_ends_in_the_same_bits(cluster, undisturbed,
 def test_the_same_error_twice_is_not_tried_again(cluster):
     code, text = batch("--folder", cluster / "run", "--fault", "raise", "--always", options=["--max-restarts", 5])
     assert code == 1, "that of the process that failed; srun ends with the 42 of the other"
-    assert "not started again: the same error came at the same step twice" in text, text
+    assert "no restart: the same error occurred twice at the same step" in text, text
 
 
 @SLOW
@@ -184,7 +184,7 @@ def test_one_that_was_asked_to_end_goes_back_into_the_queue_and_goes_on(cluster,
     code, text = batch(*words, "--fault", "TERM", options=options, STUB_STATE=state)
     assert code == 143, text
     assert ("scontrol requeue 4242" in text) == (state == "RUNNING"), "one that somebody has cancelled does not come back"
-    assert "not started again: it was asked to end, and has saved" in text
+    assert "no restart: it was asked to stop, and has saved" in text
     if state == "RUNNING":
         code, text = batch(*words, options=options, SLURM_RESTART_COUNT="1")
         assert code == 0 and hashes(text) == [undisturbed] * 2, text
@@ -216,11 +216,11 @@ def test_sigterm_before_any_task_runs_ends_srun(cluster, monkeypatch):
         process.send_signal(signal.SIGTERM)
 
     code, text = run("--srun", "--max-restarts", 3, JOB, meanwhile=ask)
-    assert code == 143 and "not started again: it was asked to end by signal 15" in text, text
+    assert code == 143 and "no restart: it was stopped by signal 15" in text, text
 
 
 def test_the_script():
-    how = Slurm(
+    how = SlurmJob(
         nodes=4,
         gpus_per_node=8,
         cpus=12,
@@ -258,7 +258,7 @@ def test_the_script():
         "code=0\n"
         "'/opt/my python' -m spmd launch --srun --max-restarts 3 --grace 89.5 --stall step=120 --memory-fraction 0.9 --no-preallocate"
         " train.py --name 'a b' '$(rm x)' || code=$?\n"
-        "# asked to end, and saved; a job that somebody has cancelled is not RUNNING any more\n"
+        "# it has saved after SIGTERM; a cancelled job is no longer RUNNING\n"
         'if [ "$code" -eq 143 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then\n'
         '    scontrol requeue "$SLURM_JOB_ID"\n'
         "fi\n"
@@ -272,37 +272,37 @@ def test_the_script():
         ({"nodes": 0}, "nodes=0.\n    fix: from 1 to 100000."),
         (
             {"processes_per_node": 3, "gpus_per_node": 8},
-            "8 GPUs of a node cannot be shared by 3 processes.\n    fix: as many, or a divisor.",
+            "8 GPUs of a node cannot be shared equally by 3 processes.\n    fix: as many, or a divisor.",
         ),
-        ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node is for GPUs, and simulate=2"),
-        ({"settings": Settings(stall="step=3")}, "a process that is alone waits for nobody"),
+        ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node is for GPUs, but simulate=2"),
+        ({"settings": Settings(stall="step=3")}, "stall has no effect on a single process"),
         ({"settings": Settings(grace=70000.0)}, "grace=70000.\n    fix: from 1 to 65535."),
         ({"memory": "64 G"}, "memory='64 G'.\n    fix: of each node, such as 64G; 0 for all of it."),
-        ({"time": "tomorrow"}, "time='tomorrow'.\n    fix: minutes, or such as 12:00:00 or 1-12:00:00."),
-        ({"time": "0:30"}, "grace=30 seconds to save and leave, of a job that has 30 (time=0:30).\n    fix: a longer time."),
-        ({"extra": ("--array=0-3",)}, 'sbatch option "--array=0-3" makes jobs that do not meet.\n    fix: --nodes'),
-        ({"extra": ("-a0-3",)}, 'sbatch option "-a0-3" makes jobs that do not meet.'),
+        ({"time": "tomorrow"}, "time='tomorrow'.\n    fix: minutes, or a time such as 12:00:00 or 1-12:00:00."),
+        ({"time": "0:30"}, "grace=30 seconds of a job that has only 30 (time=0:30).\n    fix: a longer time limit."),
+        ({"extra": ("--array=0-3",)}, 'sbatch option "--array=0-3" starts independent jobs.\n    fix: --nodes'),
+        ({"extra": ("-a0-3",)}, 'sbatch option "-a0-3" starts independent jobs.'),
         ({"partition": "gpu\n#SBATCH --nodes=9"}, r"partition='gpu\n#SBATCH --nodes=9'."),
         ({"account": "a b"}, "account='a b'.\n    fix: letters, digits and _.+-."),
         ({"name": "x; rm"}, "name='x; rm'."),
         ({"output": "a log"}, "output='a log'.\n    fix: a path of letters, digits and ./%+@=,:-."),
-        ({"extra": ("--nodes=9",)}, 'sbatch option "--nodes=9": --nodes has an option of its own, or is set already.'),
+        ({"extra": ("--nodes=9",)}, 'sbatch option "--nodes=9": --nodes has its own option here, or is already set.'),
         ({"extra": ("-N9",)}, 'sbatch option "-N9"'),
-        ({"extra": ("--mem 9",)}, 'sbatch option "--mem 9": --mem has an option of its own'),
-        ({"extra": ("nodes",)}, 'sbatch option "nodes".\n    fix: as sbatch has it, such as --constraint=a100.'),
+        ({"extra": ("--mem 9",)}, 'sbatch option "--mem 9": --mem has its own option here'),
+        ({"extra": ("nodes",)}, 'sbatch option "nodes".\n    fix: as sbatch expects it, such as --constraint=a100.'),
         ({"extra": ("--a\n--b",)}, r"sbatch='--a\n--b'."),
         ({"env": (("A B", "x"),)}, "env='A B'.\n    fix: NAME=VALUE"),
         ({"env": (("A", "x\ny"),)}, r"env A='x\ny'."),
         ({"env": (("A", "x"), ("A", "y"))}, "env A is given twice: 'x' and 'y'."),
-        ({"env": (("SPMD_PROCESS", "x"),)}, "env SPMD_PROCESS is set by the launcher, for each process."),
+        ({"env": (("SPMD_PROCESS", "x"),)}, "env SPMD_PROCESS is set by the launcher in each process."),
         ({"env": (("SPMD_STALL", "x"),)}, "env SPMD_STALL is set by an option.\n    fix: --stall."),
         ({"env": (("JAX_PLATFORMS", "x"),), "settings": Settings(simulate=2)}, "env JAX_PLATFORMS is set by an option."),
         ({"python": "py\tthon"}, r"python='py\tthon'."),
     ],
 )
-def test_what_a_job_cannot_be(given, message):
+def test_bad_job_options_are_refused(given, message):
     with pytest.raises(OptionError) as caught:
-        Slurm(**given)
+        SlurmJob(**given)
     assert message in str(caught.value)
 
 
@@ -314,23 +314,23 @@ def test_what_a_job_cannot_be(given, message):
         (["--slurm", "--dry-run", "train.py", "a\nb"], r"an argument of the script='a\nb'."),
         (
             ["--slurm", __file__],
-            "there is no sbatch here.\n    fix: a machine of the cluster that has it; or --dry-run, which prints the script.",
+            "this machine has no sbatch.\n    fix: run it on a login node of the cluster; or --dry-run, which prints the script.",
         ),
         (
             ["--slurm", "--output", "logs/%j", __file__],
-            "output='logs/%j': there is no folder logs, and SLURM makes none.\n    fix: mkdir -p logs",
+            "output='logs/%j': there is no folder logs, and SLURM does not create it.\n    fix: mkdir -p logs",
         ),
-        (["--slurm", "--processes", "2", __file__], "--processes means nothing with --slurm.\n    fix: --nodes, and --processes-per-node"),
-        (["--slurm", "--processes", "0", __file__], "--processes means nothing with --slurm."),
-        (["--slurm", "--image", "x", __file__], "--image means nothing with --slurm.\n    fix: leave it out or --kubernetes."),
+        (["--slurm", "--processes", "2", __file__], "--processes has no effect with --slurm.\n    fix: --nodes; also --processes-per-node"),
+        (["--slurm", "--processes", "0", __file__], "--processes has no effect with --slurm."),
+        (["--slurm", "--image", "x", __file__], "--image has no effect with --slurm.\n    fix: leave it out or --kubernetes."),
         (["--slurm", "--env", "X", __file__], "--env 'X' has no value.\n    fix: --env NAME=VALUE."),
-        (["--srun", __file__], "there is no allocation of SLURM here: SLURM_JOB_ID is not set.\n    fix: spmd launch --slurm"),
-        (["--srun", "--nodes", "2", __file__], "--nodes means nothing with --srun.\n    fix: leave it out or --slurm or --kubernetes."),
-        (["--nodes", "2", __file__], "--nodes means nothing on one machine.\n    fix: leave it out or --slurm or --kubernetes."),
-        (["--dry-run", __file__], "--dry-run means nothing on one machine.\n    fix: leave it out or --slurm."),
+        (["--srun", __file__], "this is not inside a SLURM allocation: SLURM_JOB_ID is not set.\n    fix: spmd launch --slurm"),
+        (["--srun", "--nodes", "2", __file__], "--nodes has no effect with --srun.\n    fix: leave it out or --slurm or --kubernetes."),
+        (["--nodes", "2", __file__], "--nodes has no effect on one machine.\n    fix: leave it out or --slurm or --kubernetes."),
+        (["--dry-run", __file__], "--dry-run has no effect on one machine.\n    fix: leave it out or --slurm."),
     ],
 )
-def test_bad_options_are_told(words, message, capsys, monkeypatch, tmp_path):
+def test_bad_options_are_reported(words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -360,13 +360,13 @@ class Asked:
 
 
 def test_signals_where_scancel_fails(cluster):
-    asked, said = Asked(), []
+    stop_signal, said = Asked(), []
     (cluster / "bin" / "scancel").write_text("#!/bin/sh\nexit 1\n")
-    _signal(asked, signal.SIGTERM, "77.0", said.append)
-    assert asked.numbers == [signal.SIGTERM] and "scancel --signal=TERM 77.0: it ended with code 1; srun is asked instead" in said[0]
-    _signal(asked, signal.SIGINT, None, said.append)
-    _signal(asked, signal.SIGKILL, None, said.append)
-    assert asked.numbers[1:] == [signal.SIGTERM, signal.SIGKILL] and len(said) == 1
+    _signal(stop_signal, signal.SIGTERM, "77.0", said.append)
+    assert stop_signal.numbers == [signal.SIGTERM] and "scancel --signal=TERM 77.0: exit code 1; signalling srun instead" in said[0]
+    _signal(stop_signal, signal.SIGINT, None, said.append)
+    _signal(stop_signal, signal.SIGKILL, None, said.append)
+    assert stop_signal.numbers[1:] == [signal.SIGTERM, signal.SIGKILL] and len(said) == 1
 
 
 def test_which_step_is_told(tmp_path):
@@ -384,17 +384,17 @@ def test_the_step():
 
 @pytest.mark.parametrize(("code", "plain"), [(0, 0), (1, 1), (42, 42), (137, -9), (134, -6), (143, 143), (250, 250), (-9, -9)])
 def test_codes_of_srun(code, plain):
-    assert _plain(code) == plain
+    assert _exit_code(code) == plain
 
 
-def test_codes_that_processes_have_told_count_more_than_sruns():
+def test_reported_codes_take_precedence_over_srun():
     told = [{"name": "1", "at": 1.0, "step": 26, "error": "ValueError: boom", "code": 3}, {"name": "srun", "at": 0.5, "id": "4242.0"}]
-    found = attempted(told, {ALL: 42}, {ALL: 42})
-    assert found.codes == {ALL: 42, 1: 3} and exit_code(found) == 3 and found.why == "process 1 at step 26: ValueError: boom"
-    disagreed = attempted([{**told[0], "code": 78}], {ALL: 78}, {ALL: 78})
-    assert "do not agree" in stop_because([disagreed], 5)
-    killed = attempted([], {ALL: -9}, {ALL: -9})
-    assert killed.why == "the step of srun ended with signal 9" and exit_code(killed) == 137
+    found = summarize_attempt(told, {ALL: 42}, {ALL: 42})
+    assert found.codes == {ALL: 42, 1: 3} and exit_code(found) == 3 and found.cause == "process 1 at step 26: ValueError: boom"
+    disagreed = summarize_attempt([{**told[0], "code": 78}], {ALL: 78}, {ALL: 78})
+    assert "disagree" in no_restart_reason([disagreed], 5)
+    killed = summarize_attempt([], {ALL: -9}, {ALL: -9})
+    assert killed.cause == "the step of srun ended with signal 9" and exit_code(killed) == 137
 
 
 @pytest.mark.parametrize(
