@@ -100,7 +100,7 @@ def program(devices: list, arm: str):
     batch = map_paths(lambda _, s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=cut), ready.sample)
     weights = jax.ShapeDtypeStruct((rows,), np.float32, sharding=cut)
     jitted = jax.jit(
-        ready._step(rows, True).update, donate_argnums=0, out_shardings=(placed.shardings, NamedSharding(mesh, PartitionSpec()))
+        ready.make_step(rows, True).update, donate_argnums=0, out_shardings=(placed.shardings, NamedSharding(mesh, PartitionSpec()))
     )
     return jitted.lower(placed.abstract_state, batch, weights)
 

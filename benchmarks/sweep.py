@@ -128,10 +128,10 @@ def steps_alone(found: Any) -> float:
             calls.append(jax.device_put((rows.index(values["seed"], piece), rows.weights(piece)), state.step.sharding))
         if program is own:  # compiled before the clock runs
             copy = jax.tree.map(lambda x: x.copy(), state)
-            jax.block_until_ready(program.many(copy, resident, *calls[0], {}))
+            jax.block_until_ready(program.scan_steps(copy, resident, *calls[0], {}))
         began = time.perf_counter()
         for call in calls:
-            state, _ = program.many(state, resident, *call, {})
+            state, _ = program.scan_steps(state, resident, *call, {})
         jax.block_until_ready(state)
         spent += time.perf_counter() - began
     return spent / total

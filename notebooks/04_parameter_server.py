@@ -305,7 +305,7 @@ def sent(layout, steps):
         lambda: MLP(nnx.Rngs(0)), loss=spmd.losses.cross_entropy, optimizer=optax.sgd(FAST_RATE), mesh="data=17", layout=layout
     )
     program, _ = trainer.prepare({name: leaf[: 17 * ROWS] for name, leaf in train.items()})
-    return sum(program.constants(step)["wire_bytes"] for step in range(steps))
+    return sum(program.static_metrics.at(step)["wire_bytes"] for step in range(steps))
 
 
 steps = EPOCHS * len(train["label"]) // (17 * ROWS)

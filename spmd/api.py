@@ -186,7 +186,7 @@ def fit(
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     config = as_checkpoint(checkpoint)
     evaluated = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
-    _check_names(hooks, config, (*program.names, *program.constant_names, *evaluated))
+    _check_names(hooks, config, (*program.names, *program.static_metrics.names, *evaluated))
     meta = about_run(trainer, reader)
     _check_processes_agree(
         program, reader, hooks, {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta}

@@ -29,7 +29,7 @@ from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
 from spmd.run.restore_comm_state import check_sync_schedule
-from spmd.train.compiled_step import Program, prepared
+from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
 from spmd.train.model_setup import PlacedModel, TrainConfig
@@ -257,7 +257,7 @@ class Trainer:
     def prepare(self, sample: Tree) -> tuple[Program, Placer]:
         """The compiled functions for full batches shaped like `sample`; checked now, compiled at the first call."""
         if self._program is None or self._placer is None:
-            self._program = prepared(self._placed, sample)
+            self._program = prepare_program(self._placed, sample)
             workers = self._placed.exchange.worker_count
             self._placer = self._make_placer(self._program, pad=self._program.pad_training, workers=workers)
         return self._program, self._placer
@@ -298,7 +298,7 @@ class Trainer:
             state, packed = program.step(state, placed.leaves, placed.weights, events, split=placed.split)
         if self._counts:
             self._last = (weakref.ref(state), number + 1)
-        metrics = Metrics(program.names, packed, program.constants(number))
+        metrics = Metrics(program.names, packed, program.static_metrics.at(number))
         self._in_flight.append(metrics)
         if len(self._in_flight) >= IN_FLIGHT:
             self._in_flight.popleft().wait()

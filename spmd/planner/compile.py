@@ -123,7 +123,7 @@ def _exported(program: Program, platform: str) -> tuple[Any, tuple[int, ...]]:
       CompileError: something in it runs in this process only.
     """
     try:
-        return program.exported(platform)
+        return program.export(platform)
     except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:  # what jax.export raises
         first = (str(error).strip().splitlines() or [""])[0]
         raise CompileError(

@@ -40,7 +40,7 @@ def step_memory(program: Program) -> StepMemory | None:
     limit = memory_limit(mesh)
     if limit is None:
         return None
-    analysis = program.compiled().memory_analysis()
+    analysis = program.compile().memory_analysis()
     state = tree_on_device(program.placed.abstract_state)
     fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     peak = max(analysis.argument_size_in_bytes, state) + fresh + analysis.temp_size_in_bytes

@@ -16,7 +16,7 @@ from spmd.planner.memory import PREALLOCATED, Memory, memory_of
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, timeline_of
 from spmd.planner.traffic import Traffic, traffic_of
-from spmd.train.compiled_step import Program, prepared
+from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten, format_bytes
 from spmd.wire.notes import notes as exchange_notes
@@ -92,7 +92,7 @@ def build_plan(
     Raises:
       SpmdError: as `spmd.plan`.
     """
-    program = prepared(placed, batch)
+    program = prepare_program(placed, batch)
     mesh, data_axes, precision = MeshSpec.parse(placed.mesh), placed.resolved.data_axes, placed.config.precision
     compiled = compile_step(program, cluster, timeout=timeout, say=say)
     module = parse(compiled.hlo)

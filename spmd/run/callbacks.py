@@ -67,7 +67,7 @@ class Info:
     @property
     def suspects(self) -> str:
         """What in a batch is known to make this loss NaN, to end a sentence with."""
-        return self._control.config.program.suspects
+        return self._control.config.program.nan_causes
 
 
 class Callback:

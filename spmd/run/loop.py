@@ -23,7 +23,7 @@ class Loop:
 
     def __init__(self, config: LoopConfig, start: StartPoint):
         step, program = int(start.state.step), config.program
-        history = History(program.names, program.constants)
+        history = History(program.names, program.static_metrics.at)
         self.run = run = RunState(start.state, step, start.position, start.position.epoch, start.throughput, history)
         self._config, self._start, self._first_step = config, start, step
         self._control = control = RunControl(config, run)

@@ -58,7 +58,7 @@ class StepMetrics:
             step = first + offset
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
-                metrics = ReadOnlyMetrics({**self._means(sums), **program.constants(step - 1)})
+                metrics = ReadOnlyMetrics({**self._means(sums), **program.static_metrics.at(step - 1)})
                 info = Info(self._control, step, epoch, metrics, rows[offset], exact=newest and step == run.step)
                 notify(due, "on_step", info)
             self._window += sums
@@ -80,7 +80,13 @@ class StepMetrics:
         step, epoch = self._newest_step
         if self._window[1].any():
             rates = self._run.throughput.rates(step, self._samples)
-            record = {"step": step, "epoch": epoch, **self._means(self._window), **self._config.program.constants(step - 1), **rates}
+            record = {
+                "step": step,
+                "epoch": epoch,
+                **self._means(self._window),
+                **self._config.program.static_metrics.at(step - 1),
+                **rates,
+            }
             write_record(self._config.loggers, record)
             self._window = np.zeros_like(self._window)
 

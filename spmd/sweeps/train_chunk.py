@@ -47,7 +47,7 @@ def pieces(data: ArraySource, start: int, stop: int, *, limit: int, every: int, 
 def calls(packed: VmappedTrials, start: int, stop: int, *, limit: int, every: int) -> Iterator[Piece]:
     """The calls of a program's steps."""
     program = packed.program
-    limit = 1 if program.convolutions and program.placed.platform == "cpu" else limit  # a loop around them is slow there
+    limit = 1 if program.has_convolutions and program.placed.platform == "cpu" else limit  # a loop around them is slow there
     return pieces(packed.study.data, start, stop, limit=limit, every=every, pad=program.pad_training)
 
 

@@ -15,7 +15,7 @@ from spmd.errors import LayoutError, ModelError, OptimizerError, SpmdError
 from spmd.layout.schema import spec_axes
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.search_space import SEED
-from spmd.train.compiled_step import prepared
+from spmd.train.compiled_step import prepare_program
 from spmd.train.evaluation import naming_differences
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
@@ -37,7 +37,7 @@ class VmappedTrials:
         self.study, self.first, self.mesh, self._data, self._abreast = study, first, mesh, data, not study.exact
         inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
         self.placed = PlacedModel(study.train_config(first), inner, study.layout)
-        self.program = prepared(self.placed, study.data.sample())
+        self.program = prepare_program(self.placed, study.data.sample())
         self._check()
         self._compiled: dict[tuple, Any] = {}
 
@@ -82,7 +82,7 @@ class VmappedTrials:
         placed, sample = self.placed.with_layout(mesh, self.study.layout), self.study.data.sample()
         rows = jax.tree.leaves(sample)[0].shape[0]
         batch = jax.tree.map(lambda leaf: np.asarray(leaf[:rows]), self.study.data.arrays)
-        prepared(placed, sample).comparison.once(placed.init(), batch, np.ones(rows, np.float32))
+        prepare_program(placed, sample).comparison.once(placed.init(), batch, np.ones(rows, np.float32))
 
     def _one(self) -> dict[str, Any]:
         return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.study.traced(self.first)}
@@ -182,13 +182,13 @@ class VmappedTrials:
             rows_spec, batch = PartitionSpec(None if shared else NET), PartitionSpec()
 
         def local(states: State, values: Tree, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
-            one = lambda state, values, own: self.program.steps_here(self._optimizer(values), state, data, own, weights)
+            one = lambda state, values, own: self.program.scan_steps_in_shard_map(self._optimizer(values), state, data, own, weights)
             if shared:
                 return self._map_trials(lambda state, values: one(state, values, rows[0]), states, values)
             return self._map_trials(one, states, values, rows)
 
         specs = (PartitionSpec(NET), PartitionSpec(NET), PartitionSpec(), rows_spec, batch)
-        function = self._function(("steps", *shape, shared), local, specs, 2, self.program.donated)
+        function = self._function(("steps", *shape, shared), local, specs, 2, self.program.donate_argnums)
         return function, NamedSharding(self.mesh, rows_spec), NamedSharding(self.mesh, batch)
 
     def evaluate(self, states: State, batch: Tree, weights: np.ndarray) -> np.ndarray:
@@ -198,7 +198,7 @@ class VmappedTrials:
 
     def _evaluation(self, rows: int) -> Any:
         def local(states: State, batch: Tree, weights: jax.Array) -> jax.Array:
-            return self._map_trials(lambda state: self.program.measures(state, batch, weights), states)
+            return self._map_trials(lambda state: self.program.evaluate_in_trace(state, batch, weights), states)
 
         replicated = PartitionSpec()
         return self._function(("evaluate", rows), local, (PartitionSpec(NET), replicated, replicated), 1)
@@ -219,7 +219,7 @@ class VmappedTrials:
             self._evaluation(rows).trace(self.abstract(slots), *placed)
 
     def _map_trials(self, each: Any, *trees: Tree) -> Any:
-        return self.program.several(each, *trees, abreast=self._abreast)
+        return self.program.map_trials(each, *trees, vectorize=self._abreast)
 
     def _function(self, key: tuple, local: Any, specs: tuple, outputs: int, donated: tuple[int, ...] = ()) -> Any:
         if key not in self._compiled:

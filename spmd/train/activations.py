@@ -18,7 +18,7 @@ from spmd.tree import Tree, flatten
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """What `Call.returned` asks: by a module's path, where its outputs are to be."""
+    """What `Call.output_hook` is: by a module's path, where its outputs are to be."""
 
     resolved: Resolved
     mesh: Mesh | AbstractMesh

@@ -92,7 +92,7 @@ def check_masks(functions: Iterable[Any], batch: Any) -> None:
             )
 
 
-def suspects(loss: Any, outputs: Iterable[tuple[int, ...]]) -> str:
+def nan_causes(loss: Any, outputs: Iterable[tuple[int, ...]]) -> str:
     """What in a batch makes a declared loss NaN, to end a sentence with; empty where nothing is known of it.
 
     Args:

@@ -71,8 +71,8 @@ def test_metrics_of_every_step_are_known():
 def test_many_steps_do_run_in_one_call(monkeypatch):
     from spmd.train.compiled_step import Program
 
-    calls, many = [], Program.many
-    monkeypatch.setattr(Program, "many", lambda self, *given: calls.append(given[2].shape) or many(self, *given))
+    calls, scan_steps = [], Program.scan_steps
+    monkeypatch.setattr(Program, "scan_steps", lambda self, *given: calls.append(given[2].shape) or scan_steps(self, *given))
     fit(spmd.data.resident(examples(96), steps_per_call=3), batch_size=16, epochs=2)
     assert calls == [(3, 16)] * 4
 

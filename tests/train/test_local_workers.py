@@ -392,7 +392,7 @@ def test_program_is_freed_with_its_trainer():
     """What it knows of bytes at synchronisations is kept with it, not with its class."""
     trainer = trainer_by_hand(optax.sgd(0.1), mode="local", every=2)
     program, _ = trainer.prepare((data()["x"], data()["y"]))
-    assert program.constants(0)["wire_bytes"] != program.constants(1)["wire_bytes"]
+    assert program.static_metrics.at(0)["wire_bytes"] != program.static_metrics.at(1)["wire_bytes"]
     ref = weakref.ref(program)
     del trainer, program
     gc.collect()

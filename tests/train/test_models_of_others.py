@@ -126,7 +126,7 @@ def test_own_constraints_shard_the_axes_that_are_left():
     texts = []
     for spec in (P("data", None, "model"), None):
         trainer, _ = trained(lambda spec=spec: Constrained(spec, nnx.Rngs(0)), mesh=TWO, steps=0)
-        texts.append(trainer.prepare(BATCH)[0].compiled().as_text())
+        texts.append(trainer.prepare(BATCH)[0].compile().as_text())
     assert "f32[4,8,8]" in texts[0] and "f32[4,8,16]" not in texts[0] and "f32[4,8,16]" in texts[1]
 
 

@@ -387,7 +387,7 @@ def test_a_bucket_is_filled_up_to_its_bytes_and_not_beyond():
 @pytest.mark.parametrize("codec", ["exact", "bfloat16", "int8", "power_sgd"])
 def test_microbatches_do_not_multiply_what_is_pushed(codec):
     one, four = (trainer_of(gradients(codec), rows=64, accumulate=count) for count in (1, 4))
-    assert four._program._step(64, True).microbatches == 4
+    assert four._program.make_step(64, True).microbatches == 4
     assert one.wire.bytes(where="reduce_gradients") == four.wire.bytes(where="reduce_gradients") > 0
     assert one.wire.bytes(where="gather_params") == four.wire.bytes(where="gather_params") == 0
 
@@ -514,7 +514,7 @@ def test_callbacks_see_wire_bytes_and_may_watch_them(tmp_path):
     fitted(tmp_path, gradients("int8", start_step=2), callbacks=[Watching()])
     log = trainer_of(gradients("int8", start_step=2)).wire
     assert seen == [log.bytes(step) for step in range(4)] and seen[1] > seen[2]
-    assert trainer_of(spmd.Gradients()).prepare(None)[0].constant_names == ()  # so watching it is an error there, before a step
+    assert trainer_of(spmd.Gradients()).prepare(None)[0].static_metrics.names == ()  # so watching it is an error there, before a step
 
 
 def test_a_conditional_of_the_models_own_counts_by_the_branch_that_sends_most():

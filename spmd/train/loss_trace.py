@@ -1,0 +1,72 @@
+"""The loss, traced on the shapes of a batch: what it returns, its jaxpr, and whether the layout's pipeline fits it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from spmd.errors import LayoutError, ModelError
+from spmd.models.base import Call, Variables
+from spmd.nn.parallel_context import parallel_scope
+from spmd.nn.schedule import Schedule
+from spmd.train.activations import Seen
+from spmd.train.model_setup import PlacedModel
+from spmd.train.objective import Objective, naming_in_trace
+from spmd.train.precision import cast, compute_dtype
+from spmd.tree import Tree, abstract
+
+
+def trace_objective(
+    placed: PlacedModel, objective: Objective, sample: Tree, rows: int, seen: Seen, schedules: dict[str, Schedule] | None = None
+) -> tuple[tuple, Any]:
+    """The shapes that an objective returns on `rows` rows like those of `sample`, and its jaxpr.
+
+    Args:
+      seen: records the submodules that the model calls.
+      schedules: takes the pipeline schedule of each stack; None traces evaluation, and records none.
+    """
+    training, dtype = schedules is not None, compute_dtype(placed.config.precision)
+    row_splits = placed.config.accumulate * placed.exchange.worker_count // placed.resolved.workers
+    parallel = dataclasses.replace(placed.parallel, row_splits=row_splits, schedules={} if schedules is None else schedules)
+
+    def run(variables: Variables, batch: Tree, key: Any) -> tuple:
+        variables = dataclasses.replace(variables, params=cast(variables.params, dtype))
+        remat = placed.resolved.layout.remat.modules if training else ()
+        with parallel_scope(parallel):
+            call = Call(training, key if training else None, remat_modules=remat, dtype=dtype, output_hook=seen)
+            return objective(placed.model.bind(variables, call), batch, key)
+
+    variables = abstract(placed.abstract_state.variables)
+    sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)
+    with naming_in_trace("the loss", sample):
+        trace = jax.make_jaxpr(run, return_shape=True)
+        jaxpr, shapes = trace(variables, sample, jax.eval_shape(lambda: jax.random.key(0)))
+    return shapes, jaxpr
+
+
+def check_pipeline(placed: PlacedModel) -> None:
+    """Check a `[pipeline]` against the stacks that the traced loss has called.
+
+    Raises:
+      LayoutError: the loss calls no stack, or none of the kind that an option is for.
+      ModelError: the model has batch statistics, and the schedule is 1F1B.
+    """
+    parallel, source, pipeline = placed.parallel, placed.resolved.layout.source, placed.parallel.pipeline
+    if pipeline.axis is not None and "pipeline" not in parallel.used:
+        raise LayoutError(
+            f'{source}: [pipeline] cuts stacks of layers over "{pipeline.axis}", and the loss calls none.\n'
+            "    fix: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline]."
+        )
+    leave = "leave it out."
+    for key, given, part, kind, fix in (
+        ("microbatches", pipeline.microbatches, "microbatches", "LayerStack", leave),
+        ("groups", pipeline.groups > 1, "microbatches", "LayerStack", 'leave it out; schedule = "gpipe".'),
+        ("time_chunk", pipeline.time_chunk, "time_chunk", "RNNStack", leave),
+    ):
+        if given and part not in parallel.used:
+            raise LayoutError(f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.", fix=fix)
+    if parallel.manual_backward and jax.tree.leaves(placed.abstract_state.stats):
+        raise ModelError(
+            f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch statistics.',
+            fix='LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".',
+        )

@@ -1,0 +1,62 @@
+"""Metrics of a step that are known without measuring: the bytes that are sent, and what the simulated clock says."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from spmd.train.model_setup import PlacedModel
+from spmd.wire.comm_log import CommLog
+from spmd.wire.notes import exact_bytes
+
+
+@dataclasses.dataclass
+class StaticMetrics:
+    """The static metrics of the steps of one program; `comm_log` is called when the first are asked for."""
+
+    placed: PlacedModel
+    comm_log: Callable[[], CommLog]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names; traces nothing."""
+        clock = self.placed.events
+        return (*self._wire_names, *(clock.metrics(0) if clock else ()))
+
+    def at(self, step: int) -> dict[str, float]:
+        """Their values for one step: bytes that each device sends, the compression ratio, and the simulated clock's metrics."""
+        clock, early = self.placed.events, step < self._start_step
+        values = self._wire_values[early]
+        if clock is None:
+            return values
+        if self.placed.exchange.local:
+            skipped = sum(self._scope_bytes(early, scope) for scope in clock.skipped_scopes(step))
+            values = {**values, "wire_bytes": values["wire_bytes"] - skipped}
+        return {**values, **clock.metrics(step)}
+
+    @property
+    def _wire_names(self) -> tuple[str, ...]:
+        exchange = self.placed.exchange
+        if not exchange.reduction.manual:
+            return ()  # XLA places the collectives
+        return ("wire_bytes", "compression_ratio") if exchange.metric_names else ("wire_bytes",)
+
+    @property
+    def _start_step(self) -> int:
+        return self.placed.resolved.layout.gradients.start_step
+
+    @functools.cached_property
+    def _scope_bytes(self) -> Callable[[bool, str], int]:
+        """Bytes that each device sends in one named scope, before `start_step` or after it."""
+        return functools.cache(lambda early, scope: self.comm_log().bytes(0 if early else self._start_step, scope))
+
+    @functools.cached_property
+    def _wire_values(self) -> tuple[dict[str, float], dict[str, float]]:
+        """After `start_step`, and before it."""
+        if not self._wire_names:
+            return {}, {}
+        values = []
+        for step in (self._start_step, 0):
+            reduced, sent = self.comm_log().bytes(step, "reduce_gradients"), self.comm_log().bytes(step)
+            ratio = exact_bytes(self.placed.exchange) / reduced if reduced else 1.0
+            values.append(dict(zip(self._wire_names, (sent, ratio), strict=False)))
+        return values[0], values[1]
