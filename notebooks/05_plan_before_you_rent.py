@@ -17,13 +17,13 @@
 # %% [markdown]
 # # Plan before you rent
 #
-# A GPT that trains on one device is to be trained on four GPUs that are not here. Does it fit? If not, what would make it fit, and
-# what is the fastest way? This notebook goes from «it does not fit» to a layout file that can be committed, and nothing in it needs a
-# GPU: the real training step is compiled for hardware that need not be there, and memory, traffic and time are read from the compiled
+# You want to train a GPT on four GPUs that you do not have yet. Does it fit? If not, what would make it fit, and
+# what is the fastest way? This notebook goes from «it does not fit» to a layout file that you can commit, and nothing in it needs a
+# GPU: the real training step is compiled for hardware that need not be present, and memory, traffic and time are read from the compiled
 # program.
 #
 # With `pip install '.[gpu-compiler]'` in the checkout the compiler is XLA:GPU itself; without it plans are estimates by XLA:CPU, and
-# their first line says so. All numbers are computed here. With `SPMD_SMALL=1` in the environment the model and the GPU are small ones.
+# their first line says so. All numbers are computed here. With `SPMD_SMALL=1` in the environment the model and the GPU are small.
 
 # %%
 import os
@@ -43,15 +43,15 @@ from IPython.display import Markdown
 import spmd
 from spmd.planner.target import shipped  # the files of known hardware
 
-spmd.simulate_devices(4)  # to train a few steps at the end, with the layout that was found
+spmd.simulate_devices(4)  # to train a few steps at the end, with the best layout
 SMALL = bool(os.environ.get("SPMD_SMALL"))
 folder = Path(tempfile.mkdtemp())
 
 # %% [markdown]
 # ## The model and the target
 #
-# A decoder of transformer blocks in an `spmd.nn.LayerStack`, which compiles as fast for 24 layers as for 4. It knows nothing of
-# devices. The target is one node of four L4; a target of your own is a TOML file, and the small run makes one.
+# A decoder of transformer blocks in an `spmd.nn.LayerStack`, which compiles as fast for 24 layers as for 4. Its code does not mention
+# devices. The target is one node of four L4s; your own target is a TOML file, and the small run writes one.
 
 # %%
 VOCAB, WIDTH, DEPTH, HEADS, LENGTH, ROWS = (256, 64, 4, 4, 64, 32) if SMALL else (32_000, 1024, 24, 16, 1024, 32)
@@ -87,7 +87,7 @@ batch = {"tokens": tokens, "targets": tokens}
 what = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(3e-4), "precision": "bfloat16"}
 
 target = "4xl4"
-if SMALL:  # the L4's file, with so little memory that the small model has the large one's troubles
+if SMALL:  # the L4's file, with so little memory that the small model does not fit either
     text = shipped()["l4"].read_text()
     (folder / "small.toml").write_text(re.sub(r"^memory = \S+", f"memory = {12 * 2**20}", text, count=1, flags=re.MULTILINE))
     target = f"4x{folder}/small.toml"
@@ -98,8 +98,8 @@ print(f"{sum(np.prod(leaf.shape) for leaf in sizes) / 1e6:.1f} million parameter
 # %% [markdown]
 # ## It does not fit
 #
-# Data-parallel training keeps all weights and both of Adam's moments on every device. The plan is a page of its own in a notebook; in
-# a terminal it is text, and `plan.save("plan.html")` writes the page to a file.
+# Data-parallel training keeps all parameters and both of Adam's moments on every device. A notebook shows the plan as a page; a
+# terminal shows it as text, and `plan.save("plan.html")` writes the page to a file.
 
 # %%
 first = spmd.plan(model, batch, target=target, layout="data_parallel", **what)
@@ -108,8 +108,8 @@ first
 # %% [markdown]
 # ## What would make it fit
 #
-# Fixes are tried in an order, each on top of those before that help, and each is planned before it is shown: recompute more, more
-# microbatches, cut the optimizer's state over the workers, then the parameters, then more devices.
+# Fixes are tried in a fixed order, each on top of the earlier ones that helped, and each is planned before it is shown: more
+# recomputation, more microbatches, optimizer state sharded over the workers, then parameters, then more devices.
 
 # %%
 fixes = first.fixes()
@@ -119,8 +119,8 @@ for fix in fixes:
 # %% [markdown]
 # ## The fastest that fits
 #
-# A search goes through layouts, meshes, ways to reduce, microbatches and rematerialisation. Bounds in closed form and the plans that
-# are there rule most of them out; the promising ones are compiled. Every candidate that is rejected has its reason.
+# A search tries layouts, meshes, reductions, microbatches and rematerialization. Closed-form bounds and earlier plans
+# rule most of them out; the promising ones are compiled. Every rejected candidate has a reason.
 
 # %%
 found = spmd.search(
@@ -133,7 +133,7 @@ best = found.best
 spmd.compare(first, best)
 
 # %% [markdown]
-# Where a parameter of the winner lives, and what chose that:
+# How a parameter of the best plan is sharded, and which rule chose that:
 
 # %%
 best.drawing("blocks/layers/up/kernel")
@@ -144,9 +144,9 @@ print(best.explain("blocks/layers/up/kernel"))
 # %% [markdown]
 # ## When does adding a GPU stop helping?
 #
-# For the same batch over more and more devices of this kind, data-parallel, by what gradients travel as. The mark is where twice the
-# devices are less than 1.1 times as fast, or where a row is left to each. As long as computing hides what travels, the lines lie on each
-# other.
+# Predicted throughput of data-parallel training for the same batch, by number of devices and gradient codec. The mark is where
+# doubling the devices gains less than 1.1x, or where each has a single row. As long as computation hides communication, the lines
+# coincide.
 
 # %%
 curve = spmd.saturation(first)
@@ -155,7 +155,7 @@ curve
 # %% [markdown]
 # ## A layout to commit
 #
-# What was found is a TOML file like those that come with the library, complete with its mesh.
+# The best layout is a TOML file like those shipped with the library, complete with its mesh.
 
 # %%
 path = found.save(folder / "my_gpt.toml")
@@ -163,7 +163,7 @@ print(path.read_text())
 assert spmd.Layout.load(path) == found.layout
 
 # %% [markdown]
-# Training takes the file. Here, on four simulated CPU devices, a small model of the same kind makes a few steps with it; on the
+# Training uses the file. Here a small model of the same kind trains a few steps with it on four simulated CPU devices; on the
 # rented machines it is the same call with the real model.
 
 # %%
@@ -171,15 +171,15 @@ rng = np.random.default_rng(0)
 text = rng.integers(0, 256, (256, 65)) % 7  # seven letters
 data = {"tokens": text[:, :-1].astype(np.int32), "targets": text[:, 1:].astype(np.int32)}
 tiny = lambda: GPT(256, 64, 4, 4, 64, rngs=nnx.Rngs(0))
-options = found.best.program.placed.options
+config = found.best.program.placed.config
 result = spmd.fit(
     tiny,
     data,
     layout=path,
     loss=spmd.losses.cross_entropy,
     optimizer=optax.adamw(3e-3),
-    precision=options.precision,
-    accumulate=options.accumulate,
+    precision=config.precision,
+    accumulate=config.accumulate,
     batch_size=ROWS,
     steps=24,
     progress=False,
@@ -188,7 +188,7 @@ losses = result.history["loss"]
 print(f"loss from {losses[0]:.2f} to {losses[-1]:.2f}")
 
 # %% [markdown]
-# ## What was found
+# ## Summary
 
 # %%
 memory = lambda plan: f"{plan.memory.peak / 2**30:.3g} GiB of {plan.memory.capacity / 2**30:.3g}"

@@ -15,10 +15,10 @@
 # ---
 
 # %% [markdown]
-# # A sweep, and three networks that vote
+# # A sweep, and an ensemble of three networks
 #
-# Which learning rate, and how wide? `spmd.sweep` trains many small networks at once: those of equal shapes side by side in one compiled
-# program, spread over the devices. The best of them are then asked together, and last the worse ones are dropped early.
+# Which learning rate, and how wide? `spmd.sweep` trains many small networks at once: those with equal shapes in one compiled
+# program, sharded over the devices. The best of them then form an ensemble, and finally the worse ones are stopped early.
 
 # %%
 import matplotlib.pyplot as plt
@@ -30,13 +30,13 @@ from sklearn.datasets import load_digits
 
 import spmd
 
-spmd.simulate_devices(8)  # first of all: JAX counts its devices once
+spmd.simulate_devices(8)  # before anything else: JAX counts its devices once
 
 # %% [markdown]
 # ## Data and a model
 #
-# 1,797 digits of 8x8 pixels, in three parts: to learn from, to choose by, and to judge what was chosen. The model's constructor takes what
-# is to be varied of it; the optimizer's takes the rest.
+# 1,797 digits of 8x8 pixels, in three parts: for training, for selection, and for testing. The model's constructor takes the
+# hyperparameters of the model; the optimizer's takes the rest.
 
 # %%
 digits = load_digits()
@@ -60,8 +60,8 @@ class MLP(nnx.Module):
 # %% [markdown]
 # ## Sixteen networks
 #
-# Learning rates are drawn evenly in their logarithm, and each network has a seed of its own. A learning rate is an argument of the
-# compiled program, and a width is part of it, so there is a program for each width.
+# Learning rates are sampled log-uniformly, and each network has its own seed. A learning rate is an argument of the
+# compiled program, but a width is part of it, so there is one program per width.
 
 
 # %%
@@ -86,7 +86,7 @@ print(f"{len(found.trials)} networks, {found.programs} compiled programs, 8 devi
 display(found)
 
 # %% [markdown]
-# The best three, and the curve of each over its steps:
+# The best three, and their learning curves:
 
 # %%
 for tried in found.best:
@@ -94,7 +94,7 @@ for tried in found.best:
     display(tried.history)
 
 # %% [markdown]
-# All sixteen at once: where the good learning rates are.
+# All sixteen networks, by learning rate:
 
 # %%
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "figure.dpi": 110})
@@ -110,10 +110,11 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# ## Three that vote
+# ## An ensemble of three
 #
-# `found.ensemble()` makes one of the best: their probabilities' mean, computed in one program. It is judged on digits that neither
-# trained nor chose them, beside each member alone: by log loss, minus the logarithm of what the true digit was given, and more.
+# `found.ensemble()` combines the best three: the mean of their probabilities, computed in one program. It is evaluated on digits that
+# were used neither for training nor for selection, and compared with each member: by log loss, the negative log probability of the true
+# digit, and other metrics.
 
 # %%
 ensemble = found.ensemble()
@@ -123,10 +124,10 @@ print(judged)
 together, alone = judged.ensemble["log loss"], [member["log loss"] for member in judged.members.values()]
 
 # %% [markdown]
-# ## The worse ones end early
+# ## Stop the worse ones early
 #
-# To train all of them to the end is a waste where the bad ones can be told early. Under `spmd.Halving` all train a little, the best
-# quarter four times as long, and the best of those all the way. Values and seeds are those of before.
+# Training all of them to the end is a waste if the bad ones show early. With `spmd.Halving` all train for a short time, the best
+# quarter four times as long, and the best quarter of those to the end. Values and seeds are the same as before.
 
 # %%
 halving = spmd.Halving(factor=4)
@@ -135,9 +136,9 @@ halved = sweep(epochs=5, search=halving)
 display(halved)
 
 # %% [markdown]
-# ## What to conclude
+# ## Conclusions
 #
-# The sentences are written from the numbers above, and each says whether this run bears it out.
+# The sentences use the numbers above, and each says whether this run confirms it.
 
 
 # %%

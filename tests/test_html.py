@@ -1,4 +1,4 @@
-"""What a notebook's cell shows: one style, whatever comes from users escaped, and drawings that show by themselves."""
+"""What a notebook's cell shows: one style, escaped user text, and drawings."""
 
 import re
 import types
@@ -40,7 +40,7 @@ def test_aligned_fits_its_width_and_loses_nothing(width):
     rows = [
         ("parameter", "array", "spec", "chosen by", "bytes/device"),
         ("decoder/blocks/0/attention/query/kernel", "float32[768, 12, 64]", '["data", "model", "-"]', "rule 2, line 14", "16.0 KiB"),
-        ("x" * 50, "float32[]", "whole", "default shard:data, but no dim divides by 4", "40 B"),
+        ("x" * 50, "float32[]", "full", "default shard:data, but no dim divides by 4", "40 B"),
     ]
     lines = aligned(rows, width=width)
     letters = lambda parts: sorted(re.sub(r"\s", "", "".join(parts)))
@@ -138,11 +138,11 @@ def test_a_mesh_is_drawn_by_its_devices():
 
 def test_an_array_is_drawn_by_its_pieces():
     mesh = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("data", "model"))
-    cut = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(mesh, PartitionSpec(None, "model")))
-    shown = viz.pieces(cut, ODD)
+    sharded = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(mesh, PartitionSpec(None, "model")))
+    shown = viz.pieces(sharded, ODD)
     assert re.findall(r'text-anchor="middle">([^<]*)<', shown) == ["1, 3, 5, 7", "0, 2, 4, 6"], "devices by number, not by place"
     assert "&lt;b&gt;odd" in shown and "<b>odd" not in shown
-    with pytest.raises(OptionError, match="on no mesh"):
+    with pytest.raises(OptionError, match="not on a mesh"):
         viz.pieces(np.zeros(3))
 
 

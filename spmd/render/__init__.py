@@ -1,1 +1,1 @@
-"""What reports and pictures are made of: HTML, SVG, sparklines."""
+"""Building blocks of reports and pictures: HTML, SVG, sparklines."""

@@ -1,4 +1,4 @@
-"""What drawings are when no file is asked for: a picture that a notebook shows where it is a cell's last line."""
+"""A drawing that a notebook shows if it is the last value of a cell."""
 
 import io
 from pathlib import Path
@@ -7,16 +7,16 @@ from typing import Any
 from spmd.errors import OptionError
 from spmd.user_paths import as_path, make_folder, wrap_os_errors
 
-DOTS = 130  # per inch of what is written and shown
+DOTS = 130  # per inch
 
 
 class Picture:
-    """A drawing, shown at the end of a notebook's cell; `figure` is the `matplotlib.figure.Figure`, with no window and no global state.
+    """A drawing for a notebook's cell; `figure` is the `matplotlib.figure.Figure`, without a window or global state.
 
     Example:
       >>> import spmd
-      >>> told = spmd.simulate(spmd.ParameterServer(), workers=4, steps=20)
-      >>> spmd.viz.timeline(told)
+      >>> account = spmd.simulate(spmd.ParameterServer(), workers=4, steps=20)
+      >>> spmd.viz.timeline(account)
       Picture of 1430 x 292 dots; .save("name.png") writes it
     """
 
@@ -24,21 +24,21 @@ class Picture:
         self.figure = figure
 
     def save(self, path: str | Path) -> Path:
-        """Into a file of the kind that its suffix says (.png, .svg, .pdf); its folder is made if it is not there.
+        """Write it to a file in the format of the suffix (.png, .svg, .pdf); its folder is created if needed.
 
         Raises:
-          OptionError: a suffix that says nothing.
+          OptionError: an unknown suffix.
         """
         path, kinds = as_path(path, "path"), self.figure.canvas.get_supported_filetypes()
         if path.suffix.removeprefix(".").lower() not in kinds:
-            raise OptionError(f'"{path}": its suffix does not say what kind of picture it is.', fix="such as .png, .svg or .pdf.")
+            raise OptionError(f'"{path}": the suffix does not name a format for pictures.', fix="such as .png, .svg or .pdf.")
         make_folder(path.parent, OptionError)
         with wrap_os_errors(path, OptionError):
             self.figure.savefig(path, dpi=DOTS)
         return path
 
     def png(self) -> bytes:
-        """The bytes of the PNG that a cell shows; its paper is white, on a dark page too."""
+        """The PNG that a cell shows; its background is white, also on a dark page."""
         buffer = io.BytesIO()
         self.figure.savefig(buffer, format="png", dpi=DOTS)
         return buffer.getvalue()

@@ -1,17 +1,17 @@
-"""Curves as a word of text and as a few lines of SVG, for what is shown while a run goes on and where an object stands alone in a cell."""
+"""Small curves as a few characters of text or as SVG, for progress displays and notebook cells."""
 
 import html
 import math
 from collections.abc import Mapping, Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
-WIDE = 30.0  # what spans more than this factor is drawn on a logarithmic scale
-MOST = 240  # points of a curve that are drawn; more are means of so many parts
-COLOURS = ("#3f74d1", "#d0692f")  # trained, evaluated: told apart by lightness too, on white and on black
+LOG_RANGE = 30.0  # a curve that spans more than this factor is drawn on a logarithmic scale
+MOST = 240  # points of a curve; longer curves are averaged to this many
+COLOURS = ("#3f74d1", "#d0692f")  # training, evaluation: they differ in lightness too, on white and on black
 
 
 def thinned(values: Sequence[float], count: int) -> list[float]:
-    """At most `count` values: means of equal parts.
+    """At most `count` values: the means of equal parts.
 
     >>> thinned([1, 3, 5, 7], 2)
     [2.0, 6.0]
@@ -23,38 +23,45 @@ def thinned(values: Sequence[float], count: int) -> list[float]:
 
 
 def spark(values: Sequence[float], width: int = 16) -> str:
-    """A curve as a word, the lowest bar for the smallest; "!" is what is not finite.
+    """A curve as text, the lowest bar for the smallest value; "!" for values that are not finite.
 
     >>> spark([4.0, 3.0, 2.0, 1.0]), spark([1.0, float("nan")])
     ('█▆▃▁', '▁!')
     """
     means = thinned(values, width)
-    known = [mean for mean in means if math.isfinite(mean)]
-    low, high = (min(known), max(known)) if known else (0.0, 0.0)
-    level = lambda mean: round((len(BARS) - 1) * (mean - low) / (high - low)) if high > low else 0
-    return "".join(BARS[level(mean)] if math.isfinite(mean) else "!" for mean in means)
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    span = high - low or 1.0
+    return "".join(BARS[round((len(BARS) - 1) * (mean - low) / span)] if math.isfinite(mean) else "!" for mean in means)
 
 
 def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float], width: int = 420, height: int = 150) -> str:
-    """One metric over steps as SVG: a line of what was trained, dots of what was evaluated; readable on white and on black."""
+    """One metric over steps as SVG: a line for training, dots for evaluations; readable on white and on black."""
     line = thinned_pairs({step: value for step, value in trained.items() if math.isfinite(value)})
     dots = [(step, value) for step, value in evaluated.items() if math.isfinite(value)]
     points = [*line, *dots]
     if not points:
         return f"<p>{html.escape(name)}: nothing was measured</p>"
     steps, values = [step for step, _ in points], [value for _, value in points]
-    log = min(values) > 0 and max(values) > WIDE * min(values)
+    log = min(values) > 0 and max(values) > LOG_RANGE * min(values)
     scale = math.log if log else float
     low, high = scale(min(values)), scale(max(values))
-    across = lambda step: 64 + (width - 74) * (step - min(steps)) / max(max(steps) - min(steps), 1)
-    up = lambda value: height - 25 - (height - 50) * ((scale(value) - low) / (high - low) if high > low else 0.5)
-    path = " ".join(f"{across(step):.1f},{up(value):.1f}" for step, value in line)
-    circles = "".join(f'<circle cx="{across(step):.1f}" cy="{up(value):.1f}" r="3" fill="{COLOURS[1]}"/>' for step, value in dots)
-    text = lambda x, y, word, anchor: f'<text x="{x}" y="{y:.0f}" text-anchor="{anchor}">{html.escape(word)}</text>'
+
+    def x(step: float) -> float:
+        return 64 + (width - 74) * (step - min(steps)) / max(max(steps) - min(steps), 1)
+
+    def y(value: float) -> float:
+        return height - 25 - (height - 50) * ((scale(value) - low) / (high - low) if high > low else 0.5)
+
+    def text(left: float, baseline: float, label: str, anchor: str) -> str:
+        return f'<text x="{left}" y="{baseline:.0f}" text-anchor="{anchor}">{html.escape(label)}</text>'
+
+    path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in line)
+    circles = "".join(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3" fill="{COLOURS[1]}"/>' for step, value in dots)
     labels = [
         text(64, 14, name + (", logarithmic" if log else ""), "start"),
-        text(60, up(max(values)) + 4, f"{max(values):.3g}", "end"),
-        text(60, up(min(values)) + 4, f"{min(values):.3g}", "end") if high > low else "",
+        text(60, y(max(values)) + 4, f"{max(values):.3g}", "end"),
+        text(60, y(min(values)) + 4, f"{min(values):.3g}", "end") if high > low else "",
         text(64, height - 8, f"step {min(steps)}", "start"),
         text(width - 10, height - 8, f"{max(steps)}", "end"),
     ]

@@ -1,4 +1,4 @@
-"""Pictures of a run, for a notebook's cell or a file: curve, mesh, a parameter server's clock, a pipeline's schedule; and a report."""
+"""Pictures of a run, for a notebook's cell or a file: curves, the mesh, shards, server timelines, pipelines; and an HTML report."""
 
 from spmd.render.picture import Picture
 from spmd.viz.device_map import devices, pieces

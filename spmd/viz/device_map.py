@@ -1,4 +1,4 @@
-"""Which device stands where on a mesh, and holds what of an array."""
+"""Where devices are on a mesh, and which shards of an array they hold."""
 
 import html
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from spmd.render.html import Html, framed, table
 
 
 def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> Html:
-    """The devices of a mesh by number, for a notebook's cell: the innermost axis runs to the right, all others down.
+    """The devices of a mesh by id, for a notebook's cell: the innermost axis horizontally, all others vertically.
 
     Args:
-      mesh: what `spmd.make_mesh` takes, or what it has given.
+      mesh: what `spmd.make_mesh` takes, or what it returns.
 
     Raises:
       MeshError: what `spmd.make_mesh` raises.
@@ -32,29 +32,29 @@ def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> 
 
 
 def pieces(array: jax.Array, name: str = "") -> Html:
-    """How an array is cut, for a notebook's cell: a square for each piece with the numbers of the devices that hold it.
+    """How an array is sharded, for a notebook's cell: a rectangle for each shard with the ids of the devices that hold it.
 
     Args:
-      array: on a mesh, such as one of `result.state.params`; the last dim goes across, all others down.
-      name: stands before its shape.
+      array: on a mesh, such as one of `result.state.params`; the last dim is drawn horizontally, all others vertically.
+      name: shown before its shape.
 
     Raises:
-      OptionError: an array that is on no mesh.
+      OptionError: the array is not on a mesh.
 
     Example:
       >>> import jax, spmd
       >>> from jax.sharding import NamedSharding, PartitionSpec
-      >>> whole = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(spmd.make_mesh("data=4,model=2"), PartitionSpec("model")))
-      >>> "float32[8, 4], spec [&quot;model&quot;]" in pieces(whole), "[0:4, :] on devices 0, 2, 4, 6" in pieces(whole)
+      >>> array = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(spmd.make_mesh("data=4,model=2"), PartitionSpec("model")))
+      >>> "float32[8, 4], spec [&quot;model&quot;]" in pieces(array), "[0:4, :] on devices 0, 2, 4, 6" in pieces(array)
       (True, True)
     """
     if not isinstance(getattr(array, "sharding", None), NamedSharding):
-        raise OptionError("pieces of what is on no mesh.", fix="an array that spmd has placed, such as one of result.state.params.")
+        raise OptionError("pieces of an array that is not on a mesh.", fix="an array placed by spmd, such as one of result.state.params.")
     return array_drawing(name, array)
 
 
 def mesh_table(mesh: Any) -> str:
-    """Sizes and kind of a mesh in a line, and the numbers of its devices below."""
+    """A line with the sizes and device kind of a mesh, and a table of its device ids."""
     *outer, inner = mesh.axis_names
     ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
     header = (", ".join(outer), *(f"{inner} {column}" for column in range(ids.shape[-1])))

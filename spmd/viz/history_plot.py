@@ -1,4 +1,4 @@
-"""The curve of a run: every metric over steps, as it was trained and as it was evaluated."""
+"""The learning curves of a run: every metric over steps, in training and evaluation."""
 
 from pathlib import Path
 from typing import Any, overload
@@ -9,8 +9,8 @@ from spmd.errors import import_extra
 from spmd.render.picture import Picture
 from spmd.run.history import History
 
-COLOURS = ("#3566c0", "#c4571f")  # trained, evaluated: told apart by lightness too
-WIDE = 30  # a metric that spans more than this factor is drawn on a logarithmic scale
+COLOURS = ("#3566c0", "#c4571f")  # training, evaluation: they differ in lightness too
+LOG_RANGE = 30  # a loss that spans more than this factor is drawn on a logarithmic scale
 
 
 @overload
@@ -18,16 +18,16 @@ def curve(history: History, path: None = None) -> Picture: ...
 @overload
 def curve(history: History, path: str | Path) -> Path: ...
 def curve(history: History, path: str | Path | None = None) -> Picture | Path:
-    """Draw train and evaluation metrics over steps: a picture for a notebook's cell, or into a file (.png, .svg, .pdf).
+    """Draw training and evaluation metrics over steps: a picture for a notebook's cell, or a file (.png, .svg, .pdf).
 
-    One panel per metric: a thin line is what each step measured, a thick one its moving average, dots are evaluations.
+    One panel per metric: the thin line is each step's value, the thick one the moving average, dots are evaluations.
 
     Returns:
-      The path of the file, whose folder is made if it is not there; a `Picture` without a path.
+      The path of the file, whose folder is created if needed; a `Picture` without a path.
 
     Raises:
       MissingExtraError: matplotlib is not installed (the extra `examples`).
-      OptionError: a suffix that says nothing.
+      OptionError: an unknown suffix.
 
     Example:
       >>> import tempfile
@@ -41,11 +41,11 @@ def curve(history: History, path: str | Path | None = None) -> Picture | Path:
 
 
 def figure(history: History) -> Any:
-    """The same drawing as a `matplotlib.figure.Figure`, with no window and no global state behind it."""
+    """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     make = import_extra("matplotlib.figure", "examples").Figure
     rows = list(history.rows())
-    steady = {name for name in history.known() if len({row[name] for row in rows}) < 2}  # nothing that was measured: no curve
-    names = list(dict.fromkeys(name.removeprefix("eval_") for name in history.names if name not in steady))
+    constant = {name for name in history.known() if len({row[name] for row in rows}) < 2}  # not measured, so not drawn
+    names = list(dict.fromkeys(name.removeprefix("eval_") for name in history.names if name not in constant))
     drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
     for axes, name in zip(np.atleast_1d(drawn.subplots(1, max(1, len(names)))), names or [""], strict=True):
         trained = [(row["step"], row[name]) for row in rows if name in row]
@@ -55,7 +55,7 @@ def figure(history: History) -> Any:
 
 
 def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> None:
-    """One metric: [points, 2] of (step, value), trained and evaluated."""
+    """One metric: arrays [points, 2] of (step, value)."""
     if len(trained):
         steps, smooth = _smoothed(trained)
         axes.plot(*trained.T, color=COLOURS[0], linewidth=0.7, alpha=0.35)
@@ -64,7 +64,7 @@ def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> 
         axes.plot(*evaluated.T, color=COLOURS[1], marker="o", markersize=3.5, linewidth=1.2, label="evaluation")
     values = np.concatenate([trained[:, 1], evaluated[:, 1]])
     values = values[np.isfinite(values)]
-    if len(values) and values.min() > 0 and values.max() > WIDE * values.min() and name == "loss":
+    if len(values) and values.min() > 0 and values.max() > LOG_RANGE * values.min() and name == "loss":
         axes.set_yscale("log")
     axes.set_title(name.replace("_", " "), loc="left", fontsize=11)
     axes.set_xlabel("step")
@@ -77,7 +77,7 @@ def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> 
 
 
 def _smoothed(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and the moving average over a fiftieth of the run, where the window is full."""
+    """Steps and the moving average over a fiftieth of the run, for full windows only."""
     window = max(1, len(points) // 50)
     average = np.convolve(points[:, 1], np.full(window, 1 / window), mode="valid")
     first = window // 2

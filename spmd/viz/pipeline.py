@@ -1,4 +1,4 @@
-"""The schedule of a pipeline as a picture: who works on which microbatch when, and who waits."""
+"""The schedule of a pipeline as a picture: which stage works on which microbatch when, and which stages are idle."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from spmd.nn.schedule import Schedule
 from spmd.render.picture import Picture
 
 FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#e4e4e4"  # of the first group of layers, and of the last
-LEGIBLE = 100  # ticks; in a wider table microbatches are not numbered
+LEGIBLE = 100  # ticks; in longer schedules microbatches are not numbered
 
 
 @overload
@@ -17,20 +17,20 @@ def schedule(given: Schedule | Mapping[str, Schedule], path: None = None) -> Pic
 @overload
 def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path) -> Path: ...
 def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path | None = None) -> Picture | Path:
-    """Draw a schedule: a picture for a notebook's cell, or into a file (.png, .svg, .pdf).
+    """Draw a schedule: a picture for a notebook's cell, or a file (.png, .svg, .pdf).
 
-    One line per stage, one cell per tick: blue forward, orange backward, grey idle; the number is the microbatch's. Where a stage has
+    One line per stage, one cell per tick: blue forward, orange backward, grey idle; the number is the microbatch's. If a stage has
     several groups of layers, later ones are paler.
 
     Args:
-      given: of `spmd.nn.schedule.make_schedule`; several, by title, are drawn below each other on the same axis of ticks.
+      given: from `spmd.nn.schedule.make_schedule`; several, by title, are drawn below each other on the same axis of ticks.
 
     Returns:
-      The path of the file, whose folder is made if it is not there; a `Picture` without a path.
+      The path of the file, whose folder is created if needed; a `Picture` without a path.
 
     Raises:
       MissingExtraError: matplotlib is not installed (the extra `examples`).
-      OptionError: no schedule, or a suffix that says nothing.
+      OptionError: not a schedule, or an unknown suffix.
 
     Example:
       >>> import tempfile
@@ -43,10 +43,10 @@ def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path | None =
 
 
 def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
-    """The same drawing as a `matplotlib.figure.Figure`, with no window and no global state behind it."""
+    """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     several = given if isinstance(given, Mapping) else {"": given}
     if not several or not all(isinstance(one, Schedule) for one in several.values()):
-        raise OptionError(f"schedule: {given!r} is no schedule.", fix="what make_schedule gives, or a dict of such by title.")
+        raise OptionError(f"schedule: {given!r} is not a schedule.", fix="what make_schedule returns, or a dict of these by title.")
     make = import_extra("matplotlib.figure", "examples").Figure
     ticks = max(one.ticks for one in several.values())
     heights = [one.stages + 1.6 for one in several.values()]

@@ -8,12 +8,12 @@ import pytest
 
 import spmd
 from spmd import viz
-from spmd.viz.server_timeline import COMPUTES, DROPPED, TRAVELS, timeline_figure
+from spmd.viz.server_timeline import COMPUTES, DROPPED, SENDS, timeline_figure
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def told(workers=4, steps=30, **words):
+def simulated(workers=4, steps=30, **words):
     words = {"compute_time": "exponential(1)", "network": {"bandwidth": "1kB/s"}} | words
     return spmd.simulate(spmd.ParameterServer(**words), workers=workers, steps=steps, bytes=(100.0, 50.0))
 
@@ -32,7 +32,7 @@ def bars(axes, colour):
 
 @pytest.mark.parametrize("words", [{"spares": 1}, {"mode": "asynchronous", "max_staleness": 3}, {"mode": "local", "every": 4}], ids=str)
 def test_every_gradient_is_where_the_clock_has_it(words):
-    account = told(**words)
+    account = simulated(**words)
     axes, spans = timeline_figure(account, seconds=account.seconds).axes[0], account.spans
     lost, end = spans.arrived & ~spans.applied, account.seconds
     inside = lambda a, b, which: sorted(
@@ -40,23 +40,23 @@ def test_every_gradient_is_where_the_clock_has_it(words):
     )
     assert bars(axes, COMPUTES) == inside(spans.began, spans.done, ~lost)
     assert bars(axes, DROPPED) == inside(spans.began, spans.done, lost) and lost.any() == (words.get("mode") != "local")
-    assert bars(axes, TRAVELS) == inside(spans.queued, spans.time, spans.time > spans.queued) != []
+    assert bars(axes, SENDS) == inside(spans.queued, spans.time, spans.time > spans.queued) != []
     ticks = next(drawn for drawn in axes.collections if len(drawn.get_segments() if hasattr(drawn, "get_segments") else ()))
     assert len(ticks.get_segments()) == account.updates
 
 
 def test_what_is_left_out_is_said():
-    account = told(workers=20, steps=100, mode="asynchronous", network={})
+    account = simulated(workers=20, steps=100, mode="asynchronous", network={})
     drawn = timeline_figure(account, begin=1.0, seconds=2.0, workers=5)
     assert "15 more workers are not drawn" in drawn.axes[0].get_title(loc="right") and drawn.axes[0].get_xlim() == (1.0, 3.0)
     assert f"1 to 3, of up to {account.seconds:,.4g}" in drawn.axes[0].get_xlabel()
     assert {line for *_, line in bars(drawn.axes[0], COMPUTES)} == set(range(5))
-    whole = timeline_figure(told(steps=3), seconds=1e6)
-    assert whole.axes[0].get_xlabel() == "simulated seconds" and "not drawn" not in whole.axes[0].get_title(loc="right")
+    full = timeline_figure(simulated(steps=3), seconds=1e6)
+    assert full.axes[0].get_xlabel() == "simulated seconds" and "not drawn" not in full.axes[0].get_title(loc="right")
 
 
 def test_several_have_one_axis_of_time():
-    drawn = timeline_figure({"one": told(), "other": told(mode="asynchronous")})
+    drawn = timeline_figure({"one": simulated(), "other": simulated(mode="asynchronous")})
     assert [axes.get_title(loc="left") for axes in drawn.axes] == ["one", "other"]
     assert len({axes.get_xlim() for axes in drawn.axes}) == 1
 
@@ -64,7 +64,7 @@ def test_several_have_one_axis_of_time():
 @pytest.mark.parametrize("more", [{"seconds": 0.0}, {"seconds": np.nan}, {"begin": 1e9}, {"begin": -1.0}, {"workers": 0}], ids=str)
 def test_nothing_to_draw_is_an_error(more, tmp_path):
     with pytest.raises(spmd.errors.OptionError, match=r"nothing would be drawn(.|\n)*fix:"):
-        viz.timeline(told(), tmp_path / "none.png", **more)
+        viz.timeline(simulated(), tmp_path / "none.png", **more)
     assert not list(tmp_path.iterdir())
 
 
