@@ -497,8 +497,8 @@ def test_the_lines_of_a_log_tell_the_bytes_of_each_step(tmp_path, start):
 def test_the_compression_ratio_is_against_the_same_exchange_made_exactly(reduction, layout, ratio):
     grads = spmd.Gradients(reduction, "bfloat16", diagnostics=True, start_step=1)
     trainer = trainer_of(grads, sizes=(64, 128, 256, 64), **layout)
-    constants = trainer.prepare(None)[0].constants
-    assert constants(0)["compression_ratio"] == 1 and constants(1)["compression_ratio"] == ratio
+    metrics = trainer.prepare(None)[0].static_metrics
+    assert metrics.at(0)["compression_ratio"] == 1 and metrics.at(1)["compression_ratio"] == ratio
 
 
 def test_callbacks_see_wire_bytes_and_may_watch_them(tmp_path):
