@@ -1,4 +1,4 @@
-"""Every exception spmd raises, and the one way problems are collected and worded.
+"""Every exception that spmd raises, and helpers that collect problems and format messages.
 
     SpmdError
     ├── MeshError            the mesh does not fit the devices, or cannot be read
@@ -6,23 +6,23 @@
     ├── ModelError           the model cannot be traced abstractly
     ├── LossError            the loss does not return what it should
     ├── OptimizerError       the optimizer is not an optax transformation
-    ├── DataError            the data cannot be cut into batches for this mesh
+    ├── DataError            the data cannot be split into batches for this mesh
     ├── CheckpointError      a checkpoint does not fit, or would be overwritten
-    ├── ExportError          a model cannot be written by itself, or such a folder cannot be read
-    ├── EnsembleError        members do not fit each other, or none has answered
-    ├── CompileError         the compiler fails on a step that is planned, or takes too long
-    ├── DeviceMemoryError            a step needs more memory than a device has
-    ├── CodecError           gradients cannot travel in this format on this backend
-    ├── ClusterError         the processes of a run cannot meet, or do not agree
-    │   └── RendezvousTimeout      some did not come in time; the next time they may
+    ├── ExportError          a model cannot be exported, or an exported folder cannot be read
+    ├── EnsembleError        members do not match, or none has answered
+    ├── CompileError         the compiler fails on a planned step, or takes too long
+    ├── DeviceMemoryError    a step needs more memory than a device has
+    ├── CodecError           this backend cannot encode gradients as the codec requires
+    ├── ClusterError         the processes of a run cannot connect, or their settings differ
+    │   └── RendezvousTimeout  some processes did not connect in time; a restart may help
     ├── CallbackError        a callback or a logger raises something else
-    ├── ProcessError         a process that a notebook has called fails, or is gone
+    ├── ProcessError         a process that a notebook started fails or exits
     ├── DivergedError        a watched metric stopped being finite
-    ├── OptionError          an argument of `fit`, `Trainer` or a callback that cannot be meant
+    ├── OptionError          an invalid argument of `fit`, `Trainer` or a callback
     └── MissingExtraError    an optional package is not installed (also an ImportError)
 
-All of them are raised before anything is compiled, except `DivergedError` and `CallbackError`, which need a run to have begun,
-`ProcessError`, which tells what became of a function, and `EnsembleError` where it tells what became of a question.
+All of them are raised before anything is compiled, except those about a run that has started: `DivergedError`, `CallbackError`,
+`ProcessError`, and `EnsembleError` about a request.
 """
 
 import contextlib
@@ -41,18 +41,18 @@ from typing import Any
 
 from spmd.deprecated import moved
 
-SHOWN = 100  # problems told in full; more than that have one cause, and nobody reads them
-LINE, TEXT = 1000, 40_000  # characters of one line of an error, and of all of it
-VALUE = 160  # characters of a value in an error
+SHOWN = 100  # problems listed in full: more than that usually share one cause
+LINE, TEXT = 1000, 40_000  # the most characters in one line of an error, and in the entire text
+VALUE = 160  # the most characters of a value in an error
 
 
 class SpmdError(Exception):
-    """Base of every error that this library raises on purpose. Its text is bounded, however large the user's data.
+    """Base of every error that this library raises on purpose. The length of its text is bounded.
 
     Attributes:
-      fix: what to do about it; "" where there is none, or one for each problem.
-      problems: a `Problem` for each thing that is wrong, when an error collects several.
-      path, rule, line, kind: the parameter's path, the rule and line of the layout file, the kind of problem; None where they do not apply.
+      fix: what to do about it; "" if there is none, or if each problem has its own.
+      problems: one `Problem` for each thing that is wrong, if the error collects several.
+      path, rule, line, kind: as in `Problem`, if all problems agree on them; else None.
 
     Example:
       >>> import spmd
@@ -81,7 +81,7 @@ class LayoutError(SpmdError):
 
 
 class ModelError(SpmdError):
-    """The model is of no known kind, or cannot be traced without data."""
+    """The model is of an unknown type, or cannot be traced without data."""
 
 
 class LossError(SpmdError):
@@ -93,7 +93,7 @@ class OptimizerError(SpmdError):
 
 
 class DataError(SpmdError):
-    """The data cannot be cut into batches for this mesh."""
+    """The data cannot be split into batches for this mesh."""
 
 
 class CheckpointError(SpmdError):
@@ -105,27 +105,27 @@ class ExportError(SpmdError):
 
 
 class EnsembleError(SpmdError):
-    """Members of an ensemble do not fit each other, or cannot do what is asked; or none of them has answered in time."""
+    """Members of an ensemble do not match, do not support the request, or none of them answered in time."""
 
 
 class CompileError(SpmdError):
-    """The compiler fails on a step that is planned, or takes longer than it may."""
+    """The compiler fails on a planned step, or exceeds the time limit."""
 
 
 class DeviceMemoryError(SpmdError):
-    """A step needs more memory than a device has, as the compiler says; or the trials of a sweep do."""
+    """A step, or the trials of a sweep, need more memory than a device has, according to the compiler."""
 
 
 class CodecError(SpmdError):
-    """A codec does not do on this backend what it promises."""
+    """A codec does not work as specified on this backend."""
 
 
 class ClusterError(SpmdError):
-    """The processes of a run cannot meet, or do not agree; names who, what and both values. To start again does not help."""
+    """The processes of a run cannot connect, or their settings differ: names them and both values. A restart does not help."""
 
 
 class RendezvousTimeout(ClusterError):
-    """Some processes did not come in time, or could not be reached; the next time they may."""
+    """Some processes did not connect in time, or could not be reached; a restart may help."""
 
 
 class CallbackError(SpmdError):
@@ -133,10 +133,10 @@ class CallbackError(SpmdError):
 
 
 class ProcessError(SpmdError):
-    """A process that `spmd.launch.run` has called fails, ends, or has a result that cannot be sent; names it, and has its traceback.
+    """A process of `spmd.launch.run` fails, exits, or has a result that cannot be sent; includes its rank and traceback.
 
     Attributes:
-      process: its rank; None where it is not one alone.
+      process: its rank; None if there are several.
     """
 
     def __init__(self, message: str, process: int | None = None, **fields: Any):
@@ -149,30 +149,44 @@ class DivergedError(SpmdError):
 
 
 class OptionError(SpmdError):
-    """An argument that is unknown, contradictory or out of range."""
+    """An argument is unknown, contradictory or out of range."""
 
 
 class MissingExtraError(SpmdError, ImportError):
-    """An optional package is missing; the message names the extra that brings it."""
+    """An optional package is missing; the message names the extra that installs it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where it is, why (with the numbers), and a fix that was checked."""
+    """One thing that is wrong: where it is, why (with the numbers), and a verified fix.
+
+    Attributes:
+      also: a line about other places with the same problem; "" if there are none.
+      path: of the parameter, submodule or batch leaf; None if it is about none, like each of the following.
+      rule: the rule's number in its table, from 1.
+      line: of the layout file.
+      kind: "unknown_key", "invalid_value", "unread_key", "unknown_axis", "repeated_axis", "no_match", "overlap", "no_rule",
+        "wrong_rank", "not_divisible", "unused_axis", "too_much_replicated" or "conflict".
+    """
 
     where: str
     why: Sequence[str]
     fix: str = ""
+    also: str = ""
+    path: str | None = None
+    rule: int | None = None
+    line: int | None = None
+    kind: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"  {self.where}", *(f"      {line}" for line in self.why)]
+        lines = [f"  {self.where}", *(f"      {line}" for line in (self.also, *self.why) if line)]
         if self.fix:
             lines.append(f"      fix: {self.fix}")
         return "\n".join(lines)
 
 
 def problems_text(headline: str, problems: Sequence[Problem], note: str = "") -> str:
-    """The headline, the count, and every problem below it, one blank line apart; of very many, the first `SHOWN`."""
+    """The headline, the count, and every problem below it, separated by blank lines; at most the first `SHOWN`."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     count = f"{count} ({note}):" if note else f"{count}:"
     more = [f"  and {len(problems) - SHOWN} more problems."] if len(problems) > SHOWN else []
@@ -182,11 +196,13 @@ def problems_text(headline: str, problems: Sequence[Problem], note: str = "") ->
 def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Problem], note: str = "") -> None:
     """Raise `error` with all problems at once; do nothing when there are none."""
     if problems:
-        raise error(problems_text(headline, problems, note), problems=problems)
+        values = {field: {getattr(problem, field) for problem in problems} for field in ("path", "rule", "line", "kind")}
+        common = {field: found.pop() for field, found in values.items() if len(found) == 1}
+        raise error(problems_text(headline, problems, note), problems=problems, **common)
 
 
 def bounded(text: str) -> str:
-    """A text whose lines, and which itself, are of a length that can be read.
+    """The text, truncated to at most `LINE` characters a line and about `TEXT` in all.
 
     >>> len(bounded("x" * 38_400)), bounded("short")
     (1018, 'short')
@@ -200,7 +216,7 @@ def _clipped(text: str, most: int) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Python's own representation of small values; of large ones the beginning."""
+    """`repr` of small values, and the beginning of the `repr` of large ones."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +224,7 @@ class _Short(reprlib.Repr):
         self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, VALUE, VALUE, VALUE
 
     def repr1(self, x: Any, level: int) -> str:
-        """One value; of an array its kind, dtype and shape."""
+        """One value; an array as its type, dtype and shape."""
         if isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype") and x.shape:
             return f"{type(x).__name__} {x.dtype}{list(x.shape)}"
         if callable(x) and hasattr(x, "__qualname__"):
@@ -217,7 +233,7 @@ class _Short(reprlib.Repr):
 
 
 def short_repr(value: Any) -> str:
-    """A value of the user's, as an error shows it: never more than a line.
+    """A user's value as errors show it: at most one line.
 
     >>> short_repr("fdsp"), short_repr(list(range(100))), short_repr(len)
     ("'fdsp'", '[0, 1, 2, 3, 4, 5, 6, 7, ...]', 'len')
@@ -226,13 +242,13 @@ def short_repr(value: Any) -> str:
 
 
 def check_integer(value: Any, name: str, least: int = 1) -> None:
-    """Refuse what is no whole number from `least` on."""
+    """Raise `OptionError` unless `value` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise OptionError(f"{name}={short_repr(value)}: a whole number from {least}.")
 
 
 def join_names(names: Iterable[str], most: int = 8) -> str:
-    """Names one after the other; of many, the first and how many there are.
+    """Names separated by commas; of many, the first and their number.
 
     >>> join_names(["a", "b"]), join_names(map(str, range(100)), most=3)
     ('a, b', '0, 1, 2, ... (100 in all)')
@@ -242,7 +258,7 @@ def join_names(names: Iterable[str], most: int = 8) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's type and the first line of what it says.
+    """An exception's type and the first line of its message.
 
     >>> first_line(ValueError("boom"))
     'ValueError: boom'
@@ -251,7 +267,7 @@ def first_line(error: BaseException) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """The user's own line that an exception passed last, as a line of an error; "" where there is none."""
+    """The last line of user code in an exception's traceback, formatted for an error; "" if there is none."""
     libraries = (os.path.dirname(__file__), *sysconfig.get_paths().values(), sys.base_prefix + f"{os.sep}lib", "<frozen")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
     return (
@@ -261,7 +277,7 @@ def user_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def raise_callback_errors(who: Callable[[], str]) -> Iterator[None]:
-    """Around calls of a user's callback or logger: what it raises comes out as a `CallbackError` that names it."""
+    """Raise exceptions of a user's callback or logger as a `CallbackError` that names it; `SpmdError`s pass unchanged."""
     try:
         yield
     except SpmdError:
@@ -272,7 +288,7 @@ def raise_callback_errors(who: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def note_second_error(error: BaseException, what: str) -> Iterator[None]:
-    """In the block, which is there because of `error`, what fails as well becomes a note beside it."""
+    """While `error` is handled, add a further exception to it as a note instead of raising it."""
     try:
         yield
     except Exception as second:
@@ -280,7 +296,7 @@ def note_second_error(error: BaseException, what: str) -> Iterator[None]:
 
 
 def printable(text: str, most: int = 2000) -> str:
-    r"""What another process said, for a terminal: no control characters, and no more than so many letters.
+    r"""Text of another process, safe for a terminal: control characters escaped, at most `most` characters.
 
     >>> printable("a\x1b[31mred\nline")
     'a\\x1b[31mred\\nline'
@@ -292,7 +308,7 @@ def printable(text: str, most: int = 2000) -> str:
 def first_problem(error: SpmdError) -> str:
     """The first problem of an error, in one line and without its fix.
 
-    >>> problem = Problem("w   float32[3]", ["3 / 2 leaves 1."], "4.")
+    >>> problem = Problem("w   float32[3]", ["3 / 2 leaves 1."], "4.", path="w")
     >>> first_problem(LayoutError("it does not fit", problems=[problem]))
     'w: 3 / 2 leaves 1.'
     >>> first_problem(LossError("the loss fails", fix="another."))
@@ -300,8 +316,7 @@ def first_problem(error: SpmdError) -> str:
     """
     if error.problems:
         problem = error.problems[0]
-        why = next((line for line in problem.why if not line.startswith("and ")), error.message.partition("\n")[0])
-        return f"{problem.where.split('   ')[0].strip()}: {why}"
+        return f"{problem.path or problem.where}: {next(iter(problem.why), error.message.partition(chr(10))[0])}"
     lines = error.message.splitlines()
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
@@ -319,7 +334,7 @@ def type_name(value: object) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None when nothing is near.
+    """The known word most similar to `word`, or None if none is similar.
 
     >>> closest("modle", ["data", "model"])
     'model'
@@ -356,7 +371,7 @@ def import_extra(module: str, extra: str):
 
 
 def how_to_install(extra: str) -> str:
-    """What installs an extra. There is no package to be had under this name, so it is said from a checkout only.
+    """The command that installs an extra, from a checkout: the package is not published under this name.
 
     >>> how_to_install("export")
     "in the checkout of spmd: pip install '.[export]'"

@@ -121,7 +121,7 @@ def check_leaves(tree: Tree, what: str) -> int:
         raise DataError(f"{what}: {join_names(unsupported)} cannot be placed on a device.", fix="numbers instead, or leave it out.")
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
-        problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."]) for path, size in sizes.items()]
+        problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."], path=path) for path, size in sizes.items()]
         rows = sorted(sizes.values())
         problems[-1] = dataclasses.replace(
             problems[-1], fix=f"the same number of rows in every leaf; the smallest has {rows[0]}, the largest {rows[-1]}."
@@ -158,9 +158,10 @@ def batch_differences(sample: Tree, trained: Tree) -> list[Problem]:
         if path not in leaves:
             problems.append(Problem(path or "the array", [f"is missing; training batches have {describe(first[path])}."]))
         elif path not in first:
-            problems.append(Problem(f"{path}   {describe(leaves[path])}".strip(), ["is not in training batches."]))
+            problems.append(Problem(f"{path}   {describe(leaves[path])}".strip(), ["is not in training batches."], path=path or None))
         elif (leaves[path].shape[1:], leaves[path].dtype) != (first[path].shape[1:], first[path].dtype):
-            problems.append(Problem(f"{path}   {describe(leaves[path])}".strip(), [f"is {describe(first[path])} in training batches."]))
+            why = f"is {describe(first[path])} in training batches."
+            problems.append(Problem(f"{path}   {describe(leaves[path])}".strip(), [why], path=path or None))
     return problems
 
 
@@ -193,13 +194,15 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
     for path, leaf in flatten(tree).items():
         claimed = matching_rules(layout.batch.rules, path)
         if len(claimed) > 1:
-            problems.append(Problem(f"{path}   {describe(leaf)}", [f"{len(claimed)} batch rules match this leaf."]))
+            problems.append(
+                Problem(f"{path}   {describe(leaf)}", [f"{len(claimed)} batch rules match this leaf."], path=path, kind="overlap")
+            )
             continue
         spec = layout.batch.rules[claimed[0]].spec if claimed else layout.batch.spec
         lines = [] if problems and problems[0].where.startswith("batch of") else spec_problems(spec, np.shape(leaf), mesh)
         if lines:
             fix = f'add [[batch.rules]]  path = "{path}"  spec = {spec_text(spec[:1])}.'
-            problems.append(Problem(f"{path}   {describe(leaf)}   spec {spec_text(spec)}", lines, fix))
+            problems.append(Problem(f"{path}   {describe(leaf)}   spec {spec_text(spec)}", lines, fix, path=path))
         if tuple(axis for axis in spec_axes(spec[:1])) != data:
             problems.append(
                 Problem(

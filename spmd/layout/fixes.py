@@ -1,4 +1,4 @@
-"""Cures for layouts that do not fit: specs and patterns that were tried on the model before they are proposed."""
+"""Fixes for layouts that do not fit: specs and patterns, verified on the model."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ SHOWN = 3  # names in a list before "and N more"
 
 
 def spec_problems(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> list[str]:
-    """Why `spec` cannot lay out an array of `shape` on `mesh`, with the numbers; empty when it can."""
+    """Why `spec` does not fit an array of `shape` on `mesh`, with the numbers; empty if it fits."""
     if len(spec) > len(shape):
         return [f"the spec has {len(spec)} entries, the array has {len(shape)} dim{'s' * (len(shape) != 1)}."]
     lines = []
@@ -26,19 +26,19 @@ def spec_problems(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> list[st
 
 
 def fitting_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
-    """The spec nearest to `spec` that fits: entries that do not divide made whole; of a long one, the end that cuts more.
+    """The spec nearest to `spec` that fits: entries that do not divide become None; a spec that is too long loses one end.
 
     >>> fitting_spec((None, "model"), (64,), MeshSpec.parse("model=2"))
     ('model',)
     """
     rank = len(shape)
     ends = [spec] if len(spec) <= rank else [spec[:rank], spec[len(spec) - rank :]]
-    whole_or = lambda dim, entry: None if shape[dim] % num_shards((entry,), mesh) else entry
-    return max((tuple(whole_or(dim, entry) for dim, entry in enumerate(end)) for end in ends), key=lambda end: len(spec_axes(end)))
+    fitting = (tuple(None if shape[dim] % num_shards((entry,), mesh) else entry for dim, entry in enumerate(end)) for end in ends)
+    return max(fitting, key=lambda end: len(spec_axes(end)))
 
 
 def spec_fix(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> tuple[str, str]:
-    """A spec near to `spec` that fits, with its arithmetic; and the width that would fit `spec` itself, or ""."""
+    """A spec near to `spec` that fits, with its arithmetic; and a width that would fit `spec` itself, or ""."""
     fixed = fitting_spec(spec, shape, mesh)
     sums = [
         f"{shape[dim]} / {num_shards((entry,), mesh)} = {shape[dim] // num_shards((entry,), mesh)}"
@@ -63,35 +63,35 @@ def rule_fix(rules: tuple[Rule, ...], number: int | None, pattern: str | None, s
 
 
 def except_text(rule: Rule, patterns: Iterable[str]) -> str:
-    """The whole `except` line of a rule, with more patterns in it."""
+    """The `except` line of a rule, with more patterns added."""
     return "except = [" + ", ".join(f'"{pattern}"' for pattern in (*rule.except_, *patterns)) + "]"
 
 
 def overlap_fix(rules: tuple[Rule, ...], claimed: Sequence[int], claims: Mapping[str, Sequence[int]]) -> str:
-    """Which rules should leave a parameter to another: the one that claims the fewest keeps it."""
+    """Exceptions that leave a parameter to one rule: the one with the fewest matches."""
     sizes = Counter(index for indices in claims.values() for index in indices)
     keeper = min(reversed(claimed), key=lambda index: sizes[index])
     fixes = []
     for other in (index for index in claimed if index != keeper):
         shared = sum(keeper in indices and other in indices for indices in claims.values())
         if shared == sizes[other]:
-            fixes.append(f"take {rule_name(rules, other)} out: it matches nothing that {rule_name(rules, keeper)} does not")
+            fixes.append(f"remove {rule_name(rules, other)}: {rule_name(rules, keeper)} matches all of its parameters")
         else:
             fixes.append(f"{except_text(rules[other], [rules[keeper].path])}  in {rule_name(rules, other)}")
     return "; ".join(fixes) + "."
 
 
 def path_fix(pattern: str, paths: Iterable[str]) -> str:
-    """The nearest pattern that matches something, with how many; else what there is to match."""
+    """The nearest pattern that matches something, with the number of matches; else the first paths."""
     paths = list(paths)
     near = suggest(pattern, paths)
     if near:
         return f'did you mean "{near[0]}"? It matches {near[1]}.'
-    return f"take the pattern out, or match one of: {first_names(paths)}."
+    return f"remove the pattern, or match one of: {first_names(paths)}."
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first names, and how many more there are.
+    """The first names, and the number of further ones.
 
     >>> first_names(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

@@ -1,4 +1,4 @@
-"""From a layout and the shapes of a model to the spec of every array. Pure: shapes in, specs out, no devices."""
+"""The spec of every array, from a layout and the shapes of a model. Pure functions, no devices."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ Names = tuple[str | tuple[str, ...] | None, ...]  # a parameter's logical axis n
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where one parameter lives: `spec` for itself, `state_spec` for its optimizer state, and what decided it."""
+    """The spec of a parameter, `state_spec` of its optimizer state, and what chose them."""
 
     path: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Placement:
     chosen_by: str
 
     def bytes_per_device(self, mesh: MeshSpec) -> int:
-        """Bytes of this parameter that one device holds."""
+        """Bytes of this parameter on one device."""
         return self.nbytes // num_shards(self.spec, mesh)
 
     def copies(self, mesh: MeshSpec) -> int:
@@ -57,7 +57,7 @@ class Resolved:
         return math.prod(self.mesh.sizes[axis] for axis in self.data_axes)
 
     def idle_axes(self) -> tuple[str, ...]:
-        """Mesh axes of size > 1 along which every device repeats the same work, because nothing names them."""
+        """Mesh axes of size > 1 along which every device repeats the same work, because neither specs nor tables use them."""
         used = {axis for place in self.placements.values() for axis in spec_axes(place.spec) + spec_axes(place.state_spec)}
         used |= set(spec_axes(self.layout.batch.spec))
         used |= {axis for rule in (*self.layout.batch.rules, *self.layout.activations) for axis in spec_axes(rule.spec)}
@@ -71,12 +71,12 @@ def pspec(spec: Spec) -> PartitionSpec:
 
 
 def num_shards(spec: Spec, mesh: MeshSpec) -> int:
-    """Into how many pieces the spec cuts an array."""
+    """The number of shards into which the spec splits an array."""
     return math.prod(mesh.sizes[axis] for axis in spec_axes(spec))
 
 
 def matching_rules(rules: tuple[Rule, ...] | tuple[GradientRule, ...], path: str) -> list[int]:
-    """Indices of the rules that claim `path`."""
+    """Indices of the rules that match `path`."""
     return [
         index
         for index, rule in enumerate(rules)
@@ -85,13 +85,13 @@ def matching_rules(rules: tuple[Rule, ...] | tuple[GradientRule, ...], path: str
 
 
 def codec_rule(gradients: Gradients, path: str) -> Gradients | GradientRule:
-    """What names the codec of a parameter's gradient and its options: the rule that claims it, or `[gradients]` itself."""
+    """The source of the codec of a parameter's gradient, and of its options: the matching rule, or `[gradients]` itself."""
     claimed = matching_rules(gradients.rules, path)
     return gradients.rules[claimed[0]] if claimed else gradients
 
 
 def rule_name(rules: tuple[Rule, ...] | tuple[GradientRule, ...], index: int) -> str:
-    """How tables and errors call a rule: its number, and its line when it came from a file."""
+    """The name of a rule in tables and errors: its number, and its line if it came from a file."""
     line = rules[index].line
     return f"rule {index + 1}, line {line}" if line else f"rule {index + 1}"
 
@@ -103,16 +103,16 @@ def resolve(
     mesh: MeshSpec,
     stacks: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Resolved:
-    """The placement of every parameter, for a layout that `check` has found to fit.
+    """The placement of every parameter, for a layout that passed the checks of `fit_layout`.
 
     The order is: a path rule; else the `[axes]` of the layout, when the parameter carries logical axis names and the
-    layout has any; else the default. Of a stack's parameter these decide about one layer's; its dim 0, the layers, is cut over the axis of
-    `[pipeline]`, if there is one.
+    layout has any; else the default. For a stacked parameter these apply to one layer; dim 0, the layers, is sharded over the axis
+    of `[pipeline]`, if any.
 
     Args:
-      params: shape and dtype by path; of a stack's parameter those of one layer.
+      params: shape and dtype by path; of one layer for stacked parameters.
       names: logical axis names by path, for parameters that carry them.
-      stacks: how many layers there are, by path, for parameters of stacks.
+      stacks: the number of layers, by path, of stacked parameters.
     """
     placements = {}
     for path, leaf in params.items():
@@ -141,10 +141,14 @@ def choose(layout: Layout, path: str, shape: tuple[int, ...], names: Names | Non
     if names and axes:
         return named_spec(names, axes), f"axes ({names_text(names)})"
     kind, _, axis = layout.default.params.partition(":")
-    if kind != "shard":
-        return (), f"default {kind}"
-    spec = shard_largest_dim((), shape, axis, mesh)
-    return spec, f"default shard:{axis}" if spec else f"default shard:{axis}, but no dim divides by {mesh.sizes[axis]}"
+    spec = shard_largest_dim((), shape, axis, mesh) if kind == "shard" else ()
+    no_dim = f", but no dim divides by {mesh.sizes[axis]}" if kind == "shard" and not spec else ""
+    return spec, default_origin(layout) + no_dim
+
+
+def default_origin(layout: Layout) -> str:
+    """`Placement.chosen_by` of parameters to which the layout's default applies."""
+    return f"default {layout.default.params}"
 
 
 def named_spec(names: Names, axes: Mapping[str, Entry]) -> Spec:
@@ -158,7 +162,7 @@ def named_spec(names: Names, axes: Mapping[str, Entry]) -> Spec:
 
 
 def each_name(names: Names) -> tuple[str, ...]:
-    """Every logical axis name there is, in order."""
+    """All logical axis names, in order."""
     return tuple(name for entry in names for name in entry_axes(entry))
 
 
@@ -168,7 +172,7 @@ def names_text(names: Names) -> str:
 
 
 def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh: MeshSpec) -> Spec:
-    """The spec with `axis` added to the largest whole dim it divides; unchanged when there is none, or it is in use.
+    """The spec with `axis` added to the largest unsharded dim that it divides; unchanged if there is none, or if the axis is in use.
 
     >>> shard_largest_dim((None, "model"), (512, 64), "data", MeshSpec.parse("data=4,model=2"))
     ('data', 'model')

@@ -1,16 +1,16 @@
-"""Layouts as text: TOML to `Layout` and back, remembering on which line each rule stands."""
+"""TOML to `Layout`, with the line number of each rule and of each problem."""
 
 import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from spmd.errors import LayoutError, Problem, closest, did_you_mean, raise_problems, short_repr, type_name
-from spmd.layout.gradients import OPTIONS, GradientRule, Gradients, Options, gradient_problems
+from spmd.layout.gradients import OPTIONS, Conflict, GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.match import compiled
 from spmd.layout.schema import REPLICATED, Batch, Default, Entry, Layout, OptimizerState, Remat, Rule, Spec
 from spmd.layout.timing import as_toml
@@ -30,7 +30,7 @@ CHOICES = {
 }
 
 
-KINDS = {  # how errors call what Python calls a type, and one that is right
+KINDS = {  # Python types: how errors name them, and an example
     str: ("a string", '"data"'),
     bool: ("true or false", "true"),
     int: ("a whole number", "2"),
@@ -54,11 +54,11 @@ def load(source: str | Path | Layout) -> Layout:
     """A shipped layout's name, a path to a TOML file, or a `Layout`, as a checked `Layout`.
 
     Raises:
-      LayoutError: no such layout or file, TOML that does not parse, or a key or value that means nothing; all
-        problems of the file at once, each with its line.
+      LayoutError: no such layout or file, invalid TOML, or unknown keys and values: all problems of the file at once, each
+        with its line.
     """
     if isinstance(source, Layout):
-        loads(dumps(source), f'layout "{source.name}"', written=False)  # one checker for both spellings
+        loads(dumps(source), f'layout "{source.name}"', written=False)  # the same checks as for a file
         return source
     if not isinstance(source, str | Path):
         known = ", ".join(shipped())
@@ -84,25 +84,25 @@ def load(source: str | Path | Layout) -> Layout:
 
 
 def _display(path: Path) -> str:
-    """A shipped file by its short name; a user's file as they gave it."""
+    """A shipped file by its short name; a user's file as given."""
     return f"layouts/{path.name}" if path.parent == shipped_folder() else str(path)
 
 
 def loads(text: str, where: str = "layout", name: str = "layout", *, written: bool = True) -> Layout:
-    """A layout from TOML text. `where` is how errors name the text; of one nobody has written they name no lines."""
+    """A layout from TOML text. Errors call it `where`, and give line numbers unless `written` is False (generated text)."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise LayoutError(_syntax_text(text, where, str(error))) from error
+        raise LayoutError(_syntax_text(text, where, str(error)), kind="syntax") from error
     reader = _Reader(text if written else "")
     layout = dataclasses.replace(reader.layout(data, name), source=where)
-    problems = [problem for _, problem in sorted(reader.problems, key=lambda found: found[0] or len(text))]
+    problems = sorted(reader.problems, key=lambda problem: problem.line or len(text))
     raise_problems(LayoutError, f"{where} cannot be read", problems)
     return layout
 
 
 def _syntax_text(text: str, where: str, message: str) -> str:
-    """What the parser said, with the line it stopped at."""
+    """The parser's message, with the line at which it stopped."""
     fix = "\n    fix: strings in double quotes, one key = value on a line; `spmd layouts show data_parallel` prints a layout that is right."
     found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message)
     if not found:
@@ -112,11 +112,13 @@ def _syntax_text(text: str, where: str, message: str) -> str:
 
 
 class _Reader:
-    """Walks parsed TOML, collecting every problem with the line it stands on."""
+    """Reads parsed TOML and collects every problem with its line."""
 
     def __init__(self, text: str):
         self.lines = text.splitlines()
-        self.problems: list[tuple[int | None, Problem]] = []
+        self.problems: list[Problem] = []
+        self.places: set[str] = set()  # where the problems are, without line numbers
+        self.rule_number: int | None = None  # of the rule that is being read, from 1
 
     def layout(self, data: dict[str, Any], name: str) -> Layout:
         self.unknown(data, tuple(f.name for f in dataclasses.fields(Layout) if f.compare), "")
@@ -143,8 +145,10 @@ class _Reader:
 
     # one method per kind of value ----------------------------------------------------------------------------------
 
-    def problem(self, where: str, why: str, fix: str = "", line: int | None = None) -> None:
-        self.problems.append((line, Problem(f"line {line}: {where}" if line else where, [why], fix)))
+    def problem(self, where: str, why: str, fix: str = "", line: int | None = None, kind: str = "invalid_value") -> None:
+        self.places.add(where)
+        text = f"line {line}: {where}" if line else where
+        self.problems.append(Problem(text, [why], fix, rule=self.rule_number, line=line, kind=kind))
 
     def line(self, pattern: str, nth: int = 0) -> int | None:
         found = [number for number, line in enumerate(self.lines, 1) if re.match(pattern, line)]
@@ -166,8 +170,8 @@ class _Reader:
     def unknown(self, table: dict[str, Any], known: tuple[str, ...], section: str) -> None:
         for key in table:
             if key not in known:
-                where = f"[{section}] {key}" if section else key
-                self.problem(f"unknown key: {where}", "nothing reads it.", did_you_mean(key, known), self.key_line(section, key))
+                where, line = f"[{section}] {key}" if section else key, self.key_line(section, key)
+                self.problem(f"unknown key: {where}", "nothing reads it.", did_you_mean(key, known), line, "unknown_key")
 
     def value(self, table: dict[str, Any], key: str, default: Any, kinds: Any, section: str = "") -> Any:
         value = table.get(key, default)
@@ -195,30 +199,37 @@ class _Reader:
         return tuple(sizes.items())
 
     def spec(self, value: Any, where: str, line: int | None) -> Spec:
-        entry_ok: Callable[[Any], bool] = lambda e: isinstance(e, str) and e != ""
-        ok = isinstance(value, list) and all(entry_ok(e) or (isinstance(e, list) and e and all(map(entry_ok, e))) for e in value)
-        if not ok:
+        def is_axis(entry: Any) -> bool:
+            return isinstance(entry, str) and entry != ""
+
+        def is_entry(entry: Any) -> bool:
+            return is_axis(entry) or (isinstance(entry, list) and bool(entry) and all(map(is_axis, entry)))
+
+        if not (isinstance(value, list) and all(map(is_entry, value))):
             why = f"spec {as_toml(value)} is not a list of mesh axes."
-            self.problem(where, why, 'one entry per dim, "-" for whole, such as ["data", "-"].', line)
+            self.problem(where, why, 'one entry per dim, "-" for replicated, such as ["data", "-"].', line)
             return ()
         return tuple(_entry(entry) for entry in value)
 
     def rules(self, table: dict[str, Any], key: str, section: str = "") -> tuple[Rule, ...]:
         return tuple(self.rule(*found) for found in self.items(table, key, section))
 
-    def items(self, table: dict[str, Any], key: str, section: str) -> list[tuple[dict[str, Any], str, int | None]]:
-        """The tables of a list of rules, each with how errors call it, and its line."""
+    def items(self, table: dict[str, Any], key: str, section: str) -> Iterator[tuple[dict[str, Any], str, int | None]]:
+        """The tables of a list of rules, each with its name in errors and its line."""
         header, items = f"{section}.{key}" if section else key, table.get(key, [])
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
             self.problem(header, "is not a list of rules.", f"write [[{header}]] on a line of its own.", self.key_line("", header))
-            return []
-        line = lambda number: self.line(rf"\s*\[\[\s*{re.escape(header)}\s*\]\]", number)
-        return [(item, f"[[{header}]] rule {number + 1}", line(number)) for number, item in enumerate(items)]
+            return
+        for number, item in enumerate(items):
+            self.rule_number = number + 1
+            yield item, f"[[{header}]] rule {number + 1}", self.line(rf"\s*\[\[\s*{re.escape(header)}\s*\]\]", number)
+        self.rule_number = None
 
     def rule(self, item: dict[str, Any], where: str, line: int | None) -> Rule:
         for key in item:
             if key not in ("path", "spec", "except"):
-                self.problem(f"{where}: unknown key {key}", "nothing reads it.", did_you_mean(key, ("path", "spec", "except")), line)
+                fix = did_you_mean(key, ("path", "spec", "except"))
+                self.problem(f"{where}: unknown key {key}", "nothing reads it.", fix, line, "unknown_key")
         path, excepted = self.paths(item, where, line)
         if "spec" not in item:
             self.problem(where, "has no spec.", 'such as  spec = ["-", "model"].', line)
@@ -226,7 +237,7 @@ class _Reader:
         return Rule(path, spec, excepted, line)
 
     def paths(self, item: dict[str, Any], where: str, line: int | None) -> tuple[str, tuple[str, ...]]:
-        """What a rule matches, and what it leaves out."""
+        """The patterns of a rule: what it matches, and its exceptions."""
         if "path" not in item:
             self.problem(where, "has no path.", 'such as  path = "**/kernel".', line)
         excepted = item.get("except", [])
@@ -240,7 +251,7 @@ class _Reader:
         known: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Gradients) if f.name not in ("options", "rules")}
         values: dict[str, Any] = {key: self.choice(table, section, key, known[key]) for key in ("reduction", "codec", "weights")}
         if "reduction" in table and table["reduction"] != values["reduction"] == "compiler":
-            values["reduction"] = "all_reduce"  # a word that means nothing is one problem, not one for every codec as well
+            values["reduction"] = "all_reduce"  # an unknown reduction is one problem, not one more for each codec
         values |= {key: self.value(table, key, False, bool, section) for key in ("error_feedback", "allow_biased", "diagnostics")}
         for key, least, end in (("start_step", 0, 2**31), ("bucket_bytes", 1, 2**63)):
             values[key] = self.value(table, key, known[key], int, section)
@@ -256,16 +267,23 @@ class _Reader:
         options = {key: value for key, value in table.items() if key not in (*known, "rules")}
         values["options"] = self.options(values["codec"], options, "[gradients]", lambda key: self.key_line(section, key), tuple(known))
         rules = tuple(self.gradient_rule(*found) for found in self.items(table, "rules", section))
-        found = Gradients(**values, rules=rules)
-        told = {problem.where for _, problem in self.problems}
-        for clash in gradient_problems(found):
-            if any(where.endswith(f"[gradients] {clash.key}") for where in told):
-                continue
-            if clash.rule is None:
-                self.problem(f"[gradients] {clash.key}", clash.why, clash.fix, self.key_line(section, clash.key))
-            else:
-                self.problem(f"[[gradients.rules]] rule {clash.rule + 1}", clash.why, clash.fix, rules[clash.rule].line)
-        return found
+        gradients = Gradients(**values, rules=rules)
+        reported = set(self.places)
+        for conflict in gradient_problems(gradients):
+            if f"[gradients] {conflict.key}" not in reported:
+                self.gradient_conflict(conflict, gradients)
+        return gradients
+
+    def gradient_conflict(self, conflict: Conflict, gradients: Gradients) -> None:
+        """Report a conflict at its key of `[gradients]`, or at its rule."""
+        if conflict.rule is None:
+            line = self.key_line("gradients", conflict.key)
+            self.problem(f"[gradients] {conflict.key}", conflict.why, conflict.fix, line, conflict.kind)
+            return
+        self.rule_number = conflict.rule + 1
+        where, line = f"[[gradients.rules]] rule {self.rule_number}", gradients.rules[conflict.rule].line
+        self.problem(where, conflict.why, conflict.fix, line, conflict.kind)
+        self.rule_number = None
 
     def gradient_rule(self, item: dict[str, Any], where: str, line: int | None) -> GradientRule:
         path, excepted = self.paths(item, where, line)
@@ -280,14 +298,14 @@ class _Reader:
         return GradientRule(path, codec, self.options(codec, options, where, lambda key: line, ("path", "except", "codec")), excepted, line)
 
     def options(self, codec: str, given: dict[str, Any], where: str, line: Callable[[str], int | None], others: tuple[str, ...]) -> Options:
-        """A codec's options, each one that it reads and can use."""
+        """The valid options of a codec."""
         kept = {}
         for key, value in given.items():
             readers = [name for name, options in OPTIONS.items() if key in options]
             if key not in OPTIONS[codec]:
                 why = f"it is an option of {', '.join(readers)}; the codec is {codec}." if readers else "nothing reads it."
                 fix = f'leave it out, or codec = "{readers[0]}".' if readers else did_you_mean(key, (*others, *OPTIONS[codec]))
-                self.problem(f"unknown key: {where} {key}", why, fix, line(key))
+                self.problem(f"unknown key: {where} {key}", why, fix, line(key), "unknown_key")
                 continue
             wrong = OPTIONS[codec][key][1](value)
             if wrong:
@@ -300,12 +318,8 @@ class _Reader:
         try:
             compiled(pattern)
         except (LayoutError, TypeError) as error:
-            self.problem(
-                where,
-                str(error) if isinstance(error, LayoutError) else f"{as_toml(pattern)} is not a path.",
-                'such as "**/{up,down}/kernel".',
-                line,
-            )
+            why = str(error) if isinstance(error, LayoutError) else f"{as_toml(pattern)} is not a path."
+            self.problem(where, why, 'such as "**/{up,down}/kernel".', line)
 
     def batch(self, table: dict[str, Any]) -> Batch:
         self.unknown(table, ("spec", "rules"), "batch")
@@ -328,17 +342,16 @@ class _Reader:
         if params not in ("replicate", "error") and not re.fullmatch(r"shard:\w+", params):
             near = closest(params, ("replicate", "error", f"shard:{params.partition(':')[2] or 'AXIS'}"))
             fix = f'did you mean "{near}"?' if near else '"replicate", "error", or "shard:AXIS", such as "shard:data".'
-            self.problem("[default] params", f'"{params}" means nothing.', fix, self.key_line("default", "params"))
+            self.problem("[default] params", f'unknown value "{params}".', fix, self.key_line("default", "params"))
             params = "replicate"
         share = self.value(table, "max_replicated", None, (int, float), "default")
         if share is not None and not 0 <= share <= 1:
-            self.problem(
-                "[default] max_replicated", f"{share} is not a share.", "a number from 0 to 1.", self.key_line("default", "max_replicated")
-            )
+            line = self.key_line("default", "max_replicated")
+            self.problem("[default] max_replicated", f"{share} is not a share.", "a number from 0 to 1.", line)
         return Default(params, None if share is None else float(share))
 
     def section(self, data: dict[str, Any], name: str, kind: type) -> Any:
-        """A table of plain words, checked against the dataclass's fields and `CHOICES`."""
+        """A table of strings, checked against the dataclass's fields and `CHOICES`."""
         table, fields = self.table(data, name), {f.name: getattr(kind(), f.name) for f in dataclasses.fields(kind)}
         self.unknown(table, tuple(fields), name)
         return kind(**{key: self.choice(table, name, key, default) for key, default in fields.items()})
@@ -346,13 +359,13 @@ class _Reader:
     def choice(self, table: dict[str, Any], section: str, key: str, default: str | None) -> str | None:
         known = CHOICES.get(f"{section}.{key}")
         if known and key in table and not isinstance(table[key], str):
-            table = {**table, key: as_toml(table[key])}  # told below, among what is known
+            table = {**table, key: as_toml(table[key])}  # reported below, with the known values
         value = self.value(table, key, default, str, section)
         if known and value is not None and value not in known:
             near = closest(value, known)
             fix = (f'did you mean "{near}"? This' if near else "this") + f" version knows: {', '.join(known)}."
             self.problem(f"[{section}] {key}", f'no {key} "{value}".', fix, self.key_line(section, key))
-            return near or default  # what was meant, so that nothing else is told for want of it
+            return near or default  # the value that was probably meant, so that no further problem follows from it
         return value
 
     def remat(self, table: dict[str, Any]) -> Remat:

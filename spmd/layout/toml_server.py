@@ -2,13 +2,13 @@
 
 from typing import Any, Protocol
 
-from spmd.layout.gradients import Gradients
+from spmd.layout.gradients import Conflict, Gradients
 from spmd.layout.server import FRACTIONS, KINDS, MODES, NEEDS, PLACEMENTS, ParameterServer, server_problems
 from spmd.layout.timing import LINK, SECONDS, as_toml
 
 SECTION = "parameter_server"
 CHOICES = {f"{SECTION}.placement": PLACEMENTS, f"{SECTION}.mode": MODES}
-# what is not a whole number: the types of TOML that will do, how errors call them, and a fix
+# keys that are not integers: the TOML types they accept, how errors name these, and an example
 OTHERS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "compute_time": ((str, list), "a text or a list", SECONDS),
     "network": ((dict,), "a table", LINK),
@@ -18,17 +18,18 @@ OTHERS: dict[str, tuple[tuple[type, ...], str, str]] = {
 
 
 class Reader(Protocol):
-    """What reads the rest of the text."""
+    """The reader of the rest of the file."""
 
     def unknown(self, table: dict[str, Any], known: tuple[str, ...], section: str) -> None: ...  # noqa: D102
     def choice(self, table: dict[str, Any], section: str, key: str, default: Any) -> Any: ...  # noqa: D102
     def value(self, table: dict[str, Any], key: str, default: Any, kinds: Any, section: str = "") -> Any: ...  # noqa: D102
-    def problem(self, where: str, why: str, fix: str, line: int | None) -> None: ...  # noqa: D102
+    def problem(self, where: str, why: str, fix: str, line: int | None, kind: str = ...) -> None: ...  # noqa: D102
+    def gradient_conflict(self, conflict: Conflict, gradients: Gradients) -> None: ...  # noqa: D102
     def key_line(self, section: str, key: str) -> int | None: ...  # noqa: D102
 
 
 def read_server(reader: Reader, table: dict[str, Any], gradients: Gradients) -> ParameterServer:
-    """The table as a `ParameterServer`; what is wrong with it is told to the reader."""
+    """The table as a `ParameterServer`; problems are reported to the reader."""
     reader.unknown(table, tuple(KINDS), SECTION)
     values: dict[str, Any] = {}
     for key in KINDS:
@@ -37,29 +38,33 @@ def read_server(reader: Reader, table: dict[str, Any], gradients: Gradients) -> 
             values[key] = reader.choice(table, SECTION, key, default)
         elif key in OTHERS and key in table:
             kinds, name, fix = OTHERS[key]
-            given, held = table[key], lambda part: type(part) in (int, float) and abs(part) < 2**63
-            if not isinstance(given, kinds) or isinstance(given, bool):
-                why = f"{as_toml(given)} is not {name}."
-            elif isinstance(given, list) and not all(type(part) is float or held(part) for part in given):
-                why, fix = f"{as_toml(given)} are no seconds.", "such as [1.0, 1.0, 3.0]."
+            value = table[key]
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                why = f"{as_toml(value)} is not {name}."
+            elif isinstance(value, list) and not all(type(part) is float or _fits_int64(part) for part in value):
+                why, fix = f"{as_toml(value)} is not a list of seconds.", "such as [1.0, 1.0, 3.0]."
             else:
-                why = "a number that is too large." if type(given) is int and not held(given) else ""
+                why = "the number is too large." if type(value) is int and not _fits_int64(value) else ""
             if why:
                 reader.problem(f"[{SECTION}] {key}", why, fix, reader.key_line(SECTION, key))
             else:
-                values[key] = given
+                values[key] = value
         elif key in table:
             values[key] = reader.value(table, key, default, bool if bool in KINDS[key] else int, SECTION)
-    found = ParameterServer(**values)
-    unread = {key for key in KINDS if key in table and getattr(found, key) == getattr(ParameterServer(), key) != table[key]}
-    for clash in server_problems(found, gradients):
-        if clash.key == "mode" and NEEDS.get(found.mode) in unread:
-            continue  # it is there, and what is wrong with it has been told
-        if clash.rule is not None:
-            reader.problem(f"[[gradients.rules]] rule {clash.rule + 1}", clash.why, clash.fix, gradients.rules[clash.rule].line)
+    server = ParameterServer(**values)
+    unread = {key for key in KINDS if key in table and getattr(server, key) == getattr(ParameterServer(), key) != table[key]}
+    for conflict in server_problems(server, gradients):
+        if conflict.key == "mode" and NEEDS.get(server.mode) in unread:
+            continue  # the key is present, and its problem is reported already
+        if conflict.rule is not None:
+            reader.gradient_conflict(conflict, gradients)
             continue
-        section, _, key = clash.key.rpartition(".")
+        section, _, key = conflict.key.rpartition(".")
         section = section or SECTION
         line = reader.key_line(section, key) if key else reader.key_line("", SECTION)
-        reader.problem(f"[{section}] {key}".strip(), clash.why, clash.fix, line)
-    return found
+        reader.problem(f"[{section}] {key}".strip(), conflict.why, conflict.fix, line, conflict.kind)
+    return server
+
+
+def _fits_int64(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 2**63

@@ -62,7 +62,7 @@ def test_activation_rule_matches_no_module(golden):
 
 def test_activation_error_names_line():
     text = error_text('[[activations]]\npath = "conv*"\nspec = []\n\n[[activations]]\npath = "nowhere"\nspec = []\n')
-    assert '[[activations]] rule 2, line 5: path "nowhere" matches no submodule that can be called.' in text
+    assert '[[activations]] rule 2, line 5: path "nowhere" matches no callable submodule.' in text
 
 
 def test_two_activation_rules_match_one_module(golden):

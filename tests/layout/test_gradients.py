@@ -192,9 +192,7 @@ def golden_name(case):
 
 def test_ring_with_exact_axes():
     text = NODES + table('codec = "bfloat16"\nreduce = "{}"\nexact_axes = ["data"]')
-    problem = (
-        '  line 6: [gradients] reduce\n      a ring goes over all data axes at once, exact_axes or not.\n      fix: reduce = "one_shot".'
-    )
+    problem = '  line 6: [gradients] reduce\n      a ring reduces over all data axes at once, so exact_axes has no effect.\n      fix: reduce = "one_shot".'
     assert error_text(text.format("ring"), "node=2,data=4") == unreadable(problem)
     fits(text.format("one_shot"), "node=2,data=4")
 
@@ -297,7 +295,7 @@ def test_fix_that_adds_rule_excludes_parameter_from_other_rule():
 def test_codec_of_rule_on_mixed_dim():
     """The codec that is named is the rule's; one whose rule says exact is no problem, whatever the others do."""
     text = SHARED + table('codec = "int8"\n' + RULE.format("up/*", "bfloat16"), "reduce_scatter")
-    assert "which codec bfloat16 cannot follow" in error_text(text)
+    assert "which codec bfloat16 does not support" in error_text(text)
     fits(SHARED + table(RULE.format("down/*", "int8"), "reduce_scatter"))
 
 

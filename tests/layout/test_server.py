@@ -362,7 +362,7 @@ def assert_refused(text, python, said, fixes):
 
 
 def test_compute_time_list_of_strings():
-    said = problem("compute_time", '["a", "b"] are no seconds.', "such as [1.0, 1.0, 3.0].")
+    said = problem("compute_time", '["a", "b"] is not a list of seconds.', "such as [1.0, 1.0, 3.0].")
     assert error_text(table('compute_time = ["a", "b"]')) == unreadable(said)
 
 
@@ -756,8 +756,8 @@ def test_misspelt_mode_is_one_problem(mode, meant):
 # what reads well and does not fit ------------------------------------------------------------------------------------
 
 ON_MODEL = "does not fit this model on mesh data=4, model=2\n1 problem:\n\n"
-KEPT = "the servers keep all parameters, packed, and workers use them whole."
-RULE_FIX = 'fix: leave the rule out, or [gradients] reduction = "reduce_scatter", which keeps them as rules say.'
+KEPT = "the servers keep all parameters, packed, and workers use them unsharded."
+RULE_FIX = 'fix: remove the rule, or [gradients] reduction = "reduce_scatter", which shards parameters as the rules say.'
 KERNEL = '[[params]]\npath = "up/kernel"\nspec = ["-", "model"]\n'
 
 
@@ -813,7 +813,7 @@ MISFITS = {
         in_python("round_robin", mode="local", every=10, fragments=2),
         misfit(
             "fragments",
-            'placement "round_robin" packs parameters together, so they meet at once.',
+            'placement "round_robin" packs parameters together, so they are synchronized at once.',
             'placement = "sliced", or leave it out.',
         ),
         [table('mode = "local"\nevery = 10\nfragments = 2'), table('mode = "local"\nevery = 10\nplacement = "round_robin"')],
@@ -823,7 +823,7 @@ MISFITS = {
         in_python(mode="elastic", every=10, moving_rate=0.4),
         misfit(
             "moving_rate",
-            "0.4 with 4 workers: each meeting multiplies the servers' distance from the workers' mean by 1 - 0.4 (4 + 1) = -1.",
+            "0.4 with 4 workers: each sync multiplies the servers' distance from the workers' mean by 1 - 0.4 (4 + 1) = -1.",
             "below 2 / 5, such as 0.225.",
         ),
         [table(f'mode = "elastic"\nevery = 10\nmoving_rate = {rate}') for rate in (0.225, 0.39)],
@@ -843,7 +843,7 @@ MISFITS = {
     "state is cut": (
         '[optimizer]\nshard = "data"\n' + table(""),
         in_python(optimizer=OptimizerState("data")),
-        "  [optimizer] shard\n      optimizer state is with the servers.\n      fix: leave it out.",
+        "  [optimizer] shard\n      the servers keep the optimizer state.\n      fix: leave it out.",
         [table("")],
     ),
     "a rule that cuts": (
@@ -895,7 +895,7 @@ def test_sharding_default_with_servers(default):
     for layout in (f'[default]\nparams = "{default}"\n' + table(""), in_python(default=Default(default))):
         text = error_text(layout)
         assert KEPT in text and "1 problem:" in text
-        assert "[default] params" in text and "leave the rule out" not in text
+        assert "[default] params" in text and "remove the rule" not in text
     fits('[default]\nparams = "replicate"\n' + table(""))
     fits(f'[default]\nparams = "{default}"\n[gradients]\nreduction = "reduce_scatter"\n')
 

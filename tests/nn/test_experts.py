@@ -220,7 +220,7 @@ def test_experts_that_nobody_calls():
     [
         (
             {"axes": (("expert", None), ("embed", None), ("mlp", None))},
-            '  [experts] axis\n      no parameter is cut over "expert", so every device would keep all experts.\n'
+            '  [experts] axis\n      no parameter is sharded over "expert", so every device would keep all experts.\n'
             '      fix: [axes]  expert = "expert".',
         ),
         (

@@ -305,7 +305,7 @@ def test_a_small_gradient_beside_a_large_one_keeps_its_own_scale():
 def test_a_gradient_that_float32_does_not_hold_is_refused():
     model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((8, 8), jnp.complex64)}, lambda p, x: jnp.abs(x @ p["w"]))
     trainer = spmd.Trainer(model, loss=lambda m, b: m(b).sum(1), optimizer=optax.sgd(0.1), layout=layout("int8"))
-    with pytest.raises(spmd.SpmdError, match=r"codec int8 works in float32, which does not hold a gradient of complex64"):
+    with pytest.raises(spmd.SpmdError, match=r"codec int8 computes in float32, which cannot represent a gradient of complex64"):
         trainer.prepare(np.ones((8, 8), np.float32))
 
 

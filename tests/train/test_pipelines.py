@@ -370,8 +370,8 @@ ERRORS = {
 1 problem (8 of 8 parameters fit):
 
   [pipeline] axis
-      mesh axis "data" cuts the batch; a stage sees all rows of its worker.
-      fix: an axis of its own, such as "stage".""",
+      mesh axis "data" splits the batch; a stage sees all rows of its worker.
+      fix: a separate axis, such as "stage".""",
     ),
     "a rule that cuts the layers": (
         lambda: refused(Tied, "data=2,stage=4", piped(more={"params": (spmd.Rule("**/up/kernel", (None, "stage")),)}), LayoutError),
@@ -379,7 +379,7 @@ ERRORS = {
 1 problem (7 of 8 parameters fit):
 
   blocks/layers/up/kernel   float32[8, 16]   rule 1: spec ["-", "stage"]
-      mesh axis "stage" cuts the layers of this stack ([pipeline]); a rule speaks of one layer.
+      mesh axis "stage" shards the layers of this stack ([pipeline]); a rule is about one layer.
       fix: spec ["-", "-"].""",
     ),
     "microbatches that do not divide": (
