@@ -121,7 +121,7 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     yield from data_axis_problems(layout)
     for section, axis in (("sequence", layout.sequence.axis), ("experts", layout.experts.axis)):
         if axis in layout.data_axes():
-            why = f'"{axis}" is a data axis: it splits the batch among workers, so it cannot also shard what one worker has.'
+            why = f'"{axis}" is a data axis: it splits the batch among workers, and cannot shard the data of one.'
             yield Problem(f"[{section}] axis", [why], f"another axis than {', '.join(layout.data_axes())}.", kind="conflict")
 
 

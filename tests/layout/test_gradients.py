@@ -192,7 +192,8 @@ def golden_name(case):
 
 def test_ring_with_exact_axes():
     text = NODES + table('codec = "bfloat16"\nreduce = "{}"\nexact_axes = ["data"]')
-    problem = '  line 6: [gradients] reduce\n      a ring reduces over all data axes at once, so exact_axes has no effect.\n      fix: reduce = "one_shot".'
+    why = "a ring reduces over all data axes at once, so exact_axes has no effect."
+    problem = f'  line 6: [gradients] reduce\n      {why}\n      fix: reduce = "one_shot".'
     assert error_text(text.format("ring"), "node=2,data=4") == unreadable(problem)
     fits(text.format("one_shot"), "node=2,data=4")
 

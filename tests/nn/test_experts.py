@@ -229,7 +229,7 @@ def test_experts_that_nobody_calls():
         ),
         (
             {"experts": spmd.Experts("data")},
-            '  [experts] axis\n      "data" cuts the rows of the batch among workers, so it cannot cut what one worker has.\n'
+            '  [experts] axis\n      "data" is a data axis: it splits the batch among workers, and cannot shard the data of one.\n'
             "      fix: another axis than data.",
         ),
     ],
