@@ -213,8 +213,8 @@ def arrays_of(kind: str) -> tuple[Array, ...]:
 def plain_scopes(scope: str) -> list[str]:
     """An instruction's scope without the outermost functions; several scopes if XLA has merged several instructions.
 
-    >>> plain_scopes("jit(call)/call_exported/jit(<lambda>)/push/psum"), plain_scopes("jit(f)/shard_map/(metrics/psum:push/psum)")
-    (['push/psum'], ['shard_map/metrics/psum', 'shard_map/push/psum'])
+    >>> plain_scopes("jit(call)/call_exported/jit(<lambda>)/stats/psum"), plain_scopes("jit(f)/shard_map/(metrics/psum:stats/psum)")
+    (['stats/psum'], ['shard_map/metrics/psum', 'shard_map/stats/psum'])
     """
     plain = re.sub(r"^jit\([^)]*\)/(?:call_exported/jit\([^)]*\)/)?", "", scope)
     several = re.fullmatch(r"(.*?)\((.*:.*)\)", plain) if ":" in plain else None

@@ -391,7 +391,7 @@ class SearchRun:
         self._enqueue([*(self.space.lighter(candidate) if not plan.fits else ()), *self.space.groups(candidate.family)])
 
     def _refuse(self, candidate: Candidate, error: SpmdError) -> None:
-        """Record an error. One of the layout or model holds for the whole group; the same one twice, for all meshes."""
+        """Record an error. One of the layout or model applies to its group; the same one twice, to all meshes."""
         self.reasons[candidate] = why = Reason(first_problem(error))
         if isinstance(error, CompileError):
             self.failed += 1

@@ -132,11 +132,11 @@ def memory_of(program: Program, compiled: Compiled, module: Module, target: Targ
 def _gradients(program: Program, params: Tree) -> int:
     """Bytes of reduced gradients, sharded as the reduction leaves them."""
     placed = program.placed
-    resolved, pushed = placed.resolved, placed.exchange.reduction.mean_spec
+    resolved, mean_spec = placed.resolved, placed.exchange.reduction.mean_spec
     total = 0
     for path, leaf in flatten(params).items():
         place = resolved.placements[path]
-        axes = {*spec_axes(pushed(place)), *(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes)}
+        axes = {*spec_axes(mean_spec(place)), *(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes)}
         total += math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(resolved.mesh.sizes[axis] for axis in axes)
     return total
 

@@ -23,8 +23,8 @@ _SCOPES = {
     "send": "gradients",
     "receive": "parameters",
     "stats": "statistics",
+    "metrics": "metrics",
 }
-_SCOPES |= {"metrics": "metrics"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,7 +117,7 @@ def test_what_stands_beside_it(results, folders):
         assert own.dtype == read.dtype and np.array_equal(np.asarray(own), np.asarray(read))
 
 
-def test_what_is_cut_over_eight_devices_is_written_whole(digits, tmp_path):
+def test_export_gathers_sharded_arrays(digits, tmp_path):
     trainer, state = untrained("functional", digits[0], mesh="data=8", layout="fsdp")
     assert not state.params["one"].sharding.is_fully_replicated
     loaded = spmd.load_exported(spmd.export(trainer, state, tmp_path / "model").folder)
@@ -165,7 +165,7 @@ def pooled(params, x):
     return x.reshape(4, -1, 4).mean(0).repeat(4, 0) @ params["w"]
 
 
-def test_a_model_that_wants_to_know_its_rows_has_a_cure(tmp_path):
+def test_export_suggests_batch_for_model_that_needs_its_rows(tmp_path):
     model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((4, 2))}, pooled)
     trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), mesh="data=8")
     batch = {"x": np.arange(64, dtype=np.float32).reshape(16, 4), "y": np.ones((16, 2), np.float32)}
@@ -226,7 +226,7 @@ def harm(place, kind):
         (place / MANIFEST_FILE).unlink()
     elif kind == "a list":
         (place / "model.json").write_text("[]")
-    elif kind in ("weights cut", "an entry less"):
+    elif kind in ("weights truncated", "an entry less"):
         about = json.loads((place / "model.json").read_text())
         del about["platforms" if kind == "an entry less" else "step"]
         (place / "model.json").write_text(json.dumps(about))
@@ -248,7 +248,7 @@ def harm(place, kind):
         "a bit of the weights": r"is damaged: weights\.npz is not what was written\.\n    fix: export it again",
         "no program": r"is damaged: program\.bin is missing",
         "no manifest": r"is damaged: it has no manifest",
-        "weights cut": r"is damaged: weights\.npz does not hold what model\.json says: BadZipFile",
+        "weights truncated": r"is damaged: weights\.npz does not hold what model\.json says: BadZipFile",
         "an entry less": r"is damaged: model\.json lacks platforms\.\n    fix: export it again",
         "a list": r"is damaged: model\.json cannot be read",
         "nothing": r"is not an exported model: it has no model\.json",

@@ -63,7 +63,7 @@ class Recurrent(nnx.Module):
 
 
 def conv_flops(rows):
-    first = rows * (16 * 3 - 2) ** 2 * 16 * 4  # along a dim of 16 pixels 3 of the kernel meet one of the image, but for 2 at the border
+    first = rows * (16 * 3 - 2) ** 2 * 16 * 4  # along a dim of 16 pixels 3 of the kernel fall on the image, except for 2 at the border
     second = rows * (8 * 5 - 1 - 2) ** 2 * 32 * 16
     return 2 * (2 * first + 3 * second), "the first needs no gradient of what it takes"
 
@@ -132,14 +132,14 @@ def test_slices_of_tpus():
 @GPU
 def test_bfloat16_gradients_are_two_bytes_on_the_wire_of_gpus():
     options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), "target": "8xh100"}
-    half, whole = (spmd.plan(MODELS["gpt"], batches("gpt")[0], layout=name, **options) for name in ("data_parallel_bf16", "data_parallel"))
+    half, full = (spmd.plan(MODELS["gpt"], batches("gpt")[0], layout=name, **options) for name in ("data_parallel_bf16", "data_parallel"))
     dtypes = lambda plan: {array.dtype for one in plan.traffic.transfers if one.purpose == "gradients" for array in one.arrays}
-    assert dtypes(half) == {"uint16"} and dtypes(whole) == {"float32"}
-    assert half.traffic.bytes("gradients") == pytest.approx(whole.traffic.bytes("gradients") / 2, rel=0.01)
+    assert dtypes(half) == {"uint16"} and dtypes(full) == {"float32"}
+    assert half.traffic.bytes("gradients") == pytest.approx(full.traffic.bytes("gradients") / 2, rel=0.01)
 
 
 @GPU
-def test_what_xla_does_to_gradients_on_its_own_is_told():
+def test_plan_notes_low_precision_reduction_by_xla():
     layout = dataclasses.replace(spmd.Layout.load("data_parallel"), gradients=spmd.Gradients("compiler"))
     options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), "target": "8xh100", "precision": "bfloat16"}
     plan = spmd.plan(MODELS["gpt"], batches("gpt")[0], layout=layout, **options)

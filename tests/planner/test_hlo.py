@@ -60,13 +60,13 @@ LOOP = r"""HloModule m, is_scheduled=true, num_partitions=8
 %add (x: f32[], y: f32[]) -> f32[] {
   %x = f32[] parameter(0)
   %y = f32[] parameter(1)
-  ROOT %s = f32[] add(%x, %y), metadata={op_name="push/exact/0/psum"}
+  ROOT %s = f32[] add(%x, %y), metadata={op_name="reduce_gradients/exact/0/psum"}
 }
 
 %body (p: (s32[], f32[1024])) -> (s32[], f32[1024]) {
   %p = (s32[], f32[1024]{0}) parameter(0)
   %v = f32[1024]{0} get-tuple-element(%p), index=1
-  %start = (f32[1024]{0}, f32[4096]{0}) all-gather-start(%v), replica_groups=[2,4]<=[4,2]T(1,0), metadata={op_name="jit(f)/pull/all_gather"}
+  %start = (f32[1024]{0}, f32[4096]{0}) all-gather-start(%v), replica_groups=[2,4]<=[4,2]T(1,0), metadata={op_name="gather_params/gather"}
   %sq = f32[1024]{0} multiply(%v, %v)
   %done = f32[4096]{0} all-gather-done(%start)
   %i = s32[] get-tuple-element(%p), index=0
@@ -103,7 +103,7 @@ def test_loops_are_multiplied_and_scopes_found():
 
 
 def test_levels_add_up_to_a_ring():
-    """`data` has 4 devices, two on each node; what goes on inside and between nodes is together what a ring sends."""
+    """`data` has 4 devices, two on each node; the bytes inside and between nodes add up to those of a ring."""
     for one in traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers:
         assert sum(one.levels) == one.sent
     gather, reduce = traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers

@@ -86,8 +86,8 @@ def space(*layouts, devices=4, rows=ROWS, remats=LESS):
         (spmd.Layout(params=(spmd.Rule("up", ("model",)),)), 4, ["data=2,model=2", "data=1,model=4"]),
     ],
 )
-def test_meshes_use_all_devices_and_each_cut_axis_has_two(layout, devices, wanted):
-    """Those nearest to what the layout declares come first; a layout that declares none is cut along the axes that it speaks of."""
+def test_meshes_use_all_devices_and_each_sharded_axis_has_two(layout, devices, wanted):
+    """Those nearest to what the layout declares come first; without a declared mesh, the axes are those of its rules."""
     assert [str(mesh).replace(" ", "") for mesh in space(layout, devices=devices).meshes(0)] == wanted
 
 
@@ -143,7 +143,7 @@ def test_layouts_that_change_the_updates_are_left_out_with_the_reason():
         ("data=1,model=4", TENSOR, 3 * (PARAMETERS // 4 + 4 * WIDE * 8 * 3 // 4), 0.0),
     ],
 )
-def test_floors_by_hand(device, mesh, layout, state, sent):
+def test_lower_bounds_by_hand(device, mesh, layout, state, sent):
     """Three copies of what a device has of the parameters; all gradients once over links of 1e8 bytes per second, two nodes of two."""
     cluster = Cluster.parse(f"1x4x{device(10**9)}")
     alone = Timeline(4.0, products=4.0, memory=0.0, launches=0.0, exposed=0.0, hidden=0.0, flops=4e9, peak=1e9, spans=())
@@ -164,7 +164,7 @@ def search_run(target, *layouts, batch=BATCH):
 
 
 @pytest.mark.slow
-def test_what_is_not_compiled_is_not_missed(device):
+def test_search_finds_the_best_of_all_candidates(device):
     """Every candidate compiled: whatever a device has, the fastest that fits is found with fewer, and no floor is above its plan."""
     batch = {name: jax.ShapeDtypeStruct((32, *leaf.shape[1:]), leaf.dtype) for name, leaf in BATCH.items()}
     layouts = ("data_parallel", "fsdp", TENSOR)
@@ -296,7 +296,7 @@ def test_fixes_are_planned_in_their_order_and_end_with_one_that_fits(device):
         ({"batch": {"x": jnp.zeros(())}}, "the batch"),
     ],
 )
-def test_bad_input_is_told_before_anything_is_compiled(options, message):
+def test_search_rejects_bad_input_before_compiling(options, message):
     options = {"batch": BATCH, "target": "2xcpu"} | options
     with pytest.raises(SpmdError) as caught:
         spmd.search(MODEL, options.pop("batch"), say=lambda line: pytest.fail(line), **TRAINS, **options)
@@ -316,8 +316,8 @@ def test_a_mesh_that_is_ruled_out_does_not_rule_out_the_others(device):
     assert any("state alone" in why for one, why in found.rejected.items() if one.mesh == MeshSpec.parse("data=4,model=2"))
 
 
-def test_what_is_frozen_is_in_no_floor(device):
-    """An optimizer that leaves a large table alone: nothing of it travels or is written, so no layout is ruled out by it."""
+def test_lower_bounds_leave_out_frozen_parameters(device):
+    """An optimizer that freezes a large table: it is neither sent nor written, so it rules out no layout."""
     model = spmd.FunctionalModel(
         lambda key: {"table": jnp.zeros((20_000, 64)), "head": jnp.zeros((64, 8))}, lambda params, x: params["table"][x] @ params["head"]
     )
@@ -329,7 +329,7 @@ def test_what_is_frozen_is_in_no_floor(device):
     assert found.best.timeline.seconds == spmd.plan(model, batch, layout="data_parallel", **options).timeline.seconds
 
 
-def test_numbers_of_microbatches_cut_the_rows_evenly():
+def test_microbatches_divide_the_rows_evenly():
     counts = lambda rows: [one.accumulate for one in space("data_parallel", devices=2, rows=rows, remats=()).all()][
         : len(microbatches(rows, 2)) + 1
     ]

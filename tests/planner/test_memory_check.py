@@ -27,11 +27,11 @@ def has(monkeypatch, limit):
     monkeypatch.setattr("spmd.planner.memory_check.memory_limit", lambda mesh: limit)
 
 
-def test_a_cpu_says_nothing():
+def test_memory_limit_of_cpus_is_unknown():
     assert memory_limit(spmd.make_mesh("data=8")) is None
 
 
-def test_what_has_no_room_is_not_started(monkeypatch):
+def test_fit_raises_before_allocating_what_does_not_fit(monkeypatch):
     has(monkeypatch, 100_000)
     monkeypatch.setattr(spmd.Trainer, "init", lambda self: pytest.fail("something was allocated"))
     with pytest.raises(DeviceMemoryError) as caught:
@@ -41,19 +41,19 @@ def test_what_has_no_room_is_not_started(monkeypatch):
     assert second.endswith(" too much on each of 8 devices.") and fix.startswith("    fix: `spmd plan` shows")
 
 
-def test_unless_told_otherwise(monkeypatch):
+def test_check_memory_false_starts_anyway(monkeypatch):
     has(monkeypatch, 100_000)
     assert int(fit(check_memory=False).state.step) == 2
 
 
-def test_what_has_room_is_told_and_compiled_once(monkeypatch, capsys):
+def test_fit_reports_memory_and_compiles_once(monkeypatch, capsys):
     has(monkeypatch, 10_000_000)
     result = fit(progress=True)
     assert "a step needs " in capsys.readouterr().err
     assert result.trainer.prepare(None)[0].compilations() == 1
 
 
-def test_what_is_needed_is_what_a_plan_says(monkeypatch):
+def test_check_agrees_with_plan(monkeypatch):
     has(monkeypatch, 1)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((32, *x.shape[1:]), x.dtype), DATA)
     plan = spmd.plan(MODEL, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="8xcpu", mesh="data=8")

@@ -81,8 +81,8 @@ def small(tmp_path, monkeypatch):
     return "small.toml"
 
 
-def test_the_figures_of_a_small_case_by_hand():
-    """Two layers, cut over `model`; 8 rows on each worker."""
+def test_plan_of_small_model_by_hand():
+    """Two layers, sharded over `model`; 8 rows on each worker."""
     plan = made()
     up, down = 64 * 256 * 4 // 2, 256 * 8 * 4 // 2
     assert plan.memory.parameters == plan.memory.gradients == up + down
@@ -100,7 +100,7 @@ this layout on mesh data=4, model=2, 1 node of 8 x a simulated device on this ma
 fits: """
 
 
-def test_the_report():
+def test_report_has_its_sections():
     text = str(made())
     assert text.startswith(REPORT)
     titles = [line for line in text.splitlines() if line.isupper() or line == "TIME OF A STEP (PREDICTED)"]
@@ -149,13 +149,13 @@ def test_all_figures_as_json():
     assert found["timeline"]["seconds"] == plan.timeline.seconds
 
 
-def test_the_same_again_is_not_compiled_again(monkeypatch):
+def test_equal_plan_comes_from_the_cache(monkeypatch):
     first = made()
     monkeypatch.setattr("spmd.planner.compile._compile", lambda *args: pytest.fail("compiled again"))
     assert made().memory == first.memory
 
 
-def test_what_does_not_fit_says_so(small):
+def test_plan_says_that_step_does_not_fit(small):
     plan = made(target=f"8x{small}")
     assert not plan.fits and plan.memory.headroom < 0
     assert "DOES NOT FIT: " in str(plan) and f"of {60_000 / 1024:.1f} KiB" in plan.memory.verdict
@@ -163,8 +163,8 @@ def test_what_does_not_fit_says_so(small):
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_every_target_is_whole(name):
-    """All it needs, a source for every table, and for a GPU what its compiler is told."""
+def test_every_target_is_complete(name):
+    """All required figures, a source for every table, and for a GPU the compiler's description."""
     target = load(name)
     assert {"memory", "flops", "inside", "between", "achieved"} <= set(target.sources)
     assert target.rate("bfloat16") >= target.rate("float32") or target.platform == "cpu"
@@ -173,7 +173,7 @@ def test_every_target_is_whole(name):
         assert f"device_memory_size: {target.memory}" in description(target) and "core_count" in description(target)
 
 
-def test_a_compiler_that_is_not_there_is_told_first(monkeypatch):
+def test_report_begins_with_missing_compiler(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     text = str(made(target="2x4xh100"))
     assert text.splitlines()[0] == (
@@ -192,7 +192,7 @@ def new(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stopped(monkeypatch):
-    """The next process that compiles is stopped as it starts: it is in the list, and goes on when it is let, or after a minute."""
+    """The next process that compiles is stopped as it starts: it is in the list, and continues when a test says so, or after a minute."""
     start, processes = compile_client._start, []
     late = threading.Timer(60, lambda: [process.send_signal(signal.SIGCONT) for process in processes])
 
@@ -210,7 +210,7 @@ def stopped(monkeypatch):
     late.cancel()
 
 
-def test_a_compiler_that_takes_too_long_is_stopped(new, stopped, monkeypatch):
+def test_plan_stops_compiler_at_timeout(new, stopped, monkeypatch):
     said, clock = [], itertools.chain([0.0, 5.0], itertools.repeat(10.0))
     monkeypatch.setattr(compile_client, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(CompileError, match=r"compiling for 1x2xcpu with XLA:CPU took more than 10 s\."):
@@ -218,8 +218,8 @@ def test_a_compiler_that_takes_too_long_is_stopped(new, stopped, monkeypatch):
     assert not said and compile_client._server is None and [process.wait(60) for process in stopped] == [-signal.SIGKILL]
 
 
-def test_progress_is_told(new, stopped, monkeypatch):
-    """The clock says a second more each time that it is asked, until the process goes on."""
+def test_plan_reports_progress(new, stopped, monkeypatch):
+    """The clock advances a second with each call, until the process continues."""
     said, clock = [], itertools.chain(range(4), itertools.repeat(4))
     monkeypatch.setattr(compile_client, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     new(say=lambda line: said.append(line) or stopped[0].send_signal(signal.SIGCONT))
@@ -227,7 +227,7 @@ def test_progress_is_told(new, stopped, monkeypatch):
 
 
 def test_nothing_is_allocated_at_the_models_size():
-    """A terabyte of weights, cut over 1,024 devices that nobody has."""
+    """A terabyte of parameters, sharded over 1,024 devices that do not exist."""
     wide = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((2**19, 2**19))}, lambda params, x: x @ params["w"])
     batch = {"x": jax.ShapeDtypeStruct((1024, 2**19), "float32"), "y": jax.ShapeDtypeStruct((1024, 2**19), "float32")}
     options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "layout": "fsdp"}
@@ -406,7 +406,7 @@ def test_constants_of_the_program_count():
     assert wide.nbytes <= plan.memory.constants < 1.1 * wide.nbytes and plan.memory.peak > wide.nbytes
 
 
-def test_what_happens_in_some_steps_only_is_told():
+def test_plan_notes_communication_in_some_steps_only():
     plan = made(layout="diloco", mesh=None)
     assert any(one.conditional for one in plan.traffic.transfers) and "(in some steps)" in str(plan.traffic)
     assert any("sent only in steps that synchronize workers" in note for note in plan.notes)
@@ -417,7 +417,7 @@ def looping(params, x):
     return jax.lax.while_loop(lambda c: c[0] < jnp.abs(x).sum(), lambda c: (c[0] + 1.0, jnp.tanh(c[1])), (0.0, x))[1] @ params["w"]
 
 
-def test_a_loop_of_unknown_length_is_told():
+def test_plan_notes_loop_of_unknown_trip_count():
     model = spmd.FunctionalModel(
         lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: looping(jax.tree.map(jax.lax.stop_gradient, params), x) + x @ params["w"]
     )
@@ -426,11 +426,11 @@ def test_a_loop_of_unknown_length_is_told():
 
 
 def test_what_runs_on_the_host_cannot_be_planned():
-    def told(params, x):
+    def prints(params, x):
         jax.debug.print("{}", x.sum())
         return x @ params["w"]
 
-    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, told)
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, prints)
     with pytest.raises(CompileError, match=r"(?s)the step cannot be exported to another process: .*fix: .*jax.debug.print"):
         spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
 
@@ -448,7 +448,7 @@ def test_a_damaged_cache_is_made_anew(damage, tmp_path, monkeypatch):
 
 
 @pytest.mark.system
-def test_a_worker_does_not_outlive_who_asked(tmp_path):
+def test_compile_server_exits_with_its_client(tmp_path):
     """It reads a request that never comes; when its standard input is closed it goes."""
     os.mkfifo(tmp_path / "request.pickle")
     command = [sys.executable, "-P", "-m", "spmd.planner.compile_server", "1", "1"]
@@ -526,7 +526,7 @@ def test_a_process_that_dies_is_replaced_and_errors_are_no_reason_to_end(new, mo
 
 
 @pytest.mark.system
-def test_a_process_that_is_killed_twice_is_told(new, monkeypatch):
+def test_plan_raises_when_server_is_killed_twice(new, monkeypatch):
     start = compile_client._start
 
     def killed(*given):
@@ -595,9 +595,9 @@ def test_more_open_files_than_select_can_name(new):
 SCRIPTS = {
     "typo": (
         "spmd.fit(1, 2, loss=3, optimizer=4, presision='bfloat16')",
-        "as it cannot be called: got an unexpected keyword",
+        "with invalid arguments: got an unexpected keyword",
     ),
-    "no loss": ("spmd.fit(1, 2, optimizer=4)", "as it cannot be called: missing a required"),
+    "no loss": ("spmd.fit(1, 2, optimizer=4)", "with invalid arguments: missing a required"),
     "crash": ("1 / 0", "fails, ZeroDivisionError: division by zero, before it called spmd.fit."),
 }
 
@@ -629,7 +629,7 @@ def test_a_script_that_prints_moves_and_catches_everything(script, capsys):
     assert code == 2 and "batch_size" in err
 
 
-def test_the_page_is_whole_and_safe(tmp_path):
+def test_page_is_self_contained_and_escaped(tmp_path):
     odd = dataclasses.replace(LAYOUT, name="<b>odd</b> & more")
     plan = made(layout=odd, target="2x4xcpu")
     text = plan.save(tmp_path / "new" / "plan.html").read_text(encoding="utf-8")
@@ -650,13 +650,13 @@ def test_the_bar_of_memory_is_to_scale(small):
     plan = made(target=f"8x{small}")
     boxes = re.findall(r'width="([\d.]+)" height="26.0" fill="var\(--\w\)"><title>([^:]+):', plan._repr_html_())
     drawn = {name: float(width) for width, name in boxes if name in ("parameters", "optimizer")}
-    whole = plan.memory.peak  # more than there is: the whole bar
-    assert drawn == {name: round(960 * getattr(plan.memory, name) / whole, 2) for name in drawn} and len(drawn) == 2
+    peak = plan.memory.peak  # more than the capacity, so the full bar
+    assert drawn == {name: round(960 * getattr(plan.memory, name) / peak, 2) for name in drawn} and len(drawn) == 2
     assert plan.memory.optimizer == 2 * plan.memory.parameters + 4, "two moments, and Adam's count"
     assert "verdict bad" in plan._repr_html_()
 
 
-def test_when_adding_a_device_stops_helping():
+def test_saturation_finds_the_knee():
     """One device computes everything and sends nothing; without a network to speak of twice the devices are nearly twice as fast."""
     wide = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((1024, 1024))}, lambda params, x: x @ params["w"])
     batch = {name: jax.ShapeDtypeStruct((4096, 1024), "float32") for name in "xy"}
@@ -667,7 +667,7 @@ def test_when_adding_a_device_stops_helping():
     assert found.shares["int8"] == (1 + 4 / 256) / 4, "a byte, and a float32 of scale for each block, where float32 takes four"
     times = plan.timeline
     assert found.rates["exact"][0] == pytest.approx(4096 / (times.launches + 4 * (times.products + times.memory)))
-    assert 1 < found.knee("exact") <= found.knee("bfloat16") <= found.knee("int8") < 1024, "who sends less goes on for longer"
+    assert 1 < found.knee("exact") <= found.knee("bfloat16") <= found.knee("int8") < 1024, "codecs that send less scale further"
     assert found.rates["exact"][-1] < found.rates["bfloat16"][-1] < found.rates["int8"][-1]
     assert all(a <= b <= c for a, b, c in zip(*(found.rates[name] for name in ("exact", "bfloat16", "int8")), strict=True))
     text = str(found).splitlines()
@@ -706,7 +706,7 @@ def test_an_array_is_drawn_over_its_mesh():
     assert titles == ["[:, 0:128] on devices 0, 2, 4, 6", "[:, 128:256] on devices 1, 3, 5, 7"]
     assert "float32[64, 256]" in text
     (left, top), (right, below) = re.findall(r'<rect x="([^"]+)" y="([^"]+)"', text)
-    assert left != right and top == below, "columns are cut, so side by side"
+    assert left != right and top == below, "columns are sharded, so side by side"
     spread = made(layout="fsdp", mesh="data=8").drawing("up")
     assert re.findall(r"<title>(.*?)</title>", spread) == [f"[:, {32 * at}:{32 * at + 32}] on device {at}" for at in range(8)]
     with pytest.raises(SpmdError, match='did you mean "up"'):
@@ -717,14 +717,14 @@ def test_an_array_is_drawn_over_its_mesh():
     assert len(wide) == 256 and min(wide) > 0 and "768 more shards are not drawn" in drawn
 
 
-def test_a_model_whose_shapes_depend_on_data_is_refused_with_a_cure():
+def test_plan_rejects_model_with_data_dependent_shapes():
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x[x[:, 0] > 0] @ params["w"])
     with pytest.raises(SpmdError, match=r"the loss fails on a batch of .*NonConcreteBooleanIndexError"):
         spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
 
 
 def test_the_steps_own_log_is_held_against_the_program():
-    """What the step asks for is sent, under a manual reduction; what XLA adds or merges is told."""
+    """Under a manual reduction the step's collectives are sent; the report says what XLA adds or merges."""
     plan = made(layout="data_parallel", mesh="data=8")
     assert plan.requested_bytes == plan.program.wire.bytes() > 0
     line = str(plan).partition("The step's own collectives (`trainer.wire`) ")[2].split("\n")[0]
@@ -735,7 +735,7 @@ def test_the_steps_own_log_is_held_against_the_program():
     assert alone.requested_bytes is None and "own collectives" not in str(alone)
 
 
-def test_what_no_formula_knows_is_told():
+def test_plan_notes_operations_without_flops():
     solve = lambda params, x: x @ jnp.linalg.inv(params["w"] + jnp.eye(64))[:, :8]
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 64))}, solve)
     plan = spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")

@@ -1,4 +1,4 @@
-"""The whole report, word for word, of a step whose compiled program is kept here, so that no compiler's version changes it.
+"""The full report, word for word, of a step whose compiled program is kept here, so that no compiler's version changes it.
 
 To record them anew: `python -m tests.planner.test_text_report` from the repository's root; read the difference.
 """
@@ -39,13 +39,13 @@ def made(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_report_word_for_word(name, monkeypatch):
+def test_report_is_as_recorded(name, monkeypatch):
     compiled = Compiled(**json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8")))
     monkeypatch.setattr(plan_data, "compile_step", lambda *args, **options: compiled)
     assert f"{made(name)}\n" == (KEPT / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def test_the_report_fits_the_terminal(monkeypatch):
+def test_report_fits_the_terminal(monkeypatch):
     compiled = Compiled(**json.loads((KEPT / "tensor.json").read_text(encoding="utf-8")))
     monkeypatch.setattr(plan_data, "compile_step", lambda *args, **options: compiled)
     plan = made("tensor")

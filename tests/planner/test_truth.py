@@ -86,12 +86,12 @@ def test_memory_and_traffic_are_those_of_the_program_that_runs(layout):
     real = traffic_of(module, planned.mesh, Cluster.parse("8xcpu"), planned.program.placed.resolved.data_axes)
     key = lambda one: (one.kind, one.axes, one.group, tuple(map(str, one.arrays)), one.times, one.purpose)
     assert sorted(map(key, planned.traffic.transfers)) == sorted(map(key, real.transfers))
-    assert planned.traffic.transfers, "something travels"
+    assert planned.traffic.transfers, "something is sent"
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in shipped()])
 def test_no_collective_of_the_program_is_overlooked(layout):
-    """Counted apart, by the words in the text alone."""
+    """Counted separately, from the text alone."""
     planned, _, _ = both(layout)
     words = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", planned.compiled.hlo)
     bodies = parse(planned.compiled.hlo)
