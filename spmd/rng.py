@@ -23,7 +23,7 @@ def worker_key(key: jax.Array, worker: jax.Array, *, rows: int, workers: int) ->
 
     An array drawn from it is taken to hold the worker's rows along dim 0 when that dim is a multiple of `rows`; any other
     (a scalar, a mask shared over the batch) is the same on every worker, as it is for the whole batch. Split into `rows`
-    keys (8 or more), it gives one key per row. An array that has such a dim 0 for another reason cannot be told apart: it
+    keys (8 or more), it gives one key per row. An array that has such a dim 0 for another reason looks the same, so it
     differs between workers. Keys of other kinds cannot count from an offset: they are folded with the worker's number,
     which differs per worker but depends on how many there are.
     """
@@ -103,4 +103,4 @@ def _bits(data: jax.Array, worker: jax.Array, bit_width: int, shape: tuple[int, 
 
 _THREEFRY = "threefry2x32"
 _SIZES: dict[Any, tuple[int, int]] = {}  # rows and workers, by kind of key
-_ROW = np.uint32(2**32 - 1)  # in place of a worker's number: the key of a single row, the same whoever holds the row
+_ROW = np.uint32(2**32 - 1)  # in place of a worker's number: the key of a single row, the same on whichever worker the row is

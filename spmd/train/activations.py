@@ -1,4 +1,4 @@
-"""The layout's `[[activations]]` in a step: what submodules return is told where to be, and XLA's partitioner makes every cut from that."""
+"""The layout's `[[activations]]` in a step: submodule outputs get sharding constraints, from which XLA partitions the computation."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ class Activations:
         return functools.partial(jax.tree.map, functools.partial(self._placed, rules[claimed[0]])) if claimed else None
 
     def _placed(self, rule: Rule, x: jax.Array) -> jax.Array:
-        """`x` [rows, ...]: all rows, or those of one worker inside a manual region, whose axes cut them already."""
+        """`x` [rows, ...]: all rows, or those of one worker inside a manual region, over whose axes they are split already."""
         resolved, manual = self.resolved, manual_axes()
         free = tuple(axis for axis in resolved.mesh.names if axis not in manual)
         data = tuple(axis for axis in free if axis in resolved.data_axes)

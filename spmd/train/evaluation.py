@@ -65,7 +65,7 @@ class Totals:
         self._broken: dict[str, str] = {}  # metric -> where its sum was not finite first, in words
 
     def add(self, packed: jax.Array | np.ndarray, rows: int) -> None:
-        """One batch more: float[2, names] on the host or on devices, of so many rows."""
+        """One batch more: float[2, names] on the host or on devices, of `rows` rows."""
         found = jax.device_get(packed)
         self._batches += 1
         for name, value in zip(self._names, found[0].tolist(), strict=True):

@@ -54,7 +54,7 @@ def check_pipeline(placed: PlacedModel) -> None:
     parallel, source, pipeline = placed.parallel, placed.resolved.layout.source, placed.parallel.pipeline
     if pipeline.axis is not None and "pipeline" not in parallel.used:
         raise LayoutError(
-            f'{source}: [pipeline] cuts stacks of layers over "{pipeline.axis}", and the loss calls none.\n'
+            f'{source}: [pipeline] splits stacks of layers over "{pipeline.axis}", and the loss calls none.\n'
             "    fix: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline]."
         )
     leave = "leave it out."

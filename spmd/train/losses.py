@@ -37,7 +37,7 @@ def of_parts(loss: Callable[..., Any]) -> Callable[..., Any]:
     return same
 
 
-def _whole(targets: jax.Array) -> jax.Array | bool:
+def _is_integer(targets: jax.Array) -> jax.Array | bool:
     """Which targets are whole numbers; those of files may be, as floats."""
     if jnp.issubdtype(targets.dtype, jnp.complexfloating):
         raise LossError(f"cross_entropy: the targets are {describe(targets)}.", fix="integers.")
@@ -47,9 +47,9 @@ def _whole(targets: jax.Array) -> jax.Array | bool:
 def _cross_entropy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     same_shape("cross_entropy", outputs[..., 0], targets)
     logits, classes = outputs.astype(jnp.float32), jnp.arange(outputs.shape[-1])
-    # compared, not looked up: XLA's partitioner aborts on a look-up in logits whose classes and rows are cut over two axes of a mesh
+    # compared, not looked up: XLA's partitioner aborts on a look-up in logits whose classes and rows are sharded over two mesh axes
     chosen = jnp.where(classes == targets[..., None], logits, 0.0).sum(axis=-1)
-    chosen = jnp.where((targets >= 0) & (targets < len(classes)) & _whole(targets), chosen, jnp.nan)
+    chosen = jnp.where((targets >= 0) & (targets < len(classes)) & _is_integer(targets), chosen, jnp.nan)
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
@@ -63,7 +63,9 @@ def _range(loss: PerExample, batch: Any) -> jax.Array:
     """The smallest and the largest target that counts; of those that are no whole number one, or 0; how many are NaN."""
     targets = jnp.where(loss.counts(batch), loss.split(batch)[1], 0)
     nans = jnp.isnan(targets)  # which a maximum over devices may drop
-    return jnp.stack([targets.min(), targets.max(), jnp.where(_whole(targets) | nans, 0, targets).max(), nans.sum(dtype=targets.dtype)])
+    return jnp.stack(
+        [targets.min(), targets.max(), jnp.where(_is_integer(targets) | nans, 0, targets).max(), nans.sum(dtype=targets.dtype)]
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -66,9 +66,9 @@ class MetricRows:
         with jax.transfer_guard("allow"):
             if rows is not None:
                 batch, weights = jax.jit(lambda data, rows: jax.tree.map(lambda x: x[rows[0]], data))(batch, rows), weights[0]
-            half, cut = size // 2, functools.partial(self.cut, batch, weights)
-            whole, *parts = [jax.device_get(self.evaluate(state, *cut(*at))) for at in ((0, size), (0, half), (half, size))]
-        for name, one, mean in zip(self.names(), means(*whole), means(*np.sum(parts, axis=0)), strict=True):
+            half, take_rows = size // 2, functools.partial(self.take_rows, batch, weights)
+            full, *parts = [jax.device_get(self.evaluate(state, *take_rows(*at))) for at in ((0, size), (0, half), (half, size))]
+        for name, one, mean in zip(self.names(), means(*full), means(*np.sum(parts, axis=0)), strict=True):
             if name in fresh and np.isfinite(one) and not abs(one - mean) <= self.relative * max(abs(one), abs(mean)):
                 logging.getLogger("spmd").warning(TEXT.format(name, where, size, one, mean, name))
 
@@ -78,12 +78,12 @@ class MetricRows:
         shipped = name in self.objective.metrics and isinstance(metric, PerExample) and metric.function in SHIPPED
         return not shipped and not getattr(metric, "of_parts", False)
 
-    def cut(self, batch: Tree, weights: Any, first: int, end: int) -> tuple[Tree, jax.Array]:
+    def take_rows(self, batch: Tree, weights: Any, first: int, end: int) -> tuple[Tree, jax.Array]:
         """Some rows, on all workers where they divide them."""
         data = self.placed.resolved.data_axes if (end - first) % self.placed.resolved.workers == 0 else ()
         at = NamedSharding(self.placed.mesh, PartitionSpec(data))
-        cut = jax.jit(lambda tree: jax.tree.map(lambda x: x[first:end], tree), out_shardings=at)
-        return jax.block_until_ready(cut((batch, weights)))  # so that no more programs are in flight than the loop allows
+        take = jax.jit(lambda tree: jax.tree.map(lambda x: x[first:end], tree), out_shardings=at)
+        return jax.block_until_ready(take((batch, weights)))  # so that no more programs are in flight than the loop allows
 
     @functools.cached_property
     def _traced(self) -> tuple[tuple, Any]:

@@ -1,6 +1,6 @@
 """Metrics: functions of (model, batch) giving one value per example, and the (sum, count) pairs they become.
 
-A mean over workers, microbatches or batches is exact only if sums and counts travel separately, so every metric is
+A mean over workers, microbatches or batches is exact only if sums and counts are kept separate, so every metric is
 a pair until a person reads it.
 """
 
@@ -67,7 +67,7 @@ class PerExample:
         """Inputs and targets of a batch: a pair, or a dict with keys that are known or were named with `on`.
 
         Raises:
-          DataError: when they cannot be told apart.
+          DataError: when it is not clear which is which.
         """
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return batch[0], batch[1]

@@ -31,11 +31,11 @@ from spmd.train.state import (
     State,
     check_optimizer,
     checksums,
-    each_its_own,
+    copy_state,
+    donate_to_state,
     make_state,
-    opened_at,
-    opened_from,
-    opener,
+    make_state_builder,
+    opening_per_worker,
     place_copy,
     state_shardings,
 )
@@ -216,7 +216,7 @@ class PlacedModel:
     def opening(self) -> Opening:
         """The optimizer's state at step 0: one, or each worker's own."""
         exchange, first = self.exchange, self.optimizer.init
-        return each_its_own(first, exchange.worker_count) if exchange.local else first
+        return opening_per_worker(first, exchange.worker_count) if exchange.local else first
 
     @functools.cached_property
     def shardings(self) -> State:
@@ -245,7 +245,7 @@ class PlacedModel:
         """A new state, made in place on the mesh."""
         given = self.model.concrete
         if given is not None:
-            return opened_from(given, self.opening, self.config.seed, self.shardings, self.exchange.init)
+            return copy_state(given, self.opening, self.config.seed, self.shardings, self.exchange.init)
         with nnx.use_eager_sharding(False):
             return self._opener()
 
@@ -257,7 +257,7 @@ class PlacedModel:
         else:
             with nnx.use_eager_sharding(False):
                 rngs = jax.jit(lambda: self.model.init(jax.random.key(seed), self._run).rngs, out_shardings=at.rngs)()
-        return opened_at(Variables(params, stats, rngs), self.opening, seed, at, self.exchange.init)
+        return donate_to_state(Variables(params, stats, rngs), self.opening, seed, at, self.exchange.init)
 
     def opened(self, build: Callable[[], Any], optimizer: Any, seed: Any) -> State:
         """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that may be traced."""
@@ -273,4 +273,4 @@ class PlacedModel:
 
     @functools.cached_property
     def _opener(self) -> Any:
-        return opener(self.model, self.opening, self.config.seed, self._run, self.shardings, self.exchange.init)
+        return make_state_builder(self.model, self.opening, self.config.seed, self._run, self.shardings, self.exchange.init)

@@ -33,7 +33,7 @@ def check_update(optimizer: optax.GradientTransformation, params: Tree) -> None:
 
 
 def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> None:
-    """Compare updates of packed parameters with those of whole ones, on random numbers and parameters of at most `LONGEST` per dim.
+    """Compare updates of packed parameters with those of unpacked ones, on random numbers and parameters of at most `LONGEST` per dim.
 
     Raises:
       OptimizerError: they differ; with the transformation of a chain that makes them differ.
@@ -51,7 +51,7 @@ def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> N
         f"{named} gives parameters other updates when they are packed into rows, as the servers keep them ({storage.placement}): in a "
         f"trial they are {share}. It depends on shapes, paths or norms of single parameters.\n"
         "    fix: element-wise transformations (sgd, adamw without a mask, ...; clip_by_global_norm is exact too), or [gradients] "
-        f'reduction = "reduce_scatter", which keeps them whole.{also}'
+        f'reduction = "reduce_scatter", which does not pack them.{also}'
     )
 
 
@@ -65,18 +65,18 @@ def _difference(optimizer: optax.GradientTransformation, storage: Storage) -> fl
         return inner.init(params), inner.init(storage.pack(params))
 
     @jax.jit
-    def update(grads: Tree, params: Tree, whole: Any, packed: Any) -> tuple:
-        updates, whole = inner.update(grads, whole, params, value=jnp.float32(1))
+    def update(grads: Tree, params: Tree, unpacked_state: Any, packed: Any) -> tuple:
+        updates, unpacked_state = inner.update(grads, unpacked_state, params, value=jnp.float32(1))
         rows, packed = inner.update(storage.pack(grads), packed, storage.pack(params), value=jnp.float32(1))
-        return updates, storage.unpack(rows), whole, packed
+        return updates, storage.unpack(rows), unpacked_state, packed
 
     try:
         params = draw()
-        whole, packed = begin(params)
+        unpacked_state, packed = begin(params)
         moved = tried = 0
         while moved < STEPS and tried < MOST:
             tried += 1
-            updates, unpacked, whole, packed = update(draw(), params, whole, packed)
+            updates, unpacked, unpacked_state, packed = update(draw(), params, unpacked_state, packed)
             moved += any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(updates))
             for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(unpacked), strict=True):
                 noise, a, b = max(NOISE, float(jnp.finfo(a.dtype).eps)), np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -88,7 +88,7 @@ def _difference(optimizer: optax.GradientTransformation, storage: Storage) -> fl
 
 
 def _parts(optimizer: Any) -> Iterator[tuple[str, optax.GradientTransformation]]:
-    """The transformations of a chain, by name, as far as they can be told from it."""
+    """The transformations of a chain, by name, as far as its closure shows them."""
     inner = inspect.getclosurevars(optimizer.update).nonlocals if inspect.isfunction(optimizer.update) else {}
     inits = inspect.getclosurevars(optimizer.init).nonlocals.get("init_fns", ()) if inspect.isfunction(optimizer.init) else ()
     for init, update in zip(inits, inner.get("update_fns", ()), strict=False):
@@ -105,6 +105,6 @@ def _name(update: Any) -> str:
 
 
 def _states(optimizer: optax.GradientTransformation, like: Tree) -> str:
-    """What the optimizer's state is made of, for one whose parts cannot be told apart."""
+    """What the optimizer's state is made of, for one whose parts are not known."""
     state = jax.eval_shape(optimizer.init, like)
     return ", ".join(type(part).__name__ for part in (state if type(state) is tuple else (state,)))

@@ -2,8 +2,9 @@
 
 The loss is traced for two numbers of rows, those of a batch and of a part, and both jaxprs are walked side by side. Each value is `PerRow`
 (some dim holds the rows, and each entry depends on its own row only), `Fixed` (no data in it), `Summed` (a sum over rows of `PerRow`
-values) or None, which is "not proved", never "wrong": such a loss is measured (`spmd.train.whole_batch`). Two traces, because one cannot
-tell `loss.sum() / len(x)` from `loss.sum() / 64`: what differs between them tells to which power of the number of rows a value grows.
+values) or None, which is "not proved", never "wrong": such a loss is measured (`spmd.train.whole_batch`). Two traces, because
+in one `loss.sum() / len(x)` and `loss.sum() / 64` look the same: the difference between two shows with which power of the number of rows
+a value grows.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from spmd.train.row_values import SIMPLE, Fixed, PerRow, Sizes, Summed, Value, j
 MOST_ELEMENTS = 4096  # of a captured array that is not one and the same object in both traces, to be compared by value
 OWN_GRADIENT = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 JAX = str(Path(jax.__file__).parent)
-SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # of these the results' shapes tell
+SIZED = ("shape", "sizes", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")  # the results' shapes determine these
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -28,7 +29,7 @@ INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 class Walk(Sizes):
     """Two traces of one function, side by side.
 
-    `draws`: of each draw, by its equation in the first trace, whether it is the same for a row whoever holds it, or for all rows.
+    `draws`: of each draw, by its equation in the first trace, whether it is the same for a row on any worker, or for all rows.
     """
 
     draws: dict[int, bool] = dataclasses.field(default_factory=dict, compare=False)

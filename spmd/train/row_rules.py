@@ -204,7 +204,7 @@ def _stack(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
 
 
 def _gather(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
-    """A look-up in a table, of whole rows of data, or for each row in its own."""
+    """A look-up in a table, of entire rows of data, or for each row in its own."""
     del sizes
     numbers, (table, index) = one.params["dimension_numbers"], values
     out, taken, shape = one.outvars[0].aval.ndim, one.params["slice_sizes"], one.invars[0].aval.shape
@@ -235,7 +235,7 @@ def _iota(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
 
 
 def _bits(sizes: Sizes, one: Any, other: Any, values: list[Known]) -> Value:
-    """Draws of the step's own keys are those of the rows, whoever holds these (`spmd.rng`)."""
+    """Draws of the step's own keys are those of the rows, on whichever worker they are (`spmd.rng`)."""
     key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
     if not isinstance(key, Fixed) or one.invars[0].aval.ndim:
         return None

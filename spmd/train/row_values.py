@@ -82,8 +82,11 @@ def simple(name: str, one: Any, other: Any, values: list[Known]) -> Value:
     if any(isinstance(value, Summed) for value in values):
         return None if rows else _summed(name, one, values)
     power = _power(name, values, [getattr(var, "val", None) for var in one.invars])
-    whole = lambda aval: not jnp.issubdtype(aval.dtype, jnp.inexact)
-    truncated = whole(one.outvars[0].aval) and (name == "div" or not whole(one.invars[0].aval))
+
+    def is_integer(aval: Any) -> bool:
+        return not jnp.issubdtype(aval.dtype, jnp.inexact)
+
+    truncated = is_integer(one.outvars[0].aval) and (name == "div" or not is_integer(one.invars[0].aval))
     if power is None or len(rows) > 1 or (truncated and any(value.power for value in values) and name not in COMPARED):
         return None
     if not rows:

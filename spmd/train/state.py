@@ -1,4 +1,4 @@
-"""The state of a run: made in pieces on the mesh, never whole anywhere unless the layout says so."""
+"""The state of a run: made sharded on the mesh, replicated only where the layout says so."""
 
 import dataclasses
 import functools
@@ -27,12 +27,12 @@ Opening = Callable[[Tree], Any]  # from the parameters to the optimizer's state 
 )
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Everything that changes during training, and all that is needed to go on: it is what a checkpoint holds.
+    """Everything that changes during training, and all that is needed to resume: it is what a checkpoint holds.
 
     Attributes:
       step: int32 scalar, updates made so far; on every device.
       params: the model's parameters, laid out by the layout, in their own dtype.
-      opt: the optax state, each leaf laid out like its parameter or cut further; where every worker has its own, [workers, ...] each.
+      opt: the optax state, each leaf laid out like its parameter or sharded further; where every worker has its own, [workers, ...] each.
       stats: other arrays of the model that change (BatchNorm averages); on every device, equal.
       rngs: the model's own random streams, as key data; on every device.
       key: uint32 key data of the run's seed; on every device. With `step` it gives each step's random numbers.
@@ -84,7 +84,7 @@ def make_state(variables: Variables, opening: Opening, seed: int, memory: Memory
     return State(jnp.int32(0), variables.params, opt, variables.stats, variables.rngs, data, memory(key, variables.params))
 
 
-def each_its_own(opening: Opening, workers: int) -> Opening:
+def opening_per_worker(opening: Opening, workers: int) -> Opening:
     """An optimizer's state for every worker, leaves [workers, ...]."""
     return lambda params: jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), opening(params))
 
@@ -94,7 +94,7 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
 
     `local`: every worker has an optimizer's state of its own, and all of it lies over the workers.
     """
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def param(keys: tuple, leaf: Any) -> NamedSharding:
         del leaf
@@ -104,9 +104,9 @@ def state_shardings(abstract: State, resolved: Resolved, mesh: Mesh, memory: Tre
         if local:
             return NamedSharding(mesh, PartitionSpec(resolved.data_axes))
         place = owner_of(path_of(keys), leaf, resolved)
-        return whole if place is None else NamedSharding(mesh, pspec(place.state_spec))
+        return replicated if place is None else NamedSharding(mesh, pspec(place.state_spec))
 
-    rest = jax.tree.map(lambda _: whole, abstract)
+    rest = jax.tree.map(lambda _: replicated, abstract)
     return dataclasses.replace(
         rest,
         params=jax.tree_util.tree_map_with_path(param, abstract.params),
@@ -125,30 +125,30 @@ def owner_of(path: str, leaf: Any, resolved: Resolved):
     return next((place for place in found if place is not None and place.shape == leaf.shape), None)
 
 
-def whole_moments(abstract: State, resolved: Resolved) -> list[str]:
-    """Optimizer leaves larger than a scalar that belong to no parameter's shape and so stay whole (factored moments)."""
-    whole = {path: leaf for path, leaf in flatten(abstract.opt).items() if leaf.ndim and leaf.sharding.is_fully_replicated}
-    return [path for path, leaf in whole.items() if owner_of(path, leaf, resolved) is None]
+def replicated_moments(abstract: State, resolved: Resolved) -> list[str]:
+    """Optimizer leaves larger than a scalar that belong to no parameter's shape and so stay replicated (factored moments)."""
+    replicated = {path: leaf for path, leaf in flatten(abstract.opt).items() if leaf.ndim and leaf.sharding.is_fully_replicated}
+    return [path for path, leaf in replicated.items() if owner_of(path, leaf, resolved) is None]
 
 
-def opened_from(given: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:
-    """The state at step 0 of a model that was given whole: its arrays are copied, never taken."""
+def copy_state(given: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:
+    """The state at step 0 of a model that was given with its arrays: they are copied, never donated."""
     with_shardings = Variables(shardings.params, shardings.stats, shardings.rngs)
-    return opened_at(jax.tree.map(place_copy, given, with_shardings), opening, seed, shardings, memory)
+    return donate_to_state(jax.tree.map(place_copy, given, with_shardings), opening, seed, shardings, memory)
 
 
-def opened_at(variables: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:
+def donate_to_state(variables: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:
     """The state at step 0 of arrays that are on the mesh already; they are consumed."""
     return jax.jit(lambda v: _fresh(make_state(v, opening, seed, memory)), out_shardings=shardings, donate_argnums=0)(variables)
 
 
-def opener(model: Model, opening: Opening, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory) -> Any:
+def make_state_builder(model: Model, opening: Opening, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory) -> Any:
     """The function that makes the state at step 0 of a model that is yet to be made, each piece on the device that keeps it."""
     return jax.jit(lambda: make_state(model.init(jax.random.key(seed), run), opening, seed, memory), out_shardings=shardings)
 
 
 def checksums(given: Variables) -> dict[str, str]:
-    """Facts that decide the state at step 0 of a model that was given whole."""
+    """Facts that decide the state at step 0 of a model that was given with its arrays."""
     facts = {}
     for path, leaf in flatten(given).items():
         if _spread(leaf):
@@ -182,4 +182,4 @@ def check_alive(state: State) -> None:
     if not isinstance(state, State):
         raise OptionError(f"state={short_repr(state)} is {type_name(state)}.", fix="what trainer.init() or a step returns.")
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
-        raise OptionError("this state was consumed by a step.", fix="go on with the one that the step returned: state, metrics = ...")
+        raise OptionError("this state was consumed by a step.", fix="continue with the one that the step returned: state, metrics = ...")

@@ -45,7 +45,7 @@ JITTER = 0.02  # standard deviation of what replaces the entries of arrays that 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Into how many parts a step cuts a batch before the loss sees them.
+    """Into how many parts a step splits a batch before the loss sees them.
 
     `workers` at positions of their own; at each position `simulated` workers one after the other; of each `microbatches`; and of these the
     microbatches of a 1f1b pipeline (`ticks`: there are any).
@@ -63,7 +63,7 @@ class Parts:
 
     @property
     def count(self) -> int:
-        """How many parts a batch has, before a 1f1b pipeline cuts them."""
+        """How many parts a batch has, before a 1f1b pipeline splits them."""
         return self.workers * self.simulated * self.microbatches
 
     @property
@@ -87,7 +87,7 @@ def parts_of(placed: PlacedModel, step: Step) -> Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What the traced loss tells: `mean`: it is a mean over rows; `draws`: parts draw for their rows what the whole batch does."""
+    """What the traced loss proves: `mean`: it is a mean over rows; `draws`: parts draw for their rows what the whole batch does."""
 
     mean: bool
     draws: bool
@@ -129,8 +129,8 @@ def proof_of(placed: PlacedModel, loss: Objective, sample: Tree, parts: Parts, t
             return Proof(mean=True, draws=True)
         first, draws = trace(rows), {}
         mean = proved(first, second, given, rows, others, outputs[0], draws)
-        cut = parts.microbatches > 1 or parts.ticks or placed.resolved.layout.stage_axis is not None  # into parts with keys of their own
-        return Proof(mean, not cut and all(draws.get(id(found), False) for found in _random(first)))
+        split = parts.microbatches > 1 or parts.ticks or placed.resolved.layout.stage_axis is not None  # into parts with keys of their own
+        return Proof(mean, not split and all(draws.get(id(found), False) for found in _random(first)))
     except Exception:  # another number of rows does not suit it, or it wants the mesh: then it is measured
         return Proof(mean=False, draws=False)
 
@@ -149,23 +149,24 @@ class Figures:
 
     losses: tuple[float, float]
     norms: tuple[float, float]
-    apart: float
+    gradient_distance: float
     noise: tuple[float, float] = (0.0, 0.0)
     coarse: bool = False
 
     @property
     def differ(self) -> bool:
-        """Whether rounding cannot be the whole difference; NaN is none."""
+        """Whether rounding cannot explain the difference; NaN is no difference."""
         loss = (abs(self.losses[0] - self.losses[1]), max(map(abs, self.losses)), self.noise[0])
         relative, times = (RELATIVE_COARSE, NOISE_COARSE) if self.coarse else (RELATIVE, NOISE)
         return any(
-            off > relative * size and off > times * noise for off, size, noise in (loss, (self.apart, max(self.norms), self.noise[1]))
+            off > relative * size and off > times * noise
+            for off, size, noise in (loss, (self.gradient_distance, max(self.norms), self.noise[1]))
         )
 
     def beyond(self, other: "Figures") -> bool:
         """Whether losses or gradients are clearly farther from each other than those of `other`."""
         loss, noise = (abs(one.losses[0] - one.losses[1]) for one in (self, other))
-        return loss > SPREAD * noise or self.apart > SPREAD * other.apart
+        return loss > SPREAD * noise or self.gradient_distance > SPREAD * other.gradient_distance
 
 
 Way = Callable[[State], tuple[jax.Array, Tree]]  # to the loss and the gradients
@@ -194,7 +195,7 @@ class Comparison:
         """Look at the first batch: at its targets; and, where the loss sees rows in parts and is not proved a mean over them, at both ways.
 
         Args:
-          rows: int32[steps, rows], which rows of `batch` (then a whole data set) are those of some steps; `weights` are too.
+          rows: int32[steps, rows], which rows of `batch` (then an entire dataset) are those of some steps; `weights` are too.
 
         Raises:
           LossError: the two are not the same, with what was found to help.
@@ -228,7 +229,7 @@ class Comparison:
 
     @functools.cached_property
     def proof(self) -> Proof:
-        """What its trace tells of the loss."""
+        """What its trace proves about the loss."""
         return proof_of(self.placed, self.loss, self.sample, self.parts, self.traced)
 
     def check(self, state: State, batch: Tree, weights: jax.Array) -> str:
@@ -240,8 +241,8 @@ class Comparison:
         state = dataclasses.replace(state, params=params, opt=None, exchange={})
         given = {"batch": batch, "weights": weights}
         for training in self.modes(state):
-            parts, whole = (self.way(parts, given, training=training) for parts in (self.parts, self.whole))
-            found = [self.figures(parts, whole, dataclasses.replace(state, params=p)) for p in (params, _jittered(params))]
+            parts, full = (self.way(parts, given, training=training) for parts in (self.parts, self.full))
+            found = [self.figures(parts, full, dataclasses.replace(state, params=p)) for p in (params, _jittered(params))]
             guilty = next((one for one in found if one.differ), None)
             if guilty is None:
                 took = time.perf_counter() - begun
@@ -250,7 +251,7 @@ class Comparison:
                     f"the loss is not known to be a mean over rows, so it was compared on the first batch, seen {self.parts} and at once: "
                     f"{losses}, equal but for rounding, gradients too ({took:.1f} s, with compiling)."
                 )
-            if not self.draws or guilty.beyond(self.spread(whole, state)):
+            if not self.draws or guilty.beyond(self.spread(full, state)):
                 raise self.refused(guilty, weights.shape[0])
         return "note: the loss draws other random numbers for parts of a batch, so it could not be compared with that of the whole batch."
 
@@ -265,12 +266,12 @@ class Comparison:
         return MIXTURE in self.placed.parallel.used
 
     @property
-    def whole(self) -> Parts:
+    def full(self) -> Parts:
         """The whole batch at once; in the same groups of tokens, where there are any."""
         return Parts(1, 1, self.parts.microbatches if self.groups else 1, ticks=False)
 
     def modes(self, state: State) -> tuple[bool, ...]:
-        """Training modes in which parts and the whole are to agree: statistics and random numbers of parts may be their own."""
+        """Training modes in which parts and the full batch are to agree: statistics and random numbers of parts may be their own."""
         if self.parts.of_position and (self.draws or jax.tree.leaves(state.stats)):
             return (False,)
         return (True, False) if self.draws else (True,)
@@ -296,17 +297,17 @@ class Comparison:
         coarse = _coarse(other, state)
         moved = dataclasses.replace(state, params=_rounded(state.params, 2.0**-8 if coarse else 2.0**-22))
         near = Figures(*_read(_numbers(*other(moved), *right)))
-        return dataclasses.replace(found, noise=(abs(near.losses[0] - near.losses[1]), near.apart), coarse=coarse)
+        return dataclasses.replace(found, noise=(abs(near.losses[0] - near.losses[1]), near.gradient_distance), coarse=coarse)
 
-    def spread(self, whole: Way, state: State) -> Figures:
+    def spread(self, full: Way, state: State) -> Figures:
         """The whole batch with other random numbers."""
-        return Figures(*_read(_numbers(*whole(dataclasses.replace(state, key=state.key + 1)), *whole(state))))
+        return Figures(*_read(_numbers(*full(dataclasses.replace(state, key=state.key + 1)), *full(state))))
 
     def refused(self, found: Figures, rows: int) -> LossError:
         """The error; its fix is the layout under which the batch was seen at once."""
-        parts, whole, source = self.parts, self.whole, self.placed.resolved.layout.source
+        parts, full, source = self.parts, self.full, self.placed.resolved.layout.source
         changes = ['[gradients] reduction = "compiler"'] if parts.workers * parts.simulated > 1 else []
-        changes += ["accumulate=1"] if whole.microbatches < parts.microbatches else []
+        changes += ["accumulate=1"] if full.microbatches < parts.microbatches else []
         changes += ['[pipeline] schedule = "gpipe"'] if parts.ticks else []
         line = lambda what, at: (
             f"    {what:<{len(str(parts)) + 6}}  loss {found.losses[at]:.6g}, norm of the gradient {found.norms[at]:.6g}\n"
@@ -315,7 +316,7 @@ class Comparison:
             f"the loss is no mean over rows, and a step under {source} sees the {rows} rows of a batch in parts. On the first batch:\n"
             + line(f"seen {parts}:", 0)
             + line("seen at once:", 1)
-            + f"    norm of the difference of the gradients: {found.apart:.6g}\n"
+            + f"    norm of the difference of the gradients: {found.gradient_distance:.6g}\n"
             f"    fix: {' and '.join(changes)}, which was tried and sees them at once; or a loss that returns (sum, count), both "
             "summed over the rows it is given, or one value per row that depends on no other row. Where the loss of a part is what "
             "you want: loss=spmd.losses.of_parts(loss)."
@@ -337,15 +338,15 @@ def _loss_and_gradients(step: Step, state: State, *, batch: Tree, weights: jax.A
 def _numbers(loss: jax.Array, grads: Tree, other_loss: jax.Array, others: Tree) -> jax.Array:
     """float32[5]: both losses, both norms, and the norm of the difference."""
     norm = lambda tree: jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
-    apart = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), grads, others)
-    return jnp.stack([loss, other_loss, norm(grads), norm(others), norm(apart)])
+    difference = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), grads, others)
+    return jnp.stack([loss, other_loss, norm(grads), norm(others), norm(difference)])
 
 
 def _read(numbers: jax.Array) -> tuple[tuple[float, float], tuple[float, float], float]:
     """On the host; every process takes those of process 0, so that all decide alike."""
     found = np.asarray(numbers) if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(np.asarray(numbers))
-    left, right, one, other, apart = map(float, found)
-    return (left, right), (one, other), apart
+    left, right, one, other, distance = map(float, found)
+    return (left, right), (one, other), distance
 
 
 @jax.jit

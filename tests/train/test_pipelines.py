@@ -402,7 +402,7 @@ ERRORS = {
     ),
     "no stack": (
         lambda: refused(lambda rngs: nnx.Embed(VOCAB, VOCAB, rngs=rngs), "data=2,stage=4", piped(), LayoutError),
-        """this layout: [pipeline] cuts stacks of layers over "stage", and the loss calls none.
+        """this layout: [pipeline] splits stacks of layers over "stage", and the loss calls none.
     fix: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline].""",
     ),
     "chunks of nothing": (
