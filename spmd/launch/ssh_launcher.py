@@ -25,7 +25,7 @@ from spmd.launch.settings import Settings, check_integer
 from spmd.launch.ssh_client import AgentConnection
 from spmd.launch.validation import check_environment_variables
 
-HELLO, TOLD = 60.0, 10.0  # seconds for a host to answer, and between two log lines about missing ones
+HELLO, LOG_SECONDS = 60.0, 10.0  # seconds for a host to answer, and between two log lines about missing ones
 PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL")  # prefixes of the variables that all hosts get
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 OPTIONS = ("-T", "-x", *(word for option in SSH_OPTIONS for word in ("-o", option)))  # the user's come first, and take precedence
@@ -163,7 +163,7 @@ def _ready_connections(
     deadline, pending, logged_at = time.monotonic() + HELLO, list(lines), time.monotonic()
     while pending and group.stop_signal is None and time.monotonic() < deadline:
         pending = [line for line in pending if line.hear(0.1 / len(pending)) is None]
-        if pending and time.monotonic() - logged_at >= TOLD:
+        if pending and time.monotonic() - logged_at >= LOG_SECONDS:
             logged_at = time.monotonic()
             log(f"waiting for {', '.join(line.host.name for line in pending[:8])} ({HELLO - (deadline - logged_at):.0f} s of {HELLO:g})")
     ready = []

@@ -41,7 +41,7 @@ def options():
 
 
 def die_while_saving(moment, step):
-    """SIGKILL at a moment of writing the first checkpoint after that step, which a thread of Orbax does while steps go on."""
+    """SIGKILL at a moment of writing the first checkpoint after that step, which a thread of Orbax does while training continues."""
     seal, begin = checkpoint.CheckpointStore._seal, checkpoint.CheckpointStore.save
 
     def die():
@@ -128,9 +128,9 @@ def main():
         callbacks=[fault, *([spmd.callbacks.CheckReplicas(10)] if differs("callbacks") else [])],
         progress=False,
     )
-    whole = jax.jit(lambda tree: tree, out_shardings=jax.NamedSharding(result.trainer.mesh, jax.P()))(result.state)
-    kept = [np.asarray(leaf) for leaf in jax.tree.leaves((whole.params, whole.opt, whole.step))]
-    print("HASH", hashlib.sha256(b"".join(leaf.tobytes() for leaf in kept)).hexdigest()[:16], int(whole.step), flush=True)
+    replicated = jax.jit(lambda tree: tree, out_shardings=jax.NamedSharding(result.trainer.mesh, jax.P()))(result.state)
+    kept = [np.asarray(leaf) for leaf in jax.tree.leaves((replicated.params, replicated.opt, replicated.step))]
+    print("HASH", hashlib.sha256(b"".join(leaf.tobytes() for leaf in kept)).hexdigest()[:16], int(replicated.step), flush=True)
 
 
 if __name__ == "__main__":

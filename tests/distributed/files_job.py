@@ -1,4 +1,4 @@
-"""Training on CSV files: `files_job.py FILE FOLDER STEPS`; of 2 epochs, stopped after so many steps unless that is 0."""
+"""Training on CSV files: `files_job.py FILE FOLDER STEPS`; of 2 epochs, stopped after STEPS steps unless that is 0."""
 
 import sys
 import zlib

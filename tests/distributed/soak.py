@@ -2,7 +2,7 @@
 
     python tests/distributed/soak.py --minutes 20 --seed 0 --out benchmarks/results/soak.md
 
-In the end the state has the same hash as that of a run that nobody has disturbed, or this script ends with code 1.
+In the end the state has the same hash as that of a run without faults, or this script ends with code 1.
 """
 
 import argparse
@@ -32,10 +32,10 @@ class Harm:
 
     def __init__(self, folder, seed, until):
         self.random, self.folder, self.until = random.Random(seed), folder, until
-        self.done, self.told = collections.Counter(), []
+        self.done, self.reported = collections.Counter(), []
 
     def __call__(self, launcher, run):
-        """From the launcher's start to its end: a fault some seconds after training has gone on."""
+        """From the launcher's start to its end: a fault some seconds after training has made progress."""
         seen = 0
         while launcher.poll() is None and time.monotonic() < self.until:
             if len(steps := [at for at, line in run.lines if "STEP" in line]) == seen:
@@ -101,10 +101,10 @@ def main():
     given = parser.parse_args()
     began, steps = time.monotonic(), max(200, round(0.25 * given.minutes * 60 / PAUSE))  # the rest are restarts, and steps made again
     with tempfile.TemporaryDirectory() as place:
-        whole = trained(Path(place) / "whole", steps, seconds=1800)
-        wanted = set(whole.hashes)
-        if whole.code or len(wanted) != 1:
-            sys.exit(f"the undisturbed run ended with {whole.code}:\n{whole.text[-3000:]}")
+        undisturbed = trained(Path(place) / "undisturbed", steps, seconds=1800)
+        wanted = set(undisturbed.hashes)
+        if undisturbed.code or len(wanted) != 1:
+            sys.exit(f"the undisturbed run ended with {undisturbed.code}:\n{undisturbed.text[-3000:]}")
         folder, runs = Path(place) / "run", []
         harm = Harm(folder, given.seed, time.monotonic() + given.minutes * 60)
         limit = began + given.minutes * 60 * 3
@@ -137,6 +137,6 @@ def main():
 
 
 if __name__ == "__main__":
-    threading.excepthook = lambda told: os._exit(1)
+    threading.excepthook = lambda reported: os._exit(1)
     os.chdir(ROOT)
     main()

@@ -1,4 +1,4 @@
-"""`spmd launch` with real processes over loopback: they train, and whatever befalls one of them is told, and survived to the last bit."""
+"""`spmd launch` with real processes over loopback: they train, report every fault, and end in the same bits."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("fault", "rank", "told"),
+    ("fault", "rank", "message"),
     [
         ("raise", 1, r"\[0\] spmd 0: process 1 on \S+ failed at step 2\d \(\w+\): CallbackError: .* raises ValueError: boom on process 1"),
         pytest.param(
@@ -53,12 +53,12 @@ def undisturbed(tmp_path_factory):
         pytest.param("STOP", 0, r"spmd 1: stalled: no progress for \S+ s in step \(limit 5\)", marks=SLOW),
     ],
 )
-def test_a_fault_is_told_and_the_run_ends_in_the_same_bits(undisturbed, tmp_path, fault, rank, told):
+def test_fault_is_reported_and_the_final_state_is_identical(undisturbed, tmp_path, fault, rank, message):
     stalls = fault in ("sleep", "STOP")
     run = job("--folder", tmp_path / "run", "--fault", fault, "--rank", rank, restarts=2, stall="step=5" if stalls else "step=100")
     assert run.code == 0, run.text
     assert set(run.hashes) == {undisturbed} and len(run.hashes) == 2
-    assert re.search(told, run.text), run.text
+    assert re.search(message, run.text), run.text
     assert ("stalled: " in run.text) == stalls, "what ends is seen before anybody has waited for too long"
     down = run.when("spmd launch: restart 1 of at most 2") - run.when("FAULT at")
     assert "spmd launch: restart 2" not in run.text
@@ -79,17 +79,17 @@ def test_a_fault_is_told_and_the_run_ends_in_the_same_bits(undisturbed, tmp_path
         ("sleep", "(at step 25: stalled in step|made no progress in step after step 25, without waiting for others)"),
     ],
 )
-def test_the_process_that_failed_first_is_blamed(tmp_path, fault, what, rank):
+def test_process_that_failed_first_is_named(tmp_path, fault, what, rank):
     run = job("--folder", tmp_path / "run", "--fault", fault, "--rank", rank, stall="step=5", seconds=90)
-    told = [line for _, line in run.lines if line.startswith("spmd launch: process")]
-    print("FIGURE", told)
+    message = [line for _, line in run.lines if line.startswith("spmd launch: process")]
+    print("FIGURE", message)
     assert run.code not in (0, None) and "HASH" not in run.text, run.text
-    assert re.match(f"spmd launch: process {rank} {what}", told[-1]), run.text
+    assert re.match(f"spmd launch: process {rank} {what}", message[-1]), run.text
 
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         ("learning rate", r"number \d+ in the step is -?1.0+e-01 \(f32\) in process 0, and -?5.0+e-01 \(f32\) in process 1"),
         pytest.param("weights", r"number \d+ in the initial values is 0 \(i32\) in process 0, and 1 \(i32\) in process 1", marks=SLOW),
@@ -98,10 +98,10 @@ def test_the_process_that_failed_first_is_blamed(tmp_path, fault, what, rank):
         pytest.param("layout", r"layout gradients.codec is bfloat16 in process 0, and nothing in process 1", marks=SLOW),
     ],
 )
-def test_processes_that_differ_are_named_before_they_train(tmp_path, fault, told):
+def test_mismatch_is_reported_before_training(tmp_path, fault, message):
     run = job("--folder", tmp_path / "run", "--fault", fault, restarts=2)
     assert run.code == 78 and "restart 1" not in run.text and "HASH" not in run.text
-    assert set(re.findall(rf"(?m)^\[([01])\] .*{told}", run.text)) == {"0", "1"}, run.text
+    assert set(re.findall(rf"(?m)^\[([01])\] .*{message}", run.text)) == {"0", "1"}, run.text
     assert "no restart: processes that disagree would disagree again" in run.text
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -110,7 +110,7 @@ def test_processes_that_differ_are_named_before_they_train(tmp_path, fault, told
 @pytest.mark.parametrize(
     ("moment", "rank"), [("begun", 1), *[(moment, 0) for moment in ("begun", "written", "half sealed", "sealed", "committed")]]
 )
-def test_killed_at_any_moment_of_a_save(undisturbed, tmp_path, moment, rank):
+def test_kill_during_a_save(undisturbed, tmp_path, moment, rank):
     """What is half there is not taken for a checkpoint, and is no damage either."""
     run = job("--folder", tmp_path / "run", "--fault", f"save {moment}", "--rank", rank, "--at", 10, restarts=2)
     assert run.code == 0 and set(run.hashes) == {undisturbed} and len(run.hashes) == 2, run.text
@@ -121,7 +121,7 @@ def test_killed_at_any_moment_of_a_save(undisturbed, tmp_path, moment, rank):
 
 
 @SLOW
-def test_a_nan_ends_the_run_at_its_step_and_is_no_crash_loop(tmp_path):
+def test_nan_ends_the_run_without_a_restart_loop(tmp_path):
     run = job("--folder", tmp_path / "run", "--fault", "nan", restarts=5)
     assert run.code == 1 and "spmd launch: restart 2" not in run.text and "HASH" not in run.text
     assert len(set(re.findall(r'DivergedError: step (\d+): metric "loss" is nan', run.text))) == 1, run.text
@@ -129,7 +129,7 @@ def test_a_nan_ends_the_run_at_its_step_and_is_no_crash_loop(tmp_path):
 
 
 @SLOW
-def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(undisturbed, tmp_path):
+def test_full_disk_is_reported_and_the_previous_checkpoint_is_intact(undisturbed, tmp_path):
     """A file system that holds one checkpoint and half another, in a mount namespace of the launcher."""
     if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("a small file system needs privileges, and unshare")
@@ -137,13 +137,13 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(undisturbed, tmp
     assert run.code == 1 and "HASH" not in run.text, run.text
     assert "CheckpointError: a checkpoint could not be written: " in run.text, run.text
     kept = tmp_path / "kept"
-    assert [path.name for path in (kept / "run" / "checkpoints").iterdir() if path.name.isdigit()], "what was whole is still there"
+    assert [path.name for path in (kept / "run" / "checkpoints").iterdir() if path.name.isdigit()], "the previous checkpoint is intact"
     rest = job("--folder", kept / "run", "--resume")
     assert rest.code == 0 and set(rest.hashes) == {undisturbed}, rest.text
 
 
 @SLOW
-def test_one_that_has_ended_is_not_waited_for(tmp_path):
+def test_finished_process_is_not_waited_for(tmp_path):
     """Its script leaves, with code 0, before `fit`, where the other waits for it."""
     run = job("--folder", tmp_path / "run", "--fault", "leaves", seconds=60)
     assert run.code == 1 and "HASH" not in run.text, run.text
@@ -151,7 +151,7 @@ def test_one_that_has_ended_is_not_waited_for(tmp_path):
 
 
 @SLOW
-def test_the_same_error_at_the_same_step_twice_is_not_tried_again(tmp_path):
+def test_repeated_error_is_not_restarted(tmp_path):
     run = job("--folder", tmp_path / "run", "--fault", "raise", "--always", restarts=5)
     assert run.code == 1 and "restart 1 of at most 5" in run.text and "restart 2" not in run.text
     assert "no restart: the same error occurred twice at the same step" in run.text
@@ -159,7 +159,7 @@ def test_the_same_error_at_the_same_step_twice_is_not_tried_again(tmp_path):
 
 @SLOW
 @pytest.mark.parametrize("whom", ["one process", "the launcher"])
-def test_sigterm_saves_at_the_same_step_and_the_rest_ends_in_the_same_bits(undisturbed, tmp_path, whom):
+def test_sigterm_saves_at_the_same_step_and_resumes_exactly(undisturbed, tmp_path, whom):
     folder = tmp_path / "run"
     if whom == "one process":
         first = job("--folder", folder, "--fault", "TERM", restarts=2)
@@ -181,7 +181,7 @@ def test_sigterm_saves_at_the_same_step_and_the_rest_ends_in_the_same_bits(undis
 
 
 @SLOW
-def test_what_it_started_ends_with_the_launcher(tmp_path):
+def test_processes_end_with_the_launcher(tmp_path):
     seen = []
 
     def end(process, run):
@@ -216,7 +216,7 @@ def test_what_it_started_ends_with_the_launcher(tmp_path):
         (["--memory-fraction", "2", "--processes", "1", __file__], "memory_fraction=2.0"),
     ],
 )
-def test_bad_options_are_told(words, message, capsys):
+def test_bad_options_are_reported(words, message, capsys):
     from spmd.launch.cli import main
 
     assert main(["launch", *words]) == 2
@@ -242,19 +242,19 @@ print("WEIGHT", round(float(result.state.params["w"][0, 0]), 3))
 
 
 @pytest.mark.system
-def test_who_has_called_jax_distributed_is_joined(tmp_path):
+def test_join_after_jax_distributed_initialize(tmp_path):
     """As a script may that knows nothing of `spmd launch`."""
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     command = [sys.executable, "-c", OWN]
     environment = {**os.environ, "XLA_FLAGS": ""}
     both = [subprocess.Popen([*command, str(rank), address], stdout=subprocess.PIPE, text=True, env=environment) for rank in (0, 1)]
     try:
-        told = [process.communicate(timeout=100)[0] for process in both]
+        message = [process.communicate(timeout=100)[0] for process in both]
     finally:
         for process in both:
             process.kill()
             process.wait()
-    for rank, (process, text) in enumerate(zip(both, told, strict=True)):
+    for rank, (process, text) in enumerate(zip(both, message, strict=True)):
         assert process.returncode == 0
         assert f"JOINED process {rank} of 2 (jax.distributed), process 0 at {address} 4" in text and "WEIGHT 3.0" in text
 
@@ -272,7 +272,7 @@ def listening(pid):
 
 
 @SLOW
-def test_nothing_listens_beyond_the_chosen_address(tmp_path):
+def test_only_the_chosen_address_is_exposed(tmp_path):
     """Process 0 has the coordination service, and all have Gloo's sockets: on loopback, where all is on one host."""
     found = []
 

@@ -1,11 +1,11 @@
-"""Two processes of four devices train as one process of eight does: every way for gradients to meet, cut, round and travel.
+"""Two processes of four devices train as one process of eight does: every way to reduce, shard, compress and send gradients.
 
 What may differ is the order in which numbers of eight workers are added up. In one process XLA adds in the devices' order. In several
 every device is a rank of Gloo: all_reduce goes around a ring, and each part of an array begins at another device; reduce_scatter adds
 neighbours, then neighbours of neighbours. All other collectives only carry: all_gather, all_to_all (codecs add what has come, in the
 workers' order) and ppermute (pipelines), and a sum of two numbers has one order (axes of two devices).
 
-So two kinds of proof. The exact ones train a model whose gradients and losses are multiples of 2**-10 before they travel, and small: then
+So two kinds of proof. The exact ones train a model whose gradients and losses are multiples of 2**-10 before they are sent, and small: then
 every order gives the same bits, and all arrays and losses must be equal bit for bit. The others train as users do, and may differ by
 rounding: 1e-5 of the largest number in an array, as in `tests/train/test_equivalence.py`. Most differ by 1e-7, and by 1e-6 the bias
 in front of the batch statistics, whose gradients cancel.
@@ -77,14 +77,14 @@ def trained(folder, processes, cases):
     for name, path in own.items():
         path.write_text(OWN[name])
     (place := folder / f"{processes}").mkdir(exist_ok=True)
-    told = {name: {**case, "layout": str(own.get(case["layout"], case["layout"]))} for name, case in cases.items()}
+    message = {name: {**case, "layout": str(own.get(case["layout"], case["layout"]))} for name, case in cases.items()}
     flags = {"XLA_FLAGS": os.environ["SPMD_TEST_FLAGS"]}  # both arms compile as the suite does
-    run = launch("--processes", processes, "--simulate", 8 // processes, JOB, place, json.dumps(told), seconds=500, **flags)
+    run = launch("--processes", processes, "--simulate", 8 // processes, JOB, place, json.dumps(message), seconds=500, **flags)
     assert run.code == 0, run.text
     return {name: dict(np.load(place / f"{name}.npz")) for name in cases}
 
 
-def apart(one, two):
+def relative_differences(one, two):
     """By array: the largest difference by the largest number; 0 where both have the same bits. Both have the same arrays."""
     assert {key: (leaf.shape, leaf.dtype) for key, leaf in one.items()} == {key: (leaf.shape, leaf.dtype) for key, leaf in two.items()}
     given = {key: (np.float64(leaf), np.float64(two[key])) for key, leaf in one.items() if leaf.tobytes() != two[key].tobytes()}
@@ -92,7 +92,7 @@ def apart(one, two):
 
 
 def state(arrays):
-    """What is trained, without what was told on the way."""
+    """The final state, without the metrics."""
     return {key: leaf for key, leaf in arrays.items() if key.startswith(".")}
 
 
@@ -103,12 +103,12 @@ def check(one, two, tolerance=0.0):
     assert [set(found.reshape(-1).tolist()) for found in owners] == [{0}, {0, 1}]
     moved = [np.abs(leaf - one[f".params{key.removeprefix('began ')}"]).max() for key, leaf in one.items() if key.startswith("began ")]
     assert moved and min(moved) > 1e-3, "every parameter has changed: two trainings that differ would show"
-    assert {key: far for key, far in apart(one, two).items() if not far <= tolerance} == {}
+    assert {key: far for key, far in relative_differences(one, two).items() if not far <= tolerance} == {}
 
 
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory):
-    """The cases of the fast suite; two processes save one of them after 3 and 6 steps, and one goes on from the third."""
+    """The cases of the fast suite; two processes save one of them after 3 and 6 steps, and one process resumes from the third."""
     folder = tmp_path_factory.mktemp("equal")
     saved = {**FAST["bfloat16"], "checkpoint": str(folder / "run")}
     two = trained(folder, 2, {**FAST, "bfloat16": {**saved, "every": 3}})
@@ -122,47 +122,47 @@ def test_two_processes_equal_one_bit_for_bit(fast, name):
     check(*(dict(arm[name]) for arm in fast))
 
 
-def test_where_a_run_stood_is_the_same_for_another_number_of_processes(fast):
+def test_resume_with_another_number_of_processes(fast):
     one, two = fast
-    whole, rest = two["bfloat16"], one["resumed"]
-    assert (len(whole["history loss"]), len(rest["history loss"])) == (6, 3)
-    np.testing.assert_array_equal(rest["history loss"], whole["history loss"][3:])
-    assert apart(state(rest), state(whole)) == {}
+    reference, rest = two["bfloat16"], one["resumed"]
+    assert (len(reference["history loss"]), len(rest["history loss"])) == (6, 3)
+    np.testing.assert_array_equal(rest["history loss"], reference["history loss"][3:])
+    assert relative_differences(state(rest), state(reference)) == {}
 
 
 @SLOW
-def test_more_of_them_bit_for_bit(tmp_path):
+def test_two_processes_equal_one_in_more_cases(tmp_path):
     one, two = (trained(tmp_path, processes, MORE) for processes in (1, 2))
     for name in MORE:
         check(one[name], two[name])
 
 
 @SLOW
-def test_what_is_rounded_differs_by_rounding(tmp_path):
+def test_inexact_sums_differ_by_rounding_only(tmp_path):
     one, two = (trained(tmp_path, processes, ROUNDED) for processes in (1, 2))
     for name in ROUNDED:
-        assert apart(one[name], two[name]), "another order of additions: otherwise nothing would have to be allowed"
+        assert relative_differences(one[name], two[name]), "another order of additions: otherwise nothing would have to be allowed"
         check(one[name], two[name], tolerance=1e-5)
 
 
 @SLOW
 @pytest.mark.parametrize("data", ["arrays", "iterable"])
-def test_saved_by_two_and_resumed_by_one_and_by_four(tmp_path, data):
+def test_checkpoint_of_two_resumes_in_one_and_four(tmp_path, data):
     case = {"layout": "fsdp", "data": data, "checkpoint": str(tmp_path / "run")}
-    whole = trained(tmp_path, 1, {"whole": {**case, "checkpoint": str(tmp_path / "whole")}})["whole"]
+    reference = trained(tmp_path, 1, {"reference": {**case, "checkpoint": str(tmp_path / "reference")}})["reference"]
     trained(tmp_path, 2, {"stopped": {**case, "steps": 6}})
     for processes in (1, 4):
         shutil.copytree(tmp_path / "run", folder := tmp_path / f"run {processes}")
         rest = trained(tmp_path, processes, {"rest": {**case, "checkpoint": str(folder), "epochs": 2, "resume": True}})["rest"]
-        np.testing.assert_array_equal(rest["history loss"], whole["history loss"][6:])
-        assert apart(state(rest), state(whole)) == {}
+        np.testing.assert_array_equal(rest["history loss"], reference["history loss"][6:])
+        assert relative_differences(state(rest), state(reference)) == {}
 
 
 UNEVEN = r"epoch 1 has a different number of batches in each process: 4 (?:or more )?in process 0, 3 in process 1"
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("epoch", UNEVEN),
         pytest.param("save", UNEVEN, marks=SLOW),
@@ -171,15 +171,15 @@ UNEVEN = r"epoch 1 has a different number of batches in each process: 4 (?:or mo
     ],
     ids=["epoch", "save", "evaluation", "rows"],
 )
-def test_data_that_ends_earlier_in_one_process_ends_the_run_at_once(tmp_path, what, told):
+def test_uneven_data_is_reported_immediately(tmp_path, what, message):
     run = launch("--processes", 2, "--simulate", 1, Path(__file__).parent / "uneven_job.py", what, tmp_path, seconds=60)
     assert run.code == 1 and "DONE" not in run.text, run.text
-    assert "stalled" not in run.text, "nobody had to wait for the limits of a stall"
-    assert set(re.findall(rf"(?m)^\[([01])\] .*{told}", run.text)) == {"0", "1"}, run.text
+    assert "stalled" not in run.text, "it did not need the stall timeouts"
+    assert set(re.findall(rf"(?m)^\[([01])\] .*{message}", run.text)) == {"0", "1"}, run.text
 
 
 @SLOW
-def test_who_has_enough_asks_for_no_more(tmp_path):
+def test_uneven_data_is_fine_if_steps_suffice(tmp_path):
     """With `steps` that all have, it does not matter that one has more."""
     run = launch("--processes", 2, "--simulate", 1, Path(__file__).parent / "uneven_job.py", "enough", tmp_path, seconds=60)
     assert run.code == 0 and run.text.count("DONE") == 2, run.text

@@ -1,4 +1,4 @@
-"""Records of files in one process and in two: the same batches, the same bits, and positions that each goes on from."""
+"""Records of files in one process and in two: the same batches, the same bits, and positions from which each can resume the other."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ JOB = Path(__file__).parent / "files_job.py"
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does_and_go_on_from_each_other(tmp_path):
+def test_two_processes_match_one_and_resume_from_each_other(tmp_path):
     """On two devices each sum is of two numbers, so bits are equal; 30 rows, of which 2 cannot be read, in batches of 8."""
     rng = np.random.default_rng(0)
     rows = [",".join(map(str, rng.integers(-8, 8, 4) / 8)) + f",{at % 4}" for at in range(30)]

@@ -65,7 +65,7 @@ def agents(name, tag):
 
 
 @pytest.mark.system
-def test_a_fault_on_a_host_is_told_and_the_run_ends_well(hosts, tmp_path):
+def test_fault_on_a_host_is_reported_and_the_run_succeeds(hosts, tmp_path):
     names = ["[jobs]", 'chief = ["127.0.0.1"]', 'worker = ["127.0.0.2"]']
     words = ["--folder", tmp_path / "run", "--fault", "raise"]
     run = hosts(*words, names=names, suffix=".toml", options=["--max-restarts", 2])
@@ -81,7 +81,7 @@ def test_a_fault_on_a_host_is_told_and_the_run_ends_well(hosts, tmp_path):
 
 
 @SLOW
-def test_a_host_that_does_not_come_back_is_done_without(hosts, tmp_path):
+def test_lost_host_is_left_out(hosts, tmp_path):
     """One of two hosts dies and stays away: its work is done by the other, with twice the microbatches."""
 
     def end(process, run):
@@ -100,10 +100,10 @@ def test_a_host_that_does_not_come_back_is_done_without(hosts, tmp_path):
     assert "spmd launch: 127.0.0.2: ssh: connect to host 127.0.0.2 port 22: No route to host" in run.text
     assert "spmd launch: continuing with 1 of 2 processes, on 127.0.0.1" in run.text
     (tmp_path / "127.0.0.2.down").unlink()
-    whole = hosts("--layout", "fsdp", "--folder", tmp_path / "whole")
-    assert whole.code == 0, whole.text
+    reference = hosts("--layout", "fsdp", "--folder", tmp_path / "reference")
+    assert reference.code == 0, reference.text
     last, wanted = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("run", "whole")
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("run", "reference")
     )
     resumed = next(record for record in last if record.get("event") == "resumed")
     assert {"accumulate was 1, is 2", "mesh was data=4, is data=2"} <= set(resumed["changed"])
@@ -111,7 +111,7 @@ def test_a_host_that_does_not_come_back_is_done_without(hosts, tmp_path):
 
 
 @SLOW
-def test_hosts_that_do_not_answer(hosts, tmp_path):
+def test_unreachable_hosts(hosts, tmp_path):
     (tmp_path / "127.0.0.2.down").touch()
     run = hosts(options=["--max-restarts", 1, "--min-hosts", 1])
     assert run.code == 255 and not run.hashes, "a first attempt needs all: a name may be wrong"
@@ -122,7 +122,7 @@ def test_hosts_that_do_not_answer(hosts, tmp_path):
 
 @SLOW
 @pytest.mark.parametrize("whom", ["SIGTERM", "SIGKILL"])
-def test_what_ends_the_launcher_ends_all(hosts, tmp_path, whom):
+def test_processes_end_with_the_launcher(hosts, tmp_path, whom):
     def end(process, run):
         while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
             time.sleep(0.02)
@@ -141,7 +141,7 @@ def test_what_ends_the_launcher_ends_all(hosts, tmp_path, whom):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("does", "told"),
+    ("does", "message"),
     [
         ("exec sleep 1000", "127.0.0.2: no answer in 60 s"),
         ("echo Welcome to gpu02", "127.0.0.2: unexpected output, not from spmd: Welcome to gpu02"),
@@ -149,7 +149,7 @@ def test_what_ends_the_launcher_ends_all(hosts, tmp_path, whom):
         ("echo no such user >&2; exit 1", "127.0.0.2: no such user"),
     ],
 )
-def test_a_host_with_another_answer_does_not_stand_for_others(tmp_path, monkeypatch, does, told):
+def test_unexpected_answer_of_one_host_is_reported(tmp_path, monkeypatch, does, message):
     """The second of three hosts. The clock stands until the others have answered."""
     ssh = tmp_path / "stand_in"
     ssh.write_text(f'#!/bin/sh\nif [ "$1" = 127.0.0.2 ]; then {does}; exit 0; fi\nshift\nexec /bin/sh -c "$*"\n')
@@ -159,7 +159,7 @@ def test_a_host_with_another_answer_does_not_stand_for_others(tmp_path, monkeypa
     def heard(line, seconds):
         found = hear(line, seconds)
         answered.update([line.host.name] if found is not None else [])
-        now[0] += ssh_launcher.TOLD * (line.host.name == "127.0.0.2" and answered == {"127.0.0.1", "127.0.0.3"})
+        now[0] += ssh_launcher.LOG_SECONDS * (line.host.name == "127.0.0.2" and answered == {"127.0.0.1", "127.0.0.3"})
         return found
 
     monkeypatch.setattr(ssh_launcher.AgentConnection, "hear", heard)
@@ -169,7 +169,7 @@ def test_a_host_with_another_answer_does_not_stand_for_others(tmp_path, monkeypa
     assert ssh_launcher.launch_on_hosts([str(JOB)], how, said.append) == 255
     if "sleep" in does:
         assert [said.pop(0) for _ in range(6)] == [f"waiting for 127.0.0.2 ({spent} s of 60)" for spent in range(10, 70, 10)]
-    assert said[0].startswith(told) and said[1] == "2 of 3 hosts are ready", said
+    assert said[0].startswith(message) and said[1] == "2 of 3 hosts are ready", said
 
 
 PRINTS = """
@@ -180,7 +180,7 @@ sys.exit(3)
 """
 
 
-def test_long_lines_and_letters_that_nobody_can_show(tmp_path, monkeypatch):
+def test_long_lines_and_unencodable_characters(tmp_path, monkeypatch):
     ssh = tmp_path / "stand_in"
     ssh.write_text('#!/bin/sh\nshift\nexec /bin/sh -c "$*"\n')
     ssh.chmod(0o755)
@@ -231,12 +231,12 @@ def network(tmp_path):
 
 
 @SLOW
-def test_a_host_that_is_cut_off_and_comes_back(network, tmp_path):
+def test_disconnected_host_comes_back(network, tmp_path):
     ssh, names = network
     file = tmp_path / "hosts.txt"
     file.write_text("a processes=1\nb processes=1\n")
 
-    def cut(process, run):
+    def disconnect(process, run):
         while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
             time.sleep(0.02)
         ip("-n", names[1], "link", "set", "wire", "down")
@@ -247,10 +247,10 @@ def test_a_host_that_is_cut_off_and_comes_back(network, tmp_path):
         ip("-n", names[1], "link", "set", "wire", "up")
 
     options = ["--hosts", file, "--ssh", ssh, "--folder", ROOT, "--simulate", 2]
-    whole = launch(*options, JOB, "--folder", tmp_path / "whole")
-    assert whole.code == 0 and len(set(whole.hashes)) == 1, whole.text
-    assert "spmd 1: process 1 of 2 (spmd launch), process 0 at 10.77.0.1:" in whole.text
+    reference = launch(*options, JOB, "--folder", tmp_path / "reference")
+    assert reference.code == 0 and len(set(reference.hashes)) == 1, reference.text
+    assert "spmd 1: process 1 of 2 (spmd launch), process 0 at 10.77.0.1:" in reference.text
     more = ["--max-restarts", 3, "--stall", "step=5"]
-    run = launch(*options, *more, JOB, "--folder", tmp_path / "run", "--fault", "wait", meanwhile=cut)
-    assert run.code == 0 and set(run.hashes) == set(whole.hashes), run.text
+    run = launch(*options, *more, JOB, "--folder", tmp_path / "run", "--fault", "wait", meanwhile=disconnect)
+    assert run.code == 0 and set(run.hashes) == set(reference.hashes), run.text
     assert "stalled: no progress" in run.text and "restart 1 of at most 3" in run.text

@@ -11,7 +11,7 @@ import spmd
 
 
 def batches(count, last=16):
-    """So many batches of 16 rows, the last of so many; a new iterator each time."""
+    """`count` batches of 16 rows, the last of `last` rows; a new iterator each time."""
     arrays, sizes = equal_job.rows(16 * count), [16] * (count - 1) + [last]
     return lambda: (jax.tree.map(lambda leaf: leaf[16 * at : 16 * at + size], arrays) for at, size in enumerate(sizes))
 

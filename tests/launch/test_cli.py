@@ -77,7 +77,7 @@ def spmd_command(tmp_path, monkeypatch, capsys, request):
     return run
 
 
-def test_the_list_has_every_layout_and_what_it_is_for(spmd_command):
+def test_layouts_lists_every_layout(spmd_command):
     code, out, err = spmd_command("layouts")
     assert (code, err) == (0, "")
     assert "\ndata_parallel           Every worker holds the whole model; the batch is split; gradients are averaged.\n" in out
@@ -89,7 +89,7 @@ def test_show_prints_the_file(spmd_command):
     assert (code, out, err) == (0, shipped()["fsdp"].read_text(), "")
 
 
-def test_show_of_an_unknown_layout(spmd_command):
+def test_show_refuses_an_unknown_layout(spmd_command):
     assert spmd_command("layouts show fsd") == (2, "", 'LayoutError: no layout "fsd" is shipped.\n    fix: did you mean "fsdp"?\n')
 
 
@@ -137,14 +137,14 @@ def test_check_of_a_layout_file(spmd_command, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["plain", "build_plain"])
-def test_a_model_or_a_function_that_builds_one(spmd_command, model):
+def test_check_takes_a_model_or_a_factory(spmd_command, model):
     code, out, _ = spmd_command(f"layouts check data_parallel --model models:{model} --mesh data=4")
     assert code == 0
     assert "1 parameter, 2.0 KiB; 2.0 KiB on each of 4 devices (512 B if nothing were replicated: 1,536 bytes, 75%, are copies)." in out
 
 
 @pytest.mark.parametrize("batch", ["x=float32[8,64],y=int32[8]", "z=bfloat16[4,64]"])
-def test_a_linen_module_with_a_batch(spmd_command, batch):
+def test_check_of_a_linen_module(spmd_command, batch):
     code, out, err = spmd_command(f"layouts check tensor_parallel --model models:wide --mesh data=4,model=2 --batch {batch}")
     assert (code, err) == (0, "")
     assert 'Dense_0/kernel     float32[64, 512]  ["-", "model"]  axes (embed, mlp)  64.0 KiB      x4' in out.splitlines()
@@ -213,20 +213,20 @@ def test_error_is_printed_without_traceback(spmd_command, words, text):
     assert err.startswith(text) if text.startswith("LayoutError") else err == f"{text}\n"
 
 
-def test_the_line_of_a_model_that_cannot_be_traced(spmd_command):
+def test_error_names_the_line_of_an_untraceable_model(spmd_command):
     code, _, err = spmd_command(f"{CHECK}branches --mesh data=4")
     assert code == 2
     assert err.startswith("ModelError: the model's factory cannot be traced without data: TracerBoolConversionError: ")
     assert err.endswith("    in models.py, line 28: if self.up.kernel[0, 0] > 0:\n")
 
 
-def test_an_error_inside_the_users_module_keeps_its_traceback(spmd_command, tmp_path):
+def test_error_in_the_users_module_keeps_its_traceback(spmd_command, tmp_path):
     (tmp_path / "broken_models.py").write_text("import no_such_package\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         main(["layouts", "check", "fsdp", "--model", "broken_models:plain", "--mesh", "data=4"])
 
 
-def test_no_command_shows_the_usage(capsys):
+def test_no_command_prints_usage(capsys):
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 2

@@ -144,7 +144,7 @@ def test_root_cause_is_the_earliest_sign_of_failure(records, codes, first, why):
     assert found.cause.startswith(why), found.cause
 
 
-def test_records_that_cannot_be_read_are_left_out():
+def test_unreadable_records_are_ignored():
     assert (
         failure_cause.failures([{"name": "life.1"}, {"name": "x", "at": 1}, {}]) == []
         and failure_cause.heartbeats([{"name": "life.x"}, {"name": "1"}, {}]) == {}

@@ -18,7 +18,7 @@ def written(tmp_path):
     return write
 
 
-def test_a_line_is_a_host(written):
+def test_read_hosts_from_lines(written):
     text = "# the two new ones\nada@gpu01 processes=8 address=10.0.0.1  # rack 4\n\ngpu02\nfd00::2 processes=1\n"
     assert read_hosts(written(text)) == (
         Host("ada@gpu01", 8, "10.0.0.1"),
@@ -28,7 +28,7 @@ def test_a_line_is_a_host(written):
     assert [host.reached for host in read_hosts(written("ada@gpu01\ngpu02 address=10.0.0.2"))] == ["gpu01", "10.0.0.2"]
 
 
-def test_jobs_and_their_tasks(written):
+def test_read_hosts_from_jobs(written):
     text = '[jobs]\nchief = ["gpu01"]\nworker = ["gpu02", "gpu01", "gpu02"]\n[addresses]\ngpu01 = "10.0.0.1"\n'
     assert read_hosts(written(text, "cluster.toml")) == (
         Host("gpu01", 2, "10.0.0.1", ("chief:0", "worker:1")),
@@ -39,7 +39,7 @@ def test_jobs_and_their_tasks(written):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("hosts.txt", "# nobody\n", "has 0 hosts.\n    fix: from 1 to 4096."),
+        ("hosts.txt", "# empty\n", "has 0 hosts.\n    fix: from 1 to 4096."),
         ("hosts.txt", "gpu01\ngpu01\n", "line 2: gpu01 is listed twice.\n    fix: one line, with processes=2."),
         ("hosts.txt", "gpu01\nada@gpu01\n", "line 2: ada@gpu01 is listed twice."),
         ("hosts.txt", "[fd00::2]\n", "'[fd00::2]' is not a host name."),
@@ -73,7 +73,7 @@ def test_bad_hostfiles_are_refused(written, name, text, message):
     assert message in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_hostfile(tmp_path):
     with pytest.raises(OptionError, match="cannot be read"):
         read_hosts(tmp_path / "hosts.txt")
 
@@ -103,7 +103,7 @@ def test_bad_ssh_options_are_refused(options, message):
     assert str(caught.value).startswith(message)
 
 
-def test_what_travels(monkeypatch):
+def test_environment_passed_to_hosts(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("MY_SECRET", "x")
     found = SshConfig((Host("a", 1),), variables=("ONE=1=2",), settings=Settings(stall="step=5")).environment()

@@ -46,21 +46,21 @@ def container(job):
 
 @pytest.mark.parametrize("version", ["1.31", "1.34"])
 @pytest.mark.parametrize("how", [FULL, KubernetesJob("train:1"), KubernetesJob("train:1", nodes=2, settings=Settings(simulate=2))])
-def test_the_schema(how, version):
+def test_manifest_is_valid(how, version):
     found = parts(["train.py", "--lr", "1e-3"], how)
     assert list(found) == ["Secret", "Service", "Job"]
     for part in found.values():
         kubernetes_validate.validate(part, version, strict=True)
 
 
-def test_the_schema_would_notice():
+def test_schema_rejects_a_bad_manifest():
     job = parts(["train.py"], FULL)["Job"]
     job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["value"] = [1]
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, "1.34", strict=True)
 
 
-def test_the_job():
+def test_job_manifest():
     found = parts(["train.py", "--out", "$(HOME)/$x"], FULL, token="secret")
     job, service, secret = found["Job"], found["Service"], found["Secret"]
     assert {part["metadata"]["name"] for part in found.values()} == {"gpt"}
@@ -92,14 +92,14 @@ def test_the_job():
     assert secret["stringData"] == {"token": "secret"} and "secret" not in yaml.safe_dump(job["spec"]).replace("secretKeyRef", "")
 
 
-def test_who_a_pod_is():
+def test_pod_environment():
     job = parts(["train.py"], FULL)["Job"]
-    told = {pair["name"]: pair.get("value") for pair in container(job)["env"]}
-    assert told.pop("SPMD_TOKEN") is None, "it comes from the Secret"
-    told |= {"JOB_COMPLETION_INDEX": "3", "SPMD_TOKEN": "x"}
-    assert detect(told) == World(3, 4, "gpt-0.gpt:61440", "Kubernetes", token="x")
-    assert told["SPMD_ATTEMPT"] == "1", "a run goes on with what is saved"
-    assert {name: told[name] for name in ("SPMD_STALL", "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_SOCKET_IFNAME", "NOTE")} == {
+    reported = {pair["name"]: pair.get("value") for pair in container(job)["env"]}
+    assert reported.pop("SPMD_TOKEN") is None, "it comes from the Secret"
+    reported |= {"JOB_COMPLETION_INDEX": "3", "SPMD_TOKEN": "x"}
+    assert detect(reported) == World(3, 4, "gpt-0.gpt:61440", "Kubernetes", token="x")
+    assert reported["SPMD_ATTEMPT"] == "1", "a run resumes from its checkpoint"
+    assert {name: reported[name] for name in ("SPMD_STALL", "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_SOCKET_IFNAME", "NOTE")} == {
         "SPMD_STALL": "step=120",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
         "NCCL_SOCKET_IFNAME": "=eth0",
@@ -112,13 +112,13 @@ def pods(folder, *words):
     how = KubernetesJob("train:1", nodes=2, python=sys.executable, settings=Settings(simulate=2))
     found = parts([str(JOB), "--folder", str(folder), *words], how)
     main = container(found["Job"])
-    told = {pair["name"]: pair.get("value", found["Secret"]["stringData"]["token"]) for pair in main["env"]}
-    told["SPMD_COORDINATOR"] = f"127.0.0.1:{free_port('127.0.0.1')}"
+    reported = {pair["name"]: pair.get("value", found["Secret"]["stringData"]["token"]) for pair in main["env"]}
+    reported["SPMD_COORDINATOR"] = f"127.0.0.1:{free_port('127.0.0.1')}"
     own = {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             main["command"],
-            env={**os.environ, **told, **own, "JOB_COMPLETION_INDEX": str(index)},
+            env={**os.environ, **reported, **own, "JOB_COMPLETION_INDEX": str(index)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -136,7 +136,7 @@ def pods(folder, *words):
 
 
 @pytest.mark.slow
-def test_pods_train_and_those_made_anew_go_on(tmp_path):
+def test_replaced_pods_resume(tmp_path):
     codes, texts = pods(tmp_path / "undisturbed")
     assert codes == [0, 0], texts
     undisturbed = [re.findall(r"HASH (\w+ \d+)", text) for text in texts]
@@ -147,7 +147,7 @@ def test_pods_train_and_those_made_anew_go_on(tmp_path):
     assert codes == [0, 0] and [re.findall(r"HASH (\w+ \d+)", text) for text in texts] == undisturbed, texts
 
 
-def test_what_is_started_again():
+def test_pod_failure_policy():
     rules = parts(["train.py"], FULL)["Job"]["spec"]["podFailurePolicy"]["rules"]
     on = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", ())}
     assert on == {USAGE: "FailJob", DISAGREED: "FailJob", PEER: "Ignore", TERMINATED: "Ignore"}
@@ -205,7 +205,7 @@ def test_bad_job_names_are_refused(words, name, message):
     assert message in str(caught.value)
 
 
-def test_the_longest_name():
+def test_longest_job_name():
     assert parts(["train.py"], KubernetesJob("train:1", nodes=2, name="x" * 61))["Job"]["metadata"]["name"] == "x" * 61
     assert parts(["-m", "my.Big_Model"], KubernetesJob("train:1"))["Job"]["metadata"]["name"] == "big-model"
 
@@ -229,7 +229,7 @@ def test_bad_options_are_reported(words, message, capsys):
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "job.yaml"])
-def test_the_examples_are_what_the_launcher_prints(name, capsys):
+def test_examples_match_the_launchers_output(name, capsys):
     """By the commands that two_nodes.md gives."""
     text = (EXAMPLES / "two_nodes.md").read_text(encoding="utf-8").replace("\\\n", " ")
     line = next(line for line in text.splitlines() if line.strip().endswith(f"> {name}"))

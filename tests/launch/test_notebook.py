@@ -110,12 +110,12 @@ def both():
 
 
 def spread(x):
-    """An array cut over all devices."""
+    """An array sharded over all devices."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.make_array_from_callback(x.shape, jax.NamedSharding(mesh, jax.P("data")), lambda index: x[index])
 
 
-def test_a_mesh_of_both(both, capsys):
+def test_mesh_over_two_processes(both, capsys):
     number, x = 3, np.arange(8.0, dtype=np.float32)
     x[0] = -0.0
 
@@ -161,7 +161,7 @@ def test_fit_equals_fit_in_one_process(both):
     history, state, model = both.run(function, 0.1)
     np.testing.assert_allclose(history["loss"], here.history["loss"], rtol=1e-6, atol=0)
     assert list(history.rows())[-1].keys() == list(here.history.rows())[-1].keys()
-    assert not here.state.params["hidden"]["kernel"].sharding.is_fully_replicated, "fsdp has cut it"
+    assert not here.state.params["hidden"]["kernel"].sharding.is_fully_replicated, "fsdp has sharded it"
     untrained = jax.tree.leaves(nnx.to_pure_dict(nnx.state(MLP(nnx.Rngs(0)), nnx.Param)))
     for ours, theirs, before in zip(jax.tree.leaves(state.params), jax.tree.leaves(here.state.params), untrained, strict=True):
         assert type(ours) is np.ndarray
@@ -171,7 +171,7 @@ def test_fit_equals_fit_in_one_process(both):
     np.testing.assert_array_equal(model.hidden.kernel[...], state.params["hidden"]["kernel"])
 
 
-def test_settings_of_jax_and_folders_go_along(both, tmp_path, monkeypatch):
+def test_jax_settings_and_folders_are_sent(both, tmp_path, monkeypatch):
     (tmp_path / "own_module_of_a_notebook.py").write_text("NAME = 'mine'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -187,12 +187,12 @@ def test_settings_of_jax_and_folders_go_along(both, tmp_path, monkeypatch):
     assert both.run(function)[2] == "float32"
 
 
-def test_a_large_array_goes_there_and_back(both):
+def test_large_array_round_trip(both):
     x = np.random.default_rng(0).normal(size=(1 << 22,))  # 32 MiB, many times what a pipe holds
     assert np.array_equal(both.run(lambda x: x[::-1], x), x[::-1])
 
 
-def test_what_cannot_be_sent_is_named_and_the_processes_stay(both):
+def test_unserializable_part_is_named(both):
     pid = both.run(os.getpid)
     with pytest.raises(errors.ProcessError, match=r"the result, kept/1 \(a lock\) cannot be sent to the notebook: TypeError"):
         both.run(lambda: {"kept": [1, threading.Lock()]})
@@ -206,7 +206,7 @@ def test_what_cannot_be_sent_is_named_and_the_processes_stay(both):
     assert both.run(os.getpid) == pid
 
 
-def test_run_in_a_block_takes_its_processes(both):
+def test_run_in_a_block_uses_its_processes(both):
     assert spmd.launch.run(os.getpid) == both.run(os.getpid)
     with pytest.raises(errors.OptionError, match="processes=2 inside a block"):
         spmd.launch.run(os.getpid, processes=2, simulate=4)
@@ -252,7 +252,7 @@ def test_one_call_at_a_time(both, tmp_path):
         ({"simulate": 2}, "there is no GPU here.*\n    fix: processes=2"),
     ],
 )
-def test_bad_options_are_told(options, message):
+def test_bad_options_are_reported(options, message):
     with pytest.raises(errors.OptionError, match=message):
         spmd.launch.local(**options)
 
@@ -263,7 +263,7 @@ def test_without_cloudpickle(monkeypatch):
         spmd.launch.local(processes=2, simulate=2)
 
 
-def test_lines_that_nobody_waits_for_are_counted(capsys):
+def test_lines_between_calls_are_counted(capsys):
     lines = OutputBuffer()
     for number in range(MAX_BUFFERED + 7):
         lines.add(f"[0] {number}\n")
@@ -276,7 +276,7 @@ def test_lines_that_nobody_waits_for_are_counted(capsys):
     assert capsys.readouterr().out == "[1] a line with \\x1e in it\n[1] half\n"
 
 
-def test_pieces_of_one_process_alone_are_put_together():
+def test_shards_of_one_process_are_assembled():
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.device_put(np.arange(16.0).reshape(4, 4), jax.NamedSharding(mesh, jax.P("a")))
     data, pieces = serialization.serialize_result({"x": x}, with_value=True)
@@ -287,7 +287,7 @@ BOOM, BROKEN = ("ValueError: boom", "Traceback 1"), ("ValueError: UNKNOWN: Gloo"
 
 
 @pytest.mark.parametrize(
-    ("failures", "first", "told", "answered", "expected"),
+    ("failures", "first", "reported", "answered", "expected"),
     [
         ({1: BOOM}, {1: 1}, {1: (3, "ValueError: boom")}, {1}, (1, "process 1 failed: ValueError: boom", "Traceback 1")),
         ({0: BROKEN, 1: BOOM}, {0: 1}, {1: (3, "boom"), 0: (3, "Gloo")}, {0, 1}, (1, "process 1 failed: ValueError: boom", "Traceback 1")),
@@ -301,9 +301,9 @@ BOOM, BROKEN = ("ValueError: boom", "Traceback 1"), ("ValueError: UNKNOWN: Gloo"
         ({}, {}, {}, set(), None),
     ],
 )
-def test_failure_reason(failures, first, told, answered, expected):
-    stalled = {rank for rank, (_, text) in told.items() if text.startswith("stalled")}
-    assert failure_reason(failures, first, told, answered=answered, stalled=stalled) == expected
+def test_failure_reason(failures, first, reported, answered, expected):
+    stalled = {rank for rank, (_, text) in reported.items() if text.startswith("stalled")}
+    assert failure_reason(failures, first, reported, answered=answered, stalled=stalled) == expected
 
 
 def fail(how):
@@ -330,13 +330,13 @@ def fail(how):
         pytest.param("in a sum", r"process 1 has ended with signal 9", marks=SLOW),
     ],
 )
-def test_a_failure_is_told_and_all_end(how, message):
+def test_failure_is_raised_and_all_end(how, message):
     found = spmd.launch.local(processes=2, simulate=1)
     pids = [process.pid for process in found._running._group.processes.values()]
     began = time.monotonic()
     with pytest.raises(errors.ProcessError, match=message) as caught:
         found.run(functools.partial(fail, how))
-    assert time.monotonic() - began < 200 and caught.value.process == 1, "nobody waited for the one that sleeps"
+    assert time.monotonic() - began < 200 and caught.value.process == 1, "the sleeping process was not waited for"
     assert gone(pids, 0)
     with pytest.raises(errors.ProcessError, match=r"these processes have ended: process 1 .*\n    fix: start new ones"):
         found.run(os.getpid)
@@ -344,7 +344,7 @@ def test_a_failure_is_told_and_all_end(how, message):
 
 
 @SLOW
-def test_one_that_ends_while_it_waits_is_told():
+def test_exit_between_calls_is_raised():
     with spmd.launch.local(processes=2, simulate=1) as found:
         pids = [process.pid for process in found._running._group.processes.values()]
         os.kill(pids[1], signal.SIGKILL)
@@ -386,7 +386,7 @@ print("BACK", back[0], type(back[1]) is Pair, back[1].b, back[2]())
     assert len(set(numbers)) == 2 and gone(numbers, 0), "an abandoned group ends with its script"
 
 
-def test_the_example_of_the_documentation_runs():
+def test_documentation_example_runs():
     page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     code = page.partition("## In a notebook\n")[2].partition("```python\n")[2].partition("```")[0]
     text, status = script(f"{code}\nprint('LOSS', loss, params['w'].shape, type(params['w']))\n")
@@ -397,7 +397,7 @@ def test_the_example_of_the_documentation_runs():
 
 @SLOW
 @pytest.mark.parametrize("how", ["interrupt", "kill", "collect", "fork"])
-def test_nothing_is_left_behind(how):
+def test_no_process_is_left_behind(how):
     seen = []
 
     def after(process):
@@ -438,17 +438,17 @@ def test_nothing_is_left_behind(how):
 
 
 @SLOW
-def test_ctrl_c_lets_fit_return_and_a_stall_is_told(tmp_path):
+def test_ctrl_c_lets_fit_return_and_stall_is_raised(tmp_path):
     code = """
 import numpy as np, optax
 def train():
     model = spmd.FunctionalModel(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
     data = {"x": np.ones((32, 4), np.float32), "y": np.zeros((32, 1), np.float32)}
-    def tell(info):
+    def show(info):
         if info.step == 5 and jax.process_index() == 0: print("NOW")
         if STALL and info.step == 6 and jax.process_index() == 1: time.sleep(1000)
     result = spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, steps=10**7,
-                      checkpoint=FOLDER, callbacks=[tell], progress=False)
+                      checkpoint=FOLDER, callbacks=[show], progress=False)
     print("ENDED", result.stop_reason)
 """
 
@@ -468,7 +468,7 @@ def train():
 
 
 @SLOW
-def test_in_a_notebook_lines_stand_in_the_cell_that_calls(tmp_path):
+def test_output_appears_in_the_calling_cell(tmp_path):
     import nbformat
 
     notebook = nbformat.v4.new_notebook()

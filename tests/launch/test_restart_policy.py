@@ -81,15 +81,15 @@ def test_attempt_is_read_from_records(tmp_path):
 @pytest.mark.parametrize("saves", [True, False])
 def test_saved_step_is_reported_only_if_saved(saves, tmp_path, monkeypatch):
     """A run without a checkpoint folder saves nothing on SIGTERM, and does not claim to."""
-    (tmp_path / "told").mkdir()
-    monkeypatch.setenv("SPMD_REPORT", str(tmp_path / "told"))
+    (tmp_path / "reported").mkdir()
+    monkeypatch.setenv("SPMD_REPORT", str(tmp_path / "reported"))
     model = spmd.FunctionalModel(lambda key: {"w": np.zeros((4, 1), np.float32)}, lambda params, x: x @ params["w"])
     data = {"x": np.ones((32, 4), np.float32), "y": np.ones((32, 1), np.float32)}
     options = {"checkpoint": tmp_path / "run"} if saves else {}
     with pytest.raises(SystemExit):
         end = lambda info: signal.raise_signal(signal.SIGTERM) if info.step == 2 else None
         spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, callbacks=[end], **options)
-    found = summarize_attempt(read_records(tmp_path / "told"), {0: 143}, {0: 143}, signal.SIGTERM)
+    found = summarize_attempt(read_records(tmp_path / "reported"), {0: 143}, {0: 143}, signal.SIGTERM)
     assert found.cause == "process 0 ended with code 143: it received SIGTERM" + (", and has saved step 3" if saves else "")
 
 
@@ -108,10 +108,10 @@ def test_others_are_ended_soon_after_one_was_killed(tmp_path, monkeypatch, ends,
 
     monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
     wait = f"while [ ! -e {tmp_path}/gone ]; do sleep 0.02; done"
-    last = "echo told" if heard else "exec sleep 1000"
+    last = "echo reported" if heard else "exec sleep 1000"
     commands = {0: (["sh", "-c", f"{wait}; {last}"], {}), 1: (["sh", "-c", f"touch {tmp_path}/gone; {ends}"], {})}
     lines = []
     with process_group.start_processes(commands, lambda rank: f"[{rank}] ", write=lines.append) as both:
         codes = both.wait(grace=5.0, send=lambda number: (ended.append(clock.now), both.signal(number)))
     assert both.first[1] == code and codes == {0: 0 if heard else -9, 1: code}
-    assert lines == (["[0] told\n"] if heard else []) and ended == ([] if heard else [1.25 * process_group.KILLED])
+    assert lines == (["[0] reported\n"] if heard else []) and ended == ([] if heard else [1.25 * process_group.KILLED])

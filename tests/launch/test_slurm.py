@@ -144,7 +144,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.system
-def test_a_job_runs(cluster):
+def test_slurm_job_runs(cluster):
     code, text = batch("--folder", cluster / "run", options=["--env", "STUB_TELLS=a b"])
     assert code == 0, text
     assert "Submitted batch job 4242" in text and len(hashes(text)) == 2 and len(set(hashes(text))) == 1, text
@@ -155,15 +155,15 @@ def test_a_job_runs(cluster):
 
 @SLOW
 @pytest.mark.parametrize("fault", ["raise", "KILL"])
-def test_a_fault_is_told_and_the_job_ends_in_the_same_bits(cluster, undisturbed, fault):
+def test_fault_is_reported_and_the_final_state_is_identical(cluster, undisturbed, fault):
     code, text = batch("--folder", cluster / "run", "--fault", fault, options=["--max-restarts", 2])
     assert code == 0, text
     assert hashes(text) == [undisturbed] * 2, text
-    told = {
+    reported = {
         "raise": r"spmd launch: process 1 at step 2\d: .*ValueError: boom on process 1",
         "KILL": "spmd launch: process 1 was killed, stopped, or blocked by code that holds the GIL",
     }
-    assert re.search(told[fault], text), text
+    assert re.search(reported[fault], text), text
     assert "spmd launch: restart 1 of at most 2" in text and "restart 2" not in text
     ports = set(re.findall(r"process 0 at 127.0.0.1:(\d+)", text))
     assert len(ports) == 2, "each step of srun has its own port"
@@ -171,7 +171,7 @@ def test_a_fault_is_told_and_the_job_ends_in_the_same_bits(cluster, undisturbed,
 
 
 @SLOW
-def test_the_same_error_twice_is_not_tried_again(cluster):
+def test_repeated_error_is_not_restarted(cluster):
     code, text = batch("--folder", cluster / "run", "--fault", "raise", "--always", options=["--max-restarts", 5])
     assert code == 1, "that of the process that failed; srun ends with the 42 of the other"
     assert "no restart: the same error occurred twice at the same step" in text, text
@@ -179,11 +179,11 @@ def test_the_same_error_twice_is_not_tried_again(cluster):
 
 @SLOW
 @pytest.mark.parametrize("state", ["COMPLETING", "RUNNING"])
-def test_one_that_was_asked_to_end_goes_back_into_the_queue_and_goes_on(cluster, undisturbed, state):
+def test_sigterm_requeues_the_job_and_it_resumes(cluster, undisturbed, state):
     words, options = ["--folder", cluster / "run"], ["--requeue", "--max-restarts", 2]
     code, text = batch(*words, "--fault", "TERM", options=options, STUB_STATE=state)
     assert code == 143, text
-    assert ("scontrol requeue 4242" in text) == (state == "RUNNING"), "one that somebody has cancelled does not come back"
+    assert ("scontrol requeue 4242" in text) == (state == "RUNNING"), "a cancelled job is not requeued"
     assert "no restart: it was asked to stop, and has saved" in text
     if state == "RUNNING":
         code, text = batch(*words, options=options, SLURM_RESTART_COUNT="1")
@@ -219,7 +219,7 @@ def test_sigterm_before_any_task_runs_ends_srun(cluster, monkeypatch):
     assert code == 143 and "no restart: it was stopped by signal 15" in text, text
 
 
-def test_the_script():
+def test_sbatch_script():
     how = SlurmJob(
         nodes=4,
         gpus_per_node=8,
@@ -338,14 +338,14 @@ def test_bad_options_are_reported(words, message, capsys, monkeypatch, tmp_path)
     assert message in capsys.readouterr().err
 
 
-def test_options_of_sbatch_with_and_without_dashes(capsys):
+def test_sbatch_options_with_and_without_dashes(capsys):
     assert main(["launch", "--slurm", "--dry-run", "--sbatch", "constraint=a100", "--sbatch=--exclusive", "-m", "my.train", "--slurm"]) == 0
     text = capsys.readouterr().out
     assert "#SBATCH --constraint=a100\n#SBATCH --exclusive\n" in text and "#SBATCH --job-name=train\n" in text
     assert text.endswith("-m spmd launch --srun -m my.train --slurm\n"), "what follows the script is the script's"
 
 
-def test_a_script_with_options_of_the_same_names(capsys):
+def test_script_may_have_options_of_the_same_names(capsys):
     assert main(["launch", "--slurm", "--dry-run", "train.py", "-m", "x", "--nodes", "9", "--", "--srun"]) == 0
     text = capsys.readouterr().out
     assert "#SBATCH --nodes=1\n" in text and text.endswith("--srun train.py -m x --nodes 9 -- --srun\n")
@@ -359,7 +359,7 @@ class Asked:
         self.numbers.append(number)
 
 
-def test_signals_where_scancel_fails(cluster):
+def test_srun_is_signalled_if_scancel_fails(cluster):
     stop_signal, said = Asked(), []
     (cluster / "bin" / "scancel").write_text("#!/bin/sh\nexit 1\n")
     _signal(stop_signal, signal.SIGTERM, "77.0", said.append)
@@ -369,29 +369,29 @@ def test_signals_where_scancel_fails(cluster):
     assert stop_signal.numbers[1:] == [signal.SIGTERM, signal.SIGKILL] and len(said) == 1
 
 
-def test_which_step_is_told(tmp_path):
+def test_step_id_is_read_from_records(tmp_path):
     assert _step(tmp_path, "77") is None
-    for told, step in (("77.3", "77.3"), ("78.3", None), ("--user=root", None)):
-        (tmp_path / "srun.json").write_text(json.dumps({"id": told}))
+    for reported, step in (("77.3", "77.3"), ("78.3", None), ("--user=root", None)):
+        (tmp_path / "srun.json").write_text(json.dumps({"id": reported}))
         assert _step(tmp_path, "77") == step
 
 
-def test_the_step():
+def test_srun_command():
     assert command(["train.py"], {})[:5] == ["srun", "--label", "--export=ALL", "--kill-on-bad-exit=0", "--wait=360"]
     assert "--cpus-per-task=12" in command(["train.py"], {"SLURM_CPUS_PER_TASK": "12"})
     assert command(["train.py", "--x"], {})[-3:] == ["spmd.launch.runner", "train.py", "--x"]
 
 
 @pytest.mark.parametrize(("code", "plain"), [(0, 0), (1, 1), (42, 42), (137, -9), (134, -6), (143, 143), (250, 250), (-9, -9)])
-def test_codes_of_srun(code, plain):
+def test_srun_exit_codes(code, plain):
     assert _exit_code(code) == plain
 
 
 def test_reported_codes_take_precedence_over_srun():
-    told = [{"name": "1", "at": 1.0, "step": 26, "error": "ValueError: boom", "code": 3}, {"name": "srun", "at": 0.5, "id": "4242.0"}]
-    found = summarize_attempt(told, {ALL: 42}, {ALL: 42})
+    reported = [{"name": "1", "at": 1.0, "step": 26, "error": "ValueError: boom", "code": 3}, {"name": "srun", "at": 0.5, "id": "4242.0"}]
+    found = summarize_attempt(reported, {ALL: 42}, {ALL: 42})
     assert found.codes == {ALL: 42, 1: 3} and exit_code(found) == 3 and found.cause == "process 1 at step 26: ValueError: boom"
-    disagreed = summarize_attempt([{**told[0], "code": 78}], {ALL: 78}, {ALL: 78})
+    disagreed = summarize_attempt([{**reported[0], "code": 78}], {ALL: 78}, {ALL: 78})
     assert "disagree" in no_restart_reason([disagreed], 5)
     killed = summarize_attempt([], {ALL: -9}, {ALL: -9})
     assert killed.cause == "the step of srun ended with signal 9" and exit_code(killed) == 137
@@ -406,7 +406,7 @@ def test_reported_codes_take_precedence_over_srun():
         ({"SPMD_ATTEMPT": "1"}, True),
     ],
 )
-def test_what_was_started_again_goes_on(environment, again, monkeypatch):
+def test_was_restarted(environment, again, monkeypatch):
     for name in ("SLURM_RESTART_COUNT", "SPMD_ATTEMPT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
