@@ -249,7 +249,7 @@ def test_one_call_at_a_time(both, tmp_path):
         ({"processes": 2, "stall": "stepp=3"}, 'did you mean "step"'),
         ({"processes": 1, "simulate": 2, "stall": "step=3"}, "stall has no effect on a single process"),
         ({"processes": 2, "grace": 0}, "grace=0"),
-        ({"simulate": 2}, "there is no GPU here.*\n    fix: processes=2"),
+        ({"simulate": 2}, "this machine has no GPU.*\n    fix: processes=2"),
     ],
 )
 def test_bad_options_are_reported(options, message):
