@@ -95,7 +95,7 @@ def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch)
 
 
 def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
-    """From the second save on: the first finds out whether there is room. What the guard sees the host wait for is the step, no save."""
+    """From the second save on: the first finds out whether there is room. What the watchdog sees the host wait for is the step, no save."""
     told, read, copy = [], StepMetrics.read_oldest, device_snapshot.StateCopier.__call__
 
     def noted(self):
