@@ -270,7 +270,7 @@ def test_bytes_are_those_of_a_meeting_now_and_then():
 
 
 @pytest.mark.slow
-def test_codecs_travel_at_meetings():
+def test_codecs_are_used_at_synchronizations():
     gradients = spmd.Gradients("parameter_server", "int8", error_feedback=True, weights="bfloat16")
     coded, exact = (trainer_by_hand(ADAMW, mode="local", every=2, gradients=given) for given in (gradients, None))
     one, other = weights(coded, ran(coded, 6)), weights(exact, ran(exact, 6))

@@ -552,7 +552,7 @@ def test_no_step_is_compiled_twice():
 
 
 @pytest.mark.system
-def test_the_servers_state_is_a_share_of_the_whole_one():
+def test_server_state_is_a_shard_of_the_full_state():
     """As the compiled program has it: a device's arguments, of which parameters and AdamW's moments are a row of each."""
     sizes = {}
     for name, layout in {"all_reduce": ALL_REDUCE, **{kind: served(placement=kind) for kind in PLACEMENTS}}.items():
@@ -570,7 +570,7 @@ def test_the_servers_state_is_a_share_of_the_whole_one():
     assert sizes["sliced"] <= sizes["all_reduce"] - 3 * own * 7 / 8 + 3 * 4 * 4 + 64, "an eighth, and less than a number more per parameter"
 
 
-def test_a_run_that_was_dealt_out_goes_on_where_it_stood(tmp_path):
+def test_assigned_work_resumes_where_it_stopped(tmp_path):
     """Batches of 32, 20, 32, 32 rows, a slow worker, stopped at every step: no row is lost, none is taken twice."""
     counting, at = Counting(128), np.cumsum([0, 32, 20, 32, 32])
     batches = [{"row": np.arange(*pair, dtype=np.int32)} for pair in itertools.pairwise(at)]
@@ -627,7 +627,7 @@ def test_a_remainder_may_be_dropped_and_ends_the_epoch(server):
 
 
 @pytest.mark.parametrize("server", [{}, {"mode": "asynchronous"}], ids=["synchronous", "asynchronous"])
-def test_a_remainder_that_is_all_there_is_is_told(server):
+def test_remainder_that_is_the_only_batch_is_reported(server):
     counting = Counting(48)
     batches = lambda: iter([{"row": np.arange(32, dtype=np.int32)}] if next(calls) == 0 else [{"row": np.arange(16, dtype=np.int32)}])
     calls = itertools.count()
@@ -640,7 +640,7 @@ def test_a_remainder_that_is_all_there_is_is_told(server):
 
 
 @pytest.mark.parametrize("server", [{"spares": 2, "compute_time": "exponential"}, LATE], ids=["spares", "asynchronous"])
-def test_a_remainder_that_cannot_be_left_out_is_told_before_the_first_step(server):
+def test_remainder_that_cannot_be_dropped_is_reported_before_the_first_step(server):
     with pytest.raises(DataError, match="the last is not full"):
         fit(served(**server), epochs=1, loss=lambda m, b: spmd.losses.cross_entropy(m, b).mean(), batch_size=48)
 
@@ -667,7 +667,7 @@ def test_a_trace_is_long_enough_when_it_has_a_row_for_each_round(server, epochs,
 
 
 @pytest.mark.system
-def test_a_trace_that_is_too_short_is_told_before_the_first_step(tmp_path):
+def test_trace_that_is_too_short_is_reported_before_the_first_step(tmp_path):
     np.save(tmp_path / "times.npy", np.ones((5, 8)))
     for server, most in (({}, 5), ({"mode": "asynchronous"}, 4)):  # rows of the next round are dealt while one runs
         layout = served(compute_time=str(tmp_path / "times.npy"), **server)
@@ -716,6 +716,6 @@ def test_one_that_looks_at_parameters_is_refused_by_name(name):
 
 
 @pytest.mark.slow
-def test_lamb_may_be_served_where_parameters_stay_apart():
+def test_lamb_is_allowed_where_parameters_are_not_sliced():
     one, other = (train(trainer_of(layout, optimizer=optax.lamb(1e-2))) for layout in (served(), ALL_REDUCE))
     assert far(one, other) < 1e-6

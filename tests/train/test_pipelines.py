@@ -144,7 +144,7 @@ def test_a_pipeline_trains_what_one_device_trains(plain, case):
 @SLOW
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "circular"])
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-def test_gradients_of_stages_travel_in_codecs(plain, schedule, codec):
+def test_gradients_of_stages_are_sent_in_codecs(plain, schedule, codec):
     """What a codec does to a gradient that is cut over stages is what it does to each stage's part."""
     groups = 2 if schedule == "circular" else 1
     layout = piped(gradients={"codec": codec, "error_feedback": codec == "int8"}, schedule=schedule, groups=groups)
@@ -247,7 +247,7 @@ def test_1f1b_pipeline_refuses_loss_that_joins_rows(joins, caplog):
 
 
 @pytest.mark.parametrize("layout", [piped(schedule="circular", groups=2), "parameter_server", "diloco", "pipeline"], ids=str)
-def test_a_model_that_is_given_whole_is_prepared_before_its_state_is_made(layout):
+def test_concrete_model_is_prepared_before_its_state_is_made(layout):
     """Its arrays are packed when they are placed, and not while a step is traced."""
     given, mesh = Tied(nnx.Rngs(0)), "data=4" if layout in ("parameter_server", "diloco") else "data=2,stage=2"
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[:4])
@@ -452,7 +452,7 @@ class Counted(Tied):
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_what_cannot_be_is_told_before_compiling(case):
+def test_invalid_pipelines_are_reported_before_compiling(case):
     make, text = ERRORS[case]
     try:
         found = make()

@@ -153,7 +153,7 @@ def test_the_loss_and_the_model_never_share_a_key():
 
 
 @pytest.mark.parametrize("name", ["rng", "key"])
-def test_the_key_goes_to_whoever_asks_for_it_by_name(name):
+def test_rng_key_is_passed_by_argument_name(name):
     scope = {}
     exec(
         f"def loss(model, batch, *, {name}=None):\n    return ce(model, batch) * uniform({name})",
@@ -337,7 +337,7 @@ def test_the_state_is_donated_and_the_users_model_lives_on():
     assert model(jnp.ones((2, 6))).shape == (2, 4)
 
 
-def test_no_array_of_a_factory_is_ever_whole():
+def test_no_array_of_a_factory_is_ever_replicated():
     trainer = trainer_of(lambda: MLP(width=64, rngs=nnx.Rngs(0)), "fsdp")
     kernel = trainer.init().params["hidden"]["kernel"]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(6, 8)}
