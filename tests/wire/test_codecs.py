@@ -83,17 +83,17 @@ def build(gradients, shapes, mesh="data=8", rules=(), shard=None):
     return GradientSync(resolve(layout, params, {}, MeshSpec.parse(mesh)), MeshAxes(spmd.make_mesh(mesh), data))
 
 
-def meeting(exchange, memory):
-    """`Exchange.push` over all workers: gradients [workers, ...], memory and step in; means, memory and measurements out."""
+def make_sync(exchange, memory):
+    """`GradientSync.reduce_gradients` over all workers, of gradients [workers, ...], memory and step."""
     data = exchange.mesh_axes.data_axes
-    cut = lambda spec: pspec(keep_axes(spec, data))
-    pushed = {path: cut(exchange.reduction.mean_spec(place)) for path, place in exchange.resolved.placements.items()}
-    kept = jax.tree.map(cut, exchange.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
+    data_spec = lambda spec: pspec(keep_axes(spec, data))
+    mean_specs = {path: data_spec(exchange.reduction.mean_spec(place)) for path, place in exchange.resolved.placements.items()}
+    kept = jax.tree.map(data_spec, exchange.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
     return jax.shard_map(
         lambda grads, memory, step: exchange.reduce_gradients(jax.tree.map(lambda g: g[0], grads), memory, step),
         mesh=exchange.mesh_axes.mesh,
         in_specs=(jax.P(data), kept, jax.P()),
-        out_specs=(pushed, kept, jax.P()),
+        out_specs=(mean_specs, kept, jax.P()),
         axis_names=set(data),
         check_vma=False,
     )
@@ -109,12 +109,12 @@ def beginning(exchange):
 def scanned(exchange, grads):
     """The means of all steps, from gradients {path: [steps, workers, ...]}, in one call."""
     memory = beginning(exchange)
-    meet = meeting(exchange, memory)
+    sync = make_sync(exchange, memory)
 
     @jax.jit
     def run(grads, memory):
         def body(memory, inputs):
-            means, memory, _ = meet(*inputs[:1], memory, inputs[1])
+            means, memory, _ = sync(*inputs[:1], memory, inputs[1])
             return memory, means
 
         return jax.lax.scan(body, memory, (grads, jnp.arange(len(jax.tree.leaves(grads)[0]))))
@@ -124,7 +124,7 @@ def scanned(exchange, grads):
 
 
 def of_case(case, start=START):
-    """The exchange of a case; some parameters are cut over `model`, over two data axes, or over a mix of both."""
+    """The exchange of a case; some parameters are sharded over `model`, over two data axes, or over a mix of both."""
     choice, reduction, mesh = case
     codec, options = CHOICES[choice]
     gradients = Gradients(
@@ -192,9 +192,9 @@ def outcome(case):
         g, jax.NamedSharding(mesh, jax.P(None, exchange.mesh_axes.data_axes, *(items[path].model_spec if items[path].nested else ())))
     )
     grads = {path: place(path, g) for path, g in inputs(WORKERS[case[2]]).items()}
-    meet = meeting(exchange, memory)
+    sync = make_sync(exchange, memory)
     program = jax.jit(
-        lambda grads, memory, slot, step: meet({path: g[slot] for path, g in grads.items()}, memory, step),
+        lambda grads, memory, slot, step: sync({path: g[slot] for path, g in grads.items()}, memory, step),
         out_shardings=(None, jax.tree.map(lambda leaf: leaf.sharding, memory), None),
     )
     means, memories, unequal = [], [], []
@@ -232,11 +232,11 @@ def crossing(case, slot, paths):
 
 
 @every_case
-def test_the_mean_is_within_the_codecs_bound_of_the_exact_one(case):
+def test_mean_error_is_within_codec_bound(case):
     # A bucket x_i on worker i, e the codec's error, C(x) one encoding: |C(x) - x| <= e |x|.
     #   there:  |mean C(x_i) - mean x_i| <= e mean |x_i| = a
     #   back:   |C(m) - m| <= e |m|, with m = mean C(x_i) and so |m| <= |mean x_i| + a
-    # Together a (1 + e) + e |mean x_i|. It holds for the norm over a whole bucket, and for
+    # Together a (1 + e) + e |mean x_i|. It holds for the norm over a bucket, and for
     # a bucket that is exchanged in pieces along `model`, by the triangle inequality over the pieces.
     # The ring rounds once, and every hop once more, each time by at most 2^-8 of at most sum |x_i|: e = workers 2^-8.
     found, workers, slot = outcome(case), WORKERS[case[2]], START  # at which nothing is remembered yet
@@ -249,7 +249,7 @@ def test_the_mean_is_within_the_codecs_bound_of_the_exact_one(case):
         back = 0.0 if case[0] == "bfloat16 ring" else error
         bound = there * (1 + back) + back * np.linalg.norm(true)
         bound += 1e-6 * np.linalg.norm(xs, axis=1).mean()  # float32 sums
-        if "half" in paths:  # its mean is rounded to bfloat16, and where it travels exactly, so is every sum
+        if "half" in paths:  # its mean is rounded to bfloat16, and where it is sent exactly, so is every sum
             halves = np.linalg.norm(crossing(case, slot, ["half"]), axis=1).mean()
             bound += (workers if item.codec_name == "exact" else 1) * 2.0**-8 * (halves + bound)
         lost = np.linalg.norm(joined(found.means[slot], paths) - true)
@@ -258,7 +258,7 @@ def test_the_mean_is_within_the_codecs_bound_of_the_exact_one(case):
 
 
 @every_case
-def test_what_travels_exactly_is_exact_to_float_rounding(case):
+def test_exact_gradients_are_exact_to_float_rounding(case):
     found, workers = outcome(case), WORKERS[case[2]]
     exact = [path for path in SHAPES if found.exchange.gradient_specs[path].codec_name == "exact" and path != "half"]
     few = {"exact": set(SHAPES) - {"half"}, "power_sgd": {"one", "bias"}}.get(case[0], {"one"})  # which no codec makes smaller
@@ -269,11 +269,11 @@ def test_what_travels_exactly_is_exact_to_float_rounding(case):
 
 
 @lossy_case
-def test_before_start_step_the_mean_is_the_exact_one_and_after_it_is_not(case):
+def test_mean_is_exact_only_before_start_step(case):
     found, exact = outcome(case), outcome(("exact", *case[1:]))
     for slot, path in itertools.product(range(START), SHAPES):
         if case[0] == "bfloat16 ring" and path == "tall":
-            continue  # cut otherwise there, so summed by another collective
+            continue  # sharded differently there, so summed by another collective
         assert found.means[slot][path].tobytes() == exact.means[slot][path].tobytes()
     large = [path for path in found.lossy() if path not in ("one", "half")]
     assert large
@@ -282,11 +282,11 @@ def test_before_start_step_the_mean_is_the_exact_one_and_after_it_is_not(case):
 
 
 @every_case
-def test_every_device_that_holds_a_piece_holds_the_same_bytes(case):
+def test_copies_of_a_shard_are_bit_equal(case):
     assert outcome(case).unequal == []
 
 
-def test_copies_that_differ_are_seen():
+def test_check_detects_unequal_copies():
     mesh = spmd.make_mesh("data=8")
     same = jax.shard_map(lambda x: x[:1] * 0, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False)(jnp.arange(8.0))
     differ = jax.shard_map(lambda x: x, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False)(jnp.arange(8.0))
@@ -294,7 +294,7 @@ def test_copies_that_differ_are_seen():
 
 
 @every_case
-def test_no_gradient_gives_no_mean_and_loses_nothing(case):
+def test_zero_gradient_gives_zero_mean_and_residual(case):
     slot = SLOTS["zeros"]
     means, memory = outcome(case).means[slot], outcome(case).memories[slot]
     assert all(not np.any(mean) for mean in means.values())  # NaN is true
@@ -303,7 +303,7 @@ def test_no_gradient_gives_no_mean_and_loses_nothing(case):
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @every_case
-def test_one_bad_number_of_one_worker_is_seen_in_the_mean(case, value):
+def test_nan_of_one_worker_reaches_mean(case, value):
     found = outcome(case)
     assert all(np.isfinite(wide(mean)).all() for mean in found.means[START].values())
     for path in SHAPES:
@@ -315,7 +315,7 @@ def test_one_bad_number_of_one_worker_is_seen_in_the_mean(case, value):
 
 
 @every_case
-def test_the_mean_keeps_the_gradients_dtype_and_memory_is_float32(case):
+def test_mean_has_gradient_dtype_and_residual_is_float32(case):
     found = outcome(case)
     for means, memory in zip(found.means, found.memories, strict=True):
         assert {path: mean.dtype for path, mean in means.items()} == {path: np.dtype(DTYPES.get(path, "float32")) for path in SHAPES}
@@ -331,10 +331,10 @@ def test_all_steps_run_one_compiled_program(case):
 
 
 @fed_case
-def test_what_was_applied_plus_what_is_remembered_is_all_there_was(case):
+def test_applied_gradients_plus_residuals_are_the_true_sum(case):
     found, workers = outcome(case), WORKERS[case[2]]
     last, unfed = found.memories[STEPS - 1], 0.0
-    for path in set(found.lossy()) - {"half"}:  # the mean of bfloat16 gradients is rounded once more, which nobody keeps
+    for path in set(found.lossy()) - {"half"}:  # the mean of bfloat16 gradients is rounded once more, and no residual keeps that
         applied = sum(wide(found.means[slot][path]) for slot in range(STEPS))
         true = true_means(workers)[path][:STEPS].sum(0)
         rest = wide(last[path][RESIDUAL]).mean(0)
@@ -344,7 +344,7 @@ def test_what_was_applied_plus_what_is_remembered_is_all_there_was(case):
 
 
 @fed_case
-def test_residuals_are_kept_of_what_is_lossy_from_start_step_on(case):
+def test_residuals_exist_for_lossy_codecs_from_start_step(case):
     found = outcome(case)
     kept = [path for path, entry in found.memories[0].items() if RESIDUAL in entry]
     assert set(kept) == set(found.lossy())
@@ -356,7 +356,7 @@ def test_residuals_are_kept_of_what_is_lossy_from_start_step_on(case):
 
 
 @pytest.mark.parametrize("codec", ["sign", "top_k"])
-def test_feedback_turns_a_biased_codec_into_an_unbiased_one(codec):
+def test_error_feedback_makes_biased_codec_unbiased(codec):
     rng = np.random.default_rng(2)
     constant = np.broadcast_to(rng.standard_normal((8, 24, 16)) + rng.standard_normal((24, 16)), (200, 8, 24, 16)).astype(np.float32)
     true = wide(constant[0]).mean(0)
@@ -373,7 +373,7 @@ def test_feedback_turns_a_biased_codec_into_an_unbiased_one(codec):
     assert fed[199] < 0.1 and fed[199] < 0.4 * fed[49]
 
 
-def test_signs_alone_walk_uphill_and_with_feedback_down():
+def test_sign_descends_only_with_error_feedback():
     # The first counter-example of Karimireddy et al. 2019 (arXiv:1901.09847): minimise x / 4 on [-1, 1], where the gradient is 4
     # with probability 1/4 and else -1. The codec's sign comes with a scale, which makes a single number exact; 256 copies share
     # one scale per worker and row.
@@ -398,7 +398,7 @@ def test_signs_alone_walk_uphill_and_with_feedback_down():
 # formats -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_layout_knows_every_codecs_options_and_defaults():
+def test_layout_has_options_and_defaults_of_every_codec():
     assert list(OPTIONS) == list(CODECS)
     for name, codec in CODECS.items():
         fields = {field.name: field.default for field in dataclasses.fields(codec)}
@@ -407,7 +407,7 @@ def test_a_layout_knows_every_codecs_options_and_defaults():
 
 
 def rows_of(x, workers):
-    """The elements of a whole gradient as workers own them, the last rows filled with zeros."""
+    """The elements of a full gradient as workers own them, the last rows padded with zeros."""
     width = -(-x.size // workers)
     return np.pad(x.reshape(-1), (0, workers * width - x.size)).reshape(workers, width).astype(np.float32)
 
@@ -435,30 +435,30 @@ BY_HAND = {"int8": int8_by_hand, "sign": sign_by_hand}
 
 @pytest.mark.parametrize("shape", [(7, 9), (13,), (25,), (8, 6)], ids=str)
 @pytest.mark.parametrize("codec", BY_HAND)
-def test_the_mean_of_sizes_that_do_not_divide_is_what_plain_numpy_computes(codec, shape):
+def test_mean_of_indivisible_sizes_equals_numpy(codec, shape):
     # Whole numbers, each block's largest 127 times a power of two: the first scales and all sums are exact in any order. The
     # zeros that fill rows up are encoded with the rest (they count in a sign's scale), and thrown away.
     rng, block, size = np.random.default_rng(3), 4, int(np.prod(shape))
-    whole = rng.integers(-100, 100, (8, size)).astype(np.float32)
+    worker_grads = rng.integers(-100, 100, (8, size)).astype(np.float32)
     width = -(-size // 8)
     peaks = [row * width + at for row in range(8) for at in range(0, width, block) if row * width + at < size]
-    whole[:, peaks] = 127 * 2.0 ** rng.integers(1, 4, (8, len(peaks)))
-    xs = [rows_of(x, 8) for x in whole]
+    worker_grads[:, peaks] = 127 * 2.0 ** rng.integers(1, 4, (8, len(peaks)))
+    xs = [rows_of(x, 8) for x in worker_grads]
     encode = functools.partial(BY_HAND[codec], block=block)
     sent = [encode(rows) for rows in xs]
-    for me in range(8):  # a worker's own row does not travel
+    for me in range(8):  # a worker's own row is not sent
         sent[me][me] = xs[me][me]
     mean = encode(np.sum(sent, axis=0, dtype=np.float32) / np.float32(8)).reshape(-1)[:size].reshape(shape)
     exchange = build(Gradients("all_reduce", codec, {"block": block}, allow_biased=True), {"x": shape})
-    means, _ = scanned(exchange, {"x": whole.reshape(1, 8, *shape)})
+    means, _ = scanned(exchange, {"x": worker_grads.reshape(1, 8, *shape)})
     assert np.array_equal(means["x"][0], mean)
-    assert not np.array_equal(mean, whole.mean(0).reshape(shape))
+    assert not np.array_equal(mean, worker_grads.mean(0).reshape(shape))
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["int8", "float8", "sign"])
 @pytest.mark.parametrize("width", [1, 7, 16, 18, 40])
-def test_a_block_that_is_not_full_is_encoded_as_if_it_were_alone(name, width):
+def test_partial_block_is_encoded_separately(name, width):
     codec, rng = make_codec(name, {"block": 16}), np.random.default_rng(width)
     rows = jnp.asarray(rng.standard_normal((3, width)), jnp.float32)
     there_and_back = lambda codec, x: np.asarray(codec.decode(codec.encode(x), x.shape[1]))
@@ -470,7 +470,7 @@ def test_a_block_that_is_not_full_is_encoded_as_if_it_were_alone(name, width):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice not in ("exact", "bfloat16 ring", "power_sgd")])
-def test_one_encoding_stays_within_the_stated_error(choice):
+def test_encoding_error_is_within_stated_bound(choice):
     codec, rng = make_codec(*CHOICES[choice]), np.random.default_rng(8)
     kinds = {
         "normal": rng.standard_normal((4, 50)),
@@ -490,19 +490,19 @@ def test_one_encoding_stays_within_the_stated_error(choice):
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0xFF800001, 0x7F800000, 0xFF800000], ids=hex)
 @pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice not in ("exact", "bfloat16 ring", "power_sgd")])
-def test_no_encoding_makes_a_number_of_what_is_none(choice, bits):
+def test_encoding_keeps_nan_and_infinity_not_finite(choice, bits):
     codec = make_codec(*CHOICES[choice])
     rows = np.ones((1, 40), np.float32)
     rows[0, 33] = np.uint32(bits).view(np.float32)
     back = np.asarray(codec.decode(codec.encode(jax.device_put(rows)), 40))
     assert not np.isfinite(back[0, 33])
-    assert np.isfinite(back[0, :32]).all()  # other blocks stay whole
+    assert np.isfinite(back[0, :32]).all()  # other blocks are not affected
 
 
 # the self-test --------------------------------------------------------------------------------------------------------
 
 
-def test_rounding_to_bfloat16_is_proved_on_the_backend_in_hand(monkeypatch):
+def test_self_test_detects_missing_bfloat16_rounding(monkeypatch):
     """A backend that takes float32 -> bfloat16 -> float32 for nothing would switch error feedback off without a word."""
     bfloat16.self_test.cache_clear()
     bfloat16.self_test()
@@ -514,7 +514,7 @@ def test_rounding_to_bfloat16_is_proved_on_the_backend_in_hand(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{"codec": "bfloat16"}, {"weights": "bfloat16"}, {"rules": (spmd.GradientRule("w", "bfloat16"),)}])
-def test_it_runs_before_the_first_step_that_needs_it(how, monkeypatch):
+def test_self_test_runs_before_first_bfloat16_step(how, monkeypatch):
     ran = []
     monkeypatch.setattr(gradient_sync, "self_test", lambda: ran.append(1))
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((8, 8))}, lambda params, x: x @ params["w"])
@@ -527,10 +527,10 @@ def test_it_runs_before_the_first_step_that_needs_it(how, monkeypatch):
 
 
 def test_every_codec_is_in_every_suite():
-    """What is registered is tested here, counted in test_wire.py, and can be written in a layout."""
-    from tests.wire import test_wire
+    """What is registered is tested here, counted in test_comm_log.py, and can be written in a layout."""
+    from tests.wire import test_comm_log
 
-    assert set(CODECS) == set(OPTIONS) == {codec for codec, _ in CHOICES.values()} == {name.split()[0] for name in test_wire.CODECS}
+    assert set(CODECS) == set(OPTIONS) == {codec for codec, _ in CHOICES.values()} == {name.split()[0] for name in test_comm_log.CODECS}
     for name, options in OPTIONS.items():
         assert {field.name: field.default for field in dataclasses.fields(CODECS[name])} == {
             key: value for key, (value, _) in options.items()
@@ -550,7 +550,7 @@ def test_every_codec_is_in_every_suite():
     ("top_k", {"keep": 1}, (64, 64), False),  # every value, and an index for each
     ("top_k", {"keep": 0.4}, (64, 64), True),
 ])  # fmt: skip
-def test_what_a_codec_would_make_larger_travels_exactly(codec, options, shape, compressed):
+def test_gradient_that_codec_enlarges_is_sent_exactly(codec, options, shape, compressed):
     exchange = build(Gradients("all_reduce", codec, options, error_feedback=True), {"x": shape})
     assert (exchange.gradient_specs["x"].codec_name == codec) is compressed
     assert bool(exchange.init(jax.random.key(0), {})) is compressed
@@ -563,6 +563,6 @@ def test_gradients_of_one_width_are_encoded_in_one_call():
         shapes = {f"{kind}{n}": (64, size) for n in range(count) for kind, size in (("a", 8), ("b", 24))}
         exchange = build(Gradients("all_reduce", "int8"), shapes)
         grads = {path: jax.ShapeDtypeStruct((8, *item.placement.shape), jnp.float32) for path, item in exchange.gradient_specs.items()}
-        return str(jax.make_jaxpr(meeting(exchange, {}))(grads, {}, 0)).count(" round[")
+        return str(jax.make_jaxpr(make_sync(exchange, {}))(grads, {}, 0)).count(" round[")
 
     assert rounds(1) == rounds(20) == 4  # two widths, there and back

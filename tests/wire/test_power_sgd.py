@@ -25,20 +25,20 @@ def on_workers(function, workers):
     """`function` on every worker, compiled: arrays [workers, ...] in and out, the last argument alike on all."""
     mesh = spmd.make_mesh(f"data={workers}", devices=jax.devices()[:workers])
     own = lambda grads, state: jax.tree.map(lambda x: x[None], function(grads[0], state))
-    whole, cut = jax.P(), jax.P("data")
-    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(cut, whole), out_specs=cut, check_vma=False))
+    replicated, sharded = jax.P(), jax.P("data")
+    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(sharded, replicated), out_specs=sharded, check_vma=False))
 
 
 @functools.cache
-def meeting(codec, workers, shape=SHAPE):
-    """One meeting of the codec: gradients [workers, ...] and Q in; every worker's mean, kept and next Q out."""
+def make_sync(codec, workers, shape=SHAPE):
+    """One reduction by the codec: gradients [workers, ...] and Q in; every worker's mean, kept and next Q out."""
     bucket = Bucket((ShardLayout(shape, (), ("data",), (workers,)),))
 
-    def meet(grad, q):
+    def sync(grad, q):
         means, kept, states = codec.mean([grad], [{"q": q}], bucket)
         return means[0], kept[0], states[0]["q"]
 
-    return on_workers(meet, workers)
+    return on_workers(sync, workers)
 
 
 def start(codec, shape=SHAPE):
@@ -70,20 +70,20 @@ def spectrum(rows, columns, seed=0):
 
 
 @pytest.mark.parametrize("shape", [(24, 16), (16, 24), (12, 12), (3, 8, 4)], ids=str)
-def test_at_full_rank_the_mean_is_the_exact_one(shape):
+def test_full_rank_mean_is_exact(shape):
     grads = random(4, *shape)
     full, low = PowerSgd(rank=1000, min_compression=0.0), PowerSgd(rank=2, min_compression=0.0)
-    mean, kept, _ = meeting(full, 4, shape)(grads, start(full, shape))
+    mean, kept, _ = make_sync(full, 4, shape)(grads, start(full, shape))
     assert away(mean[0], grads.mean(0)) < 1e-5
     assert away(np.mean(kept, 0), mean[0]) < 1e-6  # a worker's own may lie outside the columns of the mean, and keeps a rest
-    assert away(meeting(low, 4, shape)(grads, start(low, shape))[0][0], grads.mean(0)) > 0.1
+    assert away(make_sync(low, 4, shape)(grads, start(low, shape))[0][0], grads.mean(0)) > 0.1
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-def test_the_mean_is_a_projection_of_the_exact_one(rank):
+def test_mean_is_projection_of_exact_mean(rank):
     codec, grads = PowerSgd(rank), random(4, *SHAPE)
     true = grads.astype(np.float64).mean(0)
-    mean, kept, _ = (np.asarray(x, np.float64) for x in meeting(codec, 4)(grads, start(codec)))
+    mean, kept, _ = (np.asarray(x, np.float64) for x in make_sync(codec, 4)(grads, start(codec)))
     p, _ = np.linalg.qr(true @ np.asarray(start(codec), np.float64))
     assert away(mean[0], p @ p.T @ true) < 1e-5
     assert away(kept, np.einsum("ab,wbc->wac", p @ p.T, grads)) < 1e-5
@@ -95,18 +95,18 @@ def test_the_mean_is_a_projection_of_the_exact_one(rank):
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
-def test_workers_together_are_one_worker_that_holds_the_mean(workers):
+def test_workers_equal_one_worker_with_mean_gradient(workers):
     codec, grads = PowerSgd(rank=2), random(workers, *SHAPE)
-    mean, _, q = meeting(codec, workers)(grads, start(codec))
-    alone, _, q_alone = meeting(codec, 1)(grads.mean(0, keepdims=True), start(codec))
+    mean, _, q = make_sync(codec, workers)(grads, start(codec))
+    alone, _, q_alone = make_sync(codec, 1)(grads.mean(0, keepdims=True), start(codec))
     assert away(mean[0], alone[0]) < 1e-5 and away(q[0], q_alone[0]) < 1e-5
-    first, _, q_first = meeting(codec, 1)(grads[:1], start(codec))
+    first, _, q_first = make_sync(codec, 1)(grads[:1], start(codec))
     assert away(mean[0], first[0]) > 0.1 and away(q[0], q_first[0]) > 0.1
 
 
-def test_all_workers_end_bit_equal_though_what_they_keep_differs():
+def test_means_are_bit_equal_on_all_workers():
     codec, grads = PowerSgd(rank=2), random(8, *SHAPE)
-    mean, kept, q = (np.asarray(x) for x in meeting(codec, 8)(grads, start(codec)))
+    mean, kept, q = (np.asarray(x) for x in make_sync(codec, 8)(grads, start(codec)))
     assert len({x.tobytes() for x in mean}) == 1 and len({x.tobytes() for x in q}) == 1
     assert len({x.tobytes() for x in kept}) == 8
 
@@ -118,7 +118,7 @@ def follow(codec, grads, steps, shape=SHAPE):
     """The means of some steps on the same gradients, and the Q after each."""
     q, means, qs = start(codec, shape), [], []
     for _ in range(steps):
-        mean, _, q = meeting(codec, len(grads), shape)(grads, q)
+        mean, _, q = make_sync(codec, len(grads), shape)(grads, q)
         q = np.asarray(q)[0]
         means.append(np.asarray(mean)[0])
         qs.append(q)
@@ -126,7 +126,7 @@ def follow(codec, grads, steps, shape=SHAPE):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-def test_a_warm_start_finds_the_best_low_rank(rank):
+def test_warm_start_converges_to_best_low_rank(rank):
     noise = random(4, *SHAPE, seed=1)
     grads = (spectrum(*SHAPE) + noise - noise.mean(0)).astype(np.float32)  # no worker has the low rank itself
     wanted = best(grads.astype(np.float64).mean(0), rank)
@@ -137,25 +137,25 @@ def test_a_warm_start_finds_the_best_low_rank(rank):
     assert np.array_equal(cold[-1], cold[0]) and np.array_equal(cold[0], warm[0])
 
 
-def test_without_a_warm_start_q_stays():
+def test_q_is_constant_without_warm_start():
     grads, codec = random(4, *SHAPE), PowerSgd(rank=2, warm_start=False)
     assert all(np.array_equal(q, start(codec)) for q in follow(codec, grads, 3)[1])
     assert not np.array_equal(follow(PowerSgd(rank=2), grads, 1)[1][0], start(codec))
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_no_gradient_gives_zero_and_leaves_q_fit_for_the_next(warm):
+def test_zero_gradient_leaves_q_usable(warm):
     codec = PowerSgd(rank=2, warm_start=warm)
     means, qs = follow(codec, np.zeros((4, *SHAPE), np.float32), 3)
     assert all(not np.any(mean) for mean in means)  # NaN is true
     assert np.array_equal(qs[-1], start(codec))
     grads = random(4, *SHAPE)
-    mean, _, _ = meeting(codec, 4)(grads, qs[-1])
-    assert np.array_equal(mean[0], meeting(codec, 4)(grads, start(codec))[0][0])
+    mean, _, _ = make_sync(codec, 4)(grads, qs[-1])
+    assert np.array_equal(mean[0], make_sync(codec, 4)(grads, start(codec))[0][0])
     assert np.linalg.matrix_rank(np.asarray(mean[0]), 1e-4) == 2
 
 
-def test_a_gradient_of_less_rank_leaves_q_fit_for_the_next():
+def test_low_rank_gradient_leaves_q_usable():
     codec = PowerSgd(rank=4)
     thin = np.broadcast_to(np.outer(random(24), random(16, seed=1)), (4, *SHAPE))
     means, qs = follow(codec, thin, 20)
@@ -163,12 +163,12 @@ def test_a_gradient_of_less_rank_leaves_q_fit_for_the_next():
     assert np.isfinite(qs).all()
     grads, q = random(4, *SHAPE, seed=2), qs[-1]
     for _ in range(400):
-        mean, _, q = meeting(codec, 4)(grads, q)
+        mean, _, q = make_sync(codec, 4)(grads, q)
         q = np.asarray(q)[0]
     assert away(mean[0], best(grads.mean(0), 4)) < 1e-3
 
 
-def test_a_basis_of_columns_is_orthonormal_even_of_columns_that_are_none():
+def test_orthonormal_of_deficient_columns():
     for p in (random(24, 4), np.zeros((24, 4), np.float32), np.outer(random(24), np.ones(4)).astype(np.float32)):
         basis = np.asarray(orthonormal(jnp.asarray(p)))
         assert np.abs(basis.T @ basis - np.eye(4)).max() < 1e-5
@@ -188,7 +188,7 @@ def scanned(exchange, grads):
     """The means and memories of all steps, from gradients {path: [steps, workers, ...]}, in one call."""
     memory = exchange.init(jax.random.key(0), {})
     kept = jax.tree.map(lambda spec: pspec(keep_axes(spec, ("data",))), exchange.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
-    meet = jax.shard_map(
+    sync = jax.shard_map(
         lambda grads, memory, step: exchange.reduce_gradients(jax.tree.map(lambda g: g[0], grads), memory, step),
         mesh=exchange.mesh_axes.mesh,
         in_specs=(jax.P("data"), kept, jax.P()),
@@ -197,7 +197,7 @@ def scanned(exchange, grads):
     )
 
     def body(memory, grads):
-        means, memory, _ = meet(grads, memory, 0)
+        means, memory, _ = sync(grads, memory, 0)
         return memory, (means, memory)
 
     return memory, jax.tree.map(np.asarray, jax.jit(lambda grads: jax.lax.scan(body, memory, grads)[1])(grads))
@@ -216,7 +216,7 @@ def by_hand(grads, q, *, local):
     return np.array(found)
 
 
-def test_residuals_stay_where_they_are_a_workers_own_and_walk_away_where_they_are_not():
+def test_residuals_are_bounded_only_with_local_q():
     grads = random(500, 4, *SHAPE, seed=7)  # independent noise: the workers have nothing in common
     exchange = exchange_of(Gradients("all_reduce", "power_sgd", {"rank": 2}, error_feedback=True), {"m": SHAPE})
     first, (means, memories) = scanned(exchange, {"m": grads})
@@ -255,13 +255,13 @@ def test_residuals_stay_where_they_are_a_workers_own_and_walk_away_where_they_ar
     ],
     ids=str,
 )
-def test_min_compression_decides_what_goes_exactly(shape, options, compressed):
+def test_min_compression_decides_exact_gradients(shape, options, compressed):
     assert PowerSgd(**options).compresses(ShardLayout(shape, (), ("data",), (8,)), shape) is compressed
     exchange = exchange_of(Gradients("all_reduce", "power_sgd", options, error_feedback=True), {"p": shape})
     assert exchange.gradient_specs["p"].codec_name == ("power_sgd" if compressed else "exact")
 
 
-def test_what_is_not_worth_it_travels_exactly_and_keeps_nothing():
+def test_uncompressed_gradient_is_sent_exactly_without_state():
     shapes = {"bias": (512,), "matrix": SHAPE, "wide": (2, 512)}
     grads = {path: random(1, 4, *shape, seed=len(path)) for path, shape in shapes.items()}
     found = exchange_of(Gradients("all_reduce", "power_sgd", {"rank": 1}, error_feedback=True), shapes)

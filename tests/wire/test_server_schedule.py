@@ -73,10 +73,10 @@ def updates(log):
 
 def lead_at_reads(log, workers):
     """At every read: how many more gradients of the reader than of the slowest have arrived."""
-    pushed, leads = np.zeros(workers, int), []
+    arrived, leads = np.zeros(workers, int), []
     for worker, reads in zip(log.worker, log.reads, strict=True):
-        pushed[worker] += 1
-        leads += [pushed[reader] - pushed.min() for reader in np.flatnonzero(reads)]
+        arrived[worker] += 1
+        leads += [arrived[reader] - arrived.min() for reader in np.flatnonzero(reads)]
     return leads
 
 
@@ -88,7 +88,7 @@ def same(one, other):
 
 
 @every_late
-def test_a_round_can_be_computed_at_once_and_a_replay_finds_its_staleness(words):
+def test_round_is_concurrent_and_staleness_equals_replay(words):
     workers, found = 6, simulate(6, 400, **words)
     version, read_version, reader = 0, np.zeros(workers, int), set()
     for number, this in enumerate(found):
@@ -98,7 +98,7 @@ def test_a_round_can_be_computed_at_once_and_a_replay_finds_its_staleness(words)
         assert not this.applied[count:].any() and not this.commit[count:].any() and not this.reads[count + 1 :].any()
         assert (this.staleness[count:] == -1).all() and not (this.commit & ~this.applied).any()
         before = reader  # who read in the round before, after an arrival in it
-        if number:  # nobody is put off to a later round who could have been in the one before
+        if number:  # no gradient is in a later round that could have been in the one before
             assert this.worker[0] in before or found[number - 1].present[this.worker[0]]
         read_version[this.reads[0]], reader = version, set(np.flatnonzero(this.reads[0]))
         here = set()
@@ -113,7 +113,7 @@ def test_a_round_can_be_computed_at_once_and_a_replay_finds_its_staleness(words)
 
 
 @every_late
-def test_every_gradient_takes_its_worker_s_next_time(words):
+def test_each_gradient_takes_next_time_of_its_worker(words):
     workers, found = 6, simulate(6, 400, **words)
     server, log = declare(**words), arrivals(found)
     times, number = Times(server.compute_time, workers, server.seed), np.zeros(workers, int)
@@ -134,7 +134,7 @@ def test_every_gradient_takes_its_worker_s_next_time(words):
 
 
 @every_late
-def test_who_is_not_computing_has_not_read_and_who_reads_computes(words):
+def test_worker_computes_exactly_after_reading(words):
     """One gradient for every read, but for `fetch_every`, where so many are of one read."""
     each, workers = words.get("fetch_every", 1), 6
     log = arrivals(simulate(workers, 300, **words))
@@ -149,7 +149,7 @@ def test_who_is_not_computing_has_not_read_and_who_reads_computes(words):
 
 
 @every_late
-def test_an_update_is_minus_the_mean_of_scaled_gradients(words):
+def test_update_is_mean_of_scaled_gradients(words):
     workers, server = 6, declare(**words)
     log = arrivals(simulate(workers, 200, **words))
     alpha = np.array([parse_staleness_scale(server.staleness_scale)(int(tau)) for tau in log.staleness])
@@ -167,7 +167,7 @@ def test_an_update_is_minus_the_mean_of_scaled_gradients(words):
 
 @pytest.mark.parametrize("words", [{"mode": "asynchronous"}, {"mode": "softsync", "splits": 2}], ids=lambda words: words["mode"])
 @pytest.mark.parametrize("scale", ["exp(3)", "exp(10)", "exp(50)", "power(30)", "power(1000)"])
-def test_a_rate_too_small_for_float32_is_none(words, scale):
+def test_tiny_rate_is_clamped(words, scale):
     """e^-3tau passes the least float32 at tau 35, and the least whose inverse is one at 30; softsync: at once when all are so old."""
     log = arrivals(simulate(40, 60, **words, compute_time="constant", staleness_scale=scale))
     for update in updates(log):
@@ -190,7 +190,7 @@ def is_conserved(log, workers):
 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("workers", [4, 8, 32])
-def test_mean_staleness_is_one_less_than_workers(workers, times):
+def test_mean_staleness_is_workers_minus_one(workers, times):
     log = arrivals(simulate(workers, 150 if times == "constant" else 3000, mode="asynchronous", compute_time=times))
     if times == "constant":
         assert (log.staleness[workers:] == workers - 1).all() and log.staleness[:workers].tolist() == list(range(workers))
@@ -200,14 +200,14 @@ def test_mean_staleness_is_one_less_than_workers(workers, times):
 
 
 @pytest.mark.parametrize("splits", [1, 15, 30])
-def test_mean_staleness_of_softsync_is_splits_less_their_part_of_one_worker(splits):
+def test_mean_staleness_of_softsync(splits):
     """n (1 - 1 / W); Zhang et al., arXiv:1511.05950, saw means close to 15 and 30."""
     log = arrivals(simulate(30, 3000, mode="softsync", splits=splits))
     assert is_conserved(log, 30)  # of one update for each 30 / n gradients: n (1 - 1 / 30) each
 
 
 @pytest.mark.parametrize("splits", [1, 15, 30])
-def test_staleness_of_softsync_of_nearly_equal_workers_is_at_most_twice_the_splits(splits):
+def test_softsync_staleness_is_at_most_twice_splits(splits):
     """Their learners were alike: 0 to 2 for n = 1, and above 2 n less than one in 10,000."""
     late = arrivals(simulate(30, 600, mode="softsync", splits=splits, compute_time="lognormal(1, 0.1)")).staleness[2000:]
     assert len(late) > 10000 and (late > 2 * splits).mean() < 1e-4
@@ -216,7 +216,7 @@ def test_staleness_of_softsync_of_nearly_equal_workers_is_at_most_twice_the_spli
 
 
 @pytest.mark.parametrize("workers, most", [(workers, most) for workers in (4, 8) for most in range(workers)])
-def test_of_equal_workers_gradients_so_many_are_fresh_enough(workers, most):
+def test_max_staleness_share_applied_with_equal_workers(workers, most):
     found = simulate(workers, 80, mode="asynchronous", compute_time="constant", max_staleness=most)
     for this in found[40:]:
         assert this.present.all() and this.applied.sum() == most + 1  # (s + 1) / W of them
@@ -226,7 +226,7 @@ def test_of_equal_workers_gradients_so_many_are_fresh_enough(workers, most):
 @pytest.mark.parametrize(
     "most, share", [(0, 0.454), pytest.param(1, 0.599, marks=pytest.mark.slow), (2, 0.699), pytest.param(3, 0.767, marks=pytest.mark.slow)]
 )
-def test_of_exponential_workers_gradients_so_many_are_fresh_enough(most, share):
+def test_max_staleness_share_applied_with_exponential_times(most, share):
     log = arrivals(simulate(4, 18000, mode="asynchronous", max_staleness=most))
     # 40,000 gradients of share p: sigma is sqrt(p (1 - p) / 40,000), 0.6 % of the smallest share; 2 % is three of it
     assert len(log.applied) > 40000 and log.applied[100:].mean() == pytest.approx(share, rel=0.02)
@@ -237,7 +237,7 @@ def counted(events, step, have=None):
     return dict(zip(events.metric_names, np.divide(*events.step_inputs(step, have)["counted"]).tolist(), strict=True))
 
 
-def test_applied_and_dropped_are_all_that_arrived():
+def test_applied_plus_dropped_is_arrived():
     events = Events(declare(mode="asynchronous", max_staleness=1), 4)
     for step in range(200):
         found, given = events.round(step), counted(events, step)
@@ -248,7 +248,7 @@ def test_applied_and_dropped_are_all_that_arrived():
         assert given["staleness"] == pytest.approx(found.staleness[:arrived].mean(), rel=1e-6)  # float32
 
 
-def test_the_idle_share_is_of_all_workers_and_all_the_time_so_far():
+def test_idle_share_is_over_all_workers_and_time():
     slow = Events(declare(compute_time=(1.0, 2.0, 4.0)), 3)
     assert [slow.metrics(step)["idle_share"] for step in (0, 5, 2)] == [1 - 7 / 12] * 3
     alone, spared = Events(declare(compute_time="constant", warmup_steps=2), 4), Events(declare(compute_time=(1.0, 4.0), spares=1), 2)
@@ -259,9 +259,9 @@ def test_the_idle_share_is_of_all_workers_and_all_the_time_so_far():
 
 
 @pytest.mark.parametrize("spares, warm", [(0, 0), (2, 0), (1, 3)])
-def test_what_a_synchronous_step_drops_are_its_spares(spares, warm):
+def test_synchronous_step_drops_its_spares(spares, warm):
     events = Events(declare(spares=spares, warmup_steps=warm), 5)
-    for step in range(6):  # while the first worker is alone nobody else computes anything
+    for step in range(6):  # while the first worker is alone no other worker computes anything
         applied, dropped = (1, 0) if step < warm else (5 - spares, spares)
         assert counted(events, step) == {"gradients_applied": applied, "gradients_dropped": dropped, "updates": 1}
 
@@ -278,13 +278,13 @@ def test_what_a_synchronous_step_drops_are_its_spares(spares, warm):
         "exp(1e-1)": [1, math.e**-0.1, math.e**-0.2, math.e**-0.3, math.e**-1],
     }.items(),
 )
-def test_scales_of_staleness(scale, wanted):
+def test_staleness_scales(scale, wanted):
     # the same formula written in another way: a few roundings of float64
     assert [parse_staleness_scale(scale)(tau) for tau in (0, 1, 2, 3, 10)] == pytest.approx(wanted, rel=1e-14)
 
 
 @pytest.mark.parametrize("scale", ["", "inverse(1)", "power", "power()", "power(-1)", "exp(a)", "exp(1,2)", "exp(1e999)", "1/tau"])
-def test_words_that_are_no_scale(scale):
+def test_invalid_staleness_scales(scale):
     assert parse_staleness_scale(scale) is None
 
 
@@ -320,7 +320,7 @@ def test_delayed_descent_is_stable_up_to_its_limit(tau):
 
 @pytest.mark.parametrize("step", [0.2, 0.5, 0.9, 0.98])
 @pytest.mark.parametrize("tau", [1, 4, 16])
-def test_a_rate_by_one_over_staleness_is_stable_at_every_staleness(tau, step):
+def test_inverse_scaling_is_stable_at_every_staleness(tau, step):
     assert descend(tau, step, 4000, scale="inverse") < 1e-6
     if tau > 1 and step > 0.62:  # above the limit of tau 2
         assert descend(tau, step) == math.inf
@@ -330,7 +330,7 @@ def test_a_rate_by_one_over_staleness_is_stable_at_every_staleness(tau, step):
 
 
 @pytest.mark.parametrize("kept, spares, seconds", [(96, 0, 5.147), (96, 4, 3.104), (90, 10, 2.258)])
-def test_step_time_with_spares_is_an_order_statistic(kept, spares, seconds):
+def test_step_time_with_spares_is_order_statistic(kept, spares, seconds):
     harmonic = lambda n: sum(1 / k for k in range(1, n + 1))
     wanted = harmonic(kept + spares) - harmonic(spares)
     assert wanted == pytest.approx(seconds, abs=5e-4)  # what is printed in the reference
@@ -341,7 +341,7 @@ def test_step_time_with_spares_is_an_order_statistic(kept, spares, seconds):
 
 @pytest.mark.parametrize("spares", [0, 1, 3])
 @pytest.mark.parametrize("times", [*TIMES, (3.0, 1.0, 2.0, 1.0, 2.0, 0.5, 2.0)], ids=str)
-def test_the_fastest_are_present_and_ties_go_by_number(times, spares):
+def test_fastest_workers_are_present_and_ties_go_by_number(times, spares):
     workers, now = 7, 0.0
     drawn = Times(times, workers, 0)
     for number, this in enumerate(simulate(workers, 100, spares=spares, compute_time=times)):
@@ -355,7 +355,7 @@ def test_the_fastest_are_present_and_ties_go_by_number(times, spares):
         assert this.end == pytest.approx(now, rel=1e-12)
 
 
-def test_other_numbers_for_the_same_workers_change_the_mask_only():
+def test_permuted_workers_change_only_the_mask():
     seconds = np.array([3.0, 1.0, 2.5, 0.5, 2.0, 4.0])
     plain = simulate(6, 5, spares=2, compute_time=tuple(seconds))
     for order in itertools.islice(itertools.permutations(range(6)), 0, 720, 37):
@@ -365,7 +365,7 @@ def test_other_numbers_for_the_same_workers_change_the_mask_only():
             assert other.end == one.end and np.array_equal(other.time, one.time) and np.array_equal(other.applied, one.applied)
 
 
-def test_a_synchronous_step_pays_for_the_network():
+def test_synchronous_step_includes_network_time():
     plain, sent = (simulate(3, 50, spares=1, network=network) for network in ({}, {"bandwidth": "80Mb/s", "latency": "30ms"}))
     for number, (one, other) in enumerate(zip(plain, sent, strict=True), 1):
         assert np.array_equal(one.present, other.present)
@@ -378,32 +378,32 @@ def test_a_synchronous_step_pays_for_the_network():
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("times", [*TIMES, (1.0, 1.1, 5.0, 0.2)], ids=str)
-def test_who_reads_is_no_more_than_the_bound_ahead(times, bound):
+def test_bounded_reader_is_within_bound(times, bound):
     log = arrivals(simulate(4, 1000, mode="bounded", bound=bound, compute_time=times))
     leads = lead_at_reads(log, 4)
     assert max(leads) <= bound
     if times != "constant":
         assert max(leads) == bound  # it is reached, so that it means something
-    pushed = np.cumsum(log.worker[:, None] == np.arange(4), axis=0)
-    assert (pushed.max(axis=1) - pushed.min(axis=1)).max() <= bound + 1  # what was begun within it may arrive
+    arrived = np.cumsum(log.worker[:, None] == np.arange(4), axis=0)
+    assert (arrived.max(axis=1) - arrived.min(axis=1)).max() <= bound + 1  # what was begun within it may arrive
 
 
 @pytest.mark.parametrize("times", TIMES)
-def test_a_bound_of_nothing_is_lockstep(times):
+def test_zero_bound_is_lockstep(times):
     for this in simulate(5, 100, mode="bounded", bound=0, compute_time=times):
         assert this.present.all() and this.reads[5].all() and not this.reads[:5].any()
         assert this.staleness.tolist() == list(range(5))
         assert len(set(this.began)) == 1
 
 
-def test_wall_time_falls_as_the_bound_grows():
-    """By the same times: whoever waits for less is never later."""
+def test_time_falls_as_bound_grows():
+    """By the same times: a worker that waits for less is never later."""
     ends = [arrivals(simulate(4, 4000, mode="bounded", bound=bound)).time[3999] for bound in (0, 1, 3, 100)]
     assert ends == sorted(ends, reverse=True) and len(set(ends)) == 4
 
 
 @pytest.mark.parametrize("times", TIMES)
-def test_a_bound_that_nobody_meets_is_asynchronous(times):
+def test_large_bound_equals_asynchronous(times):
     one = arrivals(simulate(4, 1000, mode="asynchronous", compute_time=times))
     other = arrivals(simulate(4, 1000, mode="bounded", bound=100, compute_time=times))
     assert max(lead_at_reads(one, 4)) < 100
@@ -414,7 +414,7 @@ def test_a_bound_that_nobody_meets_is_asynchronous(times):
 # softsync, warm-up ---------------------------------------------------------------------------------------------------
 
 
-def test_softsync_of_equal_workers_in_one_split_is_synchronous():
+def test_softsync_with_one_split_is_synchronous():
     for number, this in enumerate(simulate(6, 50, mode="softsync", splits=1, compute_time="constant(2)"), 1):
         assert this.present.all() and (this.staleness == 0).all()
         assert this.commit.tolist() == [False] * 5 + [True] and this.reads[6].all() and not this.reads[:6].any()
@@ -431,7 +431,7 @@ WARM = {
 
 @pytest.mark.parametrize("times", ["exponential(1)", "constant"])
 @pytest.mark.parametrize("words", WARM.values(), ids=WARM.keys())
-def test_the_first_worker_warms_up_alone_and_then_all_join(words, times):
+def test_first_worker_warms_up_then_all_join(words, times):
     log = arrivals(simulate(4, 400, **words, compute_time=times, warmup_steps=10))
     last = np.flatnonzero(log.commit)[9]  # of the tenth update
     assert (log.worker[: last + 1] == 0).all() and (log.staleness[: last + 1] == 0).all() and log.applied[: last + 1].all()
@@ -445,7 +445,7 @@ def test_the_first_worker_warms_up_alone_and_then_all_join(words, times):
 
 
 @pytest.mark.parametrize("spares", [0, 2])
-def test_a_synchronous_run_warms_up_with_the_first_worker(spares):
+def test_synchronous_warmup_uses_first_worker(spares):
     found = simulate(4, 30, spares=spares, warmup_steps=10)
     assert all(this.present.tolist() == [True, False, False, False] for this in found[:10])
     assert all((this.applied.sum(), this.commit.sum(), (this.staleness >= 0).sum()) == (1, 1, 1) for this in found[:10])
@@ -459,20 +459,20 @@ SLOW = {"bandwidth": "80Mb/s", "latency": "50ms"}  # 0.1 s for each gradient, so
 
 @pytest.mark.parametrize("network", [SLOW, {"bandwidth": "80Mb/s"}, {"latency": "50ms"}], ids=str)
 @pytest.mark.parametrize("times", TIMES)
-def test_gradients_arrive_later_over_a_network_and_one_after_another(times, network):
+def test_gradients_queue_for_network(times, network):
     near = arrivals(simulate(8, 800, mode="asynchronous", compute_time=times))
     far = arrivals(simulate(8, 800, mode="asynchronous", compute_time=times, network=network))
-    push, latency = (0.1 if "bandwidth" in network else 0.0), (0.05 if "latency" in network else 0.0)
+    send, latency = (0.1 if "bandwidth" in network else 0.0), (0.05 if "latency" in network else 0.0)
     assert (far.time[:800] > near.time[:800]).all()
     # differences of times up to 1e4, each rounded to 1e-12
-    assert np.diff(far.time).min() >= push - 1e-9
+    assert np.diff(far.time).min() >= send - 1e-9
     began = np.sort(far.began[far.began > 0])
-    assert np.diff(began).min() >= push - 1e-9  # weights leave one after another too
-    assert (far.time - far.began).min() >= push + latency
+    assert np.diff(began).min() >= send - 1e-9  # weights leave one after another too
+    assert (far.time - far.began).min() >= send + latency
 
 
 @pytest.mark.parametrize("network", [SLOW, {"bandwidth": "80Mb/s"}, {"latency": "50ms"}, {"latency": "50us"}], ids=str)
-def test_mean_staleness_over_a_network_is_one_less_than_workers(network):
+def test_mean_staleness_with_network_is_workers_minus_one(network):
     log = arrivals(simulate(8, 2500, mode="asynchronous", network=network))
     # as without one, but not in whole numbers: who waits for an answer does not grow older. Over 8,000 gradients what is under way at
     # both ends is at most 8 x 8 versions of 56,000, and waiting in line for a link is the rest of the 1 %
@@ -480,7 +480,7 @@ def test_mean_staleness_over_a_network_is_one_less_than_workers(network):
 
 
 @pytest.mark.parametrize("words", [{"mode": "asynchronous"}, {"mode": "bounded", "bound": 0}, {"mode": "softsync", "splits": 1}], ids=str)
-def test_one_worker_alone_waits_for_the_network_as_long_in_every_mode(words):
+def test_single_worker_waits_for_network_in_every_mode(words):
     periods = [np.diff([this.end for this in simulate(1, 20, compute_time="constant", network=SLOW, **w)]) for w in ({}, words)]
     assert periods[0] == pytest.approx(1 + 2 * 0.05 + 2 * 0.1, rel=1e-9)  # there and back; sums differ in the last bits
     assert periods[1] == pytest.approx(periods[0], rel=1e-9)
@@ -490,14 +490,14 @@ def test_one_worker_alone_waits_for_the_network_as_long_in_every_mode(words):
 
 
 @pytest.mark.parametrize("words", [{"spares": 1}, LATE["async"], LATE["bounded_2"], LATE["softsync_3"], LATE["network"]], ids=str)
-def test_the_same_declaration_gives_the_same_rounds(words):
+def test_same_declaration_gives_same_rounds(words):
     one, other, third = (simulate(6, 100, **words, seed=seed) for seed in (3, 3, 4))
     assert all(map(same, one, other))
     assert not any(a.end == b.end for a, b in zip(one, third, strict=True))
 
 
 @pytest.mark.parametrize("times", TIMES[1:])
-def test_a_worker_s_times_are_its_own(times):
+def test_times_of_worker_do_not_depend_on_others(times):
     few, many, other = Times(times, 2, 5), Times(times, 64, 5), Times(times, 2, 6)
     of = lambda drawn, worker: [drawn.of(worker, number) for number in (0, 1, 1023, 1024, 5000, 3, 1024)]
     assert of(few, 1) == of(many, 1) and of(few, 0) == of(many, 0)
@@ -505,7 +505,7 @@ def test_a_worker_s_times_are_its_own(times):
     assert of(few, 1)[3] == of(few, 1)[6] and len(set(of(few, 1))) == 6
 
 
-def test_drawn_times_are_of_their_distribution():
+def test_drawn_times_follow_distribution():
     of = lambda times: np.array([Times(times, 3, 0).of(2, number) for number in range(8 * 1024)])
     # 8,192 draws: sigma of a mean (and of a median) is 1.1 % of an exponential's, 0.0033 of this lognormal's logarithm, and of the
     # logarithm's own sigma 0.8 %; each bound is three sigma or a little more, and the draws are seeded
@@ -517,14 +517,14 @@ def test_drawn_times_are_of_their_distribution():
 
 
 @pytest.mark.parametrize("words", [{"spares": 1}, LATE["async"], LATE["softsync_3"]], ids=str)
-def test_rounds_are_the_same_in_whatever_order_they_are_asked_for(words):
+def test_rounds_do_not_depend_on_query_order(words):
     wanted = simulate(6, 5001, **words)
     events = Events(declare(**words), 6, SENT)
     for step in (5000, 0, 4999, 17, 5000, 5000 - MAX_KEPT_ROUNDS, 0):
         assert same(events.round(step), wanted[step])
 
 
-def test_what_a_server_that_nobody_waits_for_is_told():
+def test_step_inputs_without_mask():
     assert not Events(declare(), 4).masked and set(Events(declare(), 4).step_inputs(3)) == {"counted"}
     assert Events(declare(spares=1), 4).masked and Events(declare(warmup_steps=1), 4).masked
     assert all(Events(declare(**words), 6).masked for words in LATE.values())
@@ -540,7 +540,7 @@ def test_what_a_server_that_nobody_waits_for_is_told():
         ([False, False, False, True], [3]),
     ],
 )
-def test_of_those_who_have_data_the_fastest_take_part(have, wanted):
+def test_fastest_workers_with_data_take_part(have, wanted):
     events = Events(ParameterServer(spares=1, compute_time=(3.0, 1.0, 2.0, 4.0)), 4)
     given = events.step_inputs(5, None if have is None else np.array(have))
     assert set(given) == {"present", "counted"} and set(np.flatnonzero(given["present"])) == set(wanted)
@@ -550,7 +550,7 @@ HAVES = np.array(list(itertools.product([False, True], repeat=6)))
 
 
 @every_late
-def test_who_has_no_data_changes_nothing(words):
+def test_worker_without_data_changes_nothing(words):
     events = Events(declare(**words), 6, SENT)
     for step, have in enumerate(HAVES):
         found, given = events.round(step), events.step_inputs(step, have)
@@ -565,13 +565,13 @@ def test_who_has_no_data_changes_nothing(words):
         assert np.array_equal(given["worker"], found.worker) and np.array_equal(given["reads"], found.reads)
         plain = events.step_inputs(step)
         assert all(np.array_equal(value, getattr(found, name)) for name, value in plain.items() if name != "counted")
-        told = counted(events, step, have)
-        assert told["gradients_applied"] == given["applied"].sum()
-        assert told["gradients_dropped"] == given["present"].sum() - given["applied"].sum()
+        counts = counted(events, step, have)
+        assert counts["gradients_applied"] == given["applied"].sum()
+        assert counts["gradients_dropped"] == given["present"].sum() - given["applied"].sum()
 
 
 @every_late
-def test_who_has_data_reads_whoever_else_has_none(words):
+def test_worker_with_data_reads_when_others_have_none(words):
     """Its next gradient would else be of older weights than its staleness says."""
     events = Events(declare(**words), 6, SENT)
     for step, have in enumerate(HAVES):
@@ -594,7 +594,7 @@ def save(path, table):
 
 
 @pytest.mark.parametrize("name", ["times.csv", "times.npy"])
-def test_a_trace_is_used_row_by_row(tmp_path, name):
+def test_trace_is_used_row_by_row(tmp_path, name):
     path = save(tmp_path / name, TABLE)
     times = Times(path, 2, 0)
     assert times.length == 5 and [[times.of(worker, n) for worker in range(2)] for n in range(5)] == TABLE.tolist()
@@ -611,14 +611,14 @@ NEEDED = {"bounded": {"bound": 1}, "softsync": {"splits": 1}, "local": {"every":
 
 @pytest.mark.parametrize("name", ["times.csv", "times.npy"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_trace_ends_with_a_word(tmp_path, mode, name):
+def test_end_of_trace_raises(tmp_path, mode, name):
     more = NEEDED.get(mode, {})
     with pytest.raises(OptionError, match=r"compute_time: the trace has 5 rows, and worker \d begins its gradient 6") as caught:
         simulate(2, 100, mode=mode, compute_time=save(tmp_path / name, TABLE), **more)
     assert "fix:" in str(caught.value)
 
 
-def test_a_trace_that_has_ended_is_told_as_often_as_it_is_asked(tmp_path):
+def test_end_of_trace_raises_on_every_call(tmp_path):
     events = Events(declare(mode="asynchronous", compute_time=save(tmp_path / "times.csv", TABLE)), 2)
     for _ in range(3):
         with pytest.raises(OptionError, match="the trace has 5 rows"):
@@ -627,7 +627,7 @@ def test_a_trace_that_has_ended_is_told_as_often_as_it_is_asked(tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_steps_that_a_trace_is_said_to_last_can_be_made(tmp_path, mode):
+def test_trace_lasts_its_stated_steps(tmp_path, mode):
     more = NEEDED.get(mode, {})
     events = Events(declare(mode=mode, compute_time=save(tmp_path / "times.csv", np.ones((9, 3))), **more), 3)
     assert events.steps == 9
@@ -635,7 +635,7 @@ def test_the_steps_that_a_trace_is_said_to_last_can_be_made(tmp_path, mode):
         assert events.round(step).present.all()
 
 
-def test_other_times_have_no_end():
+def test_times_without_trace_are_unlimited():
     assert Events(declare(), 4).steps is None and Events(declare(compute_time=(1.0, 2.0)), 2).steps is None
 
 
@@ -652,7 +652,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN.keys())
-def test_a_trace_that_is_no_table_of_seconds(tmp_path, text):
+def test_invalid_csv_trace(tmp_path, text):
     (tmp_path / "times.csv").write_text(text)
     with pytest.raises(OptionError) as caught:
         Times(str(tmp_path / "times.csv"), 2, 0)
@@ -663,7 +663,7 @@ ARRAYS = {"few_columns": TABLE[:, :1], "negative": -TABLE, "flat": TABLE[:, 0], 
 
 
 @pytest.mark.parametrize("table", ARRAYS.values(), ids=ARRAYS.keys())
-def test_an_array_that_is_no_table_of_seconds(tmp_path, table):
+def test_invalid_array_trace(tmp_path, table):
     path = save(tmp_path / "times.npy", table)
     with pytest.raises(OptionError) as caught:
         Times(path, 2, 0)
@@ -671,20 +671,20 @@ def test_an_array_that_is_no_table_of_seconds(tmp_path, table):
 
 
 @pytest.mark.parametrize("content", [b"", b"1,2\n3,4\n"], ids=["empty", "text"])
-def test_a_file_that_is_no_array(tmp_path, content):
+def test_invalid_npy_file(tmp_path, content):
     (tmp_path / "times.npy").write_bytes(content)
     with pytest.raises(OptionError) as caught:
         Times(str(tmp_path / "times.npy"), 2, 0)
     assert str(tmp_path / "times.npy") in str(caught.value)
 
 
-def test_a_trace_that_is_not_there(tmp_path):
+def test_missing_trace_file(tmp_path):
     for path in (tmp_path / "none.csv", tmp_path / "none.npy", tmp_path):
         with pytest.raises(OptionError) as caught:
             Times(str(path), 2, 0)
         assert str(path) in str(caught.value) and "fix:" in str(caught.value)
 
 
-def test_a_list_needs_a_number_for_each_worker():
+def test_list_needs_one_time_per_worker():
     with pytest.raises(OptionError, match="3 numbers for 4 workers"):
         Times((1.0, 2.0, 3.0), 4, 0)

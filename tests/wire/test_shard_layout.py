@@ -1,4 +1,4 @@
-"""Who owns what: `Cut` against plain numpy and against where jax itself places the pieces, on meshes of several data axes."""
+"""`ShardLayout` against plain numpy and against where jax places the shards, on meshes of several data axes."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from spmd.layout.schema import entry_axes
 from spmd.wire.shard_layout import ShardLayout
 
 # axes with their sizes (outermost first), shape, spec
-CUTS = [
+LAYOUTS = [
     ({"data": 8}, (24, 16), ()),
     ({"data": 8}, (24, 16), ("data",)),
     ({"data": 8}, (3, 16), (None, "data")),
@@ -40,7 +40,7 @@ CUTS = [
     ({"pod": 2, "node": 2, "data": 2}, (6, 10), ("data", "pod")),
     ({"pod": 2, "node": 2, "data": 2}, (7, 6), (None, "node")),
 ]
-every_cut = pytest.mark.parametrize("axes, shape, spec", CUTS, ids=lambda value: str(value).replace(" ", "").replace("'", ""))
+every_layout = pytest.mark.parametrize("axes, shape, spec", LAYOUTS, ids=lambda value: str(value).replace(" ", "").replace("'", ""))
 
 
 def make(axes, shape, spec):
@@ -84,8 +84,8 @@ def rows_at(x, axes, spec):
     return np.stack(rows)
 
 
-@every_cut
-def test_a_row_is_what_its_worker_owns(axes, shape, spec):
+@every_layout
+def test_to_rows_gives_each_worker_its_elements(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
     rows, wanted = np.asarray(layout.to_rows(jnp.asarray(x))), rows_at(x, axes, spec)
     assert rows.shape == (layout.workers, layout.width) and rows.dtype == np.float32
@@ -93,8 +93,8 @@ def test_a_row_is_what_its_worker_owns(axes, shape, spec):
     assert sorted(rows[rows != 0]) == sorted(x.reshape(-1))  # every element has one owner
 
 
-@every_cut
-def test_rows_go_back_to_where_they_were(axes, shape, spec):
+@every_layout
+def test_from_rows_inverts_to_rows(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
     rows = layout.to_rows(jnp.asarray(x))
     assert np.array_equal(layout.from_rows(rows), x)
@@ -104,8 +104,8 @@ def test_rows_go_back_to_where_they_were(axes, shape, spec):
         assert not np.array_equal(layout.from_rows(rows[::-1]), x)
 
 
-@every_cut
-def test_pieces_are_in_the_order_of_the_axes(axes, shape, spec):
+@every_layout
+def test_shards_are_in_the_order_of_the_axes(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
     pieces = np.asarray(layout.shards(jnp.asarray(x)))
     used = {name for entry in spec for name in entry_axes(entry)}
@@ -118,8 +118,8 @@ def test_pieces_are_in_the_order_of_the_axes(axes, shape, spec):
         assert np.array_equal(pieces[number(at, layout.sharded_axes, axes)], piece.reshape(-1))
 
 
-@every_cut
-def test_the_rows_of_all_who_share_a_piece_join_to_it(axes, shape, spec):
+@every_layout
+def test_join_rows_gives_shard(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
     rows, everybody = np.asarray(layout.to_rows(jnp.asarray(x))), places(axes)
     for at in everybody:
@@ -127,8 +127,8 @@ def test_the_rows_of_all_who_share_a_piece_join_to_it(axes, shape, spec):
         assert np.array_equal(layout.join_rows(jnp.asarray(rows[sharing])), piece_at(x, axes, spec, at))
 
 
-@every_cut
-def test_own_is_the_piece_that_jax_places_there(axes, shape, spec):
+@every_layout
+def test_local_shard_equals_jax_placement(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
     mesh = spmd.make_mesh(axes)
     own = jax.jit(jax.shard_map(layout.local_shard, mesh=mesh, in_specs=jax.P(), out_specs=pspec(spec), check_vma=False))(x)
@@ -142,7 +142,7 @@ def test_own_is_the_piece_that_jax_places_there(axes, shape, spec):
     )
 
 
-def test_the_order_of_axes_in_an_entry_decides_the_piece():
+def test_order_of_axes_in_entry_decides_shard():
     x, axes = jnp.asarray(numbered((8, 3))), {"node": 2, "data": 4}
     one, other = make(axes, (8, 3), (("node", "data"),)), make(axes, (8, 3), (("data", "node"),))
     assert np.array_equal(one.shards(x), x.reshape(8, 3))
@@ -150,7 +150,7 @@ def test_the_order_of_axes_in_an_entry_decides_the_piece():
     assert not np.array_equal(one.to_rows(x), other.to_rows(x))
 
 
-def test_rows_of_bfloat16_are_float32_and_exact():
+def test_rows_of_bfloat16_are_exact_float32():
     x = jnp.asarray(numbered((7, 9)), jnp.bfloat16)
     rows = make({"data": 8}, (7, 9), ()).to_rows(x)
     assert rows.dtype == jnp.float32 and rows.shape == (8, 8)
@@ -159,14 +159,14 @@ def test_rows_of_bfloat16_are_float32_and_exact():
 
 
 @pytest.mark.parametrize("shape, width, filled", [((13,), 2, 3), ((1,), 1, 7), ((8,), 1, 0), ((9,), 2, 7), ((7, 9), 8, 1)])
-def test_where_workers_do_not_divide_it_the_last_rows_end_in_zeros(shape, width, filled):
+def test_last_rows_are_padded_with_zeros(shape, width, filled):
     layout = make({"node": 2, "data": 4}, shape, ())
     rows = np.asarray(layout.to_rows(jnp.asarray(numbered(shape))))
     assert layout.width == width and (rows == 0).sum() == filled
     assert np.array_equal(np.flatnonzero(rows.reshape(-1) == 0), np.arange(8 * width - filled, 8 * width))
 
 
-def test_a_cut_can_be_told_from_another():
+def test_shard_layout_equality_and_hash():
     layout = make({"data": 8}, (24, 16), ("data",))
     assert layout == make({"data": 8}, (24, 16), ("data",)) and hash(layout) == hash(make({"data": 8}, (24, 16), ("data",)))
     assert layout != dataclasses.replace(layout, spec=())

@@ -1,4 +1,4 @@
-"""The clock of workers that train by themselves: they wait for each other where they meet, and nowhere else."""
+"""The clock of local SGD workers: they wait for each other only where they synchronize."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def by_worker(found, name):
 
 
 @pytest.mark.parametrize("words", [{"mode": "local"}, {"mode": "elastic"}], ids=lambda words: words["mode"])
-def test_they_wait_at_meetings_for_the_slowest_and_for_the_network(words):
+def test_local_workers_wait_for_slowest_and_network(words):
     found, times = simulate(8, network=LINK, **words)
     took, now = seconds(times, 8), 0.0
     for first in (0, 4):
@@ -49,25 +49,25 @@ def test_they_wait_at_meetings_for_the_slowest_and_for_the_network(words):
     )
 
 
-def test_every_fragment_has_its_turn():
+def test_each_fragment_is_due_in_turn():
     found, _ = simulate(12, every=6, fragments=3, overlap=1)
     sends, receives = (np.array([getattr(one, name) for one in found]) for name in ("sends", "receives"))
     assert np.flatnonzero(sends.any(1)).tolist() == [1, 3, 5, 7, 9, 11] and (sends.sum(0) == 2).all() and sends.sum(1).max() == 1
     assert np.array_equal(receives[1:], sends[:-1]) and not receives[0].any(), "one step later"
 
 
-def test_what_is_on_its_way_while_they_work_costs_nothing():
-    """Equal workers, steps of a second, a network that takes 1.2: with an overlap of two steps nobody waits, with one for 0.2."""
+def test_overlap_hides_network_time():
+    """Equal workers, steps of a second, a network that takes 1.2: with an overlap of two steps no worker waits, with one for 0.2."""
     words = {"compute_time": "constant", "every": 4, "network": {"bandwidth": "80Mb/s"}}
     ends = [simulate(10, overlap=overlap, **words)[0][-1].end for overlap in (0, 1, 2)]
     assert ends == pytest.approx([10 + 2 * 1.2, 10 + 2 * 0.2, 10], rel=1e-14)
 
 
-def test_events_say_who_has_data_and_what_is_sent():
+def test_step_inputs_of_local_sgd():
     events = Events(ParameterServer(mode="local", every=4, fragments=2), workers=3)
     assert events.masked and not events.assigns_rows and events.metric_names == ("gradients_applied", "gradients_dropped", "updates")
-    told = [events.step_inputs(step, np.array([True, False, True])) for step in range(4)]
-    assert [one["sends"].tolist() for one in told] == [[False, False], [True, False], [False, False], [False, True]]
-    assert all(one["present"].tolist() == [True, False, True] for one in told)
-    assert [one["counted"].tolist() for one in told] == [[[2, 0, met], [1, 1, 1]] for met in (0, 1, 0, 1)]
+    inputs = [events.step_inputs(step, np.array([True, False, True])) for step in range(4)]
+    assert [one["sends"].tolist() for one in inputs] == [[False, False], [True, False], [False, False], [False, True]]
+    assert all(one["present"].tolist() == [True, False, True] for one in inputs)
+    assert [one["counted"].tolist() for one in inputs] == [[[2, 0, synced], [1, 1, 1]] for synced in (0, 1, 0, 1)]
     assert events.skipped_scopes(1) == ["send/1/", "receive/1/"] and len(events.skipped_scopes(0)) == 4

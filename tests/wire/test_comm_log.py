@@ -1,4 +1,4 @@
-"""What travels: the log against the program that is lowered and the one that is compiled, and bytes against bytes."""
+"""The communication log against the program that is lowered and the one that is compiled, and bytes against bytes."""
 
 import collections
 import dataclasses
@@ -38,14 +38,14 @@ CODECS = {
     "power_sgd": {"rank": 2},
 }
 LOSSY = [name for name in CODECS if name != "exact"]
-ROWS = ("bfloat16", "int8", "float8", "sign", "top_k")  # what is cut into one row for each worker
+ROWS = ("bfloat16", "int8", "float8", "sign", "top_k")  # codecs that send one row to each worker
 MODEL_RULES = (spmd.Rule("{up,out}/kernel", (None, "model")), spmd.Rule("mid/kernel", ("model",)), spmd.Rule("up/bias", ("model",)))
 MESHES = {
     "data=8": {},
     "data=4,model=2": {"params": MODEL_RULES},
     "node=2,data=4": {"batch": Batch((("node", "data"),))},
 }
-SHARED = OptimizerState("data")  # moments, and so pieces of the gradients, are cut over the workers
+SHARED = OptimizerState("data")  # moments, and so shards of the gradients, are sharded over the workers
 
 
 class MLP(nnx.Module):
@@ -234,21 +234,21 @@ def meshes_and_reductions():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("mesh", "reduction"), list(meshes_and_reductions()))
-def test_the_log_has_the_collectives_of_the_lowered_step_and_no_others(mesh, codec, reduction):
+def test_log_has_exactly_the_collectives_of_lowered_step(mesh, codec, reduction):
     inside = {"exact_axes": ("data",)} if mesh.startswith("node") and codec not in ("exact", "bfloat16 ring") else {}
     more = {"optimizer": SHARED} if reduction == "reduce_scatter" else {}
     trainer = trainer_of(gradients(codec, reduction, **inside), mesh, **more)
     found = collectives(lowered(trainer))
     assert keys(found) == logged(trainer.wire)
-    pushed = [op for op in trainer.wire.ops if op.where.startswith("reduce_gradients")]
-    assert pushed and all(op.axes and op.axes[0] in trainer.resolved.data_axes for op in pushed)
-    scattered = any(op.kind == "reduce_scatter" for op in pushed)
+    sent_ops = [op for op in trainer.wire.ops if op.where.startswith("reduce_gradients")]
+    assert sent_ops and all(op.axes and op.axes[0] in trainer.resolved.data_axes for op in sent_ops)
+    scattered = any(op.kind == "reduce_scatter" for op in sent_ops)
     assert scattered == bool((reduction == "reduce_scatter" and codec in ("exact", "power_sgd")) or (inside and codec in ROWS))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("codec", ["exact", "bfloat16", "int8"])
-def test_the_log_is_the_program_when_weights_are_gathered_in_every_microbatch(codec, accumulate):
+def test_log_equals_program_with_gathers_per_microbatch(codec, accumulate):
     grads = gradients(codec, "reduce_scatter", weights="bfloat16", start_step=0 if codec == "exact" else 3)
     trainer = trainer_of(grads, "data=4,model=2", accumulate=accumulate, default=Default("shard:data"))
     found = collectives(lowered(trainer))
@@ -257,7 +257,7 @@ def test_the_log_is_the_program_when_weights_are_gathered_in_every_microbatch(co
     assert {op.count for op in trainer.wire.ops if op.where.endswith("gather_params")} == {accumulate}
 
 
-def test_the_log_names_axes_by_which_devices_meet():
+def test_log_names_axes_of_each_collective():
     trainer = trainer_of(gradients("int8", exact_axes=("data",)), "node=2,data=4")
     ids = np.arange(8).reshape(2, 4)
     groups = {("data",): ids.tolist(), ("node",): ids.T.tolist(), ("node", "data"): [ids.ravel().tolist()]}
@@ -276,7 +276,7 @@ def test_the_log_names_axes_by_which_devices_meet():
 DIVIDE = (64, 128, 256, 64)  # 8 workers divide every kernel and every bias
 
 
-def push_bytes(codec, options=(), **more):
+def gradient_bytes(codec, options=(), **more):
     feedback = codec not in ("exact", "bfloat16")
     more |= {"bucket_bytes": 2**30} if codec != "exact" else {}
     layout = spmd.Gradients("all_reduce", codec, options, error_feedback=feedback, **more)
@@ -287,10 +287,10 @@ def push_bytes(codec, options=(), **more):
     "codec, least, most",
     [("bfloat16", 0.5, 0.5), ("int8", 0.25, 0.27), ("float8", 0.25, 0.27), ("sign", 1 / 32, 0.04), ("top_k", 0.02, 0.022)],
 )
-def test_a_push_sends_this_share_of_an_exact_one(codec, least, most):
+def test_codec_sends_expected_share_of_exact_bytes(codec, least, most):
     """Each gradient has scales of its own, and top_k keeps a whole number of each row: a little more than per element."""
     elements = sum(rows * columns + columns for rows, columns in itertools.pairwise(DIVIDE))
-    exact, sent = push_bytes("exact"), push_bytes(codec)
+    exact, sent = gradient_bytes("exact"), gradient_bytes(codec)
     assert exact == 2 * 7 * 4 * elements // 8
     assert least <= sent / exact <= most
 
@@ -309,7 +309,7 @@ def gpt_trainer(codec, **sizes):
 @pytest.mark.parametrize(
     "sizes, most", [({}, 0.14), ({"width": 512, "depth": 4, "heads": 8, "length": 256}, 0.05)], ids=["usual", "larger"]
 )
-def test_power_sgd_sends_this_share_of_the_matrices_of_a_gpt(sizes, most):
+def test_power_sgd_share_of_gpt_matrices(sizes, most):
     """Nothing is allocated or compiled: what is sent is read from the trace."""
     trainer = gpt_trainer("power_sgd", **sizes)
     matrices = {path: place.shape for path, place in trainer.resolved.placements.items() if len(place.shape) > 1}
@@ -325,8 +325,8 @@ def test_power_sgd_sends_this_share_of_the_matrices_of_a_gpt(sizes, most):
 
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("codec", [pytest.param(codec, marks=[pytest.mark.slow] * (codec in ("sign", "float8"))) for codec in ROWS])
-def test_no_gradient_travels_as_float32_beside_its_codec(codec, reduction):
-    """Read from the lowered program: of float32 there are metrics and nothing else; scales travel as bytes beside their values."""
+def test_compressed_gradients_are_not_sent_as_float32(codec, reduction):
+    """Read from the lowered program: of float32 there are metrics and nothing else; scales are sent as bytes beside their values."""
     trainer = trainer_of(gradients(codec, reduction), "data=4,model=2", sizes=(7, 30, 40, 20))
     floats = {one.shape for one in collectives(lowered(trainer)) if one.dtype == "float32"}
     assert floats == {(), (2, 1)}
@@ -335,7 +335,7 @@ def test_no_gradient_travels_as_float32_beside_its_codec(codec, reduction):
 
 
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
-def test_of_a_matrix_under_power_sgd_only_p_and_q_travel(reduction):
+def test_power_sgd_sends_only_p_and_q(reduction):
     grads = spmd.Gradients(reduction, "power_sgd", {"rank": 2, "min_compression": 2.7}, error_feedback=True)
     trainer = trainer_of(grads)
     shapes = {path: place.shape for path, place in trainer.resolved.placements.items()}
@@ -348,20 +348,20 @@ def test_of_a_matrix_under_power_sgd_only_p_and_q_travel(reduction):
 
 
 @pytest.mark.parametrize("codec, leaf, bucket", [("bfloat16", 2, 2), ("int8", 2, 2), ("power_sgd", 2, 2)])
-def test_collectives_of_a_push_by_the_size_of_a_bucket(codec, leaf, bucket):
-    """Row codecs: an all-to-all and an all-gather, whatever travels; power_sgd: P and Q."""
+def test_collective_count_by_bucket_bytes(codec, leaf, bucket):
+    """Row codecs: an all-to-all and an all-gather, for every payload; power_sgd: P and Q."""
     options = {"power_sgd": {"min_compression": 1}}.get(codec, {})
     layout = lambda size: spmd.Gradients("all_reduce", codec, options, error_feedback=codec == "power_sgd", bucket_bytes=size)
     count = lambda size: sum(
         op.count for op in trainer_of(layout(size), sizes=(16, 32, 64, 32)).wire.ops if op.where.startswith("reduce_gradients")
     )
-    alone = 3 if codec == "power_sgd" else 0  # biases, which travel exactly whatever the bucket
+    alone = 3 if codec == "power_sgd" else 0  # biases, which are sent exactly for every bucket size
     leaves = 3 if codec == "power_sgd" else 6
     assert count(1) == alone + leaves * leaf
     assert count(2**30) == alone + bucket
 
 
-def test_a_bucket_is_filled_up_to_its_bytes_and_not_beyond():
+def test_bucket_is_filled_up_to_bucket_bytes():
     """As float32 and in order: mid/bias 256, mid/kernel 8192, out/bias 128, out/kernel 8192, up/bias 128, up/kernel 2048."""
     paths = ["mid/bias", "mid/kernel", "out/bias", "out/kernel", "up/bias", "up/kernel"]
     sizes = [256, 8192, 128, 8192, 128, 2048]
@@ -385,7 +385,7 @@ def test_a_bucket_is_filled_up_to_its_bytes_and_not_beyond():
 
 
 @pytest.mark.parametrize("codec", ["exact", "bfloat16", "int8", "power_sgd"])
-def test_microbatches_do_not_multiply_what_is_pushed(codec):
+def test_microbatches_do_not_multiply_gradient_bytes(codec):
     one, four = (trainer_of(gradients(codec), rows=64, accumulate=count) for count in (1, 4))
     assert four._program.make_step(64, True).microbatches == 4
     assert one.wire.bytes(where="reduce_gradients") == four.wire.bytes(where="reduce_gradients") > 0
@@ -393,9 +393,9 @@ def test_microbatches_do_not_multiply_what_is_pushed(codec):
 
 
 @pytest.mark.parametrize("codec", ["exact", "bfloat16"])
-def test_microbatches_multiply_what_is_pulled_under_fsdp(codec):
-    whole = {"default": Default("shard:data")}
-    one, four = (trainer_of(gradients(codec, "reduce_scatter"), rows=64, accumulate=count, **whole) for count in (1, 4))
+def test_microbatches_multiply_gathered_bytes_under_fsdp(codec):
+    sharded_default = {"default": Default("shard:data")}
+    one, four = (trainer_of(gradients(codec, "reduce_scatter"), rows=64, accumulate=count, **sharded_default) for count in (1, 4))
     assert one.wire.bytes(where="reduce_gradients") == four.wire.bytes(where="reduce_gradients") > 0
     assert 4 * one.wire.bytes(where="gather_params") == four.wire.bytes(where="gather_params") > 0
     # forward and backward; of the first layer's kernel the backward pass needs nothing, nor of any bias
@@ -409,7 +409,7 @@ def test_microbatches_multiply_what_is_pulled_under_fsdp(codec):
 
 
 def over_model(trainer, groups):
-    """Whether any two devices that meet differ in their place along `model`."""
+    """Whether any two devices that communicate differ in their place along `model`."""
     place = {device.id: index[1] for index, device in np.ndenumerate(trainer.mesh.devices)}
     return any(len({place[number] for number in group}) > 1 for group in groups)
 
@@ -435,15 +435,15 @@ def partitioners_own():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", [pytest.param(codec, marks=[pytest.mark.slow] * (codec in ("sign", "float8"))) for codec in LOSSY])
-def test_no_codec_sends_anything_over_the_model_axis(partitioners_own, codec):
+def test_codecs_send_nothing_over_model_axis(partitioners_own, codec):
     """Neither as traced, nor lowered, nor after the partitioner and the optimiser."""
     exact = partitioners_own("all_reduce")
-    assert sum(exact.values()) >= 4, "activations and their gradients do travel over model"
+    assert sum(exact.values()) >= 4, "activations and their gradients are sent over model"
     assert partitioners_own("all_reduce", codec) == exact
 
 
 @pytest.mark.parametrize("codec", ["int8", "power_sgd"])
-def test_nor_does_it_where_gradients_are_scattered(partitioners_own, codec):
+def test_codecs_send_nothing_over_model_axis_with_reduce_scatter(partitioners_own, codec):
     assert partitioners_own("reduce_scatter", codec) == partitioners_own("reduce_scatter")
 
 
@@ -480,7 +480,7 @@ def fitted(tmp_path, grads, steps=4, **options):
 
 
 @pytest.mark.parametrize("start", [0, 2])
-def test_the_lines_of_a_log_tell_the_bytes_of_each_step(tmp_path, start):
+def test_log_prints_bytes_of_each_step(tmp_path, start):
     trainer = trainer_of(gradients("int8", start_step=start))
     written = fitted(tmp_path, gradients("int8", start_step=start))
     few, many = trainer.wire.bytes(), trainer.wire.bytes(0)
@@ -494,14 +494,14 @@ def test_the_lines_of_a_log_tell_the_bytes_of_each_step(tmp_path, start):
     [("all_reduce", {}, 2), ("reduce_scatter", {"optimizer": SHARED}, 2), ("reduce_scatter", {"default": Default("shard:data")}, 2)],
     ids=["all_reduce", "ZeRO-1", "FSDP"],
 )
-def test_the_compression_ratio_is_against_the_same_exchange_made_exactly(reduction, layout, ratio):
+def test_compression_ratio_is_relative_to_exact_reduction(reduction, layout, ratio):
     grads = spmd.Gradients(reduction, "bfloat16", diagnostics=True, start_step=1)
     trainer = trainer_of(grads, sizes=(64, 128, 256, 64), **layout)
     metrics = trainer.prepare(None)[0].static_metrics
     assert metrics.at(0)["compression_ratio"] == 1 and metrics.at(1)["compression_ratio"] == ratio
 
 
-def test_callbacks_see_wire_bytes_and_may_watch_them(tmp_path):
+def test_callbacks_see_wire_bytes(tmp_path):
     seen = []
 
     class Watching(Callback):
@@ -517,7 +517,7 @@ def test_callbacks_see_wire_bytes_and_may_watch_them(tmp_path):
     assert trainer_of(spmd.Gradients()).prepare(None)[0].static_metrics.names == ()  # so watching it is an error there, before a step
 
 
-def test_a_conditional_of_the_models_own_counts_by_the_branch_that_sends_most():
+def test_model_conditional_counts_most_expensive_branch():
     mesh = spmd.make_mesh("data=8")
     few, many = (lambda x: lax.psum(x[:2], "data").sum()), (lambda x: lax.psum(x, "data").sum())
     step = lambda x: lax.switch(x[0].astype(int), [few, many, few], x)
@@ -527,7 +527,7 @@ def test_a_conditional_of_the_models_own_counts_by_the_branch_that_sends_most():
     assert "start_step" not in str(log)
 
 
-def test_wire_bytes_change_at_start_step_and_after_a_state_is_taken_up_again():
+def test_wire_bytes_change_at_start_step_and_after_resume():
     trainer = trainer_of(gradients("sign", start_step=2))
     state, seen, kept = trainer.init(), [], None
     for step in range(4):
@@ -580,10 +580,10 @@ def linear_trainer(grads, mesh, **layout):
         ("data=4,model=2", "reduce_scatter", {"params": (spmd.Rule("w", ("data", "model")),)}),
         ("node=2,data=4", "all_reduce", {}),
     ],
-    ids=["whole", "scattered", "model", "fsdp and model", "node"],
+    ids=["replicated", "scattered", "model", "fsdp and model", "node"],
 )
 @pytest.mark.parametrize("codec", ["int8", "power_sgd", *(pytest.param(name, marks=pytest.mark.system) for name in ("bfloat16", "top_k"))])
-def test_the_error_and_the_residuals_that_are_told_are_those_that_there_are(mesh, reduction, layout, codec):
+def test_diagnostics_equal_true_error_and_residual_norm(mesh, reduction, layout, codec):
     """What was given is known (rows and residuals), what came out is read from the parameters, both in float64."""
     inside = {"exact_axes": ("data",)} if mesh.startswith("node") else {}
     trainer = linear_trainer(gradients(codec, reduction, diagnostics=True, **inside), mesh, **layout)
@@ -615,8 +615,8 @@ def test_the_error_and_the_residuals_that_are_told_are_those_that_there_are(mesh
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
-def test_devices_that_hold_the_same_piece_hold_the_same_bits(codec, reduction):
-    """Of parameters, moments and the codecs' memory: some are cut over model, some are whole there."""
+def test_replicated_shards_are_bit_equal(codec, reduction):
+    """Of parameters, moments and the codecs' memory: some are sharded over model, some replicated."""
     more = {"optimizer": SHARED} if reduction == "reduce_scatter" else {}
     trainer = trainer_of(gradients(codec, reduction), "data=4,model=2", **more)
     state = trainer.init()
@@ -632,7 +632,7 @@ def test_devices_that_hold_the_same_piece_hold_the_same_bits(codec, reduction):
     assert not wrong
 
 
-def test_reading_the_log_traces_nothing_that_a_step_would_not():
+def test_log_needs_no_extra_trace():
     traced = []
 
     def loss(model, rows):
@@ -659,18 +659,18 @@ def test_reading_the_log_traces_nothing_that_a_step_would_not():
 # weights -------------------------------------------------------------------------------------------------------------
 
 
-def test_weights_are_pulled_as_uint16_under_fsdp_bf16():
+def test_parameters_are_gathered_as_uint16_under_fsdp_bf16():
     layout = spmd.Layout.load("fsdp_bf16")
     trainer = trainer_of(layout.gradients, sizes=DIVIDE, default=layout.default)
     exact = trainer_of(dataclasses.replace(layout.gradients, weights="exact"), sizes=DIVIDE, default=layout.default)
-    pulls = lambda trainer: [op for op in trainer.wire.ops if op.where.endswith("gather_params")]
-    assert {(op.kind, op.dtype) for op in pulls(trainer)} == {("all_gather", "uint16")}
-    assert {(op.kind, op.dtype) for op in pulls(exact)} == {("all_gather", "float32")}
+    gathers = lambda trainer: [op for op in trainer.wire.ops if op.where.endswith("gather_params")]
+    assert {(op.kind, op.dtype) for op in gathers(trainer)} == {("all_gather", "uint16")}
+    assert {(op.kind, op.dtype) for op in gathers(exact)} == {("all_gather", "float32")}
     assert 2 * trainer.wire.bytes(where="gather_params") == exact.wire.bytes(where="gather_params") > 0
     assert {one.dtype for one in collectives(lowered(trainer)) if math.prod(one.shape) > 2} == {"uint16"}
 
 
-def test_updates_are_spread_as_uint16_under_zero1():
+def test_updates_are_gathered_as_uint16_under_zero1():
     for weights, dtype in (("bfloat16", "uint16"), ("exact", "float32")):
         trainer = trainer_of(spmd.Gradients("reduce_scatter", weights=weights), sizes=DIVIDE, optimizer=SHARED)
         spreads = [op for op in trainer.wire.ops if op.where.endswith("gather_updates")]
@@ -685,7 +685,7 @@ def test_updates_are_spread_as_uint16_under_zero1():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [{"default": Default("shard:data")}, {"optimizer": SHARED}], ids=["fsdp", "zero1"])
-def test_training_with_rounded_weights_differs_little(layout):
+def test_training_with_rounded_parameters_is_close(layout):
     losses = {}
     for weights in ("exact", "bfloat16"):
         grads = spmd.Gradients("reduce_scatter", "exact" if weights == "exact" else "bfloat16", error_feedback=True, weights=weights)
@@ -709,7 +709,7 @@ no_gpu_compiler = pytest.mark.skipif(
 @no_gpu_compiler
 @pytest.mark.parametrize("codec, payload", [("bfloat16", "u16"), ("int8", "u8")])
 @pytest.mark.parametrize("devices", [8, 64])
-def test_what_a_codec_sends_is_what_gpus_send(devices, codec, payload):
+def test_log_equals_bytes_of_gpu_program(devices, codec, payload):
     """Compiled for H100s by XLA:GPU, without one: no pass widens the payload or brings an exact reduction back."""
     from jax.experimental import topologies
 
@@ -730,8 +730,8 @@ def test_what_a_codec_sends_is_what_gpus_send(devices, codec, payload):
         found[kind, dtype] = max(found[kind, dtype], math.prod(shape))
     # a bias of 64 over 64 workers is a number each, and as int8 it would be larger
     sizes = {
-        travels: [math.prod(i.placement.shape) for i in trainer._placed.exchange.gradient_specs.values() if i.codec_name == travels]
-        for travels in (codec, "exact")
+        codec: [math.prod(i.placement.shape) for i in trainer._placed.exchange.gradient_specs.values() if i.codec_name == codec]
+        for codec in (codec, "exact")
     }
     assert sum(sizes["exact"]) == (64 if (devices, codec) == (64, "int8") else 0)
     # as bytes, beside the values: every gradient has its own

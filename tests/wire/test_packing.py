@@ -20,7 +20,7 @@ from spmd.wire.param_server.placement import STRATEGIES, assign
 
 pytestmark = pytest.mark.optimized
 
-WHOLE = tuple(STRATEGIES)
+UNSPLIT = tuple(STRATEGIES)
 
 # shapes and dtypes by path
 MODELS = {
@@ -79,7 +79,7 @@ def make(shapes, placement, positions, servers):
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_what_is_packed_comes_back_bit_for_bit(shapes, placement, positions, servers):
+def test_unpack_inverts_pack_bit_for_bit(shapes, placement, positions, servers):
     params, storage = make(shapes, placement, positions, servers)
     stored = storage.pack(params)
     back = storage.unpack(stored)
@@ -95,7 +95,7 @@ def test_what_is_packed_comes_back_bit_for_bit(shapes, placement, positions, ser
 @every_model
 @every_count
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_number_is_kept_once_and_the_rest_is_zero(shapes, placement, positions, servers):
+def test_pack_stores_each_number_once_and_pads_with_zeros(shapes, placement, positions, servers):
     params, storage = make(shapes, placement, positions, servers)
     stored = storage.pack(params)
     for dtype in ("float32", "bfloat16"):
@@ -113,7 +113,7 @@ def test_every_number_is_kept_once_and_the_rest_is_zero(shapes, placement, posit
 
 @every_model
 @every_count
-def test_a_slice_is_an_even_cut(shapes, positions, servers):
+def test_sliced_placement_is_even(shapes, positions, servers):
     params, storage = make(shapes, "sliced", positions, servers)
     for path, rows in flatten(storage.pack(params)).items():
         flat = bits_of(flatten(params)[path]).reshape(-1)
@@ -126,8 +126,8 @@ def test_a_slice_is_an_even_cut(shapes, positions, servers):
 
 @every_model
 @every_count
-@pytest.mark.parametrize("placement", WHOLE)
-def test_a_whole_parameter_lies_on_its_owner_s_row(shapes, placement, positions, servers):
+@pytest.mark.parametrize("placement", UNSPLIT)
+def test_unsplit_parameter_is_in_row_of_its_owner(shapes, placement, positions, servers):
     params, storage = make(shapes, placement, positions, servers)
     stored, leaves = storage.pack(params), flatten(params)
     kinds = {str(leaf.dtype) for leaf in leaves.values()}
@@ -146,7 +146,7 @@ def test_a_whole_parameter_lies_on_its_owner_s_row(shapes, placement, positions,
 
 @pytest.mark.system
 @pytest.mark.parametrize("placement", [pytest.param(name, marks=[pytest.mark.slow] * (name == "round_robin")) for name in PLACEMENTS])
-def test_gradients_are_packed_as_parameters_are_and_under_jit(placement):
+def test_pack_gradients_under_jit(placement):
     params, storage = make(MODELS["mixed"], placement, 4, 3)
     plain, compiled = storage.pack(params), jax.jit(storage.pack)(params)
     assert all(np.array_equal(bits_of(a), bits_of(b)) for a, b in zip(*map(jax.tree.leaves, (plain, compiled)), strict=True))
@@ -159,7 +159,7 @@ def test_gradients_are_packed_as_parameters_are_and_under_jit(placement):
 @pytest.mark.parametrize("axes, data", [({"data": 8}, ("data",)), ({"node": 2, "data": 4}, ("node", "data"))], ids=["one", "two"])
 @pytest.mark.parametrize("servers", [3, 8])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_position_along_the_data_axes_has_a_row(placement, servers, axes, data):
+def test_each_data_position_has_a_row(placement, servers, axes, data):
     params, storage = make(MODELS["mixed"], placement, 8, servers)
     layout, stored = Layout(batch=Batch((data,))), storage.pack(params)
     resolved = storage.resolved(layout, MeshSpec.parse(axes))
@@ -176,7 +176,7 @@ def test_every_position_along_the_data_axes_has_a_row(placement, servers, axes, 
             assert np.array_equal(bits_of(shard.data), bits_of(rows)[number : number + 1])
 
 
-def test_other_axes_than_the_data_s_hold_copies():
+def test_packed_rows_are_replicated_over_other_axes():
     _, storage = make(MODELS["one"], "largest_first", 4, 4)
     resolved = storage.resolved(Layout(), MeshSpec.parse("data=4,model=2"))
     (place,) = resolved.placements.values()
@@ -190,20 +190,20 @@ def owners(placement, sizes, servers):
     return list(assign(placement, dict(zip(map(str, range(len(sizes))), sizes, strict=True)), servers).owner.values())
 
 
-@pytest.mark.parametrize("placement", WHOLE)
-def test_equal_parameters_go_in_turn(placement):
+@pytest.mark.parametrize("placement", UNSPLIT)
+def test_round_robin_of_equal_parameters(placement):
     """TF's own test of its greedy strategy: u, v, w, x on 0, 1, 0, 1."""
     assert assign(placement, dict.fromkeys("uvwx", 10), 2).owner == {"u": 0, "v": 1, "w": 0, "x": 1}
     assert owners(placement, [3] * 10, 4) == [n % 4 for n in range(10)]
 
 
-def test_greedy_gives_to_the_least_loaded_and_of_these_to_the_first():
+def test_greedy_assigns_to_first_least_loaded():
     assert owners("greedy_bytes", [5, 2, 2, 1, 3, 1], 2) == [0, 1, 1, 1, 0, 1]  # 5 and 5 before the 3
     assert owners("greedy_bytes", [1, 1, 1, 5, 1, 1, 1], 3) == [0, 1, 2, 0, 1, 2, 1]
     assert owners("round_robin", [5, 2, 2, 1, 3, 1], 4) == [0, 1, 2, 3, 0, 1]
 
 
-def test_largest_first_is_greedy_once_sorted_and_equal_ones_stay_in_order():
+def test_largest_first_is_greedy_on_stable_sort():
     assert owners("largest_first", [1, 2, 5, 2, 3], 2) == [1, 1, 0, 0, 1]
     assert owners("largest_first", [4, 4, 9, 4], 3) == [1, 2, 0, 1]
 
@@ -218,11 +218,11 @@ def load_of(sizes, owner, servers):
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_loads_are_within_their_bounds(number):
+def test_loads_are_within_bounds(number):
     sizes, servers = random_sizes(number)
     best = min(max(load_of(sizes, owner, servers)) for owner in itertools.product(range(servers), repeat=len(sizes)))
     most = {}
-    for placement in WHOLE:
+    for placement in UNSPLIT:
         owner = owners(placement, sizes, servers)
         found = assign(placement, dict(enumerate(sizes)), servers)
         assert list(found.load) == load_of(sizes, owner, servers) and sum(found.load) == sum(sizes)
@@ -237,7 +237,7 @@ def test_loads_are_within_their_bounds(number):
 
 
 @pytest.mark.parametrize("servers", [2, 3, 4])
-def test_bounds_are_reached(servers):
+def test_load_bounds_are_reached(servers):
     """The worst cases: many small ones before a large one; and 2n-1, 2n-1, ..., n, n, n."""
     small = [1] * (servers * (servers - 1)) + [servers]
     assert max(assign("greedy_bytes", dict(enumerate(small)), servers).load) == 2 * servers - 1
@@ -245,7 +245,7 @@ def test_bounds_are_reached(servers):
     assert max(assign("largest_first", dict(enumerate(worst)), servers).load) == 4 * servers - 1  # the best is 3 n
 
 
-# what placing whole parameters costs ---------------------------------------------------------------------------------
+# what placing unsplit parameters costs ---------------------------------------------------------------------------------
 
 
 def vgg16():
@@ -266,7 +266,7 @@ def language_model():
     return sizes | {"softmax/kernel": 1024 * 32000, "softmax/bias": 32000}
 
 
-def test_these_are_the_models_that_are_meant():
+def test_model_sizes_are_as_published():
     assert sum(vgg16().values()) == 138_357_544 and len(vgg16()) == 32
     assert sum(language_model().values()) == 132_709_632 and len(language_model()) == 19
 
@@ -281,14 +281,14 @@ TABLE = [
 
 
 @pytest.mark.parametrize("model, servers, wanted", TABLE, ids=lambda value: getattr(value, "__name__", None))
-def test_imbalance_of_whole_parameters(model, servers, wanted):
+def test_imbalance_of_unsplit_parameters(model, servers, wanted):
     found = [assign(placement, model(), servers) for placement in ("round_robin", "greedy_bytes", "largest_first")]
     assert [each.imbalance for each in found] == pytest.approx(wanted, abs=5e-4)  # as it is printed
 
 
 @pytest.mark.parametrize("servers", [2, 3, 4, 7, 8, 96])
 @pytest.mark.parametrize("model", [vgg16, language_model], ids=lambda model: model.__name__)
-def test_slices_are_balanced_and_hardly_padded(model, servers):
+def test_sliced_placement_is_balanced_with_little_padding(model, servers):
     sizes = model()
     found = assign("sliced", sizes, servers)
     assert found.imbalance == 1.0 and found.owner == {} and len(found.load) == servers
@@ -298,7 +298,7 @@ def test_slices_are_balanced_and_hardly_padded(model, servers):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_nothing_to_keep_is_in_balance(placement):
+def test_assignment_without_parameters_is_balanced(placement):
     for sizes in ({}, {"empty": 0, "none": 0}):
         found = assign(placement, sizes, 3)
         assert found.load == (0, 0, 0) and found.imbalance == 1.0 and found.padding == 0.0

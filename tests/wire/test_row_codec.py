@@ -1,4 +1,4 @@
-"""The frame that row codecs share: with a codec that loses nothing it is the exact mean, however axes, pieces and nodes lie."""
+"""The exchange of row codecs: a lossless codec gives the exact mean for every arrangement of axes, shards and nodes."""
 
 import dataclasses
 
@@ -32,8 +32,8 @@ class Nothing(RowCodec):
         return payload
 
 
-def meet(codec, mesh, specs, inside):
-    """Means whole again, every worker's `kept`, and the gradients they were made of."""
+def reduce_with(codec, mesh, specs, inside):
+    """Full means, every worker's `kept`, and the gradients they were made of."""
     mesh = spmd.make_mesh(mesh)
     axes, sizes = mesh.axis_names, tuple(mesh.shape.values())
     shard_layouts = tuple(ShardLayout(shape, spec, axes, sizes) for shape, spec in zip(SHAPES, specs, strict=True))
@@ -51,17 +51,17 @@ def meet(codec, mesh, specs, inside):
 
 
 WHERE = {
-    "one axis, whole": ("data=8", ((), (), ()), ()),
-    "one axis, pieces": ("data=8", (("data",), (None, None, "data"), ("data",)), ()),
-    "two axes, whole": ("node=2,data=4", ((), (), ()), ()),
+    "one axis, replicated": ("data=8", ((), (), ()), ()),
+    "one axis, shards": ("data=8", (("data",), (None, None, "data"), ("data",)), ()),
+    "two axes, replicated": ("node=2,data=4", ((), (), ()), ()),
     "two axes on one dim": ("node=2,data=4", ((("node", "data"),), (None, None, ("data", "node")), (("data", "node"),)), ()),
     "two axes on two dims": ("node=2,data=4", (("data", "node"), ("node", None, "data"), (("node", "data"),)), ()),
-    "pieces over the inner axis": ("node=2,data=4", (("data",), ("data",), ("data",)), ()),
-    "pieces over the outer axis": ("node=2,data=4", (("node",), (None, None, "node"), ("node",)), ()),
-    "nodes, whole": ("node=2,data=4", ((), (), ()), ("data",)),
-    "nodes, pieces over both": ("node=2,data=4", ((("node", "data"),), ("node", None, "data"), (("data", "node"),)), ("data",)),
-    "nodes, pieces inside": ("node=2,data=4", (("data",), (None, None, "data"), ("data",)), ("data",)),
-    "nodes, pieces across": ("node=2,data=4", (("node",), ("node",), ("node",)), ("data",)),
+    "shards over the inner axis": ("node=2,data=4", (("data",), ("data",), ("data",)), ()),
+    "shards over the outer axis": ("node=2,data=4", (("node",), (None, None, "node"), ("node",)), ()),
+    "nodes, replicated": ("node=2,data=4", ((), (), ()), ("data",)),
+    "nodes, shards over both": ("node=2,data=4", ((("node", "data"),), ("node", None, "data"), (("data", "node"),)), ("data",)),
+    "nodes, shards inside": ("node=2,data=4", (("data",), (None, None, "data"), ("data",)), ("data",)),
+    "nodes, shards across": ("node=2,data=4", (("node",), ("node",), ("node",)), ("data",)),
     "the inner axis crosses": ("data=4,node=2", ((), (), ()), ("data",)),
     "three axes, the middle one exact": ("a=2,b=2,c=2", (("c",), (None, None, "c"), ("c",)), ("b",)),
     "three axes, two exact": ("a=2,b=2,c=2", (("a",), ("a",), ("a",)), ("a", "c")),
@@ -69,19 +69,19 @@ WHERE = {
 
 
 @pytest.mark.parametrize("mesh, specs, inside", WHERE.values(), ids=WHERE.keys())
-def test_a_codec_that_loses_nothing_gives_the_exact_mean(mesh, specs, inside):
-    means, kept, grads = meet(Nothing(), mesh, specs, inside)
-    exact, _, _ = meet(Exact(), mesh, specs, ())
+def test_lossless_codec_gives_exact_mean(mesh, specs, inside):
+    means, kept, grads = reduce_with(Nothing(), mesh, specs, inside)
+    exact, _, _ = reduce_with(Exact(), mesh, specs, ())
     for ours, theirs, part, grad in zip(means, exact, kept, grads, strict=True):
         np.testing.assert_allclose(theirs, grad.mean(0), rtol=0, atol=1e-6)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
-        np.testing.assert_allclose(part, grad, rtol=0, atol=2e-6)  # nobody lost anything
+        np.testing.assert_allclose(part, grad, rtol=0, atol=2e-6)  # no worker lost anything
 
 
 @pytest.mark.parametrize("mesh, specs, inside", WHERE.values(), ids=WHERE.keys())
-def test_the_mean_of_what_was_kept_is_the_mean_that_was_given(mesh, specs, inside):
+def test_mean_of_kept_equals_returned_mean(mesh, specs, inside):
     """The contract of error feedback, with a codec so coarse that a mistake cannot hide."""
-    means, kept, grads = meet(Nothing(steps=2), mesh, specs, inside)
+    means, kept, grads = reduce_with(Nothing(steps=2), mesh, specs, inside)
     for mean, part, grad in zip(means, kept, grads, strict=True):
         np.testing.assert_allclose(part.mean(0), mean, rtol=0, atol=1e-6)
         assert np.abs(mean - grad.mean(0)).max() > 0.01, "something was lost"
