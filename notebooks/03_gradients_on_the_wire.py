@@ -19,7 +19,7 @@
 #
 # Data-parallel training sends every gradient to everyone, and where the network is slow, that is what a step waits for. A *codec* sends
 # less: rounded numbers, only the largest, or two thin matrices in place of a wide one. This notebook trains the same network on real
-# digits with several codecs, and holds three things side by side: how many bytes travel, how wrong the mean gradient is, and what that
+# digits with several codecs, and compares three things: how many bytes are sent, how wrong the mean gradient is, and what that
 # does to the loss.
 
 # %%
@@ -88,15 +88,15 @@ def fit(gradients):
 runs = {name: fit(gradients) for name, gradients in WAYS.items()}
 
 # %% [markdown]
-# ## What travels
+# ## Bytes sent
 #
 # Of one step, with `int8`: each worker sends every other the part of the gradient that this one sums up, one byte per number and a scale
-# for each block, and gets the mean of all parts back in the same form. Gradients that would not get smaller travel exactly. The lines
+# for each block, and gets the mean of all parts back in the same form. Gradients that would not get smaller are sent exactly. The lines
 # `measure` are what `diagnostics` costs; without it they are not there.
 
 # %%
 print(runs["int8"].trainer.wire)
-print(*(note for note in runs["int8"].trainer.notes() if note.startswith("gradients travel")))
+print(*(note for note in runs["int8"].trainer.notes() if note.startswith("gradients are sent")))
 
 # %% [markdown]
 # ## Side by side
@@ -172,7 +172,7 @@ claims = [
     ),
     (
         saves[fed] < saves["int8"] and last[fed] < 0.5 * loss["exact"][0],
-        f"The largest 2 % of the numbers are {saves[fed]:.0%} of the bytes, since each travels with its place. With feedback that ends "
+        f"The largest 2 % of the numbers are {saves[fed]:.0%} of the bytes, since each is sent with its index. With feedback that ends "
         f"at {costs[fed]:.2f} times the loss.",
     ),
     (

@@ -102,7 +102,7 @@ def fit(layout, rate):
 
 
 def server(**options):
-    """A layout whose gradients meet at a parameter server; it is what a TOML file with these lines says."""
+    """A layout whose gradients are reduced by a parameter server; it is what a TOML file with these lines says."""
     return spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(**options))
 
 
@@ -240,7 +240,7 @@ for staleness in STALENESS:
 
 # %%
 SPARES = """
-description = "17 simulated workers, the slowest two of which nobody waits for."
+description = "17 simulated workers, the slowest two of which no worker waits for."
 
 [batch]
 spec = ["data"]
@@ -294,13 +294,13 @@ figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center"
 plt.show()
 
 # %% [markdown]
-# And what travels? For that the same layouts are put on 17 devices, one per worker, and their steps traced, not run: `wire_bytes` is what
+# And what is sent? For that the same layouts are put on 17 devices, one per worker, and their steps traced, not run: `wire_bytes` is what
 # one device sends in a step.
 
 
 # %%
 def sent(layout, steps):
-    """Bytes that each of 17 workers sends in so many steps."""
+    """Bytes that each of 17 workers sends in that number of steps."""
     trainer = spmd.Trainer(
         lambda: MLP(nnx.Rngs(0)), loss=spmd.losses.cross_entropy, optimizer=optax.sgd(FAST_RATE), mesh="data=17", layout=layout
     )
@@ -323,7 +323,7 @@ for name in WAYS:
 # ## Who computes when
 #
 # `spmd.simulate` asks the clock alone, without a model. A synchronous worker is blue for as long as its own gradient takes, and grey
-# until the slowest has sent its own. With spares nobody waits for the hatched ones. An asynchronous worker never waits, and every tick
+# until the slowest has sent its own. With spares no worker waits for the hatched ones. An asynchronous worker never waits, and every tick
 # above the lines, an update, makes the gradients that are under way one version older.
 
 # %%
@@ -397,12 +397,12 @@ claims = [
     ),
     (
         scaled.seconds_to_target < min(sparing.seconds_to_target, waiting.seconds_to_target),
-        f"Waiting for nobody is quicker still, where staleness is scaled: accuracy {TARGET:g} after {scaled.seconds_to_target:.1f} "
+        f"Not waiting is faster still, where staleness is scaled: accuracy {TARGET:g} after {scaled.seconds_to_target:.1f} "
         f"simulated seconds, with spares after {sparing.seconds_to_target:.1f}, synchronous after {waiting.seconds_to_target:.1f}.",
     ),
     (
         bytes_left < 0.2 and meeting.final > waiting.final - 0.05,
-        f"Meeting every ten steps sends {bytes_left:.0%} of the bytes of a synchronous run. The accuracy is {meeting.final:.3f}, and "
+        f"Synchronizing every ten steps sends {bytes_left:.0%} of the bytes of a synchronous run. The accuracy is {meeting.final:.3f}, and "
         f"{waiting.final:.3f} in step.",
     ),
 ]
