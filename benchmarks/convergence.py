@@ -1,4 +1,4 @@
-"""How a small GPT learns when its gradients travel by each codec, with and without error feedback.
+"""How a small GPT learns when its gradients are sent with each codec, with and without error feedback.
 
     JAX_PLATFORMS=cpu python benchmarks/convergence.py     # 10 minutes; writes benchmarks/results/convergence.md, docs/convergence.png
 
@@ -6,7 +6,7 @@ The GPT of examples/gpt.py at its usual size (width 64, 2 blocks, 64 characters)
 300 steps, no schedule, no warm-up, no `start_step`: one learning rate per optimizer, the same for all arms, the same first
 weights and the same batches (but for the nudged arms, whose first weights differ by a relative 2^-9 of N(0, 1): how far runs part by
 themselves). Codecs have their default options (blocks of 256 for int8 and float8, of 1024 for sign). The final
-loss is the mean of the last 20 steps. Bytes are those of `trainer.wire` under `push`, as a share of the exact arm's, which is a
+loss is the mean of the last 20 steps. Bytes are those of `trainer.wire` under `reduce_gradients`, as a share of the exact arm's, which is a
 float32 all-reduce.
 """
 
@@ -111,7 +111,7 @@ def make_model(nudge: int) -> gpt.GPT:
 
 
 def train(arm: Arm, optimizer: str, steps: int, batch: int) -> tuple[np.ndarray, int, float]:
-    """Loss per step, bytes that a worker pushes per step, and seconds in all."""
+    """Loss per step, gradient bytes that a worker sends per step, and seconds in all."""
     gradients = spmd.Gradients(
         "all_reduce", arm.codec, arm.options, error_feedback=arm.feedback, allow_biased=alone(arm.codec, arm.feedback)
     )
