@@ -1,4 +1,4 @@
-"""What is checked of CSV files and of the options that go with them, before anything is read."""
+"""Checks of CSV headers and options, before records are read."""
 
 import collections
 from collections.abc import Collection, Iterable, Mapping
@@ -71,7 +71,7 @@ def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
     """Options that can be judged without a file.
 
     Raises:
-      OptionError: a text or a number where names are wanted, or names that are there twice.
+      OptionError: a string or a number instead of names, or duplicate names.
     """
     for what, given in mappings.items():
         if given is not None and not isinstance(given, Mapping):
@@ -133,7 +133,7 @@ def is_a(kind: type, text: str) -> bool:
 
 
 def repeated(names: Iterable[str]) -> list[str]:
-    """Names that are there more than once."""
+    """Duplicate names."""
     return sorted(name for name, times in collections.Counter(names).items() if times > 1)
 
 

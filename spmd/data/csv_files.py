@@ -1,4 +1,4 @@
-"""CSV files as records: the header is read, types are inferred, and what is wrong is told with its line."""
+"""Records of CSV files: the header is read, types are inferred, and errors name the line."""
 
 import dataclasses
 import math
@@ -203,7 +203,7 @@ def _columns(
         except TypeError as error:
             raise OptionError(f'types: "{name}" is {types[name]!r}: {error}.', fix='such as "float32" or "int32".') from None
         if dtype.kind not in "iuf":
-            raise OptionError(f'types: "{name}" is {dtype}: a column is read as whole or floating numbers.')
+            raise OptionError(f'types: "{name}" is {dtype}: a column is read as integers or floats.')
         if default is not None:
             check_default(name, default, dtype)
         columns[name] = Column(name, at[name], dtype, default)
@@ -211,17 +211,17 @@ def _columns(
 
 
 def _inferred(cells: Cells, columns: dict[str, int], path: str, *, wide: int) -> dict[str, np.dtype]:
-    """The dtypes of columns by name; records of another number of fields are told of when they are read."""
+    """The dtypes of columns by name; a wrong number of fields is reported when the record is read."""
     names, dtypes = list(columns), {}
     for first in range(0, len(names), BLOCK):
         block = names[first : first + BLOCK]
-        values, whole, sound = cells.decimals([columns[name] for name in block])
+        values, is_integer, sound = cells.decimals([columns[name] for name in block])
         plain = (sound | (cells.lengths([columns[name] for name in block]) == 0)).all(axis=1)
-        small = (sound <= whole) & (values >= -(2**31)) & (values < 2**31)
+        small = (sound <= is_integer) & (values >= -(2**31)) & (values < 2**31)
         for at, name in enumerate(block):
             if plain[at] and sound[at].any() and small[at].all():
                 dtypes[name] = np.dtype(np.int32)
-            elif plain[at] and not (sound[at] <= whole[at]).all():
+            elif plain[at] and not (sound[at] <= is_integer[at]).all():
                 dtypes[name] = np.dtype(np.float32)
             else:
                 texts = [cells.field(row, columns[name]).decode("utf-8", "replace") for row in range(len(cells.rows))]
@@ -244,11 +244,11 @@ def _dtype(name: str, texts: list[str], path: str, *, alone: bool) -> np.dtype:
     return np.dtype(np.float32)
 
 
-def _numbers(dtype: np.dtype, values: np.ndarray, whole: np.ndarray, sound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _numbers(dtype: np.dtype, values: np.ndarray, is_integer: np.ndarray, sound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers in a dtype, and which of them it holds."""
     if dtype.kind != "f":
         least, most = limits(dtype)
-        sound = sound & whole & (values >= least) & (values <= most)
+        sound = sound & is_integer & (values >= least) & (values <= most)
         values = np.where(sound, values, 0)
     with np.errstate(over="ignore"):
         values = values.astype(dtype)

@@ -26,18 +26,18 @@ def records(path: str, separator: str, chunk: int = CHUNK) -> Iterator[tuple[np.
     size = os.path.getsize(path)
     if not size:
         return
-    whole = np.asarray(np.memmap(path, np.uint8, "r"))
-    at = begun = len(codecs.BOM_UTF8) if whole[:3].tobytes() == codecs.BOM_UTF8 else 0
+    data = np.asarray(np.memmap(path, np.uint8, "r"))
+    at = begun = len(codecs.BOM_UTF8) if data[:3].tobytes() == codecs.BOM_UTF8 else 0
     inside, opened = False, at
     while at < size:
         stop = min(at + chunk, size)
-        while stop < size and whole[stop - 1] in (QUOTE, RETURN):  # what they mean is decided by what comes next
+        while stop < size and data[stop - 1] in (QUOTE, RETURN):  # what they mean is decided by what comes next
             stop += 1
-        text = np.asarray(whole[at:stop])
+        text = np.asarray(data[at:stop])
         ends = _breaks(text)
         quotes = np.flatnonzero(text == QUOTE)
         if len(quotes) or inside:
-            turns = _turns(whole, quotes + at, np.array([begun]), separator, inside=inside)
+            turns = _turns(data, quotes + at, np.array([begun]), separator, inside=inside)
             ends = ends[(np.searchsorted(turns, ends + at) + inside) % 2 == 0]
             opened = int(turns[-1]) if len(turns) else opened
             inside = bool((inside + len(turns)) % 2)
@@ -48,7 +48,7 @@ def records(path: str, separator: str, chunk: int = CHUNK) -> Iterator[tuple[np.
         if len(ends):
             starts = np.append(begun, ends[:-1])
             begun = int(ends[-1])
-            kept = _not_blank(whole, starts, ends, separator)
+            kept = _not_blank(data, starts, ends, separator)
             yield starts[kept], ends[kept]
     if inside:
         raise DataError(
@@ -74,35 +74,35 @@ class Cells:
         self._raw, self._text, self._records = raw, np.frombuffer(raw, np.uint8), len(starts)
         marks = _separators(self._text, starts, separator)
         counts = np.searchsorted(marks, ends) - np.searchsorted(marks, starts) + 1
-        whole = counts == wide
-        self.rows = np.flatnonzero(whole)
-        self.odd = {at: int(counts[at]) for at in np.flatnonzero(~whole).tolist()}
+        complete = counts == wide
+        self.rows = np.flatnonzero(complete)
+        self.odd = {at: int(counts[at]) for at in np.flatnonzero(~complete).tolist()}
         if self.odd:
-            marks, starts, ends = marks[np.repeat(whole, counts - 1)], starts[whole], ends[whole]
+            marks, starts, ends = marks[np.repeat(complete, counts - 1)], starts[complete], ends[complete]
         marks = marks.reshape(len(starts), wide - 1)
         self._begins = np.concatenate([starts[:, None], marks + 1], axis=1)
         self._stops = np.concatenate([marks, _without_break(self._text, starts, ends)[:, None]], axis=1)
 
     def decimals(self, columns: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What `numerals.decimals` finds in some columns, in quotes or not: each [columns, m]."""
+        """The result of `number_parsing.decimals` for some columns, in quotes or not: each [columns, m]."""
         begins, stops = (np.ascontiguousarray(edges[:, columns].T) for edges in (self._begins, self._stops))
         if QUOTE in self._raw:
             quoted = (stops - begins > 1) & (self._text.take(begins, mode="clip") == QUOTE)
             quoted &= self._text.take(stops - 1, mode="clip") == QUOTE
             begins, stops = begins + quoted, stops - quoted
-        values, whole, sound = decimals(self._text, begins.ravel(), stops.ravel())
-        return values.reshape(begins.shape), whole.reshape(begins.shape), sound.reshape(begins.shape)
+        values, is_integer, sound = decimals(self._text, begins.ravel(), stops.ravel())
+        return values.reshape(begins.shape), is_integer.reshape(begins.shape), sound.reshape(begins.shape)
 
     def lengths(self, columns: Sequence[int]) -> np.ndarray:
         """int64[columns, m]: the bytes of each field."""
         return (self._stops[:, columns] - self._begins[:, columns]).T
 
     def field(self, row: int, column: int) -> bytes:
-        """What one field says; `row` counts those that are whole."""
+        """The text of one field; `row` counts complete records."""
         return unquoted(self._raw[self._begins[row, column] : self._stops[row, column]])
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """Rows of all records, of values [m, ...] of those that are whole; others are zeros."""
+        """Rows of all records, from values [m, ...] of the complete ones; others are zeros."""
         if not self.odd:
             return values
         out = np.zeros((self._records, *values.shape[1:]), values.dtype)

@@ -1,4 +1,4 @@
-"""A hash of what data holds, so that a run is not resumed on other data: of all bytes where there are few, else of a spread sample."""
+"""A hash of data, so that a run is not resumed on other data: of all bytes if they are few, else of evenly spaced blocks."""
 
 import concurrent.futures
 import hashlib
@@ -9,19 +9,19 @@ import numpy as np
 
 from spmd.tree import Tree, flatten
 
-BLOCK = 1 << 14  # bytes that are read together
+BLOCK = 1 << 14  # bytes that are read at a time
 BLOCKS = 1 << 10  # read at most: 16 MiB
 READERS = 16  # blocks that are read at once
 
 
 def of_files(paths: Sequence[str], sizes: Sequence[int], blocks: int = BLOCKS) -> str:
-    """A hash of the sizes of files, and of their contents or of so many blocks of them."""
+    """A hash of the sizes of files, and of their contents or a number of blocks of them."""
     begins = np.cumsum([0, *sizes])
     total, spans = int(begins[-1]), []
     many = total > blocks * BLOCK
     for first in np.linspace(0, total - BLOCK, blocks).astype(np.int64).tolist() if many else [0]:
         file, left = int(np.searchsorted(begins, first, "right")) - 1, BLOCK if many else total
-        while left:  # a block may go on in the next file
+        while left:  # a block may continue in the next file
             size = min(left, int(begins[file + 1]) - first)
             spans.append((paths[file], first - int(begins[file]), size))
             file, first, left = file + 1, first + size, left - size

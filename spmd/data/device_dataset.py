@@ -1,4 +1,4 @@
-"""Data sets that fit: kept whole on every device, so that many steps run in one call with nothing to send."""
+"""Data sets that are small enough to be replicated on every device, so that many steps run in one call without transfers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from spmd.tree import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """Arrays that are to live on the devices; `steps_per_call` steps are compiled into one call."""
+    """Arrays to be kept on the devices; `steps_per_call` steps are compiled into one call."""
 
     arrays: Tree
     steps_per_call: int
@@ -25,13 +25,13 @@ class Resident:
 def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
     """Keep a data set on the devices for the whole run, and compile many steps into one call.
 
-    For a small model the host is the bottleneck: it takes longer to hand over a batch than to train on it. Every device
-    gets a copy of all arrays; each step picks its rows by number, in the same order as without `resident`; the
-    arithmetic is the same up to how XLA fuses a longer program.
+    For a small model the host is the bottleneck: transferring a batch takes longer than training on it. Every device gets a copy of all
+    arrays; each step picks its rows by number, in the same order as without `resident`. The arithmetic is the same, except for how XLA
+    fuses a longer program.
 
     Args:
       arrays: dict or tuple of arrays [examples, ...].
-      steps_per_call: how many steps one call makes; checkpoints, evaluations and the end of an epoch cut a call short.
+      steps_per_call: steps in one call; checkpoints, evaluations and the end of an epoch shorten a call.
 
     Example:
       >>> data = resident({"x": np.zeros((256, 4), np.float32), "y": np.zeros(256, np.int32)})
@@ -49,11 +49,11 @@ def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
 
 def replicate_arrays(arrays: Tree, mesh: Mesh) -> Tree:
     """A copy of every array on every device of the mesh."""
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def put(leaf: Any) -> jax.Array:
         host = narrow(np.asarray(leaf), copy=True)
-        return jax.make_array_from_callback(host.shape, whole, lambda at: host[at].copy())
+        return jax.make_array_from_callback(host.shape, replicated, lambda at: host[at].copy())
 
     try:
         return jax.tree.map(put, arrays)

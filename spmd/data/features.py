@@ -1,4 +1,4 @@
-"""Features of `tf.train.Example`: what is declared of them, and their bytes read without TensorFlow, many records at once."""
+"""Features of `tf.train.Example`: their declarations, and a parser without TensorFlow for many records at once."""
 
 import dataclasses
 import numbers
@@ -13,7 +13,7 @@ from spmd.errors import DataError, OptionError, type_name
 
 BYTES, FLOATS, INTEGERS = 1, 2, 3  # the fields of `Feature`
 _HOLDS = {BYTES: "bytes", FLOATS: "floats", INTEGERS: "whole numbers"}
-Spans = list[tuple[int, int]]  # where in a record something begins and ends
+Spans = list[tuple[int, int]]  # beginnings and ends of payloads in a record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Feature:
     fill: Any = None
 
     def fields(self, name: str) -> dict[str, Field]:
-        """The arrays it becomes."""
+        """The arrays of the feature."""
         mask = {} if self.fill is None else {f"{name}_mask": Field(self.shape, np.dtype(bool))}
         return {name: Field(self.shape, self.dtype), **mask}
 
@@ -35,8 +35,7 @@ class Feature:
 def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Callable[[bytes], Any] | None = None) -> Feature:
     """A feature that has one shape in all records.
 
-    Floats and whole numbers are what they are; bytes are numbers of `dtype` one after the other (such as pixels, uint8), or what
-    `decode(bytes)` makes of them.
+    Bytes are read as consecutive numbers of `dtype` (such as pixels, uint8), or decoded by `decode(bytes)`.
 
     Args:
       default: for records without this feature; without one they are an error.
@@ -63,9 +62,9 @@ def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Calla
 
 
 def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
-    """A feature of up to `length` numbers, filled up with `fill`; `NAME_mask` beside it is True where there is data.
+    """A feature of up to `length` numbers, padded with `fill`; a second array `NAME_mask` is True where data is.
 
-    One length for all, since a step is compiled for one shape; longer ones are an error that names the record.
+    All have one length, since a step is compiled for one shape; a longer feature is an error that names the record.
 
     Example:
       >>> sorted(padded(64, "int32").fields("tokens"))
@@ -81,7 +80,7 @@ def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
 
 def _dtype(given: str) -> np.dtype:
     try:
-        if given is None:  # numpy takes it for float64
+        if given is None:  # numpy reads None as float64
             raise TypeError
         found = np.dtype(given)
     except TypeError:
@@ -92,21 +91,21 @@ def _dtype(given: str) -> np.dtype:
 
 
 class Parser:
-    """Reads the features that are wanted from records of equal length: records that are built alike are read together."""
+    """Reads features from records of equal length; records with the same structure are read together."""
 
     def __init__(self, wanted: Mapping[str, Feature]):
         self.wanted = dict(wanted)
         masks = [name for name in self.wanted if any(name == f"{one}_mask" and feature.fill is not None for one, feature in wanted.items())]
         if masks:
             raise OptionError(f'features: "{masks[0]}" is the mask of a padded feature too.', fix="another name for one of them.")
-        self._known: dict[int, _Template] = {}  # by length, the last
+        self._known: dict[int, _Template] = {}  # the last template, by record length
 
     def fields(self) -> dict[str, Field]:
-        """What a record becomes."""
+        """The arrays of a record."""
         return {name: field for feature, declared in self.wanted.items() for name, field in declared.fields(feature).items()}
 
     def read(self, rows: np.ndarray, into: dict[str, np.ndarray], at: np.ndarray, bad: dict[int, str]) -> None:
-        """The features of uint8[n, length], into rows `at` of the arrays; what is wrong with those that cannot be read."""
+        """The features of uint8[n, length], into rows `at` of the arrays; `bad` gets the reason for each that cannot be read."""
         left = np.arange(len(rows))
         template = self._known.get(rows.shape[1])
         while len(left):
@@ -135,7 +134,7 @@ class Parser:
 
 
 class _Template:
-    """How a record is built: where payloads are, and all bytes that say so."""
+    """The structure of a record: the positions of payloads, and the bytes that determine them."""
 
     def __init__(self, record: np.ndarray, wanted: Mapping[str, Feature]):
         every = parse(record.tobytes())
@@ -145,21 +144,21 @@ class _Template:
         continued = np.zeros(len(record), bool)
         for kind, mine, (start, end) in spans:
             payload[start:end] = True
-            continued[start:end] = mine and kind == INTEGERS  # where a number of several bytes ends is part of how it is built
+            continued[start:end] = mine and kind == INTEGERS  # the length of each varint belongs to the structure
         self._fixed, self._continued = np.flatnonzero(~payload), np.flatnonzero(continued)
-        self._is, self._goes_on = record[self._fixed].copy(), record[self._continued] & 0x80
+        self._expected, self._continues = record[self._fixed].copy(), record[self._continued] & 0x80
 
     def fits(self, rows: np.ndarray) -> np.ndarray:
-        """bool[n]: which rows are built like this."""
-        alike = (rows[:, self._fixed] == self._is).all(axis=1)
-        return alike & ((rows[:, self._continued] & 0x80) == self._goes_on).all(axis=1)
+        """bool[n]: which rows have this structure."""
+        alike = (rows[:, self._fixed] == self._expected).all(axis=1)
+        return alike & ((rows[:, self._continued] & 0x80) == self._continues).all(axis=1)
 
 
 def _values(rows: np.ndarray, kind: int, spans: Spans) -> np.ndarray:
     """Numbers [n, count], or the bytes uint8[n, count]."""
-    cut = [rows[:, start:end] for start, end in spans]
-    raw = np.ascontiguousarray(cut[0] if len(cut) == 1 else np.concatenate([np.zeros((len(rows), 0), np.uint8), *cut], axis=1))
-    if kind not in (FLOATS, INTEGERS):  # also a feature that holds nothing, which need not say of what
+    parts = [rows[:, start:end] for start, end in spans]
+    raw = np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate([np.zeros((len(rows), 0), np.uint8), *parts], axis=1))
+    if kind not in (FLOATS, INTEGERS):  # also an empty feature, which need not have a kind
         return raw
     if kind == FLOATS:
         if raw.shape[1] % 4:
@@ -173,8 +172,8 @@ def _values(rows: np.ndarray, kind: int, spans: Spans) -> np.ndarray:
     number = np.concatenate([[0], np.cumsum(last)[:-1]])
     firsts = np.concatenate([[0], np.flatnonzero(last)[:-1] + 1])
     place = np.arange(len(last)) - firsts[number]
-    parts = (raw & 0x7F).astype(np.uint64) << np.minimum(7 * place, 63).astype(np.uint64)
-    return np.bitwise_or.reduceat(parts, firsts, axis=1).view(np.int64)
+    bits = (raw & 0x7F).astype(np.uint64) << np.minimum(7 * place, 63).astype(np.uint64)
+    return np.bitwise_or.reduceat(bits, firsts, axis=1).view(np.int64)
 
 
 def _store(
@@ -188,10 +187,10 @@ def _store(
     at: np.ndarray,
     bad: dict[int, str],
 ) -> None:
-    """Values of one feature into their place.
+    """Store the values of one feature.
 
     Raises:
-      ValueError: what is wrong with all of these records, in words.
+      ValueError: the reason why none of these records can be read.
     """
     if values is None or (not values.shape[1] and feature.default is not None):
         if feature.default is None:
@@ -205,7 +204,7 @@ def _store(
         for row, one in zip(values, at.tolist(), strict=True):
             try:
                 into[name][one] = _decoded(name, feature, row.tobytes())
-            except Exception as error:  # whatever a user's function raises, the record is named
+            except Exception as error:  # a user's function may raise anything; the error names the record
                 bad[one] = str(error) if isinstance(error, ValueError) else f'decode of "{name}" raises {type(error).__name__}: {error}'
         return
     if kind == BYTES:
@@ -231,7 +230,7 @@ def _store(
 
 
 def _within(name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad: dict[int, str]) -> np.ndarray:
-    """Numbers that a narrower dtype holds, 0 in rows with others; these are told."""
+    """Values with 0 in rows that a narrower dtype cannot hold; `bad` gets these rows."""
     least, most = limits(dtype)
     beyond = np.asarray(((values < least) | (values > most)) & ~np.isinf(values))
     wrong = np.asarray(beyond.any(axis=1))
@@ -248,10 +247,10 @@ def _decoded(name: str, feature: Feature, raw: bytes) -> np.ndarray:
 
 
 def parse(record: bytes) -> dict[str, tuple[int, Spans]]:
-    """By feature: its kind, and where its payload stands.
+    """By feature: its kind, and the positions of its payload.
 
     Raises:
-      ValueError: the bytes are no `tf.train.Example`; in words.
+      ValueError: the bytes are not a `tf.train.Example`; with a reason.
       IndexError: they end too early.
 
     Example:
@@ -308,10 +307,10 @@ def _varint(record: bytes, at: int) -> tuple[int, int]:
 
 
 def declared_by(record: bytes) -> dict[str, Feature]:
-    """What a record has, as `fixed` would declare it: floats float32, whole numbers int64, bytes uint8.
+    """The features of a record as `fixed` declares them: floats float32, integers int64, bytes uint8.
 
     Raises:
-      DataError: it is no `tf.train.Example`, or has no features.
+      DataError: it is not a `tf.train.Example`, or has no features.
     """
     try:
         parts = parse(record)

@@ -1,4 +1,4 @@
-"""Numbers read from text, many at a time; and what a dtype holds."""
+"""Parses many numbers at a time; and checks the range of a dtype."""
 
 import math
 import numbers
@@ -23,8 +23,8 @@ def decimals(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np
       starts, ends: int64[n]: the bytes of each number.
 
     Returns:
-      float64[n]; bool[n], whether it has no point; and bool[n], whether it could be read: neither with an exponent, nor with so many digits
-      that dividing once would not be exact, nor what is no number.
+      float64[n]; bool[n], whether it has no point; and bool[n], whether it was parsed: not if it has an exponent, has more digits than one
+      division rounds exactly, or is not a number.
 
     Example:
       >>> decimals(np.frombuffer(b"-1.5,20,x", np.uint8), np.array([0, 5, 8]), np.array([4, 7, 9]))
@@ -45,14 +45,14 @@ def decimals(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np
         number += np.where(is_digit, digit * _POWERS.take(digits, mode="clip"), 0)
         point = np.where(is_point, digits, point)
         digits += is_digit
-    whole = point < 0
-    sound = (digits + ~whole + signed == lengths) & (digits > 0) & (digits <= DIGITS) & (number < EXACT)
+    is_integer = point < 0
+    sound = (digits + ~is_integer + signed == lengths) & (digits > 0) & (digits <= DIGITS) & (number < EXACT)
     value = number / _TENS.take(np.maximum(point, 0), mode="clip")
-    return np.where(sound, np.where(minus, -value, value), 0.0), whole, sound
+    return np.where(sound, np.where(minus, -value, value), 0.0), is_integer, sound
 
 
 def holds(dtype: np.dtype, value: Any) -> bool:
-    """Whether a number is one of this dtype, up to rounding of a float.
+    """Whether a dtype holds a number, up to rounding of a float.
 
     Example:
       >>> [holds(np.dtype(name), x) for name, x in [("int8", 200), ("int8", 1.5), ("float32", 10**400), ("float32", 7), ("bool", 1)]]
@@ -70,7 +70,7 @@ def holds(dtype: np.dtype, value: Any) -> bool:
 
 
 def limits(dtype: np.dtype) -> tuple[Any, Any]:
-    """The least and the greatest number of a dtype, but for infinities.
+    """The least and the greatest finite number of a dtype.
 
     Example:
       >>> limits(np.dtype("int8")), limits(np.dtype("bool"))
@@ -78,5 +78,5 @@ def limits(dtype: np.dtype) -> tuple[Any, Any]:
     """
     if dtype.kind == "b":
         return 0, 1
-    found = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
-    return found.min, found.max
+    info = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    return info.min, info.max

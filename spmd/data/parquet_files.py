@@ -14,12 +14,12 @@ from spmd.data.record_index import find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError, did_you_mean, import_extra, type_name
 
-KEPT = 32  # row groups: more than a window has runs
-MISSING, BEYOND = 1, 2  # what may be wrong with a value
+KEPT = 32  # cached row groups: more than a window has runs
+MISSING, BEYOND = 1, 2  # problems of a value
 
 
 class ParquetFiles(FileFormat):
-    """Rows of Parquet files; whole row groups are read, and the last of them kept."""
+    """Rows of Parquet files; reads entire row groups and caches the latest."""
 
     what = "Parquet file"
 
@@ -35,7 +35,8 @@ class ParquetFiles(FileFormat):
         for path, one in zip(paths, about, strict=True):
             if not one.schema_arrow.equals(schema):
                 raise DataError(
-                    f"{path} has columns {_told(one.schema_arrow)}; {paths[0]} has {_told(schema)}.", fix="files of one schema."
+                    f"{path} has columns {_schema_text(one.schema_arrow)}; {paths[0]} has {_schema_text(schema)}.",
+                    fix="files of one schema.",
                 )
             one.close()
         for name in (*(columns or ()), *defaults):
@@ -65,7 +66,7 @@ class ParquetFiles(FileFormat):
         self._forget()
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """Rows of a row group together."""
+        """Reads the rows of each row group together."""
         leaves = {name: np.zeros((len(records), *field.shape), field.dtype) for name, field in self.fields.items()}
         bad: dict[int, str] = {}
         groups = np.searchsorted(self._first, records, "right") - 1
@@ -79,9 +80,9 @@ class ParquetFiles(FileFormat):
                 continue
             for name, field in self.fields.items():
                 leaves[name][at] = values[name][rows]
-                told = {MISSING: "no value", BEYOND: f"a number that {field.dtype} does not hold"}
+                reasons = {MISSING: "no value", BEYOND: f"a number that {field.dtype} does not hold"}
                 found = wrong[name][rows]
-                bad |= {int(at[one]): f'column "{name}" has {told[int(found[one])]}' for one in np.flatnonzero(found)}
+                bad |= {int(at[one]): f'column "{name}" has {reasons[int(found[one])]}' for one in np.flatnonzero(found)}
         return leaves, bad
 
     def where(self, record: int) -> str:
@@ -128,16 +129,16 @@ class ParquetFiles(FileFormat):
 
 
 def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of one length [rows, length], and bool[rows] which of them lack themselves or a number."""
+    """Lists of one length [rows, length], and bool[rows]: which of them are missing or lack a number."""
     rows, length = len(column), field.shape[0]
-    numbers = column.values.slice(column.offset * length, rows * length)  # with places for lists that are missing; flatten drops those
+    numbers = column.values.slice(column.offset * length, rows * length)  # keeps the places of missing lists, which flatten drops
     lack = np.asarray(numbers.is_null())
     missing = np.asarray(column.is_null()) | lack.reshape(rows, length).any(axis=1)
-    whole = numbers.fill_null(0) if lack.any() else numbers
-    return whole.to_numpy(zero_copy_only=False).reshape(rows, length), missing
+    filled = numbers.fill_null(0) if lack.any() else numbers
+    return filled.to_numpy(zero_copy_only=False).reshape(rows, length), missing
 
 
-def _told(schema: Any) -> str:
+def _schema_text(schema: Any) -> str:
     few = [f"{one.name} {one.type}{'' if one.nullable else ' not null'}" for one in schema][:8]
     return ", ".join(few) + (f" and {len(schema) - 8} more" if len(schema) > 8 else "")
 
@@ -162,10 +163,10 @@ def parquet(
     workers: int = 0,
     on_error: str = "stop",
 ) -> Records:
-    """Batches of the rows of Parquet files: columns of numbers, and of lists of one length. Wants the extra `parquet`.
+    """Batches of the rows of Parquet files: columns of numbers, and of lists of one length. Needs the extra `parquet`.
 
-    Row groups are read whole, and 32 are kept. With more than that, a window (`shuffle=10_000`) reads each once in an epoch, and
-    shuffle=True again and again.
+    Entire row groups are read, and 32 are cached. If there are more, a window (`shuffle=10_000`) reads each once in an epoch;
+    shuffle=True reads them repeatedly.
 
     Args:
       files: a pattern, a path, or several of them.

@@ -1,4 +1,4 @@
-"""Reading ahead in a thread: bounded, closed cleanly, and honest about the reader's errors."""
+"""Reads ahead in a thread: bounded, closed cleanly, and with the reader's errors raised in the caller."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ def prefetch(items: Iterator[Any], function: Callable[[Any], T], depth: int) -> 
     """`map(function, items)`, with up to `depth` results made ahead of time by a thread.
 
     An error raised while reading is raised again in the caller, with the reader's traceback. On leaving the block the
-    thread is told to stop, and joined; the iterator is closed in the thread that ran it, and an error it raises then is
+    thread is stopped and joined; the iterator is closed in the thread that ran it, and an error it raises then is
     raised on leaving, unless the block has raised one of its own.
 
     Example:
@@ -65,7 +65,7 @@ def prefetch(items: Iterator[Any], function: Callable[[Any], T], depth: int) -> 
         stop.set()
         thread.join(timeout=10.0)
         if thread.is_alive():
-            logging.getLogger("spmd").warning("the data's reader is still busy 10 s after it was told to stop; it is left behind")
+            logging.getLogger("spmd").warning("the data's reader is still busy 10 s after a request to stop; its thread is left running")
     if failed:
         raise failed[0]
 

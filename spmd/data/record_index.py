@@ -1,4 +1,4 @@
-"""Where each record of some files begins and ends, found once, and records read by number."""
+"""An index of where records begin and end in files, built once, to read records by number."""
 
 import collections
 import concurrent.futures
@@ -20,25 +20,25 @@ from spmd.data import data_hash
 from spmd.errors import DataError, OptionError, type_name
 from spmd.user_paths import as_path, make_folder
 
-CHUNK = 1 << 24  # bytes of a file that are looked at together
-SAMPLED = 16  # blocks of a file, by whose contents its index is known to be of it
-OPEN = 256  # files that are kept open, if there are no more
+CHUNK = 1 << 24  # bytes of a file that are scanned at a time
+SAMPLED = 16  # blocks of a file that are hashed to check that an index is for it
+OPEN = 256  # the number of files up to which all are kept open
 _PACKED = {b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz"}
 
 Scan = Callable[[str], tuple[np.ndarray, np.ndarray]]
 
 
 def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
-    """The files that a pattern, a path, or several of them name: those of each in the order of their names.
+    """The files that match a pattern, a path, or several of them; those of each pattern sorted by name.
 
     Raises:
-      DataError: one names no file.
+      DataError: one of them matches no file.
     """
-    given = [files] if isinstance(files, str | Path) else list(files) if isinstance(files, Iterable) else [None]
-    if not all(isinstance(one, str | Path) for one in given):
+    patterns = [files] if isinstance(files, str | Path) else list(files) if isinstance(files, Iterable) else [None]
+    if not all(isinstance(one, str | Path) for one in patterns):
         raise OptionError(f"files={files!r} is {type_name(files)}.", fix='a pattern such as "train-*.csv", or a list of paths.')
     paths: list[str] = []
-    for one in given:
+    for one in patterns:
         text = str(one)
         names = [text] if os.path.isfile(text) else sorted(name for name in glob.glob(text, recursive=True) if os.path.isfile(name))
         if not names:
@@ -60,31 +60,31 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
 
 
 def compression(path: str) -> str | None:
-    """What a file is compressed with, by how it begins."""
+    """How a file is compressed, by its first bytes."""
     with open(path, "rb") as file:
         begin = file.read(6)
     return next((name for magic, name in _PACKED.items() if begin.startswith(magic)), None)
 
 
 class RecordIndex:
-    """The bytes of records, by number: those of the first file first.
+    """Reads the bytes of records by number; those of the first file come first.
 
     Args:
       paths: the files.
-      scan: int64[records] of one file: where each begins, and where it ends.
-      kind: what the scan looks for, with its options; names what it found in `cache`.
-      cache: a folder in which it is kept from one run to the next; None: nowhere.
-      whole: records fill a file to its end; of one where they do not, the scan warns, and nothing is kept.
+      scan: returns int64[records] for one file: where each begins, and where it ends.
+      kind: the format and options of the scan; part of the key in `cache`.
+      cache: a folder that stores the index for later runs; None: it is not stored.
+      fills_file: records must fill a file to its end; if not, the scan warns, and the index is not stored.
     """
 
-    def __init__(self, paths: tuple[str, ...], scan: Scan, kind: str, cache: str | Path | None = None, *, whole: bool = False):
+    def __init__(self, paths: tuple[str, ...], scan: Scan, kind: str, cache: str | Path | None = None, *, fills_file: bool = False):
         if cache is not None:
             make_folder(as_path(cache, "index"), OptionError)
         self.paths = paths
         self.sizes = [os.path.getsize(path) for path in paths]
         with concurrent.futures.ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1), "spmd-index") as pool:
             ranges = list(
-                pool.map(lambda path: scan(path) if cache is None else _cached(Path(cache), path, kind, scan, whole=whole), paths)
+                pool.map(lambda path: scan(path) if cache is None else _cached(Path(cache), path, kind, scan, fills_file=fills_file), paths)
             )
         self.counts = [len(starts) for starts, _ in ranges]
         self.first = np.cumsum([0, *self.counts])
@@ -113,7 +113,7 @@ class RecordIndex:
         return self.paths[file], int(record - self.first[file]), int(self.starts[record])
 
     def read(self, records: np.ndarray) -> tuple[bytes, np.ndarray, np.ndarray]:
-        """The bytes of records in ascending order, and where in them each begins and ends; neighbours are read together.
+        """The bytes of records in ascending order, and where in them each begins and ends; adjacent ones are read together.
 
         Args:
           records: int64[n], ascending; at least one.
@@ -139,7 +139,7 @@ class RecordIndex:
         return b"".join(pieces), starts + shift, ends + shift
 
     def _rest(self, file: int, piece: bytes, descriptor: int, size: int, begin: int) -> bytes:
-        """What is wanted, where one call has given only a part of it."""
+        """The complete piece, if one call returned only a part of it."""
         while len(piece) < size and (more := os.pread(descriptor, size - len(piece), begin + len(piece))):
             piece += more
         if len(piece) < size:
@@ -164,16 +164,19 @@ def _close(descriptors: dict[str, int]) -> None:
         os.close(descriptor)
 
 
-def _cached(folder: Path, path: str, kind: str, scan: Scan, *, whole: bool) -> tuple[np.ndarray, np.ndarray]:
-    """What a scan finds, from a file that an earlier run has left; made anew if the data was changed since, or that file was."""
+def _cached(folder: Path, path: str, kind: str, scan: Scan, *, fills_file: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The result of a scan from the file of an earlier run; scans again if the data or that file has changed."""
     about, log = os.stat(path), logging.getLogger("spmd")
     facts = [kind, os.path.abspath(path), about.st_size, about.st_mtime_ns, data_hash.of_files([path], [about.st_size], SAMPLED)]
     kept = folder / f"{hashlib.sha256(repr(facts[:2]).encode()).hexdigest()[:32]}.index"
-    is_short = lambda ends: whole and (int(ends[-1]) if len(ends) else 0) < about.st_size  # looked for each time, to warn each time
+
+    def is_short(ends: np.ndarray) -> bool:  # then the file is scanned each time, to warn each time
+        return fills_file and (int(ends[-1]) if len(ends) else 0) < about.st_size
+
     try:
-        found = checksummed_files.read(kept)
-        head, _, numbers = (found or b"\n").partition(b"\n")
-        if found is not None and json.loads(head) == facts:
+        stored = checksummed_files.read(kept)
+        head, _, numbers = (stored or b"\n").partition(b"\n")
+        if stored is not None and json.loads(head) == facts:
             starts, ends = np.frombuffer(numbers, "<i8").reshape(2, -1)
             if not is_short(ends):
                 return starts, ends

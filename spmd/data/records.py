@@ -1,4 +1,4 @@
-"""Records of files as batches: read by number, ahead of time, by several threads, in an order that does not depend on them."""
+"""Batches of records in files: read by number and ahead of time by several threads, in an order that does not depend on them."""
 
 import abc
 import collections
@@ -18,10 +18,10 @@ from spmd.data.shuffle import RecordOrder
 from spmd.errors import DataError, OptionError, did_you_mean
 
 T = TypeVar("T")
-RecordBatch = tuple[dict[str, np.ndarray], np.ndarray]  # arrays [rows, ...], and bool[rows] which of them are of a record
+RecordBatch = tuple[dict[str, np.ndarray], np.ndarray]  # arrays [rows, ...], and bool[rows]: whether a row was readable
 
-AHEAD = 2  # tasks that are under way for each thread
-BYTES = 1 << 22  # of the arrays of small batches that are read together
+AHEAD = 2  # pending tasks for each thread
+BYTES = 1 << 22  # of arrays, up to which small batches are read together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Field:
 
 
 class FileFormat(abc.ABC):
-    """Records of one kind of file, by number.
+    """A file format: reads records by number.
 
     Attributes:
-      what: what its files are called, in words.
-      paths: its files.
-      counts: how many records each holds.
-      sizes: of each, in bytes.
-      fields: what a record becomes.
-      together: records that cost less when they are read at once; small batches are put together up to so many.
+      what: the name of the format's files in messages.
+      paths: the files.
+      counts: records of each file.
+      sizes: bytes of each file.
+      fields: the arrays of a record.
+      together: the number of records up to which small batches are read together.
     """
 
     what: str
@@ -56,25 +56,25 @@ class FileFormat(abc.ABC):
 
     @abc.abstractmethod
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """Arrays [n, ...] of the records int64[n] in ascending order; and by position, what is wrong with those that cannot be read.
+        """Arrays [n, ...] of the records int64[n] in ascending order; and by position, why a record cannot be read.
 
-        Called by several threads at once.
+        Several threads may call it concurrently.
         """
 
     @abc.abstractmethod
     def where(self, record: int) -> str:
-        """The file of a record, and its place there, in words."""
+        """The file of a record and its position there, for messages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadOptions:
-    """How records become batches; what all kinds of files have in common.
+    """Options that all file formats share.
 
     Args:
       batch_size: records of a batch, over all processes.
       shuffle: True, False, or a window (`RecordOrder`).
-      seed: decides the order.
-      workers: threads that read and decode; 0: the one that asks.
+      seed: determines the order.
+      workers: threads that read and decode; 0: the calling thread.
       on_error: "stop" raises an error at the first record that cannot be read; "skip" leaves it out and counts it.
     """
 
@@ -89,7 +89,7 @@ class ReadOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
                 raise OptionError(f"{name}={value!r}: a whole number from {least}.")
-            object.__setattr__(self, name, int(value))  # numpy's do not go into the JSON of a state
+            object.__setattr__(self, name, int(value))  # numpy integers cannot be stored as JSON
         if self.seed >= 2**63:
             raise OptionError(f"seed={self.seed}: a whole number below 2**63.")
         if self.on_error not in ("stop", "skip"):
@@ -100,11 +100,11 @@ class ReadOptions:
 
 
 class Records:
-    """Batches of records, as `spmd.data.csv` and its like give them: for `spmd.fit`, or for a loop of one's own.
+    """Batches of records, from `spmd.data.csv` and the like: for `spmd.fit`, or for your own loop.
 
-    Iterating gives the batches of the first epoch, dicts of arrays [rows, ...]; `epoch(number)` those of any. The last batch of an epoch
-    may be short. Where a run stands is two numbers, the epoch and the batches that were taken of it: which records come next follows from
-    them, whatever the number of workers and of processes.
+    Iterating yields the batches of the first epoch, dicts of arrays [rows, ...]; `epoch(number)` those of any. The last batch of an epoch
+    may be short. A position is two numbers, the epoch and the batches taken from it. They determine the next records, for any number of
+    workers and processes.
 
     Attributes:
       examples: the records of all files.
@@ -148,89 +148,89 @@ class Records:
         return Batches(self, number, start)
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same for a run to be resumed with the same data; of the contents, a hash (`contents.of_files`)."""
+        """What must be equal for a run to resume with the same data; the contents as a hash (`data_hash.of_files`)."""
         files = "" if len(self.format.counts) > 8 else ", ".join(map(str, self.format.counts))
         about = {"examples": self.examples, "files": len(self.format.paths), "records of each file": files, "bytes": sum(self.format.sizes)}
         about["contents"] = self._contents
         return {**about, "batch_size": self.batch_size, "shuffle": self.reading.shuffle, "seed": self.reading.seed}
 
-    def read(self, number: int, start: int = 0, here: np.ndarray | None = None) -> Iterator[RecordBatch]:
-        """The batches of an epoch, and bool[rows] which of their rows hold a record.
+    def read(self, number: int, start: int = 0, local_rows: np.ndarray | None = None) -> Iterator[RecordBatch]:
+        """The batches of an epoch, and bool[rows]: whether a row was readable.
 
         Args:
-          here: the rows of a full batch that are wanted, ascending; all others hold zeros. None: all. A short batch is read whole.
+          local_rows: the rows of a full batch to read, ascending; all others are zeros. None: all. Short batches are read entirely.
         """
         order, size = self.order.epoch(number), self.batch_size
         parts = [order[first : first + size] for first in range(start * size, self.examples, size)]
         tasks = (
-            (lambda some=some: self.read_batches(some, here)) for some in self.group_batches(parts, size if here is None else len(here))
+            (lambda some=some: self.read_batches(some, local_rows))
+            for some in self.group_batches(parts, size if local_rows is None else len(local_rows))
         )
         return flatten_groups(run_ahead(tasks, self.reading.workers))
 
     def group_batches(self, parts: list[T], size: int) -> Iterator[list[T]]:
-        """Batches of so many rows, as many as are read together; the first alone, so that nobody waits for more than is asked for."""
+        """Groups of batches of `size` rows that are read together; the first batch is alone, so that it arrives early."""
         each = sum(field.dtype.itemsize * int(np.prod(field.shape)) for field in self.fields.values())
         most = min(self.format.together, BYTES // max(each, 1)) // max(size, 1)
-        most = max(1, min(most, len(parts) // max(AHEAD * self.reading.workers, 1)))  # all threads have some
+        most = max(1, min(most, len(parts) // max(AHEAD * self.reading.workers, 1)))  # enough groups for all threads
         count, at = 1, 0
         while at < len(parts):
             yield parts[at : at + count]
             at, count = at + count, min(2 * count, most)
 
-    def read_rows(self, ids: np.ndarray, here: np.ndarray | None = None) -> RecordBatch:
-        """The records int64[n], and bool[n] which of them could be read; in place of others stands a copy of one that could, or zeros."""
-        return next(flatten_groups([self.read_batches([ids], here)]))
+    def read_rows(self, ids: np.ndarray, local_rows: np.ndarray | None = None) -> RecordBatch:
+        """The records int64[n], and bool[n]: whether each was readable; if not, its row is a copy of a readable one, or zeros."""
+        return next(flatten_groups([self.read_batches([ids], local_rows)]))
 
-    def read_batches(self, parts: list[np.ndarray], here: np.ndarray | None = None) -> list[RecordBatch | Exception]:
-        """What `read_rows` returns for each of several batches, or its error, which is to come in its turn; all are read at once."""
-        wanted = [ids if here is None or len(ids) < self.batch_size else ids[here] for ids in parts]
+    def read_batches(self, parts: list[np.ndarray], local_rows: np.ndarray | None = None) -> list[RecordBatch | Exception]:
+        """What `read_rows` returns for each of several batches, or its error, to be raised at that batch; all are read together."""
+        wanted = [ids if local_rows is None or len(ids) < self.batch_size else ids[local_rows] for ids in parts]
         records = np.concatenate(wanted)
         ascending = np.argsort(records)
         try:
             leaves, bad = self.format.read(records[ascending])
-        except Exception as error:  # such as a file that has shrunk: which batch is told of it is found by reading each alone
-            return [error] if len(parts) == 1 else [self.read_batches([ids], here)[0] for ids in parts]
+        except Exception as error:  # such as a file that has shrunk; read each batch alone to find the one with the error
+            return [error] if len(parts) == 1 else [self.read_batches([ids], local_rows)[0] for ids in parts]
         rows = np.empty(len(records), np.int64)
         rows[ascending] = np.arange(len(records))
-        made, at = [], 0
-        for ids, mine in zip(parts, wanted, strict=True):
-            own = rows[at : at + len(mine)]
-            at += len(mine)
-            why = {place: bad[row] for place, row in enumerate(own.tolist()) if row in bad} if bad else {}
+        batches, at = [], 0
+        for ids, read_ids in zip(parts, wanted, strict=True):
+            positions = rows[at : at + len(read_ids)]
+            at += len(read_ids)
+            why = {place: bad[row] for place, row in enumerate(positions.tolist()) if row in bad} if bad else {}
             try:
-                made.append(
-                    self._batch(ids, here if len(mine) < len(ids) else None, {name: leaf[own] for name, leaf in leaves.items()}, why)
-                )
+                batch_leaves = {name: leaf[positions] for name, leaf in leaves.items()}
+                batches.append(self._batch(ids, local_rows if len(read_ids) < len(ids) else None, batch_leaves, why))
             except DataError as error:
-                made.append(error)
-        return made
+                batches.append(error)
+        return batches
 
-    def _batch(self, ids: np.ndarray, here: np.ndarray | None, leaves: dict[str, np.ndarray], bad: dict[int, str]) -> RecordBatch:
-        """One batch of its own rows, of which those at `bad` could not be read."""
-        good, own = np.ones(len(ids), bool), np.arange(len(ids)) if here is None else here
+    def _batch(self, ids: np.ndarray, local_rows: np.ndarray | None, leaves: dict[str, np.ndarray], bad: dict[int, str]) -> RecordBatch:
+        """One batch of `leaves`, whose rows at `bad` could not be read."""
+        good, rows = np.ones(len(ids), bool), np.arange(len(ids)) if local_rows is None else local_rows
         if bad:
             if self.reading.on_error == "stop":
-                raise DataError(self._told({int(ids[own[at]]): why for at, why in bad.items()}))
-            sound = next((at for at in range(len(own)) if at not in bad), None)
+                raise DataError(self._bad_records_text({int(ids[rows[at]]): why for at, why in bad.items()}))
+            sound = next((at for at in range(len(rows)) if at not in bad), None)
             for leaf in leaves.values():
                 leaf[list(bad)] = 0 if sound is None else leaf[sound]
-            good[own[list(bad)]] = False
-        if here is None:
+            good[rows[list(bad)]] = False
+        if local_rows is None:
             return leaves, good
-        whole = {name: np.zeros((len(ids), *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()}
+        full = {name: np.zeros((len(ids), *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()}
         for name, leaf in leaves.items():
-            whole[name][here] = leaf
-        return whole, good
+            full[name][local_rows] = leaf
+        return full, good
 
-    def _told(self, bad: dict[int, str]) -> str:
+    def _bad_records_text(self, bad: dict[int, str]) -> str:
         record, why = min(bad.items())
         more = f" ({len(bad) - 1} more of this batch cannot be read either.)" if len(bad) > 1 else ""
-        fix = 'mend the file, or on_error="skip", which leaves such records out and counts them'
+        fix = 'repair the file, or on_error="skip", which leaves such records out and counts them'
         return f"{self.format.where(record)}: {why}{more}\n    fix: {fix}."
 
 
 class Batches:
-    """An iterator over the batches of one epoch, which knows where it stands.
+    """An iterator over the batches of one epoch, whose position can be saved.
 
     Example:
       >>> import numpy as np, spmd, tempfile, pathlib
@@ -251,21 +251,21 @@ class Batches:
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
                 raise OptionError(f"{name}={value!r}: a whole number from 0.")
         self._records = records
-        self._go(epoch, start, 0)
+        self._move_to(epoch, start, 0)
 
-    def _go(self, epoch: int, batch: int, skipped: int) -> None:
+    def _move_to(self, epoch: int, batch: int, skipped: int) -> None:
         self.number, self.taken, self.skipped = epoch, batch, skipped
-        self._made: Any = None
+        self._batches: Any = None
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        if self._made is None:
-            self._made = self._records.read(self.number, self.taken)
+        if self._batches is None:
+            self._batches = self._records.read(self.number, self.taken)
         while True:  # until a batch has a record that could be read
             try:
-                leaves, good = next(self._made)
+                leaves, good = next(self._batches)
             except StopIteration:
                 warn_skipped(self._records, self.number, self.skipped)
                 self.skipped = 0
@@ -278,21 +278,24 @@ class Batches:
                 return {name: leaf[good] for name, leaf in leaves.items()}
 
     def get_state(self) -> dict[str, Any]:
-        """Where it stands, as JSON can hold it."""
+        """The position, as values that JSON can store."""
         return {"epoch": self.number, "batch": self.taken, "skipped": self.skipped, "data": self._records.facts()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from where another iterator over the same records stood.
+        """Resume from the position of another iterator over the same records.
 
         Raises:
-          DataError: the records, the batch size or the order are others.
+          DataError: the records, the batch size or the order differ.
         """
-        whole = lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+        def is_count(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
         if (
             not isinstance(state, dict)
             or set(state) != {"epoch", "batch", "skipped", "data"}
             or not isinstance(state["data"], dict)
-            or not all(whole(state[name]) for name in ("epoch", "batch", "skipped"))
+            or not all(is_count(state[name]) for name in ("epoch", "batch", "skipped"))
         ):
             raise DataError(f"this is no state of records: {state!r:.200}.", fix="what get_state() has given.")
         mine = self._records.facts()
@@ -300,25 +303,25 @@ class Batches:
         if other:
             raise DataError(f"this state is of other data: {'; '.join(other)}.", fix="the files and options that it was taken with.")
         self.close()
-        self._go(state["epoch"], state["batch"], state["skipped"])
+        self._move_to(state["epoch"], state["batch"], state["skipped"])
 
     def close(self) -> None:
-        """Let go of the threads that read ahead."""
-        close = getattr(self._made, "close", None)
+        """Stop the threads that read ahead."""
+        close = getattr(self._batches, "close", None)
         if close is not None:
             close()
-        self._made = None
+        self._batches = None
 
 
 def warn_skipped(records: Any, epoch: int, skipped: int) -> None:
-    """Warn of records that an epoch did without."""
+    """Warn of records that were skipped in an epoch."""
     if skipped:
         text = 'epoch %d did without %d of %d records, which could not be read (on_error="skip").'
         logging.getLogger("spmd").warning(text, epoch + 1, skipped, records.examples)
 
 
 def run_ahead(tasks: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
-    """What tasks give, in their order, made ahead of time by so many threads; an error comes in its turn.
+    """The results of tasks, in their order, computed ahead of time by `workers` threads; an error is raised at its task.
 
     Example:
       >>> list(run_ahead((lambda n=n: n * n for n in range(5)), 3))
@@ -342,7 +345,7 @@ def run_ahead(tasks: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
 
 
 def flatten_groups(made: Iterable[list[RecordBatch | Exception]]) -> Iterator[RecordBatch]:
-    """Batches that were put together, one by one; an error is raised where its batch would come."""
+    """The batches of groups, one by one; an error is raised in place of its batch."""
     with contextlib.closing(made) if isinstance(made, Generator) else contextlib.nullcontext():
         for one in itertools.chain.from_iterable(made):
             if isinstance(one, Exception):

@@ -1,4 +1,4 @@
-"""In which order records come: a function of the seed and the epoch's number alone, so that a place in it is a number."""
+"""The order of records: a function of the seed and the epoch's number alone, so that a position in it is a number."""
 
 import dataclasses
 
@@ -6,17 +6,16 @@ import numpy as np
 
 from spmd.errors import OptionError, type_name
 
-BLOCKS = 16  # in a window: so many runs of neighbours are mixed in one
+BLOCKS = 16  # runs of neighbouring records in a window
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordOrder:
     """The order of `records` records in each epoch.
 
-    `shuffle` is True (every order is as likely as any other), False (as they stand in the files), or a window W: then runs of W / 16
-    neighbours come in a random order, and each W records that follow each other in it are mixed among themselves. That is what a queue with
-    `min_after_dequeue` does for files that are read from the front, and it reads them in pieces as long as a run; but where the order
-    stands is a number, and not what is in a queue.
+    `shuffle` is True (all orders are equally likely), False (the order of the files), or a window W: then runs of W / 16 neighbours come
+    in a random order, and each W consecutive records of it are shuffled. The effect is that of a shuffle queue with `min_after_dequeue`,
+    and files are read in blocks as long as a run; but the position is a number, not the contents of a queue.
 
     Example:
       >>> RecordOrder(6, False, seed=0).epoch(3).tolist()
@@ -34,7 +33,7 @@ class RecordOrder:
             raise OptionError(f"shuffle={self.shuffle!r} is {type_name(self.shuffle)}: True, False, or a window of at least 2 records.")
 
     def epoch(self, number: int) -> np.ndarray:
-        """int64[records]: which record comes where. With True it is the order that arrays with this seed have."""
+        """int64[records]: the record at each position. With True it is the order of arrays with this seed."""
         if self.shuffle is False:
             return np.arange(self.records)
         rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, number], np.uint64)))

@@ -1,4 +1,4 @@
-"""Sources of batches: arrays that are cut, or anything that yields batches. A source knows where it stands."""
+"""Sources of batches: arrays, iterables of batches, or records of files. Each can resume from a position."""
 
 import base64
 import dataclasses
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class ArraySource:
-    """Batches cut from arrays [examples, ...], in an order that `seed` and the epoch's number decide.
+    """Batches of arrays [examples, ...], in an order that `seed` and the epoch's number determine.
 
-    Every example comes once per epoch; the last batch of an epoch may be short. In several processes every one holds
-    (or maps) all arrays and reads only the rows of its own devices.
+    Every example comes once per epoch; the last batch of an epoch may be short. Each process holds (or maps) all arrays and reads only
+    the rows of its own devices.
     """
 
     arrays: Tree
@@ -54,14 +54,14 @@ class ArraySource:
 
     def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
         """The batches of one epoch, from batch `start` on."""
-        del position  # number and start say all
+        del position  # number and start are the position
         order = self.order(number)
         for first in range(start * self.batch_size, self.examples, self.batch_size):
             index = order[first : first + self.batch_size]
             yield HostBatch(self.arrays, len(index), index)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a resumed run to go on with the same data; of each array, a hash (`contents.of_arrays`)."""
+        """What must be equal for a run to resume with the same data; each array as a hash (`data_hash.of_arrays`)."""
         hashes = {f"contents {path}".strip(): digest for path, digest in data_hash.of_arrays(self.arrays).items()}
         return {"examples": self.examples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed, **hashes}
 
@@ -74,7 +74,7 @@ _ONCE = (
 class IterableSource:
     """Batches as an iterable yields them: a list, a generator, a function that returns one, a grain data set.
 
-    An iterator with `get_state` and `set_state` (grain's) resumes by its state; any other by reading up to where it was.
+    An iterator with `get_state` and `set_state` (grain's) resumes by its state; any other by reading up to its position.
     """
 
     threaded = True
@@ -121,12 +121,12 @@ class IterableSource:
         """The batches of one epoch, from batch `start` on; `position` is the iterator's own state there, if it has one."""
         iterator, head = (self._first, self._head) if self._first is not None else (self._iterate(), [])
         self._first, self._head = None, []
-        # of several processes each has a reader of its own, and a checkpoint holds one position: there they read up to it
+        # With several processes each has its own reader, but a checkpoint holds one position: they read up to it.
         stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state") and jax.process_count() == 1
         if stateful and position is not None:
             iterator.set_state(_from_json(position))  # type: ignore[union-attr]
             head, start = [], 0
-        # the state belongs to the batch before it is handed over: what was read ahead does not count
+        # The state is taken before its batch is yielded: batches read ahead do not count.
         states = itertools.repeat(None) if not stateful else iter(lambda: _to_json(iterator.get_state()), object())  # type: ignore[union-attr]
         count = 0
         for leaves, state in zip(itertools.chain(head, iterator), states, strict=False):
@@ -141,18 +141,18 @@ class IterableSource:
                 raise DataError(f"batch {count} of epoch {number + 1} has {rows} rows, more than the {self.batch_size} of the first one.")
             check_matches(leaves, self._sample, f"batch {count} of epoch {number + 1}")
             yield HostBatch(leaves, rows, None, state)
-        if count == 0 and not (stateful and position is not None):  # a restored state may stand at the end
+        if count == 0 and not (stateful and position is not None):  # a restored state may be at the end
             raise DataError(_ONCE.format(f"nothing in epoch {number + 1}"))
         if count < start:
-            raise DataError(f"the data has {count} batches; the run to be resumed stood at batch {start} of epoch {number + 1}.")
+            raise DataError(f"the data has {count} batches; the run to be resumed was at batch {start} of epoch {number + 1}.")
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a resumed run to go on with the same data."""
+        """What must be equal for a run to resume with the same data."""
         return {"batch_size": self.batch_size, "batches": self.steps_per_epoch}
 
 
 def _to_json(state: Any) -> Any:
-    """A reader's state as JSON can hold it: grain's `DataLoader` gives bytes, its data sets give a dict."""
+    """A reader's state as JSON can store it: grain's `DataLoader` returns bytes, its data sets return a dict."""
     return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
 
 
@@ -161,9 +161,9 @@ def _from_json(state: Any) -> Any:
 
 
 class RecordSource:
-    """Batches of `spmd.data.csv` and its like: each process reads the records of its own devices' rows.
+    """Batches of `spmd.data.csv` and the like: each process reads the records of its own devices' rows.
 
-    Where it stands is said by the epoch and the batch, so a run goes on in another number of processes.
+    The position is the epoch and the batch, so a run may resume with another number of processes.
     """
 
     threaded = True
@@ -171,29 +171,32 @@ class RecordSource:
     def __init__(self, records: Records):
         self.records, self.batch_size, self.examples = records, records.batch_size, records.examples
         self.steps_per_epoch: int | None = records.steps_per_epoch
-        self.here: np.ndarray | None = None
+        self.local_rows: np.ndarray | None = None
 
     def sample(self) -> Tree:
         """The shapes of one full batch."""
-        shape = lambda field: jax.ShapeDtypeStruct((self.batch_size, *field.shape), jax.dtypes.canonicalize_dtype(field.dtype))
-        return {name: shape(field) for name, field in self.records.fields.items()}
+        fields = self.records.fields.items()
+        return {
+            name: jax.ShapeDtypeStruct((self.batch_size, *field.shape), jax.dtypes.canonicalize_dtype(field.dtype))
+            for name, field in fields
+        }
 
     def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
-        """The batches of one epoch, from batch `start` on; `position` counts the records that were skipped before."""
+        """The batches of one epoch, from batch `start` on; `position` holds the number of records skipped before."""
         skipped = 0 if position is None else position["skipped"]
-        for leaves, good in self.records.read(number, start, self.here):
+        for leaves, good in self.records.read(number, start, self.local_rows):
             rows = len(good)
             weights = good.astype(np.float32)
             if not good.all():
                 skipped += rows - int(good.sum())
-                if rows < self.batch_size:  # a short batch is read whole by all processes
+                if rows < self.batch_size:  # all processes read all of a short batch
                     if not good.any():
                         continue  # so all of them leave it out
                     leaves, rows = {name: leaf[good] for name, leaf in leaves.items()}, int(good.sum())
-            if rows == self.batch_size and self.here is None and not good.any():  # a step on no rows has no gradient
+            if rows == self.batch_size and self.local_rows is None and not good.any():  # a step on no rows has no gradient
                 raise DataError(
                     f"none of the {rows} records of a batch of epoch {number + 1} can be read.\n"
-                    "    fix: mend the files; or larger batches, or shuffle=True, where bad records stand side by side."
+                    "    fix: repair the files; or larger batches, or shuffle=True if bad records are next to each other."
                 )
             full = rows == self.batch_size and not good.all()
             index = np.arange(rows) if jax.process_count() > 1 else None
@@ -201,14 +204,14 @@ class RecordSource:
         warn_skipped(self.records, number, skipped)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a resumed run to go on with the same data."""
+        """What must be equal for a run to resume with the same data."""
         return self.records.facts()
 
 
 def bind_rows(reader: "Source", prepared: tuple[T, Placer]) -> tuple[T, Placer]:
-    """What is `prepared`, after telling a reader of records which rows of a batch the devices of this process hold."""
+    """`prepared`, after setting the rows of a batch that a reader of records must read for the devices of this process."""
     if isinstance(reader, RecordSource):
-        reader.here = prepared[1].local_rows()
+        reader.local_rows = prepared[1].local_rows()
     return prepared
 
 
@@ -216,7 +219,7 @@ Source = ArraySource | IterableSource | RecordSource
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether `data` is a tree of arrays to be cut, rather than something that yields batches."""
+    """Whether `data` is a tree of arrays, rather than something that yields batches."""
     if isinstance(data, dict):
         return True
     if isinstance(data, tuple):
@@ -225,11 +228,11 @@ def is_arrays(data: Any) -> bool:
 
 
 def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: int, short_ok: bool = False) -> Source:
-    """What the user gave as data, as a source of batches.
+    """The user's `data` as a source of batches.
 
     Raises:
-      DataError: ragged or empty arrays, fewer examples than one batch (unless `short_ok`), or nothing that can be read.
-      OptionError: an option that this kind of data cannot follow.
+      DataError: ragged or empty arrays, fewer examples than one batch (unless `short_ok`), or unreadable data.
+      OptionError: an option that does not apply to this kind of data.
     """
     if data is None or isinstance(data, str):
         raise DataError(f"data={short_repr(data)}: give a dict or tuple of arrays, an iterable of batches, or a grain data set.")
@@ -265,7 +268,7 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
         shapes = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(arrays).items())
         raise DataError(f"the data is empty: {shapes}.", fix="look at what it was read or filtered from.")
     if batch_size is None:
-        raise OptionError("batch_size is missing: arrays have to be cut into batches.", fix="such as batch_size=128.")
+        raise OptionError("batch_size is missing: arrays must be split into batches.", fix="such as batch_size=128.")
     check_integer(batch_size, "batch_size")
     if examples < batch_size and not short_ok:
         raise DataError(f"the data has {examples} examples, fewer than one batch of {batch_size}.", fix=f"batch_size={examples} or less.")

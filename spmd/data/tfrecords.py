@@ -1,4 +1,4 @@
-"""TFRecord files of `tf.train.Example` as records, without TensorFlow; every checksum is checked."""
+"""Records of TFRecord files of `tf.train.Example`, without TensorFlow; every checksum is verified."""
 
 import logging
 import mmap
@@ -16,8 +16,8 @@ from spmd.data.records import FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError
 
 HEAD, TAIL = 12, 4  # bytes around a record: its length and the checksum of that; the checksum of its data
-ALIKE = 8  # records of one length after which it is tried whether many more have it
-TOGETHER = 1 << 16  # records whose heads are looked at together
+ALIKE = 8  # consecutive records of one length after which many more are tried at once
+TOGETHER = 1 << 16  # records whose heads are checked at a time
 
 
 class TFRecordFiles(FileFormat):
@@ -31,7 +31,7 @@ class TFRecordFiles(FileFormat):
         self.fields = self._parser.fields()
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """Records of one length together."""
+        """Reads records of one length together."""
         raw, starts, ends = self._offsets.read(records)
         lengths, bad = ends - starts, {}
         leaves = {name: np.zeros((len(records), *field.shape), field.dtype) for name, field in self.fields.items()}
@@ -61,13 +61,13 @@ def tfrecord(
     on_error: str = "stop",
     index: str | Path | None = None,
 ) -> Records:
-    """Batches of `tf.train.Example` records in TFRecord files, for `fit` or a loop of one's own.
+    """Batches of `tf.train.Example` records in TFRecord files, for `fit` or your own loop.
 
-    Where each record begins is found once, by the lengths that stand before them. Files that are compressed as a whole are not read.
+    The beginnings of records are found once, from the lengths before them. Compressed files are not supported.
 
     Args:
       files: a pattern, a path, or several of them.
-      features: by name, `spmd.data.fixed` or `spmd.data.padded`; others that records have are left.
+      features: by name, `spmd.data.fixed` or `spmd.data.padded`; other features are ignored.
       batch_size: records of a batch, over all processes.
       shuffle: True, False, or a window of records that are mixed.
       seed: decides the order.
@@ -89,7 +89,7 @@ def tfrecord(
         raise OptionError(f"features={features!r}.", fix='such as {"label": spmd.data.fixed((), "int32")}.')
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     skip = on_error == "skip"
-    offsets = RecordIndex(find_files(files), lambda path: scan(path, skip=skip), f"tfrecord {skip}", index, whole=True)
+    offsets = RecordIndex(find_files(files), lambda path: scan(path, skip=skip), f"tfrecord {skip}", index, fills_file=True)
     return Records(TFRecordFiles(offsets, features), reading)
 
 
@@ -102,11 +102,11 @@ def _frames(raw: bytes, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Where each record begins and ends, what stands around it included.
+    """Where each record begins and ends, including its length and checksums.
 
     Raises:
-      DataError: the file is cut off, or a length is damaged: where the next record begins is not known then. With `skip` that is a warning,
-        and the file ends before it.
+      DataError: the file is cut off, or a length is damaged, so that the next record cannot be found. With `skip` that is a warning,
+        and the rest of the file is left out.
     """
     size = os.path.getsize(path)
     if not size:
@@ -135,7 +135,7 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _walk(data: mmap.mmap, size: int) -> tuple[np.ndarray, int]:
-    """Records one after the other, by their lengths; and where the last one that is whole ends. Of one length, many are tried at once."""
+    """The beginnings of records, by their lengths, and the end of the last complete one. Equal lengths are tried many at once."""
     pieces: list[np.ndarray] = []
     starts: list[int] = []
     length_at, at, before, alike = struct.Struct("<Q").unpack_from, 0, -1, 0
@@ -160,7 +160,7 @@ def _walk(data: mmap.mmap, size: int) -> tuple[np.ndarray, int]:
 
 
 def _first_damaged(data: np.ndarray, starts: np.ndarray) -> int | None:
-    """The first record whose length is not what its checksum says."""
+    """The first record whose length does not match its checksum."""
     for first in range(0, len(starts), TOGETHER):
         heads = _gathered(data, starts[first : first + TOGETHER], HEAD)
         right = heads[:, 8:].copy().view("<u4")[:, 0] == masked(crc32c(heads[:, :8]))

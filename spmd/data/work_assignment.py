@@ -1,6 +1,6 @@
-"""Rows dealt out to those workers who take part in a round: nobody's are skipped, and nobody is given two parts.
+"""Assigns rows to the workers that take part in a round: no rows are skipped, and no worker gets two parts.
 
-Workers draw from one common queue, as those of TF 1.x did: whoever comes next takes the next part of the data.
+Workers draw from one common queue, as in TF 1.x: the next worker takes the next part of the data.
 """
 
 import collections
@@ -20,8 +20,8 @@ from spmd.wire.param_server.events import Events
 
 @dataclasses.dataclass
 class Position:
-    """Where a run stands in the data: the epoch, batches taken of it, and the reader's own state if it has one; and where rows are dealt
-    out, how many parts were, and for how many workers."""
+    """A run's position in the data: the epoch, batches taken from it, and the reader's state if it has one; and where rows are assigned to
+    workers, the number of assigned parts, and of workers."""
 
     epoch: int = 0
     batch: int = 0
@@ -35,37 +35,37 @@ class Position:
             raise ValueError(f"position: {', '.join(wrong)}")
 
     def advance(self, has_rows: np.ndarray | None) -> None:
-        """One step is over; `has_rows` says who was dealt rows."""
+        """Advance by one step; `has_rows`: which workers were assigned rows."""
         self.batch += 1
         if has_rows is not None:
             self.parts, self.workers = self.parts + int(has_rows.sum()), len(has_rows)
 
 
 def epoch_batches(source: Source, clock: Events | None, at: Position, step: int, *, pad: bool) -> Iterator[HostBatch]:
-    """The batches of an epoch, from `at` on, which is step `step` of the run; dealt out where not everybody takes part.
+    """The batches of an epoch, from `at` on, which is step `step` of the run; rows are assigned to workers if only some take part.
 
     Raises:
-      DataError: parts were dealt out in this epoch, to another number of workers or where now whole batches are taken; or nobody's rows
-        would be used, where a remainder is dropped.
+      DataError: parts of this epoch were assigned to another number of workers, or full batches are taken now; or no rows would be used,
+        because a remainder is dropped.
     """
     drop = clock is not None and clock.declared.drop_remainder
     if clock is not None and clock.assigns_rows and at.workers in (0, clock.workers):
-        at.parts = at.parts or at.batch * clock.workers  # of a run in whole batches
-        return deal(source.epoch(at.epoch), clock, step, source.batch_size, at.parts, pad=pad, drop=drop)
+        at.parts = at.parts or at.batch * clock.workers  # of a run that took full batches
+        return assign_rows(source.epoch(at.epoch), clock, step, source.batch_size, at.parts, pad=pad, drop=drop)
     if at.parts:
         raise DataError(
             (
-                f"the run stood in epoch {at.epoch + 1}, of which {at.parts} parts had been dealt out to {at.workers} workers; this layout "
+                f"the run was in epoch {at.epoch + 1}, of which {at.parts} parts had been assigned to {at.workers} workers; this layout "
                 "would lose rows or take them twice."
             ),
-            fix="go on with the layout it had, until an epoch ends.",
+            fix="resume with the layout it had, until an epoch ends.",
         )
     batches = source.epoch(at.epoch, at.batch, at.reader)
-    return _whole(batches, source.batch_size, first=at.batch == 0) if drop else batches
+    return _full_batches(batches, source.batch_size, first=at.batch == 0) if drop else batches
 
 
-def _whole(batches: Iterator[HostBatch], size: int, *, first: bool) -> Iterator[HostBatch]:
-    """Batches up to one that is not full."""
+def _full_batches(batches: Iterator[HostBatch], size: int, *, first: bool) -> Iterator[HostBatch]:
+    """Batches up to the first that is not full."""
     for number, batch in enumerate(batches):
         rows = batch.rows * (jax.process_count() if batch.index is None else 1)  # of an iterable each process has its part
         if rows < size:
@@ -94,18 +94,18 @@ _NOTHING = (
 
 
 def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int | None, epochs: int | None) -> None:
-    """What can be known of a run under a parameter server before it begins.
+    """Check, before a run under a parameter server begins, that its data can be assigned to workers.
 
     Raises:
-      DataError: a last batch that is not full, where nothing can leave padding out and not everybody counts; or batches of several
-        processes that would have to be dealt out.
+      DataError: a last batch that is not full, where padding cannot be left out and not all workers count; or batches of several processes
+        that would have to be assigned to workers.
       OptionError: a trace of times that ends before the run.
     """
     if clock is None:
         return
     if clock.assigns_rows and jax.process_count() > 1 and not isinstance(source, ArraySource):
         raise DataError(
-            f"rows are dealt out to {clock.workers} workers, and each of {jax.process_count()} processes reads batches of its own.\n"
+            f"rows are assigned to {clock.workers} workers, but each of {jax.process_count()} processes reads batches of its own.\n"
             "    fix: arrays, which every process can index."
         )
     unit = source.batch_size // clock.workers
@@ -119,13 +119,13 @@ def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int 
         parts = source.examples // size if drop else -(-source.examples // size)
         if not clock.assigns_rows:
             steps, parts = parts * epochs, None
-    ahead = 1 if clock.assigns_rows else 0  # rows of the next round are dealt while one runs
+    ahead = 1 if clock.assigns_rows else 0  # rows of the next round are assigned while one runs
     clock.check_trace_length(None if steps is None else steps + ahead, parts, epochs or 1, drop=drop)
 
 
 _UNEVEN = (
-    "{} rows are cut into parts of {}, and the last is not full: neither a loss that gives one number for all its rows nor batch "
-    "statistics can leave out what fills it up.\n"
+    "{} rows are split into parts of {}, and the last is not full: neither a loss with one number for all its rows nor batch "
+    "statistics can leave out its padding.\n"
     "    fix: a loss with one value per example and no batch statistics, or a number of rows that it divides."
 )
 
@@ -139,20 +139,20 @@ class _Part:
     rows: int
 
 
-def deal(
+def assign_rows(
     batches: Iterator[HostBatch], clock: Events, step: int, size: int, skip: int, *, pad: bool, drop: bool = False
 ) -> Iterator[HostBatch]:
-    """Batches of `size` rows, in which everyone who is present has rows until the data ends.
+    """Batches of `size` rows, in which every worker that takes part has rows until the data ends.
 
     Args:
-      batches: the source's; each is cut into one part per worker.
+      batches: the source's; each is split into one part per worker.
       step: the number of the first round.
-      skip: parts of the epoch that were dealt before.
+      skip: parts of the epoch that were assigned before.
       pad: whether rows of weight 0 can be left out of the loss.
-      drop: end before a round in which not everyone who is present would have rows.
+      drop: end before a round in which a worker that takes part would have no rows.
 
     Raises:
-      DataError: a part that is not full, under a loss that cannot leave padding out.
+      DataError: a part that is not full, with a loss that cannot leave padding out.
     """
     unit, began = size // clock.workers, step
     parts = itertools.islice(_parts(batches, unit, pad=pad, drop=drop), skip, None)
@@ -169,14 +169,14 @@ def deal(
         for worker in np.flatnonzero(takes)[: len(queue)]:
             has_rows[worker] = True
             lots.append(queue.popleft())
-        yield _dealt(lots, has_rows, unit)
+        yield _assembled(lots, has_rows, unit)
         step += 1
 
 
 def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) -> Iterator[_Part]:
     for batch in batches:
         if batch.weights is not None:
-            raise DataError("records were skipped, and rows are dealt out to workers, who must have whole parts.", fix='on_error="stop".')
+            raise DataError("records were skipped, but rows are assigned to workers in full parts.", fix='on_error="stop".')
         for first in range(0, batch.rows, unit):
             rows = min(unit, batch.rows - first)
             if rows < unit and drop:
@@ -187,8 +187,8 @@ def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) ->
             yield _Part(batch, first, rows)
 
 
-def _dealt(lots: list[_Part], has_rows: np.ndarray, unit: int) -> HostBatch:
-    """One batch: every worker's part in its place. Those who have none get copies of some row; they are not looked at."""
+def _assembled(lots: list[_Part], has_rows: np.ndarray, unit: int) -> HostBatch:
+    """One batch with every worker's part at its position. Workers without a part get copies of some row, which are ignored."""
     turn = np.where(has_rows, np.cumsum(has_rows) - 1, 0)
     rows = [lots[at].first + np.minimum(np.arange(unit), lots[at].rows - 1) for at in turn]
     weights = np.concatenate([np.arange(unit) < lots[at].rows for at in turn]).astype(np.float32)
@@ -196,16 +196,19 @@ def _dealt(lots: list[_Part], has_rows: np.ndarray, unit: int) -> HostBatch:
     if lots[0].batch.index is not None:
         index = np.concatenate([lots[at].batch.index[part] for at, part in zip(turn, rows, strict=True)])
         return HostBatch(lots[0].batch.leaves, count, index, None, has_rows, weights)
-    join = lambda *leaves: np.concatenate([np.asarray(leaf)[part] for leaf, part in zip(leaves, rows, strict=True)])
+
+    def join(*leaves: Any) -> np.ndarray:
+        return np.concatenate([np.asarray(leaf)[part] for leaf, part in zip(leaves, rows, strict=True)])
+
     return HostBatch(jax.tree.map(join, *(lots[at].batch.leaves for at in turn)), count, None, None, has_rows, weights)
 
 
 def check_participation(clock: Events | None, step: int, batch: Batch) -> None:
-    """Rows of workers who are busy elsewhere would be lost in silence."""
+    """Raise if rows of workers that are busy in this round would be lost silently."""
     if clock is None or not clock.assigns_rows or batch.has_rows is not None or clock.round(step).takes.all():
         return
     absent = int((~clock.round(step).takes).sum())
     raise OptionError(
         f"step {step + 1}: {absent} of {clock.workers} workers take no part in this round, and their rows of the batch would be lost.\n"
-        "    fix: fit(), or trainer.steps(), which deal rows out to those who do."
+        "    fix: fit(), or trainer.steps(), which assign rows to those that do."
     )

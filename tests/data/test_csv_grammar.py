@@ -92,8 +92,8 @@ def test_a_column_that_is_not_read_may_hold_anything(tmp_path, odd, quoted):
             assert [x for batch in data for x in batch["x"].tolist()] == list(range(20))
     for rank in range(2):
         part = RecordSource(spmd.data.csv(path, columns=["x"], batch_size=10, shuffle=False))
-        part.here = np.arange(5) + 5 * rank
-        read = [x for batch in part.epoch(0) for x in batch.leaves["x"][part.here].tolist()]
+        part.local_rows = np.arange(5) + 5 * rank
+        read = [x for batch in part.epoch(0) for x in batch.leaves["x"][part.local_rows].tolist()]
         assert read == [at for at in range(20) if at // 5 % 2 == rank]
 
 

@@ -94,7 +94,7 @@ def parts(reader, size, epoch=1, start=0):
     made = []
     for rank in range(size):
         part = RecordSource(reader)
-        part.here = np.arange(8).reshape(size, -1)[rank] if size > 1 else None
+        part.local_rows = np.arange(8).reshape(size, -1)[rank] if size > 1 else None
         made.append(list(part.epoch(epoch, start)))
     for batches in zip(*made, strict=True):
         rows = batches[0].rows
@@ -117,7 +117,7 @@ def test_a_process_reads_its_own_rows_only(folder):
     wanted = data.format.read
     data.format.read = lambda ids: read.append(len(ids)) or wanted(ids)
     half = RecordSource(data)
-    half.here = np.arange(4)
+    half.local_rows = np.arange(4)
     batches = list(half.epoch(0))
     assert read == [4, 2 * 4, 3 * 4 + 2]  # one batch, two together, and the rest, whose last is short and read whole
     assert not batches[0].leaves["x"][4:].any() and batches[0].leaves["x"][:4].all()
@@ -235,7 +235,7 @@ def test_the_first_that_cannot_be_read_ends_the_run(table):
     path, options, _ = table
     with pytest.raises(DataError, match=r"table.csv, line 7: column \"x0\" has 'x0\.\d+', which is not a number") as raised:
         fit(spmd.data.csv(path, shuffle=False, types={"x0": "float32"}, **options), epochs=1)
-    assert "fix: mend the file, or on_error=" in str(raised.value)
+    assert "fix: repair the file, or on_error=" in str(raised.value)
 
 
 def test_skipped_records_have_no_weight_and_are_counted(table, caplog):
@@ -331,7 +331,7 @@ def test_all_processes_have_the_same_batches_where_one_reads_nothing(table):
     made = []
     for rank in range(2):
         part = RecordSource(data)
-        part.here = np.arange(16).reshape(2, 8)[rank]
+        part.local_rows = np.arange(16).reshape(2, 8)[rank]
         made.append(list(part.epoch(0)))
     assert [[batch.rows for batch in batches] for batches in made] == [[16, 16]] * 2
     nothing = made[0][0]

@@ -125,7 +125,7 @@ BAD_ARRAYS = {
         numbered(8),
         {"batch_size": None},
         OptionError,
-        "batch_size is missing: arrays have to be cut into batches.\n    fix: such as batch_size=128.",
+        "batch_size is missing: arrays must be split into batches.\n    fix: such as batch_size=128.",
     ),
     "batch size 0": (numbered(8), {"batch_size": 0}, OptionError, "batch_size=0: a whole number from 1."),
     "batch size 2.5": (numbered(8), {"batch_size": 2.5}, OptionError, "batch_size=2.5: a whole number from 1."),
@@ -190,7 +190,7 @@ def test_starting_an_iterable_in_the_middle_is_the_tail_of_the_whole():
 
 
 def test_a_resumed_run_notices_that_its_iterable_has_become_shorter():
-    with pytest.raises(DataError, match=r"the data has 3 batches; the run to be resumed stood at batch 4 of epoch 1\."):
+    with pytest.raises(DataError, match=r"the data has 3 batches; the run to be resumed was at batch 4 of epoch 1\."):
         list(as_source(batches(3), batch_size=None, shuffle=None, seed=0).epoch(0, 4))
 
 

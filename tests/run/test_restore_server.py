@@ -309,7 +309,7 @@ def test_an_asynchronous_run_goes_on_in_another_packing_on_another_mesh(tmp_path
     assert int(rest.state.step) > int(first.state.step) and np.isfinite(rest.history["loss"]).all()
     assert TOLD[2] in (tmp_path / "end" / "metrics.jsonl").read_text()
     line(served(**LATE), steps=2, checkpoint=tmp_path / "middle")
-    with pytest.raises(DataError, match="parts had been dealt out to 8 workers"):
+    with pytest.raises(DataError, match="parts had been assigned to 8 workers"):
         line(layout, 4, epochs=1, checkpoint=tmp_path / "middle", resume=True)
     same_workers = served(**LATE, placement="largest_first", servers=3, workers=8)
     assert np.isfinite(line(same_workers, 4, epochs=1, checkpoint=tmp_path / "middle", resume=True).history["loss"]).all()

@@ -590,7 +590,7 @@ def test_what_would_lose_rows_on_resume_is_refused(tmp_path):
     slow = {"mode": "asynchronous", "compute_time": "exponential"}
     fit(served(**slow), tmp_path / "dealt", steps=3)
     for layout in (served(), served(**slow, workers=16)):
-        with pytest.raises(DataError, match="parts had been dealt out to 8 workers"):
+        with pytest.raises(DataError, match="parts had been assigned to 8 workers"):
             fit(layout, tmp_path / "dealt", steps=5, resume=True)
     fit(served(), tmp_path / "whole", steps=3)
     assert int(fit(served(**slow), tmp_path / "whole", epochs=1, resume=True).state.step) > 6
