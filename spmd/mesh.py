@@ -111,10 +111,10 @@ def _devices(count: int) -> str:
     return f"{count} device{'s' * (count != 1)}"
 
 
-def _pair(word: str, whole: str) -> tuple[str, int]:
+def _pair(word: str, text: str) -> tuple[str, int]:
     name, equals, size = (part.strip() for part in word.partition("="))
     if not equals or not re.fullmatch(r"-?\d+", size):
-        raise MeshError(f'mesh "{whole}": "{word.strip()}" is not NAME=SIZE.', fix='write it like "data=4,model=2".')
+        raise MeshError(f'mesh "{text}": "{word.strip()}" is not NAME=SIZE.', fix='write it like "data=4,model=2".')
     return name, int(size)
 
 
@@ -188,7 +188,7 @@ def simulate_devices(count: int) -> None:
     if count < 1:
         raise MeshError(f"simulate_devices({count}): at least one device is needed.", fix="such as spmd.simulate_devices(8).")
     try:
-        if not jax.distributed.is_initialized():  # several processes were told by who started them; what counts is how many all have
+        if not jax.distributed.is_initialized():  # the launcher has set the devices of each process; the total is checked below
             simulate_cpus(count)
     except RuntimeError:
         pass  # JAX has started: what counts is what it started with

@@ -12,7 +12,7 @@ COLUMNS = ("", "of", "is", "except", "line")
 
 
 def one_line(layout: Layout) -> str:
-    """Name, mesh, how many rules, and how gradients meet.
+    """Name, mesh, the number of rules, and how gradients are reduced.
 
     >>> one_line(Layout.load("zero1"))
     'Layout zero1 on data=-1: no rules, else replicate; gradients by reduce_scatter, exact'
@@ -20,8 +20,8 @@ def one_line(layout: Layout) -> str:
     axes = ", ".join(f"{axis}={size}" for axis, size in layout.mesh)
     counted = [(len(layout.params), "rule"), (len(layout.axes), "axis name")]
     rules = ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counted if count) or "no rules"
-    met = f"gradients by {layout.gradients.reduction}, {layout.gradients.codec}"
-    return f"Layout {layout.name}{f' on {axes}' if axes else ''}: {rules}, else {layout.default.params}; {met}"
+    reduced = f"gradients by {layout.gradients.reduction}, {layout.gradients.codec}"
+    return f"Layout {layout.name}{f' on {axes}' if axes else ''}: {rules}, else {layout.default.params}; {reduced}"
 
 
 def html_table(layout: Layout) -> Html:

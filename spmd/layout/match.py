@@ -12,7 +12,7 @@ MAX_LENGTH = 400  # a pattern is data from a file: bounded, and compiled to a re
 
 @functools.cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The pattern as a regular expression over whole paths.
+    """The pattern as a regular expression for full paths.
 
     >>> bool(compiled("**/attention/{query,key}/kernel").fullmatch("blocks/0/attention/key/kernel"))
     True
@@ -95,10 +95,9 @@ def covering(some: Sequence[str], all_paths: Collection[str]) -> str | None:
         tail.insert(0, end[0])
         candidates.append("**/" + "/".join(tail))
     candidates.append("**")
-    # names may hold the pattern's own characters, so each candidate is tried
-    fits = lambda pattern: len(pattern) <= MAX_LENGTH and matches(pattern, all_paths) == [path for path in all_paths if path in wanted]
-    wanted = set(some)
-    return next(filter(fits, candidates), None)
+    wanted = [path for path in all_paths if path in set(some)]
+    # names may contain pattern characters, so each candidate is verified
+    return next((pattern for pattern in candidates if len(pattern) <= MAX_LENGTH and matches(pattern, all_paths) == wanted), None)
 
 
 def names(given: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a layout says of how the forward pass is cut: `[pipeline]`, `[sequence]`, `[experts]`, and what must hold of them by themselves."""
+"""Model parallelism of the forward pass: `[pipeline]`, `[sequence]`, `[experts]`, and their own consistency checks."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ ORDERS = ("balanced", "contiguous")
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Stacks of layers (`spmd.nn.LayerStack`, `spmd.nn.RNNStack`) cut over a mesh axis, so that each of its devices has some of the layers.
+    """Stacks of layers (`spmd.nn.LayerStack`, `spmd.nn.RNNStack`) sharded over a mesh axis: each of its devices has some of the layers.
 
     Attributes:
       axis: the mesh axis; its devices are the stages. None: no pipeline, a stack is a scan over its layers.
@@ -19,9 +19,9 @@ class Pipeline:
         activations of as many microbatches as there are stages, and no more. Stacks of recurrent layers are a wavefront under each
         but the last. "circular" keeps layers in the order of stages, also for an optimizer that tells them apart along dim 0. Under "1f1b"
         the loss is called on the rows of one microbatch: one that is no mean over rows has to return (sum, count).
-      microbatches: parts into which a worker's rows are cut; None: the largest divisor of the rows that is at most 4 times the stages.
+      microbatches: parts into which a worker's rows are split; None: the largest divisor of the rows that is at most 4 times the stages.
       groups: of layers on each stage; for "circular".
-      overlap: results travel while the next tick is computed, and are used in the one after it: one tick more for every stage but the
+      overlap: results are sent while the next tick is computed, and used in the one after it: one tick more for every stage but the
         first, and links that are never waited for. For "gpipe" and wavefronts.
       time_chunk: steps of time that a recurrent stage takes at once; None: chosen from the length (`spmd.nn.best_chunk`).
 
@@ -51,10 +51,10 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """Attention (`spmd.nn.attention`) over sequences that are cut over a mesh axis, by a ring exchange of keys and values.
+    """Attention (`spmd.nn.attention`) over sequences that are sharded over a mesh axis, by a ring exchange of keys and values.
 
     Attributes:
-      axis: the mesh axis over which dim 1, the sequence, is cut. None: sequences are whole.
+      axis: the mesh axis over which dim 1, the sequence, is sharded. None: not sharded.
       order: which rows of a causal mask a device works on: "balanced", one part from the front and one from the back, so that all
         have the same work; "contiguous", as they lie.
 
@@ -70,10 +70,10 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Mixtures of experts (`spmd.nn.MixtureOfExperts`) whose experts lie on the devices of a mesh axis, to which tokens travel.
+    """Mixtures of experts (`spmd.nn.MixtureOfExperts`) whose experts are on the devices of a mesh axis, to which tokens are sent.
 
     Attributes:
-      axis: the mesh axis over which experts are cut, and each worker's tokens while they are dealt out. None: every device has all experts.
+      axis: the mesh axis over which experts are sharded, and each worker's tokens during dispatch. None: every device has all experts.
 
     Example:
       >>> from spmd import Experts, Layout

@@ -11,8 +11,8 @@ from spmd.layout.match import names
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.layout.server import ParameterServer
 
-Entry = str | tuple[str, ...] | None  # one dim: whole (None), over one mesh axis, or over several (outermost first)
-Spec = tuple[Entry, ...]  # one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are whole
+Entry = str | tuple[str, ...] | None  # one dim: replicated (None), sharded over one mesh axis, or over several (outermost first)
+Spec = tuple[Entry, ...]  # one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are None
 
 REPLICATED = "-"  # how TOML writes None
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # behind `Layout`'s methods; `spmd.layout` fills it, since their modules import this one
@@ -23,7 +23,7 @@ class Rule:
     """Arrays whose path matches `path`, and none of `except_`, get `spec`. `line` is where the file says so.
 
     Example:
-      >>> Rule("**/kernel", (None, "model"), except_=("head/**",)).spec  # dim 0 whole, dim 1 cut over `model`
+      >>> Rule("**/kernel", (None, "model"), except_=("head/**",)).spec  # dim 0 replicated, dim 1 sharded over `model`
       (None, 'model')
     """
 
@@ -52,7 +52,7 @@ class Default:
     """What happens to a parameter that no rule and no logical axis covers.
 
     `params` is "replicate", "shard:AXIS" (the largest dim that AXIS divides) or "error". `max_replicated` bounds the
-    share of parameter bytes that may stay whole on every device (0 to 1; None sets no bound).
+    share of parameter bytes that may be replicated on every device (0 to 1; None: no bound).
 
     Example:
       >>> Layout(default=Default("shard:data", max_replicated=0.5)).default.params
@@ -98,7 +98,7 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where every array lives and how gradients meet.
+    """Where every array lives and how gradients are reduced.
 
     Example:
       >>> layout = Layout(params=(Rule("**/kernel", (None, "model")),), name="mine")
@@ -111,7 +111,7 @@ class Layout:
     batch: Batch = Batch()
     params: tuple[Rule, ...] = ()
     axes: tuple[tuple[str, Entry], ...] = ()
-    activations: tuple[Rule, ...] = ()  # what submodules return: paths are of modules, dim 0 is cut over the data axes in any case
+    activations: tuple[Rule, ...] = ()  # submodule outputs: paths are of modules, dim 0 is always sharded over the data axes
     default: Default = Default()
     optimizer: OptimizerState = OptimizerState()
     gradients: Gradients = Gradients()  # noqa: RUF009
@@ -146,7 +146,7 @@ class Layout:
 
     @property
     def stage_axis(self) -> str | None:
-        """The mesh axis over which a stack's layers are cut where they are kept; servers keep all of them, packed."""
+        """The mesh axis over which the layers of a stack are sharded; None under a parameter server, which packs them."""
         return None if self.gradients.reduction == "parameter_server" else self.pipeline.axis
 
     def data_axes(self) -> tuple[str, ...]:
@@ -181,7 +181,7 @@ def keep_axes(spec: Spec, axes: tuple[str, ...]) -> Spec:
 
 
 def mixes_data_axes(spec: Spec, data_axes: tuple[str, ...]) -> bool:
-    """Whether a dim is cut over a data axis and another one together.
+    """Whether a dim is sharded over a data axis together with another axis.
 
     >>> mixes_data_axes((None, ("data", "model")), ("data",))
     True

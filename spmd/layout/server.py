@@ -19,7 +19,7 @@ class ParameterServer:
     """Where parameters are kept, who waits for whom, and what is made of gradients that come late.
 
     Attributes:
-      placement: "sliced" (every parameter cut evenly over the servers), or whole parameters, as TF's `replica_device_setter` placed
+      placement: "sliced" (every parameter sharded evenly over the servers), or entire parameters, as TF's `replica_device_setter` placed
         variables: "round_robin" (in the order of the tree: dicts by name), "greedy_bytes" (in that order, each to the server with the least
         bytes), "largest_first" (the same, largest first).
       servers: how many of the positions along the data axes keep parameters; None: all.
@@ -27,8 +27,8 @@ class ParameterServer:
       mode: "synchronous"; "asynchronous": each gradient is an update, of weights that have moved on since; "bounded": so, but no worker
         is more than `bound` gradients ahead of the slowest, and an update counts 1 / workers (SSP, Ho et al. 2013); "softsync": each
         `workers // splits` gradients are an update (Zhang et al., arXiv:1511.05950). In the others workers have weights and an optimizer
-        of their own, and meet at the servers every so many steps: "local": their mean way since then is a gradient to the outer
-        optimizer, Nesterov's momentum (DiLoCo, Douillard et al., arXiv:2311.08105); "elastic": worker and servers pull at each other
+        of their own, and synchronize with the servers every `every` steps: "local": their mean delta is a gradient to the outer
+        optimizer, Nesterov's momentum (DiLoCo, Douillard et al., arXiv:2311.08105); "elastic": both move towards each other
         (EASGD, Zhang et al., arXiv:1412.6651).
       bound: of mode "bounded".
       splits: of mode "softsync".
@@ -44,9 +44,9 @@ class ParameterServer:
       delay_decay: makes it adaptive: lambda / sqrt(s + 1e-7), where s is the servers' moving mean of g g with this decay, such as 0.95.
       warmup_steps: updates that the first worker makes alone, before the others join.
       fetch_every: gradients of a worker between two fetches of weights (Downpour, Dean et al. 2012).
-      every: steps of a worker between two meetings, of modes "local" and "elastic".
-      fragments: parameters meet in so many parts, one after the other, each at its own time (streaming DiLoCo, arXiv:2501.18512).
-      overlap: steps that workers go on while what they have sent is on its way.
+      every: steps of a worker between two synchronizations, of modes "local" and "elastic".
+      fragments: parameters are synchronized in this many parts, each at its own step (streaming DiLoCo, arXiv:2501.18512).
+      overlap: steps that workers continue while a synchronization is in flight.
       mix: the share of its own weights that a worker keeps where it takes those of the servers.
       outer_rate, outer_momentum: of the outer optimizer; 1 and 0 are local SGD.
       moving_rate: alpha of mode "elastic"; None: 0.9 / workers.
@@ -233,7 +233,7 @@ def _number_problems(server: ParameterServer) -> list[Conflict]:
 
 
 def _local_problems(server: ParameterServer, gradients: Gradients) -> list[Conflict]:
-    """Meetings that do not fit between each other."""
+    """Synchronizations that overlap each other."""
     found, every, parts = [], server.every or 0, server.fragments
     if every >= 1 and parts >= 1 and every % parts:
         why = f"{every} steps between two meetings, and {parts} fragments that take turns; {every} / {parts} leaves {every % parts}."
@@ -263,7 +263,7 @@ def _text_problems(server: ParameterServer) -> list[Conflict]:
 
 
 def _codec_problems(gradients: Gradients) -> list[Conflict]:
-    """Each gradient is applied by itself, so what a codec does to a mean has no place."""
+    """Codecs that work on a mean of gradients: an asynchronous server applies each gradient separately."""
     found, apart = [], "an asynchronous server applies each gradient by itself."
     for rule, (codec, options) in enumerate([(gradients.codec, gradients.options), *((r.codec, r.options) for r in gradients.rules)], -1):
         number = None if rule < 0 else rule

@@ -26,7 +26,7 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
 
 
 def summary(resolved: Resolved) -> Text:
-    """The whole table, its totals and notes, as text; in a notebook's cell a table."""
+    """The table, its totals and notes, as text, or as HTML in a notebook."""
     header = COLUMNS
     body = rows(resolved)
     declared = resolved.layout.gradients

@@ -33,7 +33,7 @@ class Call:
 
     `key` is the same on all workers; `localize` turns it into the key that draws this worker's rows. `sync_axes` are
     the mesh axes over which batch statistics are averaged (empty where the compiler sees the whole batch). `dtype` is that
-    of the computation, told to every layer that has none of its own: one float32 array among its inputs (BatchNorm's
+    of the computation, set on every layer that has no dtype: one float32 array among its inputs (BatchNorm's
     averages, an embedding) would otherwise turn it, and all layers after it, into float32. `returned` is asked by path of every
     submodule that can be called, and gives what its outputs go through, or None.
     """
@@ -53,7 +53,7 @@ class Model(abc.ABC):
 
     @property
     def concrete(self) -> Variables | None:
-        """The arrays of one that was given whole; None of one that is yet to be made. Asked for outside of any trace."""
+        """The arrays of a model that was passed with arrays; None for one that is built later. Called outside of traces."""
         return None
 
     @abc.abstractmethod
@@ -141,7 +141,7 @@ def explain_jax_error(error: Exception) -> str:
         )
     if "with_sharding_constraint" in message and "mesh" in message:
         return (
-            "the model calls with_sharding_constraint by a name that it imported, so spmd cannot tell it of the mesh.\n"
+            "the model calls with_sharding_constraint by a name that it imported, so spmd cannot pass it the mesh.\n"
             "    fix: call it as jax.lax.with_sharding_constraint, or take it out."
         )
     if "PartitionSpec" in message and "mesh context" in message:

@@ -14,7 +14,7 @@ from spmd.tree import Tree, flatten, path_of
 
 
 class NnxModel(Model):
-    """A Flax nnx module, built by `factory` under a trace, or given whole (`concrete`)."""
+    """A Flax nnx module, built by `factory` under a trace, or passed with its arrays (`concrete`)."""
 
     def __init__(self, factory: Callable[[], nnx.Module], *, concrete: nnx.Module | None = None):
         self._factory = factory

@@ -121,7 +121,7 @@ class FunctionCall:
             self._calls += 1
         if "axis_name" in known:
             kwargs.setdefault("axis_name", call.sync_axes or None)
-        if call.dtype is not None:  # flax layers cast their own inputs; here nobody else does
+        if call.dtype is not None:  # flax layers cast their inputs; a function does not
             args = jax.tree.map(lambda x: x.astype(call.dtype) if getattr(x, "dtype", None) == "float32" else x, args)
         if not self._model.stateful:
             return apply(self.params, *args, **kwargs)
