@@ -1,4 +1,4 @@
-"""What may be hung into the loop."""
+"""Public names for callbacks; see `spmd.run.callbacks`."""
 
 from spmd.run.callbacks import Callback, CheckReplicas, Each, EarlyStopping, Info, StopAt, TerminateOnNaN
 

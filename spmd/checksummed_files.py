@@ -1,6 +1,6 @@
-"""Files that are written completely or not at all, and whose last line is a checksum that reveals damage.
+"""Writes files atomically, with a last line that holds a checksum.
 
-It reveals a flipped bit, a file cut short, a number edited by hand; not tampering by somebody who writes a new checksum too.
+The checksum reveals flipped bits, truncation and edits by hand; not tampering that also writes a new checksum.
 """
 
 import contextlib
@@ -10,16 +10,16 @@ import re
 import secrets
 from pathlib import Path
 
-_SEAL = re.compile(rb'\n\{"sha256": "([0-9a-f]{64})"\}\n\Z')
+_CHECKSUM = re.compile(rb'\n\{"sha256": "([0-9a-f]{64})"\}\n\Z')
 _LENGTH = 80  # bytes of the last line, with the line break before it
 
 
 class DamagedFileError(Exception):
-    """A file is not what was written; in words, what is wrong with it."""
+    """A file differs from what was written; the message says how."""
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file, and return when the disk has it; whoever reads meanwhile gets the old content or the new."""
+    """Replace a file, and return when it is on disk; concurrent readers get the old content or the new."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("wb") as file:
@@ -32,7 +32,7 @@ def write(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY)  # the name is durable only when its folder is
+    folder = os.open(path.parent, os.O_RDONLY)  # the name is durable only after its folder is synced
     try:
         os.fsync(folder)
     finally:
@@ -40,10 +40,10 @@ def write(path: Path, content: bytes) -> None:
 
 
 def read(path: Path) -> bytes | None:
-    """What `write` was given; None if there is no such file.
+    """The content that `write` wrote; None if there is no such file.
 
     Raises:
-      Damaged: it is not what was written, or cannot be read.
+      Damaged: it differs from what was written, or cannot be read.
 
     Example:
       >>> import tempfile
@@ -53,7 +53,7 @@ def read(path: Path) -> bytes | None:
       >>> _ = path.write_bytes(path.read_bytes().replace(b"1 2", b"1 4"))
       >>> read(path)
       Traceback (most recent call last):
-      spmd.checksummed_files.Damaged: its contents do not match its checksum
+      spmd.checksummed_files.DamagedFileError: its contents do not match its checksum
     """
     if not path.exists() and not path.is_symlink():
         return None
@@ -63,10 +63,10 @@ def read(path: Path) -> bytes | None:
         content = path.read_bytes()
     except OSError as error:
         raise DamagedFileError(f"it cannot be read: {error}") from error
-    seal = _SEAL.search(content, max(0, len(content) - _LENGTH))
-    if seal is None:
+    checksum = _CHECKSUM.search(content, max(0, len(content) - _LENGTH))
+    if checksum is None:
         raise DamagedFileError(f"it has no checksum at the end of its {len(content)} bytes")
-    content = content[: seal.start()]
-    if hashlib.sha256(content).hexdigest().encode() != seal[1]:
+    content = content[: checksum.start()]
+    if hashlib.sha256(content).hexdigest().encode() != checksum[1]:
         raise DamagedFileError("its contents do not match its checksum")
     return content

@@ -1,4 +1,4 @@
-"""Where metrics can be written."""
+"""Public names for loggers; see `spmd.run.loggers`."""
 
 from spmd.run.loggers import JsonLines, Logger, TensorBoard
 

@@ -1,4 +1,4 @@
-"""How a run begins: in an empty folder at step 0, or where a checkpoint says that it stood."""
+"""Starts a run: at step 0 in an empty folder, or from its newest checkpoint."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from spmd.run.config import StartPoint
 from spmd.run.throughput import Throughput
 from spmd.trainer import Trainer
 
-CHANGED_DATA = "changed_data"  # resume=, where other contents of the data are meant
+CHANGED_DATA = "changed_data"  # fit(resume=...): resume although the contents of the data have changed
 
 
 def wants_resume(resume: bool | str) -> bool:
@@ -33,9 +33,9 @@ def wants_resume(resume: bool | str) -> bool:
 
 
 def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool) -> CheckpointStore | None:
-    """The run's checkpoints; what is there already is gone on with, or is an error, never overwritten."""
+    """The run's checkpoints. Existing ones are resumed or are an error; they are never overwritten."""
     watch = current()
-    watch.record_progress("compile", 0)  # from here on all processes do the same, and none may be waited for without end
+    watch.record_progress("compile", 0)  # from here on all processes run in step, and waiting for each other has a time limit
     opened.callback(watch.record_progress, "script", 0)
     if config is None:
         if resume:
@@ -45,13 +45,13 @@ def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resum
     opened.callback(store.release)
     if store.latest() is not None and not resume:
         raise CheckpointError(
-            f"{store.folder} already holds a run, up to step {store.latest()}.", fix="resume=True to go on with it, or another folder."
+            f"{store.folder} already holds a run, up to step {store.latest()}.", fix="resume=True to continue it, or another folder."
         )
     return store
 
 
 def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any], *, changed_data: bool) -> StartPoint:
-    """As `_begin`; copies that several processes have of the state are equal."""
+    """The starting point of a run; the state's replicas in several processes are checked to be equal."""
     begun = _begin(store, trainer, meta, changed_data)
     if jax.process_count() > 1:
         check_replicas(begun.state, "before the first step")
@@ -59,15 +59,15 @@ def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any],
 
 
 def _begin(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any], changed_data: bool) -> StartPoint:
-    """From the newest checkpoint that is intact, or from step 0 where there is none.
+    """From the newest undamaged checkpoint, or from step 0 if there is none.
 
     Raises:
-      CheckpointError: the data is not the saved run's, or comes in other batches or another order.
+      CheckpointError: the data differs from the saved run's, or comes in other batches or another order.
     """
     step, damaged = store.newest_intact() if store is not None else (None, {})
     if store is not None and step is None and damaged:
         problems = [Problem(f"step {step}", [why]) for step, why in damaged.items()]
-        fix = f"\n\n    fix: another copy of the folder; or remove {store.folder}/checkpoints, and the run starts at step 0."
+        fix = f"\n\n    fix: use another copy of the folder, or remove {store.folder}/checkpoints to start at step 0."
         raise CheckpointError(problems_text(f"every checkpoint in {store.folder} is damaged", problems) + fix)
     if store is None or step is None:
         return StartPoint(trainer.init())
@@ -76,27 +76,27 @@ def _begin(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any]
         position, options = Position(**saved["position"]), {"mesh": saved["mesh"], **saved["options"]}
         data, layout, callbacks = saved["data"], saved["layout"], saved["callbacks"]
         owes = saved.get("owes_evaluation") is True
-        throughput = Throughput(saved.get("pace") if was_restarted() else None)  # a run that somebody has resumed may have rested for days
+        throughput = Throughput(saved.get("pace") if was_restarted() else None)  # a run resumed by hand may have paused for days
     now = meta["data"]
     hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
-    unseen = [] if hashed else [name for name in now if name.startswith("contents")]
-    now = {name: value for name, value in now.items() if name not in unseen}
-    other = [name for name in dict.fromkeys([*data, *now]) if data.get(name) != now.get(name)]
-    problems = {name: Problem(name, [f"saved {data.get(name)!r}, now {now.get(name)!r}"]) for name in other}
+    unhashed = [] if hashed else [name for name in now if name.startswith("contents")]
+    now = {name: value for name, value in now.items() if name not in unhashed}
+    different = [name for name in dict.fromkeys([*data, *now]) if data.get(name) != now.get(name)]
+    problems = {name: Problem(name, [f"saved {data.get(name)!r}, now {now.get(name)!r}"]) for name in different}
     headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
     raise_problems(CheckpointError, headline, [problem for name, problem in problems.items() if not name.startswith("contents")])
-    changed = [
+    changes = [
         f"{name} was {options.get(name)}, is {now}"
         for name, now in {"mesh": meta["mesh"], **meta["options"]}.items()
         if options.get(name) != now
     ]
-    changed += ["the layout was another"] if layout != meta["layout"] else []
-    changed += ["the checkpoint has no hash of its data, so the contents of the data were not compared"] if unseen else []
-    state, told = trainer.load(store, step)
+    changes += ["the layout has changed"] if layout != meta["layout"] else []
+    changes += ["the checkpoint has no hash of its data, so the contents of the data were not compared"] if unhashed else []
+    state, comm_changes = trainer.load(store, step)
     if changed_data:
-        changed += [f"{name} of the data have changed" for name in problems]
-    else:  # raised last: where the model has changed too, that says more
-        fix = f'the data that the run began with; or resume="{CHANGED_DATA}" to resume on this data.'
+        changes += [f"{name} of the data have changed" for name in problems]
+    else:  # raised last: if the model has changed too, that error is more useful
+        fix = f'use the data that the run began with, or resume="{CHANGED_DATA}" to resume on this data.'
         raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems.values()])
-    store.move_damaged(damaged)  # not before it is certain that the run is resumed
-    return StartPoint(state, position, callbacks, [*changed, *told], throughput, owes)
+    store.move_damaged(damaged)  # only now is it certain that the run resumes
+    return StartPoint(state, position, callbacks, [*changes, *comm_changes], throughput, owes)

@@ -1,4 +1,4 @@
-"""Parameter paths and sizes: the one spelling of a leaf's name, used in layouts, errors, plans and checkpoints."""
+"""Paths, shapes and sizes of a pytree's leaves, as layouts, errors, plans and checkpoints write them."""
 
 import math
 from collections.abc import Callable
@@ -34,17 +34,17 @@ def map_paths(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def abstract(tree: Tree) -> Tree:
-    """The tree with every leaf replaced by its shape and dtype; no data is touched or moved."""
+    """The tree with every leaf replaced by its shape and dtype; no data is read or moved."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype_of(leaf))), tree)
 
 
 def dtype_of(leaf: Any) -> np.dtype:
-    """The dtype of an array, a shape-and-dtype or a Python number."""
+    """The dtype of an array, a `ShapeDtypeStruct` or a Python number."""
     return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
 
 
 def nbytes(leaf: Any) -> int:
-    """Bytes of the whole array, from shape and dtype alone."""
+    """Bytes of the global array, from its shape and dtype."""
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 

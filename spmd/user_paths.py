@@ -1,4 +1,4 @@
-"""Files and folders that a user names: made and written, or refused with the reason that the file system has."""
+"""Creates files and folders at paths that users give; errors say what is in the way."""
 
 import contextlib
 import os
@@ -10,10 +10,10 @@ from spmd.errors import OptionError, SpmdError, short_repr, type_name
 
 
 def as_path(value: Any, name: str) -> Path:
-    """What the user gave as `name`, as a path.
+    """The option `name` as a path.
 
     Raises:
-      OptionError: it is none, or empty.
+      OptionError: it is not a path, or is empty.
 
     >>> as_path("runs/digits", "checkpoint").name
     'digits'
@@ -22,18 +22,18 @@ def as_path(value: Any, name: str) -> Path:
         raise OptionError(f"{name}={short_repr(value)} is {type_name(value)}.", fix="a path.")
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError(f"{name}={short_repr(text)} names nothing that could be on a disk.", fix="a path, such as runs/digits.")
+        raise OptionError(f"{name}={short_repr(text)} is not a valid path.", fix="a path, such as runs/digits.")
     return Path(text)
 
 
 def make_folder(path: Path, error: type[SpmdError]) -> None:
-    """Make a folder and those above it, where they are missing."""
+    """Create a folder and its missing parents."""
     with wrap_os_errors(path, error, "folder"):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def write_text(path: Path, text: str) -> Path:
-    """A text as a file that the user has named; its folder is made if it is not there.
+    """Write text to a path that the user gave; creates its folder if missing.
 
     Raises:
       OptionError: the file cannot be written.
@@ -46,16 +46,16 @@ def write_text(path: Path, text: str) -> Path:
 
 @contextlib.contextmanager
 def wrap_os_errors(path: Path, error: type[SpmdError], what: str = "file") -> Iterator[None]:
-    """Around what writes at `path`: what the file system refuses is raised as an `error` that says why."""
+    """In the block, an `OSError` from writing at `path` is raised as an `error` that says why."""
     try:
         yield
-    except OSError as refused:
-        verb = "made" if what == "folder" else "written"
-        raise error(f"the {what} {path} cannot be {verb}: {explain_os_error(path, refused)}.", fix="another path.") from refused
+    except OSError as cause:
+        verb = "created" if what == "folder" else "written"
+        raise error(f"the {what} {path} cannot be {verb}: {explain_os_error(path, cause)}.", fix="another path.") from cause
 
 
 def explain_os_error(path: Path, error: OSError) -> str:
-    """Why nothing can be written at `path`: what is in the way, or the words of the operating system."""
+    """Why `path` cannot be written: what is in the way, or the operating system's message."""
     overwritten = os.path.isfile(path) and not isinstance(error, FileExistsError | NotADirectoryError)
     if isinstance(error, IsADirectoryError):
         return f"{path} is a folder"
@@ -63,11 +63,11 @@ def explain_os_error(path: Path, error: OSError) -> str:
 
 
 def blocking_file(path: Path) -> str | None:
-    """The file, or the link that leads nowhere, that keeps `path` from being a folder; None where there is none."""
+    """The file or broken link that keeps `path` from being a folder, as text; None if there is none."""
     path = Path(os.path.abspath(path))
-    for place in (*reversed(path.parents), path):
-        if os.path.islink(place) and not os.path.exists(place):
-            return f"{place} is a link to {os.readlink(place)}, which does not exist"
-        if os.path.exists(place) and not os.path.isdir(place):
-            return f"{place} is a file"
+    for parent in (*reversed(path.parents), path):
+        if os.path.islink(parent) and not os.path.exists(parent):
+            return f"{parent} is a link to {os.readlink(parent)}, which does not exist"
+        if os.path.exists(parent) and not os.path.isdir(parent):
+            return f"{parent} is a file"
     return None

@@ -1,4 +1,4 @@
-"""Where XLA does not do what its operations say, and what is done about it; each with the versions in which it was seen."""
+"""Workarounds for XLA, each with the versions that need it."""
 
 import functools
 import os
@@ -12,15 +12,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 def simulate_cpus(count: int) -> None:
-    """Let JAX start with `count` CPU devices, and with enough threads that programs in flight cannot block one another.
+    """Make JAX start with `count` CPU devices, and with enough threads that programs in flight cannot block one another.
 
-    XLA:CPU starts `max(devices, processors)` threads. A collective holds one on every device until all devices have reached it: a loop
-    that dispatches programs without waiting fills them with parts of different collectives, and after 40 seconds XLA ends the process
-    (jaxlib 0.10, 0.11). It takes the number of processors from NPROC when that is set, which nothing else in JAX reads; a value of the
-    user's own stays.
+    XLA:CPU starts `max(devices, processors)` threads. A collective holds one thread per device until all devices have reached it: a loop
+    that dispatches programs without waiting can fill the threads with parts of different collectives, and after 40 seconds XLA ends the
+    process (jaxlib 0.10, 0.11). It takes the number of processors from NPROC if set, which nothing else in JAX reads; a value that the
+    user has set stays.
 
     Raises:
-      RuntimeError: JAX has started already.
+      RuntimeError: JAX was initialized already.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
@@ -28,12 +28,12 @@ def simulate_cpus(count: int) -> None:
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """Unsigned integers with the same bits as an array of floats; any other array as it is.
+    """Unsigned integers with the same bits as an array of floats; any other array unchanged.
 
-    XLA:CPU computes in float32 what it fuses of narrower floats, even where numbers are only moved: that loses the payload of a NaN
-    (jaxlib 0.10), and subnormal numbers where the processor itself rounds to bfloat16 (0.11, AVX512-BF16). Partitioning may add zeros to
-    what it moves, which loses the sign of a zero. Integers stay as they are; but not if the conversion to them is fused with what is
-    done to them (0.11), hence the barriers.
+    XLA:CPU computes fusions of narrower floats in float32, even where values are only moved: that loses the payload of a NaN (jaxlib
+    0.10), and subnormal numbers on processors that round to bfloat16 in hardware (0.11, AVX512-BF16). Partitioning may add zeros to values
+    that it moves, which loses the sign of a zero. Integers are not affected, unless the bit cast is fused with the operation that follows
+    (0.11), hence the barriers.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
@@ -46,7 +46,7 @@ def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def move_bits(move: Callable[[Any], Any], tree: Any) -> Any:
-    """`move(tree)`, of a function that pads (with zeros), slices, joins or reorders: no bit of a number changes. It has no gradient.
+    """`move(tree)` with no bit of a value changed, for a function that pads with zeros, slices, concatenates or reorders. No gradient.
 
     >>> move_bits(lambda x: x[::-1], jnp.arange(3.0)).tolist()
     [2.0, 1.0, 0.0]
@@ -56,9 +56,9 @@ def move_bits(move: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def replicate(x: jax.Array) -> jax.Array:
-    """The same bits, the whole array on every device of its mesh; all processes call this."""
-    at = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
-    bits = jax.jit(to_bits, out_shardings=at)(x)
+    """The array replicated over its mesh, bit for bit; all processes call this."""
+    sharding = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+    bits = jax.jit(to_bits, out_shardings=sharding)(x)
     return jax.jit(from_bits, static_argnums=1)(bits, x.dtype)
 
 
@@ -70,9 +70,9 @@ def shard_map(
     mesh: Mesh | AbstractMesh | None = None,
     axis_names: Collection[str] = (),
 ) -> Callable[..., Any]:
-    """`jax.shard_map` that checks no replication; specs name no axes but the manual ones.
+    """`jax.shard_map` without the replication check; specs name only manual axes.
 
-    Arrays without elements are not passed, but made inside: jaxlib 0.11 dies compiling a program that passes one (segmentation fault).
+    Arrays without elements are created inside, not passed: jaxlib 0.11 crashes (segmentation fault) compiling a program that passes one.
 
     >>> mesh, spec = jax.make_mesh((1,), ("data",)), PartitionSpec("data")
     >>> twice = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -83,27 +83,30 @@ def shard_map(
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
-        specs = jax.tree.leaves(_on_leaves(in_specs, arguments), is_leaf=_is_spec)
-        within = mesh or jax.sharding.get_abstract_mesh()
-        local = lambda leaf, spec: NamedSharding(within, spec).shard_shape(leaf.shape)  # type: ignore[arg-type]
-        empty = {n: (local(leaf, specs[n]), leaf.dtype) for n, leaf in enumerate(leaves) if not jnp.size(leaf)}
-        full = [n for n in range(len(leaves)) if n not in empty]
+        specs = jax.tree.leaves(_broadcast_specs(in_specs, arguments), is_leaf=_is_spec)
+        current_mesh = mesh or jax.sharding.get_abstract_mesh()
+
+        def local_shape_dtype(leaf: Any, spec: PartitionSpec) -> tuple[tuple[int, ...], Any]:
+            return NamedSharding(current_mesh, spec).shard_shape(leaf.shape), leaf.dtype  # type: ignore[arg-type]
+
+        empty = {n: local_shape_dtype(leaf, specs[n]) for n, leaf in enumerate(leaves) if not jnp.size(leaf)}
+        passed = [n for n in range(len(leaves)) if n not in empty]
 
         @functools.wraps(function)
-        def inside(*given: jax.Array) -> Any:
-            found = dict(zip(full, given, strict=True)) | {n: jnp.zeros(*of) for n, of in empty.items()}
-            return function(*jax.tree.unflatten(structure, [found[n] for n in range(len(leaves))]))
+        def inside(*shards: jax.Array) -> Any:
+            local_leaves = dict(zip(passed, shards, strict=True)) | {n: jnp.zeros(*shape_dtype) for n, shape_dtype in empty.items()}
+            return function(*jax.tree.unflatten(structure, [local_leaves[n] for n in range(len(leaves))]))
 
         mapped = jax.shard_map(
-            inside, mesh=mesh, in_specs=tuple(specs[n] for n in full), out_specs=out_specs, axis_names=set(axis_names), check_vma=False
+            inside, mesh=mesh, in_specs=tuple(specs[n] for n in passed), out_specs=out_specs, axis_names=set(axis_names), check_vma=False
         )
-        return mapped(*(leaves[n] for n in full))
+        return mapped(*(leaves[n] for n in passed))
 
     return run
 
 
-def _on_leaves(specs: Any, tree: Any) -> Any:
-    """A spec for every leaf, from one for each part of the tree."""
+def _broadcast_specs(specs: Any, tree: Any) -> Any:
+    """A spec for every leaf, from a tree of specs that is a prefix of the tree."""
     return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=_is_spec)
 
 

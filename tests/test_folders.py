@@ -1,4 +1,4 @@
-"""Folders and files that cannot be made or written: refused with what is in the way."""
+"""Folders and files that cannot be created or written: refused with what is in the way."""
 
 import os
 import pathlib
@@ -39,7 +39,7 @@ BAD = {
 
 @pytest.mark.parametrize("path", BAD, ids=lambda path: path[:20])
 def test_store_refuses_a_folder_that_cannot_be_made(path):
-    text = rf"^the folder \S*{path}/checkpoints cannot be made: {BAD[path]}\.\n    fix: another path\.$"
+    text = rf"^the folder \S*{path}/checkpoints cannot be created: {BAD[path]}\.\n    fix: another path\.$"
     with pytest.raises(CheckpointError, match=text) as raised:
         CheckpointStore(Checkpoint(path))
     assert isinstance(raised.value.__cause__, OSError)
@@ -48,7 +48,7 @@ def test_store_refuses_a_folder_that_cannot_be_made(path):
 @pytest.mark.parametrize("make", [lambda path: JsonLines(f"{path}/log.jsonl"), TensorBoard], ids=["JsonLines", "TensorBoard"])
 @pytest.mark.parametrize("path", BAD, ids=lambda path: path[:20])
 def test_loggers_refuse_a_folder_that_cannot_be_made(path, make):
-    with pytest.raises(OptionError, match=rf"^the folder \S*{path} cannot be made: {BAD[path]}\."):
+    with pytest.raises(OptionError, match=rf"^the folder \S*{path} cannot be created: {BAD[path]}\."):
         make(path)
 
 
@@ -65,7 +65,7 @@ def test_export_refuses_a_folder_before_it_works(path, here):
 
 
 def test_files_that_reports_are_saved_to_are_refused_the_same_way():
-    with pytest.raises(OptionError, match=r"^the folder file/under cannot be made: \S*/file is a file\.\n    fix: another path\.$"):
+    with pytest.raises(OptionError, match=r"^the folder file/under cannot be created: \S*/file is a file\.\n    fix: another path\.$"):
         write_text(pathlib.Path("file/under/report.html"), "text")
     with pytest.raises(
         OptionError, match=r"^the file lost cannot be written: \S*/lost is a link to /nowhere/at/all, which does not exist\."
@@ -76,7 +76,7 @@ def test_files_that_reports_are_saved_to_are_refused_the_same_way():
 @pytest.mark.parametrize("value", [None, 3, "", "a\0b", b"runs"], ids=repr)
 def test_a_path_that_is_none_is_refused(value):
     for take in (JsonLines, TensorBoard, Checkpoint):
-        with pytest.raises(OptionError, match=r"(is (None|an int|a bytes)|names nothing that could be on a disk)\.\n    fix: a path"):
+        with pytest.raises(OptionError, match=r"(is (None|an int|a bytes)|is not a valid path)\.\n    fix: a path"):
             take(value)
 
 

@@ -1,1 +1,1 @@
-"""The loop around the step: callbacks, progress, loggers, checkpoints, and stopping in good order."""
+"""The training loop: callbacks, progress display, loggers, checkpoints, and clean shutdown."""

@@ -1,4 +1,4 @@
-"""What a user may hang into the loop, and the few that come with it."""
+"""Callbacks: the base class, those that ship with the library, and how the loop calls them."""
 
 import contextlib
 import json
@@ -15,16 +15,16 @@ from spmd.errors import CallbackError, DivergedError, OptionError, did_you_mean,
 
 
 class Info:
-    """What a callback is told: where the run is, what was measured, and the means to stop or save.
+    """What a callback receives: how far the run is, the metrics, and ways to stop it.
 
     Attributes:
       step: updates made when the metrics were measured.
       epoch: number of the epoch, from 0.
-      metrics: floats by name; for `on_step` those of this step, for `on_eval` those of the evaluation, to which a callback may add.
+      metrics: floats by name; in `on_step` those of this step, in `on_eval` those of the evaluation, to which a callback may add.
       rows: examples in the step's batch, over all workers.
     """
 
-    __slots__ = ("_control", "_exact", "epoch", "metrics", "rows", "step")  # info.stop = True would do nothing: it is an error
+    __slots__ = ("_control", "_exact", "epoch", "metrics", "rows", "step")  # so that info.stop = True, which would do nothing, is an error
 
     def __init__(self, control: Any, step: int, epoch: int, metrics: dict[str, float], rows: int, *, exact: bool):
         self._control, self.step, self.epoch, self.metrics, self.rows = control, step, epoch, metrics, rows
@@ -32,55 +32,55 @@ class Info:
 
     @property
     def state(self) -> Any:
-        """The state after `step` updates. The next step consumes it: copy what is to be kept.
+        """The state after `step` updates. The next step donates it: copy what you want to keep.
 
         Raises:
-          OptionError: in a callback that runs on every step; there the device is already a step ahead.
+          OptionError: in a callback that runs on every step, where the device is already one step ahead.
         """
         if not self._exact:
             raise OptionError(
-                f"info.state at step {self.step}: metrics are read one step late, so this state is consumed already.\n"
-                "    fix: give the callback  every = 10  (or more), or  exact = True, which makes the device wait."
+                f"info.state at step {self.step}: metrics are read one step late, so this state was already donated to the next step.",
+                fix="give the callback  every = 10  (or more), or  exact = True, which makes the device wait.",
             )
         return self._control.state
 
     def stop(self, reason: str) -> None:
-        """Stop the run in good order: the last checkpoint is written and `fit` returns.
+        """Stop the run cleanly: the last checkpoint is written and `fit` returns.
 
-        Of several processes all must call it at the same step, as they do where it follows from metrics; otherwise `ask`.
+        Every process must call it at the same step, as they do when the decision follows from metrics; otherwise use `ask`.
         """
         self._control.stop(reason)
 
     def ask(self, reason: str) -> None:
-        """The same for what only this process knows, such as the time: all processes stop after the same step, soon."""
+        """Stop for a reason that only this process knows, such as the time: soon, and all processes after the same step."""
         self._control.ask(reason)
 
     def stop_at(self, step: int) -> None:
-        """Stop in good order after exactly this many updates, or at once where there were more; `stop` may be a step late."""
+        """Stop cleanly after exactly this many updates, or immediately if there were more; `stop` may be one step late."""
         self._control.stop_at(step)
 
     @property
     def last_checkpoint(self) -> str:
-        """Where the newest checkpoint is, in words."""
+        """A sentence that says where the newest checkpoint is."""
         return self._control.last_checkpoint()
 
     @property
     def suspects(self) -> str:
-        """What in a batch is known to make this loss NaN, to end a sentence with."""
+        """Known causes of a NaN in a batch under this loss, as the end of a sentence."""
         return self._control.config.program.nan_causes
 
 
 class Callback:
-    """Base of callbacks: override what is of interest. `on_step` runs on every `every`-th step.
+    """Base class of callbacks: override the methods you need. `on_step` runs on every `every`-th step.
 
-    With `exact`, the loop waits for the step before it calls, so that `info.state` can be read; by default it does so
-    when `every` is more than 1.
+    With `exact`, the loop waits for the step before it calls `on_step`, so that `info.state` can be read; by default it
+    does so when `every` is more than 1.
     """
 
     every: int = 1
     exact: bool | None = None
-    together: bool = False  # True: of several processes all must have it, since it makes devices of all of them do something
-    moves_nothing: bool = False  # True: touches only numbers, so the loop keeps its guard against hidden transfers
+    together: bool = False  # True: every process must have it, since it runs programs on the devices of all
+    moves_nothing: bool = False  # True: transfers no arrays, so the loop keeps its transfer guard on
 
     def on_start(self, info: Info) -> None:
         """Before the first step."""
@@ -92,31 +92,31 @@ class Callback:
         """After an evaluation; `info.metrics` holds its results, named eval_..."""
 
     def on_checkpoint(self, info: Info) -> None:
-        """After a checkpoint was handed over to be written."""
+        """After a checkpoint has started to be written."""
 
     def on_stop(self, info: Info) -> None:
-        """Once, when the run ends for whatever reason, before the last checkpoint is waited for."""
+        """Once, however the run ends, before the loop waits for the last checkpoint."""
 
     def watches(self) -> tuple[str, ...]:
         """Names of metrics that must exist; checked before the first step."""
         return ()
 
     def save(self) -> dict[str, Any]:
-        """What a resumed run needs of this callback, as plain numbers and words; it goes into every checkpoint."""
+        """What a resumed run needs from this callback, as JSON values; every checkpoint stores it."""
         return {}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take back what `save` gave; called after `on_start`, in a resumed run only."""
+        """Restore what `save` returned; called after `on_start`, only in a resumed run."""
 
 
 class CheckReplicas(Callback):
-    """Compare the copies of the state's arrays every `every` steps (`spmd.distributed.replica_check`); `fit` does so before the first.
+    """Compare the replicas of the state's arrays every `every` steps (`spmd.distributed.replica_check`); `fit` does so before the first.
 
-    Each device reads its part of the state once, and the loop waits for it. A device or host that computes wrongly is found so: the
-    error names arrays, devices and processes.
+    This finds a device or host that computes wrong results; the error names arrays, devices and processes. Each device reads
+    its part of the state once per check, and the loop waits for it.
 
     Args:
-      every: steps from one check to the next.
+      every: steps between two checks.
 
     Example:
       >>> CheckReplicas(every=1000).every
@@ -125,16 +125,16 @@ class CheckReplicas(Callback):
 
     def __init__(self, every: int = 1000):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise OptionError(f"CheckReplicas: every={every!r}; a whole number from 1.")
+            raise OptionError(f"CheckReplicas: every={every!r} is not a positive integer.")
         self.every, self.exact, self.together = every, True, True
 
     def on_step(self, info: Info) -> None:
-        """Raise `ClusterError` where copies differ."""
+        """Raise `ClusterError` if replicas differ."""
         check_replicas(info.state, f"after step {info.step}")
 
 
 class Each(Callback):
-    """A plain function as a callback.
+    """A function as a callback.
 
     Example:
       >>> print_loss = Each(lambda info: print(info.step, info.metrics["loss"]), every=100)
@@ -149,7 +149,7 @@ class Each(Callback):
 
 
 class TerminateOnNaN(Callback):
-    """Raise as soon as a watched metric is not finite, in training or in an evaluation. In every run by default, watching the loss.
+    """Raise when a watched metric is not finite, in training or in an evaluation. Every run has one by default, which watches the loss.
 
     Example:
       >>> watch_nothing = TerminateOnNaN(metrics=())
@@ -166,33 +166,32 @@ class TerminateOnNaN(Callback):
 
     def on_step(self, info: Info) -> None:
         """Raise `DivergedError` on the first value that is not finite."""
-        batch = f"a look at the batch of this step{info.suspects}"
-        self._look(info, "", f"a lower learning rate, gradient clipping (optax.clip_by_global_norm), or {batch}.")
+        inspect = f"inspect the batch of this step{info.suspects}"
+        self._check(info, "", f"lower the learning rate, clip gradients (optax.clip_by_global_norm), or {inspect}.")
 
     def on_eval(self, info: Info) -> None:
-        """The same for an evaluation's."""
-        self._look(info, "eval_", "a look at the evaluation's data for NaN, for targets that are no class, or for nothing that counts.")
+        """The same for the metrics of an evaluation."""
+        self._check(info, "eval_", "check the evaluation data for NaN, for targets that are not a class, and for masks that leave nothing.")
 
-    def _look(self, info: Info, prefix: str, fix: str) -> None:
+    def _check(self, info: Info, prefix: str, fix: str) -> None:
         for name, value in ((prefix + name, info.metrics.get(prefix + name)) for name in self.metrics):
             if value is not None and not math.isfinite(value):
-                raise DivergedError(f'step {info.step}: metric "{name}" is {value}. {info.last_checkpoint}', fix=f"{fix}")
+                raise DivergedError(f'step {info.step}: metric "{name}" is {value}. {info.last_checkpoint}', fix=fix)
 
 
 def check_first_loss(callbacks: Sequence[Callback], loss: float) -> None:
-    """Raise `DivergedError` where somebody watches the loss and the first one is not finite: training is not the cause then."""
+    """Raise `DivergedError` if the loss is watched and not finite at the first step: training cannot be the cause then."""
     if not math.isfinite(loss) and any("loss" in each.watches() for each in callbacks if isinstance(each, TerminateOnNaN)):
         raise DivergedError(
-            f"the loss is {loss} at the first step.\n"
-            "    fix: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, or an initialisation "
-            "that is too large."
+            f"the loss is {loss} at the first step.",
+            fix="look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, or too large initial values.",
         )
 
 
 class EarlyStopping(Callback):
-    """Stop when a metric has not improved by `min_delta` for `patience` looks in a row.
+    """Stop when a metric has not improved by `min_delta` for `patience` checks in a row.
 
-    A metric named eval_... is looked at after each evaluation, any other every `every` steps.
+    A metric named eval_... is checked after each evaluation, any other every `every` steps.
 
     Example:
       >>> stop = EarlyStopping("eval_loss", patience=3)
@@ -204,52 +203,52 @@ class EarlyStopping(Callback):
         if mode not in ("min", "max"):
             raise OptionError(f'EarlyStopping: no mode "{mode}".', fix=f"{did_you_mean(mode, ('min', 'max'))}")
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise OptionError(f"EarlyStopping: patience={patience!r}; a number of looks, from 1.")
+            raise OptionError(f"EarlyStopping: patience={patience!r} is not a positive integer.")
         self.metric, self.patience, self.min_delta, self.every = metric, patience, min_delta, every
         self._sign = 1.0 if mode == "min" else -1.0
         self._best, self._waited = math.inf, 0
 
     def on_start(self, info: Info) -> None:
-        """Forget what another run has shown."""
+        """Reset: an instance may serve several runs."""
         del info
         self._best, self._waited = math.inf, 0
 
     def on_step(self, info: Info) -> None:
-        """Look at a training metric."""
-        if not self.metric.startswith("eval_") and self.metric in info.metrics:  # not where nothing was counted
-            self._look(info)
+        """Check a training metric."""
+        if not self.metric.startswith("eval_") and self.metric in info.metrics:  # absent when nothing was counted
+            self._check(info)
 
     def on_eval(self, info: Info) -> None:
-        """Look at an evaluation metric."""
+        """Check an evaluation metric."""
         if self.metric.startswith("eval_"):
-            self._look(info)
+            self._check(info)
 
     def watches(self) -> tuple[str, ...]:
         """The metric given."""
         return (self.metric,)
 
     def save(self) -> dict[str, Any]:
-        """The best value seen and how long it has not improved."""
+        """The best value so far, and the number of checks since."""
         return {"best": self._best if math.isfinite(self._best) else None, "waited": self._waited}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on waiting where the run stood."""
+        """Continue with the saved values."""
         self._best, self._waited = math.inf if saved["best"] is None else saved["best"], saved["waited"]
 
-    def _look(self, info: Info) -> None:
+    def _check(self, info: Info) -> None:
         if self.metric not in info.metrics:
-            raise OptionError(f'EarlyStopping: there is no metric "{self.metric}".', fix=f"{did_you_mean(self.metric, info.metrics)}")
+            raise OptionError(f'EarlyStopping: there is no metric "{self.metric}".', fix=did_you_mean(self.metric, info.metrics))
         value = self._sign * info.metrics[self.metric]
         if value < self._best - self.min_delta:
             self._best, self._waited = value, 0
             return
         self._waited += 1
         if self._waited >= self.patience:
-            info.stop(f"{self.metric} has not improved for {self._waited} looks; its best is {self._sign * self._best:.6g}")
+            info.stop(f"{self.metric} has not improved in {self._waited} checks; the best value is {self._sign * self._best:.6g}")
 
 
 class StopAt(Callback):
-    """Stop after a number of updates, or of seconds, whichever comes first.
+    """Stop after a number of updates or seconds, whichever comes first.
 
     Example:
       >>> stop = StopAt(step=1000, seconds=3600)
@@ -259,48 +258,48 @@ class StopAt(Callback):
 
     def __init__(self, *, step: int | None = None, seconds: float | None = None):
         if (step is None and seconds is None) or (step is not None and step < 1) or (seconds is not None and seconds < 0):
-            raise OptionError(f"StopAt(step={step}, seconds={seconds}): a step from 1, or seconds from 0, or both.")
+            raise OptionError(f"StopAt(step={step}, seconds={seconds}): give step >= 1, seconds >= 0, or both.")
         self.step, self.seconds, self._started = step, seconds, time.monotonic()
 
     def on_start(self, info: Info) -> None:
-        """Start the clock, and set the mark."""
+        """Start the clock, and set the last step."""
         self._started = time.monotonic()
         if self.step is not None:
             info.stop_at(self.step)
 
     def on_step(self, info: Info) -> None:
-        """Stop when the time is over."""
+        """Stop when the time is up."""
         if self.seconds is not None and time.monotonic() - self._started >= self.seconds:
-            info.ask(f"{self.seconds:g} seconds are over")
+            info.ask(f"{self.seconds:g} seconds have passed")
 
     def on_stop(self, info: Info) -> None:
-        """Say why, when it was this."""
+        """Set the stop reason if this callback stopped the run."""
         if self.step is not None and info.step >= self.step:
             info.stop(f"step {info.step} reached")
 
 
-def as_callbacks(given: Any) -> list[Callback]:
-    """What the user gave as callbacks: objects, or plain functions of `info`; `TerminateOnNaN` is added unless there.
+def as_callbacks(values: Any) -> list[Callback]:
+    """The callbacks of `fit(callbacks=...)`; functions of `info` are wrapped, and `TerminateOnNaN` is added unless present.
 
     Raises:
-      OptionError: something that is neither.
+      OptionError: one is neither a callback nor a function.
     """
-    if not isinstance(given, list | tuple):
-        raise OptionError(f"callbacks={short_repr(given)} is {type_name(given)}.", fix="a list of them.")
+    if not isinstance(values, list | tuple):
+        raise OptionError(f"callbacks={short_repr(values)} is {type_name(values)}.", fix="a list of callbacks.")
     callbacks: list[Callback] = []
-    for one in given:
+    for one in values:
         if isinstance(one, Callback):
             callbacks.append(one)
         elif callable(one) and not isinstance(one, type):
             callbacks.append(Each(one))
         else:
-            raise OptionError(f"callback {short_repr(one)} is neither a spmd.callbacks.Callback nor a function of info.")
+            raise OptionError(f"callback {short_repr(one)} is neither an spmd.callbacks.Callback nor a function of info.")
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         for name in dir(one) if isinstance(one, Callback) else ():
             if name.startswith("on_") and name not in hooks:
-                raise OptionError(f"callback {type(one).__name__}: nothing calls {name}.", fix=f"{did_you_mean(name, hooks)}")
+                raise OptionError(f"callback {type(one).__name__}: nothing calls {name}.", fix=did_you_mean(name, hooks))
         if isinstance(callbacks[-1].every, bool) or not isinstance(callbacks[-1].every, int) or callbacks[-1].every < 1:
-            raise OptionError(f"callback {short_repr(one)}: every={short_repr(callbacks[-1].every)}; a number of steps, from 1.")
+            raise OptionError(f"callback {short_repr(one)}: every={short_repr(callbacks[-1].every)} is not a positive integer.")
     if not any(isinstance(one, TerminateOnNaN) for one in callbacks):
         callbacks.insert(0, TerminateOnNaN())
     return callbacks
@@ -340,23 +339,23 @@ def step_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
 
 
 def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
-    """Call one method of each of them. The transfer guard is lifted for those of the user's, and only for them.
+    """Call one method of each callback. The transfer guard is off for callbacks that may transfer arrays, and only for them.
 
     Raises:
       CallbackError: one of them raises.
     """
-    callback, moving = None, any(not callback.moves_nothing for callback in callbacks)
+    callback, transfers = None, any(not callback.moves_nothing for callback in callbacks)
     with raise_callback_errors(lambda: f"step {info.step}: callback {callback_name(callback)}.{event}"):
         with contextlib.ExitStack() as block:
-            if moving:
+            if transfers:
                 block.enter_context(jax.transfer_guard("allow"))
-                block.enter_context(watchdog.current().local_work())  # where a user's callback hangs, it is why
+                block.enter_context(watchdog.current().local_work())  # so that the watchdog blames this callback if it hangs
             for callback in callbacks:
                 getattr(callback, event)(info)
 
 
 def callback_name(callback: Any) -> str:
-    """What the user knows a callback as: its class, or the function that it calls."""
+    """The name a user knows a callback by: its class, or the function it calls."""
     return short_repr(callback.function) if isinstance(callback, Each) else type(callback).__name__
 
 
@@ -364,50 +363,48 @@ def watched_metrics(callback: Callback) -> tuple[str, ...]:
     """The metrics that a callback needs.
 
     Raises:
-      OptionError: they are no tuple of names.
+      OptionError: they are not a tuple of names.
     """
     with raise_callback_errors(lambda: f"callback {callback_name(callback)}.watches"):
-        found = callback.watches()
-    if isinstance(found, str) or not all(isinstance(name, str) for name in found):
-        raise OptionError(f"callback {callback_name(callback)} watches {short_repr(found)}.", fix="a tuple of names, such as ('loss',).")
-    return tuple(found)
+        names = callback.watches()
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"callback {callback_name(callback)} watches {short_repr(names)}.", fix="a tuple of names, such as ('loss',).")
+    return tuple(names)
 
 
 def save_callbacks(callbacks: Sequence[Callback], step: int) -> list[list[Any]]:
-    """What each wants kept in a checkpoint, (class name, what it gives).
+    """What each callback stores in a checkpoint: [class name, result of `save`].
 
     Raises:
-      CallbackError: one of them raises, or gives what JSON cannot hold.
+      CallbackError: one of them raises, or returns a value that JSON cannot represent.
     """
-    kept, entry = [], None
+    entries, entry = [], None
     for callback in callbacks:
         with raise_callback_errors(lambda: f"step {step}: callback {callback_name(callback)}.save"):
             entry = callback.save()
         try:
             json.dumps(entry)
         except (TypeError, ValueError) as error:
-            why = (
-                f"step {step}: callback {callback_name(callback)}.save gives {short_repr(entry)}, which a checkpoint cannot hold: {error}."
-            )
-            raise CallbackError(f"{why}", fix="plain numbers, words, lists and dicts, such as float(value).") from error
-        kept.append([type(callback).__name__, entry])
-    return kept
+            what = f"step {step}: callback {callback_name(callback)}.save returns {short_repr(entry)}"
+            raise CallbackError(
+                f"{what}, which a checkpoint cannot store: {error}.", fix="use numbers, strings, lists and dicts, such as float(value)."
+            ) from error
+        entries.append([type(callback).__name__, entry])
+    return entries
 
 
 def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> None:
-    """Hand back what callbacks of a resumed run had saved, (class name, what it was): to the first of a class what its first had saved.
+    """Restore callbacks from [class name, saved value] entries; several of one class are matched in order.
 
     Raises:
-      OptionError: there are more or fewer of a class than there were.
+      OptionError: there are more or fewer callbacks of a class than were saved.
     """
     for name in dict.fromkeys(name for name, entry in saved if entry):
         entries = [entry for kind, entry in saved if kind == name]
-        mine = [callback for callback in callbacks if type(callback).__name__ == name]
-        if len(mine) != len(entries):
-            raise OptionError(
-                f"the run was saved with {len(entries)} {name} and is resumed with {len(mine)}.\n"
-                "    fix: the same callbacks, or another checkpoint folder."
-            )
-        for callback, entry in zip(mine, entries, strict=True):
+        matching = [callback for callback in callbacks if type(callback).__name__ == name]
+        if len(matching) != len(entries):
+            what = f"the run was saved with {len(entries)} {name} and is resumed with {len(matching)}."
+            raise OptionError(what, fix="use the same callbacks, or another checkpoint folder.")
+        for callback, entry in zip(matching, entries, strict=True):
             with raise_callback_errors(lambda: f"callback {name}.restore"):
                 callback.restore(entry)

@@ -1,7 +1,7 @@
-"""Checkpoints by Orbax: the state, the position in the data, and the layout, together or not at all.
+"""Writes checkpoints with Orbax: the state, the position in the data, and the layout, atomically.
 
-One folder per step. `state` holds every array under its path; `meta` holds the shapes of all of them, so that a model that
-does not fit is told so in a table before anything is read; the data position; and the layout as TOML.
+One folder per step. `state` holds every array under its path; `meta` holds their shapes, so that a mismatch with the model is
+reported in a table before anything is read, the data position, and the layout as TOML.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ from spmd.train.state import State
 from spmd.tree import describe, format_bytes
 from spmd.user_paths import as_path, make_folder
 
-ROOM = 1.2  # of a checkpoint's bytes that must be free before it is written
+HEADROOM = 1.2  # times the size of a checkpoint that must be free on disk before it is written
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Where, how often and how many. `fit(checkpoint="runs/digits")` is `Checkpoint("runs/digits")`.
+    """Where to save checkpoints, how often, and how many to keep. `fit(checkpoint="runs/digits")` is `Checkpoint("runs/digits")`.
 
-    Training goes on while a checkpoint is written. Where each device has room for a second state beside all that it has ever held,
-    the state is copied there, and a thread does the rest; where it has not, the steps wait until the state is in the host's memory.
-    A copy in the memory of CPU devices stays there until the run ends.
+    Training continues while a checkpoint is written. If each device has room for a second state beyond its peak usage, the state is
+    copied there and a thread does the rest; otherwise training waits until the state is in host memory. On CPU devices the copy stays
+    in memory until the run ends.
 
     Args:
-      path: a folder; checkpoints are in its `checkpoints/`, records of `log_every` steps in `metrics.jsonl`, every step in
+      path: a folder; checkpoints are in its `checkpoints/`, a record for every `log_every` steps in `metrics.jsonl`, every step in
         `history.bin` (`History.read`).
-      every: steps between two checkpoints; None writes one at the end of each epoch. The last step is always written.
-      keep: how many of the newest are kept.
+      every: steps between two checkpoints; None saves at the end of each epoch. The last step is always saved.
+      keep: how many of the newest checkpoints to keep.
       best: metric whose best checkpoint is kept as well, such as "eval_accuracy"; None keeps only the newest.
-      mode: "min" or "max", what is best.
+      mode: whether the best value is the "min" or the "max".
 
     Example:
       >>> Checkpoint("runs/digits", every=500, best="eval_accuracy", mode="max").keep
@@ -67,54 +67,54 @@ class Checkpoint:
         for name in ("every", "keep"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise OptionError(f"Checkpoint: {name}={value!r}; a whole number from 1.")
+                raise OptionError(f"Checkpoint: {name}={value!r} is not a positive integer.")
 
 
-def as_checkpoint(given: Any) -> Checkpoint | None:
-    """What the user gave as `checkpoint`: a folder, a `Checkpoint`, or None."""
-    if given is None or isinstance(given, Checkpoint):
-        return given
-    if isinstance(given, str | Path):
-        return Checkpoint(given)
-    raise OptionError(f"checkpoint={short_repr(given)} is {type_name(given)}; a folder, or a spmd.Checkpoint.")
+def as_checkpoint(value: Any) -> Checkpoint | None:
+    """A `Checkpoint` from the argument of `fit`: a folder, a `Checkpoint`, or None."""
+    if value is None or isinstance(value, Checkpoint):
+        return value
+    if isinstance(value, str | Path):
+        return Checkpoint(value)
+    raise OptionError(f"checkpoint={short_repr(value)} is {type_name(value)}; expected a folder or an spmd.Checkpoint.")
 
 
 class _Failures(logging.Handler):
-    """Ends a process of several whose save fails: Orbax writes that into its log, and then waits for the others, who wait for it."""
+    """Ends a process of several whose save fails. Orbax only logs the failure, then waits for the other processes, which wait for it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell the others, and leave."""
+        """Report the error to the other processes, and exit."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and record.threadName == "async_save":
-            _tell(error)
+            _report_failure(error)
 
 
-def _tell(error: BaseException) -> None:
+def _report_failure(error: BaseException) -> None:
     if jax.process_count() > 1:
-        told = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
-        watchdog.print_error(told)
-        watchdog.current().report_failure(told)
+        failure = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
+        watchdog.print_error(failure)
+        watchdog.current().report_failure(failure)
 
 
 _failures = _Failures()
 
 
 class CheckpointStore(CheckpointReader):
-    """A run's checkpoints on disk, read and written by their one owner. Saving is asynchronous; `close` waits and raises what went wrong.
+    """A run's checkpoints on disk, read and written by their one owner. Saving is asynchronous; `close` waits and raises any failure.
 
     Raises:
-      CheckpointError: the folder belongs to another process that still runs.
+      CheckpointError: the folder belongs to another process that is still running.
     """
 
     def __init__(self, config: Checkpoint):
         super().__init__(config.path)
         self.config = config
-        self._own()
+        self._take_ownership()
         self._writing, self._written = 0, _nothing()
-        self._threaded: bool | None = None  # known from the first save on: with a copy beside it, peaks say no more
+        self._threaded: bool | None = None  # decided by the first save: later the copy itself raises the peak usage
         self._copier: StateCopier | None = None
-        self._copies: dict[int, State] = {}  # at most one, by its step: made, and not given to the thread yet
-        self._bytes = 0  # of a state, once one is saved
+        self._copies: dict[int, State] = {}  # at most one, by step: made, but not handed to the thread yet
+        self._bytes = 0  # size of a state, once one is saved
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
         try:
             self._saved = self.latest()
@@ -122,39 +122,38 @@ class CheckpointStore(CheckpointReader):
             self.release()
             raise
 
-    def _own(self) -> None:
-        """Own the folder: process 0 for all processes of a run."""
+    def _take_ownership(self) -> None:
+        """Take ownership of the folder; process 0 does so for all processes of a run."""
         self._ownership: FolderOwnership | None = None
         make_folder(self.folder / "checkpoints", CheckpointError)
         error = None
         if jax.process_index() == 0:
             try:
                 self._ownership = FolderOwnership(self.folder)
-                weakref.finalize(self, self._ownership.release)  # of a store that nobody closes, as after an error in a notebook
+                weakref.finalize(self, self._ownership.release)  # in case the store is never closed, as after an error in a notebook
             except CheckpointError as raised:
                 error = raised
-        told = first_nonempty("" if error is None else str(error))
-        if told:
-            raise error or CheckpointError(told)
+        message = first_nonempty("" if error is None else str(error))
+        if message:
+            raise error or CheckpointError(message)
 
     @functools.cached_property
     def _manager(self) -> Any:
-        """Orbax, which sweeps away what was begun and is not complete; so only an owner that saves has it."""
+        """Orbax's manager. It deletes incomplete checkpoints, so only an owner that saves may create it."""
         from orbax.checkpoint import checkpoint_managers as policies
 
         ocp, config = import_orbax(), self.config
         unreadable = {step: first_nonempty(self._unreadable_metrics(step)) for step in self.steps()}
         self.move_damaged({step: why for step, why in unreadable.items() if why})
-        logging.getLogger("absl").addHandler(_failures)  # once, however many stores there are
+        logging.getLogger("absl").addHandler(_failures)  # once, even with several stores
         keep: list[Any] = [policies.LatestN(config.keep)]
-        judge: Any = None  # Orbax writes metrics to disk, where a resumed run finds them, only for a run that has one
         if config.best is not None:
-            judge = lambda metrics: metrics[config.best]
             sign = 1.0 if config.mode == "max" else -1.0
             keep.append(policies.BestN(get_metric_fn=lambda m: sign * m[config.best], n=1, keep_checkpoints_without_metrics=False))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(keep),
-            best_fn=judge,
+            # only with a best_fn does Orbax write metrics to disk, where a resumed run finds them
+            best_fn=None if config.best is None else lambda metrics: metrics[config.best],
             best_mode=config.mode,
             enable_async_checkpointing=True,
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
@@ -172,25 +171,25 @@ class CheckpointStore(CheckpointReader):
         return ""
 
     def steps(self) -> list[int]:
-        """All steps that are on disk, oldest first, when what is being written is."""
+        """All steps on disk, oldest first; waits for the one being written."""
         futures.wait([self._written])
         return super().steps()
 
     def move_damaged(self, damaged: Mapping[int, str]) -> None:
-        """Move steps out of the way, with what is wrong with each; a warning says where they are."""
+        """Move damaged checkpoints, given as {step: what is wrong}, to another folder, with a warning that says where."""
         for step, why in damaged.items():
-            place = self.folder / "damaged" / f"{step}"
             if jax.process_index() == 0:
-                others = (place.with_name(f"{step}-{at}") for at in itertools.count(1))
-                place = next(path for path in itertools.chain([place], others) if not path.exists())
-                place.parent.mkdir(exist_ok=True)
-                self._path(step).rename(place)
-                logging.getLogger("spmd").warning("the checkpoint of step %d is damaged (%s): it is put aside in %s.", step, why, place)
-            first_nonempty("")  # it is gone for all
+                folder = self.folder / "damaged"
+                numbered = (folder / f"{step}-{number}" for number in itertools.count(1))
+                target = next(path for path in itertools.chain([folder / f"{step}"], numbered) if not path.exists())
+                folder.mkdir(exist_ok=True)
+                self._path(step).rename(target)
+                logging.getLogger("spmd").warning("the checkpoint of step %d is damaged (%s): it was moved to %s.", step, why, target)
+            first_nonempty("")  # a barrier: from here it is gone for all processes
         self._saved = self.latest()
 
     def _seal(self) -> None:
-        """Called by Orbax when all is written, before it is committed."""
+        """Write the manifest. Orbax calls this when everything is written, before it commits the checkpoint."""
         if jax.process_index() != 0:
             return
         self._check_owner()
@@ -198,15 +197,15 @@ class CheckpointStore(CheckpointReader):
         write_manifest(folder)
 
     def save(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> bool:
-        """Start writing a checkpoint; False when this step is written already."""
+        """Start to write a checkpoint; returns False if this step was saved already."""
         if self._saved == step:
             return False
-        self.wait()  # for the one before, if it is still written: what has failed is told now, not with the last
+        self.wait()  # for the previous save: its failure must be raised now, not at the end of the run
         self._check_owner()
-        self._check_room(state)
+        self._check_disk_space(state)
         if self._threaded is None:
             self._threaded = not first_nonempty("" if fits_on_devices(state) else "full")
-        self._writing, manager = step, self._manager  # made here: processes do so together
+        self._writing, manager = step, self._manager  # created here, by all processes together
         del manager
         if self._threaded:
             self.copy(state, step)
@@ -222,23 +221,23 @@ class CheckpointStore(CheckpointReader):
             self._ownership.check()
 
     def copy(self, state: State, step: int) -> None:
-        """Let devices copy, behind the step that they are at, what `save` will give to a thread.
+        """Queue a copy of the state on the devices, behind their current step; `save` hands it to a thread.
 
-        Called before the host waits for that step, it keeps them from waiting for the host. It does nothing before the first save, which
-        finds out whether there is room; nor where the save before is not over, or has failed, which `save` waits for and tells.
+        Called before the host waits for that step, so that the devices need not wait for the host. It does nothing before the first save,
+        which finds out whether there is room, nor while the previous save runs or if it failed; `save` waits for that and raises.
         """
         if self._threaded and step not in (self._saved, *self._copies) and self._written.done() and not self._written.exception():
-            self._copies = {}  # of a step that was not saved
+            self._copies = {}  # drop the copy of a step that was not saved
             self._copier = self._copier or StateCopier(state)
             self._copies = {step: self._copier(state)}
 
     def _write_copy(self, copy: list[State], *more: Any) -> None:
-        """Of a list with one copy, which is emptied: nobody holds the copy while its bytes go to the disk."""
+        """Write the one copy in the list, and empty the list, so that the copy is freed while its bytes go to disk."""
         try:
             jax.block_until_ready(copy)
             self._write(copy.pop(), *more)
         except BaseException as error:
-            _tell(error)
+            _report_failure(error)
             raise
         self._finish()
 
@@ -254,21 +253,21 @@ class CheckpointStore(CheckpointReader):
         best = None if self.config.best is None else [self.config.best, self.config.mode]
         meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
-        with jax.transfer_guard_device_to_host("allow"):  # Orbax fetches the state
+        with jax.transfer_guard_device_to_host("allow"):  # Orbax copies the state to the host
             saved = self._manager.save(step, args=args, metrics=metrics or None, force=True)
         if not saved:
             raise CheckpointError(f"the checkpoint of step {step} was not written to {self.folder}.")
 
-    def _check_room(self, state: State) -> None:
+    def _check_disk_space(self, state: State) -> None:
         self._bytes = self._bytes or sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         size, free = self._bytes, shutil.disk_usage(self.folder).free
-        if free < ROOM * size:
-            has = f"{format_bytes(free)} are free, and {ROOM} times its size is wanted"
-            fix = f"room; or a smaller Checkpoint(keep=...), which is {self.config.keep}"
-            raise CheckpointError(f"a checkpoint of {format_bytes(size)} does not fit {self.folder}: {has}.", fix=f"{fix}.")
+        if free < HEADROOM * size:
+            why = f"{format_bytes(free)} are free, {HEADROOM} times its size is needed"
+            fix = f"free some disk space, or lower Checkpoint(keep={self.config.keep})."
+            raise CheckpointError(f"a checkpoint of {format_bytes(size)} does not fit in {self.folder}: {why}.", fix=fix)
 
     def wait(self) -> None:
-        """Until everything handed over is on disk.
+        """Wait until everything that was saved is on disk.
 
         Raises:
           CheckpointError: a checkpoint could not be written.
@@ -276,9 +275,9 @@ class CheckpointStore(CheckpointReader):
         try:
             self._written.result()
         except Exception as error:
-            self._written = _nothing()  # it is told once; who tries again, to save what there is, may be luckier
+            self._written = _nothing()  # raised once: a later save may succeed
             with contextlib.suppress(Exception):
-                self._manager.wait_until_finished()  # which raises to each thread once
+                self._manager.wait_until_finished()  # it raises once in each thread
             self._saved = self.latest()
             if isinstance(error, SpmdError):
                 raise
@@ -288,7 +287,7 @@ class CheckpointStore(CheckpointReader):
             raise CheckpointError(f"the checkpoint of step {missing} is not on disk in {self.folder}; there are {self.steps()}.")
 
     def release(self) -> None:
-        """Let go of the folder without a word about what is in it, also where Ctrl-C interrupts the waiting."""
+        """Release the folder without raising failed saves, even if Ctrl-C interrupts the wait."""
         try:
             self._thread.shutdown()
             if "_manager" in vars(self):
@@ -298,7 +297,7 @@ class CheckpointStore(CheckpointReader):
                 self._ownership.release()
 
     def close(self) -> None:
-        """Wait, and let go of the folder."""
+        """Wait, and release the folder."""
         try:
             self.wait()
         finally:
@@ -306,7 +305,7 @@ class CheckpointStore(CheckpointReader):
 
 
 def _nothing() -> futures.Future[Any]:
-    """Nothing is being written."""
-    found = futures.Future[Any]()
-    found.set_result(None)
-    return found
+    """A finished write."""
+    finished = futures.Future[Any]()
+    finished.set_result(None)
+    return finished

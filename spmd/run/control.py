@@ -8,7 +8,7 @@ from spmd.train.state import State
 
 
 class RunControl:
-    """Stops the run, and tells callbacks what happens in it."""
+    """Stops the run, and notifies callbacks of its events."""
 
     def __init__(self, config: LoopConfig, run: RunState):
         self.config, self.run, self.watchdog = config, run, watchdog.current()

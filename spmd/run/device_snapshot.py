@@ -1,4 +1,4 @@
-"""Copies of a state on its own devices: what is saved while the steps go on."""
+"""Copies a state on its own devices, so that it can be saved while training continues."""
 
 import collections
 from typing import Any
@@ -8,40 +8,40 @@ import jax.numpy as jnp
 
 from spmd.train.state import State
 
-ROOM = 1.2  # of a copy's bytes that must be free on its device
+HEADROOM = 1.2  # times the size of a copy that must be free on its device
 
 
 def fits_on_devices(state: State) -> bool:
-    """Whether each device of this process has room for a copy, whatever a step needs; told nothing, as of host memory, it has."""
-    wanted: collections.Counter[Any] = collections.Counter()
+    """Whether each device of this process has room for a copy at its peak usage. A device that reports no memory statistics has."""
+    needed: collections.Counter[Any] = collections.Counter()
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
-            wanted[shard.device] += shard.data.nbytes
-    told = [(size, device.memory_stats() or {}) for device, size in wanted.items()]
-    return all(ROOM * size <= stats["bytes_limit"] - stats.get("peak_bytes_in_use", 0) for size, stats in told if "bytes_limit" in stats)
+            needed[shard.device] += shard.data.nbytes
+    known = [(size, stats) for device, size in needed.items() if "bytes_limit" in (stats := device.memory_stats() or {})]
+    return all(HEADROOM * size <= stats["bytes_limit"] - stats.get("peak_bytes_in_use", 0) for size, stats in known)
 
 
 class StateCopier:
-    """Copies a state into places that no step's donation reaches, while the host goes on.
+    """Copies a state into buffers that no step donates, without blocking the host.
 
-    On CPU devices the copy stays, and the next takes its memory: where pages must be mapped first, a copy takes twice the time.
+    On CPU devices the copy is kept and the next one reuses its memory: mapping new pages would double the time of a copy.
     """
 
     def __init__(self, state: State):
-        places = jax.tree.map(lambda leaf: leaf.sharding, state)
-        self._stay = all(device.platform == "cpu" for device in state.step.sharding.device_set)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        self._reuse_memory = all(device.platform == "cpu" for device in state.step.sharding.device_set)
         self._last: State | None = None
-        self._copy = jax.jit(_copy, out_shardings=(places, None), donate_argnums=0, keep_unused=True)
+        self._copy = jax.jit(_copy, out_shardings=(shardings, None), donate_argnums=0, keep_unused=True)
 
     def __call__(self, state: State) -> State:
-        """Nobody may need the copy of the call before any more."""
-        last, self._last = self._last, None  # a call that is interrupted may have donated them
+        """Copy. The copy of the previous call must not be used any more."""
+        last, self._last = self._last, None  # an interrupted call may have donated it
         copy, _ = self._copy(last, state)
-        self._last = copy if self._stay else None
+        self._last = copy if self._reuse_memory else None
         return copy
 
 
 def _copy(last: State | None, state: State) -> tuple[State, jax.Array]:
-    """Into the memory of `last`, where there is some; and work, for XLA:CPU runs short programs in the thread that calls."""
+    """Copy into the memory of `last`, if given. `busy` adds work, since XLA:CPU runs short programs in the calling thread."""
     busy = jnp.arange(2048)[:, None] * state.step.reshape(-1)
     return jax.tree.map(jnp.copy, state), busy

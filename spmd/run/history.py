@@ -1,4 +1,4 @@
-"""What was measured, step by step: the newest steps one by one, older ones as means, all of them in a file of the run's folder."""
+"""Metrics of every step: the newest steps individually, older ones as means, all of them in a file in the run's folder."""
 
 import collections
 import json
@@ -12,20 +12,19 @@ from spmd.errors import OptionError
 from spmd.render.sparkline import panel, spark
 from spmd.train.metrics import means
 
-DETAIL = 100_000  # newest steps that are kept one by one
+DETAIL = 100_000  # newest steps that are kept individually
 BLOCK = 1000  # steps that are written, and averaged, together
-WINDOWS = 1024  # means of older steps; when there are so many, neighbours are joined
+WINDOWS = 1024  # means of older steps; at this number, neighbours are merged
 FILE = "history.bin"
 
 
 class History:
-    """Metrics of every step of this call, and of every evaluation.
+    """Metrics of every step and every evaluation of this call.
 
-    `history["loss"]` is one float per step; `history["eval_loss"]` one per evaluation that was completed; `history.unfinished` has the
-    steps of those that a signal ended. `rows()` gives the same as dicts. Of a run of more than 100,000 steps the newest 100,000 are kept
-    one by one. Earlier ones come first, as means over windows of 1,000 steps or more: a row of `rows()` has the last step of its window as
-    "step", and how many steps it is the mean of as "steps". With `fit(checkpoint=folder)` every step is in the folder too:
-    `History.read(folder)`.
+    `history["loss"]` is one float per step; `history["eval_loss"]` one per completed evaluation; `history.unfinished` lists the steps of
+    evaluations that a signal ended. `rows()` yields the same as dicts. A run of more than 100,000 steps keeps the newest 100,000
+    individually. Earlier ones come first, as means over windows of 1,000 steps or more: such a row has the last step of its window as
+    "step" and the number of steps as "steps". With `fit(checkpoint=folder)` the folder has every step: `History.read(folder)`.
 
     Example:
       >>> history = History(("loss",))
@@ -35,17 +34,17 @@ class History:
     """
 
     def __init__(self, names: tuple[str, ...], constants: Callable[[int], dict[str, float]] = lambda before: {}):
-        self._names, self._constants = names, constants  # what is known of a step without measuring, by the updates before it
-        self._known: dict[str, float] | None = None  # of the newest step
+        self._names, self._constants = names, constants  # constants(n): values that step n + 1 has without measuring
+        self._known: dict[str, float] | None = None  # constants of the newest step
         self._detail = DETAIL
-        self._windows: list[tuple[int, int, np.ndarray, np.ndarray]] = []  # last step, steps, sums and counts, sums of what is known
-        self._blocks: collections.deque[np.ndarray] = collections.deque()  # of rows, the last one not full
+        self._windows: list[tuple[int, int, np.ndarray, np.ndarray]] = []  # last step, number of steps, sums and counts, sums of constants
+        self._blocks: collections.deque[np.ndarray] = collections.deque()  # blocks of rows; the last one may not be full
         self._filled, self._length, self._file = BLOCK, 0, None
         self.evaluations: list[dict[str, Any]] = []
-        self.unfinished: list[int] = []  # steps of evaluations that a signal ended: nothing of them is in `evaluations`
+        self.unfinished: list[int] = []  # steps of evaluations that a signal ended; `evaluations` does not have them
 
     def add_steps(self, first: int, packed: np.ndarray) -> None:
-        """Steps `first`, `first + 1`, ... as float32[steps, 2, names], sums over counts; the array is copied."""
+        """Add steps `first`, `first + 1`, ... as float32[steps, 2, names], sums and counts; the array is copied."""
         at, values = 0, []
         while at < len(packed):
             if self._filled == BLOCK:
@@ -67,7 +66,7 @@ class History:
             self._average(self._blocks.popleft())
 
     def _average(self, block: np.ndarray) -> None:
-        """Keep only sums of a block; in float64, so that means are exact to rounding however long the run is."""
+        """Reduce a block to sums, in float64, so that means are exact to rounding however long the run is."""
         sums, known = block["packed"].sum(0, dtype=np.float64), block["known"].sum(0)
         self._windows.append((int(block["step"][-1]), len(block), sums, known))
         if len(self._windows) == WINDOWS:
@@ -75,16 +74,16 @@ class History:
             self._windows = [(late[0], early[1] + late[1], early[2] + late[2], early[3] + late[3]) for early, late in pairs]
 
     def write_to(self, folder: Path, after: int) -> None:
-        """Write all steps to the folder's file from now on; what it has of steps after this one belongs to an attempt that was lost."""
+        """Write all steps to a file in the folder. Steps after `after` that the file has are from a lost attempt, and are dropped."""
         self._file = _File(folder / FILE, self._names, tuple(self.known()), after)
 
     def flush(self) -> None:
-        """Write the steps that are not in the file yet."""
+        """Write the steps that the file does not have yet."""
         if self._file is not None and self._blocks:
             self._file.write(self._blocks[-1][: self._filled])
 
     def close(self) -> None:
-        """Write the rest, and close the file."""
+        """Write the remaining steps, and close the file."""
         if self._file is not None:
             self.flush()
             self._file.close()
@@ -92,46 +91,46 @@ class History:
 
     @classmethod
     def read(cls, folder: str | Path) -> "History":
-        """Every step of the run in a folder that was `fit(checkpoint=...)`, over all calls that resumed it. Evaluations are in
-        `metrics.jsonl` only.
+        """Every step of the run whose folder was `fit(checkpoint=...)`, over all calls that resumed it. Evaluations are only in
+        `metrics.jsonl`.
 
         Raises:
           OptionError: the folder has no such file, or it is damaged.
         """
-        names, known, rows = _read(Path(folder) / FILE)
-        found = cls(names)
-        found._known, found._length, found._filled = dict.fromkeys(known, 0.0), len(rows), BLOCK
+        names, constants, rows = _read(Path(folder) / FILE)
+        history = cls(names)
+        history._known, history._length, history._filled = dict.fromkeys(constants, 0.0), len(rows), BLOCK
         if len(rows):
-            found._known = dict(zip(known, rows["known"][-1].tolist(), strict=True))
-            found._blocks.append(rows)
-            found._filled = len(rows)
-        return found
+            history._known = dict(zip(constants, rows["known"][-1].tolist(), strict=True))
+            history._blocks.append(rows)
+            history._filled = len(rows)
+        return history
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """The result of one evaluation after `step` updates."""
+        """Add the results of an evaluation after `step` updates."""
         self.evaluations.append({"step": step, **metrics})
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that can be asked for."""
+        """Names of all metrics."""
         seen = dict.fromkeys(name for row in self.evaluations for name in row if name != "step")
         return (*self._names, *self.known(), *seen)
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be sent to another process: without the file, and without what needs devices."""
+        """For pickling: without the file and without anything that needs devices."""
         return {**vars(self), "_file": None, "_known": self.known(), "_constants": {}.__getitem__}
 
     def known(self) -> dict[str, float]:
-        """What is known of the newest step without measuring."""
+        """Values of the newest step that need no measuring."""
         return self._constants(0) if self._known is None else self._known
 
     def _parts(self) -> Iterator[np.ndarray]:
-        """Rows of the newest steps."""
+        """Rows of the newest steps, block by block."""
         for number, block in enumerate(self._blocks, 1):
             yield block[: self._filled] if number == len(self._blocks) else block
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One dict per step: its number and its metrics. Of a long run those of windows, which have "steps" too, come first."""
+        """One dict per step: its number and its metrics. In a long run those of windows, which also have "steps", come first."""
         known = tuple(self.known())
         for step, steps, (sums, counts), values in self._windows:
             measured = zip(self._names, means(sums, counts).tolist(), strict=True)
@@ -151,18 +150,20 @@ class History:
             column = tuple(self.known()).index(name)
             old = [float(values[column] / steps) for _, steps, _, values in self._windows]
             return old + [value for part in self._parts() for value in part["known"][:, column].tolist()]
-        found = [row[name] for row in self.evaluations if name in row]
-        if not found:
+        values = [row[name] for row in self.evaluations if name in row]
+        if not values:
             raise KeyError(f'no metric "{name}"; there are {", ".join(self.names)}')
-        return found
+        return values
 
     def _repr_html_(self) -> str:
-        """A small panel for each metric, for a notebook."""
+        """A small chart for each metric, for a notebook."""
         rows, names = list(self.rows()), dict.fromkeys(name.removeprefix("eval_") for name in (*self._names, *self.names))
-        trained = lambda name: {row["step"]: row[name] for row in rows if name in row}
-        evaluated = lambda name: {row["step"]: row[f"eval_{name}"] for row in self.evaluations if f"eval_{name}" in row}
-        drawn = (panel(name, trained(name), evaluated(name)) for name in names if name not in self.known())
-        return f"<div>{''.join(drawn)}</div>"
+
+        def points(rows: list[dict[str, Any]], name: str) -> dict[int, float]:
+            return {row["step"]: row[name] for row in rows if name in row}
+
+        panels = (panel(name, points(rows, name), points(self.evaluations, f"eval_{name}")) for name in names if name not in self.known())
+        return f"<div>{''.join(panels)}</div>"
 
     def __repr__(self) -> str:
         shown = "  ".join(f"{name} {spark(self[name])} {self[name][-1]:.4g}" for name in self._names if len(self))
@@ -182,15 +183,15 @@ def _row(names: int, known: int) -> np.dtype:
 
 
 class _File:
-    """A line of JSON with the names, then rows in the order of steps. Another set of names begins another file."""
+    """A line of JSON with the names, then rows in the order of steps. Other names start another file."""
 
     def __init__(self, path: Path, names: tuple[str, ...], known: tuple[str, ...], after: int):
         header = json.dumps({"names": names, "known": known}).encode() + b"\n"
         keep, self._newest = 0, after
         if path.exists():
             try:
-                *there, rows = _read(path)
-                keep = len(header) + rows.itemsize * int(np.searchsorted(rows["step"], after, "right")) if there == [names, known] else 0
+                *stored, rows = _read(path)
+                keep = len(header) + rows.itemsize * int(np.searchsorted(rows["step"], after, "right")) if stored == [names, known] else 0
             except OptionError:
                 keep = 0
             if not keep:
@@ -202,27 +203,29 @@ class _File:
             self._stream.write(header)
 
     def write(self, rows: np.ndarray) -> None:
-        """Those of the rows that are newer than what is there."""
+        """Append the rows that are newer than the file."""
         rows = rows[np.searchsorted(rows["step"], self._newest, "right") :]
         if len(rows):
             self._stream.write(rows.tobytes())
             self._newest = int(rows["step"][-1])
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._stream.close()
 
 
 def _read(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
-    """Names, names of what is known, and rows; a last one that was not written to its end is left out."""
+    """Names of metrics, names of constants, and rows; an incomplete last row is left out."""
     if not path.is_file():
-        raise OptionError(f"there is no file {path}.", fix="the folder of a run of fit(checkpoint=folder).")
+        raise OptionError(f"there is no file {path}.", fix="give the folder of a run: fit(checkpoint=folder).")
     content = path.read_bytes()
     line, _, rest = content.partition(b"\n")
     try:
         header = json.loads(line)
         names, known = tuple(map(str, header["names"])), tuple(map(str, header["known"]))
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise OptionError(f"{path} is damaged: it does not begin with names of metrics.", fix="metrics.jsonl beside it.") from None
+        raise OptionError(
+            f"{path} is damaged: it does not begin with names of metrics.", fix="read metrics.jsonl in the same folder."
+        ) from None
     row = _row(len(names), len(known))
     return names, known, np.frombuffer(rest[: len(rest) // row.itemsize * row.itemsize], row)

@@ -1,4 +1,4 @@
-"""Where metrics are written: JSON lines always, TensorBoard when asked for."""
+"""Loggers, which write metrics: JSON lines by default, TensorBoard on request."""
 
 import json
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ class Logger(Protocol):
     """Anything with these two methods is a logger. Only process 0 calls it."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record: "step", and numbers by name. A record without numbers tells an event."""
+        """Write one record: "step", and numbers by name. A record without numbers describes an event."""
         ...
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and release resources."""
         ...
 
 
 class JsonLines:
-    """One JSON object per line, appended to a file; a run that is resumed goes on in the same file.
+    """One JSON object per line, appended to a file; a resumed run appends to the same file.
 
-    A number that is not finite is written as null, as JSON has no word for it.
+    A number that is not finite is written as null, since JSON cannot represent it.
 
     Example:
       >>> import tempfile, pathlib
@@ -43,7 +43,7 @@ class JsonLines:
         path = as_path(path, "JsonLines: path")
         make_folder(path.parent, OptionError)
         with wrap_os_errors(path, OptionError):
-            self._file = path.open("a", encoding="utf-8", buffering=1)  # line by line: a killed run has written whole lines
+            self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a killed run leaves complete lines
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line."""
@@ -65,7 +65,7 @@ class TensorBoard:
 
     Raises:
       MissingExtraError: tensorboardX is not installed.
-      OptionError: the folder cannot be made.
+      OptionError: the folder cannot be created.
     """
 
     def __init__(self, folder: str | Path):
@@ -74,7 +74,7 @@ class TensorBoard:
         self._writer = library.SummaryWriter(str(folder))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Every number of the record as a scalar at its step."""
+        """Write every number of the record as a scalar at its step."""
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, record["step"])
@@ -85,7 +85,7 @@ class TensorBoard:
 
 
 def write_record(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
-    """One record to each of them; they may use JAX as they please.
+    """Write one record with each logger; loggers may transfer arrays.
 
     Raises:
       CallbackError: one of them raises.
@@ -97,7 +97,7 @@ def write_record(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
 
 
 def close_logger(logger: Logger) -> None:
-    """Let a logger go.
+    """Close a logger.
 
     Raises:
       CallbackError: it raises.
@@ -113,8 +113,10 @@ def check_loggers(loggers: Any) -> list[Logger]:
       OptionError: one without `write` and `close`, or a class in place of its instance.
     """
     if not isinstance(loggers, list | tuple):
-        raise OptionError(f"loggers={short_repr(loggers)} is {type_name(loggers)}.", fix="a list of them.")
+        raise OptionError(f"loggers={short_repr(loggers)} is {type_name(loggers)}.", fix="a list of loggers.")
     for one in loggers:
         if isinstance(one, type) or not (callable(getattr(one, "write", None)) and callable(getattr(one, "close", None))):
-            raise OptionError(f"logger {short_repr(one)} has no write(record) and close().", fix="such as spmd.loggers.JsonLines(path).")
+            raise OptionError(
+                f"logger {short_repr(one)} has no write(record) and close().", fix="an instance such as spmd.loggers.JsonLines(path)."
+            )
     return list(loggers)

@@ -1,9 +1,9 @@
-"""One owner per run folder: a file in it names the process that may write there, until that process lets go or is gone.
+"""One owner per run folder: a file in it names the process that may write there, until that process releases it or dies.
 
-On the owner's own machine the kernel says whether the process still lives. Elsewhere only its heartbeat does: the owner counts up a number
-in the file, and another process takes the folder over when it has watched that number stand still for `GONE` seconds of its own clock.
-Clocks of two machines are never compared. An owner that slept through a takeover finds another's name in the file before it commits its
-next save.
+On the owner's machine the kernel says whether the process is alive. On others only its heartbeat does: the owner increments a number in
+the file, and another process takes over after it has watched that number stay the same for `TAKEOVER_SECONDS` of its own clock. Clocks of
+two machines are never compared. An owner that was suspended during a takeover finds another name in the file before it commits its next
+save.
 """
 
 import contextlib
@@ -22,24 +22,22 @@ from spmd.errors import CheckpointError, printable
 from spmd.user_paths import wrap_os_errors
 
 OWNER_FILE = "owner.json"
-HEARTBEAT_SECONDS = 5.0  # seconds between two heartbeats
-TAKEOVER_SECONDS = (
-    60.0  # seconds without a heartbeat after which an owner on another machine is gone; network file systems may cache for half of it
-)
-LONGEST = 4096  # bytes of the file that are looked at
+HEARTBEAT_SECONDS = 5.0
+TAKEOVER_SECONDS = 60.0  # without a heartbeat, an owner on another machine counts as dead; network file systems may cache for half of it
+MAX_BYTES = 4096  # bytes of the file that are looked at
 
-_held: dict[str, threading.Thread] = {}  # by token: the thread of this process that took the folder
+_owning_threads: dict[str, threading.Thread] = {}  # by token: the thread of this process that took ownership
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """A process on a machine, as the file names it.
+    """A process on a machine, as recorded in the file.
 
     Attributes:
-      machine: id of the machine's boot and of the process namespace: process numbers mean something only within both.
-      born: when the process started, in the kernel's own unit: numbers are used again.
-      file: inode of the file; a copy of a folder has no owner yet.
-      token: of one ownership: a process may own a folder, let go, and own it again.
+      machine: id of the machine's boot and of the process namespace: process ids are unique only within both.
+      born: when the process started, in the kernel's unit, since process ids are reused.
+      file: inode of the file; a copied folder has no owner yet.
+      token: identifies one ownership: a process may release a folder and own it again.
       beat: heartbeats so far.
     """
 
@@ -60,10 +58,10 @@ class FolderOwnership:
     """This process owns a folder from construction until `release`.
 
     Args:
-      clock, wait: seconds that only go forward, and a wait of so many.
+      clock, wait: a monotonic clock and a sleep, in seconds.
 
     Raises:
-      CheckpointError: another process owns it, or the file cannot be written.
+      CheckpointError: another process owns the folder, or the file cannot be written.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep):
@@ -73,16 +71,16 @@ class FolderOwnership:
             os.getpid(),
             time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             _machine(),
-            _born(os.getpid()) or "",
+            _start_time(os.getpid()) or "",
             0,
             uuid.uuid4().hex,
         )
-        _held[self._me.token] = threading.current_thread()
+        _owning_threads[self._me.token] = threading.current_thread()
         try:
             with wrap_os_errors(self._path, CheckpointError):
                 self._acquire(clock, wait)
         except BaseException:
-            del _held[self._me.token]
+            del _owning_threads[self._me.token]
             raise
         self._released = threading.Event()
         threading.Thread(target=self._keep_alive, name="spmd owner", daemon=True).start()
@@ -93,17 +91,17 @@ class FolderOwnership:
             with self._opened() as file:
                 text, inode = _text(file)
                 owner = _parsed(text)
-                lives = False if not text else None if owner is None else _lives(owner, inode)
-                if lives is False or (text == watched and clock() - since >= TAKEOVER_SECONDS):
+                alive = False if not text else None if owner is None else _is_alive(owner, inode)
+                if alive is False or (text == watched and clock() - since >= TAKEOVER_SECONDS):
                     self._me = dataclasses.replace(self._me, file=inode)
                     self._write(file)
                     return
-            if lives or (watched is not None and text != watched):
-                raise CheckpointError(_refusal(self._folder, owner))
+            if alive or (watched is not None and text != watched):
+                raise CheckpointError(_ownership_error(self._folder, owner))
             if watched is None:
                 watched, since = text, clock()
                 logging.getLogger("spmd").warning(
-                    "%s belonged to %s: waiting up to %.0f s for a sign of life.",
+                    "%s belonged to %s: waiting up to %.0f s for a heartbeat.",
                     self._folder,
                     owner or "an unknown process",
                     TAKEOVER_SECONDS,
@@ -111,10 +109,10 @@ class FolderOwnership:
             wait(HEARTBEAT_SECONDS / 2)
 
     def check(self) -> None:
-        """Raise where another process has taken the folder over.
+        """Check that this process still owns the folder.
 
         Raises:
-          CheckpointError: it has, since this one was suspended for too long; or the file is not there any more.
+          CheckpointError: another process took it over while this one was suspended, or the file is gone.
         """
         try:
             text = _text_of(self._path)
@@ -126,7 +124,7 @@ class FolderOwnership:
             raise CheckpointError(f"{what}: {OWNER_FILE} was changed while this process was suspended, or by hand.", fix="another folder.")
 
     def release(self) -> None:
-        """Let go of the folder; harmless where it is let go of already, or belongs to another."""
+        """Release the folder; does nothing if it was released already or belongs to another process."""
         if self._released.is_set():
             return
         self._released.set()
@@ -134,10 +132,10 @@ class FolderOwnership:
             with contextlib.suppress(OSError, CheckpointError):
                 self.check()
                 with self._opened() as file:
-                    if self._mine(file):
+                    if self._is_mine(file):
                         self._path.unlink()
         finally:
-            _held.pop(self._me.token, None)
+            _owning_threads.pop(self._me.token, None)
 
     def _keep_alive(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
@@ -145,24 +143,24 @@ class FolderOwnership:
                 self.beat()
 
     def beat(self) -> None:
-        """One sign of life."""
+        """Write one heartbeat."""
         with self._opened(create=False) as file:
-            if self._mine(file) and not self._released.is_set():
+            if self._is_mine(file) and not self._released.is_set():
                 self._beats += 1
                 self._write(file)
 
-    def _mine(self, file: int) -> bool:
+    def _is_mine(self, file: int) -> bool:
         owner = _parsed(_text(file)[0])
         return owner is not None and owner.token == self._me.token
 
     def _write(self, file: int) -> None:
         text = json.dumps(dataclasses.asdict(dataclasses.replace(self._me, beat=self._beats))).encode()
-        os.pwrite(file, text, 0)  # in place: whoever waits for the file's lock waits for this very file
+        os.pwrite(file, text, 0)  # in place, since other processes wait for the lock of this inode
         os.ftruncate(file, len(text))
 
     @contextlib.contextmanager
     def _opened(self, *, create: bool = True) -> Iterator[int]:
-        """The file, locked where its file system can: two processes on one machine then never decide at once."""
+        """The file, locked if the file system supports it, so that two processes on one machine never decide concurrently."""
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT * create | os.O_NONBLOCK, 0o644)
             try:
@@ -170,7 +168,7 @@ class FolderOwnership:
                     import fcntl  # not on Windows
 
                     fcntl.flock(file, fcntl.LOCK_EX)
-                if self._path.exists() and os.fstat(file).st_ino == self._path.stat().st_ino:  # else it was removed meanwhile
+                if self._path.exists() and os.fstat(file).st_ino == self._path.stat().st_ino:  # else it was removed in between
                     yield file
                     return
             finally:
@@ -178,7 +176,7 @@ class FolderOwnership:
 
 
 def _text(file: int) -> tuple[bytes, int]:
-    return os.pread(file, LONGEST, 0), os.fstat(file).st_ino
+    return os.pread(file, MAX_BYTES, 0), os.fstat(file).st_ino
 
 
 def _text_of(path: Path) -> bytes:
@@ -191,43 +189,41 @@ def _text_of(path: Path) -> bytes:
 
 def _parsed(text: bytes) -> Owner | None:
     try:
-        found = Owner(**json.loads(text))
-        kinds = {field.name: field.type for field in dataclasses.fields(Owner)}
-        return found if all(type(getattr(found, name)) is kind for name, kind in kinds.items()) else None
+        owner = Owner(**json.loads(text))
+        return owner if all(type(getattr(owner, field.name)) is field.type for field in dataclasses.fields(Owner)) else None
     except (ValueError, TypeError, RecursionError):
         return None
 
 
-def _lives(owner: Owner, inode: int) -> bool | None:
-    """Whether an owner's process still runs; None: that cannot be known here."""
+def _is_alive(owner: Owner, inode: int) -> bool | None:
+    """Whether an owner's process is still running; None: that cannot be determined here."""
     if owner.machine != _machine():
         return None
-    if owner.process == os.getpid():  # a thread that has ended, or a fork's parent, left it without letting go
-        thread = _held.get(owner.token)
+    if owner.process == os.getpid():  # a thread that has ended, or a fork's parent, may have left it unreleased
+        thread = _owning_threads.get(owner.token)
         return owner.file == inode and thread is not None and thread.is_alive()
-    born = _born(owner.process)
+    born = _start_time(owner.process)
     return owner.file == inode and born is not None and born == owner.born
 
 
-def _refusal(folder: Path, owner: Owner | None) -> str:
-    """Why a folder that has an owner cannot be had."""
-    thread = None if owner is None else _held.get(owner.token)
+def _ownership_error(folder: Path, owner: Owner | None) -> str:
+    """Error text for a folder that has another owner."""
+    thread = None if owner is None else _owning_threads.get(owner.token)
     if thread is None:
-        fix = "another folder; or resume=True after that process has ended."
+        fix = "use another folder, or resume=True after that process has ended."
         return f"{folder} belongs to another run: {owner or 'unknown'}.\n    fix: {fix}"
     who = f"{folder} is in use by this same process ({owner})"
     if thread is threading.current_thread():
         return (
-            f"{who}: a run that this thread has started has not ended; this call is inside it, as in a callback, or it was not closed.\n"
-            "    fix: another folder for this run; or call it after the first has returned."
+            f"{who}: a run that this thread started has not ended; this call is inside it, as in a callback, or it was not closed.\n"
+            "    fix: use another folder for this run, or call it after the first has returned."
         )
-    return (
-        f'{who}: a run in its thread "{thread.name}" has not ended.\n    fix: another folder; or resume=True after that run has returned.'
-    )
+    fix = "use another folder, or resume=True after that run has returned."
+    return f'{who}: a run in its thread "{thread.name}" has not ended.\n    fix: {fix}'
 
 
 def _machine() -> str:
-    """This boot of this machine, and the namespace of process numbers: a host's name survives a reboot, and containers may share it."""
+    """The current boot of this machine, and its process namespace: a host name survives reboots, and containers may share it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -235,16 +231,16 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _born(process: int) -> str | None:
-    """When a process started; "" where the system does not say, None where it does not run."""
+def _start_time(process: int) -> str | None:
+    """When a process started; "" if the system does not say, None if it is not running."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return None
     except PermissionError:
-        pass  # somebody else's
+        pass  # another user's process
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except FileNotFoundError:
         return "" if not Path("/proc/self/stat").exists() else None
-    return None if state in "ZX" else fields[18]  # one that was killed and not reaped writes no more
+    return None if state in "ZX" else fields[18]  # a zombie writes nothing

@@ -1,4 +1,4 @@
-"""Live progress, in a terminal or a notebook; nothing at all elsewhere, unless asked for."""
+"""Live progress in a terminal or a notebook; elsewhere only on request."""
 
 import io
 import sys
@@ -12,11 +12,11 @@ from spmd.errors import OptionError, short_repr
 from spmd.render.sparkline import MOST, panel, spark
 from spmd.tree import format_bytes
 
-REFRESH_SECONDS = 0.2  # seconds between two redraws: a step costs one look at the clock
-WIDE = 200  # characters of a notebook's line, which the page wraps; in the page's own ink
-BARS = ((120, 24), (70, 10), (0, 4))  # from a width on, characters of the bar
-TIME = 12  # characters of the time left and of what is between the columns
-SELDOM = 5.0  # seconds between two lines of a log
+REFRESH_SECONDS = 0.2  # between two redraws
+NOTEBOOK_WIDTH = 200  # characters per line; the page wraps them
+BAR_WIDTHS = ((120, 24), (70, 10), (0, 4))  # (minimum width of the console, width of the bar)
+TIME_WIDTH = 12  # characters of the remaining time and the gaps between columns
+LOG_SECONDS = 5.0  # between two lines of a log
 
 PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0">{code}</pre>'
 
@@ -42,30 +42,28 @@ class NoProgress:
 
 
 class Bar:
-    """Step, time left, a bar, metrics and samples per second, drawn by rich on whatever `paint` paints on.
+    """Step, remaining time, a bar, metrics and samples per second, rendered by rich and drawn by `paint`.
 
-    Step and time are always there; of the rest what the width has room for, the first things first.
+    Step and time are always shown; of the rest as much as fits the width, in order.
     """
 
     def __init__(self, console: Any, paint: Any):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.table import Column
 
-        fixed, text = (lambda: Column(no_wrap=True)), TextColumn("{task.fields[text]}", markup=False)
-        bar = BarColumn(bar_width=next(size for width, size in BARS if console.width >= width), table_column=fixed())
-        self._progress = Progress(
-            MofNCompleteColumn(table_column=fixed()),
-            bar,
-            TimeRemainingColumn(table_column=fixed()),
-            text,
-            console=console,
-            auto_refresh=False,
-        )
+        bar_width = next(size for width, size in BAR_WIDTHS if console.width >= width)
+        columns = [
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=bar_width, table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[text]}", markup=False),
+        ]
+        self._progress = Progress(*columns, console=console, auto_refresh=False)
         self._task, self._paint = None, paint
-        self._room = lambda: console.width - (bar.bar_width or 0) - TIME
+        self._text_width = lambda: console.width - bar_width - TIME_WIDTH
 
     def start(self, step: int, total: int | None) -> None:
-        """Draw the bar at `step` of `total` (None: not known)."""
+        """Draw the bar at `step` of `total` (None: unknown)."""
         self._count = lambda step: 2 * len(str(total)) + 1 if total is not None else len(f"{step}/?")
         self._task = self._progress.add_task("", total=total, completed=step, text="compiling")
         self._paint.start(self._progress)
@@ -73,20 +71,20 @@ class Bar:
     def draw(self, step: int, parts: Sequence[str], losses: Mapping[int, float]) -> None:
         """Move the bar."""
         if self._task is not None:
-            self._progress.update(self._task, completed=step, text=_fitting(parts, self._room() - self._count(step)))
+            self._progress.update(self._task, completed=step, text=_join_fitting(parts, self._text_width() - self._count(step)))
             self._paint.refresh(self._progress, losses)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._paint.say(self._progress, text)
 
     def close(self) -> None:
-        """Leave the screen as it was."""
+        """Stop drawing."""
         self._paint.stop(self._progress)
 
 
 class Terminal:
-    """Paints in place with the terminal's own means."""
+    """Draws in place in a terminal."""
 
     def start(self, progress: Any) -> None:
         """Begin."""
@@ -97,16 +95,16 @@ class Terminal:
         progress.refresh()
 
     def say(self, progress: Any, text: str) -> None:
-        """A line above the bar, or several that break between words."""
+        """Print text above the bar, wrapped between words."""
         progress.console.print(text, markup=False, highlight=False)
 
     def stop(self, progress: Any) -> None:
-        """Leave the last picture."""
+        """Keep the last state."""
         progress.stop()
 
 
 class Notebook:
-    """Paints one output of the cell, again and again; rich's own way would need ipywidgets."""
+    """Replaces one output of the cell; rich's own display would need ipywidgets."""
 
     def start(self, progress: Any) -> None:
         """Open the output."""
@@ -116,18 +114,18 @@ class Notebook:
         self.refresh(progress, {})
 
     def refresh(self, progress: Any, losses: Mapping[int, float]) -> None:
-        """Replace what the output shows: the bar, and the curve of the loss below it."""
+        """Replace the output by the bar, and a curve of the loss below it."""
         progress.console.print(progress.get_renderable())
-        html = progress.console.export_html(inline_styles=False, clear=False, code_format=PRE)  # classes that no page colours
+        html = progress.console.export_html(inline_styles=False, clear=False, code_format=PRE)  # so that the page's own text colour is used
         html += panel("loss", losses, {}) if len(losses) > 1 else ""
         self._handle.update({"text/plain": progress.console.export_text().strip(), "text/html": html}, raw=True)
 
     def say(self, progress: Any, text: str) -> None:
-        """A line below the bar."""
+        """Print a line below the bar."""
         print(text)
 
     def stop(self, progress: Any) -> None:
-        """Leave the last picture."""
+        """Keep the last state."""
 
 
 class Lines:
@@ -137,31 +135,31 @@ class Lines:
         self._console, self._total = console, None
 
     def start(self, step: int, total: int | None) -> None:
-        """Remember where it ends."""
+        """Remember the last step."""
         self._total = total
 
     def draw(self, step: int, parts: Sequence[str], losses: Mapping[int, float]) -> None:
-        """One more line."""
+        """Print one more line."""
         self.say("  ".join([f"step {step}{f'/{self._total}' if self._total else ''}", *parts]))
 
     def say(self, text: str) -> None:
-        """One line, however long."""
+        """Print one line without wrapping."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Nothing to close."""
 
 
 class Progress:
-    """Works out what to show, at most every `period` seconds, and has it drawn."""
+    """Computes what to show, and draws it at most every `period` seconds."""
 
     def __init__(self, surface: Bar | Lines, period: float):
         self._surface, self._period = surface, period
         self._next, self._seen, self._since, self._rate = 0.0, 0, 0.0, 0.0
-        self._losses: dict[int, float] = {}  # at each redraw; of many every other one is kept
+        self._losses: dict[int, float] = {}  # at each redraw; every other one is dropped when there are many
 
     def start(self, step: int, total: int | None) -> None:
-        """Begin at `step` of `total` (None: not known)."""
+        """Begin at `step` of `total` (None: unknown)."""
         self._since = time.monotonic()
         self._surface.start(step, total)
 
@@ -170,7 +168,7 @@ class Progress:
         return time.monotonic() >= self._next
 
     def update(self, step: int, epoch: int, metrics: dict[str, float], samples: int) -> None:
-        """Redraw; `samples` counts the examples since the start."""
+        """Redraw; `samples` is the number of examples since the start."""
         now = time.monotonic()
         self._next = now + self._period
         if now > self._since and samples > self._seen:
@@ -185,36 +183,35 @@ class Progress:
         self._surface.draw(step, [f"epoch {epoch + 1}", *numbers, f"{self._rate:,.0f} samples/s", *_memory(), *curve], self._losses)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._surface.say(text)
 
     def close(self) -> None:
-        """Leave the screen as it was."""
+        """Stop drawing."""
         self._surface.close()
 
 
-def _fitting(parts: Sequence[str], room: int) -> str:
-    """As many of the parts as there is room for, in their order.
+def _join_fitting(parts: Sequence[str], width: int) -> str:
+    """The parts that fit the width, in order, joined.
 
-    >>> _fitting(["epoch 1", "loss 0.25", "1,000 samples/s"], room=20)
+    >>> _join_fitting(["epoch 1", "loss 0.25", "1,000 samples/s"], width=20)
     'epoch 1  loss 0.25'
     """
     text = ""
     for part in parts:
         longer = f"{text}  {part}" if text else part
-        text = longer if len(longer) <= room else text
+        text = longer if len(longer) <= width else text
     return text
 
 
 def _memory() -> list[str]:
-    """The most that a device of this process has held, of those that say so."""
-    told = [device.memory_stats() or {} for device in jax.local_devices()]
-    held = max((one.get("peak_bytes_in_use", 0) for one in told), default=0)
-    return [f"{format_bytes(held)} per device"] if held else []
+    """The peak memory of this process's devices, as far as they report it."""
+    peak = max(((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()), default=0)
+    return [f"{format_bytes(peak)} per device"] if peak else []
 
 
 def _in_kernel() -> bool:
-    """Whether cells of a notebook run here; that somebody imported IPython or its kernel says nothing."""
+    """Whether notebook cells run in this process; that IPython was imported is not enough."""
     ipython = sys.modules.get("IPython")
     return hasattr(ipython and ipython.get_ipython(), "kernel")
 
@@ -228,10 +225,9 @@ def make_progress(wanted: bool | str) -> NoProgress | Progress:
     from rich.console import Console
 
     if _in_kernel():
-        return Progress(
-            Bar(Console(file=io.StringIO(), record=True, width=WIDE, no_color=True, force_jupyter=False), Notebook()), REFRESH_SECONDS
-        )
+        console = Console(file=io.StringIO(), record=True, width=NOTEBOOK_WIDTH, no_color=True, force_jupyter=False)
+        return Progress(Bar(console, Notebook()), REFRESH_SECONDS)
     console = Console(file=sys.stderr)
     if console.is_terminal:
         return Progress(Bar(console, Terminal()), REFRESH_SECONDS)
-    return NoProgress() if wanted == "auto" else Progress(Lines(console), SELDOM)
+    return NoProgress() if wanted == "auto" else Progress(Lines(console), LOG_SECONDS)

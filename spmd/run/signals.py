@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as requests: the step in hand is finished, what there is is saved; then `fit` returns, or the process ends."""
+"""Turns Ctrl-C and SIGTERM into requests: the current step finishes, the state is saved, then `fit` returns or the process ends."""
 
 import contextlib
 import signal
@@ -10,8 +10,8 @@ SIGINT_REASON, SIGTERM_REASON = "interrupted", "asked to end"  # why a run stopp
 
 @contextlib.contextmanager
 def interruptible(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block SIGINT calls `request_stop`, and a second one interrupts at once, as usual; so does SIGTERM, unless the user's own
-    handler is there, and however often it comes: a launcher and a scheduler may both send it.
+    """In the block SIGINT and SIGTERM call `request_stop`. A second SIGINT interrupts immediately, as usual; SIGTERM may repeat, since a
+    launcher and a scheduler may both send it. A SIGTERM handler of the user's stays in place.
 
     Signals reach only the main thread; elsewhere this does nothing.
     """
@@ -23,7 +23,7 @@ def interruptible(request_stop: Callable[[str], None]) -> Iterator[None]:
     def handle(number: int, frame: object) -> None:
         del frame
         if number == signal.SIGINT:
-            signal.signal(number, signal.default_int_handler)  # whatever handler was there before, maybe none that interrupts
+            signal.signal(number, signal.default_int_handler)  # the previous handler may not interrupt
         request_stop(SIGINT_REASON if number == signal.SIGINT else SIGTERM_REASON)
 
     taken = [number for number, handler in before.items() if number == signal.SIGINT or handler == signal.SIG_DFL]

@@ -218,7 +218,7 @@ def test_options_that_cannot_be_meant(tmp_path):
         ({"categories": {"x": [1, 2]}}, r'"x" is \[1, 2\]'),
         ({"categories": {"x": iter("12")}}, '"x" is <str'),
         ({"categories": {"x": ["1"]}, "types": {"x": "int8"}}, "types and categories both name x"),
-        ({"index": path}, "a.csv cannot be made: .*a.csv is a file"),
+        ({"index": path}, "a.csv cannot be created: .*a.csv is a file"),
     ]:
         with pytest.raises(OptionError, match=text):
             spmd.data.csv(path, **{"batch_size": 1, **options})

@@ -95,7 +95,7 @@ def test_an_index_that_cannot_be_kept_is_reported(path, caplog):
         assert read(path) == list(range(100, 100 + ROWS))
     assert "cannot be kept, so the next run looks for its records again" in caplog.text
     assert [one.name for one in file.parent.iterdir()] == [file.name]
-    with pytest.raises(OptionError, match=r"the folder .*index cannot be made: .*a.csv is a file"):
+    with pytest.raises(OptionError, match=r"the folder .*index cannot be created: .*a.csv is a file"):
         spmd.data.csv(path, batch_size=ROWS, index=path / "index")
 
 

@@ -97,7 +97,7 @@ def test_the_state_of_a_step_that_has_passed_is_refused():
     with pytest.raises(OptionError) as raised:
         fit(epochs=1, callbacks=[lambda info: info.state])
     assert str(raised.value) == (
-        "info.state at step 1: metrics are read one step late, so this state is consumed already.\n"
+        "info.state at step 1: metrics are read one step late, so this state was already donated to the next step.\n"
         "    fix: give the callback  every = 10  (or more), or  exact = True, which makes the device wait."
     )
 
@@ -211,7 +211,7 @@ def test_stop_at_a_step_that_has_passed_trains_no_further(tmp_path):
 
 def test_stop_after_seconds():
     result = fit(epochs=1000, callbacks=[callbacks.StopAt(seconds=0.0)])
-    assert result.stop_reason == "0 seconds are over"
+    assert result.stop_reason == "0 seconds have passed"
     assert 1 <= int(result.state.step) <= 2
 
 
@@ -260,7 +260,7 @@ def test_early_stopping_counts_looks_without_improvement(options, values, count)
 
 def test_early_stopping_says_why():
     assert look(callbacks.EarlyStopping("eval_score", patience=1, mode="max"), "eval_score", [0.5, 0.25])[1] == (
-        "eval_score has not improved for 1 looks; its best is 0.5"
+        "eval_score has not improved in 1 checks; the best value is 0.5"
     )
 
 
@@ -277,7 +277,7 @@ def test_early_stopping_stops_a_run(metric, evaluations, steps):
     data = {name: np.repeat(leaf[:1], 96, axis=0) for name, leaf in numbers().items()}
     stopping = callbacks.EarlyStopping(metric, patience=2 if evaluations else 1, every=2)
     result = fit(data, optimizer=optax.sgd(0.0), epochs=100, eval_data=data if evaluations else None, callbacks=[stopping])
-    assert result.stop_reason.startswith(f"{metric} has not improved for")
+    assert result.stop_reason.startswith(f"{metric} has not improved in")
     assert int(result.state.step) == steps
     assert len(result.history.evaluations) == evaluations
 
@@ -292,10 +292,10 @@ def test_early_stopping_on_a_metric_that_is_not_there(metric, near):
 # what cannot be meant -------------------------------------------------------------------------------------------------
 
 BAD = {
-    "a class": (callbacks.StopAt, "is neither a spmd.callbacks.Callback nor a function of info."),
-    "a number": (3, "callback 3 is neither a spmd.callbacks.Callback nor a function of info."),
-    "every 0": (callbacks.Each(print, every=0), "every=0; a number of steps, from 1."),
-    "every 1.5": (Recorder(every=1.5), "every=1.5; a number of steps, from 1."),
+    "a class": (callbacks.StopAt, "is neither an spmd.callbacks.Callback nor a function of info."),
+    "a number": (3, "callback 3 is neither an spmd.callbacks.Callback nor a function of info."),
+    "every 0": (callbacks.Each(print, every=0), "every=0 is not a positive integer."),
+    "every 1.5": (Recorder(every=1.5), "every=1.5 is not a positive integer."),
 }
 
 
@@ -313,19 +313,19 @@ def test_a_mode_that_does_not_exist():
 
 @pytest.mark.parametrize("options", [{"patience": -1}, {"patience": 0}, {"patience": 1.5}])
 def test_a_patience_that_never_waits(options):
-    with pytest.raises(OptionError, match=r"EarlyStopping: patience=.*; a number of looks, from 1"):
+    with pytest.raises(OptionError, match=r"EarlyStopping: patience=.* is not a positive integer"):
         callbacks.EarlyStopping(**options)
 
 
 @pytest.mark.parametrize("options", [{}, {"step": 0}, {"seconds": -1.0}])
 def test_a_stop_that_says_nothing(options):
-    with pytest.raises(OptionError, match=r"StopAt\(.*\): a step from 1, or seconds from 0, or both"):
+    with pytest.raises(OptionError, match=r"StopAt\(.*\): give step >= 1, seconds >= 0, or both"):
         callbacks.StopAt(**options)
 
 
 def test_callbacks_and_loggers_are_lists():
     for option in ("callbacks", "loggers"):
-        with pytest.raises(OptionError, match=f"{option}=5 is an int.\n    fix: a list of them."):
+        with pytest.raises(OptionError, match=f"{option}=5 is an int.\n    fix: a list of {option}."):
             fit(**{option: 5})
 
 
@@ -346,7 +346,7 @@ def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_n
         fit(spoilt(5), shuffle=False, checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100), callbacks=[recorder])
     assert str(raised.value) == (
         f'step 5: metric "loss" is nan. The last checkpoint is step 4 in {tmp_path}.\n'
-        "    fix: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step."
+        "    fix: lower the learning rate, clip gradients (optax.clip_by_global_norm), or inspect the batch of this step."
     )
     assert not getattr(raised.value, "__notes__", [])
     store = spmd.run.checkpoint.CheckpointStore(spmd.Checkpoint(tmp_path, every=1, keep=100))
@@ -370,7 +370,7 @@ def test_terminate_on_nan_names_classes_of_cross_entropy(masked):
     also = ', and where the mask "mask" is neither 0 nor 1' if masked else ""
     assert str(raised.value) == (
         'step 3: metric "loss" is nan. There is no checkpoint.\n'
-        "    fix: a lower learning rate, gradient clipping (optax.clip_by_global_norm), or a look at the batch of this step: "
+        "    fix: lower the learning rate, clip gradients (optax.clip_by_global_norm), or inspect the batch of this step: "
         f"spmd.losses.cross_entropy is NaN where a target is not one of the model's classes, 0 to 2{also}."
     )
 
@@ -386,7 +386,7 @@ def test_the_first_step_has_its_own_message():
     assert str(raised.value) == (
         "the loss is nan at the first step.\n"
         "    fix: look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, "
-        "or an initialisation that is too large."
+        "or too large initial values."
     )
 
 

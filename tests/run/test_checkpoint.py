@@ -276,8 +276,8 @@ def test_the_whole_table_of_a_wider_model(tmp_path):
     [
         ({"mode": "best"}, 'Checkpoint: no mode "best".\n    fix: known: min, max.'),
         ({"mode": "mx"}, 'Checkpoint: no mode "mx".\n    fix: did you mean "max"?'),
-        ({"every": 0}, "Checkpoint: every=0; a whole number from 1."),
-        ({"keep": True}, "Checkpoint: keep=True; a whole number from 1."),
+        ({"every": 0}, "Checkpoint: every=0 is not a positive integer."),
+        ({"keep": True}, "Checkpoint: keep=True is not a positive integer."),
     ],
 )
 def test_options_that_cannot_be_meant(options, text):
@@ -347,13 +347,13 @@ def test_the_best_and_any_other_can_be_loaded(tmp_path):
 
 def test_a_checkpoint_that_is_not_there(tmp_path):
     trainer = fit(epochs=1, checkpoint=tmp_path).trainer
-    for which, text in (("best", "did not say what is best"), (7, "there is no checkpoint of step 7 in .*\n    fix: 3\\.")):
+    for which, text in (("best", "does not rank checkpoints"), (7, "there is no checkpoint of step 7 in .*\n    fix: 3\\.")):
         with pytest.raises(CheckpointError, match=text):
             trainer.restore(tmp_path, step=which)
     for path, text in ((tmp_path / "none", "there is no such folder"), (None, "there is no such folder")):
         with pytest.raises(CheckpointError, match=text):
             trainer.restore(path)
-    with pytest.raises(OptionError, match=r"checkpoint=5 is an int; a folder, or a spmd\.Checkpoint\."):
+    with pytest.raises(OptionError, match=r"checkpoint=5 is an int; expected a folder or an spmd\.Checkpoint\."):
         fit(epochs=1, checkpoint=5)
 
 
@@ -382,7 +382,7 @@ def test_options_that_changed_are_told_when_a_run_goes_on(tmp_path, capsys):
     fit(epochs=2, checkpoint=tmp_path, mesh={"data": 4, "model": 2}, resume=True, accumulate=2, layout="fsdp", progress=True)
     told = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["changed"] for line in told if line.get("event") == "resumed"] == [
-        ["mesh was data=8, is data=4, model=2", "accumulate was 1, is 2", "the layout was another"]
+        ["mesh was data=8, is data=4, model=2", "accumulate was 1, is 2", "the layout has changed"]
     ]
     assert "accumulate was 1, is 2" in capsys.readouterr().err.replace("\n", " ")
 

@@ -159,7 +159,7 @@ def test_a_run_with_checkpoints_keeps_json_lines_and_a_resumed_one_goes_on_in_th
     "bad", [print, "runs/log", Memory, type("Half", (), {"write": print})()], ids=["function", "path", "class", "half"]
 )
 def test_what_is_no_logger(bad):
-    with pytest.raises(OptionError, match=r"has no write\(record\) and close\(\)\.\n    fix: such as spmd\.loggers\.JsonLines\(path\)\."):
+    with pytest.raises(OptionError, match=r"has no write\(record\) and close\(\)\.\n    fix: an instance such as spmd\.loggers\.Json"):
         fit(loggers=[bad])
 
 

@@ -191,7 +191,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError) as raised:
         fit(steps=5, checkpoint=tmp_path)
-    assert str(raised.value) == f"{tmp_path} already holds a run, up to step 4.\n    fix: resume=True to go on with it, or another folder."
+    assert str(raised.value) == f"{tmp_path} already holds a run, up to step 4.\n    fix: resume=True to continue it, or another folder."
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 

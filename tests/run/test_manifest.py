@@ -141,7 +141,7 @@ def test_resume_with_only_damaged_checkpoints_is_refused(run):
     assert str(raised.value) == (
         f"every checkpoint in {run} is damaged\n3 problems:\n\n"
         "  step 6\n      it has no manifest\n\n  step 4\n      it has no manifest\n\n  step 2\n      it has no manifest\n\n"
-        f"    fix: another copy of the folder; or remove {run}/checkpoints, and the run starts at step 0."
+        f"    fix: use another copy of the folder, or remove {run}/checkpoints to start at step 0."
     )
     assert sorted(run.rglob("*")) == before
     shutil.rmtree(run / "checkpoints")
@@ -173,7 +173,7 @@ def test_a_folder_that_is_too_full_is_told_before_it_is_written(tmp_path, monkey
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=7000))
     with pytest.raises(
-        CheckpointError, match=r"a checkpoint of 6\.0 KiB does not fit \S+: 6\.8 KiB are free, and 1\.2 times its size is wanted"
+        CheckpointError, match=r"a checkpoint of 6\.0 KiB does not fit in \S+: 6\.8 KiB are free, 1\.2 times its size is needed"
     ):
         fit(tmp_path / "full")
     assert CheckpointStore(spmd.Checkpoint(tmp_path / "full")).steps() == []

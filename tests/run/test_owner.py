@@ -73,9 +73,9 @@ def test_second_owner_in_the_same_thread_is_refused(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         own(tmp_path)
     assert str(raised.value) == (
-        f"{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run that this thread has started has not ended; this call is "
+        f"{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run that this thread started has not ended; this call is "
         "inside it, as in a callback, or it was not closed.\n"
-        "    fix: another folder for this run; or call it after the first has returned."
+        "    fix: use another folder for this run, or call it after the first has returned."
     )
     mine.check()
     mine.release()
@@ -108,7 +108,7 @@ def test_second_owner_in_another_thread_is_told_which(tmp_path):
             own(tmp_path)
         assert str(raised.value) == (
             f'{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run in its thread "trainer-1" has not ended.\n'
-            "    fix: another folder; or resume=True after that run has returned."
+            "    fix: use another folder, or resume=True after that run has returned."
         )
         mine.check()
         mine.release()
@@ -141,7 +141,7 @@ def test_owner_of_this_process_that_nobody_holds_is_replaced(tmp_path):
 
 def test_owner_that_was_killed_is_replaced_at_once(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        born = owner._born(process.pid)
+        born = owner._start_time(process.pid)
         left_by(tmp_path, process=process.pid, born=born)
         with pytest.raises(CheckpointError, match=f"belongs to another run: process {process.pid} on"):
             left_by_file = json.loads((tmp_path / OWNER_FILE).read_text()) | {"file": inode(tmp_path)}

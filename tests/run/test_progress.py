@@ -81,7 +81,7 @@ def test_a_bar_always_shows_the_step_and_the_time_left(width, monkeypatch):
 
 
 def test_a_run_draws_itself_in_a_terminal_and_leaves_it_as_it_was(console, monkeypatch):
-    monkeypatch.setattr(progress, "REFRESH", 0.0)
+    monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.0)
     result = fit(epochs=2, eval_data=numbers(40, 1))
     text = console.file.getvalue()
     assert f"loss {result.history['loss'][-1]:.4g}" in text and "6/6" in text

@@ -278,10 +278,10 @@ def test_a_synchronous_run_goes_on_in_another_packing_as_if_it_had_never_stopped
 TOLD = (
     'parameters were packed for a parameter server (placement "sliced", 8 servers, 8 positions), and are now '
     'packed for a parameter server (placement "largest_first", 3 servers, 4 positions)',
-    "residuals are left behind",
-    "weights as workers had read them start anew: every worker reads the servers' weights anew",
-    "sums of gradients start anew: what was gathered for the next update, if anything, is dropped",
-    "weights of these sums start anew",
+    "residuals were dropped",
+    "stale weights of workers were reset: every worker reads the servers' weights again",
+    "sums of gradients were reset: gradients collected for the next update, if any, are dropped",
+    "weights of these sums were reset",
 )
 
 
@@ -321,12 +321,12 @@ def test_another_mode_in_the_same_packing_keeps_what_it_can(tmp_path):
     state = filled(here)
     saved(here, state, tmp_path / "first")
     late, told = restored(there, tmp_path / "first")
-    assert told == [f"2 {words} start anew" for words in ("weights as workers had read them", "sums of gradients", "weights of these sums")]
+    assert told == [f"2 {words} were reset" for words in ("stale weights of workers", "sums of gradients", "weights of these sums")]
     assert same((late.params, late.opt), (state.params, state.opt))
     saved(there, late, tmp_path / "second")
     back, told = restored(here, tmp_path / "second")
     assert [line.partition(" ")[2] for line in told] == [
-        f"{words} are left behind" for words in ("weights as workers had read them", "sums of gradients", "weights of these sums")
+        f"{words} were dropped" for words in ("stale weights of workers", "sums of gradients", "weights of these sums")
     ]
     assert same((back.params, back.opt), (state.params, state.opt))
 
@@ -372,10 +372,13 @@ def test_an_optimizer_state_that_is_not_its_parameters_is_refused_with_a_fix(tmp
     own = {"mode": "local", "every": 2}
     here = trainer(served(**own), 8, MOMENTUM, TWO)
     saved(here, filled(here), tmp_path)
-    for layout, why in ((served(**own, servers=5), "it has not its parameter's shape"), (served(), "one of them is of every worker")):
+    for layout, why in (
+        (served(**own, servers=5), "its shape is not its parameter's"),
+        (served(), "one of them has an entry"),
+    ):
         text = refusal(trainer(layout, 8, MOMENTUM, TWO), tmp_path)
         assert "params/" not in text and text.count("opt/") == 2
-        assert f"      {why}" in text and "\n      fix: the [parameter_server] placement, servers and mode that it had" in text
+        assert f"      {why}" in text and "\n      fix: use the [parameter_server] placement, servers and mode of the checkpoint" in text
 
 
 @pytest.mark.slow
@@ -384,7 +387,7 @@ def test_workers_with_no_optimizer_state_of_their_own_are_restored_anywhere(tmp_
     own = {"mode": "local", "every": 2}
     plain = trainer(served(**own), 8, optax.sgd(0.1), TWO)
     saved(plain, filled(plain), tmp_path / "sgd")
-    for layout, words in ((served(**own, servers=5), "start anew: every worker takes"), (ALL_REDUCE, "are left behind")):
+    for layout, words in ((served(**own, servers=5), "were reset: every worker starts"), (ALL_REDUCE, "were dropped")):
         here = trainer(layout, 8, optax.sgd(0.1), TWO)
         state, told = restored(here, tmp_path / "sgd")
         assert f"weights of workers' own {words}" in " | ".join(told)

@@ -178,7 +178,7 @@ def test_nobody_holds_a_copy_while_the_disk_is_written(tmp_path, monkeypatch):
     call, sealed = device_snapshot.StateCopier.__call__, checkpoint.write_manifest
 
     def copied(self, state):
-        self._stay = False  # as on a GPU
+        self._reuse_memory = False  # as on a GPU
         copy = call(self, state)
         held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(copy))
         return copy

@@ -62,7 +62,7 @@ def test_a_changed_byte_of_what_a_sweep_was_is_refused(tmp_path):
 def test_second_sweep_on_a_folder_is_refused_and_writes_nothing(resume, tmp_path):
     """As it is where another process has begun one: the file names that process, which lives."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process, owned(tmp_path):
-        file, other = tmp_path / OWNER_FILE, {"process": process.pid, "born": owner._born(process.pid), "token": "another"}
+        file, other = tmp_path / OWNER_FILE, {"process": process.pid, "born": owner._start_time(process.pid), "token": "another"}
         file.write_text(json.dumps(json.loads(file.read_text()) | other))
         with pytest.raises(CheckpointError, match=rf"belongs to another run: process {process.pid} on "):
             sweep(trials=2, checkpoint=tmp_path, resume=resume)

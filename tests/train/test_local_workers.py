@@ -313,7 +313,7 @@ def test_what_is_on_its_way_is_not_forgotten(tmp_path):
     options = {"loss": spmd.losses.cross_entropy, "optimizer": SGD, "mesh": "data=8", "batch_size": 32, "progress": False}
     model, rows, folder = spmd.FunctionalModel(init, apply), tuple(data(256).values()), tmp_path / "run"
     spmd.fit(model, rows, layout=served(mode="local", every=4, overlap=2), steps=4, checkpoint=folder, **options)
-    why = r"overlap = 2 before, every = 4, fragments = 1, overlap = 0 now[\s\S]*first go on to step 6"
+    why = r"overlap = 2 before, every = 4, fragments = 1, overlap = 0 now[\s\S]*first train to step 6"
     with pytest.raises(CheckpointError, match=why):
         spmd.fit(model, rows, layout=served(mode="local", every=4), steps=8, checkpoint=folder, resume=True, **options)
 
@@ -323,7 +323,7 @@ def test_what_was_never_sent_is_not_taken_back(mode, tmp_path):
     options = {"loss": spmd.losses.cross_entropy, "optimizer": SGD, "mesh": "data=8", "batch_size": 32, "progress": False}
     model, rows, folder = spmd.FunctionalModel(init, apply), tuple(data(256).values()), tmp_path / "run"
     spmd.fit(model, rows, layout=served(**mode), steps=2, checkpoint=folder, **options)
-    with pytest.raises(CheckpointError, match=r"lies between a send and its receive[\s\S]*first go on to step 3"):
+    with pytest.raises(CheckpointError, match=r"lies between a send and its receive[\s\S]*first train to step 3"):
         spmd.fit(model, rows, layout=served(mode="local", every=2, overlap=1), steps=4, checkpoint=folder, resume=True, **options)
 
 

@@ -276,7 +276,7 @@ def test_moments_of_another_shape_stay_with_their_stages(tmp_path):
     )
     cut = {"mesh": "data=4,stage=2", "layout": piped(schedule="circular", groups=2)}
     make(steps=1, **cut)
-    with pytest.raises(CheckpointError, match="fix: the \\[pipeline\\] stages and groups that it had"):
+    with pytest.raises(CheckpointError, match="fix: use the \\[pipeline\\] stages and groups of the checkpoint"):
         make(steps=2, resume=True, mesh="data=8", layout="data_parallel")
     assert int(make(steps=2, resume=True, **cut).state.step) == 2
 
