@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import Problem
+from spmd.layout.fixes import first_names
 from spmd.nn.layer_order import StageOrder
 from spmd.tree import Tree, describe, flatten, map_paths
 from spmd.wire.param_server.packing import Storage
@@ -262,7 +263,7 @@ def find_param_mismatches(saved: Mapping[str, str], packed: Mapping[str, Any] | 
     before = saved_params or {path.removeprefix(f"{PARAMS}/"): text for path, text in saved.items() if path.startswith(f"{PARAMS}/")}
     if saved_params and not _has_array_per_param(old) and saved_params == now and list(saved_params) != list(now):
         first = next(path for path, other in zip(saved_params, now, strict=True) if path != other)
-        why = f"parameters were packed in the order {(list(saved_params))}, and are now in the order {(list(now))}."
+        why = f"parameters were packed in the order {first_names(list(saved_params))}, and are now in the order {first_names(list(now))}."
         return [Problem(f"{PARAMS}/{first}", [why], "keep the model's parameters in the order of the checkpoint.")]
     return find_mismatches(
         {f"{PARAMS}/{path}": text for path, text in before.items()}, {f"{PARAMS}/{path}": text for path, text in now.items()}
