@@ -46,7 +46,7 @@ def quantize(values: np.ndarray, *, stacked: bool = False) -> tuple[np.ndarray, 
       int8 of the same shape, and float32 scales that broadcast against it; the error is at most half a scale.
 
     Example:
-      >>> numbers, scales = quantised(np.array([[1.0, 0.0], [-0.5, 0.0]], np.float32))
+      >>> numbers, scales = quantize(np.array([[1.0, 0.0], [-0.5, 0.0]], np.float32))
       >>> numbers.tolist(), scales.shape
       ([[127, 0], [-64, 0]], (1, 2))
     """

@@ -111,8 +111,8 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     for words, text in [
         ([tmp_path / "b.csv", "--batch-size", 3], "no file matches"),
         ([tmp_path / "a.txt", "--batch-size", 3], "files that end in txt"),
-        ([csv, "--batch-size", 9], "there is one batch, of 9 records: nothing to measure"),
-        ([csv, "--batch-size", 3, "--batches", 1], "--batches 1: from 2"),
+        ([csv, "--batch-size", 9], "there is only one batch, of 9 records"),
+        ([csv, "--batch-size", 3, "--batches", 1], "--batches 1 is too few"),
         ([csv, "--batch-size", 3, "--step-ms", 0], "--step-ms 0: more than 0"),
         ([csv, "--batch-size", 3, "--step-ms", "nan"], "--step-ms nan: more than 0"),
         ([csv, "--batch-size", 3, "--features", "x=int32[]"], "--features are of tf.train.Example, and CSV files have columns"),

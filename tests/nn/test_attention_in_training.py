@@ -134,7 +134,7 @@ def test_a_layout_that_nothing_follows():
         ),
         (
             "data",
-            '  [sequence] axis\n      "data" cuts the rows of the batch among workers, so it cannot cut what one worker has.\n'
+            '  [sequence] axis\n      "data" is a data axis: it splits the batch among workers, and cannot shard the data of one.\n'
             "      fix: another axis than data.",
         ),
     ],

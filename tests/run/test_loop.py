@@ -171,7 +171,7 @@ def test_a_run_is_as_long_as_its_plan(plan, steps):
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 both say when to end.\n    fix: give one of them."),
+        ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 both set the length of the run.\n    fix: give one of them."),
         ({"epochs": 0}, "epochs=0: a whole number from 1."),
         ({"steps": True}, "steps=True: a whole number from 1."),
         ({"eval_every": 0}, "eval_every=0: a whole number from 1."),

@@ -45,7 +45,7 @@ from spmd.sweeps.scheduler import SweepRunner
         ({"layout": FEEDBACK, "mesh": "net=4,data=2"}, LayoutError, "codecs with a residual for each worker"),
         ({"checkpoint": spmd.Checkpoint("never", best="loss")}, OptionError, "a sweep uses only the path and `every` of a Checkpoint"),
         ({"eval_data": [1]}, DataError, "eval_data: a sweep needs arrays, kept on the devices"),
-        ({"epochs": 1, "steps": 3}, OptionError, "both say when to end"),
+        ({"epochs": 1, "steps": 3}, OptionError, "both set the length"),
         ({"resume": True}, OptionError, "resume=True without a checkpoint folder"),
         ({"space": {"learning_rate": [0.1, float("nan")]}}, OptionError, "learning_rate=nan is no number that float32 has"),
         ({"space": {"learning_rate": [1e39]}}, OptionError, "learning_rate=1e+39 is no number that float32 has"),
@@ -107,7 +107,7 @@ def test_values_that_only_look_alike_have_programs_of_their_own(monkeypatch, tmp
     nameless = lambda: 4
     nameless.width = 4
     for value in (Same(4), nameless):
-        with pytest.raises(CheckpointError, match="has no name of its own"):
+        with pytest.raises(CheckpointError, match="has no unique name"):
             sweep(space={"learning_rate": [0.1], "like": [value]}, checkpoint=tmp_path / "new", **more)
     assert not list(tmp_path.iterdir())
 

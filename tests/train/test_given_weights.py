@@ -151,7 +151,7 @@ def test_restore_of_params_under_another_optimizer(kind, tmp_path):
         str(raised.value)
         .partition("\n\n    fix: ")[2]
         .startswith(
-            'parameters and batch statistics fit. Trainer.restore(folder, only="params") gives them in a new state of this optimizer,'
+            'parameters and batch statistics fit. Trainer.restore(folder, only="params") puts them into a new state of this optimizer,'
         )
     )
     state = other.restore(tmp_path, only="params")

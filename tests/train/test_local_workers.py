@@ -352,7 +352,7 @@ def test_batch_statistics_are_of_a_worker_s_own_rows(mode):
             batch = {name: np.concatenate([mine[name], others[name]]) if not own else mine[name] for name in mine}
             placed = trainer.place(batch)
             if not own and mode == "asynchronous":
-                placed = dataclasses.replace(placed, have=np.array([True, False, False, False]))
+                placed = dataclasses.replace(placed, has_rows=np.array([True, False, False, False]))
             state, _ = trainer.step(state, placed)
         return trainer, state
 
@@ -384,8 +384,8 @@ def test_a_worker_without_rows_stays_where_it_is():
 def test_evaluation_is_of_the_servers_weights():
     trainer = trainer_of(served(mode="local", every=5), optimizer=ADAMW)
     state, _ = trainer.step(trainer.init(), data())
-    assert trainer.evaluate(state, data())["loss"] == trainer.evaluate(trainer.init(), data())["loss"], "nobody has met yet"
-    assert any("meet" in line for line in trainer.notes())
+    assert trainer.evaluate(state, data())["loss"] == trainer.evaluate(trainer.init(), data())["loss"], "no worker has synchronized yet"
+    assert any("synchronize every" in line for line in trainer.notes())
 
 
 def test_program_is_freed_with_its_trainer():

@@ -70,7 +70,7 @@ def test_nothing_to_draw_is_an_error(more, tmp_path):
 
 def test_what_the_docs_show_is_so(tmp_path, monkeypatch, capsys):
     """The command in the docs runs, and prints what stands below it."""
-    section = (DOCS / "parameter_server.md").read_text(encoding="utf-8").partition("## What the clock says")[2]
+    section = (DOCS / "parameter_server.md").read_text(encoding="utf-8").partition("## Simulate the clock")[2]
     command, printed = re.findall(r"```(?:python|text)\n(.*?)```", section, re.DOTALL)[:2]
     monkeypatch.chdir(tmp_path)
     exec(command, {})
