@@ -25,11 +25,11 @@ ODD = ["0", "-0", "+5", "007", "1.5", ".5", "5.", "-1.25", "123456789.123456789"
 def test_numbers_are_what_python_reads():
     texts = [*ODD, *(f"{value:.{digits}f}" for value in np.random.default_rng(0).normal(size=200) * 1e3 for digits in (0, 3, 9))]
     raw, ends = ",".join(texts).encode(), np.cumsum([len(text) + 1 for text in texts]) - 1
-    values, whole, sound = decimals(np.frombuffer(raw, np.uint8), np.concatenate([[0], ends[:-1] + 1]), ends)
-    for text, value, is_whole, is_sound in zip(texts, values.tolist(), whole.tolist(), sound.tolist(), strict=True):
+    values, integral, sound = decimals(np.frombuffer(raw, np.uint8), np.concatenate([[0], ends[:-1] + 1]), ends)
+    for text, value, is_integral, is_sound in zip(texts, values.tolist(), integral.tolist(), sound.tolist(), strict=True):
         if is_sound:
             assert value.hex() == float(text).hex(), text
-            assert is_whole == text.strip("+-").isdigit()
+            assert is_integral == text.strip("+-").isdigit()
     assert sound[len(ODD) :].all() and not sound[ODD.index("1e5")] and not sound[ODD.index("nan")]
     for text in ("-", ".", "+.", "1-5", "--5", "1.2.3", "abc", "", "5-", "1 2"):
         assert not decimals(np.frombuffer(text.encode() + b"\n", np.uint8), np.array([0]), np.array([len(text)]))[2][0], text
@@ -41,11 +41,11 @@ def test_a_column_of_odd_numbers(tmp_path):
 
 
 def test_types_are_inferred_and_shown(tmp_path):
-    path = written.csv(tmp_path / "a.csv", ["1,2.5,cat", "2,3,dog", "3000000000,,cat"], "whole,real,kind")
+    path = written.csv(tmp_path / "a.csv", ["1,2.5,cat", "2,3,dog", "3000000000,,cat"], "count,real,kind")
     data = spmd.data.csv(path, batch_size=2, categories={"kind": ["cat", "dog"]}, defaults={"real": -1.0})
-    assert repr(data).splitlines()[1:] == ["    whole  int64[]", "    real   float32[]", "    kind   int32[]"]
+    assert repr(data).splitlines()[1:] == ["    count  int64[]", "    real   float32[]", "    kind   int32[]"]
     found = read(path, categories={"kind": ["cat", "dog"]}, defaults={"real": -1.0})
-    assert found["whole"].tolist() == [1, 2, 3000000000] and found["real"].tolist() == [2.5, 3, -1] and found["kind"].tolist() == [0, 1, 0]
+    assert found["count"].tolist() == [1, 2, 3000000000] and found["real"].tolist() == [2.5, 3, -1] and found["kind"].tolist() == [0, 1, 0]
 
 
 def test_quotes_newlines_and_other_separators(tmp_path):
@@ -134,7 +134,7 @@ def test_an_index_is_kept_where_it_is_asked_to_be_and_nowhere_else(tmp_path, mon
     assert read(path, index=tmp_path / "kept")["x"].tolist() == [1]
 
 
-def test_a_file_that_has_shrunk_is_told(tmp_path):
+def test_a_file_that_has_shrunk_raises(tmp_path):
     path = written.csv(tmp_path / "a.csv", [f"{at},0" for at in range(9)], "x,y")
     data = spmd.data.csv(path, batch_size=9)
     path.write_bytes(path.read_bytes()[:-4])
@@ -161,7 +161,7 @@ def test_a_mark_of_byte_order_is_no_part_of_the_first_number(tmp_path):
     assert read(tmp_path / "a.csv", names=["a", "b"])["a"].tolist() == [1, 3]
 
 
-def test_numbers_that_would_become_infinite_are_told(tmp_path):
+def test_numbers_that_would_become_infinite_raise(tmp_path):
     path = written.csv(tmp_path / "a.csv", ["1.5", "1" + "0" * 17, "1e300", "inf"], "x")
     for dtype, line, text in [("float32", 4, "1e300, which float32 does not hold; types={\"x\": \"float64\"} would"),
                               ("float16", 3, "10+, which float16 does not hold; types={\"x\": \"float32\"} would")]:  # fmt: skip
@@ -183,13 +183,13 @@ FIRST_BYTES = {
 
 
 @pytest.mark.parametrize("content, text", FIRST_BYTES.values(), ids=FIRST_BYTES.keys())
-def test_a_file_of_another_kind_is_told_at_once(tmp_path, content, text):
+def test_a_file_of_another_kind_raises_at_once(tmp_path, content, text):
     (tmp_path / "a.csv").write_bytes(content)
     with pytest.raises(DataError, match=text):
         spmd.data.csv(tmp_path / "a.csv", batch_size=1, names=["a"] if content == codecs.BOM_UTF8 else None)
 
 
-def test_a_number_of_hundreds_of_digits_is_told_with_its_line(tmp_path):
+def test_a_number_of_hundreds_of_digits_is_reported_with_its_line(tmp_path):
     path = written.csv(tmp_path / "a.csv", ["1", "2", "9" * 400], "x")
     with pytest.raises(DataError, match=r'line 4: column "x" has 9{80}... \(400 letters\), which int32 does not hold'):
         read(path, types={"x": "int32"})

@@ -80,7 +80,7 @@ ODD_ROWS = {
 @pytest.mark.parametrize("quoted", [False, True], ids=["no quotes", "quotes elsewhere"])
 @pytest.mark.parametrize("odd", ODD_ROWS.values(), ids=ODD_ROWS.keys())
 def test_a_column_that_is_not_read_may_hold_anything(tmp_path, odd, quoted):
-    """Whatever is read together with it, whoever reads it."""
+    """For any batch size, with and without reader threads, and in each of two processes."""
     rows = [b"%d,a" % at for at in range(20)]
     rows[7] = b"7," + odd
     rows[15] = b'15,"a"' if quoted else rows[15]

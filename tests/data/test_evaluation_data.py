@@ -100,10 +100,10 @@ def test_evaluation_of_another_dtype_or_length_has_its_own_program():
     mean = lambda model, batch: (model(batch["x"].astype(np.float32).mean(axis=1)[:, None])[:, 0] - batch["y"][:, 0]) ** 2
     result = spmd.fit(lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), rows(), **options(loss=mean))
     doubled = {**rows(), "x": np.repeat(rows()["x"], 2, axis=1)}
-    whole = {"x": np.round(rows()["x"]).astype(np.int32), "y": rows()["y"]}
-    rounded = {"x": whole["x"].astype(np.float32), "y": whole["y"]}
+    integers = {"x": np.round(rows()["x"]).astype(np.int32), "y": rows()["y"]}
+    rounded = {"x": integers["x"].astype(np.float32), "y": integers["y"]}
     assert result.evaluate(doubled, batch_size=8)["loss"] == pytest.approx(result.evaluate(rows(), batch_size=8)["loss"])
-    assert result.evaluate(whole, batch_size=8) == result.evaluate(rounded, batch_size=8) != result.evaluate(rows(), batch_size=8)
+    assert result.evaluate(integers, batch_size=8) == result.evaluate(rounded, batch_size=8) != result.evaluate(rows(), batch_size=8)
 
 
 def test_a_metric_that_the_evaluation_does_not_have_cannot_be_watched(tmp_path):
@@ -117,8 +117,8 @@ def test_inputs_to_predict_that_do_not_fit_are_refused():
         r"predict: the model fails on float32\[8, 5\]: TypeError: .*\n    fix: what the loss calls the model with; "
         r"the batches that it was trained on hold x float32\[8, 4\], y float32\[8, 1\]\."
     )
-    for inputs, told in [(rows(width=5)["x"], text), (rows(), r"predict: the model fails on x float32\[8, 4\], y float32\[8, 1\]: ")]:
-        with pytest.raises(DataError, match=told):
+    for inputs, expected in [(rows(width=5)["x"], text), (rows(), r"predict: the model fails on x float32\[8, 4\], y float32\[8, 1\]: ")]:
+        with pytest.raises(DataError, match=expected):
             result.predict(inputs)
     assert result.predict(rows(20)["x"]).shape == (20, 1)
 

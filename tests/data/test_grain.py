@@ -1,4 +1,4 @@
-"""Grain data sets: read as they are, and resumed by their own state rather than by reading up to where they were."""
+"""Grain data sets: iterated as they are, and resumed from their own state rather than by reading up to the saved position."""
 
 import functools
 
@@ -33,7 +33,7 @@ def mapped(rows):
 
 
 def streamed(rows):
-    """An `IterDataset` has no length: only its end tells where an epoch ends."""
+    """An `IterDataset` has no length: the epoch ends where the iterator ends."""
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return grain.MapDataset.source(rows).seed(5).shuffle().to_iter_dataset(options).batch(BATCH)
 
@@ -70,20 +70,20 @@ def test_batches_train_as_a_list_of_them_does(make):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stop, prefetch", [(2, 2), (3, 2), (4, 0)], ids=["mid-epoch", "epoch's end", "second epoch, no thread"])
 def test_stopped_and_resumed_is_never_stopped(make, stop, prefetch, tmp_path):
-    whole = undisturbed(make)
+    uninterrupted = undisturbed(make)
     fit(make(Rows()), steps=stop, checkpoint=tmp_path, prefetch=prefetch)
     rest = fit(make(Rows()), epochs=3, checkpoint=tmp_path, resume=True, prefetch=prefetch)
     assert int(rest.state.step) == 9
-    assert same(rest.state, whole.state)
-    assert rest.history["loss"] == whole.history["loss"][stop:]
+    assert same(rest.state, uninterrupted.state)
+    assert rest.history["loss"] == uninterrupted.history["loss"][stop:]
 
 
-def test_a_run_saved_at_the_very_end_of_an_epoch_without_a_length_goes_on(tmp_path):
+def test_a_run_saved_at_the_very_end_of_an_epoch_without_a_length_resumes(tmp_path):
     """A checkpoint every 3 steps is written before the end of the data is known: the reader's state stands at its end."""
-    whole = undisturbed(streamed)
+    uninterrupted = undisturbed(streamed)
     fit(streamed(Rows()), steps=3, checkpoint=spmd.Checkpoint(tmp_path, every=3))
     rest = fit(streamed(Rows()), epochs=3, checkpoint=tmp_path, resume=True)
-    assert same(rest.state, whole.state)
+    assert same(rest.state, uninterrupted.state)
 
 
 def test_resuming_skips_nothing_by_reading_it(tmp_path):
@@ -99,9 +99,9 @@ def test_what_was_read_ahead_does_not_count_as_trained_on(tmp_path):
     """The position saved is that of the last batch trained on, though the reader was further."""
     rows = Rows()
     fit(streamed(rows), steps=1, checkpoint=tmp_path, prefetch=2)
-    whole = undisturbed(streamed)
+    uninterrupted = undisturbed(streamed)
     rest = fit(streamed(Rows()), epochs=1, checkpoint=tmp_path, resume=True)
-    assert rest.history["loss"] == whole.history["loss"][1:3]
+    assert rest.history["loss"] == uninterrupted.history["loss"][1:3]
 
 
 def test_a_data_loader_whose_state_is_bytes_resumes(tmp_path):
@@ -123,8 +123,8 @@ def test_a_data_loader_whose_state_is_bytes_resumes(tmp_path):
 
     model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
     options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1)}
-    whole = spmd.fit(model, loader(), epochs=1, **options)
+    uninterrupted = spmd.fit(model, loader(), epochs=1, **options)
     spmd.fit(model, loader(), steps=3, checkpoint=tmp_path, **options)
     rest = spmd.fit(model, loader(), epochs=1, checkpoint=tmp_path, resume=True, **options)
-    assert rest.history["loss"] == whole.history["loss"][3:]
-    assert np.array_equal(rest.state.params["w"], whole.state.params["w"])
+    assert rest.history["loss"] == uninterrupted.history["loss"][3:]
+    assert np.array_equal(rest.state.params["w"], uninterrupted.state.params["w"])

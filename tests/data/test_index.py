@@ -45,7 +45,7 @@ def damages(raw):
     yield "a line break", b"\n"
     yield "zeros", bytes(len(raw))
     for length in sorted({1, 7, len(raw) // 2, len(raw) - 1, *rng.sample(range(len(raw)), 8)}):
-        yield f"cut to {length}", raw[:length]
+        yield f"truncated to {length}", raw[:length]
     for bit in sorted({*range(0, 8 * len(raw), 151), *rng.sample(range(8 * len(raw)), 20), 8 * len(raw) - 1}):
         yield f"bit {bit}", raw[: bit // 8] + bytes([raw[bit // 8] ^ 1 << bit % 8]) + raw[bit // 8 + 1 :]
     yield "a record that begins later", raw.replace((4 + 9).to_bytes(8, "little"), (4 + 10).to_bytes(8, "little"))
@@ -165,7 +165,7 @@ def test_a_sample_of_large_files_has_their_ends_and_blocks_between(tmp_path, mon
             hashes[blocks, at] = data_hash.of_files([str(path) for path in paths], list(map(len, raw)), blocks)
     noticed = {blocks: [at for at in range(151) if hashes[blocks, at] != hashes[blocks, None]] for blocks in (5, 38)}
     assert noticed[38] == list(range(151)), "all of what is small"
-    assert noticed[5] == [at for first in (0, 36, 73, 110, 147) for at in range(first, first + 4)], "the last goes on in another file"
+    assert noticed[5] == [at for first in (0, 36, 73, 110, 147) for at in range(first, first + 4)], "the last block spans two files"
 
 
 def test_a_sample_of_large_arrays_has_the_first_and_the_last_row(monkeypatch):

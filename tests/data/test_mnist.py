@@ -64,16 +64,16 @@ def refused(tmp_path, raw):
     return str(raised.value).replace(str(tmp_path / "file"), "FILE")
 
 
-def test_damaged_files_are_told_apart(tmp_path):
-    whole = idx(IMAGES)
-    assert refused(tmp_path, whole[:-1]) == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7839."
-    assert refused(tmp_path, whole + b"x") == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7841."
-    assert refused(tmp_path, whole[:10]) == "FILE: the header of 3 dims is cut off."
+def test_each_kind_of_damage_has_its_error(tmp_path):
+    raw = idx(IMAGES)
+    assert refused(tmp_path, raw[:-1]) == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7839."
+    assert refused(tmp_path, raw + b"x") == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7841."
+    assert refused(tmp_path, raw[:10]) == "FILE: the header of 3 dims is cut off."
     assert refused(tmp_path, b"") == "FILE is not an IDX file: it starts with ''."
-    assert refused(tmp_path, b"\x89PNG" + whole) == "FILE is not an IDX file: it starts with '89 50 4e 47'."
-    assert refused(tmp_path, b"\0\0\x0a\x01" + whole) == "FILE is not an IDX file: it starts with '00 00 0a 01'."
-    assert re.match("FILE is a damaged gzip file: ", refused(tmp_path, gzip.compress(whole)[:-20]))
-    spoilt = bytearray(gzip.compress(whole))
+    assert refused(tmp_path, b"\x89PNG" + raw) == "FILE is not an IDX file: it starts with '89 50 4e 47'."
+    assert refused(tmp_path, b"\0\0\x0a\x01" + raw) == "FILE is not an IDX file: it starts with '00 00 0a 01'."
+    assert re.match("FILE is a damaged gzip file: ", refused(tmp_path, gzip.compress(raw)[:-20]))
+    spoilt = bytearray(gzip.compress(raw))
     spoilt[40] ^= 0xFF
     assert re.match("FILE is a damaged gzip file: ", refused(tmp_path, bytes(spoilt)))
 

@@ -81,24 +81,29 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
 
 def bench(capsys, *words):
     code = main(["data", "bench", *map(str, words)])
-    told = capsys.readouterr()
-    return code, told.out + told.err
+    output = capsys.readouterr()
+    return code, output.out + output.err
 
 
 def test_the_command_measures_reading(tmp_path, capsys):
     csv = written.csv(tmp_path / "a.csv", [f"{at},{at / 2}" for at in range(50)], "x,y")
-    code, told = bench(capsys, csv, "--batch-size", 8, "--step-ms", 60_000)
-    assert code == 0 and "50 records of 1 CSV file in 7 batches of 8" in told and "records/s" in told and "(6 batches, 0 workers)" in told
-    assert "the device does not wait" in told
-    code, told = bench(capsys, csv, "--batch-size", 8, "--step-ms", 1e-6, "--batches", 3, "--workers", 2, "--shuffle", "16")
-    assert code == 0 and "(2 batches, 2 workers)" in told and "the device waits 100 % of the time" in told
+    code, output = bench(capsys, csv, "--batch-size", 8, "--step-ms", 60_000)
+    assert (
+        code == 0
+        and "50 records of 1 CSV file in 7 batches of 8" in output
+        and "records/s" in output
+        and "(6 batches, 0 workers)" in output
+    )
+    assert "the device does not wait" in output
+    code, output = bench(capsys, csv, "--batch-size", 8, "--step-ms", 1e-6, "--batches", 3, "--workers", 2, "--shuffle", "16")
+    assert code == 0 and "(2 batches, 2 workers)" in output and "the device waits 100 % of the time" in output
 
 
 def test_the_command_reads_features_from_the_first_record(tmp_path, capsys):
     path = written.tfrecord(tmp_path / "a.tfrecord", [written.example(x=np.ones(3, np.float32), y=[at], z=b"abc") for at in range(9)])
-    code, told = bench(capsys, path, "--batch-size", 3)
+    code, output = bench(capsys, path, "--batch-size", 3)
     assert code == 0
-    assert [line.split() for line in told.splitlines()[1:4]] == [["x", "float32[3]"], ["y", "int64[1]"], ["z", "uint8[3]"]]
+    assert [line.split() for line in output.splitlines()[1:4]] == [["x", "float32[3]"], ["y", "int64[1]"], ["z", "uint8[3]"]]
     assert "y  int32[]" in bench(capsys, path, "--batch-size", 3, "--features", "y=int32[]")[1]
 
 
@@ -121,8 +126,8 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
         ([tmp_path / "a.array_record", "--batch-size", 3], "a.array_record: its first record cannot be read"),
         ([csv, "--batch-size", 3, "--shuffle", "yes"], '--shuffle "yes"'),
     ]:
-        code, told = bench(capsys, *words)
-        assert code == 2 and text in told, told
+        code, output = bench(capsys, *words)
+        assert code == 2 and text in output, output
 
 
 def lists(path, rows):
@@ -150,7 +155,7 @@ def table(path, **columns):
     return path
 
 
-def test_columns_of_parquet_that_are_no_numbers_are_told_at_once(tmp_path):
+def test_columns_of_parquet_that_are_no_numbers_raise_at_once(tmp_path):
     day = datetime.datetime(2020, 1, 1)
     for name, values in {"list": [[1], [1, 2]], "struct": [{"x": 1}], "decimal128": [decimal.Decimal("1.5")], "timestamp": [day],
                          "string": ["x"], "date32": [day.date()], "null": [None]}.items():  # fmt: skip
@@ -170,7 +175,7 @@ def test_columns_of_parquet_that_are_no_numbers_are_told_at_once(tmp_path):
             spmd.data.parquet(tmp_path / "b.parquet", batch_size=1, **options)
 
 
-def test_values_of_parquet_that_cannot_be_read_are_told(tmp_path):
+def test_values_of_parquet_that_cannot_be_read_raise(tmp_path):
     path = table(tmp_path / "a.parquet", at=list(range(6)), a=[1.0, 2, 1e300, 4, 5, 6], b=[True, None, True, False, True, True])
     options = {"batch_size": 6, "shuffle": False}
     with pytest.raises(DataError, match=r'row 1: column "b" has no value'):

@@ -45,7 +45,7 @@ def wide_rows(kind):
     return {"x": np.zeros((16, 2), np.float32), "y": y}
 
 
-@pytest.mark.parametrize("way", ["whole", "indexed", "one device", "of one process", "resident"])
+@pytest.mark.parametrize("way", ["contiguous", "indexed", "one device", "of one process", "resident"])
 @pytest.mark.parametrize("kind", WIDE)
 def test_placer_names_value_that_narrower_dtype_does_not_hold(kind, way, monkeypatch):
     data, place = wide_rows(kind), placer()

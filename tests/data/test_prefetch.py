@@ -18,7 +18,7 @@ def readers():
 
 @pytest.fixture
 def blocked(monkeypatch):
-    """What the reader would hand over and cannot, since nobody has taken what is there: each once, as soon as it is so."""
+    """The next entry that the reader cannot put because the queue is full: each entry once, as soon as the reader blocks."""
     found = queue.SimpleQueue()
 
     class Queue(queue.Queue):
@@ -139,7 +139,7 @@ def test_a_reader_that_fails_while_it_is_closed_does_not_fail_in_silence():
     assert not readers()
 
 
-def test_an_error_nobody_asked_for_does_not_hang_the_leaving(blocked):
+def test_an_error_that_was_never_read_does_not_block_closing(blocked):
     error = ValueError("never read")
 
     def soon_broken():

@@ -1,4 +1,4 @@
-"""Records of files: their order, where they stand, who reads which, and what becomes of those that cannot be read."""
+"""Records of files: their order, the saved position, the rows that each process reads, and records that cannot be read."""
 
 import json
 import logging
@@ -68,15 +68,15 @@ def test_a_window_mixes_and_reads_in_runs():
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("taken", [0, 1, 4, 6, 7])
-def test_going_on_from_a_state_is_never_having_stopped(folder, workers, taken):
-    whole = numbers(records(folder).epoch(2))
+def test_resuming_from_a_state_equals_never_stopping(folder, workers, taken):
+    expected = numbers(records(folder).epoch(2))
     batches = records(folder, workers=workers).epoch(2)
     head = [next(batches)["x"].tolist() for _ in range(taken)]
     state = json.loads(json.dumps(batches.get_state()))
     batches.close()
     rest = iter(records(folder, workers=3 - workers))
     rest.set_state(state)
-    assert head + numbers(rest) == whole
+    assert head + numbers(rest) == expected
 
 
 def test_a_state_of_other_data_is_refused(folder):
@@ -89,8 +89,8 @@ def test_a_state_of_other_data_is_refused(folder):
             iter(records(folder)).set_state({**state, **part})
 
 
-def parts(reader, size, epoch=1, start=0):
-    """What several processes put together, each from its own rows of every full batch; a short one each reads whole."""
+def global_batches(reader, size, epoch=1, start=0):
+    """Global batches of `size` processes: each process reads its local rows of a full batch, and all rows of a short one."""
     made = []
     for rank in range(size):
         part = RecordSource(reader)
@@ -98,18 +98,18 @@ def parts(reader, size, epoch=1, start=0):
         made.append(list(part.epoch(epoch, start)))
     for batches in zip(*made, strict=True):
         rows = batches[0].rows
-        own = [np.arange(8).reshape(size, -1)[rank] if size > 1 and rows == 8 else np.arange(rows) for rank in range(size)]
-        whole = np.zeros(rows, np.int32)
-        for batch, here in zip(batches, own, strict=True):
-            whole[here] = batch.leaves["x"][here]
-        yield whole.tolist()
+        local_rows = [np.arange(8).reshape(size, -1)[rank] if size > 1 and rows == 8 else np.arange(rows) for rank in range(size)]
+        global_batch = np.zeros(rows, np.int32)
+        for batch, local in zip(batches, local_rows, strict=True):
+            global_batch[local] = batch.leaves["x"][local]
+        yield global_batch.tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("start", [0, 3])
 def test_batches_are_the_same_in_any_number_of_processes(folder, size, start):
     """And from any position: it is the number of batches."""
-    assert list(parts(records(folder, workers=size % 3), size, start=start)) == numbers(records(folder).epoch(1))[start:]
+    assert list(global_batches(records(folder, workers=size % 3), size, start=start)) == numbers(records(folder).epoch(1))[start:]
 
 
 def test_a_process_reads_its_own_rows_only(folder):
@@ -119,7 +119,7 @@ def test_a_process_reads_its_own_rows_only(folder):
     half = RecordSource(data)
     half.local_rows = np.arange(4)
     batches = list(half.epoch(0))
-    assert read == [4, 2 * 4, 3 * 4 + 2]  # one batch, two together, and the rest, whose last is short and read whole
+    assert read == [4, 2 * 4, 3 * 4 + 2]  # one batch, two together, then the rest: the last one is short, and all of its rows are read
     assert not batches[0].leaves["x"][4:].any() and batches[0].leaves["x"][:4].all()
 
 
@@ -157,14 +157,14 @@ def test_training_on_a_file_is_training_on_its_arrays(table):
 @pytest.mark.parametrize("stop", [3, 5])
 def test_stopped_and_resumed_is_never_stopped(table, tmp_path, stop):
     path, options, _ = table
-    whole = fit(spmd.data.csv(path, **options), epochs=3)
+    uninterrupted = fit(spmd.data.csv(path, **options), epochs=3)
     fit(spmd.data.csv(path, workers=2, **options), steps=stop, checkpoint=tmp_path / "run")
     rest = fit(spmd.data.csv(path, **options), epochs=3, checkpoint=tmp_path / "run", resume=True)
-    assert same(rest.state, whole.state) and int(rest.state.step) == 9
-    assert rest.history["loss"] == whole.history["loss"][stop:]
+    assert same(rest.state, uninterrupted.state) and int(rest.state.step) == 9
+    assert rest.history["loss"] == uninterrupted.history["loss"][stop:]
 
 
-def test_other_files_are_not_gone_on_with(table, tmp_path):
+def test_resume_rejects_other_files(table, tmp_path):
     path, options, _ = table
     fit(spmd.data.csv(path, **options), steps=1, checkpoint=tmp_path / "run")
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-3]))

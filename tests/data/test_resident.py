@@ -2,7 +2,7 @@
 
 Two programs with the same arithmetic: XLA fuses the longer one differently, so that sums may be rounded in another
 order. Over the steps here the parameters agree within 1e-6 relative (8 units in the last place of float32). Runs that
-are cut into the same calls agree bit for bit.
+are split into the same calls agree bit for bit.
 """
 
 import jax
@@ -77,7 +77,7 @@ def test_many_steps_do_run_in_one_call(monkeypatch):
     assert calls == [(3, 16)] * 4
 
 
-def test_calls_are_cut_where_something_is_due(tmp_path):
+def test_calls_end_where_something_is_due(tmp_path):
     """Evaluations every 4 steps and at the end, checkpoints every 5, a callback every 7, and the end at 17 of 24: each at its own step."""
     seen = {"eval": [], "checkpoint": [], "step": []}
 
@@ -111,11 +111,11 @@ def test_calls_are_cut_where_something_is_due(tmp_path):
 @pytest.mark.parametrize("stop", [6, 9], ids=["epoch's end", "mid-epoch"])
 def test_stopped_and_resumed_is_never_stopped(tmp_path, stop):
     data = spmd.data.resident(examples(96), steps_per_call=3)
-    whole = fit(data, batch_size=16, epochs=3)
+    uninterrupted = fit(data, batch_size=16, epochs=3)
     fit(data, batch_size=16, steps=stop, checkpoint=tmp_path)
     rest = fit(data, batch_size=16, epochs=3, checkpoint=tmp_path, resume=True)
-    assert same(rest.state, whole.state)
-    assert rest.history["loss"] == whole.history["loss"][stop:]
+    assert same(rest.state, uninterrupted.state)
+    assert rest.history["loss"] == uninterrupted.history["loss"][stop:]
 
 
 def test_every_device_holds_everything():

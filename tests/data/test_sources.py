@@ -1,4 +1,4 @@
-"""Where batches come from: arrays cut in an order of their own, and iterables of every kind."""
+"""Sources of batches: arrays, split in shuffled order, and iterables of every kind."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def numbered(count):
     return {"x": np.arange(count, dtype=np.int32), "y": np.arange(count, dtype=np.float32)}
 
 
-def cut(count=50, batch_size=8, *, shuffle=True, seed=3):
+def array_source(count=50, batch_size=8, *, shuffle=True, seed=3):
     return as_source(numbered(count), batch_size=batch_size, shuffle=shuffle, seed=seed)
 
 
@@ -30,7 +30,7 @@ def flat(batches):
 
 
 def test_every_example_comes_once_per_epoch_in_another_order_each_time():
-    reader = cut()
+    reader = array_source()
     epochs = [flat(rows(reader, number)) for number in range(4)]
     for order in epochs:
         assert sorted(order) == list(range(50))
@@ -39,29 +39,29 @@ def test_every_example_comes_once_per_epoch_in_another_order_each_time():
 
 
 def test_the_order_is_decided_by_the_seed_and_the_epoch_alone():
-    assert rows(cut(), 2) == rows(cut(), 2)
-    assert rows(cut(seed=3), 2) != rows(cut(seed=4), 2)
-    later = cut()
+    assert rows(array_source(), 2) == rows(array_source(), 2)
+    assert rows(array_source(seed=3), 2) != rows(array_source(seed=4), 2)
+    later = array_source()
     list(later.epoch(0))
-    assert rows(later, 2) == rows(cut(), 2)
+    assert rows(later, 2) == rows(array_source(), 2)
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 6, 7])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_starting_in_the_middle_is_the_tail_of_the_whole(start, shuffle):
-    assert rows(cut(shuffle=shuffle), 1, start) == rows(cut(shuffle=shuffle), 1)[start:]
+def test_starting_in_the_middle_is_the_tail_of_the_epoch(start, shuffle):
+    assert rows(array_source(shuffle=shuffle), 1, start) == rows(array_source(shuffle=shuffle), 1)[start:]
 
 
 def test_the_last_batch_is_short_and_nothing_is_dropped():
-    reader = cut(50, 8)
+    reader = array_source(50, 8)
     assert [len(batch) for batch in rows(reader, 0)] == [8] * 6 + [2]
     assert reader.steps_per_epoch == 7
     assert [batch.rows for batch in reader.epoch(0)] == [8] * 6 + [2]
-    assert cut(48, 8).steps_per_epoch == 6
+    assert array_source(48, 8).steps_per_epoch == 6
 
 
 def test_without_shuffling_rows_come_as_they_are():
-    assert flat(rows(cut(shuffle=False), 0)) == flat(rows(cut(shuffle=False), 5)) == list(range(50))
+    assert flat(rows(array_source(shuffle=False), 0)) == flat(rows(array_source(shuffle=False), 5)) == list(range(50))
 
 
 def test_arrays_are_shuffled_unless_asked_not_to():
@@ -77,7 +77,7 @@ def test_training_for_epochs_sees_every_example_once_per_epoch():
     assert seen[:3] != seen[3:]
 
 
-def test_kinds_of_data_are_told_apart():
+def test_arrays_and_iterables_are_distinguished():
     x = np.zeros((4, 2))
     assert is_arrays(x) and is_arrays((x, x)) and is_arrays({"x": x}) and is_arrays(({"a": x}, x))
     assert not is_arrays([x]) and not is_arrays(lambda: [x]) and not is_arrays(iter([x]))
@@ -139,7 +139,7 @@ BAD_ARRAYS = {
 
 
 @pytest.mark.parametrize("data, options, error, text", BAD_ARRAYS.values(), ids=BAD_ARRAYS.keys())
-def test_data_that_cannot_be_cut_says_why(data, options, error, text):
+def test_data_that_cannot_be_batched_says_why(data, options, error, text):
     with pytest.raises(error) as raised:
         as_source(data, **{"batch_size": 8, "shuffle": None, "seed": 0, **options})
     assert str(raised.value) == text
@@ -159,8 +159,8 @@ def batches(count=3, size=16, seed=0):
 
 
 def test_a_list_a_function_and_arrays_train_alike():
-    whole = examples(48)
-    expected = fit(whole, batch_size=16, shuffle=False, epochs=2)
+    arrays = examples(48)
+    expected = fit(arrays, batch_size=16, shuffle=False, epochs=2)
     for data in (batches(), lambda: iter(batches()), lambda: batches()):
         result = fit(data, epochs=2)
         assert same(result.state, expected.state)
@@ -181,11 +181,11 @@ def test_the_first_batch_is_read_once_for_its_shapes_and_not_lost():
     assert len(list(reader.epoch(1))) == 3 and len(calls) == 2
 
 
-def test_starting_an_iterable_in_the_middle_is_the_tail_of_the_whole():
+def test_starting_an_iterable_in_the_middle_is_the_tail_of_the_epoch():
     given = batches(5)
-    whole = list(as_source(given, batch_size=None, shuffle=None, seed=0).epoch(0))
+    epoch = list(as_source(given, batch_size=None, shuffle=None, seed=0).epoch(0))
     tail = list(as_source(given, batch_size=None, shuffle=None, seed=0).epoch(0, 2))
-    assert [b.leaves["x"].tobytes() for b in tail] == [b.leaves["x"].tobytes() for b in whole[2:]]
+    assert [b.leaves["x"].tobytes() for b in tail] == [b.leaves["x"].tobytes() for b in epoch[2:]]
     assert list(as_source(given, batch_size=None, shuffle=None, seed=0).epoch(0, 5)) == []
 
 
@@ -262,9 +262,9 @@ def test_a_later_batch_that_does_not_fit_is_named(second, pattern):
 
 def test_a_short_batch_of_an_iterable_is_trained_on_and_counted():
     data = examples(40)
-    cut = [{name: leaf[first : first + 16] for name, leaf in data.items()} for first in (0, 16, 32)]
-    assert same(fit(cut, epochs=2).state, fit(data, batch_size=16, shuffle=False, epochs=2).state)
-    assert not same(fit(cut[:2], epochs=3).state, fit(cut, epochs=2).state)
+    short_last = [{name: leaf[first : first + 16] for name, leaf in data.items()} for first in (0, 16, 32)]
+    assert same(fit(short_last, epochs=2).state, fit(data, batch_size=16, shuffle=False, epochs=2).state)
+    assert not same(fit(short_last[:2], epochs=3).state, fit(short_last, epochs=2).state)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -312,13 +312,13 @@ def test_a_batch_size_may_be_numpys_own_number():
     assert as_source({"x": np.zeros(8)}, batch_size=np.int64(4), shuffle=None, seed=0).batch_size == 4
 
 
-def test_the_fingerprint_tells_data_apart():
+def test_fingerprints_of_different_data_differ():
     prints = [
-        cut().fingerprint(),
-        cut(seed=4).fingerprint(),
-        cut(48).fingerprint(),
-        cut(50, 16).fingerprint(),
-        cut(shuffle=False).fingerprint(),
+        array_source().fingerprint(),
+        array_source(seed=4).fingerprint(),
+        array_source(48).fingerprint(),
+        array_source(50, 16).fingerprint(),
+        array_source(shuffle=False).fingerprint(),
     ]
     assert all(left != right for i, left in enumerate(prints) for right in prints[:i])
     short, long = (as_source(batches(n), batch_size=None, shuffle=None, seed=0).fingerprint() for n in (2, 3))

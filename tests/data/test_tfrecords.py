@@ -93,7 +93,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("features, text", WRONG.values(), ids=WRONG.keys())
-def test_features_that_do_not_fit_are_told(path, features, text):
+def test_features_that_do_not_fit_raise(path, features, text):
     with pytest.raises(DataError, match=r"a.tfrecord, record 0 \(byte 0\): " + text):
         read(path, features)
 
@@ -113,15 +113,15 @@ def test_a_flipped_bit_is_named_and_skipped(path, caplog):
     assert "epoch 1 did without 1 of 40 records" in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["cut in a record", "cut in a head", "a length", "a large length"])
+@pytest.mark.parametrize("damage", ["truncated in a record", "truncated in a head", "a length", "a large length"])
 def test_where_the_next_record_is_not_known_the_place_is(path, damage, caplog):
     at, raw = starts(path)[17], bytearray(path.read_bytes())
-    if damage.startswith("cut"):
-        raw = raw[: at + (30 if damage == "cut in a record" else 5)]
+    if damage.startswith("truncated"):
+        raw = raw[: at + (30 if damage == "truncated in a record" else 5)]
     else:
         raw[at + (0 if damage == "a length" else 6)] ^= 16
     path.write_bytes(raw)
-    text = "the file is cut off" if damage.startswith("cut") else "the checksum of its length is not right"
+    text = "the file is cut off" if damage.startswith("truncated") else "the checksum of its length is not right"
     with pytest.raises(DataError, match=rf"a.tfrecord, record 17 \(byte {at}\): {text}"):
         read(path)
     with caplog.at_level(logging.WARNING, "spmd"):
@@ -187,7 +187,7 @@ def test_what_is_declared_is_checked_before_a_file_is_opened():
     assert fixed((3,), "int32", default=[1, 2, 3]).default == [1, 2, 3] and padded(np.int64(3), "float32", fill=np.nan).shape == (3,)
 
 
-def test_numbers_that_a_narrow_dtype_does_not_hold_are_told(tmp_path):
+def test_numbers_that_a_narrow_dtype_does_not_hold_raise(tmp_path):
     path = written.tfrecord(tmp_path / "a.tfrecord", [written.example(x=np.array([1, 1e6], np.float32), y=[2])])
     for features, text in [
         ({"x": spmd.data.fixed((2,), "float16")}, 'feature "x" has 1000000.0, which float16 does not hold'),
@@ -197,7 +197,7 @@ def test_numbers_that_a_narrow_dtype_does_not_hold_are_told(tmp_path):
             read(path, features)
 
 
-def test_a_file_that_is_compressed_is_told(path):
+def test_a_compressed_file_raises(path):
     path.write_bytes(gzip.compress(path.read_bytes()))
     for on_error in ("stop", "skip"):
         with pytest.raises(DataError, match=r"a.tfrecord is compressed \(gzip\).*\n    fix: unpack it"):
@@ -231,7 +231,7 @@ def test_buckets_are_as_long_as_they_have_to_be(sequences):
     assert [batch["at"].tolist() for batch in rest] == [batch["at"].tolist() for batch in batches[3:]]
 
 
-def test_buckets_that_do_not_fit_are_told(sequences):
+def test_buckets_that_do_not_fit_raise(sequences):
     with pytest.raises(DataError, match=r'record 8 .*"tokens" has 8 numbers, but the longest bucket 5'):
         spmd.data.buckets(sequences, "tokens", [2, 5])
     for name, lengths, text in [

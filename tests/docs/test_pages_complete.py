@@ -1,4 +1,4 @@
-"""What the pages promise to list they list whole: errors, keys of layouts, public names, benchmarks; and what they link to is there."""
+"""The pages list every error, layout key, public name and benchmark, and their links resolve."""
 
 import dataclasses
 import importlib
@@ -53,11 +53,11 @@ CLASSES = {name: value for name, value in vars(errors).items() if inspect.isclas
 
 
 def test_every_error_has_its_place():
-    told = sections("errors")
-    assert list(told) == list(CLASSES), "docs/errors.md: a heading for each class, in the order of spmd/errors.py"
-    for name, below in told.items():
+    entries = sections("errors")
+    assert list(entries) == list(CLASSES), "docs/errors.md: a heading for each class, in the order of spmd/errors.py"
+    for name, below in entries.items():
         assert re.search(r"^- \*\*When\*\*: \S.{20,}$", below, re.MULTILINE), name
-        assert re.search(r"^- \*\*Cure\*\*: \S.{20,}$", below, re.MULTILINE), name
+        assert re.search(r"^- \*\*Fix\*\*: \S.{20,}$", below, re.MULTILINE), name
 
 
 def test_the_tree_of_errors_is_that_of_the_sources():
@@ -94,7 +94,7 @@ def test_options_of_codecs_and_the_top_are_listed():
     assert "`description`" in sections("layouts")["At the top"] and len(list(keys())) == 13 and Gradients().codec == "exact"
 
 
-RETURNED = {  # what public functions give, which nobody makes by name
+RETURNED = {  # types that public functions return and that users do not construct
     "spmd.data.records.Batches",
     "spmd.inference.ensemble.Calibration",
     "spmd.inference.ensemble.Evaluation",

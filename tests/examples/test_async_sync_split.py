@@ -1,4 +1,4 @@
-"""Three ways to train one model: split it learns what it learns whole, and asynchronous its gradients are old."""
+"""Three ways to train one model: model parallelism gives the synchronous losses; asynchronous training has stale gradients."""
 
 import re
 

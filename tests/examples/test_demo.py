@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def demo(monkeypatch):
-    """The demo as a module; as a script it finds its sibling by itself."""
+    """The demo as a module. Only a script has its own folder on sys.path, so this adds it."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.delitem(sys.modules, "demo", raising=False)
     return importlib.import_module("demo")

@@ -35,8 +35,8 @@ def small(monkeypatch):
         module = example(name)
         monkeypatch.setattr(module, "make_model", lambda: module.Model(**SMALL[name], rngs=nnx.Rngs(0)))
         train, test = module.load_data() if name == "digits_cnn" else module.load_data(length=16, limit=20_000)
-        cut = jax.tree.map(lambda x: x[:64], (train, test))
-        monkeypatch.setattr(module, "load_data", lambda: cut)
+        small_data = jax.tree.map(lambda x: x[:64], (train, test))
+        monkeypatch.setattr(module, "load_data", lambda: small_data)
         return module
 
     return make
@@ -56,16 +56,16 @@ def test_runs_under_every_layout(small, name, layout, capsys):
     loss = result.history["loss"]
     assert len(loss) == 8 and loss[-1] < loss[0]
     assert "test loss" in capsys.readouterr().out
-    held = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
-    whole = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    local_bytes = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+    global_bytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     params, moments = result.state.params, result.state.opt
-    # the layout did something: parameters are cut under all but these, and under zero1 the optimizer's moments are
-    assert (held(params) < 0.75 * whole(params)) == (layout not in ("data_parallel", "data_parallel_bf16", "zero1"))
-    assert (held(moments) < 0.75 * whole(moments)) == (not layout.startswith("data_parallel"))
+    # the layout did something: parameters are sharded under all but these layouts; zero1 shards the optimizer's moments
+    assert (local_bytes(params) < 0.75 * global_bytes(params)) == (layout not in ("data_parallel", "data_parallel_bf16", "zero1"))
+    assert (local_bytes(moments) < 0.75 * global_bytes(moments)) == (not layout.startswith("data_parallel"))
 
 
 @pytest.mark.slow
-def test_images_cut_by_rows_and_columns(monkeypatch, capsys):
+def test_images_sharded_by_rows_and_columns(monkeypatch, capsys):
     module = example("spatial_cnn")
     monkeypatch.setattr(module, "make_model", lambda: module.Model(channels=4, rngs=nnx.Rngs(0)))
     result = module.main(["--steps", "12", "--batch-size", "16"])
@@ -87,7 +87,7 @@ def test_convolutions_by_rows_and_dense_layers_by_features(small):
 
 
 @pytest.mark.slow
-def test_sequences_cut_between_blocks(small):
+def test_sequences_sharded_between_blocks(small):
     result = small("gpt").main(["--layout", "sequence_parallel", "--steps", "8", "--batch-size", "32"])
     assert result.history["loss"][-1] < result.history["loss"][0]
 
@@ -119,7 +119,7 @@ def test_is_short(path):
 
 
 @pytest.mark.parametrize("name", ["char_lstm", "gpt"])
-def test_text_is_cut_into_windows(name):
+def test_text_is_split_into_windows(name):
     train, test = example(name).load_data(length=32, limit=50_000)
     for part in train, test:
         assert part["tokens"].shape == part["targets"].shape and part["tokens"].shape[1] == 32

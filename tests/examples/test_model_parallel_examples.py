@@ -1,4 +1,4 @@
-"""Examples whose layers lie on different devices learn, and learn what the same model learns that is not cut."""
+"""Examples whose layers are on different devices train, with the same losses as the unsharded model."""
 
 import importlib
 
@@ -34,7 +34,7 @@ def train(name, options):
 
 @pytest.fixture(scope="module")
 def losses():
-    """Of the model that is not cut, by example and by whether its head is tied; each is trained once."""
+    """Losses of the unsharded model, by example and by whether its head is tied; each is trained once."""
     kept = {}
 
     def make(name, *, tied):
@@ -50,7 +50,7 @@ def losses():
 
 
 @pytest.mark.parametrize("name, options", RUNS)
-def test_learns_what_the_uncut_model_learns(losses, name, options, capsys, tmp_path):
+def test_losses_equal_those_of_the_unsharded_model(losses, name, options, capsys, tmp_path):
     drawing = tmp_path / "schedule.png"
     result = train(name, options + f" --draw {drawing}" * ("1f1b" in options))
     shown, loss = capsys.readouterr().out, np.asarray(result.history["loss"])

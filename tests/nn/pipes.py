@@ -1,4 +1,4 @@
-"""Small stacks, and their values and gradients: cut along a mesh axis, or as they stand on one device."""
+"""Small stacks, and their values and gradients: sharded along a mesh axis, or on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def layers(kind, count=8, dropout=0.0):
 
 
 def parallel_config(mesh, unroll=False, **pipeline):
-    """A mesh of so many positions along `data` and `stage`, and a pipeline on it."""
+    """A mesh of these sizes along `data` and `stage`, and a pipeline on it."""
     data, stage = mesh
     made = spmd.make_mesh(f"data={data},stage={stage}", devices=jax.devices()[: data * stage])
     return ParallelConfig(made, ("data",), spmd.Pipeline("stage", **pipeline), unroll=unroll)
@@ -78,7 +78,7 @@ def run(stack, x, how, **given):
     return jax.device_get(y), jax.device_get(grads)
 
 
-def apart(one, other):
-    """The largest difference, by the largest value of each array."""
+def relative_difference(one, other):
+    """The largest difference, relative to the largest value of each array."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return max(float(np.abs(np.float64(a) - b).max() / (np.abs(b).max() + 1e-30)) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Attention over a cut sequence equals attention over a whole one, forward and backward, and does and keeps only its share."""
+"""Attention over a sharded sequence equals attention on one device, forward and backward; work and memory are per shard."""
 
 import collections
 import functools
@@ -23,7 +23,7 @@ def inputs(length=LENGTH, dtype="float32", rows=ROWS):
     return [random.normal(size=(rows, length, heads, SIZE)).astype(jnp.dtype(dtype)) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
 
 
-def cutting_of(mesh, order="balanced"):
+def parallel_config(mesh, order="balanced"):
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
     return ParallelConfig(mesh, tuple(axis for axis in mesh.axis_names if axis == "data"), sequence=spmd.Sequence("context", order))
 
@@ -46,7 +46,7 @@ def worst(ours, theirs):
 
 
 @functools.cache
-def whole(causal):
+def unsharded(causal):
     return program(ParallelConfig(), causal=causal)(*inputs())
 
 
@@ -65,14 +65,14 @@ EVERY = [
         for case in EVERY
     ],
 )
-def test_equals_the_whole_sequence(mesh, causal, order):
+def test_equals_attention_on_one_device(mesh, causal, order):
     """To a few roundings of float32: sums are taken in another order."""
-    parallel = cutting_of(mesh, order)
-    cut = program(parallel, causal=causal)
-    found = cut(*inputs())
-    assert worst(found, whole(causal)) < 2e-6
+    parallel = parallel_config(mesh, order)
+    sharded = program(parallel, causal=causal)
+    found = sharded(*inputs())
+    assert worst(found, unsharded(causal)) < 2e-6
     assert parallel.used == {"sequence"}
-    jaxpr = str(cut.trace(*inputs()).jaxpr)
+    jaxpr = str(sharded.trace(*inputs()).jaxpr)
     assert "ppermute" in jaxpr, "the arms differ"
     assert "all_gather" not in jaxpr
     assert not set(found[0].sharding.spec) - {"data", "context", ("data",), ("context",), None}
@@ -84,35 +84,35 @@ def test_padding_and_rows_that_see_nothing():
     mask[0, :9], mask[1, 20:], mask[2] = False, False, False
     arrays = inputs()
     plain = program(ParallelConfig(), causal=True, key_mask=mask)(*arrays)
-    cut = program(cutting_of("data=2,context=4"), causal=True, key_mask=mask)(*arrays)
-    assert worst(cut, plain) < 2e-6
-    assert worst(cut[:1], whole(True)[:1]) > 0.1, "the mask does something"
-    for out in (np.asarray(plain[0]), np.asarray(cut[0])):
+    sharded = program(parallel_config("data=2,context=4"), causal=True, key_mask=mask)(*arrays)
+    assert worst(sharded, plain) < 2e-6
+    assert worst(sharded[:1], unsharded(True)[:1]) > 0.1, "the mask does something"
+    for out in (np.asarray(plain[0]), np.asarray(sharded[0])):
         assert not out[0, :9].any()
         assert not out[2].any()
-    assert all(np.isfinite(np.asarray(x)).all() for x in (*plain, *cut))
+    assert all(np.isfinite(np.asarray(x)).all() for x in (*plain, *sharded))
 
 
 def test_bfloat16():
     """Result and gradients are rounded to bfloat16, 8 bits, and the shares of values before that: 2 % of the largest number."""
-    cut = program(cutting_of("context=4"), causal=True)(*inputs(dtype="bfloat16"))
-    assert all(x.dtype == jnp.bfloat16 for x in cut)
-    assert worst(cut, whole(True)) < 2e-2
-    assert worst(cut, whole(True)) > 1e-4, "the arms differ"
+    sharded = program(parallel_config("context=4"), causal=True)(*inputs(dtype="bfloat16"))
+    assert all(x.dtype == jnp.bfloat16 for x in sharded)
+    assert worst(sharded, unsharded(True)) < 2e-2
+    assert worst(sharded, unsharded(True)) > 1e-4, "the arms differ"
 
 
 def test_keys_of_another_sequence():
     """Twice as many keys as queries, which a ring without a mask may have."""
     query, _, _, grad = inputs()
     _, key, value, _ = inputs(2 * LENGTH)
-    cut, plain = (program(parallel)(query, key, value, grad) for parallel in (cutting_of("context=4"), ParallelConfig()))
-    assert worst(cut, plain) < 2e-6
+    sharded, plain = (program(parallel)(query, key, value, grad) for parallel in (parallel_config("context=4"), ParallelConfig()))
+    assert worst(sharded, plain) < 2e-6
 
 
 def test_tiles_of_keys(monkeypatch):
     """Several tiles in each block, which a length of 32 does not need."""
     monkeypatch.setattr(ring_attention, "TILE", 2)
-    assert worst(program(cutting_of("context=2"), causal=True)(*inputs()), whole(True)) < 2e-6
+    assert worst(program(parallel_config("context=2"), causal=True)(*inputs()), unsharded(True)) < 2e-6
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
@@ -147,7 +147,7 @@ def flops(jaxpr):
 
 def test_balanced_causal_attention_does_half_the_work():
     """Read from the program: of n devices each computes 2n + 1 blocks, where without a mask it would be 4n."""
-    work = lambda order, causal: flops(program(cutting_of("context=8", order), causal=causal).trace(*inputs()).jaxpr.jaxpr)
+    work = lambda order, causal: flops(program(parallel_config("context=8", order), causal=causal).trace(*inputs()).jaxpr.jaxpr)
     everything, balanced, contiguous = work("balanced", False), work("balanced", True), work("contiguous", True)
     assert balanced * 4 * 8 == everything * (2 * 8 + 1)
     assert contiguous == everything, "the last device's share, for which all wait"
@@ -161,41 +161,41 @@ def temporaries(parallel, length):
 
 def test_memory_grows_as_the_shard():
     """Four times the sequence on four times the devices takes what it took; unsplit, it takes more than ten times that."""
-    two, eight = temporaries(cutting_of("context=2"), 1024), temporaries(cutting_of("context=8"), 4096)
+    two, eight = temporaries(parallel_config("context=2"), 1024), temporaries(parallel_config("context=8"), 4096)
     assert eight < 1.1 * two
     assert temporaries(ParallelConfig(), 4096) > 10 * temporaries(ParallelConfig(), 1024) > 10 * two
 
 
 @pytest.mark.slow
 def test_memory_grows_with_the_length_of_the_shard_and_not_its_square():
-    one, four = (temporaries(cutting_of("context=2"), length) for length in (4096, 16384))
+    one, four = (temporaries(parallel_config("context=2"), length) for length in (4096, 16384))
     assert four < 4.2 * one
 
 
 def test_a_single_device_along_the_axis_is_plain_attention():
-    parallel = cutting_of("context=1")
+    parallel = parallel_config("context=1")
     assert "ppermute" not in str(program(parallel, causal=True).trace(*inputs()).jaxpr)
     assert parallel.used == {"sequence"}
 
 
-def told(error, *arrays, mesh="data=2,context=4", order="balanced", **options):
-    with pytest.raises(error) as caught, parallel_scope(cutting_of(mesh, order)):
+def error_text(error, *arrays, mesh="data=2,context=4", order="balanced", **options):
+    with pytest.raises(error) as caught, parallel_scope(parallel_config(mesh, order)):
         spmd.nn.attention(*arrays, **options)
     return str(caught.value)
 
 
-def test_what_cannot_be_cut():
+def test_lengths_that_cannot_be_sharded():
     query, key, value, _ = inputs(28)
-    assert told(DataError, query, key, value, causal=True) == (
+    assert error_text(DataError, query, key, value, causal=True) == (
         'attention ([sequence] axis = "context", 4 devices): a sequence of 28 is not divisible by 8 parts, two for each device in balanced '
         "order: 28 / 8 leaves 4.\n    fix: sequences of 24 or 32, padded if need be."
     )
     query, key, value, _ = inputs(30)
-    assert told(DataError, query, key, value) == (
+    assert error_text(DataError, query, key, value) == (
         'attention ([sequence] axis = "context", 4 devices): a sequence of 30 is not divisible by 4 devices: 30 / 4 leaves 2.\n'
         "    fix: sequences of 28 or 32, padded if need be."
     )
-    assert told(DataError, inputs(16)[0], *inputs(32)[1:3], causal=True) == (
+    assert error_text(DataError, inputs(16)[0], *inputs(32)[1:3], causal=True) == (
         'attention ([sequence] axis = "context", 4 devices): 16 queries and 32 keys under a causal mask.\n'
         "    fix: as many of each, or a layout that does not shard sequences."
     )
@@ -203,11 +203,11 @@ def test_what_cannot_be_cut():
 
 def test_what_does_not_belong_together():
     query, key, value, _ = inputs()
-    assert told(OptionError, query, key, value[:, 1:]) == (
+    assert error_text(OptionError, query, key, value[:, 1:]) == (
         "attention: query float32[4, 32, 4, 8], key float32[4, 32, 2, 8], value float32[4, 31, 2, 8].\n"
         "    fix: [rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, and heads that divide "
         "the query's."
     )
-    assert told(OptionError, query, key, value, key_mask=jnp.ones((4, 32))) == (
+    assert error_text(OptionError, query, key, value, key_mask=jnp.ones((4, 32))) == (
         "attention: key_mask is float32[4, 32].\n    fix: bool[4, 32], one for each key."
     )

@@ -1,4 +1,4 @@
-"""The GPT of the examples under `context_parallel` trains as on one device; read from the compiled program, nothing else travels."""
+"""The GPT of the examples under `context_parallel` trains as on one device, and its compiled program communicates nothing else."""
 
 import collections
 import dataclasses
@@ -82,7 +82,7 @@ SPELLED = {"[2,4]<=[8]": CONTEXT, "mesh['data'=2,'context'=4] {'context'}": CONT
 
 
 @pytest.mark.system
-def test_what_travels():
+def test_collectives_of_compiled_step():
     """Keys and values around the ring, one reduction of gradients over `context` and one over `data`; no activation is gathered."""
     shallow = lambda: gpt.GPT(vocab=128, width=32, depth=1, heads=4, length=LENGTH, rngs=nnx.Rngs(0))
     trainer = trainer_of("data=2,context=4", spmd.Gradients("all_reduce"), model=shallow)
@@ -103,7 +103,7 @@ def test_what_travels():
     ring = [op for op in trainer.wire.ops if op.where.endswith("/ring")]
     assert {(op.kind, op.axes, op.group) for op in ring} == {("collective_permute", ("context",), 4)}
     moves = 2 * (3 + 1)  # query, key and value in two parts each into the order of the ring, the result out of it; gradients likewise
-    turns = 2 * 3  # keys and values, past the three others; backward once more, and their gradients the whole way round
+    turns = 2 * 3  # keys and values, past the three others; backward once more, and their gradients all the way around
     assert sum(op.count for op in ring) == 2 * moves + turns + turns + 2 * 4
     assert [(op.kind, op.shape) for op in trainer.wire.ops if op.where == "tokens/embed"] == [("all_reduce", (128, 32))]
 
@@ -126,7 +126,7 @@ def test_a_layout_that_nothing_follows():
 
 
 @pytest.mark.parametrize(
-    ("axis", "told"),
+    ("axis", "expected"),
     [
         (
             "contxt",
@@ -139,15 +139,15 @@ def test_a_layout_that_nothing_follows():
         ),
     ],
 )
-def test_axes_that_cannot_be(axis, told):
+def test_axes_that_cannot_be(axis, expected):
     layout = dataclasses.replace(LAYOUT, sequence=spmd.Sequence(axis))
     with pytest.raises(LayoutError) as caught:
         trainer_of("data=4,context=2", spmd.Gradients("all_reduce"), layout).prepare(batches("gpt")[0])
-    assert str(caught.value).split("\n\n", 1)[1] == told
+    assert str(caught.value).split("\n\n", 1)[1] == expected
 
 
 def test_a_leaf_without_a_sequence_needs_a_rule():
-    """One number per row: told, with the rule, which does."""
+    """One number per row raises an error; adding the rule that it suggests fixes it."""
     batch = {**batches("gpt")[0], "weight": np.ones(ROWS, np.float32)}
     loss = lambda model, batch: (
         optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"]).mean(1) * batch["weight"]
@@ -185,9 +185,9 @@ class Stacked(nnx.Module):
 def test_inside_of_a_pipeline(schedule):
     """Idle stages go around with the others: in a branch of their own the ring would exchange wrong numbers."""
     pipe = spmd.Pipeline("stage", schedule, microbatches=2)
-    cut = dataclasses.replace(LAYOUT, pipeline=pipe)
+    pipelined = dataclasses.replace(LAYOUT, pipeline=pipe)
     found = []
-    for mesh, layout in (("data=2,stage=2,context=2", cut), ("data=1", spmd.Layout.load("data_parallel"))):
+    for mesh, layout in (("data=2,stage=2,context=2", pipelined), ("data=1", spmd.Layout.load("data_parallel"))):
         trainer = trainer_of(mesh, spmd.Gradients("all_reduce"), layout, model=lambda: Stacked())
         state, metrics = trainer.step(trainer.init(), batches("gpt")[0])
         found.append((metrics["loss"], leaves(state.params)))

@@ -1,4 +1,4 @@
-"""Experts on different devices do what they do on one; tokens travel to them, and nothing else does."""
+"""Experts on different devices compute what they compute on one device; only tokens are sent to them."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ def moe_of(k=2, factor=100.0, experts=EXPERTS):
     return spmd.nn.MixtureOfExperts(WIDTH, HIDDEN, experts, k=k, capacity_factor=factor, rngs=nnx.Rngs(0))
 
 
-def cutting_of(mesh, sequence=None):
+def parallel_config(mesh, sequence=None):
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
     data = tuple(axis for axis in mesh.axis_names if axis == "data")
     return ParallelConfig(mesh, data, sequence=spmd.Sequence(sequence), experts=spmd.Experts("expert"))
@@ -88,15 +88,15 @@ MESHES = [
 @pytest.mark.parametrize(("mesh", "k"), MESHES)
 def test_equals_one_device(mesh, k):
     """With room for all, the result, the loss and all gradients are those of one device."""
-    parallel, moe = cutting_of(mesh), moe_of(k)
+    parallel, moe = parallel_config(mesh), moe_of(k)
     near(program(parallel, moe)(tokens()), program(ParallelConfig(), moe)(tokens()))
     assert parallel.used == {"experts", "mixture"}
 
 
-def test_groups_decide_who_is_dropped():
-    """Short of room, a device deals out its own tokens as one device does that has no others."""
+def test_tokens_are_dropped_per_group():
+    """Short of capacity, a device assigns its tokens to experts as one device with these tokens alone does."""
     moe, x = moe_of(factor=0.5), tokens()
-    run, one_device, dropped = program(cutting_of("data=2,expert=4"), moe), nnx.jit(moe), []
+    run, one_device, dropped = program(parallel_config("data=2,expert=4"), moe), nnx.jit(moe), []
     y, routing = run(x)[0][1]
     for rows in range(2):
         for part in range(4):
@@ -113,7 +113,7 @@ def test_groups_decide_who_is_dropped():
     assert (run(x)[0][1][0] == y).all()
 
 
-def test_who_finds_no_room_gets_zeros():
+def test_dropped_tokens_get_zeros():
     moe = moe_of(k=1, factor=1e-3)
     same = np.broadcast_to(tokens(1, WIDTH), (6, WIDTH))
     y, routing = jax.tree.map(np.asarray, nnx.jit(moe)(same))
@@ -123,9 +123,9 @@ def test_who_finds_no_room_gets_zeros():
     assert routing.loss > 1, "one expert gets all"
 
 
-def test_what_travels():
-    """Of tokens that lie as they are cut: to the experts and back, backward too. Neither tokens nor weights are gathered."""
-    parallel, moe = cutting_of("data=2,expert=4"), moe_of()
+def test_collectives_of_compiled_program():
+    """Tokens that are already sharded go to the experts and back, also in the backward pass. Neither tokens nor weights are gathered."""
+    parallel, moe = parallel_config("data=2,expert=4"), moe_of()
     at = lambda *spec: NamedSharding(parallel.mesh, PartitionSpec(*spec))
     run = program(parallel, moe)
     params = jax.tree.map(lambda x: jax.device_put(x, at("expert") if x.ndim == 3 else at()), run.args[0])
@@ -134,8 +134,8 @@ def test_what_travels():
     kinds = re.findall(r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)(?:-start)?\(", text)
     assert kinds.count("all-to-all") == 4
     assert set(kinds) == {"all-to-all", "all-reduce"}
-    cut = run.func(params, jax.device_put(tokens(), at("data", "expert")))
-    assert cut[1][0].up[...].sharding.spec[0] == "expert"
+    sharded = run.func(params, jax.device_put(tokens(), at("data", "expert")))
+    assert sharded[1][0].up[...].sharding.spec[0] == "expert"
 
 
 class Mixed(nnx.Module):
@@ -186,10 +186,10 @@ def trained(reduction, mesh, name):
 def test_trains_as_on_one_device(reduction):
     """The balance of experts is taken over all workers, so it, too, is the same: to 1e-5 of the largest number of each parameter."""
     _, losses, state = trained("compiler", "data=1", "data_parallel")
-    trainer, ours, cut = trained(reduction, "data=2,expert=4", "expert_parallel")
+    trainer, ours, sharded = trained(reduction, "data=2,expert=4", "expert_parallel")
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
-    near(cut.params, state.params, 1e-5)
-    assert cut.params["moe"]["up"].sharding.spec[0] == "expert"
+    near(sharded.params, state.params, 1e-5)
+    assert sharded.params["moe"]["up"].sharding.spec[0] == "expert"
     if reduction == "all_reduce":
         sent = [op for op in trainer.wire.ops if op.kind == "all_to_all"]
         assert {(op.axes, op.group) for op in sent} == {(("expert",), 4)}
@@ -198,7 +198,7 @@ def test_trains_as_on_one_device(reduction):
         assert {op.shape for op in sent} == {(4, 2, capacity, WIDTH)}
 
 
-def test_experts_that_nobody_calls():
+def test_layout_with_experts_that_the_loss_never_calls():
     class Dense(nnx.Module):
         def __init__(self):
             self.tokens, self.moe = spmd.nn.Embed(32, 32, rngs=nnx.Rngs(0)), moe_of.__wrapped__()
@@ -216,7 +216,7 @@ def test_experts_that_nobody_calls():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (
             {"axes": (("expert", None), ("embed", None), ("mlp", None))},
@@ -234,29 +234,29 @@ def test_experts_that_nobody_calls():
         ),
     ],
 )
-def test_axes_that_cannot_be(change, told):
+def test_axes_that_cannot_be(change, expected):
     with pytest.raises(LayoutError) as caught:
         trainer_of(dataclasses.replace(LAYOUT, **change), "data=2,expert=4").prepare(batch())
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_numbers_that_cannot_be():
-    def told(error, call):
-        with pytest.raises(error) as caught, parallel_scope(cutting_of("data=2,expert=4")):
+    def error_text(error, call):
+        with pytest.raises(error) as caught, parallel_scope(parallel_config("data=2,expert=4")):
             call()
         return str(caught.value)
 
-    assert told(OptionError, lambda: moe_of(k=9)) == "MixtureOfExperts: k=9 of 8 experts.\n    fix: from 1 to 8."
-    assert told(OptionError, lambda: moe_of(factor=0)) == "MixtureOfExperts: capacity_factor=0.\n    fix: above 0, such as 1.25."
-    assert told(OptionError, lambda: moe_of(experts=6)(tokens())) == (
+    assert error_text(OptionError, lambda: moe_of(k=9)) == "MixtureOfExperts: k=9 of 8 experts.\n    fix: from 1 to 8."
+    assert error_text(OptionError, lambda: moe_of(factor=0)) == "MixtureOfExperts: capacity_factor=0.\n    fix: above 0, such as 1.25."
+    assert error_text(OptionError, lambda: moe_of(experts=6)(tokens())) == (
         'MixtureOfExperts ([experts] axis = "expert"): 6 experts are not divisible by 4 devices: 6 / 4 leaves 2.\n    fix: 8 experts.'
     )
-    assert told(DataError, lambda: moe_of()(tokens(ROWS, 18, WIDTH))) == (
+    assert error_text(DataError, lambda: moe_of()(tokens(ROWS, 18, WIDTH))) == (
         'MixtureOfExperts: a sequence of 18, not divisible by 4 devices along "expert": 18 / 4 leaves 2.\n    fix: 16 or 20.'
     )
-    assert told(DataError, lambda: moe_of()(tokens(12, WIDTH))) == (
+    assert error_text(DataError, lambda: moe_of()(tokens(12, WIDTH))) == (
         'MixtureOfExperts: rows of each worker: 6, not divisible by 4 devices along "expert": 6 / 4 leaves 2.\n    fix: 4 or 8.'
     )
-    assert told(OptionError, lambda: moe_of()(tokens(ROWS, LENGTH, 5))) == (
+    assert error_text(OptionError, lambda: moe_of()(tokens(ROWS, LENGTH, 5))) == (
         "MixtureOfExperts: x is float32[4, 16, 5].\n    fix: [rows, 8] or [rows, length, 8]."
     )

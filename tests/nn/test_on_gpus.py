@@ -1,4 +1,4 @@
-"""A wavefront compiled for H100s by XLA:GPU, without one: results travel while the next tick is computed."""
+"""A wavefront compiled for H100s by XLA:GPU, without one: results are sent while the next tick is computed."""
 
 import importlib.util
 import re
@@ -45,8 +45,8 @@ def scheduled(overlap):
     rows = 32
     program, _ = trainer.prepare({"x": np.zeros((rows, 64, 512), np.float32)})
 
-    whole = NamedSharding(trainer.mesh, PartitionSpec())
-    at = lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
+    replicated = NamedSharding(trainer.mesh, PartitionSpec())
+    at = lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=replicated)
     step = program._function(("step", rows, True))
     traced = step.trace(trainer.abstract_state, {"x": at((rows, 64, 512))}, at((rows,)), {})
     return traced.lower().compile().as_text().splitlines()

@@ -87,7 +87,7 @@ class Wide(nnx.Module):
 
 
 def step_of(mesh, layout, rows, *, length=8, model=Net, optimizer=None):
-    """A trainer's traced step on a batch of so many rows."""
+    """A trainer's traced step on a batch of `rows` rows."""
     count = int(np.prod([int(word.split("=")[1]) for word in mesh.split(",")]))
     made = spmd.make_mesh(mesh, devices=jax.devices()[:count])
     trainer = spmd.Trainer(lambda: model(), loss=spmd.losses.cross_entropy, optimizer=optimizer or optax.sgd(0.1), layout=layout, mesh=made)
@@ -108,7 +108,9 @@ def test_a_1f1b_step_has_the_ticks_of_its_table(stages, microbatches):
     _, step = step_of(f"data=2,stage={stages}", piped(schedule="1f1b", microbatches=microbatches), 16)
     count, pairs = shifts(step.jaxpr.jaxpr)
     ticks = make_schedule("1f1b", stages=stages, microbatches=microbatches).ticks
-    assert count == 2 * ticks == 4 * (microbatches + stages - 1), "in each tick results go on and gradients go back"
+    assert count == 2 * ticks == 4 * (microbatches + stages - 1), (
+        "each tick sends results to the next stage and gradients to the previous one"
+    )
     ahead = {(stage, stage + 1) for stage in range(stages - 1)}
     assert pairs == ahead | {(b, a) for a, b in ahead}
 

@@ -1,4 +1,4 @@
-"""Stacks cut along a mesh axis compute what they compute as they stand."""
+"""Stacks sharded along a mesh axis compute what they compute on one device."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from spmd.errors import ModelError
 from spmd.models.base import STACKED
 from spmd.nn.layer_order import stage_order
 from spmd.nn.parallel_context import UNSHARDED, current, parallel_scope
-from tests.nn.pipes import WIDTH, apart, layers, loss_of, parallel_config, run
+from tests.nn.pipes import WIDTH, layers, loss_of, parallel_config, relative_difference, run
 
 SLOW = pytest.mark.slow
 KINDS = {"lstm": {"time_chunk": 3}, "gru": {"time_chunk": 4}, "gpt": {"microbatches": 4}, "cnn": {"microbatches": 4}}
@@ -32,8 +32,8 @@ def test_a_pipeline_is_the_stack(plain, kind, mesh):
     how = parallel_config(mesh, unroll=kind == "cnn", **KINDS[kind])
     y, grads = run(*layers(kind), how)
     assert np.isfinite(y).all()
-    assert apart(y, plain[kind][0]) <= (0 if kind in ("lstm", "gru") else 1e-6)  # chunks of 2 and more: the same bits
-    assert apart(grads, plain[kind][1]) <= 1e-5
+    assert relative_difference(y, plain[kind][0]) <= (0 if kind in ("lstm", "gru") else 1e-6)  # chunks of 2 and more: the same bits
+    assert relative_difference(grads, plain[kind][1]) <= 1e-5
     (schedule,) = how.schedules.values()
     assert schedule.stages == mesh[1] and schedule.microbatches > 1
 
@@ -59,7 +59,10 @@ def test_layers_that_are_repeated_draw_as_a_list_of_them_and_are_one_program_how
         assert ours[path].get_metadata().get("out_sharding") == theirs[path].get_metadata().get("out_sharding")
     x = jnp.ones((4, WIDTH))
     y = at_once(x)
-    assert len(np.unique(np.asarray(y != 0), axis=0)) > 1 and apart(at_once.eval() or at_once(x), listed.eval() or listed(x)) == 0
+    assert (
+        len(np.unique(np.asarray(y != 0), axis=0)) > 1
+        and relative_difference(at_once.eval() or at_once(x), listed.eval() or listed(x)) == 0
+    )
 
 
 class Noisy(nnx.Module):
@@ -73,7 +76,7 @@ class Noisy(nnx.Module):
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_layers_that_keep_their_streams_draw_apart(repeated):
+def test_layers_that_keep_their_streams_draw_different_values(repeated):
     rngs = nnx.Rngs(0)
     layers = spmd.nn.repeat(4, Noisy, rngs) if repeated else [Noisy(rngs) for _ in range(4)]
     stack = spmd.nn.LayerStack(layers)
@@ -91,10 +94,10 @@ def test_two_stacks_of_what_was_repeated_once_have_weights_of_their_own():
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["lstm", pytest.param("gpt", marks=SLOW)])
-def test_results_may_travel_while_the_next_tick_is_computed(plain, kind):
+def test_sends_overlap_the_next_tick(plain, kind):
     how = parallel_config((2, 4), overlap=True, **KINDS[kind])
     y, grads = run(*layers(kind), how)
-    assert apart(y, plain[kind][0]) <= 1e-6 and apart(grads, plain[kind][1]) <= 1e-5
+    assert relative_difference(y, plain[kind][0]) <= 1e-6 and relative_difference(grads, plain[kind][1]) <= 1e-5
     (schedule,) = how.schedules.values()
     assert schedule.forward.ticks == schedule.microbatches + 2 * (4 - 1)
 
@@ -104,7 +107,7 @@ def test_results_may_travel_while_the_next_tick_is_computed(plain, kind):
 def test_a_circular_pipeline_is_the_stack(plain, kind):
     how = parallel_config((2, 2), unroll=kind == "cnn", schedule="circular", groups=2, microbatches=4)
     y, grads = run(*layers(kind), how)
-    assert apart(y, plain[kind][0]) <= 1e-6 and apart(grads, plain[kind][1]) <= 1e-5
+    assert relative_difference(y, plain[kind][0]) <= 1e-6 and relative_difference(grads, plain[kind][1]) <= 1e-5
     assert next(iter(how.schedules.values())).groups == 2
 
 
@@ -124,8 +127,10 @@ def test_chunks_of_time_change_nothing(plain, chunk):
     """One step; a length that leaves a remainder, which is masked; all steps at once; what the library chooses."""
     how = parallel_config((1, 4), **({"time_chunk": chunk} if chunk else {}))
     y, grads = run(*layers("lstm"), how)
-    assert apart(y, plain["lstm"][0]) <= (1e-6 if chunk in (1, 5) else 0)  # a loop of one step, and a mask, are compiled otherwise
-    assert apart(grads, plain["lstm"][1]) <= 1e-5
+    assert relative_difference(y, plain["lstm"][0]) <= (
+        1e-6 if chunk in (1, 5) else 0
+    )  # a loop of one step, and a mask, are compiled otherwise
+    assert relative_difference(grads, plain["lstm"][1]) <= 1e-5
     (schedule,) = how.schedules.values()
     assert schedule.microbatches == {1: 12, 5: 3, 12: 1, None: 6}[chunk]
 
@@ -136,8 +141,8 @@ def test_one_stage_is_a_scan():
     loss, params = loss_of(stack, parallel_config((8, 1)))
     text = str(jax.make_jaxpr(loss)(params, x))
     assert "shard_map" not in text and "ppermute" not in text and text.count("scan[") == 2
-    cut, _ = loss_of(stack, parallel_config((2, 4)))
-    assert "ppermute" in str(jax.make_jaxpr(cut)(params, x))
+    sharded, _ = loss_of(stack, parallel_config((2, 4)))
+    assert "ppermute" in str(jax.make_jaxpr(sharded)(params, x))
 
 
 @pytest.mark.system
@@ -154,12 +159,12 @@ def test_lengths_states_and_dropout(kind, how):
         last, out = rnn(inner, seq_lengths=lengths)
         inner = jnp.where(jnp.arange(12)[None, :, None] < lengths[:, None, None], out + inner if number >= 2 else out, 0)
         carries.append(last)
-    assert apart(y, inner) < 1e-6
-    assert apart(carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *carries)) < 1e-6
+    assert relative_difference(y, inner) < 1e-6
+    assert relative_difference(carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *carries)) < 1e-6
     (front, half), _ = run(stack, x[:, :5], how, return_carry=True)
     (back, end), _ = run(stack, x[:, 5:], how, return_carry=True, initial=half)
     (y, carry), _ = run(stack, x, UNSHARDED, return_carry=True)
-    assert apart(np.concatenate([front, back], 1), y) < 1e-6 and apart(end, carry) < 1e-6
+    assert relative_difference(np.concatenate([front, back], 1), y) < 1e-6 and relative_difference(end, carry) < 1e-6
 
 
 @pytest.mark.parametrize("unroll", [False, pytest.param(True, marks=SLOW)], ids=["loop", "unrolled"])
@@ -167,17 +172,17 @@ def test_a_last_state_has_its_gradient(unroll):
     """Stages that are done early keep it through their idle ticks."""
     stack, x = layers("gru", 4)
     y, grads = run(stack, x, UNSHARDED, return_carry=True)
-    cut = run(stack, x, parallel_config((2, 4), unroll=unroll, time_chunk=4), return_carry=True)
-    assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
+    sharded = run(stack, x, parallel_config((2, 4), unroll=unroll, time_chunk=4), return_carry=True)
+    assert relative_difference(sharded[0], y) < 1e-6 and relative_difference(sharded[1], grads) < 1e-5
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", [pytest.param("lstm", marks=SLOW), "gpt"])
 def test_dropout_draws_what_it_draws_on_one_device(kind):
     y, grads = run(*layers(kind, 4, dropout=0.3), UNSHARDED)
-    cut = run(*layers(kind, 4, dropout=0.3), parallel_config((2, 4), **KINDS[kind]))
-    assert apart(y, run(*layers(kind, 4), UNSHARDED)[0]) > 0.1, "something is dropped"
-    assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
+    sharded = run(*layers(kind, 4, dropout=0.3), parallel_config((2, 4), **KINDS[kind]))
+    assert relative_difference(y, run(*layers(kind, 4), UNSHARDED)[0]) > 0.1, "something is dropped"
+    assert relative_difference(sharded[0], y) < 1e-6 and relative_difference(sharded[1], grads) < 1e-5
 
 
 def test_what_stands_beside_reaches_every_layer():
@@ -189,9 +194,9 @@ def test_what_stands_beside_reaches_every_layer():
     inner = x
     for number in range(4):
         inner = nnx.RNN(stack.cell(number), rngs=rngs)(jnp.concatenate([inner, beside], -1))
-    assert apart(y, inner) < 1e-6
-    cut = run(stack, x, parallel_config((2, 4), time_chunk=2), beside=beside)
-    assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
+    assert relative_difference(y, inner) < 1e-6
+    sharded = run(stack, x, parallel_config((2, 4), time_chunk=2), beside=beside)
+    assert relative_difference(sharded[0], y) < 1e-6 and relative_difference(sharded[1], grads) < 1e-5
 
 
 @pytest.mark.system
@@ -204,10 +209,10 @@ def test_both_ways_side_by_side():
     parts = [spmd.nn.stacking.unstack_module(layer.cells, number) for number in (0, 1)]
     both = nnx.Bidirectional(nnx.RNN(parts[0], rngs=rngs), nnx.RNN(parts[1], rngs=rngs), rngs=rngs)
     mask = jnp.arange(6)[None, :, None] < lengths[:, None, None]
-    assert apart(y, jnp.where(mask, both(x, seq_lengths=lengths), 0)) < 1e-6
+    assert relative_difference(y, jnp.where(mask, both(x, seq_lengths=lengths), 0)) < 1e-6
     how = parallel_config((2, 4))
-    cut = run(layer, x, how, lengths=lengths)
-    assert apart(cut[0], y) < 1e-6 and apart(cut[1], grads) < 1e-5
+    sharded = run(layer, x, how, lengths=lengths)
+    assert relative_difference(sharded[0], y) < 1e-6 and relative_difference(sharded[1], grads) < 1e-5
 
 
 def test_a_wavefront_in_the_order_of_a_circular_pipeline(plain):
@@ -217,9 +222,9 @@ def test_a_wavefront_in_the_order_of_a_circular_pipeline(plain):
     nnx.update(stack.cells, jax.tree.map(lambda leaf: leaf[order], nnx.state(stack.cells)))
     how = dataclasses.replace(parallel_config((2, 4), schedule="circular", groups=2, time_chunk=3), in_stage_order=True)
     y, grads = run(stack, x, how)
-    assert apart(y, plain["lstm"][0]) == 0
+    assert relative_difference(y, plain["lstm"][0]) == 0
     back = lambda tree: jax.tree.map(lambda leaf: leaf[np.argsort(order)], tree)
-    assert apart((back(grads[0]), grads[1]), plain["lstm"][1]) <= 1e-5
+    assert relative_difference((back(grads[0]), grads[1]), plain["lstm"][1]) <= 1e-5
 
 
 def test_layers_keep_the_dtype_of_what_comes_in():
@@ -237,13 +242,16 @@ def test_a_layer_that_was_taken_out_is_no_stack():
     with nnx.use_eager_sharding(False):
         stack = spmd.nn.LayerStack([nnx.Linear(4, 4, kernel_init=named, rngs=nnx.Rngs(0)) for _ in range(2)])
         both = spmd.nn.Bidirectional(*(nnx.GRUCell(4, 4, kernel_init=named, rngs=nnx.Rngs(0)) for _ in range(2)))
-    told = lambda variable: (variable.get_metadata().get("out_sharding"), variable.get_metadata().get(STACKED))
-    assert told(stack.layers.kernel) == ((None, "embed", "mlp"), 2) and told(stack.layer(1).kernel) == (("embed", "mlp"), None)
-    assert told(both.cells.dense_i.kernel) == ((None, "embed", "mlp"), None)
+    sharding_and_depth = lambda variable: (variable.get_metadata().get("out_sharding"), variable.get_metadata().get(STACKED))
+    assert sharding_and_depth(stack.layers.kernel) == ((None, "embed", "mlp"), 2) and sharding_and_depth(stack.layer(1).kernel) == (
+        ("embed", "mlp"),
+        None,
+    )
+    assert sharding_and_depth(both.cells.dense_i.kernel) == ((None, "embed", "mlp"), None)
 
 
-class Told(nnx.Module):
-    """A layer that wants more than what comes in."""
+class ExtraInputs(nnx.Module):
+    """A layer that takes more arguments than its input."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -253,9 +261,9 @@ class Told(nnx.Module):
 
 
 def test_more_for_every_layer():
-    """Arrays of rows are cut as x is, what is given by name is not; all of it has gradients."""
+    """Positional arrays are split into microbatches as x is, keyword arguments are not; all have gradients."""
     rngs = nnx.Rngs(0)
-    stack = spmd.nn.LayerStack([Told(rngs) for _ in range(4)])
+    stack = spmd.nn.LayerStack([ExtraInputs(rngs) for _ in range(4)])
     rows = np.random.default_rng(1)
     x, scale, table = (jnp.asarray(rows.normal(size=shape), jnp.float32) for shape in ((16, WIDTH), (16,), (WIDTH,)))
     graphdef, params = nnx.split(stack)
@@ -267,10 +275,10 @@ def test_more_for_every_layer():
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(params, x, scale, table)
 
-    assert apart(grads(parallel_config((2, 4), microbatches=4)), grads(UNSHARDED)) < 1e-5
+    assert relative_difference(grads(parallel_config((2, 4), microbatches=4)), grads(UNSHARDED)) < 1e-5
 
 
-def test_a_stack_stands_by_itself():
+def test_a_stack_outside_of_a_step():
     """Outside of a step it is plain model code, and each layer can be taken out."""
     assert current() is UNSHARDED
     rngs = nnx.Rngs(0)
@@ -279,9 +287,9 @@ def test_a_stack_stands_by_itself():
     y = x
     for layer in made:
         y = layer(y)
-    assert apart(stack(x), y) < 1e-6 and (stack.layer(3).kernel[...] == made[3].kernel[...]).all()
+    assert relative_difference(stack(x), y) < 1e-6 and (stack.layer(3).kernel[...] == made[3].kernel[...]).all()
     drawn = spmd.nn.LayerStack([nnx.Dropout(0.5, rngs=nnx.Rngs(seed)) for seed in range(2)])
-    assert (drawn(jnp.ones((4, 64))) != drawn(jnp.ones((4, 64)))).any(), "random streams go on from call to call"
+    assert (drawn(jnp.ones((4, 64))) != drawn(jnp.ones((4, 64)))).any(), "random streams advance from call to call"
     kept = spmd.nn.LayerStack([nnx.BatchNorm(WIDTH, rngs=rngs) for _ in range(2)])
     kept(jnp.arange(3.0 * WIDTH).reshape(3, WIDTH))
     assert (kept.layers.mean[...] != 0).any(axis=1).tolist() == [True, True] or (kept.layers.mean[0] != 0).any()
@@ -320,7 +328,7 @@ class Pair(nnx.Module):
 
 
 class Dilated(nnx.Module):
-    """A layer whose arrays do not tell what it does."""
+    """A layer whose arrays do not show what it computes."""
 
     def __init__(self, dilation, act):
         self.conv, self.act = nnx.Conv(4, 4, (3,), kernel_dilation=dilation, rngs=nnx.Rngs(0)), act

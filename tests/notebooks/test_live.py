@@ -1,4 +1,4 @@
-"""A kernel that trains: what it shows stays in one place, an interrupt keeps the state, and a second `fit` goes on."""
+"""A kernel that trains: the display updates in place, an interrupt keeps the state, and a second `fit` resumes."""
 
 import os
 import queue
@@ -59,9 +59,9 @@ def messages(client, code, meanwhile=lambda message: None, seconds=400):
 
 
 def text(found):
-    told = [message["content"] for _, message in found]
-    assert not [content for content in told if "ename" in content], told
-    return "".join(content.get("text", "") + content.get("data", {}).get("text/plain", "") for content in told)
+    contents = [message["content"] for _, message in found]
+    assert not [content for content in contents if "ename" in content], contents
+    return "".join(content.get("text", "") + content.get("data", {}).get("text/plain", "") for content in contents)
 
 
 def test_what_is_shown_stays_in_place_and_an_interrupt_keeps_the_state(kernel, tmp_path):

@@ -143,8 +143,8 @@ def model_parallel(shown):
     assert [float(share) for *_, share, _ in idle] == [float(share) for *_, share in idle] == [27.3, 27.3, 15.8]
     assert len(re.findall(r"^LayerStack of 8 layers: .* 8 microbatches: \d+ ticks, (?:27.3|15.8)% idle\.$", shown.text, re.MULTILINE)) == 3
     assert "4 stages, 8 microbatches: 11 ticks, 27.3% idle\n0 | 0 1 2 3 4 5 6 7 . . ." in shown.text  # the wavefront
-    apart = [float(number) for number in re.findall(r"([\d.]+e-\d+) \(", shown.markdown)]
-    assert len(apart) == 3 and max(apart) < 1e-4
+    differences = [float(number) for number in re.findall(r"([\d.]+e-\d+) \(", shown.markdown)]
+    assert len(differences) == 3 and max(differences) < 1e-4
     start, end = map(float, re.search(r"from ([\d.]+) to ([\d.]+), the losses", shown.markdown).groups())
     assert end < 0.5 * start and borne_out(shown, 6)
 

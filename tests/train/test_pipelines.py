@@ -13,7 +13,7 @@ import spmd
 from spmd import Gradients, Layout, Pipeline
 from spmd.errors import CheckpointError, DataError, LayoutError, LossError, ModelError
 from spmd.layout.toml_reader import loads
-from tests.nn.pipes import WIDTH, Block, apart
+from tests.nn.pipes import WIDTH, Block, relative_difference
 
 SLOW = pytest.mark.slow
 VOCAB, LENGTH, ROWS = 11, 6, 32
@@ -132,7 +132,7 @@ def test_a_pipeline_trains_what_one_device_trains(plain, case):
     """Dropout too: a microbatch draws what its rows would have drawn in the whole batch."""
     model, mesh, layout = CASES[case]
     trainer, state, losses = trained(model, mesh, layout)
-    assert apart(weights(trainer, state), plain[model][0]) < 1e-5
+    assert relative_difference(weights(trainer, state), plain[model][0]) < 1e-5
     assert np.allclose(losses, plain[model][1], rtol=1e-6)
     stack = state.params["blocks" if model is Tied else "stack"] if layout.stage_axis else None
     for leaf in jax.tree.leaves(stack):
@@ -149,7 +149,7 @@ def test_gradients_of_stages_are_sent_in_codecs(plain, schedule, codec):
     groups = 2 if schedule == "circular" else 1
     layout = piped(gradients={"codec": codec, "error_feedback": codec == "int8"}, schedule=schedule, groups=groups)
     trainer, state, losses = trained(Tied, "data=4,stage=2", layout)
-    found = apart(weights(trainer, state), plain[Tied][0])
+    found = relative_difference(weights(trainer, state), plain[Tied][0])
     assert 1e-6 < found < 0.05  # rounded three times, to 8 bits: 1/256 of each gradient's size, whatever the weight's
     assert np.allclose(losses, plain[Tied][1], rtol=1e-3)
     whole = trained(Tied, "data=4,stage=2", piped(schedule=schedule, groups=groups), steps=1)[0].wire
@@ -224,7 +224,7 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
     make(*first)(2, tmp_path)
     result = make(*then)(3, tmp_path)
     found = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
-    assert int(result.state.step) == 3 and apart(jax.device_get(found), plain[Tied][0]) < 1e-5
+    assert int(result.state.step) == 3 and relative_difference(jax.device_get(found), plain[Tied][0]) < 1e-5
 
 
 @pytest.mark.system
@@ -254,7 +254,7 @@ def test_concrete_model_is_prepared_before_its_state_is_made(layout):
     trainer = spmd.Trainer(given, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh)
     trainer.prepare(tokens())
     state = trainer.init()
-    assert apart(weights(trainer, state), nnx.to_pure_dict(nnx.state(given, nnx.Param))) == 0
+    assert relative_difference(weights(trainer, state), nnx.to_pure_dict(nnx.state(given, nnx.Param))) == 0
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -320,7 +320,7 @@ def test_whole_numbers_go_through_a_pipeline(schedule):
     """And arrays beside settings, in what is given by name."""
     one = trained(Pairs, "data=1", "data_parallel")
     trainer, state, losses = trained(Pairs, "data=2,stage=4", piped(schedule=schedule))
-    assert apart(weights(trainer, state), weights(*one[:2])) < 1e-5 and np.allclose(losses, one[2], rtol=1e-6)
+    assert relative_difference(weights(trainer, state), weights(*one[:2])) < 1e-5 and np.allclose(losses, one[2], rtol=1e-6)
 
 
 @SLOW
@@ -329,7 +329,7 @@ def test_evaluation_and_prediction_of_any_number_of_rows():
     cut, state, _ = trained(lambda rngs: _still(Tied(rngs)), "data=2,stage=4", piped(schedule="1f1b"))
     one, same, _ = trained(lambda rngs: _still(Tied(rngs)), "data=1", "data_parallel")
     assert np.isclose(cut.evaluate(state, data)["loss"], one.evaluate(same, data)["loss"], rtol=1e-5)
-    assert apart(cut.predict(state, data["tokens"]), one.predict(same, data["tokens"])) < 1e-5
+    assert relative_difference(cut.predict(state, data["tokens"]), one.predict(same, data["tokens"])) < 1e-5
 
 
 def refused(model, mesh, layout, error):
