@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, and settings that turn carelessness into failures."""
+"""Eight CPU devices for every test, and compile options and caches that make the tests fast."""
 
 import functools
 import gc
@@ -40,14 +40,14 @@ def _kept_programs() -> Path:
 def _put(self, key: str, value: bytes) -> None:
     """`LRUCache.put` that other processes see entirely or not at all."""
     path = Path(str(self.path)) / f"{key}-cache"
-    path.parent.mkdir(parents=True, exist_ok=True)  # whoever removes the folder need not look for tests that run
+    path.parent.mkdir(parents=True, exist_ok=True)  # the folder may be removed while tests run
     partial = path.with_name(f"{key}.{os.getpid()}")
     partial.write_bytes(value)
     partial.replace(path)
 
 
 def _bound(folder: Path, most: int) -> None:
-    """Remove the programs that were written first until what is left has at most so many bytes."""
+    """Remove the oldest programs until the rest has at most `most` bytes."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.stat().st_mtime, reverse=True):
         most -= entry.stat().st_size
         if most < 0:
@@ -78,7 +78,7 @@ jax._src.compiler.get_compile_options = _get_compile_options
 
 @functools.cache
 def _quick() -> dict[str, object]:
-    """Of the options above those that this XLA has: versions differ, and one that it lacks fails every compilation."""
+    """The options above that this XLA has: versions differ, and an unknown option fails every compilation."""
 
     def has(name: str) -> bool:
         try:
@@ -129,14 +129,14 @@ def pytest_collection_finish():
 
 
 def pytest_configure(config):
-    """Once a run: the kept programs are bounded."""
+    """Once a run: limit the size of the kept programs."""
     _kept_programs().mkdir(parents=True, exist_ok=True)
     if not hasattr(config, "workerinput"):
         _bound(_kept_programs(), 2 << 30)
 
 
 def pytest_unconfigure(config):
-    """What this run has made for itself is removed by the process that began it."""
+    """The process that began the run removes the run's own cache."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ["SPMD_TEST_CACHE"], ignore_errors=True)
 

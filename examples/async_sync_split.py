@@ -1,11 +1,12 @@
-"""Digits in three ways on eight devices: a synchronous parameter server, an asynchronous one, and one model split over all of them.
+"""Train on digits in three ways on eight devices: a synchronous parameter server, an asynchronous one, and a model split over all devices.
 
     python examples/async_sync_split.py --epochs 8
 
-All three see each row as often, with the same model and initial values. A step is an update of 64 rows (synchronous, and split, whose
-layers lie on different devices) or a round of as many gradients as come in, each of 8 rows and an update by itself (asynchronous).
-Simulated devices share this machine's cores, so real steps per second compare programs, not hardware; simulated seconds are
-those of the server's clock.
+All three read each row equally often and start from the same model and initial values. With the synchronous
+server and the split model, a step is one update from 64 rows; the split model's layers are on different
+devices. With the asynchronous server, a step is a round of all gradients that arrive, each from 8 rows and
+each a separate update. Simulated devices share this machine's cores, so real steps per second compare
+programs, not hardware. Simulated seconds come from the server's clock.
 """
 
 import argparse
@@ -30,7 +31,7 @@ BATCH = 64
 
 
 class Block(nnx.Module):
-    """A dense layer beside which its input goes on."""
+    """A dense layer with a residual connection."""
 
     def __init__(self, width: int, rngs: nnx.Rngs):
         self.dense = nnx.Linear(width, width, rngs=rngs)
@@ -41,7 +42,7 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    """64 pixels, a stack of blocks, ten digits."""
+    """From 64 pixels through a stack of blocks to ten digits."""
 
     def __init__(self, depth: int, width: int, rngs: nnx.Rngs):
         self.first = nnx.Linear(64, width, rngs=rngs)

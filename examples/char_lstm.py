@@ -1,9 +1,8 @@
-"""An LSTM that learns to write Python, character by character, from the standard library's own source.
+"""Train a character LSTM on the Python source of the standard library.
 
     python examples/char_lstm.py --layout fsdp --devices 8
 
-Every kernel carries logical axis names (`named`), so that the layouts that cut by name know what is what. Nothing else in
-the model knows of devices.
+Every kernel has logical axis names (`named`), by which layouts shard it. Nothing else in the model refers to devices.
 """
 
 import argparse
@@ -62,8 +61,8 @@ def load_data(length: int = 64, limit: int = 400_000) -> tuple[dict[str, np.ndar
     codes = codes[codes < VOCAB]
     count = (len(codes) - 1) // length
     tokens, targets = (codes[start : start + count * length].reshape(count, length) for start in (0, 1))
-    cut = count * 9 // 10
-    return {"tokens": tokens[:cut], "targets": targets[:cut]}, {"tokens": tokens[cut:], "targets": targets[cut:]}
+    split = count * 9 // 10
+    return {"tokens": tokens[:split], "targets": targets[:split]}, {"tokens": tokens[split:], "targets": targets[split:]}
 
 
 def main(argv: list[str] | None = None) -> spmd.Result:

@@ -1,8 +1,8 @@
-"""What `make demo` runs: a CNN on real digits over eight simulated devices, laid out by a file, in well under a minute.
+"""The program of `make demo`: train a CNN on real digits over eight simulated devices with a layout file, in well under a minute.
 
     python examples/demo.py --layout layouts/fsdp.toml --mesh data=8
 
-Everything is left in runs/demo (or runs/demo-2, ...: no run is ever overwritten): checkpoints, metrics, curve, report.
+Checkpoints, metrics, the loss curve and a report are in runs/demo (or runs/demo-2, ...: a new run never overwrites another).
 """
 
 import argparse
@@ -22,7 +22,7 @@ EPOCHS, BATCH = 20, 128
 
 
 def fresh_folder(parent: Path) -> Path:
-    """`parent`/demo, or the first of demo-2, demo-3, ... that is not there yet."""
+    """`parent`/demo, or the first of demo-2, demo-3, ... that does not exist."""
     names = (f"demo-{number}" if number > 1 else "demo" for number in itertools.count(1))
     folder = next(parent / name for name in names if not (parent / name).exists())
     folder.mkdir(parents=True)

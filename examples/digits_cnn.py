@@ -1,9 +1,8 @@
-"""A convolutional network on scikit-learn's 1,797 real 8x8 digits.
+"""Train a convolutional network on scikit-learn's 1,797 real 8x8 digits.
 
     python examples/digits_cnn.py --layout tensor_parallel --mesh data=4,model=2
 
-Every kernel carries logical axis names (`named`), so that the layouts that cut by name know what is what. Nothing else in
-the model knows of devices.
+Every kernel has logical axis names (`named`), by which layouts shard it. Nothing else in the model refers to devices.
 """
 
 import argparse
@@ -31,8 +30,8 @@ def max_pool(x: jax.Array) -> jax.Array:
 class CNN(nnx.Module):
     """Two convolutions with BatchNorm, dropout, two dense layers.
 
-    Names come in pairs: what one layer cuts along its outputs ("hidden", "mlp"), the next cuts along its inputs, so that
-    activations travel once per pair.
+    Names come in pairs: one layer shards its outputs ("hidden", "mlp"), and the next shards its inputs along the same axis, so that
+    activations are communicated once per pair.
     """
 
     def __init__(self, *, channels: int = 32, width: int = 128, classes: int = 10, dropout: float = 0.0, rngs: nnx.Rngs):

@@ -1,13 +1,15 @@
-"""Numbers in words, written in digits by an encoder and a decoder in the manner of GNMT (Wu et al., arXiv:1609.08144), layers over devices.
+"""Translate numbers in words to digits with an encoder and decoder like GNMT (Wu et al., arXiv:1609.08144), layers split over devices.
 
     python examples/gnmt.py                              # data=2,stage=4
-    python examples/gnmt.py --layout data_parallel       # the same model, not cut
+    python examples/gnmt.py --layout data_parallel       # the same model, replicated
     python examples/gnmt.py --layers 8 --width 128 --steps 600
 
-The encoder's bottom layer reads both ways, so all above waits for its end; the layers above are a wavefront, with residual connections
-from the third layer on. In the decoder only the bottom layer asks the attention, and all layers above get its answer, so that they are a
-wavefront too. GNMT's bottom layer is told the answer of the step before; here it runs over the whole target first, and then all its steps
-ask at once, by dot products. Numbers in the test were not trained on. Nothing in the model knows of devices.
+The encoder's bottom layer is bidirectional, so the layers above wait until it has finished. Those layers run
+as a wavefront, with residual connections from the third layer on. In the decoder only the bottom layer
+queries the attention, and all layers above get its output, so that they are a wavefront too. GNMT's bottom
+layer reads the attention output of the previous step; here it runs over the full target first, and then all
+its steps query the attention together, by dot products. The test numbers are not in the training data.
+Nothing in the model refers to devices.
 """
 
 import argparse

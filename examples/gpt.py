@@ -1,8 +1,9 @@
-"""A small GPT that learns to write Python, character by character, from the standard library's own source.
+"""Train a small character-level GPT on the Python source of the standard library.
 
     python examples/gpt.py --layout fsdp_tensor_parallel --mesh data=4,model=2
 
-Kernels carry names (`named`) that layouts cut by; attention and embedding are of `spmd.nn`, for layouts that cut the sequence.
+Kernels have logical axis names (`named`), by which layouts shard them. Attention and embedding come from
+`spmd.nn`, for layouts that shard the sequence.
 """
 
 import argparse
@@ -28,7 +29,7 @@ def named(*names: str | None) -> Any:
 
 
 class Attention(nnx.Module):
-    """Causal attention; the heads are cut over whatever the layout says, each whole in one place."""
+    """Causal attention; the layout shards over heads, and never splits a head."""
 
     def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
         self.heads = heads
@@ -87,9 +88,9 @@ def load_data(length: int = 64, limit: int = 400_000) -> tuple[dict[str, np.ndar
     """Windows of `length` characters and what follows each, from the standard library; the last tenth is for testing."""
     text = b"".join(path.read_bytes()[:limit] for path in sorted(Path(os.__file__).parent.glob("*.py")))[:limit]
     codes = np.array([code for code in text if code < VOCAB], np.int32)
-    cut = (count := (len(codes) - 1) // length) * 9 // 10
+    split = (count := (len(codes) - 1) // length) * 9 // 10
     tokens, targets = (codes[start : start + count * length].reshape(count, length) for start in (0, 1))
-    return {"tokens": tokens[:cut], "targets": targets[:cut]}, {"tokens": tokens[cut:], "targets": targets[cut:]}
+    return {"tokens": tokens[:split], "targets": targets[:split]}, {"tokens": tokens[split:], "targets": targets[split:]}
 
 
 def main(argv: list[str] | None = None) -> spmd.Result:

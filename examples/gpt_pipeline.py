@@ -1,12 +1,12 @@
-"""The GPT of gpt.py with its blocks in a stack: a scan over them on one device, a pipeline under a layout that says so.
+"""Train the GPT of gpt.py with its blocks in a stack: a scan on one device, a pipeline under a pipeline layout.
 
     python examples/gpt_pipeline.py                                             # gpipe, data=2,stage=4
     python examples/gpt_pipeline.py --layout pipeline_1f1b --microbatches 8 --tied
     python examples/gpt_pipeline.py --layout fsdp_pipeline_tensor               # data=2,stage=2,model=2
     python examples/gpt_pipeline.py --layout pipeline --groups 2 --draw runs/schedule.png    # circular: two groups of blocks on each stage
-    python examples/gpt_pipeline.py --layout data_parallel                      # the same model, not cut
+    python examples/gpt_pipeline.py --layout data_parallel                      # the same model, replicated
 
-Prints the table of who works on which microbatch when. Nothing in the model knows of devices.
+Prints which stage works on which microbatch at each tick. Nothing in the model refers to devices.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class GPT(nnx.Module):
         return self.tokens.attend(x) if self.head is None else self.head(x)
 
 
-def cut(layout: spmd.Layout, **options: Any) -> spmd.Layout:
+def with_pipeline(layout: spmd.Layout, **options: Any) -> spmd.Layout:
     """The layout with these options of `[pipeline]`, where they were given."""
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("groups", 1) > 1:
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> spmd.Result:
     parser.add_argument("--layout", default="pipeline", help="a shipped layout's name, or a path to a TOML file")
     parser.add_argument("--mesh", help='such as "data=2,stage=4"; by default the layout\'s own')
     parser.add_argument("--devices", type=int, default=8, help="CPU devices to simulate; 0 uses the devices there are")
-    parser.add_argument("--microbatches", type=int, help="parts into which a worker's rows are cut; by default the layout's own")
+    parser.add_argument("--microbatches", type=int, help="parts into which a worker's rows are split; by default the layout's own")
     parser.add_argument("--groups", type=int, help="of blocks on each stage; more than one is a circular schedule")
     parser.add_argument("--tied", action="store_true", help="the head is the embedding's table")
     parser.add_argument("--depth", type=int, default=8)
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> spmd.Result:
         loss=spmd.losses.cross_entropy,
         optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3)),
         mesh=args.mesh,
-        layout=cut(spmd.Layout.load(args.layout), microbatches=args.microbatches, groups=args.groups),
+        layout=with_pipeline(spmd.Layout.load(args.layout), microbatches=args.microbatches, groups=args.groups),
         batch_size=args.batch_size,
         steps=args.steps,
         precision=args.precision,

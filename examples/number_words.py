@@ -1,4 +1,4 @@
-"""Numbers in words and in digits, made by rule: something for gnmt.py to translate, without a download."""
+"""Generate numbers in words and in digits: data for gnmt.py that needs no download."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen 
 ONES = [*"one two three four five six seven eight nine".split(), *TEENS]
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 WORDS = ["", *ONES, *TENS, "hundred", "thousand", "and"]
-END, BEGIN, ZERO = range(3)  # of digits, which are from ZERO on; after the end there are ends
+END, BEGIN, ZERO = range(3)  # codes of digits: digit d is ZERO + d; END also pads
 SOURCE, TARGET, VOCAB = 12, 8, (32, 16)  # steps of time for words and digits, and sizes of their vocabularies, rounded up
 
 
@@ -43,5 +43,5 @@ def load_data(examples: int = 20_000) -> tuple[dict[str, Any], dict[str, Any]]:
         codes = [BEGIN, *(int(digit) + ZERO for digit in str(number))]
         source[row, : len(words)], digits[row, : len(codes)] = words, codes
     lengths, begun = (source > 0).sum(axis=1, dtype=np.int32), digits[:, :-1]
-    data, cut = {"inputs": {"source": source, "lengths": lengths, "begun": begun}, "targets": digits[:, 1:]}, len(numbers) // 20
-    return jax.tree.map(lambda x: x[cut:], data), jax.tree.map(lambda x: x[:cut], data)
+    data, split = {"inputs": {"source": source, "lengths": lengths, "begun": begun}, "targets": digits[:, 1:]}, len(numbers) // 20
+    return jax.tree.map(lambda x: x[split:], data), jax.tree.map(lambda x: x[:split], data)

@@ -1,9 +1,9 @@
-"""Digits, or a character LSTM, by a parameter server: in step, with spares, asynchronous, and by workers that train by themselves.
+"""Train on digits, or a character LSTM, with a parameter server: synchronous, with spares, asynchronous, and with local workers.
 
     python examples/parameter_server.py --workers 8 --epochs 10
     python examples/parameter_server.py --model lstm       # two minutes
 
-Prints, for every way, the test loss and accuracy, the simulated seconds it took, and how old the gradients were.
+Prints the test loss and accuracy, the simulated seconds and the staleness of the gradients for each mode.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""The best three networks of a random search, and whether their ensemble beats each alone.
+"""Run a random search, and compare the ensemble of the best three networks with each of them.
 
     python examples/random_search.py --trials 16 --epochs 20
 
-Networks with different learning rates, widths and seeds train on digits, those of one width in one compiled program over eight
-simulated devices. They train on a few digits, are selected on others, and are tested on the half that neither step has used; `--split`
-sets the parts.
+Networks with different learning rates, widths and seeds train on digits. Networks of one width share one
+compiled program over eight simulated devices. Training uses a few digits, selection uses others, and the test
+uses the remaining half; `--split` sets the parts.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Eight LSTM layers that learn to write Python, a wavefront over four devices: each works one chunk of text behind the one before it.
+"""Train eight LSTM layers on Python source as a wavefront over four devices: each stage works one chunk of text behind the previous one.
 
     python examples/rnn_wavefront.py                              # data=2,stage=4
     python examples/rnn_wavefront.py --layout data_parallel       # the same model, a scan over its layers
     python examples/rnn_wavefront.py --width 256 --length 128 --time-chunk 16 --steps 600
 
-Prints bits per byte of text that was held out, as they fall, and which stage works on which chunk when. Nothing in the model knows of
-devices.
+Prints bits per byte of held-out text during training, and which stage works on which chunk at each tick.
+Nothing in the model refers to devices.
 """
 
 import argparse

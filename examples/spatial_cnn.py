@@ -1,10 +1,10 @@
-"""A convolutional network on tiles of two photographs, each tile cut by rows and columns over four devices.
+"""Train a convolutional network on tiles of two photographs, with each tile sharded by rows and columns over four devices.
 
     python examples/spatial_cnn.py --mesh data=2,row=2,column=2
 
-It tells the tiles of one photograph from those of the other (both come with scikit-learn). Nothing in the model knows of devices: the
-layout `spatial` says that images and what convolutions return are cut over `row` and `column`, and XLA has neighbours exchange
-the pixels that a kernel reaches over the edge.
+It classifies which photograph a tile comes from (both photographs are part of scikit-learn). Nothing in the
+model refers to devices: the layout `spatial` shards images and outputs of convolutions over `row` and
+`column`, and XLA exchanges the pixels along the edges between neighbors (halo exchange).
 """
 
 import argparse
@@ -56,13 +56,13 @@ def load_data(size: int = SIZE) -> tuple[dict[str, np.ndarray], dict[str, np.nda
     tiles = photos[:, : down * size, : across * size].reshape(2, down, size, across, size, 3).swapaxes(2, 3).reshape(-1, size, size, 3)
     labels = np.repeat(np.arange(2, dtype=np.int32), down * across)
     order = np.random.default_rng(0).permutation(len(labels))
-    cut = len(order) * 4 // 5 // 32 * 32
-    train, test = ({"image": tiles[some], "label": labels[some]} for some in (order[:cut], order[cut:]))
+    split = len(order) * 4 // 5 // 32 * 32
+    train, test = ({"image": tiles[some], "label": labels[some]} for some in (order[:split], order[split:]))
     return train, test
 
 
 def main(argv: list[str] | None = None) -> spmd.Result:
-    parser = argparse.ArgumentParser(description="Train a CNN on images that are cut by rows and columns.")
+    parser = argparse.ArgumentParser(description="Train a CNN on images that are sharded by rows and columns.")
     parser.add_argument("--layout", default="spatial", help="a shipped layout's name, or a path to a TOML file")
     parser.add_argument("--mesh", help='such as "data=2,row=2,column=2"; by default the layout\'s own')
     parser.add_argument("--devices", type=int, default=8, help="CPU devices to simulate; 0 uses the devices there are")

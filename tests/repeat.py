@@ -1,9 +1,9 @@
-"""Run `make test` several times, alone and beside a load, and print one line for each run: a flaky test shows itself.
+"""Run `make test` several times, alone and beside a load, and print one line for each run: to find flaky tests.
 
     python tests/repeat.py --alone 5 --loaded 5 --load 20 --nice 10
 
-The load is processes that count; each ends by itself after the time that a run may take. With `--nice` above 0 they take less of the
-machine than as many equal processes would, so that loaded runs end on the same day.
+The load is busy processes. Each ends after the time limit of a run. With `--nice` above 0 they take a smaller share of the machine, so that
+loaded runs take hours, not days.
 """
 
 import argparse
@@ -19,7 +19,7 @@ BUSY = "import os, sys, time\nos.nice(int(sys.argv[1]))\nend = time.monotonic() 
 
 @contextlib.contextmanager
 def load(processes: int, nice: int, seconds: float) -> Iterator[None]:
-    """So many busy processes around the block."""
+    """Run this many busy processes during the block."""
     command = [sys.executable, "-c", BUSY, str(nice), str(seconds)]
     running = [subprocess.Popen(command) for _ in range(processes)]
     try:
@@ -32,18 +32,18 @@ def load(processes: int, nice: int, seconds: float) -> Iterator[None]:
 
 
 def run(command: list[str], seconds: float) -> tuple[int, str]:
-    """The exit status of one run, and the lines of its output that matter."""
+    """The exit status of one run, with its last line and its failures."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return -1, f"not done after {seconds:.0f} s"
     lines = done.stdout.splitlines()
-    told = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return done.returncode, "\n    ".join([lines[-1] if lines else "", *told])
+    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode, "\n    ".join([lines[-1] if lines else "", *failures])
 
 
 def main() -> int:
-    """The number of runs that failed."""
+    """Print one line for each run; return the number that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--alone", type=int, default=5)
     parser.add_argument("--loaded", type=int, default=5)
@@ -57,10 +57,10 @@ def main() -> int:
         busy = options.load if number >= options.alone else 0
         started = time.monotonic()
         with load(busy, options.nice, options.seconds):
-            code, told = run(options.command, options.seconds)
+            code, summary = run(options.command, options.seconds)
         failed += code != 0
         beside = f"beside {busy} (nice {options.nice})" if busy else "alone"
-        print(f"run {number + 1} {beside}: exit {code}, {time.monotonic() - started:.0f} s, {os.cpu_count()} cores: {told}", flush=True)
+        print(f"run {number + 1} {beside}: exit {code}, {time.monotonic() - started:.0f} s, {os.cpu_count()} cores: {summary}", flush=True)
     return failed
 
 

@@ -29,8 +29,8 @@ def _flip(path, at):
 
 
 HARM = {
-    "cut to nothing": lambda path: path.write_bytes(b""),
-    "cut in half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "truncated to nothing": lambda path: path.write_bytes(b""),
+    "truncated to half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "a bit near its begin": lambda path: _flip(path, 0.1),
     "a bit near its end": lambda path: _flip(path, 0.9),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"}"),
@@ -64,8 +64,8 @@ def _put(value, at, new):
 
 def forgeries(folder, name):
     """(Name, function of a copy) of wrong values in a file of JSON, under a manifest that was made anew; and of values that are gone."""
-    whole = json.loads((folder / name).read_text())
-    for at in _places(whole):
+    document = json.loads((folder / name).read_text())
+    for at in _places(document):
         for wrong in WRONG:
             yield f"{name}: {'/'.join(map(str, at))} = {wrong!r}", lambda copy, at=at, wrong=wrong: forge(copy, name, at, wrong)
         if at and isinstance(at[-1], str):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Report(spmd.callbacks.Callback):
-    """Prints each event as a line; kills its own process at one of them, as a power cut would."""
+    """Prints each event as a line; kills its own process at one of them, like a power failure."""
 
     def __init__(self, kill=None, folder=None):
         self.kill, self.folder = kill, folder and Path(folder)

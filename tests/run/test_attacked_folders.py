@@ -13,7 +13,7 @@ from small import fit, linear, numbers, same
 import spmd
 from spmd.errors import CheckpointError, SpmdError
 
-# a restore that fails leaves tasks in Orbax's event loop, which nobody awaits
+# a restore that fails leaves tasks in Orbax's event loop, which are never awaited
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 JSON = ("meta/metadata", "_CHECKPOINT_METADATA", "metrics/metrics", "manifest.json", "state/_METADATA")
@@ -101,9 +101,9 @@ def test_folders_that_are_no_steps_are_left_alone(name, run, tmp_path):
 
 def attack_export(folder, place, attacks):
     x = numbers(8)["x"]
-    whole = spmd.load_exported(folder).predict(x)
+    expected = spmd.load_exported(folder).predict(x)
     found = outcomes(folder, attacks, place, lambda copy: spmd.load_exported(copy).predict(x))
-    check(found, lambda came: np.array_equal(came, whole), place)
+    check(found, lambda came: np.array_equal(came, expected), place)
 
 
 def test_export_after_any_harm_to_a_file(exported, tmp_path):

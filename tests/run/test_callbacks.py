@@ -1,4 +1,4 @@
-"""What a callback is told, when, and what it may do."""
+"""Callbacks: which events they get, when, and what they may do."""
 
 import inspect
 import json
@@ -150,10 +150,10 @@ def test_what_on_eval_adds_to_metrics_is_recorded(tmp_path):
 
     callback, seen = callbacks.Callback(), callbacks.Callback()
     callback.on_eval = add
-    told = []
-    seen.on_eval = lambda info: told.append(info.metrics["eval_bleu"])
+    scores = []
+    seen.on_eval = lambda info: scores.append(info.metrics["eval_bleu"])
     result = fit(epochs=2, eval_data=numbers(40, 1), callbacks=[callback, seen], checkpoint=spmd.Checkpoint(tmp_path, best="eval_loss"))
-    assert result.history["eval_bleu"] == told == [1.5, 3.0]
+    assert result.history["eval_bleu"] == scores == [1.5, 3.0]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["eval_bleu"] for line in lines if "eval_loss" in line] == [1.5, 3.0]
     assert json.loads((tmp_path / "checkpoints" / "6" / "metrics" / "metrics").read_text())["eval_bleu"] == 3.0
@@ -340,7 +340,7 @@ def spoilt(step, batch_size=32, count=320):
 
 
 def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_newest(tmp_path):
-    """The NaN is met in step 5, where a checkpoint is due as well: it is not written."""
+    """The NaN appears in step 5, where a checkpoint is due as well: it is not written."""
     recorder = Recorder()
     with pytest.raises(DivergedError) as raised:
         fit(spoilt(5), shuffle=False, checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100), callbacks=[recorder])

@@ -49,18 +49,18 @@ def undisturbed(kind):
 @pytest.mark.parametrize("kind", RUNS)
 def test_stopped_and_resumed_is_never_stopped(kind, stop, tmp_path):
     """Parameters, moments, batch statistics, dropout's stream, the order of the data: bit for bit."""
-    whole = undisturbed(kind)
+    uninterrupted = undisturbed(kind)
     first = RUNS[kind](steps=stop, checkpoint=tmp_path)
     rest = RUNS[kind](epochs=3, checkpoint=tmp_path, resume=True)
     assert int(first.state.step) == stop and int(rest.state.step) == 9
-    assert same(rest.state, whole.state) and not same(first.state, whole.state)
-    for name in whole.history.names:
-        assert rest.history[name] == whole.history[name][stop:]
+    assert same(rest.state, uninterrupted.state) and not same(first.state, uninterrupted.state)
+    for name in uninterrupted.history.names:
+        assert rest.history[name] == uninterrupted.history[name][stop:]
     assert next(rest.history.rows())["step"] == stop + 1
 
 
 def test_the_runs_above_depend_on_order_and_dropout():
-    """Without either, another seed would change nothing, and what they are compared by could not tell."""
+    """Otherwise another seed would change nothing, and the comparisons above would prove nothing."""
     assert fit_net(labelled(80), steps=4, seed=1).history["loss"] != undisturbed("arrays").history["loss"][:4]
     assert undisturbed("list").history["loss"] != fit(numbers(80), epochs=3).history["loss"]
     assert undisturbed("list").history["loss"] == undisturbed("function").history["loss"]
@@ -76,9 +76,9 @@ def test_stopped_many_times(tmp_path):
 
 
 def test_a_run_that_is_over_is_over(tmp_path):
-    whole = fit(epochs=2, checkpoint=tmp_path)
+    uninterrupted = fit(epochs=2, checkpoint=tmp_path)
     again = fit(epochs=2, checkpoint=tmp_path, resume=True)
-    assert same(again.state, whole.state) and len(again.history) == 0 and again.stop_reason is None
+    assert same(again.state, uninterrupted.state) and len(again.history) == 0 and again.stop_reason is None
     longer = fit(epochs=3, checkpoint=tmp_path, resume=True)
     assert same(longer.state, fit(epochs=3).state)
 
@@ -96,7 +96,7 @@ def test_a_generator_read_once_can_be_resumed_with_a_fresh_one(tmp_path):
 # other data -----------------------------------------------------------------------------------------------------------
 
 
-def test_data_that_is_cut_in_another_way_cannot_be_gone_on_with(tmp_path):
+def test_resume_refuses_other_data_options(tmp_path):
     fit(numbers(96), steps=4, checkpoint=tmp_path)
     with pytest.raises(CheckpointError) as raised:
         fit(numbers(64), batch_size=16, shuffle=False, seed=1, steps=8, checkpoint=tmp_path, resume=True)
@@ -180,16 +180,20 @@ def test_restored_anywhere_bit_for_bit(there, here, tmp_path):
     assert store.save(state, 2, {}, {})
     store.wait()
     wanted = trainer_at(here).abstract_state
-    found, told = store.restore(2, wanted)
+    restored, notes = store.restore(2, wanted)
     store.close()
-    assert same(found, copy) and not told
-    for leaf, target in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert same(restored, copy) and not notes
+    for leaf, target in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True):
         assert leaf.sharding == target.sharding and leaf.dtype == target.dtype
-    cut = lambda tree: {path for path, leaf in flatten(tree.params).items() if not leaf.sharding.is_fully_replicated}
-    assert cut(found) == cut(wanted) and (cut(found) != cut(state) or len(found.step.devices()) != len(state.step.devices()))
+
+    def sharded_paths(tree):
+        return {path for path, leaf in flatten(tree.params).items() if not leaf.sharding.is_fully_replicated}
+
+    assert sharded_paths(restored) == sharded_paths(wanted)
+    assert sharded_paths(restored) != sharded_paths(state) or len(restored.step.devices()) != len(state.step.devices())
 
 
-def test_training_goes_on_from_8_to_4_to_1_device(tmp_path):
+def test_training_resumes_on_fewer_devices(tmp_path):
     """The same run on fewer and fewer devices. Sums over workers are taken in another order, hence 1e-5."""
     places = ["8 devices, fsdp", "4 devices, replicated", "1 device"]
     losses = []
@@ -199,9 +203,9 @@ def test_training_goes_on_from_8_to_4_to_1_device(tmp_path):
         assert len(result.state.step.devices()) == mesh.size if not isinstance(mesh, str) else 8
         losses += result.history["loss"]
         assert (tmp_path / "layout.toml").read_text() == spmd.Layout.load(layout).to_toml()
-    whole = fit(steps=9)
-    np.testing.assert_allclose(losses, whole.history["loss"], rtol=1e-5)
-    np.testing.assert_allclose(result.state.params["w"], whole.state.params["w"], rtol=1e-5)
+    uninterrupted = fit(steps=9)
+    np.testing.assert_allclose(losses, uninterrupted.history["loss"], rtol=1e-5)
+    np.testing.assert_allclose(result.state.params["w"], uninterrupted.state.params["w"], rtol=1e-5)
 
 
 # what does not fit ----------------------------------------------------------------------------------------------------
@@ -244,7 +248,7 @@ def test_a_checkpoint_that_does_not_fit_is_a_table(tmp_path):
     assert len(table) == 22 and "params/up/kernel" not in table
 
 
-def test_the_whole_table_of_a_wider_model(tmp_path):
+def test_restore_into_wider_model_lists_every_difference(tmp_path):
     data = numbers()
     fit(data, optimizer=optax.sgd(0.1), steps=1, checkpoint=tmp_path)
     wider = {"x": np.concatenate([data["x"], data["x"]], axis=1), "y": data["y"]}
@@ -377,11 +381,11 @@ def test_restore_of_a_file_that_is_in_no_run(tmp_path):
     assert str(raised.value) == f"checkpoint={short_repr(str(file))}: {file} is a file."
 
 
-def test_options_that_changed_are_told_when_a_run_goes_on(tmp_path, capsys):
+def test_resume_records_changed_options(tmp_path, capsys):
     fit(epochs=1, checkpoint=tmp_path, mesh={"data": 8})
     fit(epochs=2, checkpoint=tmp_path, mesh={"data": 4, "model": 2}, resume=True, accumulate=2, layout="fsdp", progress=True)
-    told = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["changed"] for line in told if line.get("event") == "resumed"] == [
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["changed"] for line in records if line.get("event") == "resumed"] == [
         ["mesh was data=8, is data=4, model=2", "accumulate was 1, is 2", "the layout has changed"]
     ]
     assert "accumulate was 1, is 2" in capsys.readouterr().err.replace("\n", " ")
@@ -469,13 +473,13 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
 # what a user may forget ------------------------------------------------------------------------------------------------
 
 
-def test_another_seed_is_not_gone_on_with_whatever_the_data_is(tmp_path):
+def test_resume_refuses_another_seed(tmp_path):
     batches = [{"x": np.ones((8, 1), np.float32) * n, "y": np.ones((8, 1), np.float32)} for n in range(4)]
     options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "checkpoint": tmp_path}
     spmd.fit(linear(1), batches, steps=2, **options)
     with pytest.raises(spmd.errors.CheckpointError, match="saved 0, now 7"):
         spmd.fit(linear(1), batches, epochs=1, resume=True, seed=7, **options)
-    result = spmd.fit(linear(1), batches, epochs=1, resume=True, **options)  # the folder was let go of
+    result = spmd.fit(linear(1), batches, epochs=1, resume=True, **options)  # the folder was released
     assert int(result.state.step) == 4
 
 
@@ -516,7 +520,7 @@ class Count(spmd.callbacks.Callback):
         self.seen = saved["seen"]
 
 
-def test_callbacks_go_on_where_they_stood(tmp_path):
+def test_resume_restores_callback_state(tmp_path):
     fit(steps=4, checkpoint=tmp_path, callbacks=[Count()])
     count = Count()
     fit(steps=6, checkpoint=tmp_path, resume=True, callbacks=[count])
@@ -528,8 +532,8 @@ def test_early_stopping_of_a_resumed_run_stops_where_the_undisturbed_one_does(tm
         stopping = spmd.callbacks.EarlyStopping("loss", patience=5, mode="max")
         return fit(steps=steps, checkpoint=folder, callbacks=[stopping], **options)
 
-    whole = run(50, tmp_path / "whole")
+    uninterrupted = run(50, tmp_path / "uninterrupted")
     run(3, tmp_path / "parts")
     parts = run(50, tmp_path / "parts", resume=True)
-    assert whole.stop_reason == parts.stop_reason is not None
-    assert int(whole.state.step) == int(parts.state.step) < 50
+    assert uninterrupted.stop_reason == parts.stop_reason is not None
+    assert int(uninterrupted.state.step) == int(parts.state.step) < 50

@@ -96,7 +96,7 @@ def test_history_file_has_every_step(small, tmp_path):
 
 
 def test_history_file_is_continued_by_a_resumed_run(tmp_path):
-    whole = fit(epochs=4, progress=False)
+    uninterrupted = fit(epochs=4, progress=False)
     fit(steps=7, checkpoint=spmd.Checkpoint(tmp_path, every=3), progress=False)
     path = tmp_path / module.FILE
     with path.open("ab") as stream:  # steps that a killed attempt had made after its last checkpoint, and a half-written one
@@ -104,7 +104,7 @@ def test_history_file_is_continued_by_a_resumed_run(tmp_path):
         lost["step"] = 8, 9, 10
         stream.write(lost.tobytes() + b"half")
     rest = fit(epochs=4, checkpoint=tmp_path, resume=True, progress=False)
-    assert len(rest.history) == 5 and History.read(tmp_path)["loss"] == whole.history["loss"]
+    assert len(rest.history) == 5 and History.read(tmp_path)["loss"] == uninterrupted.history["loss"]
 
 
 def test_history_file_of_other_metrics_is_put_aside(tmp_path):

@@ -139,11 +139,11 @@ def test_json_lines_are_appended_and_there_at_once(tmp_path):
     for step in (1, 2):
         log = JsonLines(tmp_path / "log.jsonl")
         log.write({"step": step})
-        assert len(json_records(tmp_path / "log.jsonl")) == step  # before it is closed: a killed run leaves whole lines
+        assert len(json_records(tmp_path / "log.jsonl")) == step  # before it is closed: a killed run leaves complete lines
         log.close()
 
 
-def test_a_run_with_checkpoints_keeps_json_lines_and_a_resumed_one_goes_on_in_the_file(tmp_path):
+def test_resumed_run_appends_to_the_json_lines(tmp_path):
     fit(steps=4, checkpoint=tmp_path, log_every=2)
     first = json_records(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in first] == [2, 4]

@@ -1,4 +1,4 @@
-"""What befalls the files of a checkpoint is found, put aside and told, and the run goes on from the newest that is whole."""
+"""Damaged checkpoints are detected, moved aside and reported, and the run resumes from the newest undamaged one."""
 
 import json
 import logging
@@ -82,28 +82,28 @@ HARM = {"flipped": flipped, "cut off": cut_off, "deleted": lambda path, random: 
 def test_all_of_200_harms_are_found(run):
     """Bits flipped, files cut off, deleted or overwritten, each in a fresh copy; the manifest itself is one of the files."""
     random, found = np.random.default_rng(7), 0
-    whole = newest(run)
-    names = [*manifest_files(whole), MANIFEST_FILE]
+    folder = newest(run)
+    names = [*manifest_files(folder), MANIFEST_FILE]
     for number in range(200):
         kind = list(HARM)[number % len(HARM)]
-        path = whole / names[int(random.integers(len(names)))]
+        path = folder / names[int(random.integers(len(names)))]
         before = path.read_bytes()
         if not before and kind != "deleted":
             kind, before = "deleted", b""
         HARM[kind](path, random)
-        told = find_damage(whole)
-        if told is None and path.name == MANIFEST_FILE:  # white space of JSON, or its case, that says the same
+        damage = find_damage(folder)
+        if damage is None and path.name == MANIFEST_FILE:  # white space of JSON, or its case, that says the same
             assert json.loads(path.read_bytes())["files"] == json.loads(before)["files"]
-            told = "says the same"
-        assert told is not None, f"{kind}: {path}"
+            damage = "says the same"
+        assert damage is not None, f"{kind}: {path}"
         found += 1
         path.write_bytes(before)
-        assert find_damage(whole) is None
+        assert find_damage(folder) is None
     assert found == 200
 
 
 @pytest.mark.parametrize("kind", [*HARM, "empty folder", "no manifest", "a file more", "a link"])
-def test_the_newest_that_is_whole_is_gone_on_with(run, saved, kind, caplog):
+def test_resume_skips_damaged_step(run, saved, kind, caplog):
     folder = newest(run)
     data = max((folder / name for name in manifest_files(folder) if name.startswith("state/")), key=lambda path: path.stat().st_size)
     if kind in HARM:
@@ -155,7 +155,7 @@ def test_a_damaged_step_that_is_asked_for_is_refused(run):
         CheckpointError, match=r"step 6 in \S+ is damaged: meta/metadata is not what was written\.\n    fix: another: 2, 4\."
     ):
         trainer.restore(run)
-    assert int(trainer.restore(run, step=4).step) == 4 and newest(run).is_dir(), "nothing is put aside that nobody goes on with"
+    assert int(trainer.restore(run, step=4).step) == 4 and newest(run).is_dir(), "restore moves nothing aside"
 
 
 def test_checkpoints_of_before_are_read(run):
@@ -169,7 +169,7 @@ def test_checkpoints_of_before_are_read(run):
     assert int(fit(run, steps=8, resume=True).state.step) == 8 and not (run / "damaged").exists()
 
 
-def test_a_folder_that_is_too_full_is_told_before_it_is_written(tmp_path, monkeypatch):
+def test_save_refuses_a_full_disk_before_writing(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=7000))
     with pytest.raises(

@@ -18,7 +18,7 @@ from spmd.run.owner import HEARTBEAT_SECONDS, OWNER_FILE, TAKEOVER_SECONDS, Fold
 
 
 class Time:
-    """A clock that goes on when somebody waits, and does something at each wait."""
+    """A clock that advances only in `wait`, and runs an action at each one."""
 
     def __init__(self, meanwhile=lambda now: None):
         self.now, self.meanwhile = 0.0, meanwhile
@@ -43,7 +43,7 @@ def recorded(folder):
 
 
 def left_by(folder, **changes):
-    """What an owner that never let go has left."""
+    """The file that an owner leaves if it never releases the folder."""
     mine = own(folder)
     text = json.dumps(dataclasses.asdict(dataclasses.replace(recorded(folder), **changes)))
     mine.release()
@@ -102,7 +102,7 @@ def thread_that_owns(folder):
         thread.join(60)
 
 
-def test_second_owner_in_another_thread_is_told_which(tmp_path):
+def test_error_for_second_owner_names_the_thread(tmp_path):
     with thread_that_owns(tmp_path) as mine:
         with pytest.raises(CheckpointError) as raised:
             own(tmp_path)
@@ -127,7 +127,7 @@ def test_owner_of_a_thread_that_has_ended_is_replaced(tmp_path):
     mine.release()
 
 
-def test_owner_of_this_process_that_nobody_holds_is_replaced(tmp_path):
+def test_unheld_owner_of_this_process_is_replaced(tmp_path):
     (tmp_path / OWNER_FILE).touch()
     mine = own(tmp_path)
     text = (tmp_path / OWNER_FILE).read_text()
@@ -194,7 +194,7 @@ def test_owner_elsewhere_without_heartbeat_is_replaced(tmp_path, caplog):
     mine.release()
 
 
-def test_owner_elsewhere_that_lets_go_is_replaced_then(tmp_path):
+def test_remote_owner_is_replaced_once_it_releases(tmp_path):
     left_by(tmp_path, **ELSEWHERE)
     mine = own(tmp_path, lambda now: (tmp_path / OWNER_FILE).unlink(missing_ok=True) if now == HEARTBEAT_SECONDS else None)
     assert mine.waited == HEARTBEAT_SECONDS

@@ -1,4 +1,4 @@
-"""Live progress: silent where nobody watches, a bar in a terminal, plain lines on request."""
+"""Live progress: silent without a terminal, a bar in a terminal, plain lines on request."""
 
 import io
 import re
@@ -13,7 +13,7 @@ from spmd.run import progress
 from spmd.run.progress import NoProgress, make_progress
 
 
-def test_auto_is_silent_when_nobody_watches(capfd):
+def test_auto_is_silent_without_a_terminal(capfd):
     fit(epochs=2, eval_data=numbers(40, 1))  # progress="auto" is the default
     assert capfd.readouterr() == ("", "")
 

@@ -1,4 +1,4 @@
-"""A checkpoint of one packing restored into another: the same bits, what starts anew is told, and what cannot be moved is refused."""
+"""A checkpoint of one packing restored into another: the same bits, a note on what was reset, an error for what cannot be moved."""
 
 import collections
 import functools
@@ -81,7 +81,7 @@ def packed(packing, tree):
 
 
 def placed(tree, mesh):
-    """As a new state wants it: cut over the mesh where dim 0 divides."""
+    """Shardings of a new state: over the mesh where dim 0 divides."""
     spec = lambda leaf: PartitionSpec("data") if leaf.ndim and leaf.shape[0] % mesh.size == 0 else PartitionSpec()
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec(leaf))), tree)
 
@@ -148,7 +148,7 @@ def test_any_chain_of_an_optimizer_is_moved(kind):
         assert same(found, {path: leaf for path, leaf in flatten(states[new]).items() if leaf.size})
 
 
-def test_nothing_is_read_whole_that_can_be_cut():
+def test_arrays_are_read_sharded_where_a_dim_divides():
     shapes = {(8, 5): (1, 5), (4, 6): (1, 3), (2, 3, 12): (1, 3, 3), (3, 5): (3, 5), (): (), (5, 16): (5, 2)}
     for mesh in (mesh_of(), spmd.make_mesh("data=4,model=2")):
         assert {shape: sharded_over_devices(shape, mesh).shard_shape(shape) for shape in shapes} == shapes
@@ -179,8 +179,8 @@ def trainer(layout, devices=8, optimizer=OPTIMIZER, like=LIKE, **options):
     return spmd.Trainer(model, loss=lambda m, b: m(b), optimizer=optimizer, mesh=mesh, layout=layout, **options)
 
 
-def whole(found, tree):
-    """Parameters, or what mirrors them, as the model has them."""
+def unpacked_params(found, tree):
+    """Parameters, or moments like them, in the model's structure."""
     given, storage = jax.device_get(tree), found._placed.storage
     return given if storage is None else jax.device_get(jax.jit(storage.unpack)(given))
 
@@ -237,10 +237,10 @@ def test_a_state_goes_from_place_to_place(journey, tmp_path):
         if number == 0:
             state = filled(here)
         else:
-            state, told = restored(here, tmp_path / str(number - 1))
-            assert not told, "synchronous and without codecs, nothing is remembered"
+            state, notes = restored(here, tmp_path / str(number - 1))
+            assert not notes, "synchronous and without codecs, nothing is remembered"
         adam = state.opt[0]
-        found = host([whole(here, tree) for tree in (state.params, adam.mu, adam.nu)]), int(adam.count), int(state.step)
+        found = host([unpacked_params(here, tree) for tree in (state.params, adam.mu, adam.nu)]), int(adam.count), int(state.step)
         assert wanted is None or same(found, wanted)
         for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(here.abstract_state), strict=True):
             assert (leaf.sharding, leaf.dtype, leaf.shape) == (target.sharding, target.dtype, target.shape)
@@ -248,7 +248,7 @@ def test_a_state_goes_from_place_to_place(journey, tmp_path):
         saved(here, state, tmp_path / str(number))
 
 
-# a run that goes on --------------------------------------------------------------------------------------------------
+# resumed runs ----------------------------------------------------------------------------------------------------
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 LATE = {"mode": "softsync", "splits": 2, "compute_time": "exponential"}
@@ -264,18 +264,18 @@ def line(layout, devices=8, **options):
     return spmd.fit(linear(), labelled(), mesh=mesh_of(devices), layout=layout, **options)
 
 
-def test_a_synchronous_run_goes_on_in_another_packing_as_if_it_had_never_stopped(tmp_path):
+def test_synchronous_run_resumed_in_another_packing_matches_uninterrupted_run(tmp_path):
     """On as many workers, with momentum, to the last bit: what docs/parameter_server.md promises of every placement."""
     stops, losses = [(served(), 2), (served(placement="round_robin", servers=5), 4)], []
-    whole = line(ALL_REDUCE, steps=4)
+    uninterrupted = line(ALL_REDUCE, steps=4)
     for layout, steps in stops:
         result = line(layout, steps=steps, checkpoint=tmp_path, resume=True)
         losses += result.history["loss"]
-    assert losses == whole.history["loss"] and len(losses) == 4
-    assert same(result.model.params, whole.model.params)
+    assert losses == uninterrupted.history["loss"] and len(losses) == 4
+    assert same(result.model.params, uninterrupted.model.params)
 
 
-TOLD = (
+NOTES = (
     'parameters were packed for a parameter server (placement "sliced", 8 servers, 8 positions), and are now '
     'packed for a parameter server (placement "largest_first", 3 servers, 4 positions)',
     "residuals were dropped",
@@ -285,7 +285,7 @@ TOLD = (
 )
 
 
-def test_what_starts_anew_in_another_packing_is_told(tmp_path, caplog):
+def test_restore_notes_what_another_packing_resets(tmp_path, caplog):
     here, there = (
         trainer(layout, devices, MOMENTUM, TWO)
         for layout, devices in ((served(**LATE, feedback=True), 8), (served(**LATE, placement="largest_first", servers=3), 4))
@@ -293,21 +293,21 @@ def test_what_starts_anew_in_another_packing_is_told(tmp_path, caplog):
     first = filled(here)
     saved(here, first, tmp_path)
     state = there.restore(tmp_path)
-    assert [record.message for record in caplog.records] == [f"restored from step 3: {text}" for text in TOLD]
+    assert [record.message for record in caplog.records] == [f"restored from step 3: {text}" for text in NOTES]
     for path, entry in jax.device_get(state.exchange).items():
         assert entry["held"].shape[1] == 4 and (entry["held"] == np.asarray(state.params[path])[:, None]).all()
         assert not entry["sum"].any() and not entry["gathered"].any()
-    assert same(whole(there, state.params), whole(here, first.params))
+    assert same(unpacked_params(there, state.params), unpacked_params(here, first.params))
 
 
 @pytest.mark.slow
-def test_an_asynchronous_run_goes_on_in_another_packing_on_another_mesh(tmp_path):
-    """From the end of an epoch, where no rows are dealt out; or in the middle of it with as many workers."""
+def test_asynchronous_run_resumes_in_another_packing_on_another_mesh(tmp_path):
+    """From the end of an epoch, where no rows are assigned; or from the middle of one with the same number of workers."""
     layout = served(**LATE, placement="largest_first", servers=3)
     first = line(served(**LATE, feedback=True), epochs=1, checkpoint=tmp_path / "end")
     rest = line(layout, 4, epochs=2, checkpoint=tmp_path / "end", resume=True)
     assert int(rest.state.step) > int(first.state.step) and np.isfinite(rest.history["loss"]).all()
-    assert TOLD[2] in (tmp_path / "end" / "metrics.jsonl").read_text()
+    assert NOTES[2] in (tmp_path / "end" / "metrics.jsonl").read_text()
     line(served(**LATE), steps=2, checkpoint=tmp_path / "middle")
     with pytest.raises(DataError, match="parts had been assigned to 8 workers"):
         line(layout, 4, epochs=1, checkpoint=tmp_path / "middle", resume=True)
@@ -316,16 +316,16 @@ def test_an_asynchronous_run_goes_on_in_another_packing_on_another_mesh(tmp_path
 
 
 def test_another_mode_in_the_same_packing_keeps_what_it_can(tmp_path):
-    """Synchronous to asynchronous and back: parameters and momentum as they are; what was not there starts anew, and is told."""
+    """Synchronous to asynchronous and back: parameters and momentum are kept; state that did not exist is initialized, with a note."""
     here, there = (trainer(served(**mode), 8, MOMENTUM, TWO) for mode in ({"feedback": True}, {**LATE, "feedback": True}))
     state = filled(here)
     saved(here, state, tmp_path / "first")
-    late, told = restored(there, tmp_path / "first")
-    assert told == [f"2 {words} were reset" for words in ("stale weights of workers", "sums of gradients", "weights of these sums")]
+    late, notes = restored(there, tmp_path / "first")
+    assert notes == [f"2 {words} were reset" for words in ("stale weights of workers", "sums of gradients", "weights of these sums")]
     assert same((late.params, late.opt), (state.params, state.opt))
     saved(there, late, tmp_path / "second")
-    back, told = restored(here, tmp_path / "second")
-    assert [line.partition(" ")[2] for line in told] == [
+    back, notes = restored(here, tmp_path / "second")
+    assert [line.partition(" ")[2] for line in notes] == [
         f"{words} were dropped" for words in ("stale weights of workers", "sums of gradients", "weights of these sums")
     ]
     assert same((back.params, back.opt), (state.params, state.opt))
@@ -341,7 +341,7 @@ def refusal(found, path):
 
 
 @pytest.mark.parametrize("there", [served(), served(placement="greedy_bytes"), ALL_REDUCE], ids=["same", "packed", "plain"])
-def test_another_model_is_told_by_its_own_paths_and_shapes(there, tmp_path):
+def test_restore_into_another_model_lists_paths_and_shapes(there, tmp_path):
     """As large as the saved one, so that what the servers keep of it is of the same shapes."""
     like = {**LIKE, "wide": jax.ShapeDtypeStruct((64, 3), "float32")}
     here = trainer(there)
@@ -358,7 +358,7 @@ def test_another_model_is_told_by_its_own_paths_and_shapes(there, tmp_path):
     )
 
 
-def test_another_optimizer_is_told_in_a_table(tmp_path):
+def test_restore_into_another_optimizer_lists_every_difference(tmp_path):
     here = trainer(served(placement="round_robin"), optimizer=MOMENTUM)
     saved(here, filled(here), tmp_path)
     lines = [line.strip() for line in refusal(trainer(served(servers=3)), tmp_path).splitlines()]
@@ -389,9 +389,9 @@ def test_workers_with_no_optimizer_state_of_their_own_are_restored_anywhere(tmp_
     saved(plain, filled(plain), tmp_path / "sgd")
     for layout, words in ((served(**own, servers=5), "were reset: every worker starts"), (ALL_REDUCE, "were dropped")):
         here = trainer(layout, 8, optax.sgd(0.1), TWO)
-        state, told = restored(here, tmp_path / "sgd")
-        assert f"weights of workers' own {words}" in " | ".join(told)
-        assert same(whole(plain, restored(plain, tmp_path / "sgd")[0].params), whole(here, state.params))
+        state, notes = restored(here, tmp_path / "sgd")
+        assert f"weights of workers' own {words}" in " | ".join(notes)
+        assert same(unpacked_params(plain, restored(plain, tmp_path / "sgd")[0].params), unpacked_params(here, state.params))
 
 
 @pytest.mark.slow
@@ -400,18 +400,20 @@ def test_a_checkpoint_that_does_not_say_its_parameters_shapes_is_read_all_the_sa
     state = filled(here)
     found = {name: value for name, value in here.packing.items() if name != "parameters"}
     saved(here, state, tmp_path, found)
-    assert same(whole(there, restored(there, tmp_path)[0].params), whole(here, state.params))
+    assert same(unpacked_params(there, restored(there, tmp_path)[0].params), unpacked_params(here, state.params))
 
 
 def test_the_same_parameters_in_another_order_are_not_taken_for_each_other(tmp_path):
-    """Whole parameters of one size lie in a row in the order in which the model has them."""
+    """Parameters of one size that are stored unsplit keep the order of the model."""
     shape, names = jax.ShapeDtypeStruct((5, 7), "float32"), ("first", "second", "third")
     ordered = lambda names: collections.OrderedDict((name, shape) for name in names)
     for placement in ("largest_first", "sliced"):
         there, here = (trainer(served(placement=placement), like=ordered(order)) for order in (names, names[::-1]))
         saved(there, state := filled(there), tmp_path / placement)
         if placement == "sliced":
-            assert same(dict(whole(there, state.params)), dict(whole(here, restored(here, tmp_path / placement)[0].params)))
+            assert same(
+                dict(unpacked_params(there, state.params)), dict(unpacked_params(here, restored(here, tmp_path / placement)[0].params))
+            )
         else:
             text = refusal(here, tmp_path / placement)
             assert "packed in the order first, second, third, and are now in the order third, second, first" in text and "fix:" in text

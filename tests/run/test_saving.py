@@ -1,4 +1,4 @@
-"""Saving: a thread writes a copy of the state while steps go on; where devices have no room for it, the steps wait."""
+"""Saving: a thread writes a copy of the state while training continues; training waits where devices have no memory for the copy."""
 
 import dataclasses
 import gc
@@ -40,28 +40,28 @@ def threads(monkeypatch):
 
 @pytest.mark.parametrize("room", [COPIED, WAITED_FOR], ids=["copied", "waited for"])
 def test_what_is_saved_is_the_state_of_that_step(room, tmp_path, threads, monkeypatch):
-    """Steps donate the state that is being saved; each checkpoint is that of its own step whoever hands it over."""
+    """Steps donate the state that is being saved; each checkpoint holds the state of its own step, whichever thread hands it over."""
     if not room:
         monkeypatch.setattr(checkpoint, "fits_on_devices", lambda state: False)
     seen = {}
-    whole = fit(
+    run = fit(
         epochs=3,
         checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100),
         callbacks=[spmd.callbacks.Each(lambda info: seen.update({info.step: jax.device_get(info.state.params)}), every=1)],
     )
     store = CheckpointStore(spmd.Checkpoint(tmp_path, keep=100))
-    assert store.steps() == list(range(1, int(whole.state.step) + 1))
+    assert store.steps() == list(range(1, int(run.state.step) + 1))
     for step in store.steps():
-        state, _ = store.restore(step, whole.trainer.abstract_state)
+        state, _ = store.restore(step, run.trainer.abstract_state)
         assert same(state.params, seen[step])
     store.close()
     assert not same(seen[1], seen[2])
-    assert len(threads) == int(whole.state.step)
+    assert len(threads) == int(run.state.step)
     assert {name.startswith("spmd save") for name in threads} == {room}
 
 
-def test_a_thread_that_fails_is_told_with_the_next_save(tmp_path, monkeypatch):
-    """And again at the end; training does not go on as if there were a checkpoint."""
+def test_failure_of_the_save_thread_is_raised_by_the_next_save(tmp_path, monkeypatch):
+    """And again at the end; training does not continue as if the checkpoint existed."""
     monkeypatch.setattr(CheckpointStore, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(CheckpointError, match=r"could not be written to .*: OSError: no space left"):
         fit(steps=5, checkpoint=spmd.Checkpoint(tmp_path, every=2))
@@ -70,7 +70,7 @@ def test_a_thread_that_fails_is_told_with_the_next_save(tmp_path, monkeypatch):
 
 
 def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypatch):
-    """The disk is fine again: what is told is the failure, and what there is, is saved."""
+    """The disk works again: the failure is raised, and the current state is saved."""
     write, calls = CheckpointStore._write, []
 
     def once(self, *given):
@@ -96,34 +96,34 @@ def test_where_there_was_room_once_there_is_room(tmp_path, threads, monkeypatch)
 
 def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
     """From the second save on: the first finds out whether there is room. What the watchdog sees the host wait for is the step, no save."""
-    told, read, copy = [], StepMetrics.read_oldest, device_snapshot.StateCopier.__call__
+    events, read, copy = [], StepMetrics.read_oldest, device_snapshot.StateCopier.__call__
 
     def noted(self):
-        told.append(("read", self._unread[0][0], self._control.watchdog.phase))
+        events.append(("read", self._unread[0][0], self._control.watchdog.phase))
         read(self)
         futures.wait([self._config.store._written])
 
     guarded = watchdog.ClusterWatchdog(0, 1, StallTimeouts(), print)
     monkeypatch.setattr(watchdog, "_current", guarded)
     monkeypatch.setattr(StepMetrics, "read_oldest", noted)
-    monkeypatch.setattr(device_snapshot.StateCopier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
+    monkeypatch.setattr(device_snapshot.StateCopier, "__call__", lambda self, state: events.append("copy") or copy(self, state))
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.Each(lambda info: info.state, every=2)])
-    seen = [entry if entry == "copy" else entry[:2] for entry in told]
+    seen = [entry if entry == "copy" else entry[:2] for entry in events]
     assert seen == [*[("read", 1), ("read", 2), "copy"], *[("read", 3), "copy", ("read", 4)], *[("read", 5), "copy", ("read", 6)]]
-    assert {phase for what, _, phase in (entry for entry in told if entry != "copy")} <= {"compile", "step"}
+    assert {phase for what, _, phase in (entry for entry in events if entry != "copy")} <= {"compile", "step"}
 
 
 def test_devices_copy_after_an_evaluation_which_may_want_the_room(tmp_path, monkeypatch):
-    told, measure, copy = [], Evaluator.evaluate, device_snapshot.StateCopier.__call__
-    monkeypatch.setattr(Evaluator, "evaluate", lambda self: told.append("evaluation") or measure(self))
-    monkeypatch.setattr(device_snapshot.StateCopier, "__call__", lambda self, state: told.append("copy") or copy(self, state))
+    events, measure, copy = [], Evaluator.evaluate, device_snapshot.StateCopier.__call__
+    monkeypatch.setattr(Evaluator, "evaluate", lambda self: events.append("evaluation") or measure(self))
+    monkeypatch.setattr(device_snapshot.StateCopier, "__call__", lambda self, state: events.append("copy") or copy(self, state))
     fit(steps=4, checkpoint=spmd.Checkpoint(tmp_path, every=2), eval_data=numbers(8), eval_every=2)
-    assert told[:4] == ["evaluation", "copy", "evaluation", "copy"]
+    assert events[:4] == ["evaluation", "copy", "evaluation", "copy"]
 
 
 @pytest.mark.parametrize("error", [DivergedError, ValueError, KeyboardInterrupt])
-def test_a_copy_that_nobody_saves_is_dropped(error, tmp_path):
-    """A callback raises after the devices were told to copy. What diverged is not saved, what else there is, is."""
+def test_unsaved_copy_is_dropped(error, tmp_path):
+    """A callback raises after the copy was started. A diverged state is not saved; any other is."""
     seen = {}
 
     def fail(info):
@@ -145,7 +145,7 @@ def test_a_copy_that_nobody_saves_is_dropped(error, tmp_path):
 
 
 def test_what_has_diverged_is_not_saved_because_a_save_has_failed(tmp_path, monkeypatch):
-    """The copy is begun before anybody has looked at the step; what the save before came to is told after that."""
+    """The copy starts before the step's metrics are read; the failure of the previous save is raised after that."""
     monkeypatch.setattr(CheckpointStore, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("a hiccup")))
     data = numbers(256)
     data["x"][96:128] = np.nan  # what the fourth step reads
@@ -155,7 +155,7 @@ def test_what_has_diverged_is_not_saved_because_a_save_has_failed(tmp_path, monk
 
 
 def test_only_the_copy_that_is_saved_is_written(tmp_path):
-    """Copies that nobody saves give way to the next."""
+    """The next copy replaces one that was not saved."""
     run = fit(steps=1)
     states = {step: dataclasses.replace(run.state, params={"w": run.state.params["w"] + step}) for step in range(1, 6)}
     store = CheckpointStore(spmd.Checkpoint(tmp_path))
@@ -172,7 +172,7 @@ def test_only_the_copy_that_is_saved_is_written(tmp_path):
     again.close()
 
 
-def test_nobody_holds_a_copy_while_the_disk_is_written(tmp_path, monkeypatch):
+def test_copy_is_released_while_the_disk_is_written(tmp_path, monkeypatch):
     """Orbax has the bytes in the host's memory by then. On CPU devices the memory is kept for the next copy."""
     writing, go, held = threading.Event(), threading.Event(), []
     call, sealed = device_snapshot.StateCopier.__call__, checkpoint.write_manifest
@@ -208,27 +208,27 @@ def test_a_copy_that_was_interrupted_is_made_anew(monkeypatch):
     three, four = state(3, np.arange(4.0)), state(4, np.ones(4))
     copier = device_snapshot.StateCopier(three)
     first = jax.device_get(copier(three))
-    whole = copier._copy
+    complete_copy = copier._copy
 
     def interrupted(*given):
-        whole(*given)
+        complete_copy(*given)
         raise KeyboardInterrupt
 
     copier._copy = interrupted
     with pytest.raises(KeyboardInterrupt):
         copier(three)
-    copier._copy = whole
+    copier._copy = complete_copy
     assert same(copier(three), first)
     again = copier(four)
     assert same(again, four) and not same(again, first)
 
 
 class Device:
-    def __init__(self, **told):
-        self._told = told
+    def __init__(self, **stats):
+        self._stats = stats
 
     def memory_stats(self):
-        return self._told or None
+        return self._stats or None
 
 
 class Array:

@@ -72,8 +72,8 @@ def test_fit_inside_a_fit_on_the_same_folder_is_refused(tmp_path):
     assert int(fit(steps=3, checkpoint=tmp_path, resume=True).state.step) == 3
 
 
-def test_fit_interrupted_while_it_saves_lets_go_of_the_folder(tmp_path, monkeypatch):
-    """The second Ctrl-C, while what there is after the first is written. The traceback keeps the run alive, as in a notebook."""
+def test_fit_interrupted_while_it_saves_releases_the_folder(tmp_path, monkeypatch):
+    """A second Ctrl-C, while the save after the first is running. The traceback keeps the run alive, as in a notebook."""
     monkeypatch.setattr(CheckpointStore, "wait", lambda store: (_ for _ in ()).throw(KeyboardInterrupt))
     kept = []
     try:
@@ -108,7 +108,7 @@ def test_reader_of_a_folder_that_cannot_be_written(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_with_resume(tmp_path):
-    """The second is refused, the first ends as if nobody had come."""
+    """The second is refused, the first ends as if there were no second."""
     with started(timeout=120, checkpoint=str(tmp_path), every=2, resume=True, epochs=100_000) as first:
         for line in first.stdout:
             if line.strip() == "checkpoint 4":

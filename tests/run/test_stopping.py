@@ -1,4 +1,4 @@
-"""Runs that end before their plan: errors of the user's own, Ctrl-C. What there is is saved, and can be gone on with."""
+"""Runs that end early, by an error in user code or by Ctrl-C: the state is saved, and the run can be resumed."""
 
 import contextlib
 import json
@@ -39,9 +39,9 @@ def test_a_callback_that_raises_does_not_lose_the_state(event, step, saved, tmp_
     assert "_maybe" in [entry.name for entry in traceback.extract_tb(error.__traceback__)]
     assert raised.value.__notes__ == [f"spmd: the state after step {saved} was saved in {tmp_path}."]
     assert [event for event, _ in recorder.events].count("stop") == 1
-    rest, whole = fit(**options, checkpoint=tmp_path, resume=True), fit(**options)
-    assert same(rest.state, whole.state)
-    assert rest.history["loss"] == whole.history["loss"][saved:]
+    rest, uninterrupted = fit(**options, checkpoint=tmp_path, resume=True), fit(**options)
+    assert same(rest.state, uninterrupted.state)
+    assert rest.history["loss"] == uninterrupted.history["loss"][saved:]
 
 
 def test_an_error_before_the_first_step_saves_nothing(tmp_path):
@@ -66,7 +66,7 @@ def test_a_reader_that_raises_does_not_lose_the_state(tmp_path):
     assert same(rest.state, fit(lambda: batches(False), batch_size=None).state)
 
 
-def test_a_state_that_cannot_be_saved_is_told_beside_the_error(tmp_path, monkeypatch):
+def test_failed_save_is_a_note_on_the_error(tmp_path, monkeypatch):
     def full(self, *given):
         raise OSError("no space left")
 
@@ -78,7 +78,7 @@ def test_a_state_that_cannot_be_saved_is_told_beside_the_error(tmp_path, monkeyp
     assert raised.value.__notes__ == ["spmd: and the state after step 2 could not be saved: OSError: no space left"]
 
 
-def test_a_second_error_on_the_way_out_is_told_beside_the_first():
+def test_second_error_is_a_note_on_the_first():
     first = RuntimeError("mine")
     with pytest.raises(CallbackError) as raised:
         fit(callbacks=[Fail("on_step", 1, first), Fail("on_stop", 2, ValueError("another"))])
@@ -103,8 +103,8 @@ def test_ctrl_c_saves_and_returns(tmp_path):
     assert int(result.state.step) == len(result.history) == 5
     assert recorder.events[-2:] == [("checkpoint", 5), ("stop", 5)]
     assert signal.getsignal(signal.SIGINT) is before
-    rest, whole = resumed(tmp_path), fit(epochs=3)
-    assert same(rest.state, whole.state) and rest.stop_reason is None
+    rest, uninterrupted = resumed(tmp_path), fit(epochs=3)
+    assert same(rest.state, uninterrupted.state) and rest.stop_reason is None
 
 
 def test_ctrl_c_twice_interrupts_at_once_and_still_saves(tmp_path):
@@ -130,7 +130,7 @@ class Evaluation:
         self.folder, self.found = folder, []
 
     def __call__(self):
-        self.found.append(whole_steps(self.folder))
+        self.found.append(finished_steps(self.folder))
         yield numbers(32, 1)
 
 
@@ -148,13 +148,15 @@ def test_a_signal_saves_before_it_evaluates(number, step, evaluated, every, eval
         checkpoint = spmd.Checkpoint(folder, best="eval_loss", keep=100, every=every)
         return evaluation, lambda: fit(epochs=3, eval_data=evaluation, eval_every=eval_every, checkpoint=checkpoint, **options)
 
-    evaluation, cut = run(tmp_path / "cut", callbacks=[lambda info: signal.raise_signal(number) if info.step == step - 1 else None])
+    evaluation, run_until_signal = run(
+        tmp_path / "stopped", callbacks=[lambda info: signal.raise_signal(number) if info.step == step - 1 else None]
+    )
     with pytest.raises(SystemExit) if number == signal.SIGTERM else contextlib.nullcontext():
-        cut()
-    assert whole_steps(tmp_path / "cut")[-1] == step and len(evaluation.found) == evaluated
-    whole, rest = run(tmp_path / "whole")[1](), run(tmp_path / "cut", resume=True)[1]()
-    assert same(rest.state, whole.state)
-    assert rest.history.evaluations == [row for row in whole.history.evaluations if row["step"] >= step]
+        run_until_signal()
+    assert finished_steps(tmp_path / "stopped")[-1] == step and len(evaluation.found) == evaluated
+    uninterrupted, rest = run(tmp_path / "uninterrupted")[1](), run(tmp_path / "stopped", resume=True)[1]()
+    assert same(rest.state, uninterrupted.state)
+    assert rest.history.evaluations == [row for row in uninterrupted.history.evaluations if row["step"] >= step]
 
 
 class Batches:
@@ -181,27 +183,27 @@ def test_a_signal_during_an_evaluation_ends_it_between_batches(eval_every, best,
         return fit(epochs=3, eval_data=evaluation, eval_every=eval_every, checkpoint=checkpoint, **options)
 
     recorder, step = Recorder(), 2 if eval_every else 3
-    cut = Batches(signal.SIGINT)
-    ended = run(tmp_path / "cut", cut, callbacks=[recorder])
-    assert cut.read == 2, "the batch in hand, and no other"
-    assert ended.stop_reason == "interrupted" and int(ended.state.step) == step and whole_steps(tmp_path / "cut") == [step]
+    batches = Batches(signal.SIGINT)
+    ended = run(tmp_path / "stopped", batches, callbacks=[recorder])
+    assert batches.read == 2, "the current batch, and no other"
+    assert ended.stop_reason == "interrupted" and int(ended.state.step) == step and finished_steps(tmp_path / "stopped") == [step]
     assert ended.history.evaluations == [] and ended.history.unfinished == [step] and recorder.steps("eval") == []
     assert "0 evaluations (1 more not completed)" in repr(ended.history)
-    rows = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row.get("event") == "evaluation not completed"] == [step]
     assert not [row for row in rows if "eval_loss" in row]
-    rest, whole = run(tmp_path / "cut", Batches(), resume=True), run(tmp_path / "whole", Batches())
-    assert same(rest.state, whole.state)
-    assert rest.history.evaluations == whole.history.evaluations and whole.history.unfinished == []
+    rest, uninterrupted = run(tmp_path / "stopped", Batches(), resume=True), run(tmp_path / "uninterrupted", Batches())
+    assert same(rest.state, uninterrupted.state)
+    assert rest.history.evaluations == uninterrupted.history.evaluations and uninterrupted.history.unfinished == []
 
 
 def test_sigterm_during_the_last_evaluation_saves_and_ends(tmp_path):
     """All steps are made; the evaluation is not, so the run was not at its end."""
-    cut = Batches(signal.SIGTERM)
+    batches = Batches(signal.SIGTERM)
     options = {"steps": 3, "eval_every": 5, "checkpoint": tmp_path}
     with pytest.raises(SystemExit) as raised:
-        fit(eval_data=cut, **options)
-    assert raised.value.code == 143 and cut.read == 2 and whole_steps(tmp_path) == [3]
+        fit(eval_data=batches, **options)
+    assert raised.value.code == 143 and batches.read == 2 and finished_steps(tmp_path) == [3]
     rest = fit(eval_data=Batches(), resume=True, **options)
     assert [row["step"] for row in rest.history.evaluations] == [3]
 
@@ -226,8 +228,8 @@ def lines_until(process, wanted):
     raise AssertionError(f"the process ended before {wanted!r}: {lines}\n{process.stderr.read()}")
 
 
-def whole_steps(path):
-    """Steps that are whole on disk: an unfinished one has a longer name. Nothing is opened, so nothing is tidied up."""
+def finished_steps(path):
+    """Steps that are complete on disk: an unfinished one has a longer name. This opens no store, so it removes nothing."""
     return sorted(int(entry.name) for entry in (path / "checkpoints").iterdir() if entry.name.isdigit())
 
 
@@ -247,7 +249,7 @@ def test_ctrl_c_of_a_real_process(tmp_path, undisturbed):
     last = out.strip().splitlines()[-1].split()
     assert last[0] == "done" and last[2] == "interrupted" and int(last[1]) >= 7
     assert "Traceback" not in errors
-    assert whole_steps(tmp_path)[-1] == int(last[1])
+    assert finished_steps(tmp_path)[-1] == int(last[1])
 
 
 @pytest.mark.system
@@ -262,7 +264,7 @@ def test_ctrl_c_of_a_real_process(tmp_path, undisturbed):
     ],
 )
 def test_killed_and_resumed_is_never_disturbed(every, kill, tmp_path, undisturbed):
-    """kill -9, as the power would fail. A checkpoint that is not whole does not count; the one before it is gone on from."""
+    """kill -9, like a power failure. An incomplete checkpoint does not count; the run resumes from the one before it."""
     options = {"checkpoint": str(tmp_path), "every": every}
     with started(timeout=400, kill=kill, **options) as process:
         if kill == "by us":
@@ -271,7 +273,7 @@ def test_killed_and_resumed_is_never_disturbed(every, kill, tmp_path, undisturbe
         out, errors = process.communicate()
     assert process.returncode == -signal.SIGKILL, errors
     assert "done" not in out
-    latest = max(whole_steps(tmp_path), default=0)
+    latest = max(finished_steps(tmp_path), default=0)
     assert latest < 12
     rest = train(**options, resume=True)
     assert int(rest.state.step) == 12
@@ -293,10 +295,10 @@ def test_resume_skips_a_checkpoint_that_was_not_committed(tmp_path):
     with started(timeout=400, kill="seal 4", **options) as process:
         process.communicate()
     assert process.returncode == -signal.SIGKILL
-    assert whole_steps(tmp_path) == [2] and len(list((tmp_path / "checkpoints").iterdir())) == 2  # one is unfinished
+    assert finished_steps(tmp_path) == [2] and len(list((tmp_path / "checkpoints").iterdir())) == 2  # one is unfinished
     rest = train(**options, resume=True, epochs=2)
     assert same(rest.state, train(wide=10_000, epochs=2).state)
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "6"}  # what was unfinished is swept away
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "6"}  # unfinished checkpoints are removed
 
 
 @pytest.mark.system

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, by a clock that the test sets."""
+"""How the time of a run is divided, with a fake clock."""
 
 import time
 
@@ -13,7 +13,7 @@ from spmd.run.throughput import Throughput
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Both clocks, which stand until the test moves them."""
+    """A fake of both clocks, which only the test advances."""
 
     class Clock:
         now = 1000.0
@@ -87,7 +87,7 @@ def test_records_of_a_run_have_them(tmp_path):
     assert 0.0 < last["goodput"] <= 1.0 and 0.0 <= last["data_wait"] <= 1.0
 
 
-def test_replicas_are_checked_every_so_many_steps(monkeypatch):
+def test_replicas_are_checked_at_an_interval_of_steps(monkeypatch):
     seen = []
     monkeypatch.setattr("spmd.run.callbacks.check_replicas", lambda state, when: seen.append((int(np.asarray(state.step)), when)))
     fit_net(labelled(80), epochs=2, callbacks=[spmd.callbacks.CheckReplicas(every=3)])
