@@ -2,11 +2,11 @@
 
     JAX_PLATFORMS=cpu python benchmarks/bandwidth.py       # 7 minutes; writes benchmarks/results/bandwidth.md; Linux: unshare, ip, tc
 
-Two processes of one device each, joined by `jax.distributed`, exchange gradients by gloo over TCP, on a link whose rate `tc` sets
-with token buckets. Two kinds of link. duplex: each process has a private network namespace of its own, a veth pair joins them, and
-each direction has the whole rate. shared: both live in one private network namespace, whose own `lo` they use, and both
-directions together have the rate. The namespaces belong to a private user namespace: no privilege on the host is needed, nothing
-of the host's network is touched, and everything is gone with the processes.
+Two processes of one device each, joined by `jax.distributed`, exchange gradients by gloo over TCP. `tc` limits the rate of the link
+with token buckets. There are two kinds of link. duplex: each process has its own private network namespace, a veth pair connects them, and
+each direction has the full rate. shared: both processes use the `lo` of one private network namespace, and both
+directions share the rate. The namespaces belong to a private user namespace: no privilege on the host is needed, the
+host's network does not change, and the namespaces disappear with the processes.
 
 The model is an MLP of wide layers and few rows, so that communication dominates, with SGD. Every arm is a pair of processes that
 stays alive; in each round every arm in turn runs one chunk of steps while the others wait. Ratios are medians over rounds of the
@@ -45,7 +45,7 @@ COLLECTIVE = 20 * 2**20  # bytes
 LIMIT = 3000  # seconds until the whole run is ended
 
 
-# one process of an arm: runs as many steps as it is told, says how long they took, waits ------------------------------------
+# one process of an arm: runs the requested number of steps, reports the time, waits ------------------------------------
 
 
 def join(rank: int, port: int):
@@ -77,7 +77,7 @@ def collectives_main(rank: int, port: int) -> None:
     from jax import lax
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    mesh, cut = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec("data")
+    mesh, spec = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec("data")
     calls = {
         "all_reduce": (1, lambda x: lax.psum(x, "data")),
         "reduce_scatter": (2, lambda x: lax.psum_scatter(x, "data", scatter_dimension=0, tiled=True)),
@@ -86,8 +86,8 @@ def collectives_main(rank: int, port: int) -> None:
     }
     ready = {}
     for name, (rows, call) in calls.items():
-        each = jax.shard_map(call, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
-        array = jax.make_array_from_process_local_data(NamedSharding(mesh, cut), np.ones((rows, COLLECTIVE // 4), np.float32))
+        each = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        array = jax.make_array_from_process_local_data(NamedSharding(mesh, spec), np.ones((rows, COLLECTIVE // 4), np.float32))
         ready[name] = jax.jit(each), array
         jax.block_until_ready(ready[name][0](array))
 
@@ -137,7 +137,7 @@ def worker_main(arm: str, rank: int, port: int) -> None:
         jax.block_until_ready(state.params)
         return {"seconds": time.perf_counter() - started, "loss": metrics["loss"]}
 
-    serve(out, {"sent": trainer.wire.bytes(), "push": trainer.wire.bytes(where="reduce_gradients")}, answer)
+    serve(out, {"sent": trainer.wire.bytes(), "reduce_gradients": trainer.wire.bytes(where="reduce_gradients")}, answer)
 
 
 # the link: everything below runs as root of a private user namespace -------------------------------------------------------
@@ -148,8 +148,8 @@ class Link:
 
     def __init__(self, kind: str):
         self._shared = kind == "shared"
-        apart = ("--uts",) if self._shared else ("--uts", "--net")
-        self._holder = subprocess.Popen(["unshare", *apart, "sleep", str(LIMIT)])
+        namespaces = ("--uts",) if self._shared else ("--uts", "--net")
+        self._holder = subprocess.Popen(["unshare", *namespaces, "sleep", str(LIMIT)])
         until = time.monotonic() + 10
         while self._space(self._holder.pid) == self._space("self"):  # until it has left
             if self._holder.poll() is not None or time.monotonic() > until:
@@ -245,9 +245,9 @@ class Pair:
             job.wait()
 
 
-def steps_for(megabits: float | None, push: int) -> int:
+def steps_for(megabits: float | None, gradient_bytes: int) -> int:
     """About three seconds of steps."""
-    return max(1, min(20, round(3 / (0.1 + (push * 8e-6 / megabits if megabits else 0)))))
+    return max(1, min(20, round(3 / (0.1 + (gradient_bytes * 8e-6 / megabits if megabits else 0)))))
 
 
 def named(rate: float | None) -> str:
@@ -297,7 +297,7 @@ def measure(kind: str, rates: tuple[float | None, ...], rounds: int) -> list[str
             times, carried = {arm: [] for arm in ARMS}, {arm: [] for arm in ARMS}
             for turn in range(rounds + 1):
                 for arm in ARMS if turn % 2 else reversed(ARMS):
-                    count = steps_for(rate, logs[arm]["push"]) if turn else 1  # the first round warms up
+                    count = steps_for(rate, logs[arm]["reduce_gradients"]) if turn else 1  # the first round warms up
                     before, seconds = link.carried(), pairs[arm].seconds(count)
                     if turn:
                         times[arm].append(seconds / count)
@@ -325,7 +325,7 @@ def table_rows(rate: float | None, times: dict, carried: dict, logs: dict, direc
             f"{1 / middle:.3f}",
             f"{middle:.3f}",
             f"{ratio:.2f}",
-            f"{target} {'met' if ratio >= target else 'MISSED'}" if target else "",
+            f"{target} {'ok' if ratio >= target else 'MISSED'}" if target else "",
             f"{logs[arm]['sent'] / 1e6:.2f}",
             f"{carried[arm] / 1e6:.2f}",
             f"{busy[arm]:.0%}" if rate else "",

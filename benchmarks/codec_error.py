@@ -68,9 +68,9 @@ def one_shot(codec: RowCodec, grads: jax.Array) -> jax.Array:
     """What `RowCodec.exchange` gives to every worker, in one process: float32[workers, width]."""
     workers, width = grads.shape[0], grads.shape[1] // grads.shape[0]
     rows = grads.reshape(workers, workers, width)  # [from, owner, elements]
-    travelled = jax.vmap(lambda part: codec.decode(codec.encode(part), width))(rows)
+    decoded = jax.vmap(lambda part: codec.decode(codec.encode(part), width))(rows)
     own = jnp.arange(workers)[:, None] == jnp.arange(workers)
-    mean = jnp.where(own[:, :, None], rows, travelled).sum(0) / workers
+    mean = jnp.where(own[:, :, None], rows, decoded).sum(0) / workers
     return codec.decode(codec.encode(mean), width)
 
 
@@ -138,14 +138,14 @@ def main() -> None:
             got = exchange(make_codec(name, {}), grads)
             wanted = np.broadcast_to(emulated[workers][name].reshape(1, -1), got.shape)
             count, alike = differing(got, wanted), not differing(got, np.broadcast_to(got[0], got.shape))
-            apart = float(np.abs(got - wanted).max() / np.sqrt(np.mean(got**2)))
-            same, furthest = same and alike and not (count and name == "bfloat16"), max(furthest, apart)
+            difference = float(np.abs(got - wanted).max() / np.sqrt(np.mean(got**2)))
+            same, furthest = same and alike and not (count and name == "bfloat16"), max(furthest, difference)
             cells = (
                 workers,
                 name,
                 f"{got.size:,}",
                 f"{count:,}",
-                f"{apart:.1e}",
+                f"{difference:.1e}",
                 "yes" if alike else "NO",
                 f"{relative_error(got[0], grads):.5f}",
             )
@@ -155,7 +155,7 @@ def main() -> None:
         "",
         f"One-shot bfloat16 {'equals' if same else 'does NOT equal'} its emulation bit for bit. Where int8 or float8 differ, it is by the",
         "last bits of a float32: the order of the sum and the products fused into it are XLA's choice, program by program, and a scale",
-        "that differs by one bit moves its whole block.",
+        "that differs by one bit changes its entire block.",
         "",
         '### The backend\'s own all-reduce of bfloat16 (`reduce = "ring"`) on this CPU',
         "",

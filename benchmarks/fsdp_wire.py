@@ -1,4 +1,4 @@
-"""Bytes that FSDP puts on the wire on GPUs nobody needs to own: compiled for H100s by XLA:GPU without a GPU.
+"""Bytes that FSDP sends on GPUs: compiled for H100s by XLA:GPU, without a GPU.
 
     pip install jax-cuda13-plugin jax-cuda13-pjrt      # the compiler alone, 400 MB, no CUDA libraries
     JAX_PLATFORMS=cpu python benchmarks/fsdp_wire.py   # writes benchmarks/results/fsdp_wire.md
@@ -96,9 +96,9 @@ def program(devices: list, arm: str):
     rows = PER_GPU * len(devices)
     tokens = jax.ShapeDtypeStruct((rows, LENGTH), np.int32)
     ready = Program(placed, {"tokens": tokens, "targets": tokens})
-    cut = NamedSharding(mesh, PartitionSpec("data"))
-    batch = map_paths(lambda _, s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=cut), ready.sample)
-    weights = jax.ShapeDtypeStruct((rows,), np.float32, sharding=cut)
+    over_data = NamedSharding(mesh, PartitionSpec("data"))
+    batch = map_paths(lambda _, s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=over_data), ready.sample)
+    weights = jax.ShapeDtypeStruct((rows,), np.float32, sharding=over_data)
     jitted = jax.jit(
         ready.make_step(rows, True).update, donate_argnums=0, out_shardings=(placed.shardings, NamedSharding(mesh, PartitionSpec()))
     )

@@ -2,8 +2,8 @@
 
     python benchmarks/input.py --megabytes 1000 --rounds 5
 
-Files are made in a temporary folder, which is removed at the end. Each arm is a process of its own, which reads so many batches when it is
-asked to; arms take turns. Peers that are not installed are left out by name.
+Files are made in a temporary folder, which is removed at the end. Each arm is a separate process, which reads a number of batches on
+request; arms take turns. Peers that are not installed are left out by name.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def example(pixels: np.ndarray, label: int) -> bytes:
 
 
 def make(kind: str, folder: Path, size: int) -> int:
-    """Files of about so many bytes in four parts; how many records."""
+    """Write four files of about `size` bytes in total; return the number of records."""
     from spmd.data.crc import crc32c, masked
 
     rng, count = np.random.default_rng(0), 0
@@ -177,7 +177,7 @@ def pandas_arm(kind: str, files: list[str], how: str, epoch: int):
 
 
 def arm_main(kind: str, arm: str, folder: str) -> None:
-    """Read for about so many seconds whenever a line comes; print records per second."""
+    """For each line on stdin, read for about that number of seconds; print records per second."""
     reading = batches(kind, arm, folder)
     began = time.perf_counter()
     next(reading)
@@ -238,7 +238,7 @@ def main() -> None:
     if options.arm:
         return arm_main(*options.arm)
     kinds = options.only.split(",") if options.only else ARMS
-    lines = reported.told(report(kind, options.megabytes * 10**6, options.rounds) for kind in kinds)
+    lines = reported.print_sections(report(kind, options.megabytes * 10**6, options.rounds) for kind in kinds)
     if not options.only:
         command = f"python benchmarks/input.py --megabytes {options.megabytes} --rounds {options.rounds}"
         how = "Shuffled over all records, but for arms in order. Arms are processes that take turns of 2 s; files are in the page cache."

@@ -1,9 +1,9 @@
-"""What cutting a model gives on this machine: each cut against one device and against other libraries, interleaved in one run.
+"""What model parallelism gains on this machine: each kind against one device and against other libraries, interleaved in one run.
 
     python benchmarks/model_parallel.py                 # all sections; writes benchmarks/results/model_parallel.md
     python benchmarks/model_parallel.py --only cnn --rounds 3
 
-Every arm is a process of its own that stays alive (`step_overhead.py` has the clockwork). In each round every arm in turn runs one
+Every arm is a separate process that stays alive (`step_overhead.py` does the timing). In each round every arm in turn runs one
 chunk of steps while the others wait; ratios are medians over rounds of the ratio within a round. A section is an entry of `SECTIONS`.
 Simulated devices share the cores: one device already uses both for a matrix product, and one for a convolution.
 """
@@ -64,7 +64,7 @@ def images():
 
 
 def batches():
-    """Shuffled batches for ever, as a loop by hand would cut them."""
+    """Shuffled batches without end, as in a handwritten loop."""
     import numpy as np
 
     data, random = images(), np.random.default_rng(1)
@@ -88,8 +88,8 @@ def make_cnn(fast: bool):
     class CNN(nnx.Module):
         def __init__(self, rngs):
             self.conv1, self.conv2 = nnx.Conv(1, 32, (5, 5), rngs=rngs), nnx.Conv(32, 64, (5, 5), rngs=rngs)
-            cut = {"kernel_init": named(kernel, "embed", "mlp"), "bias_init": named(zeros, "mlp")}
-            self.dense = nnx.Linear(7 * 7 * 64, 1024, **cut, rngs=rngs)
+            initializers = {"kernel_init": named(kernel, "embed", "mlp"), "bias_init": named(zeros, "mlp")}
+            self.dense = nnx.Linear(7 * 7 * 64, 1024, **initializers, rngs=rngs)
             self.head = nnx.Linear(1024, 10, kernel_init=named(kernel, "mlp", None), rngs=rngs)
 
         def __call__(self, x):
@@ -349,8 +349,10 @@ def compile_report() -> list[str]:
     lines += [f"| layers | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     lines += [f"| {d} | {' | '.join('{:.1f} s, {:.2f} s'.format(*found[d, kind]) for kind in kinds)} |" for d in (6, 48)]
     grown = {kind: found[48, kind][1] / found[6, kind][1] for kind in kinds}
-    told = [f"{kind} {found:.2f} (target 1.30, {'met' if found <= 1.3 else 'MISSED'})" for kind, found in grown.items() if kind != "a list"]
-    return [*lines, "", f"The step of 48 layers / of 6: {', '.join(told)}, a list {grown['a list']:.2f}.", ""]
+    growth = [
+        f"{kind} {found:.2f} (target 1.30, {'ok' if found <= 1.3 else 'MISSED'})" for kind, found in grown.items() if kind != "a list"
+    ]
+    return [*lines, "", f"The step of 48 layers / of 6: {', '.join(growth)}, a list {grown['a list']:.2f}.", ""]
 
 
 def compile_main(depth: int, kind: str) -> None:
@@ -416,7 +418,7 @@ def section_report(name: str, rounds: int) -> list[str]:
     for top, bottom, target in section.targets:
         if top in times and bottom in times:
             found = ratio(times, top, bottom)
-            lines.append(f"| {top} / {bottom} | {found:.3f} | {target:.2f} | {'met' if found <= target else 'MISSED'} |")
+            lines.append(f"| {top} / {bottom} | {found:.3f} | {target:.2f} | {'ok' if found <= target else 'MISSED'} |")
     for key, (stages, parts) in section.tables.items():
         lines += ["", f"Schedule of {key}: {bound(stages, parts)}."]
     missing = [f"{key} ({arm.needs} is not installed)" for key, arm in section.arms.items() if key not in arms]
@@ -444,7 +446,7 @@ def main() -> None:
     if options.compile:
         return compile_main(int(options.compile[0]), options.compile[1])
     wanted = options.only.split(",") if options.only else (*SECTIONS, "compile")
-    lines = reported.told(compile_report() if name == "compile" else section_report(name, options.rounds) for name in wanted)
+    lines = reported.print_sections(compile_report() if name == "compile" else section_report(name, options.rounds) for name in wanted)
     if not options.only:
         command = f"python benchmarks/model_parallel.py --rounds {options.rounds}"
         reported.write("model_parallel", [*reported.head("Model parallelism", command, "jax", "flax", "optax"), *lines])

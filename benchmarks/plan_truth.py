@@ -1,11 +1,11 @@
-"""What a plan predicts against what a step then takes on the device that is here: peak memory and seconds of a step.
+"""Compare a plan's peak memory and step time with those measured on the present device.
 
     python benchmarks/plan_truth.py --target h100                  # every case; writes benchmarks/results/plan_truth.md
     python benchmarks/plan_truth.py --target cpu --only lstm --write /tmp/truth.md
 
-Each case is a process of its own, for a device tells the peak of its process. The plan is made first, for one device of the target, then
-the same step runs; its time is the median of 20 after 5 that warm up, with the device at rest in between. Devices that do not tell their
-peak (CPUs) leave that column empty. Targets: memory within 5 %, time within 25 %.
+Each case is a separate process, because a device reports the peak of its process. The plan is made first, for one device of the target,
+then the same step runs. Its time is the median of 20 steps after 5 warm-up steps, with the device idle in between. Devices that do not
+report their peak (CPUs) leave that column empty. Targets: memory within 5 %, time within 25 %.
 """
 
 import argparse
@@ -75,10 +75,10 @@ def measure(name: str, rows: int, target: str) -> dict:
         state, metrics = trainer.step(state, batch)
         metrics.wait()
         times.append(time.perf_counter() - begun)
-    told = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     seconds = statistics.median(times[5:])
     device = jax.devices()[0].device_kind
-    return {"seconds": seconds, "plan_seconds": plan.timeline.seconds, "peak": told, "plan_peak": plan.memory.peak, "device": device} | {
+    return {"seconds": seconds, "plan_seconds": plan.timeline.seconds, "peak": peak, "plan_peak": plan.memory.peak, "device": device} | {
         "compiler": plan.compiled.compiler
     }
 

@@ -1,14 +1,15 @@
-"""What several processes cost: two of one device against one of two devices and PyTorch's DDP, what the guard takes, and what a save does.
+"""What several processes cost: two of one device against one of two devices and PyTorch's DDP, the watchdog, and saves.
 
     python benchmarks/processes.py                      # all sections; writes benchmarks/results/processes.md
     python benchmarks/processes.py --only steps --rounds 3
 
-An arm is a group of processes that stay alive. In each round every group in turn runs one chunk of steps while all others wait for a
-word on a pipe, their guards at rest too; ratios are medians over rounds of the ratio within a round, with quartiles. Two cores are used:
-one for each process of two, both for a process that is alone. The guard is measured in the same processes, a chunk with its threads and a
-chunk without. `spmd.fit` runs with metrics and progress on; the loop of PyTorch has neither. Where torch is not installed, that arm is left
-out: `pip install --no-deps --target FOLDER torch filelock typing-extensions sympy mpmath networkx jinja2 MarkupSafe fsspec`, the CPU
-build of it, and FOLDER on PYTHONPATH.
+An arm is a group of processes that stay alive. In each round every group in turn runs one chunk of steps while all
+others wait for a word on a pipe, their watchdogs paused too; ratios are medians over rounds of the ratio within a
+round, with quartiles. Two cores are used: one for each process of two, both for a process that is alone. The watchdog
+is measured in the same processes, a chunk with its threads and a chunk without. `spmd.fit` runs with metrics and
+progress on; the loop of PyTorch has neither. Where torch is not installed, that arm is left out: `pip install --no-deps
+--target FOLDER torch filelock typing-extensions sympy mpmath networkx jinja2 MarkupSafe fsspec`, the CPU build of it,
+and FOLDER on PYTHONPATH.
 """
 
 import argparse
@@ -38,14 +39,14 @@ EVERY = 20  # steps from one save to the next
 
 
 class Turn:
-    """One process's place in the rounds: tells the parent what the last turn came to, and waits for the word that begins the next."""
+    """One process's turns in the rounds: sends the result of the last turn to the parent, and waits for the word that starts the next."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # whatever a library prints goes elsewhere
 
-    def wait(self, **told: Any) -> str:
-        print(json.dumps(told), file=self._out, flush=True)
+    def wait(self, **results: Any) -> str:
+        print(json.dumps(results), file=self._out, flush=True)
         word = sys.stdin.readline().strip()
         if not word:
             os._exit(0)
@@ -194,7 +195,7 @@ def saves(turn: Turn, width: int) -> None:
     """A save every `EVERY` steps; half way between two, when it is on disk, the same bytes are written and synced by hand.
 
     The loop stands still in `Store.save`; in `Store.copy` only if the devices are done with the step when it returns. What devices take
-    to copy is measured apart.
+    to copy is measured separately.
     """
     import jax
     import numpy as np
@@ -344,14 +345,14 @@ def steps_report(rounds: int) -> list[str]:
     try:
         for name in arms:  # one after the other: each has both cores while it compiles
             groups[name] = Group(name, "")
-            told = groups[name].read()
-            once[name] = {key: max(each["once"][key] for each in told) for key in told[0].get("once", {})}
+            turns = groups[name].read()
+            once[name] = {key: max(each["once"][key] for each in turns) for key in turns[0].get("once", {})}
         for number in range(rounds + 1):
             for name, word in turns if number % 2 else reversed(turns):
-                told = groups[name].turn(word)
+                turns = groups[name].turn(word)
                 if number:  # the first round warms up
-                    found[name, word].append(max(each["seconds"] for each in told) / CHUNK)
-                    cpu += [each["guard"] / each["seconds"] for each in told if word == "guarded"]
+                    found[name, word].append(max(each["seconds"] for each in turns) / CHUNK)
+                    cpu += [each["guard"] / each["seconds"] for each in turns if word == "guarded"]
     finally:
         for group in groups.values():
             group.__exit__()
@@ -372,16 +373,18 @@ def steps_lines(
     for other in found:
         if other not in (ours, bare):
             lines.append(f"| {ours[0]} / {other[0]} | {spread(against(ours, other))} |")
-    lines += [f"| with the guard's threads / without | {spread(against(ours, bare))} |", ""]
+    lines += [f"| with the watchdog's threads / without | {spread(against(ours, bare))} |", ""]
     step = statistics.median(found[bare])
     share = [statistics.median(cpu), *(seconds / (RUN * step) for seconds in once.values())]
     agree, replicas = once.values()
-    verdict = "met" if sum(share) < 0.01 else "MISSED"
-    told = f"handshake {agree:.2f} s and replica check {replicas:.2f} s, once, compiling included: {share[1]:.3%} and {share[2]:.3%} of"
+    verdict = "ok" if sum(share) < 0.01 else "MISSED"
+    once_costs = (
+        f"handshake {agree:.2f} s and replica check {replicas:.2f} s, once, compiling included: {share[1]:.3%} and {share[2]:.3%} of"
+    )
     missing = [f"{name} ({arm.needs} is not installed)" for name, arm in STEPS.items() if name not in arms]
     return [
         *lines,
-        f"The guard's threads take {share[0]:.3%} of a core's time in each process; {told} a run of {RUN} steps.",
+        f"The watchdog's threads take {share[0]:.3%} of a core's time in each process; {once_costs} a run of {RUN} steps.",
         f"Together {sum(share):.2%}; target 1 %: {verdict}.",
         "",
         *([f"Left out: {', '.join(missing)}.", ""] if missing else []),
@@ -389,26 +392,26 @@ def steps_lines(
 
 
 def saves_report(rounds: int) -> list[str]:
-    lines = ["### saves: how long `fit` stands still for one, by how long its bytes take to write", ""]
+    lines = ["### saves: how long `fit` blocks for one, by how long its bytes take to write", ""]
     lines += [
-        f"{rounds} saves, of the small state five times as many, every {EVERY} steps; between two, as many bytes in a file per process,",
-        "with fsync, on the same disk. `fit` stands still where the devices are done with a step and the host is still busy with its save.",
-        "Between two steps the devices copy the state; here they are the cores that all else runs on, and memory is what limits them.",
+        f"{rounds} saves, of the small state five times as many, every {EVERY} steps; between two, the same number of bytes in a file per",
+        "process, with fsync, on the same disk. `fit` blocks where the devices are done with a step and the host is still busy with its",
+        "save. Between two steps the devices copy the state; here they are the cores that all else runs on, and memory limits them.",
         "",
     ]
     lines += [
-        "| arm | | MB per process | stands still, ms | plain write, ms | ratio, median (quartiles) | target 0.10 | devices copy, ms |",
+        "| arm | | MB per process | blocked, ms | plain write, ms | ratio, median (quartiles) | target 0.10 | devices copy, ms |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, arm in SAVES.items():
         with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder, Group(name, folder) as group:
             group.read()  # before the first save
             group.turn(), group.turn()  # the first two saves open and compile what the others find
-            told = [group.turn() for _ in range(rounds * arm.often)]
-        worst = lambda key: [max(each[key] for each in both) for both in told]
+            turns = [group.turn() for _ in range(rounds * arm.often)]
+        worst = lambda key: [max(each[key] for each in both) for both in turns]
         ratios = [a / b for a, b in zip(worst("blocked"), worst("write"), strict=True)]
         size, middle = worst("bytes")[0] / 2**20, lambda key: statistics.median(worst(key)) * 1e3
-        verdict = "met" if statistics.median(ratios) < 0.10 else "MISSED"
+        verdict = "ok" if statistics.median(ratios) < 0.10 else "MISSED"
         columns = [name, arm.why, f"{size:.1f}", f"{middle('blocked'):.2f}", f"{middle('write'):.1f}", spread(ratios), verdict]
         lines.append(f"| {' | '.join(columns)} | {middle('copy'):.1f} |")
     return [*lines, ""]
@@ -425,7 +428,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.arm:
         return arm_main(options.arm[0], int(options.arm[1]))
-    lines = reported.told(SECTIONS[name](options.rounds) for name in (options.only.split(",") if options.only else SECTIONS))
+    lines = reported.print_sections(SECTIONS[name](options.rounds) for name in (options.only.split(",") if options.only else SECTIONS))
     if not options.only:
         packages = ("jax", "flax", "optax", *(["torch"] if importlib.util.find_spec("torch") else []))
         command = f"python benchmarks/processes.py --rounds {options.rounds}"

@@ -1,4 +1,4 @@
-"""What every benchmark says of its run, and where that goes."""
+"""Headers and output files that all benchmarks share."""
 
 import datetime
 import importlib.metadata
@@ -23,8 +23,8 @@ def head(title: str, command: str, *packages: str) -> list[str]:
     return [f"# {title}", "", f"`{command}`, {datetime.date.today()}, {hardware()}, {versions}.", ""]
 
 
-def told(sections: Iterable[list[str]]) -> list[str]:
-    """The lines of all sections, each printed as soon as it is there."""
+def print_sections(sections: Iterable[list[str]]) -> list[str]:
+    """Print each section as soon as it exists; return the lines of all."""
     lines: list[str] = []
     for section in sections:
         print("\n".join(section), flush=True)
@@ -33,6 +33,6 @@ def told(sections: Iterable[list[str]]) -> list[str]:
 
 
 def write(name: str, lines: list[str]) -> None:
-    """A whole report, `results/NAME.md`."""
+    """Write a report to `results/NAME.md`."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a step costs beside the arithmetic: whole `spmd.fit` against loops written by hand, interleaved in one run.
+"""Overhead of a step: `spmd.fit` against handwritten loops, interleaved in one run.
 
     python benchmarks/step_overhead.py                 # all sections; writes benchmarks/results/step_overhead.md
     python benchmarks/step_overhead.py --only mlp,tiny --rounds 5
@@ -62,7 +62,7 @@ def arm_main(section: str, arm: str) -> None:
 
 
 class Gate:
-    """Tells the parent how long the chunk took and waits for leave to run the next one."""
+    """Sends the time of the last chunk to the parent and waits for permission to run the next one."""
 
     def __init__(self):
         self._out, self._since = os.fdopen(os.dup(1), "w"), time.perf_counter()
@@ -87,7 +87,7 @@ def make_data(section: str):
 
 
 def batches(section: str):
-    """Shuffled batches for ever, as a loop by hand would cut them."""
+    """Shuffled batches without end, as in a handwritten loop."""
     import numpy as np
 
     data, random, size = make_data(section), np.random.default_rng(1), BATCH[section]
@@ -314,12 +314,12 @@ def section_report(section: str, rounds: int) -> list[str]:
     lines += ["", "| ratio | median | target | |", "|---|---|---|---|"] if targets else [""]
     for top, bottom, target in targets:
         found = ratio(times, top, bottom)
-        lines.append(f"| {top} / {bottom} | {found:.3f} | {target:.2f} | {'met' if found <= target else 'MISSED'} |")
+        lines.append(f"| {top} / {bottom} | {found:.3f} | {target:.2f} | {'ok' if found <= target else 'MISSED'} |")
     if section == "tiny":
         for arm in ("fit", "fit_resident"):
             above = statistics.median(a - b for a, b in zip(times[arm], times["bare"], strict=True)) * 1e6
             lines.append(
-                f"{arm} costs {above:.1f} us per step above the bare compiled call; target 60: {'met' if above <= 60 else 'MISSED'}."
+                f"{arm} costs {above:.1f} us per step above the bare compiled call; target 60: {'ok' if above <= 60 else 'MISSED'}."
             )
     return [*lines, ""]
 
@@ -342,7 +342,7 @@ def layout_report() -> list[str]:
     return [
         "### layout",
         "",
-        f"{len(resolved.placements):,} parameters, {len(rules)} rules: {took:.2f} s; target 1: {'met' if took <= 1 else 'MISSED'}.",
+        f"{len(resolved.placements):,} parameters, {len(rules)} rules: {took:.2f} s; target 1: {'ok' if took <= 1 else 'MISSED'}.",
         "",
     ]
 
@@ -357,7 +357,7 @@ def import_report(rounds: int = 7) -> list[str]:
             seconds[code].append(float(subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True).stdout))
     added = statistics.median(b - a for a, b in zip(*seconds.values(), strict=True))
     first = statistics.median(seconds[base])
-    verdict = "met" if added <= 0.3 else "MISSED"
+    verdict = "ok" if added <= 0.3 else "MISSED"
     return [
         "### import",
         "",
@@ -376,7 +376,7 @@ def main() -> None:
         return arm_main(*options.arm)
     wanted = options.only.split(",") if options.only else [*SECTIONS, "layout", "import"]
     other = {"layout": layout_report, "import": import_report}
-    lines = reported.told(other[name]() if name in other else section_report(name, options.rounds) for name in wanted)
+    lines = reported.print_sections(other[name]() if name in other else section_report(name, options.rounds) for name in wanted)
     if not options.only:
         command = f"python benchmarks/step_overhead.py --rounds {options.rounds}"
         reported.write("step_overhead", [*reported.head("Step overhead", command, "jax", "flax", "optax"), *lines])
