@@ -15,8 +15,8 @@
 # %% [markdown]
 # # Eight devices in a notebook
 #
-# This notebook trains a small convolutional network on real digits over eight devices, then cuts the same model in another
-# way by changing one line. The devices are simulated on the CPU, so it runs on any laptop; on a machine with GPUs,
+# This notebook trains a small convolutional network on real digits over eight devices, then shards the same model
+# differently by changing one line. The devices are simulated on the CPU, so it runs on any laptop; on a machine with GPUs,
 # leave out `simulate_devices` and nothing else changes.
 
 # %%
@@ -25,13 +25,13 @@ from flax import nnx
 
 import spmd
 
-spmd.simulate_devices(8)  # first of all: JAX counts its devices once
+spmd.simulate_devices(8)  # before anything else: JAX counts its devices once
 
 # %% [markdown]
 # ## Data and a model
 #
-# 1,797 handwritten digits of 8x8 pixels come with scikit-learn. The model is plain Flax; it knows nothing of devices. What it
-# does say is what each dim of a kernel is *for*: `nnx.with_partitioning` gives the dims names, and layouts map names to mesh axes.
+# 1,797 handwritten digits of 8x8 pixels come with scikit-learn. The model is plain Flax and does not mention devices.
+# It only names the dims of its kernels, with `nnx.with_partitioning`. Layouts map these names to mesh axes.
 
 # %%
 import numpy as np
@@ -64,7 +64,7 @@ class CNN(nnx.Module):
 # ## Fit
 #
 # A *mesh* names the devices along axes; a *layout* says where every array lives. `data_parallel` keeps the whole model on
-# every device and cuts the batch.
+# every device and shards the batch.
 
 
 # %%
@@ -87,8 +87,8 @@ def fit(mesh, layout):
 result = fit(mesh="data=8", layout="data_parallel")
 
 # %% [markdown]
-# A result shows what was measured: lines are steps, dots are evaluations. `result.history` has the numbers, and
-# `spmd.viz.curve(result.history, "curve.png")` makes a picture for a page.
+# A result plots what was measured: lines are steps, dots are evaluations. `result.history` has the numbers, and
+# `spmd.viz.curve(result.history, "curve.png")` saves the plot as an image.
 
 # %%
 result
@@ -96,7 +96,7 @@ result
 # %% [markdown]
 # ## Where the arrays are
 #
-# Every device holds the whole kernel of the dense layer: eight copies. The batch is what is cut.
+# The kernel of the dense layer is replicated: eight devices, eight copies. Only the batch is sharded.
 
 # %%
 from spmd import viz
@@ -112,29 +112,29 @@ viz.pieces(result.state.params["dense"]["kernel"], "dense/kernel")
 viz.devices("data=4,model=2")
 
 # %% [markdown]
-# And a layout that cuts layers over `model` and everything over `data` as well. Model, data and loss are the same, and so are the
-# numbers.
+# This layout shards layers over `model`, and everything over `data` as well. Model, data and loss are the same, and so are the
+# results.
 
 # %%
-cut = fit(mesh="data=4,model=2", layout="fsdp_tensor_parallel")
+sharded = fit(mesh="data=4,model=2", layout="fsdp_tensor_parallel")
 
 # %% [markdown]
-# Now each device holds an eighth of that kernel, and no byte of it twice.
+# Now each device holds a different eighth of that kernel.
 
 # %%
-viz.pieces(cut.state.params["dense"]["kernel"], "dense/kernel")
+viz.pieces(sharded.state.params["dense"]["kernel"], "dense/kernel")
 
 # %% [markdown]
-# The whole table: every parameter, its spec, and which line of the layout chose it.
+# The full table lists every parameter, its spec, and the line of the layout that chose it.
 
 # %%
-cut.trainer.summary()
+sharded.trainer.summary()
 
 # %% [markdown]
-# Two layouts, one model: how far apart did the losses get, over all steps? By no more than the rounding of sums that are taken in
+# How much do the losses under the two layouts differ, at most, over all steps? By no more than rounding, since sums are taken in
 # another order.
 
 # %%
-apart = np.abs(np.array(result.history["loss"]) - np.array(cut.history["loss"]))
-print(f"largest difference {apart.max():.1e}; test accuracy {result.history['eval_accuracy'][-1]:.3f}", end=" ")
-print(f"and {cut.history['eval_accuracy'][-1]:.3f}")
+difference = np.abs(np.array(result.history["loss"]) - np.array(sharded.history["loss"]))
+print(f"largest difference {difference.max():.1e}; test accuracy {result.history['eval_accuracy'][-1]:.3f}", end=" ")
+print(f"and {sharded.history['eval_accuracy'][-1]:.3f}")

@@ -17,9 +17,9 @@
 # %% [markdown]
 # # One model, six layouts
 #
-# A layout says where every array lives and how gradients meet. It is a file, and the model does not know it. Here one small network is
-# trained under six of those that come with the library, on the same eight devices and the same digits. What each device holds and what it
-# sends is read from the runs, and so is how far apart their losses are.
+# A layout says where every array lives and how gradients are reduced. It is a file, separate from the model. Here one small network is
+# trained under six of the shipped layouts, on the same eight devices and the same digits. The notebook reads from the runs what each
+# device holds, what it sends, and how much the losses differ.
 
 # %%
 import math
@@ -34,13 +34,13 @@ from sklearn.datasets import load_digits
 
 import spmd
 
-spmd.simulate_devices(8)  # first of all: JAX counts its devices once
+spmd.simulate_devices(8)  # before anything else: JAX counts its devices once
 
 # %% [markdown]
 # ## Data and a model
 #
-# 1,797 digits of 8x8 pixels, and three dense layers. The names on the kernels say what each dim is for; a layout that cuts by name maps
-# them to axes of the mesh, and one that does not leaves them alone.
+# 1,797 digits of 8x8 pixels, and three dense layers. The names on the kernels say what each dim is for. A layout that shards by name
+# maps them to mesh axes; other layouts ignore them.
 
 # %%
 digits = load_digits()
@@ -62,14 +62,14 @@ class MLP(nnx.Module):
         return self.head(nnx.relu(self.down(nnx.relu(self.up(x)))))
 
 
-with nnx.use_eager_sharding(False):  # the names are for the layouts to read, not for Flax to act on
+with nnx.use_eager_sharding(False):  # the layouts use the names; Flax must not
     model = MLP(nnx.Rngs(0))
 
 # %% [markdown]
 # ## Six runs
 #
-# All that changes is the name of the layout; `fit` copies the model that it is given, so all begin alike. A layout brings its own mesh:
-# the first four have eight workers, `data=8`, the last two have four workers of two devices each, `data=4,model=2`.
+# Only the name of the layout changes. `fit` copies the model, so all runs start from the same weights. Each layout has its own mesh:
+# the first four have eight workers, `data=8`; the last two have four workers of two devices each, `data=4,model=2`.
 
 # %%
 LAYOUTS = ("data_parallel", "zero1", "fsdp", "parameter_server", "tensor_parallel", "fsdp_tensor_parallel")
@@ -95,37 +95,37 @@ for layout, run in runs.items():
 # %% [markdown]
 # ## What a device holds, and what it sends
 #
-# The state of a run is made of ordinary JAX arrays, and an array knows the shape of its piece on one device. `trainer.wire` is the list
-# of what a step sends; it is read from the traced program, not worked out beside it. The loss is that of the last step, and beside it
-# stands the largest difference to the first layout's loss in any step.
+# The state of a run is made of ordinary JAX arrays, and an array knows the shape of its shard on one device. `trainer.wire` lists
+# what a step sends, as read from the traced program. The loss is that of the last step; the last column is the largest
+# difference from the first layout's loss in any step.
 
 
 # %%
-def held(arrays):
+def bytes_per_device(arrays):
     """Bytes on one device."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
 loss = {layout: np.array(run.history["loss"]) for layout, run in runs.items()}
-params = {layout: held(run.state.params) for layout, run in runs.items()}
-moments = {layout: held(run.state.opt) for layout, run in runs.items()}
+params = {layout: bytes_per_device(run.state.params) for layout, run in runs.items()}
+moments = {layout: bytes_per_device(run.state.opt) for layout, run in runs.items()}
 sent = {layout: run.trainer.wire.bytes() for layout, run in runs.items()}
-apart = {layout: abs(loss[layout] - loss["data_parallel"]).max() for layout in LAYOUTS}
+difference = {layout: abs(loss[layout] - loss["data_parallel"]).max() for layout in LAYOUTS}
 
-table = ["| layout | parameters, bytes | moments, bytes | sent in a step, bytes | loss | apart |"]
+table = ["| layout | parameters, bytes | moments, bytes | sent in a step, bytes | loss | difference |"]
 for layout in LAYOUTS:
     numbers = f"{params[layout]:,} | {moments[layout]:,} | {sent[layout]:,}"
-    table.append(f"| {layout} | {numbers} | {loss[layout][-1]:.4f} | {apart[layout]:.1e} |")
+    table.append(f"| {layout} | {numbers} | {loss[layout][-1]:.4f} | {difference[layout]:.1e} |")
 Markdown("\n".join([table[0], "|:--|--:|--:|--:|--:|--:|", *table[1:]]))
 
 # %% [markdown]
-# What layouts with an axis `model` send is not all in the table: half of a layer's outputs are on the other device, and XLA adds
-# what brings them together when it compiles. `trainer.wire` lists what the step itself asks for; `spmd.plan` lists both.
+# The table does not show everything that layouts with a `model` axis send: half of a layer's outputs are on the other device, and XLA
+# adds collectives for them when it compiles. `trainer.wire` lists the collectives of the step itself; `spmd.plan` lists both.
 #
 # ## Where one array lives
 #
-# The kernel of the second layer, 256 by 64, under each layout. A box is a piece, and its numbers are the devices that hold it. JAX tells
-# them: `sharding.devices_indices_map`. A parameter server keeps a parameter as rows of one array, a row for each worker.
+# The kernel of the second layer, 256 by 64, under each layout. A box is a shard, and its numbers are the devices that hold it, from
+# `sharding.devices_indices_map`. A parameter server stores a parameter as rows of one array, one row per worker.
 
 # %%
 INK = "#808080"  # readable on white and on black
@@ -133,16 +133,16 @@ second = {layout: run.state.params["down"]["kernel"] for layout, run in runs.ite
 
 
 def draw(axes, array):
-    """The pieces of a matrix, each with the numbers of its devices, coloured by the first of them."""
+    """Draw the shards of a matrix, each labelled with its devices and coloured by the first of them."""
     height, width = array.shape
-    pieces = {}
+    shards = {}
     for device, (rows, columns) in array.sharding.devices_indices_map(array.shape).items():
-        pieces.setdefault((rows.indices(height)[:2], columns.indices(width)[:2]), []).append(device.id)
-    for ((top, bottom), (left, right)), devices in pieces.items():
-        place, size = (left / width, top / height), ((right - left) / width, (bottom - top) / height)
+        shards.setdefault((rows.indices(height)[:2], columns.indices(width)[:2]), []).append(device.id)
+    for ((top, bottom), (left, right)), devices in shards.items():
+        corner, size = (left / width, top / height), ((right - left) / width, (bottom - top) / height)
         colour, label = plt.get_cmap("tab10")(min(devices)), " ".join(map(str, devices)) if len(devices) < 8 else "0 to 7"
-        axes.add_patch(plt.Rectangle(place, *size, facecolor=colour, edgecolor="white", linewidth=1.5))
-        middle = (place[0] + size[0] / 2, place[1] + size[1] / 2)
+        axes.add_patch(plt.Rectangle(corner, *size, facecolor=colour, edgecolor="white", linewidth=1.5))
+        middle = (corner[0] + size[0] / 2, corner[1] + size[1] / 2)
         axes.text(*middle, label, ha="center", va="center", color="white", fontsize=8)
     axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
@@ -156,24 +156,25 @@ for axes, (layout, kernel) in zip(panels, second.items(), strict=True):
 plt.show()
 
 # %% [markdown]
-# Which line of the layout decided that, for every parameter:
+# The line of the layout that decided this, for every parameter:
 
 # %%
 runs["fsdp_tensor_parallel"].trainer.summary()
 
 # %% [markdown]
-# ## What travels
+# ## What is sent
 #
-# Under `fsdp` a device has an eighth of every weight. `pull` gathers them for the forward pass, and where the way back needs them again,
-# because whole weights are not kept in between; `push` leaves each device its eighth of the mean gradient.
+# Under `fsdp` a device holds an eighth of every weight. `gather_params` gathers the weights for the forward pass, and again where the
+# backward pass needs them, because gathered weights are not kept in between. `reduce_gradients` leaves each device its eighth of the mean
+# gradient.
 
 # %%
 print(runs["fsdp"].trainer.wire)
 
 # %% [markdown]
-# ## What to conclude
+# ## Conclusions
 #
-# The sentences are written from the numbers above, and each says whether this run bears it out.
+# Each sentence below is computed from the numbers above and says whether this run confirms it.
 
 
 # %%
@@ -181,33 +182,37 @@ def verdict(holds, sentence):
     return f"- {'**Borne out.**' if holds else '**Not borne out by this run.**'} {sentence}"
 
 
-times = lambda found, layout: found[layout] / found["data_parallel"]
-farthest = max(apart.values())
+def times(values, layout):
+    """The value under a layout, relative to data_parallel."""
+    return values[layout] / values["data_parallel"]
+
+
+largest_difference = max(difference.values())
 claims = [
     (
-        farthest < 1e-5 and loss["data_parallel"][-1] < 0.5 * loss["data_parallel"][0],
-        f"A layout changes where numbers are, not what they are: over {len(loss['fsdp'])} steps the losses of all six stay within "
-        f"{farthest:.1e}.",
+        largest_difference < 1e-5 and loss["data_parallel"][-1] < 0.5 * loss["data_parallel"][0],
+        f"A layout changes where numbers are, not what they are: over {len(loss['fsdp'])} steps all six losses agree to "
+        f"{largest_difference:.1e}.",
     ),
     (
         params["zero1"] == params["data_parallel"] and times(moments, "zero1") < 0.15 and abs(times(sent, "zero1") - 1) < 0.02,
         f"`zero1` keeps {times(moments, 'zero1'):.0%} of the moments on a device and sends {times(sent, 'zero1'):.2f} times the bytes: "
-        "an all-reduce is a reduce-scatter and a gather, and the optimizer can work between the two.",
+        "an all-reduce is a reduce-scatter and an all-gather, and the optimizer can run between the two.",
     ),
     (
         times(params, "fsdp") < 0.15 and 1.1 < times(sent, "fsdp") <= 1.5,
         f"`fsdp` keeps {times(params, 'fsdp'):.0%} of the parameters and sends {times(sent, 'fsdp'):.2f} times the bytes: weights are "
-        "gathered twice, but for the first layer's, which the way back does not need.",
+        "gathered twice, except those of the first layer, which the backward pass does not need.",
     ),
     (
-        abs(times(sent, "parameter_server") - 1) < 0.02 and apart["parameter_server"] == 0,
+        abs(times(sent, "parameter_server") - 1) < 0.02 and difference["parameter_server"] == 0,
         f"A synchronous parameter server whose servers are the workers sends {times(sent, 'parameter_server'):.2f} times the bytes of "
-        f"an all-reduce, and its losses differ by {apart['parameter_server']:.1e}.",
+        f"an all-reduce, and its losses differ by {difference['parameter_server']:.1e}.",
     ),
     (
         times(params, "tensor_parallel") < 0.6 and params["fsdp_tensor_parallel"] < 1.2 * params["fsdp"],
-        f"`tensor_parallel` keeps {times(params, 'tensor_parallel'):.0%} of the parameters: what is in two halves, and what stays whole. "
-        f"Cut over `data` as well it is {times(params, 'fsdp_tensor_parallel'):.0%}.",
+        f"`tensor_parallel` keeps {times(params, 'tensor_parallel'):.0%} of the parameters on a device: some are split in two, the others "
+        f"replicated. Sharded over `data` as well, it is {times(params, 'fsdp_tensor_parallel'):.0%}.",
     ),
 ]
 Markdown("\n".join(verdict(*claim) for claim in claims))

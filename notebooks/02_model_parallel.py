@@ -17,9 +17,9 @@
 # %% [markdown]
 # # Layers on different devices
 #
-# A model that is too deep for one device can be cut between its layers. Each device then waits for the one before it, and the question
-# is how to let none wait long. This notebook draws who works when, counts how much of the time is lost, and trains: a stack of recurrent
-# layers as a *wavefront*, a stack of blocks as a *pipeline* in three ways, and both on one device for comparison.
+# A model that is too deep for one device can be split between its layers. Each device then waits for the one before it, and the question
+# is how to keep these waits short. This notebook draws which stage works when, computes the idle time, and trains: a stack of recurrent
+# layers as a *wavefront*, a stack of blocks as a *pipeline* under three schedules, and both on one device for comparison.
 
 # %%
 import dataclasses
@@ -34,7 +34,7 @@ from sklearn.datasets import load_digits
 import spmd
 from spmd.nn.schedule import make_schedule
 
-spmd.simulate_devices(8)  # first of all: JAX counts its devices once
+spmd.simulate_devices(8)  # before anything else: JAX counts its devices once
 ONE = jax.sharding.Mesh(jax.devices()[:1], ("data",))
 
 digits = load_digits()
@@ -43,11 +43,12 @@ images, labels = (digits.images[order] / 16).astype("float32"), digits.target[or
 train = {"image": images[:1536], "label": labels[:1536]}
 
 # %% [markdown]
-# ## What a table of work says
+# ## Schedules
 #
-# Four stages, eight microbatches. With `gpipe` all go forward, then all go back. With `1f1b` a stage goes back as soon as it can, which
-# takes as long, but few activations are waiting at any time. A `circular` pipeline has two groups of layers on each stage, the first
-# and the fifth eighth of the network on stage 0, and so is full sooner; its ticks are half as long. Blue is forward, orange is backward.
+# Four stages, eight microbatches. With `gpipe` all microbatches run forward, then all run backward. With `1f1b` a stage runs backward as
+# soon as it can. That takes as long, but keeps few activations at any time. A `circular` pipeline has two groups of layers on each stage
+# (stage 0 has the first and the fifth eighth of the network), so it fills sooner; its ticks are half as long. Blue is forward, orange is
+# backward.
 
 # %%
 STAGES, PARTS, GROUPS = 4, 8, 2
@@ -59,9 +60,9 @@ ways = {
 spmd.viz.schedule(ways)
 
 # %% [markdown]
-# Each way a stage is idle for p - 1 ticks of m + p - 1: m microbatches (times g groups, each in a tick of its own), p stages. The share
-# that is idle does not depend on how fast devices are, only on these numbers: more microbatches, less waiting, but each is a smaller
-# product.
+# In each direction a stage is idle for p - 1 of m + p - 1 ticks, with m microbatches (times g groups, each in its own tick) and p stages.
+# The idle share does not depend on the speed of the devices, only on these numbers. More microbatches mean less waiting, but smaller
+# matrix products.
 
 # %%
 formula = {name: (STAGES - 1) / (one.groups * PARTS + STAGES - 1) for name, one in ways.items()}
@@ -73,7 +74,7 @@ for name, one in ways.items():
 # ## A pipeline that trains
 #
 # `spmd.nn.LayerStack` is a stack of equal layers. On one device it is a scan over them; under a layout with `[pipeline]` each stage holds
-# its part. The model does not change, and nothing in it says which.
+# its share of the layers. The model's code is the same for both.
 
 
 # %%
@@ -111,19 +112,19 @@ def fit(model, layout, mesh=None):
     )
 
 
-def cut(**options):
-    """The shipped layout with these lines in its [pipeline]."""
+def pipeline_layout(**options):
+    """The shipped layout with these options in its [pipeline]."""
     layout = spmd.Layout.load("pipeline")
     return dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, **options))
 
 
 runs = {"one device": fit(Deep, "data_parallel", ONE)}
 for name, one in ways.items():
-    runs[name] = fit(Deep, cut(schedule=name, microbatches=PARTS, groups=one.groups))
+    runs[name] = fit(Deep, pipeline_layout(schedule=name, microbatches=PARTS, groups=one.groups))
     print(runs[name].trainer.notes()[-1])
 
 # %% [markdown]
-# Where the layers are: dim 0 of each parameter of the stack counts layers, and it is cut over `stage`.
+# Where the layers are: dim 0 of each parameter of the stack is the layer, and it is sharded over `stage`.
 
 # %%
 print(runs["gpipe"].trainer.summary())
@@ -131,8 +132,8 @@ print(runs["gpipe"].trainer.summary())
 # %% [markdown]
 # ## A wavefront
 #
-# Recurrent layers cannot be cut along time, since each step needs the one before. But a layer need not wait until the layer below is
-# through: layer 2 can begin when layer 1 has done its first few steps. `spmd.nn.RNNStack` lets layers work on chunks of time, each one
+# Recurrent layers cannot be sharded along time, since each step needs the one before. But a layer need not wait until the layer below has
+# finished: layer 2 can start when layer 1 has done its first few steps. `spmd.nn.RNNStack` lets layers work on chunks of time, each one
 # chunk behind the layer below. Here a digit is read four pixels at a time, in 16 steps, by four LSTMs.
 
 
@@ -152,14 +153,14 @@ class Reader(nnx.Module):
 
 CHUNK = 2
 runs["LSTM, one device"] = fit(Reader, "data_parallel", ONE)
-runs["LSTM, wavefront"] = fit(Reader, cut(time_chunk=CHUNK))
+runs["LSTM, wavefront"] = fit(Reader, pipeline_layout(time_chunk=CHUNK))
 (wave,) = runs["LSTM, wavefront"].trainer.schedules.values()
 print(wave.forward)
 spmd.viz.schedule({"the forward pass: numbers are chunks of time": wave.forward})
 
 # %% [markdown]
-# The chunk is a choice: short ones fill the stages sooner, and are handed over more often. `spmd.nn.best_chunk` weighs the two and is what
-# is taken where a layout does not say.
+# The chunk length is a trade-off: short chunks fill the stages sooner, but are sent more often. `spmd.nn.best_chunk` balances the two and
+# is the default if a layout does not set `time_chunk`.
 
 # %%
 for chunk in (1, 2, 4, 8, 16):
@@ -168,9 +169,9 @@ for chunk in (1, 2, 4, 8, 16):
     print(f"chunks of {chunk:2d}: {one.forward.ticks * chunk:3d} steps of time, 64 on one device; {one.bubble:.1%} idle{mark}")
 
 # %% [markdown]
-# ## What to conclude
+# ## Conclusions
 #
-# The sentences are written from the numbers above, and each says whether this run bears it out.
+# Each sentence below is computed from the numbers above and says whether this run confirms it.
 
 
 # %%
@@ -179,23 +180,23 @@ def verdict(holds, sentence):
 
 
 loss = {name: np.array(run.history["loss"]) for name, run in runs.items()}
-apart = {name: abs(loss[name] - loss["one device"]).max() for name in ways}
+difference = {name: abs(loss[name] - loss["one device"]).max() for name in ways}
 behind = abs(loss["LSTM, wavefront"] - loss["LSTM, one device"]).max()
 ran = {name: next(iter(runs[name].trainer.schedules.values())) for name in ways}
 kept = {name: max(one.in_flight) for name, one in ran.items()}
-held = lambda name: runs[name].state.params["blocks"]["layers"]["up"]["kernel"]
-share = np.prod(held("gpipe").sharding.shard_shape(held("gpipe").shape)) / held("gpipe").size
+kernel = runs["gpipe"].state.params["blocks"]["layers"]["up"]["kernel"]
+share = np.prod(kernel.sharding.shard_shape(kernel.shape)) / kernel.size
 claims = [
     (
         all(abs(ran[name].bubble - formula[name]) < 1e-9 for name in ways),
-        "The share of idle time of the programs that ran is that of the formula: "
+        "The programs that ran have the idle share that the formula gives: "
         f"{', '.join(f'{name} {one.bubble:.1%}' for name, one in ran.items())}.",
     ),
     (
-        max(apart.values()) < 1e-4 and loss["gpipe"][-4:].mean() < loss["gpipe"][:4].mean(),
-        f"A pipeline trains what one device trains: over {len(loss['gpipe'])} steps, from {loss['gpipe'][0]:.2f} to "
+        max(difference.values()) < 1e-4 and loss["gpipe"][-4:].mean() < loss["gpipe"][:4].mean(),
+        f"A pipeline trains like one device: over {len(loss['gpipe'])} steps, from {loss['gpipe'][0]:.2f} to "
         f"{loss['gpipe'][-1]:.2f}, the losses differ by at most "
-        f"{', '.join(f'{value:.1e} ({name})' for name, value in apart.items())}.",
+        f"{', '.join(f'{value:.1e} ({name})' for name, value in difference.items())}.",
     ),
     (
         share == 1 / STAGES,
@@ -208,13 +209,13 @@ claims = [
     ),
     (
         ran["circular"].ticks < GROUPS * ran["gpipe"].ticks and ran["circular"].bubble < ran["gpipe"].bubble,
-        f"`circular` takes {ran['circular'].ticks} ticks of half the length: {ran['circular'].ticks / GROUPS:g} whole ones, "
-        f"instead of {ran['gpipe'].ticks}. It hands over twice as often.",
+        f"`circular` takes {ran['circular'].ticks} ticks of half the length: as long as {ran['circular'].ticks / GROUPS:g} of "
+        f"`gpipe`'s, which takes {ran['gpipe'].ticks}. It sends activations twice as often.",
     ),
     (
         behind < 1e-4 and wave.forward.ticks == 16 // CHUNK + STAGES - 1,
-        f"The wavefront takes {wave.forward.ticks} ticks of {CHUNK} steps where one device takes {4 * 16 // CHUNK}, and its losses are "
-        f"those of one device to {behind:.1e}.",
+        f"The wavefront takes {wave.forward.ticks} ticks of {CHUNK} steps where one device takes {4 * 16 // CHUNK}, and its losses "
+        f"differ from those of one device by at most {behind:.1e}.",
     ),
 ]
 Markdown("\n".join(verdict(*claim) for claim in claims))

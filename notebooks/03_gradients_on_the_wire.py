@@ -17,10 +17,10 @@
 # %% [markdown]
 # # Gradients on the wire
 #
-# Data-parallel training sends every gradient to everyone, and where the network is slow, that is what a step waits for. A *codec* sends
-# less: rounded numbers, only the largest, or two thin matrices in place of a wide one. This notebook trains the same network on real
-# digits with several codecs, and compares three things: how many bytes are sent, how wrong the mean gradient is, and what that
-# does to the loss.
+# Data-parallel training sends every gradient to every worker, and on a slow network a step waits for that. A *codec* sends less: rounded
+# numbers, only the largest numbers, or two thin matrices in place of a wide one. This notebook trains the same network on real
+# digits with several codecs, and compares three things: the bytes sent, the error of the mean gradient, and its effect
+# on the loss.
 
 # %%
 import dataclasses
@@ -34,7 +34,7 @@ from sklearn.datasets import load_digits
 
 import spmd
 
-spmd.simulate_devices(8)  # first of all: JAX counts its devices once
+spmd.simulate_devices(8)  # before anything else: JAX counts its devices once
 
 digits = load_digits()
 order = np.random.default_rng(0).permutation(len(digits.target))
@@ -55,9 +55,9 @@ class MLP(nnx.Module):
 # %% [markdown]
 # ## Six ways to send a gradient
 #
-# `top_k` and `power_sgd` leave most of a gradient out. *Error feedback* keeps on each worker what was left out and adds it to the next
-# gradient, so that it arrives late instead of never. The library refuses such a codec without feedback unless the layout insists
-# (`allow_biased`), which the fifth way does, to see what happens. `diagnostics` measures the error of each step's mean.
+# `top_k` and `power_sgd` leave most of a gradient out. With *error feedback*, each worker keeps what was left out and adds it to its
+# next gradient, so that it arrives late instead of never. The library rejects such a codec without feedback unless the layout sets
+# `allow_biased`, as the fifth run does, to show what happens. `diagnostics` measures the error of each step's mean.
 
 # %%
 TOP = {"keep": 0.02}
@@ -90,9 +90,9 @@ runs = {name: fit(gradients) for name, gradients in WAYS.items()}
 # %% [markdown]
 # ## Bytes sent
 #
-# Of one step, with `int8`: each worker sends every other the part of the gradient that this one sums up, one byte per number and a scale
-# for each block, and gets the mean of all parts back in the same form. Gradients that would not get smaller are sent exactly. The lines
-# `measure` are what `diagnostics` costs; without it they are not there.
+# Below are the collectives of one step with `int8`. Each worker sends every other worker the part of the gradient that the other one sums,
+# as one byte per number and a scale per block, and receives the means of all parts in the same form. Gradients that would not get smaller
+# are sent exactly. The lines `measure` are the cost of `diagnostics`; without it they are absent.
 
 # %%
 print(runs["int8"].trainer.wire)
@@ -101,8 +101,9 @@ print(*(note for note in runs["int8"].trainer.notes() if note.startswith("gradie
 # %% [markdown]
 # ## Side by side
 #
-# Bytes are those that one device sends in a step. The error is |mean as it came - mean| / |mean| of what the codec was given, on average
-# over steps. With feedback that is the gradient and the residual, which may be the larger part; so an error near 1 is not yet bad.
+# Bytes are those that one device sends in a step. The error is |decoded mean - exact mean| / |exact mean| of the codec's input, averaged
+# over steps. With feedback, this input is the gradient plus the residual, which may be the larger part, so an error near 1 is not
+# necessarily bad.
 
 # %%
 sent = {name: run.trainer.wire.bytes(where="reduce_gradients") for name, run in runs.items()}
@@ -137,11 +138,11 @@ left.legend()
 plt.show()
 
 # %% [markdown]
-# Both panels have the same curves: over steps, and over bytes, which is over time where the network is slow.
+# Both panels show the same curves: over steps, and over bytes, which corresponds to time on a slow network.
 #
-# ## What feedback owes
+# ## The residual
 #
-# What a worker has not sent yet is its residual: late, but not lost. It is kept on the worker, as large as the gradient.
+# The residual is what a worker has not sent yet: late, but not lost. The worker keeps it; it has the size of the gradient.
 
 # %%
 print("norm of the residuals after  " + "  ".join(f"{step:5d}" for step in (1, 12, 48, 96)) + " steps")
@@ -150,9 +151,9 @@ for name in ("int8", "top 2 %", "power_sgd"):
     print(f"{name:29}" + "  ".join(f"{norms[step - 1]:5.2f}" for step in (1, 12, 48, 96)))
 
 # %% [markdown]
-# ## What to conclude
+# ## Conclusions
 #
-# The sentences are written from the numbers above, and each says whether this run bears it out.
+# Each sentence below is computed from the numbers above and says whether this run confirms it.
 
 
 # %%
@@ -163,31 +164,31 @@ def verdict(holds, sentence):
 saves = {name: sent[name] / sent["exact"] for name in WAYS}
 costs = {name: last[name] / last["exact"] for name in WAYS}
 fed, lost = "top 2 %", "top 2 %, rest lost"
-owed = runs[fed].history["residual_norm"]
+residual_norm = runs[fed].history["residual_norm"]
 claims = [
     (
         saves["bfloat16"] < 0.55 and saves["int8"] < 0.3 and max(abs(costs[name] - 1) for name in ("bfloat16", "int8")) < 0.02,
-        f"Rounding is for free here: `bfloat16` sends {saves['bfloat16']:.0%} and `int8` {saves['int8']:.0%} of the bytes, and the loss is "
-        f"{costs['bfloat16']:.3f} and {costs['int8']:.3f} times that of exact gradients.",
+        f"Rounding costs nothing here: `bfloat16` sends {saves['bfloat16']:.0%} and `int8` {saves['int8']:.0%} of the bytes, and the loss "
+        f"is {costs['bfloat16']:.3f} and {costs['int8']:.3f} times that of exact gradients.",
     ),
     (
         saves[fed] < saves["int8"] and last[fed] < 0.5 * loss["exact"][0],
-        f"The largest 2 % of the numbers are {saves[fed]:.0%} of the bytes, since each is sent with its index. With feedback that ends "
-        f"at {costs[fed]:.2f} times the loss.",
+        f"The largest 2 % of the numbers are {saves[fed]:.0%} of the bytes, since each is sent with its index. With feedback, training "
+        f"ends at {costs[fed]:.2f} times the loss.",
     ),
     (
         costs[lost] > costs[fed],
-        f"Without feedback the same bytes end at {costs[lost]:.2f} times the loss: what is never among the largest is never learnt.",
+        f"Without feedback the same bytes end at {costs[lost]:.2f} times the loss: what is never among the largest is never sent.",
     ),
     (
-        max(owed) > 1.2 * owed[-1] and costs[fed] < 1.1,
-        f"What feedback owes is paid: the residuals' norm is {max(owed):.1f} at its largest, and {owed[-1]:.1f} at the end, when gradients "
-        "have become small.",
+        max(residual_norm) > 1.2 * residual_norm[-1] and costs[fed] < 1.1,
+        f"Feedback catches up: the norm of the residuals is {max(residual_norm):.1f} at its largest, and {residual_norm[-1]:.1f} at the end, "
+        "when gradients have become small.",
     ),
     (
         saves["power_sgd"] < 0.5 and costs["power_sgd"] < 1.5,
-        f"`power_sgd` sends {saves['power_sgd']:.0%} of the bytes, of matrices that are not large, and ends at {costs['power_sgd']:.2f} "
-        "times the loss.",
+        f"`power_sgd` sends {saves['power_sgd']:.0%} of the bytes, although these matrices are not large, and ends at "
+        f"{costs['power_sgd']:.2f} times the loss.",
     ),
 ]
 Markdown("\n".join(verdict(*claim) for claim in claims))
