@@ -182,8 +182,8 @@ claims = [
     ),
     (
         max(residual_norm) > 1.2 * residual_norm[-1] and costs[fed] < 1.1,
-        f"Feedback catches up: the norm of the residuals is {max(residual_norm):.1f} at its largest, and {residual_norm[-1]:.1f} at the end, "
-        "when gradients have become small.",
+        f"Feedback catches up: the norm of the residuals is {max(residual_norm):.1f} at its largest, and {residual_norm[-1]:.1f} at the "
+        "end, when gradients have become small.",
     ),
     (
         saves["power_sgd"] < 0.5 and costs["power_sgd"] < 1.5,
