@@ -22,7 +22,7 @@ ODD = ["0", "-0", "+5", "007", "1.5", ".5", "5.", "-1.25", "123456789.123456789"
        "inf", " 7 ", "0.1", "0.30000000000000004", "3.4028236e38", "1.7976931348623157e308", "4.9e-324"]  # fmt: skip
 
 
-def test_numbers_are_what_python_reads():
+def test_decimals_parse_as_python_floats():
     texts = [*ODD, *(f"{value:.{digits}f}" for value in np.random.default_rng(0).normal(size=200) * 1e3 for digits in (0, 3, 9))]
     raw, ends = ",".join(texts).encode(), np.cumsum([len(text) + 1 for text in texts]) - 1
     values, integral, sound = decimals(np.frombuffer(raw, np.uint8), np.concatenate([[0], ends[:-1] + 1]), ends)
@@ -35,7 +35,7 @@ def test_numbers_are_what_python_reads():
         assert not decimals(np.frombuffer(text.encode() + b"\n", np.uint8), np.array([0]), np.array([len(text)]))[2][0], text
 
 
-def test_a_column_of_odd_numbers(tmp_path):
+def test_columns_of_unusual_numbers_are_read(tmp_path):
     path = written.csv(tmp_path / "a.csv", ODD, "x")
     assert np.array_equal(read(path, types={"x": "float64"})["x"], np.array([float(text) for text in ODD]), equal_nan=True)
 
@@ -80,7 +80,7 @@ BAD = {
 
 @pytest.mark.parametrize("quoted", [False, True], ids=["fast", "with quotes"])
 @pytest.mark.parametrize("line, text", BAD.values(), ids=BAD.keys())
-def test_what_is_wrong_is_named(tmp_path, line, text, quoted):
+def test_bad_field_is_named_with_its_line(tmp_path, line, text, quoted):
     path = tmp_path / "a.csv"
     lines = ["age,height,kind", '1,2.5,"3"' if quoted else "1,2.5,3", line, "4,5.5,6"]
     path.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_named(tmp_path, line, text, quoted):
     assert sorted(next(iter(spmd.data.csv(path, on_error="skip", **options)))["age"].tolist()) == [1, 4]
 
 
-def test_files_that_are_no_data(tmp_path):
+def test_unreadable_files_and_bad_options_raise(tmp_path):
     written.csv(tmp_path / "a.csv", ["1,2"], "x,y")
     cases = [
         ("none-*.csv", {}, r"no file matches .*none-\*.csv.*\n    fix: another pattern; the folder .* holds a.csv"),
@@ -114,7 +114,7 @@ def test_files_that_are_no_data(tmp_path):
     for name, options, text in cases:
         with pytest.raises((DataError, OptionError), match=text):
             spmd.data.csv(tmp_path / name, batch_size=1, **options)
-    (tmp_path / "b.csv").write_text("")  # an empty file among others has no records, and nothing to say
+    (tmp_path / "b.csv").write_text("")  # an empty file among others has no records and is no error
     assert spmd.data.csv([tmp_path / "b.csv", tmp_path / "a.csv"], batch_size=1).examples == 1
 
 
@@ -123,14 +123,14 @@ def test_files_without_a_header(tmp_path):
     assert read(tmp_path / "a.csv", names=["a", "b"])["b"].tolist() == [2, 4]
 
 
-def test_an_index_is_kept_where_it_is_asked_to_be_and_nowhere_else(tmp_path, monkeypatch):
+def test_index_is_written_only_to_the_index_folder(tmp_path, monkeypatch):
     path = written.csv(tmp_path / "a.csv", [f"{at},0" for at in range(9)], "x,y")
     first = read(path, index=tmp_path / "kept")
     assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["a.csv"] and len(list((tmp_path / "kept").iterdir())) == 1
     with monkeypatch.context() as patched:
-        patched.setattr(csv_files, "_scan", None)  # it is not asked again
+        patched.setattr(csv_files, "_scan", None)  # the index is used, not another scan
         assert read(path, index=tmp_path / "kept")["x"].tolist() == first["x"].tolist()
-    written.csv(path, ["1,2"], "x,y")  # a file that was changed is looked at anew
+    written.csv(path, ["1,2"], "x,y")  # a changed file is indexed again
     assert read(path, index=tmp_path / "kept")["x"].tolist() == [1]
 
 
@@ -150,13 +150,13 @@ def test_columns_side_by_side_have_the_dtype_that_is_declared(tmp_path):
     assert batch["both"].dtype == np.float32
 
 
-def test_a_table_of_words_alone(tmp_path):
+def test_table_with_only_text_columns(tmp_path):
     path = written.csv(tmp_path / "a.csv", ["x,p", "y,q", "x,q"], "a,b")
     found = read(path, categories={"a": ["x", "y"], "b": ["p", "q"]})
     assert found["a"].tolist() == [0, 1, 0] and found["b"].tolist() == [0, 1, 1]
 
 
-def test_a_mark_of_byte_order_is_no_part_of_the_first_number(tmp_path):
+def test_byte_order_mark_is_not_part_of_the_first_number(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf1,2\n3,4\n")
     assert read(tmp_path / "a.csv", names=["a", "b"])["a"].tolist() == [1, 3]
 
@@ -196,13 +196,13 @@ def test_a_number_of_hundreds_of_digits_is_reported_with_its_line(tmp_path):
     assert read(path, types={"x": "int32"}, on_error="skip")["x"].tolist() == [1, 2]
 
 
-def test_numbers_may_be_names(tmp_path):
-    path = written.csv(tmp_path / "a.csv", ["5,6,7"], "0,1,2")  # as tables without names are written
+def test_numbers_may_be_column_names(tmp_path):
+    path = written.csv(tmp_path / "a.csv", ["5,6,7"], "0,1,2")  # as libraries write tables without column names
     assert sorted(read(path)) == ["0", "1", "2"]
     assert read(written.csv(tmp_path / "b.csv", ["5,6"], "2019,2020"), columns=["2019", "2020"])["2020"].tolist() == [6]
 
 
-def test_options_that_cannot_be_meant(tmp_path):
+def test_invalid_options_raise(tmp_path):
     path = written.csv(tmp_path / "a.csv", ["1,2"], "x,y")
     for options, text in [
         ({"columns": "x"}, "columns='x' is a str"),

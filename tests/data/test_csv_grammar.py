@@ -1,4 +1,4 @@
-"""Where records and fields of CSV begin and end, against a reader of single letters; and that nothing else decides what is valid."""
+"""Where CSV records and fields begin and end, compared with a reader of single characters; nothing else decides what is valid."""
 
 import random
 
@@ -15,7 +15,7 @@ ALPHABETS = ['a1,"\n', 'a,"\n\r', 'a," \t\n\r', '"\n,']
 
 
 def by_machine(text):
-    """The rows of a text, one letter after the other; None where a quote is never closed."""
+    """The rows of a text, parsed character by character; None where a quote is never closed."""
     rows, row, field, state, line = [], [], "", "start", ""
     for letter in text + "\n":
         if state == "quoted":
@@ -98,7 +98,7 @@ def test_a_column_that_is_not_read_may_hold_anything(tmp_path, odd, quoted):
 
 
 @pytest.mark.parametrize("quoted", [False, True], ids=["no quotes", "quotes elsewhere"])
-def test_what_is_skipped_does_not_depend_on_what_is_read_together(tmp_path, quoted):
+def test_skipped_records_do_not_depend_on_the_batch_size(tmp_path, quoted):
     odd = {3: b"\xff,1", 5: b"5,\xff", 8: b"8", 9: b"9,1,2", 11: b'1"1,1', 12: b'12"3,1', 13: b"13," + b"1" * 140_000}
     rows = [odd.get(at, b'"%d","%d"' % (at, at) if quoted and at % 4 == 0 else b"%d,%d" % (at, at)) for at in range(20)]
     path = tmp_path / "a.csv"
@@ -112,7 +112,7 @@ def test_what_is_skipped_does_not_depend_on_what_is_read_together(tmp_path, quot
 
 @pytest.mark.parametrize("content", [b"\n\r\n  \nx,y\n\n1,2\n \t\n3,4\n", b"x,y\r1,2\r3,4\r", b'\xef\xbb\xbf"x",y\n"1",2\n3,"4"'])
 def test_files_that_other_readers_take(tmp_path, content):
-    """Blank lines, carriage returns alone, quotes after a mark of byte order."""
+    """Blank lines, lone carriage returns, quotes after a byte order mark."""
     (tmp_path / "a.csv").write_bytes(content)
     batch = next(iter(spmd.data.csv(tmp_path / "a.csv", batch_size=2, shuffle=False)))
     assert {name: leaf.tolist() for name, leaf in batch.items()} == {"x": [1, 3], "y": [2, 4]}
@@ -127,7 +127,7 @@ def test_the_line_of_a_record_is_counted_by_any_line_break(tmp_path):
 
 
 def test_work_on_columns_grows_with_their_number(tmp_path, monkeypatch):
-    """Counted are comparisons of names."""
+    """Counts comparisons of names."""
 
     class Name(str):
         compared = 0

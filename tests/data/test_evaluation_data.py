@@ -1,4 +1,4 @@
-"""Evaluation and prediction on data unlike those for training: measured by a program of their own, or refused with what differs."""
+"""Evaluation and prediction on data that differs from the training data: compiled separately, or rejected with the differences."""
 
 import logging
 
@@ -106,7 +106,7 @@ def test_evaluation_of_another_dtype_or_length_has_its_own_program():
     assert result.evaluate(integers, batch_size=8) == result.evaluate(rounded, batch_size=8) != result.evaluate(rows(), batch_size=8)
 
 
-def test_a_metric_that_the_evaluation_does_not_have_cannot_be_watched(tmp_path):
+def test_checkpoint_rejects_a_metric_that_evaluation_lacks(tmp_path):
     with pytest.raises(OptionError, match='Checkpoint: there is no metric "eval_far"'):
         trained(rows(weight=np.ones(ROWS, np.float32)), eval_data=rows(), checkpoint=spmd.Checkpoint(tmp_path, best="eval_far"))
 

@@ -15,7 +15,7 @@ COUNT, BATCH = 48, 16
 
 
 class Rows:
-    """A random-access source that notes which rows were read."""
+    """A random-access source that records which rows were read."""
 
     def __init__(self):
         self.data, self.read = examples(COUNT), []
@@ -69,7 +69,7 @@ def test_batches_train_as_a_list_of_them_does(make):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stop, prefetch", [(2, 2), (3, 2), (4, 0)], ids=["mid-epoch", "epoch's end", "second epoch, no thread"])
-def test_stopped_and_resumed_is_never_stopped(make, stop, prefetch, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(make, stop, prefetch, tmp_path):
     uninterrupted = undisturbed(make)
     fit(make(Rows()), steps=stop, checkpoint=tmp_path, prefetch=prefetch)
     rest = fit(make(Rows()), epochs=3, checkpoint=tmp_path, resume=True, prefetch=prefetch)
@@ -78,15 +78,15 @@ def test_stopped_and_resumed_is_never_stopped(make, stop, prefetch, tmp_path):
     assert rest.history["loss"] == uninterrupted.history["loss"][stop:]
 
 
-def test_a_run_saved_at_the_very_end_of_an_epoch_without_a_length_resumes(tmp_path):
-    """A checkpoint every 3 steps is written before the end of the data is known: the reader's state stands at its end."""
+def test_resume_after_saving_at_the_end_of_an_epoch_of_unknown_length(tmp_path):
+    """A checkpoint every 3 steps is written before the end of the data is known: the reader's state is already at its end."""
     uninterrupted = undisturbed(streamed)
     fit(streamed(Rows()), steps=3, checkpoint=spmd.Checkpoint(tmp_path, every=3))
     rest = fit(streamed(Rows()), epochs=3, checkpoint=tmp_path, resume=True)
     assert same(rest.state, uninterrupted.state)
 
 
-def test_resuming_skips_nothing_by_reading_it(tmp_path):
+def test_resume_does_not_read_skipped_batches(tmp_path):
     fit(streamed(Rows()), steps=2, checkpoint=tmp_path)
     rows = Rows()
     fit(streamed(rows), epochs=1, checkpoint=tmp_path, resume=True)
@@ -95,8 +95,8 @@ def test_resuming_skips_nothing_by_reading_it(tmp_path):
     assert len(rest) == BATCH and not set(first) & set(rest)  # then the third; the second is never read
 
 
-def test_what_was_read_ahead_does_not_count_as_trained_on(tmp_path):
-    """The position saved is that of the last batch trained on, though the reader was further."""
+def test_prefetched_batches_do_not_count_as_trained_on(tmp_path):
+    """The saved position is that of the last batch trained on, although the reader was further ahead."""
     rows = Rows()
     fit(streamed(rows), steps=1, checkpoint=tmp_path, prefetch=2)
     uninterrupted = undisturbed(streamed)

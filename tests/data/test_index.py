@@ -1,4 +1,4 @@
-"""The index of files of records: whatever was changed, it is right or built again. Hashes of contents: other data is not resumed."""
+"""The record index: after any change it is correct or rebuilt. Hashes of contents: a run does not resume on other data."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ def indexed(path):
 
 
 def damages(raw):
-    """By name, what may become of a file: bits that flip, ends that are missing, numbers that are edited."""
+    """(name, bytes) of a file damaged in many ways: flipped bits, truncation, edited numbers."""
     rng = random.Random(0)
     yield "empty", b""
     yield "a line break", b"\n"
@@ -54,7 +54,7 @@ def damages(raw):
 
 
 def test_a_damaged_index_is_built_again_and_reported(path, caplog, monkeypatch):
-    """Each of some 100 damages; what is read is what is in the data, and the index is as it was."""
+    """For some 100 kinds of damage, the records read are those of the data, and the index is restored."""
     file, expected = indexed(path), list(range(100, 100 + ROWS))
     raw = file.read_bytes()
     for name, other in damages(raw):
@@ -65,11 +65,11 @@ def test_a_damaged_index_is_built_again_and_reported(path, caplog, monkeypatch):
         assert other == raw or f"the index of {path} is damaged and is built again" in caplog.text, name
         assert file.read_bytes() == raw, name
     with monkeypatch.context() as patched:
-        patched.setattr(csv_files, "_scan", None)  # a sound one is believed
+        patched.setattr(csv_files, "_scan", None)  # an intact index is used
         assert read(path) == expected
 
 
-def test_an_index_of_another_file_is_not_taken(path, caplog):
+def test_index_of_another_file_is_not_used(path, caplog):
     file, other = indexed(path), written.csv(path.parent / "b.csv", ["7,1", "8,1"], "x,y")
     spmd.data.csv(other, batch_size=2, index=path.parent / "index")
     (theirs,) = {*(path.parent / "index").iterdir()} - {file}
@@ -78,8 +78,8 @@ def test_an_index_of_another_file_is_not_taken(path, caplog):
     assert next(iter(data))["x"].tolist() == [7, 8]
 
 
-def test_an_index_is_not_taken_for_data_that_was_changed_behind_its_back(path):
-    """The same size, and the same time of change."""
+def test_index_is_rebuilt_for_data_changed_with_the_same_size_and_time(path):
+    """Same size, same modification time."""
     indexed(path)
     about = os.stat(path)
     path.write_text(path.read_text().replace("\n100,50.0\n101,50.5\n", "\n10,50.0\n1010,50.5\n"))
@@ -135,7 +135,7 @@ def test_arrays_of_other_contents_are_not_resumed(tmp_path):
 
 
 def _changed(folder):
-    """What the run said had changed when it was resumed."""
+    """What the resumed run reports as changed."""
     (resumed,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "resumed" in line]
     return resumed["changed"]
 

@@ -88,7 +88,7 @@ def test_a_missing_file_lists_the_names_looked_for(tmp_path):
         spmd.data.mnist(tmp_path / "nowhere")
 
 
-def test_images_and_labels_that_do_not_belong_together(tmp_path):
+def test_images_and_labels_of_different_lengths_raise(tmp_path):
     write(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(LABELS[:9]))
     with pytest.raises(DataError) as raised:

@@ -1,4 +1,4 @@
-"""Pictures in folders, Parquet files, and the command that measures reading."""
+"""Folders of pictures, Parquet files, and `spmd data bench`."""
 
 import datetime
 import decimal
@@ -72,7 +72,7 @@ def test_parquet(tmp_path):
         spmd.data.parquet(tmp_path / "a.txt", **options)
 
 
-def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
+def test_missing_extra_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_text("")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(MissingExtraError, match=r"\[parquet\]"):
@@ -85,7 +85,7 @@ def bench(capsys, *words):
     return code, output.out + output.err
 
 
-def test_the_command_measures_reading(tmp_path, capsys):
+def test_bench_command_measures_reading(tmp_path, capsys):
     csv = written.csv(tmp_path / "a.csv", [f"{at},{at / 2}" for at in range(50)], "x,y")
     code, output = bench(capsys, csv, "--batch-size", 8, "--step-ms", 60_000)
     assert (
@@ -99,7 +99,7 @@ def test_the_command_measures_reading(tmp_path, capsys):
     assert code == 0 and "(2 batches, 2 workers)" in output and "the device waits 100 % of the time" in output
 
 
-def test_the_command_reads_features_from_the_first_record(tmp_path, capsys):
+def test_bench_command_reads_features_from_the_first_record(tmp_path, capsys):
     path = written.tfrecord(tmp_path / "a.tfrecord", [written.example(x=np.ones(3, np.float32), y=[at], z=b"abc") for at in range(9)])
     code, output = bench(capsys, path, "--batch-size", 3)
     assert code == 0
@@ -107,7 +107,7 @@ def test_the_command_reads_features_from_the_first_record(tmp_path, capsys):
     assert "y  int32[]" in bench(capsys, path, "--batch-size", 3, "--features", "y=int32[]")[1]
 
 
-def test_the_command_says_what_is_wrong(tmp_path, capsys):
+def test_bench_command_reports_bad_arguments(tmp_path, capsys):
     csv = written.csv(tmp_path / "a.csv", ["1,2"] * 9, "x,y")
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "a.tfrecord").write_bytes(b"")
@@ -196,7 +196,7 @@ def test_values_of_parquet_that_cannot_be_read_raise(tmp_path):
         list(spmd.data.parquet(path, columns=["at"], **options))
 
 
-def test_pictures_of_16_bits_and_folders_that_are_no_classes(pictures, caplog):
+def test_16_bit_pictures_and_folders_without_classes(pictures, caplog):
     image = pytest.importorskip("PIL.Image")
     image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(pictures / "cats" / "0.png")
     (pictures / ".hidden").mkdir()

@@ -1,4 +1,4 @@
-"""Batches on the mesh: padded, weighted, and never sharing memory with what the user reads into."""
+"""Batches on the mesh: padded, weighted, and never sharing memory with the user's buffers."""
 
 import dataclasses
 
@@ -201,7 +201,7 @@ def test_a_generator_may_reuse_its_buffer(prefetch, layout):
     assert result.history["eval_loss"] == expected.history["eval_loss"]
 
 
-def test_the_last_test_would_notice_shared_memory(monkeypatch):
+def test_generator_test_would_notice_shared_memory(monkeypatch):
     def share(self, given):
         leaves = jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(self._mesh, jax.P("data"))), given.leaves)
         return batches.Batch(leaves, self.weights(given.rows, given.rows, True), given.rows, True, given.position)

@@ -1,4 +1,4 @@
-"""Reading ahead: bounded, closed whatever happens, and honest about errors."""
+"""Prefetching: bounded, always closed, and it raises the reader's errors."""
 
 import queue
 import sys
@@ -116,7 +116,7 @@ def test_an_error_while_placing_keeps_its_lines():
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_not_even_an_exit_is_swallowed(kind):
+def test_system_exit_is_not_swallowed(kind):
     def leaving():
         yield 1
         raise kind("out")
@@ -126,7 +126,7 @@ def test_not_even_an_exit_is_swallowed(kind):
     assert not readers()
 
 
-def test_a_reader_that_fails_while_it_is_closed_does_not_fail_in_silence():
+def test_error_while_closing_the_reader_is_raised():
     def stubborn():
         try:
             while True:

@@ -19,7 +19,7 @@ ROWS = 50
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three CSV files; x is the number of the record, y the half of it."""
+    """Three CSV files; x is the number of the record, y half of it."""
     for number, (first, end) in enumerate([(0, 20), (20, 21), (21, ROWS)]):
         written.csv(tmp_path / f"part-{number}.csv", [f"{at},{at / 2}" for at in range(first, end)], "x,y")
     return tmp_path
@@ -55,7 +55,7 @@ def test_all_shuffled_is_the_order_of_arrays(folder):
 
 
 def test_a_window_mixes_and_reads_in_runs():
-    """Within 160 records there are runs of 10 neighbours; none is torn over more than two windows."""
+    """Within 160 records there are runs of 10 neighbours; none is spread over more than two windows."""
     order = RecordOrder(1600, 160, seed=0).epoch(0)
     windows = [set(order[first : first + 160] // 10) for first in range(0, 1600, 160)]
     assert all(len(runs) == 16 for runs in windows)
@@ -108,7 +108,7 @@ def global_batches(reader, size, epoch=1, start=0):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("start", [0, 3])
 def test_batches_are_the_same_in_any_number_of_processes(folder, size, start):
-    """And from any position: it is the number of batches."""
+    """Also from any position, which is a number of batches."""
     assert list(global_batches(records(folder, workers=size % 3), size, start=start)) == numbers(records(folder).epoch(1))[start:]
 
 
@@ -155,7 +155,7 @@ def test_training_on_a_file_is_training_on_its_arrays(table):
 
 
 @pytest.mark.parametrize("stop", [3, 5])
-def test_stopped_and_resumed_is_never_stopped(table, tmp_path, stop):
+def test_resumed_run_equals_uninterrupted_run(table, tmp_path, stop):
     path, options, _ = table
     uninterrupted = fit(spmd.data.csv(path, **options), epochs=3)
     fit(spmd.data.csv(path, workers=2, **options), steps=stop, checkpoint=tmp_path / "run")
@@ -172,7 +172,7 @@ def test_resume_rejects_other_files(table, tmp_path):
         fit(spmd.data.csv(path, **options), epochs=1, checkpoint=tmp_path / "run", resume=True)
 
 
-def test_fit_says_what_does_not_fit(table):
+def test_fit_rejects_options_that_contradict_the_records(table):
     path, options, _ = table
     data = spmd.data.csv(path, **options)
     with pytest.raises(OptionError, match="batch_size=8, but the records come in batches of 16"):
@@ -200,8 +200,8 @@ def test_batches_that_are_read_together_are_those_read_alone(folder, monkeypatch
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_comes_where_its_batch_would(folder, workers):
-    """Record 13 cannot be read; later the third file has shrunk. Batches before come, though they are read together with those after."""
+def test_error_is_raised_at_the_batch_that_it_belongs_to(folder, workers):
+    """Record 13 cannot be read; later the third file has shrunk. Earlier batches are still yielded, though read with later ones."""
     path = folder / "part-0.csv"
     path.write_text(path.read_text().replace("13,", "1x,"))
     batches = iter(records(folder, shuffle=False, workers=workers, batch_size=2))
@@ -230,7 +230,7 @@ def damaged(table):
     path.write_text("\n".join(lines))
 
 
-def test_the_first_that_cannot_be_read_ends_the_run(table):
+def test_first_unreadable_record_stops_the_run(table):
     damaged(table)
     path, options, _ = table
     with pytest.raises(DataError, match=r"table.csv, line 7: column \"x0\" has 'x0\.\d+', which is not a number") as raised:
@@ -269,7 +269,7 @@ def test_skips_are_in_the_state(table, caplog):
     assert "without 2 of 44" in caplog.text
 
 
-def test_skipping_wants_a_loss_that_can_leave_rows_out(table):
+def test_skipping_needs_a_loss_per_row(table):
     damaged(table)
     path, options, _ = table
     data = spmd.data.csv(path, shuffle=False, types={"x0": "float32"}, on_error="skip", **options)
@@ -277,7 +277,7 @@ def test_skipping_wants_a_loss_that_can_leave_rows_out(table):
         fit(data, epochs=1, loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean())
 
 
-def test_options_that_cannot_be_meant(folder):
+def test_invalid_options_raise(folder):
     for options, text in [
         ({"batch_size": 0}, "batch_size=0: a whole number from 1"),
         ({"workers": -1}, "workers=-1"),
@@ -297,7 +297,7 @@ def test_options_that_cannot_be_meant(folder):
             iter(data).set_state(state)
 
 
-def test_a_number_of_numpy_is_a_number(folder):
+def test_options_accept_numpy_numbers(folder):
     batches = iter(records(folder, batch_size=np.int64(8), seed=np.int64(3), shuffle=np.int64(16)))
     next(batches)
     assert json.loads(json.dumps(batches.get_state()))["data"]["batch_size"] == 8
@@ -311,14 +311,14 @@ def broken(table, bad):
     return spmd.data.csv(path, **options, shuffle=False, types={"x0": "float32"}, on_error="skip")
 
 
-def test_batches_of_nothing_sound_are_left_out(table, caplog):
+def test_batches_without_a_readable_record_are_skipped(table, caplog):
     batches = iter(broken(table, range(16, 44)))
     with caplog.at_level(logging.WARNING, "spmd"):
         assert [len(batch["x"]) for batch in batches] == [16]
     assert batches.taken == 3 and "without 28 of 44" in caplog.text
 
 
-def test_a_short_last_batch_of_nothing_sound_is_no_step(table, caplog):
+def test_short_last_batch_without_a_readable_record_is_no_step(table, caplog):
     data = broken(table, range(32, 44))
     with caplog.at_level(logging.WARNING, "spmd"):
         result = fit(data, epochs=2)
@@ -339,6 +339,6 @@ def test_all_processes_have_the_same_batches_where_one_reads_nothing(table):
     assert made[1][0].weights is None and made[1][0].leaves["x"][8:].any()
 
 
-def test_a_full_batch_of_nothing_sound_ends_the_run(table):
+def test_full_batch_without_a_readable_record_stops_the_run(table):
     with pytest.raises(DataError, match="none of the 16 records of a batch of epoch 1 can be read"):
         fit(broken(table, range(16)), steps=2)

@@ -1,4 +1,4 @@
-"""Data that lives on the devices trains like data that does not.
+"""Data that resides on the devices trains like data that does not.
 
 Two programs with the same arithmetic: XLA fuses the longer one differently, so that sums may be rounded in another
 order. Over the steps here the parameters agree within 1e-6 relative (8 units in the last place of float32). Runs that
@@ -41,7 +41,7 @@ def fit_normed(data, **options):
 
 @pytest.mark.parametrize("steps_per_call", [1, 3, 100])
 @pytest.mark.parametrize("count", [96, 88], ids=["whole batches", "short last batch"])
-def test_same_as_without(count, steps_per_call):
+def test_resident_data_trains_like_arrays(count, steps_per_call):
     plain = fit(examples(count), batch_size=16, epochs=3)
     kept = fit(spmd.data.resident(examples(count), steps_per_call=steps_per_call), batch_size=16, epochs=3)
     assert int(kept.state.step) == int(plain.state.step) == 18
@@ -52,7 +52,7 @@ def test_same_as_without(count, steps_per_call):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [88, 96], ids=["short last batch", "whole batches"])
-def test_same_as_without_when_padding_is_not_possible(count):
+def test_resident_data_trains_like_arrays_without_padding(count):
     plain = fit_normed(examples(count), batch_size=16, epochs=2)
     kept = fit_normed(spmd.data.resident(examples(count), steps_per_call=3), batch_size=16, epochs=2)
     assert not kept.trainer.prepare(examples(16))[0].pad_training
@@ -109,7 +109,7 @@ def test_calls_end_where_something_is_due(tmp_path):
 
 
 @pytest.mark.parametrize("stop", [6, 9], ids=["epoch's end", "mid-epoch"])
-def test_stopped_and_resumed_is_never_stopped(tmp_path, stop):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, stop):
     data = spmd.data.resident(examples(96), steps_per_call=3)
     uninterrupted = fit(data, batch_size=16, epochs=3)
     fit(data, batch_size=16, steps=stop, checkpoint=tmp_path)
@@ -134,7 +134,7 @@ def test_every_device_holds_everything():
         (lambda: None, {}, DataError, "resident() takes a dict or tuple of arrays."),
     ],
 )
-def test_what_cannot_be_kept_says_why(arrays, options, error, text):
+def test_resident_rejects_bad_arguments(arrays, options, error, text):
     with pytest.raises(error) as raised:
         spmd.data.resident(arrays, **options)
     assert str(raised.value) == text

@@ -1,4 +1,4 @@
-"""TFRecord and ArrayRecord files: features read many at once and one at a time, and records that are damaged."""
+"""TFRecord and ArrayRecord files: features read in bulk and one at a time, and damaged records."""
 
 import gzip
 import logging
@@ -48,7 +48,7 @@ def test_features_are_read(path, workers):
     assert found["raw"][:, 0].tolist() == list(range(ROWS))
 
 
-def test_what_is_not_asked_for_may_be_anything(tmp_path):
+def test_features_that_are_not_read_may_be_anything(tmp_path):
     records = [written.example(y=[at], name=b"n" * (at % 3), more=[at] * (at % 2)) for at in range(9)]
     path = written.tfrecord(tmp_path / "a.tfrecord", records)
     assert read(path, {"y": spmd.data.fixed((), "int64")})["y"].tolist() == list(range(9))
@@ -114,7 +114,7 @@ def test_a_flipped_bit_is_named_and_skipped(path, caplog):
 
 
 @pytest.mark.parametrize("damage", ["truncated in a record", "truncated in a head", "a length", "a large length"])
-def test_where_the_next_record_is_not_known_the_place_is(path, damage, caplog):
+def test_damage_that_hides_the_next_record_is_located(path, damage, caplog):
     at, raw = starts(path)[17], bytearray(path.read_bytes())
     if damage.startswith("truncated"):
         raw = raw[: at + (30 if damage == "truncated in a record" else 5)]
@@ -247,7 +247,7 @@ def test_buckets_that_do_not_fit_raise(sequences):
 
 
 def test_a_bad_record_moves_no_other_to_another_bucket(tmp_path, caplog):
-    """Its length is not that of the record which stands in for it, here the longest."""
+    """Its length is not that of the record that replaces it, here the longest."""
     records = [written.example(tokens=list(range(8 if at == 0 else 1)), at=[at]) for at in range(12)]
     records[5] = b"\xff"
     features = {"tokens": spmd.data.padded(8, "int32"), "at": spmd.data.fixed((), "int32")}
@@ -313,7 +313,7 @@ def test_array_records_that_differ_are_named_or_padded(array_records):
         next(iter(spmd.data.array_record(array_records, **{**options, "decode": fails})))
 
 
-def test_what_is_no_array_record(array_records, tmp_path):
+def test_files_that_are_not_array_records_raise(array_records, tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(DataError, match=r"a.txt is not an ArrayRecord file"):
         spmd.data.array_record(tmp_path / "a.txt", decode=len, batch_size=1)
@@ -343,7 +343,7 @@ def test_a_first_array_record_that_cannot_be_read_is_skipped_like_any_other(tmp_
         assert "without 1 of 6" in caplog.text
 
 
-def test_what_decode_gives_is_checked(array_records):
+def test_output_of_decode_is_checked(array_records):
     options = {"batch_size": 8, "shuffle": False}
     for decode, text in [
         (len, "decode returns an int, but must return a dict of arrays"),

@@ -1,4 +1,4 @@
-"""Files of records, written by hand: nothing here uses what reads them."""
+"""Writers of record files that share no code with the readers under test."""
 
 import struct
 

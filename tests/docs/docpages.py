@@ -12,7 +12,7 @@ _FENCE = re.compile(r"([ ]*)(`{3,}|~{3,})\s*([\w+-]*)[ \t]*(.*)")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Code of a page: `line` is where its first line stands, from 1; `note` what the fence says beside the language."""
+    """Code of a page: `line` is the number of its first line, from 1; `note` the text after the language on the fence."""
 
     page: str
     line: int
@@ -25,7 +25,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """All code of a page in order: in fences, indented, or in a comment that readers do not see (`<!-- python`)."""
+    """All code of a page in order: in fences, indented, or in a hidden comment (`<!-- python`)."""
     return blocks_of(PAGES[page].read_text(encoding="utf-8"), page)
 
 

@@ -19,7 +19,7 @@ def text(name):
 
 
 def sections(name):
-    """What stands below each heading of the second level."""
+    """Heading of the second level -> the text below it."""
     parts = re.split(r"^## (.+)$", text(name), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -31,7 +31,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     wrong = []
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose(page))):
         path, _, anchor = target.partition("#")
@@ -84,7 +84,7 @@ def test_every_key_of_a_layout_is_listed(section, names):
     below = sections("layouts")[section]
     assert not [name for name in names if f"`{name}`" not in below]
     listed = set(re.findall(r"^\| `(\w+)` \|", below, re.MULTILINE))
-    assert not listed - set(names), "keys that there are not"
+    assert not listed - set(names), "keys that do not exist"
 
 
 def test_options_of_codecs_and_the_top_are_listed():
@@ -127,7 +127,7 @@ def test_the_reference_has_every_public_name():
     assert wanted == set(shown), f"missing {sorted(wanted - set(shown))}, too many {sorted(set(shown) - wanted)}"
 
 
-def test_what_the_reference_names_is_documented():
+def test_names_in_the_reference_have_docstrings():
     for name in reference():
         module, _, attribute = name.rpartition(".")
         value = getattr(importlib.import_module(module), attribute)

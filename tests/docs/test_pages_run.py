@@ -1,4 +1,4 @@
-"""What the pages show runs: Python page by page, layouts and hosts as files, commands where that is cheap; and all options exist."""
+"""Examples on the pages run: Python page by page, layouts and host files, cheap commands; and every option exists."""
 
 import argparse
 import itertools
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 
 ALL = [block for page in PAGES for block in blocks(page)]
 PYTHON = [block for block in ALL if block.language == "python" and not block.note.startswith(("tensorflow", "no-run"))]
-RUN = ("layouts", "targets")  # commands that are quick, whatever follows; and those that only print: --dry-run, --kubernetes
+RUN = ("layouts", "targets")  # commands that are quick with any arguments; and those that only print: --dry-run, --kubernetes
 MARKS = ("", "hidden", "tensorflow")
 
 
@@ -45,7 +45,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, registries):
     name = "page_" + re.sub(r"\W", "_", page)
     module = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
-    cloudpickle.register_pickle_by_value(module)  # as what stands in a notebook
+    cloudpickle.register_pickle_by_value(module)  # as in a notebook
     for block in PYTHON:
         if block.page == page:
             exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), vars(module))
@@ -53,7 +53,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, registries):
 
 
 def first_program(page):
-    """What a reader pastes: the first Python of a page, before which nothing is hidden."""
+    """What a reader pastes: the first Python block of a page, with no hidden block before it."""
     block = next(block for block in PYTHON if block.page == page)
     assert block.note == "", f"{block}: hidden code comes before the first program"
     return block.text
@@ -90,7 +90,7 @@ def test_a_block_that_is_not_run_says_why():
 
 
 def test_python_is_in_fences():
-    """What is indented is not run, so it is not Python; and a fence names its language."""
+    """Indented blocks are not run, so they must not be Python; and every fence names its language."""
     code = re.compile(r"^(import |from \w+ import |def |class |@)|^\w+ = |^for .*:$", re.MULTILINE)
     found = [str(block) for block in ALL if block.language == "" and block.note != "indented"]
     found += [str(block) for block in ALL if block.note == "indented" and code.search(block.text)]
@@ -109,7 +109,7 @@ def test_blocks_are_found():
 
 
 def test_right_follows_left():
-    """Each idiom of TensorFlow's is answered by something that runs, before the next."""
+    """Each TensorFlow idiom is followed by a block that runs, before the next idiom."""
     page = blocks("docs/from_distributed_tensorflow.md")
     kinds = ["left" if block.note == "tensorflow" else "right" for block in page if block.note != "hidden"]
     assert kinds.count("left") >= 28

@@ -15,10 +15,10 @@ def test_the_three_ways(capsys):
     shown = capsys.readouterr().out
     history = {name: run.result.history for name, run in runs.items()}
     together, late, split = (history[name] for name in ("synchronous", "asynchronous", "split"))
-    # the same rows in the same order, summed in another one
+    # the same rows in the same order; sums are taken in another order
     np.testing.assert_allclose(split["loss"], together["loss"], rtol=1e-4)
     np.testing.assert_allclose(split["eval_loss"], together["eval_loss"], rtol=1e-4)
-    # every gradient of 8 rows is an update, of weights that have moved on since
+    # every gradient of 8 rows is an update, applied to weights that have changed since
     assert sum(together["updates"]) == 16 and sum(late["updates"]) == 8 * 16 and max(late["staleness"]) > 4
     assert np.abs(late["eval_loss"][-1] - together["eval_loss"][-1]) > 1e-3
     assert late["simulated_seconds"][-1] < together["simulated_seconds"][-1]

@@ -1,4 +1,4 @@
-"""`make demo`: it learns, it leaves what it promises, and it touches no earlier run."""
+"""`make demo`: it learns, writes the promised files, and leaves earlier runs alone."""
 
 import importlib
 import json
@@ -33,7 +33,7 @@ def test_demo_learns_and_leaves_its_results(tmp_path):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "demo"
     assert "dense/kernel" in done.stdout and "mesh data=4, model=2: 4 workers" in done.stdout  # the layout
-    assert "step 240: eval_loss" in done.stderr  # progress, though this is no terminal
+    assert "step 240: eval_loss" in done.stderr  # progress, although this is not a terminal
     assert "test accuracy 0.9" in done.stdout
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "data:image/png;base64," in (folder / "report.html").read_text(encoding="utf-8")

@@ -151,7 +151,7 @@ def test_a_character_does_not_see_what_follows(name):
 
 @pytest.fixture
 def ways(monkeypatch):
-    """The comparison of parameter servers with some of its ways; of none given, with all."""
+    """The comparison of parameter servers with the given ways, or with all of them."""
 
     def make(names):
         module = example("parameter_server")

@@ -27,7 +27,7 @@ class Block(nnx.Module):
 
 
 class Conv(nnx.Module):
-    """A convolution whose slope is infinite where it has nothing to do: what an idle stage computes would be NaN."""
+    """A convolution whose gradient is infinite at zeros: what an idle stage computes would be NaN."""
 
     def __init__(self, rngs):
         self.conv = nnx.Conv(WIDTH, WIDTH, (3, 3), rngs=rngs)
@@ -38,7 +38,7 @@ class Conv(nnx.Module):
 
 
 def layers(kind, count=8, dropout=0.0):
-    """A stack of this kind, and an input for it of 16 rows."""
+    """A stack of this kind, and an input of 16 rows."""
     rngs, rows = nnx.Rngs(0), np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rows.normal(size=(16, *shape)), jnp.float32)
     if kind in ("lstm", "gru"):

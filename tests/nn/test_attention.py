@@ -66,7 +66,7 @@ EVERY = [
     ],
 )
 def test_equals_attention_on_one_device(mesh, causal, order):
-    """To a few roundings of float32: sums are taken in another order."""
+    """To a few float32 rounding errors: sums are taken in another order."""
     parallel = parallel_config(mesh, order)
     sharded = program(parallel, causal=causal)
     found = sharded(*inputs())
@@ -79,7 +79,7 @@ def test_equals_attention_on_one_device(mesh, causal, order):
 
 
 def test_padding_and_rows_that_see_nothing():
-    """Padding in front of one row and behind another, a row that is nothing else; with data axes, and as many tiles as there are keys."""
+    """Padding before one row, after another, and a row of padding only; with data axes, and one tile per key."""
     mask = np.ones((ROWS, LENGTH), bool)
     mask[0, :9], mask[1, 20:], mask[2] = False, False, False
     arrays = inputs()
@@ -160,7 +160,7 @@ def temporaries(parallel, length):
 
 
 def test_memory_grows_as_the_shard():
-    """Four times the sequence on four times the devices takes what it took; unsplit, it takes more than ten times that."""
+    """Four times the sequence on four times the devices needs the same memory; on one device it needs more than ten times that."""
     two, eight = temporaries(parallel_config("context=2"), 1024), temporaries(parallel_config("context=8"), 4096)
     assert eight < 1.1 * two
     assert temporaries(ParallelConfig(), 4096) > 10 * temporaries(ParallelConfig(), 1024) > 10 * two
@@ -201,7 +201,7 @@ def test_lengths_that_cannot_be_sharded():
     )
 
 
-def test_what_does_not_belong_together():
+def test_mismatched_shapes_raise():
     query, key, value, _ = inputs()
     assert error_text(OptionError, query, key, value[:, 1:]) == (
         "attention: query float32[4, 32, 4, 8], key float32[4, 32, 2, 8], value float32[4, 31, 2, 8].\n"

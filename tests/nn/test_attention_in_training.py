@@ -69,8 +69,8 @@ def test_trains_as_on_one_device(mesh, reduction, order):
 
 
 @pytest.mark.system
-def test_a_codec_is_around_it():
-    """bfloat16 rounds each gradient by at most 2^-8 of it, momentum sums up ten times that: 5 % of the way that training went."""
+def test_trains_with_a_gradient_codec():
+    """bfloat16 rounds each gradient by at most 2^-8 of it, momentum sums ten times that: 5 % of the distance that parameters moved."""
     trainer = trainer_of("data=4,context=2", spmd.Gradients("reduce_scatter", "bfloat16"))
     start, plain = leaves(trainer.init().params), reference("gpt")[1]
     far = {path: np.abs(value - plain[path]).max() / np.abs(start[path] - plain[path]).max() for path, value in trained(trainer)[1].items()}
@@ -86,7 +86,7 @@ def test_collectives_of_compiled_step():
     """Keys and values around the ring, one reduction of gradients over `context` and one over `data`; no activation is gathered."""
     shallow = lambda: gpt.GPT(vocab=128, width=32, depth=1, heads=4, length=LENGTH, rngs=nnx.Rngs(0))
     trainer = trainer_of("data=2,context=4", spmd.Gradients("all_reduce"), model=shallow)
-    found = collections.defaultdict(collections.Counter)  # how often which number of floats, by kind and devices
+    found = collections.defaultdict(collections.Counter)  # (kind, devices) -> how often each number of floats is sent
     for shape, kind, groups in re.findall(
         r" = (.+?) (all-gather|all-to-all|all-reduce)\(.*?replica_groups=(mesh\[.*?\] \{.*?\}|\S+?),? ", compiled(trainer)
     ):
@@ -108,7 +108,7 @@ def test_collectives_of_compiled_step():
     assert [(op.kind, op.shape) for op in trainer.wire.ops if op.where == "tokens/embed"] == [("all_reduce", (128, 32))]
 
 
-def test_a_layout_that_nothing_follows():
+def test_layout_whose_axis_is_never_used_raises():
     class Plain(nnx.Module):
         def __init__(self):
             self.embed = nnx.Embed(128, 128, rngs=nnx.Rngs(0))
@@ -139,7 +139,7 @@ def test_a_layout_that_nothing_follows():
         ),
     ],
 )
-def test_axes_that_cannot_be(axis, expected):
+def test_invalid_axes_raise(axis, expected):
     layout = dataclasses.replace(LAYOUT, sequence=spmd.Sequence(axis))
     with pytest.raises(LayoutError) as caught:
         trainer_of("data=4,context=2", spmd.Gradients("all_reduce"), layout).prepare(batches("gpt")[0])
@@ -160,7 +160,7 @@ def test_a_leaf_without_a_sequence_needs_a_rule():
     make(dataclasses.replace(LAYOUT, batch=dataclasses.replace(LAYOUT.batch, rules=rules))).prepare(batch)
 
 
-def test_an_embedding_is_that_of_flax():
+def test_embed_equals_flax_embed():
     tokens = np.arange(12).reshape(2, 6) % 5
     ours, theirs = spmd.nn.Embed(5, 3, rngs=nnx.Rngs(0)), nnx.Embed(5, 3, rngs=nnx.Rngs(0))
     assert (ours(tokens) == theirs(tokens)).all()
@@ -182,8 +182,8 @@ class Stacked(nnx.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_inside_of_a_pipeline(schedule):
-    """Idle stages go around with the others: in a branch of their own the ring would exchange wrong numbers."""
+def test_context_parallel_inside_a_pipeline(schedule):
+    """Idle stages take part in the ring: in a separate branch, the ring would exchange wrong numbers."""
     pipe = spmd.Pipeline("stage", schedule, microbatches=2)
     pipelined = dataclasses.replace(LAYOUT, pipeline=pipe)
     found = []

@@ -48,13 +48,13 @@ def program(parallel, moe):
 
 
 def near(ours, theirs, share=2e-6):
-    """Each array to a few roundings of its largest number."""
+    """Each array to a few rounding errors of its largest number."""
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=share * np.abs(b).max())
 
 
 def by_hand(moe, x):
-    """What equations say, with numpy, of tokens [tokens, features] that all find room; and the loss."""
+    """The equations in numpy, for tokens [tokens, features] that are all within capacity; and the loss."""
     router, up, down = (np.asarray(p[...], np.float64) for p in (moe.router, moe.up, moe.down))
     likely = np.exp(x @ router)
     likely /= likely.sum(axis=1, keepdims=True)
@@ -87,7 +87,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("mesh", "k"), MESHES)
 def test_equals_one_device(mesh, k):
-    """With room for all, the result, the loss and all gradients are those of one device."""
+    """With capacity for all tokens, the result, the loss and all gradients are those of one device."""
     parallel, moe = parallel_config(mesh), moe_of(k)
     near(program(parallel, moe)(tokens()), program(ParallelConfig(), moe)(tokens()))
     assert parallel.used == {"experts", "mixture"}
@@ -234,13 +234,13 @@ def test_layout_with_experts_that_the_loss_never_calls():
         ),
     ],
 )
-def test_axes_that_cannot_be(change, expected):
+def test_invalid_axes_raise(change, expected):
     with pytest.raises(LayoutError) as caught:
         trainer_of(dataclasses.replace(LAYOUT, **change), "data=2,expert=4").prepare(batch())
     assert expected in str(caught.value)
 
 
-def test_numbers_that_cannot_be():
+def test_invalid_arguments_raise():
     def error_text(error, call):
         with pytest.raises(error) as caught, parallel_scope(parallel_config("data=2,expert=4")):
             call()

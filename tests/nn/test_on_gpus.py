@@ -53,7 +53,7 @@ def scheduled(overlap):
 
 
 def hidden(lines):
-    """For every permute how many loops over the steps of a chunk are scheduled between its start and its end."""
+    """For every permute, how many loops over a chunk's steps are scheduled between its start and its end."""
     found, open_ = [], {}
     for line in lines:
         if start := re.match(r"\s*(%?[\w.-]+) = .* collective-permute-start\(", line):
@@ -66,6 +66,6 @@ def hidden(lines):
 
 
 def test_permutes_overlap_compute():
-    """Forward and backward a chunk's loop lies between start and end. Without `overlap` what lies there is only what is put away."""
+    """Forward and backward, a chunk's loop is between start and end. Without `overlap` only the stores of results are there."""
     assert hidden(scheduled(overlap=True)) == [1, 1]
     assert hidden(scheduled(overlap=False)) == [0, 0]

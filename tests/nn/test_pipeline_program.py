@@ -27,7 +27,7 @@ def equations(jaxpr, times=1):
 
 
 def shifts(jaxpr):
-    """How often neighbours hand something on, and to whom."""
+    """How often stages send to a neighbour, and the (source, target) pairs."""
     found = [(equation.params["perm"], times) for equation, times in equations(jaxpr) if equation.primitive.name == "ppermute"]
     return sum(times for _, times in found), {pair for pairs, _ in found for pair in pairs}
 
@@ -53,7 +53,7 @@ def traced(kind, how, grad=False):
     ],
 )
 def test_ticks_are_those_of_the_table(kind, stages, options, ticks):
-    """One hand-over in each tick, forward and again backward."""
+    """One send in each tick, forward and again backward."""
     how = parallel_config((1, stages), **options)
     forward, pairs = shifts(traced(kind, how))
     assert forward == ticks == next(iter(how.schedules.values())).forward.ticks
@@ -116,7 +116,7 @@ def test_a_1f1b_step_has_the_ticks_of_its_table(stages, microbatches):
 
 
 def memory_of(mesh, layout, rows, **more):
-    """What the compiler says of one device's memory."""
+    """The compiler's memory analysis of one device."""
     return step_of(mesh, layout, rows, **more)[1].lower().compile().memory_analysis()
 
 
@@ -137,7 +137,7 @@ def test_activations_of_1f1b_do_not_grow_with_microbatches():
 
 @pytest.mark.system
 def test_parameters_fall_with_the_stages():
-    """With plain SGD what the compiled step takes is parameters, and a batch that is the same on all meshes."""
+    """With plain SGD the arguments of the compiled step are parameters, and a batch that is the same on all meshes."""
     one, two, four = (memory_of(f"data=1,stage={stages}", piped(), 8).argument_size_in_bytes for stages in (1, 2, 4))
     stack = 8 * 2 * WIDTH * 4 * WIDTH * 4  # layers of two kernels, float32
     assert one - two == stack / 2 and two - four == stack / 4
@@ -145,7 +145,7 @@ def test_parameters_fall_with_the_stages():
 
 @SLOW
 def test_a_model_that_no_device_holds_alone():
-    """On 2x2x2 devices each holds an eighth; state and temporaries stay in a budget that the state on one device is over by far."""
+    """On 2x2x2 devices each holds an eighth; state and temporaries stay within a budget that the state on one device exceeds by far."""
     more = {"model": lambda: Net(width=128), "optimizer": optax.adam(1e-3)}
     budget = 8 * 2**20
     layout = spmd.Layout.load("fsdp_pipeline_tensor")
@@ -182,7 +182,7 @@ def test_nothing_gathers_weights_or_logits():
 
 @pytest.mark.system
 def test_recurrent_weights_are_reduced_once_per_step():
-    """Not once per step of time."""
+    """Not once per time step."""
 
     class Deep(nnx.Module):
         def __init__(self):

@@ -13,7 +13,7 @@ def theirs(x):
 
 
 def weighted(pool, x):
-    """The gradient of a sum in which every pixel that was chosen counts otherwise."""
+    """The gradient of a sum that weights every output pixel differently."""
     return jax.grad(lambda x: (pool(x) * np.arange(pool(x).size).reshape(pool(x).shape)).sum())(x)
 
 
@@ -30,7 +30,7 @@ def test_equals_nnx_max_pool(shape, dtype, values):
 
 
 def test_forward_mode():
-    """Where pixels are larger and smaller than others by more than the step, the pool is linear."""
+    """Where pixels differ by more than the step, the pool is linear."""
     x = np.random.default_rng(0).permutation(2 * 6 * 6 * 3).reshape(2, 6, 6, 3).astype("float32")
     step = np.random.default_rng(1).integers(-3, 4, x.shape).astype("float32") / 8
     y, change = jax.jvp(spmd.nn.max_pool2, (x,), (step,))

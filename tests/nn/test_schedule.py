@@ -1,4 +1,4 @@
-"""Tables of pipelines: every work once, after what it needs, in as many ticks as the literature says."""
+"""Pipeline schedules: every work item once, after its inputs, in as many ticks as the literature says."""
 
 import itertools
 
@@ -18,7 +18,7 @@ def made(name, stages, microbatches, groups=1):
 
 
 @every_schedule
-def test_everything_is_done_once_and_after_what_it_needs(name, stages, microbatches, groups):
+def test_every_work_item_runs_once_and_after_its_inputs(name, stages, microbatches, groups):
     found = made(name, stages, microbatches, groups)
     when = {}
     for tick, row in enumerate(found.table):
@@ -47,7 +47,7 @@ def test_ticks_and_idle_time_are_those_of_the_literature(name, stages, microbatc
 
 
 @pytest.mark.parametrize("stages, microbatches", SIZES)
-def test_what_has_to_be_kept(stages, microbatches):
+def test_activations_kept_per_schedule(stages, microbatches):
     """All microbatches by GPipe; by 1F1B as many as there are stages from here on, however many microbatches."""
     assert made("gpipe", stages, microbatches).in_flight == (microbatches,) * stages
     assert made("1f1b", stages, microbatches).in_flight == tuple(min(microbatches, stages - stage) for stage in range(stages))
@@ -87,6 +87,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("given, said", REFUSED.values(), ids=REFUSED)
-def test_what_makes_no_schedule(given, said):
+def test_invalid_schedules_raise(given, said):
     with pytest.raises(OptionError, match=said):
         made(*given)

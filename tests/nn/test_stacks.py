@@ -112,8 +112,8 @@ def test_a_circular_pipeline_is_the_stack(plain, kind):
 
 
 @pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
-def test_what_idle_stages_compute_is_never_seen(unroll):
-    """Zeros, which an idle stage would work on, have an infinite slope here."""
+def test_results_of_idle_stages_are_never_used(unroll):
+    """Zeros, the input of an idle stage, have an infinite gradient here."""
     stack, x = layers("cnn", 4)
     loss, params = loss_of(stack, UNSHARDED)
     assert not np.isfinite(jax.grad(lambda x: loss(params, x)[0])(jnp.zeros_like(x))).all()
@@ -124,7 +124,7 @@ def test_what_idle_stages_compute_is_never_seen(unroll):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk", [12, 1, None, 5], ids=lambda chunk: f"chunk-{chunk}")
 def test_chunks_of_time_change_nothing(plain, chunk):
-    """One step; a length that leaves a remainder, which is masked; all steps at once; what the library chooses."""
+    """One step; a length that leaves a remainder, which is masked; all steps at once; the library's choice."""
     how = parallel_config((1, 4), **({"time_chunk": chunk} if chunk else {}))
     y, grads = run(*layers("lstm"), how)
     assert relative_difference(y, plain["lstm"][0]) <= (
@@ -149,7 +149,7 @@ def test_one_stage_is_a_scan():
 @pytest.mark.parametrize("how", [pytest.param(UNSHARDED, marks=SLOW), parallel_config((2, 4), time_chunk=5)], ids=["plain", "wavefront"])
 @pytest.mark.parametrize("kind", ["lstm", pytest.param("gru", marks=SLOW)])
 def test_lengths_states_and_dropout(kind, how):
-    """Against flax's own RNN, layer by layer: final carries, zeros after a row's end, states that are handed on."""
+    """Against flax's RNN, layer by layer: final carries, zeros after a row's end, states passed from call to call."""
     stack, x = layers(kind, 4)
     lengths = jnp.asarray([12, 3, 1, 7] * 4)
     (y, carry), _ = run(stack, x, how, lengths=lengths, return_carry=True)
@@ -169,7 +169,7 @@ def test_lengths_states_and_dropout(kind, how):
 
 @pytest.mark.parametrize("unroll", [False, pytest.param(True, marks=SLOW)], ids=["loop", "unrolled"])
 def test_a_last_state_has_its_gradient(unroll):
-    """Stages that are done early keep it through their idle ticks."""
+    """Stages that finish early keep it through their idle ticks."""
     stack, x = layers("gru", 4)
     y, grads = run(stack, x, UNSHARDED, return_carry=True)
     sharded = run(stack, x, parallel_config((2, 4), unroll=unroll, time_chunk=4), return_carry=True)
@@ -185,7 +185,7 @@ def test_dropout_draws_what_it_draws_on_one_device(kind):
     assert relative_difference(sharded[0], y) < 1e-6 and relative_difference(sharded[1], grads) < 1e-5
 
 
-def test_what_stands_beside_reaches_every_layer():
+def test_beside_reaches_every_layer():
     rngs = nnx.Rngs(0)
     stack = spmd.nn.RNNStack([nnx.GRUCell(WIDTH + 3, WIDTH, rngs=rngs) for _ in range(4)])
     rows = np.random.default_rng(1)
@@ -200,7 +200,7 @@ def test_what_stands_beside_reaches_every_layer():
 
 
 @pytest.mark.system
-def test_both_ways_side_by_side():
+def test_bidirectional_equals_flax():
     rngs = nnx.Rngs(0)
     layer = spmd.nn.Bidirectional(*(nnx.OptimizedLSTMCell(3, WIDTH, rngs=rngs) for _ in range(2)))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 6, 3)), jnp.float32)
@@ -216,7 +216,7 @@ def test_both_ways_side_by_side():
 
 
 def test_a_wavefront_in_the_order_of_a_circular_pipeline(plain):
-    """What a state keeps in the order of stages is found again."""
+    """Parameters that the state keeps in stage order go to the right layers."""
     stack, x = layers("lstm")
     order = stage_order(8, 4, 2)
     nnx.update(stack.cells, jax.tree.map(lambda leaf: leaf[order], nnx.state(stack.cells)))
@@ -227,8 +227,8 @@ def test_a_wavefront_in_the_order_of_a_circular_pipeline(plain):
     assert relative_difference((back(grads[0]), grads[1]), plain["lstm"][1]) <= 1e-5
 
 
-def test_layers_keep_the_dtype_of_what_comes_in():
-    """Though flax's carries are float32."""
+def test_layers_keep_the_input_dtype():
+    """Although flax's carries are float32."""
     for stack in (layers("gru", 4)[0], spmd.nn.Bidirectional(*(nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(2)))):
         x = layers("gru", 4)[1].astype(jnp.bfloat16)
         for how in (UNSHARDED, parallel_config((2, 4), time_chunk=5)):
@@ -237,7 +237,7 @@ def test_layers_keep_the_dtype_of_what_comes_in():
                 assert jax.eval_shape(loss, params, x)[1].dtype == jnp.bfloat16
 
 
-def test_a_layer_that_was_taken_out_is_no_stack():
+def test_extracted_layer_has_no_stack_metadata():
     named = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
     with nnx.use_eager_sharding(False):
         stack = spmd.nn.LayerStack([nnx.Linear(4, 4, kernel_init=named, rngs=nnx.Rngs(0)) for _ in range(2)])
@@ -260,7 +260,7 @@ class ExtraInputs(nnx.Module):
         return x + jnp.tanh(self.linear(x)) * scale[:, None] + table * (2 if double else 1)
 
 
-def test_more_for_every_layer():
+def test_extra_arguments_reach_every_layer():
     """Positional arrays are split into microbatches as x is, keyword arguments are not; all have gradients."""
     rngs = nnx.Rngs(0)
     stack = spmd.nn.LayerStack([ExtraInputs(rngs) for _ in range(4)])
@@ -279,7 +279,7 @@ def test_more_for_every_layer():
 
 
 def test_a_stack_outside_of_a_step():
-    """Outside of a step it is plain model code, and each layer can be taken out."""
+    """Outside of a step it is plain model code, and each layer can be extracted."""
     assert current() is UNSHARDED
     rngs = nnx.Rngs(0)
     made = [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(5)]
@@ -296,7 +296,7 @@ def test_a_stack_outside_of_a_step():
 
 
 def test_compiling_does_not_grow_with_depth():
-    """The same program for 6 layers and 48, but for sizes."""
+    """The same program for 6 layers and 48, except for sizes."""
 
     def lines(depth):
         stack, x = layers("gpt", depth)
@@ -307,7 +307,7 @@ def test_compiling_does_not_grow_with_depth():
 
 
 class Dropping(nnx.GRUCell):
-    """A cell that drops some of what it takes."""
+    """A cell with dropout on its input."""
 
     def __init__(self, rngs):
         super().__init__(4, 4, rngs=rngs)
@@ -470,7 +470,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors_say_what_where_and_how(case):
+def test_error_texts(case):
     make, text = ERRORS[case]
     with pytest.raises(ModelError) as caught:
         make()

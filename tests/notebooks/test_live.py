@@ -24,7 +24,7 @@ def fit(steps, **more):
 
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
-    """A kernel of its own, ended whatever happens."""
+    """A separate kernel, which is always shut down."""
     from jupyter_client.manager import KernelManager
 
     for name, value in {"JUPYTER_RUNTIME_DIR": tmp_path / "runtime", "IPYTHONDIR": tmp_path / "ipython", "JAX_PLATFORMS": "cpu"}.items():
@@ -42,7 +42,7 @@ def kernel(tmp_path, monkeypatch):
 
 
 def messages(client, code, meanwhile=lambda message: None, seconds=400):
-    """What the kernel says while it runs a cell: (when it said so, message) each."""
+    """(time, message) of everything that the kernel sends while it runs a cell."""
     asked, found, until = client.execute(code), [], time.monotonic() + seconds
     while time.monotonic() < until:
         try:
