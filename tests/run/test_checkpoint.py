@@ -47,7 +47,7 @@ def undisturbed(kind):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stop", [4, 6], ids=["mid-epoch", "epoch's end"])
 @pytest.mark.parametrize("kind", RUNS)
-def test_stopped_and_resumed_is_never_stopped(kind, stop, tmp_path):
+def test_resumed_run_matches_uninterrupted_run(kind, stop, tmp_path):
     """Parameters, moments, batch statistics, dropout's stream, the order of the data: bit for bit."""
     uninterrupted = undisturbed(kind)
     first = RUNS[kind](steps=stop, checkpoint=tmp_path)
@@ -59,7 +59,7 @@ def test_stopped_and_resumed_is_never_stopped(kind, stop, tmp_path):
     assert next(rest.history.rows())["step"] == stop + 1
 
 
-def test_the_runs_above_depend_on_order_and_dropout():
+def test_reference_runs_depend_on_order_and_dropout():
     """Otherwise another seed would change nothing, and the comparisons above would prove nothing."""
     assert fit_net(labelled(80), steps=4, seed=1).history["loss"] != undisturbed("arrays").history["loss"][:4]
     assert undisturbed("list").history["loss"] != fit(numbers(80), epochs=3).history["loss"]
@@ -75,7 +75,7 @@ def test_stopped_many_times(tmp_path):
     assert losses + rest.history["loss"] == fit(epochs=3).history["loss"]
 
 
-def test_a_run_that_is_over_is_over(tmp_path):
+def test_resuming_a_finished_run_trains_no_step(tmp_path):
     uninterrupted = fit(epochs=2, checkpoint=tmp_path)
     again = fit(epochs=2, checkpoint=tmp_path, resume=True)
     assert same(again.state, uninterrupted.state) and len(again.history) == 0 and again.stop_reason is None
@@ -83,7 +83,7 @@ def test_a_run_that_is_over_is_over(tmp_path):
     assert same(longer.state, fit(epochs=3).state)
 
 
-def test_resume_in_an_empty_folder_is_a_start(tmp_path):
+def test_resume_in_an_empty_folder_starts_at_step_0(tmp_path):
     assert same(fit(epochs=1, checkpoint=tmp_path, resume=True).state, fit(epochs=1).state)
 
 
@@ -121,14 +121,14 @@ def test_resume_refuses_other_data_options(tmp_path):
 @pytest.mark.parametrize(
     "change", [{"seed": 1}, {"batch_size": 16}, {"data": numbers(95)}, {"shuffle": False}], ids=lambda c: next(iter(c))
 )
-def test_each_difference_alone_is_enough(change, tmp_path):
+def test_resume_refuses_each_difference_alone(change, tmp_path):
     fit(steps=1, checkpoint=tmp_path)
     with pytest.raises(CheckpointError, match="1 problem:"):
         fit(**{"steps": 2, "checkpoint": tmp_path, "resume": True, **change})
     assert int(fit(steps=2, checkpoint=tmp_path, resume=True).state.step) == 2
 
 
-def test_an_iterable_of_another_length_or_size_is_noticed(tmp_path):
+def test_resume_refuses_an_iterable_of_another_length_or_size(tmp_path):
     fit(lists(), batch_size=None, steps=2, checkpoint=tmp_path)
     with pytest.raises(CheckpointError, match="batches\n      saved 3, now 2"):
         fit(lists()[:2], batch_size=None, steps=3, checkpoint=tmp_path, resume=True)
@@ -211,7 +211,7 @@ def test_training_resumes_on_fewer_devices(tmp_path):
 # what does not fit ----------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_does_not_fit_is_a_table(tmp_path):
+def test_restore_lists_every_array_that_does_not_fit(tmp_path):
     fit_net(steps=1, checkpoint=tmp_path, metrics={})
 
     class Other(Net):
@@ -284,7 +284,7 @@ def test_restore_into_wider_model_lists_every_difference(tmp_path):
         ({"keep": True}, "Checkpoint: keep=True is not a positive integer."),
     ],
 )
-def test_options_that_cannot_be_meant(options, text):
+def test_invalid_checkpoint_options_are_refused(options, text):
     with pytest.raises(OptionError) as raised:
         Checkpoint("runs", **options)
     assert str(raised.value) == text

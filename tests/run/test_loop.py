@@ -180,7 +180,7 @@ def test_a_run_is_as_long_as_its_plan(plan, steps):
         ({"resume": True}, 'resume=True without a checkpoint folder.\n    fix: checkpoint="runs/name".'),
     ],
 )
-def test_a_plan_that_cannot_be_meant(options, text):
+def test_invalid_run_options_are_refused(options, text):
     with pytest.raises(OptionError) as raised:
         fit(**options)
     assert str(raised.value) == text

@@ -79,7 +79,7 @@ def overwritten(path, random):
 HARM = {"flipped": flipped, "cut off": cut_off, "deleted": lambda path, random: path.unlink(), "overwritten": overwritten}
 
 
-def test_all_of_200_harms_are_found(run):
+def test_all_of_200_damaged_files_are_detected(run):
     """Bits flipped, files cut off, deleted or overwritten, each in a fresh copy; the manifest itself is one of the files."""
     random, found = np.random.default_rng(7), 0
     folder = newest(run)
@@ -148,7 +148,7 @@ def test_resume_with_only_damaged_checkpoints_is_refused(run):
     assert int(fit(run, steps=2, resume=True).state.step) == 2
 
 
-def test_a_damaged_step_that_is_asked_for_is_refused(run):
+def test_restore_of_a_damaged_step_is_refused(run):
     flipped(newest(run) / "meta" / "metadata", np.random.default_rng(0))
     trainer = spmd.Trainer(MODEL, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.01))
     with pytest.raises(
@@ -158,7 +158,7 @@ def test_a_damaged_step_that_is_asked_for_is_refused(run):
     assert int(trainer.restore(run, step=4).step) == 4 and newest(run).is_dir(), "restore moves nothing aside"
 
 
-def test_checkpoints_of_before_are_read(run):
+def test_format_2_checkpoints_without_manifest_are_read(run):
     """Format 2 had no manifest; what is in them is as before."""
     for step in (2, 4, 6):
         folder = run / "checkpoints" / str(step)

@@ -228,7 +228,7 @@ JOURNEYS = {  # layouts, devices
 
 
 @pytest.mark.parametrize("journey", [pytest.param(name, marks=() if name == "there and back" else pytest.mark.slow) for name in JOURNEYS])
-def test_a_state_goes_from_place_to_place(journey, tmp_path):
+def test_state_survives_a_chain_of_packings_and_meshes(journey, tmp_path):
     """Mixed dtypes, a scalar, an empty array: the same parameters and moments at each stop, placed as a new state is."""
     wanted = None
     for number, (layout, devices) in enumerate(JOURNEYS[journey]):

@@ -39,7 +39,7 @@ def threads(monkeypatch):
 
 
 @pytest.mark.parametrize("room", [COPIED, WAITED_FOR], ids=["copied", "waited for"])
-def test_what_is_saved_is_the_state_of_that_step(room, tmp_path, threads, monkeypatch):
+def test_checkpoint_holds_the_state_of_its_step(room, tmp_path, threads, monkeypatch):
     """Steps donate the state that is being saved; each checkpoint holds the state of its own step, whichever thread hands it over."""
     if not room:
         monkeypatch.setattr(checkpoint, "fits_on_devices", lambda state: False)
@@ -202,7 +202,7 @@ def test_copy_is_released_while_the_disk_is_written(tmp_path, monkeypatch):
     assert held and not alive
 
 
-def test_a_copy_that_was_interrupted_is_made_anew(monkeypatch):
+def test_interrupted_copy_is_made_again(monkeypatch):
     """It may have donated what it was to take the place of."""
     state = lambda step, weights: State(jax.numpy.int32(step), {"w": jax.numpy.asarray(weights)}, {}, {}, {}, (), {})
     three, four = state(3, np.arange(4.0)), state(4, np.ones(4))

@@ -263,7 +263,7 @@ def test_ctrl_c_of_a_real_process(tmp_path, undisturbed):
         pytest.param(None, "checkpoint 3", id="at an epoch's end", marks=pytest.mark.slow),
     ],
 )
-def test_killed_and_resumed_is_never_disturbed(every, kill, tmp_path, undisturbed):
+def test_resume_after_kill_matches_uninterrupted_run(every, kill, tmp_path, undisturbed):
     """kill -9, like a power failure. An incomplete checkpoint does not count; the run resumes from the one before it."""
     options = {"checkpoint": str(tmp_path), "every": every}
     with started(timeout=400, kill=kill, **options) as process:
