@@ -42,8 +42,8 @@ spmd.simulate_devices(8)  # before anything else: JAX counts its devices once
 digits = load_digits()
 order = np.random.default_rng(0).permutation(len(digits.target))
 pixels, labels = (digits.data[order] / 16).astype("float32"), digits.target[order].astype("int32")
-part = lambda begin, end: {"x": pixels[begin:end], "y": labels[begin:end]}
-train, choose, judge = part(0, 1024), part(1024, 1408), part(1408, 1797)
+rows = {"train": slice(1024), "select": slice(1024, 1408), "test": slice(1408, None)}
+train, select, test = ({"x": pixels[part], "y": labels[part]} for part in rows.values())
 
 
 class MLP(nnx.Module):
@@ -75,23 +75,23 @@ def sweep(**options):
         metrics={"accuracy": spmd.metrics.accuracy},
         trials=16,
         batch_size=64,
-        eval_data=choose,
+        eval_data=select,
         progress=False,
         **options,
     )
 
 
-found = sweep(epochs=5)
-print(f"{len(found.trials)} networks, {found.programs} compiled programs, 8 devices")
-display(found)
+results = sweep(epochs=5)
+print(f"{len(results.trials)} networks, {results.programs} compiled programs, 8 devices")
+display(results)
 
 # %% [markdown]
 # The best three, and their learning curves:
 
 # %%
-for tried in found.best:
-    print("trial {}: learning rate {learning_rate:.2g}, width {width}".format(tried.number, **tried.values))
-    display(tried.history)
+for trial in results.best:
+    print("trial {}: learning rate {learning_rate:.2g}, width {width}".format(trial.number, **trial.values))
+    display(trial.history)
 
 # %% [markdown]
 # All sixteen networks, by learning rate:
@@ -100,10 +100,10 @@ for tried in found.best:
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "figure.dpi": 110})
 figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
 for width, colour in ((16, "#d0692f"), (64, "#3f74d1")):
-    tried = [one for one in found.trials if one.values["width"] == width]
-    rates, scores = [one.values["learning_rate"] for one in tried], [one.score for one in tried]
+    trials = [trial for trial in results.trials if trial.values["width"] == width]
+    rates, scores = [trial.values["learning_rate"] for trial in trials], [trial.score for trial in trials]
     axes.plot(rates, scores, "o", color=colour, label=f"width {width}")
-axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="loss on digits to choose by")
+axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="loss on digits for selection")
 axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
 axes.minorticks_off()
 axes.legend()
@@ -112,16 +112,16 @@ plt.show()
 # %% [markdown]
 # ## An ensemble of three
 #
-# `found.ensemble()` combines the best three: the mean of their probabilities, computed in one program. It is evaluated on digits that
+# `results.ensemble()` combines the best three: the mean of their probabilities, computed in one program. It is evaluated on digits that
 # were used neither for training nor for selection, and compared with each member: by log loss, the negative log probability of the true
 # digit, and other metrics.
 
 # %%
-ensemble = found.ensemble()
-judged = ensemble.evaluate(judge)
+ensemble = results.ensemble()
+evaluation = ensemble.evaluate(test)
 print(ensemble)
-print(judged)
-together, alone = judged.ensemble["log loss"], [member["log loss"] for member in judged.members.values()]
+print(evaluation)
+ensemble_loss, member_losses = evaluation.ensemble["log loss"], [member["log loss"] for member in evaluation.members.values()]
 
 # %% [markdown]
 # ## Stop the worse ones early
@@ -131,7 +131,7 @@ together, alone = judged.ensemble["log loss"], [member["log loss"] for member in
 
 # %%
 halving = spmd.Halving(factor=4)
-print("networks, and until which step:", halving.plan(trials=16, steps=len(found.trials[0].history)))
+print("networks, and until which step:", halving.plan(trials=16, steps=len(results.trials[0].history)))
 halved = sweep(epochs=5, search=halving)
 display(halved)
 
@@ -146,37 +146,40 @@ def verdict(holds, sentence):
     return f"- {'**Borne out.**' if holds else '**Not borne out by this run.**'} {sentence}"
 
 
-steps = lambda one: sum(len(tried.history) for tried in one.trials)
-scores = sorted(tried.score for tried in found.trials)
-winner, same = halved.best[0], {tried.number: tried for tried in found.trials}
-rank = 1 + scores.index(same[winner.number].score)
+def steps(sweep_results):
+    return sum(len(trial.history) for trial in sweep_results.trials)
+
+
+scores = sorted(trial.score for trial in results.trials)
+winner, by_number = halved.best[0], {trial.number: trial for trial in results.trials}
+rank = 1 + scores.index(by_number[winner.number].score)
 claims = [
     (
-        found.programs == 2,
-        f"{len(found.trials)} networks of two widths are {found.programs} programs.",
+        results.programs == 2,
+        f"{len(results.trials)} networks of two widths are {results.programs} programs.",
     ),
     (
         scores[-1] > 2 * scores[0],
-        f"It matters: the worst has {scores[-1] / scores[0]:.0f} times the loss of the best.",
+        f"The choice matters: the worst network has {scores[-1] / scores[0]:.0f} times the loss of the best.",
     ),
     (
-        together < np.mean(alone),
-        f"Three that vote have a log loss of {together:.4f}; the mean of their own is {np.mean(alone):.4f}. "
-        "That much is no luck: the logarithm bends the right way, whatever the networks.",
+        ensemble_loss < np.mean(member_losses),
+        f"The ensemble of three has a log loss of {ensemble_loss:.4f}; the mean of its members is {np.mean(member_losses):.4f}. "
+        "This holds for any networks, because the negative logarithm is convex.",
     ),
     (
-        together < min(alone),
-        f"They also beat the best of them, which has {min(alone):.4f}. That is not so for any three networks.",
+        ensemble_loss < min(member_losses),
+        f"The ensemble also beats its best member, which has {min(member_losses):.4f}. That does not hold for every three networks.",
     ),
     (
-        steps(halved) < 0.5 * steps(found) and rank <= 3,
-        f"Halving takes {steps(halved)} steps of training, not {steps(found)}, and finds the network that comes number {rank} of "
-        f"{len(found.trials)} when all are trained to the end.",
+        steps(halved) < 0.5 * steps(results) and rank <= 3,
+        f"Halving takes {steps(halved)} steps of training, not {steps(results)}, and finds the network that comes number {rank} of "
+        f"{len(results.trials)} when all are trained to the end.",
     ),
     (
-        abs(winner.score - same[winner.number].score) < 1e-4,
-        f"What trains beside a network does not matter: trial {winner.number} ends at {winner.score:.6f} in the one sweep and at "
-        f"{same[winner.number].score:.6f} in the other.",
+        abs(winner.score - by_number[winner.number].score) < 1e-4,
+        f"Networks in one program do not affect each other: trial {winner.number} ends at {winner.score:.6f} in one sweep and at "
+        f"{by_number[winner.number].score:.6f} in the other.",
     ),
 ]
 Markdown("\n".join(verdict(*claim) for claim in claims))

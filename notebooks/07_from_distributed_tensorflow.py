@@ -13,11 +13,11 @@
 # ---
 
 # %% [markdown]
-# # A distributed TensorFlow 1.x job, here
+# # A distributed TensorFlow 1.x job, in spmd
 #
-# A cluster of parameter servers and workers, a session that survives, many networks at once, a model that is served: what took a graph,
-# a `ClusterSpec` and a script for each job is one program here. Every concept has its pair of programs in
-# `docs/from_distributed_tensorflow.md`; this notebook goes once through a job.
+# Parameter servers and workers, a session that survives failures, many networks at once, an exported model: in TensorFlow 1.x this took a
+# graph, a `ClusterSpec` and a script for each job. In spmd it is one program. `docs/from_distributed_tensorflow.md` has a pair of programs
+# for every concept; this notebook shows one complete job.
 
 # %%
 import numpy as np
@@ -53,30 +53,30 @@ how = {"loss": spmd.losses.cross_entropy, "metrics": {"accuracy": spmd.metrics.a
 # %% [markdown]
 # ## Parameter servers and workers
 #
-# `replica_device_setter` put each variable on a server. Here the servers are simulated, their updates are real, and the placement is said
-# by a layout. Two servers, the largest parameters first:
+# `replica_device_setter` put each variable on a server. In spmd the servers are simulated, their updates are real, and a layout sets the
+# placement. Two servers, the largest parameters first:
 
 
 # %%
-def served(**options):
+def server_layout(**options):
     return spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(**options))
 
 
-trainer = spmd.Trainer(make, loss=how["loss"], optimizer=optax.sgd(0.1), layout=served(placement="largest_first", servers=2))
+trainer = spmd.Trainer(make, loss=how["loss"], optimizer=optax.sgd(0.1), layout=server_layout(placement="largest_first", servers=2))
 print(*trainer.notes(), sep="\n")
 
 # %% [markdown]
 # ## Synchronous, with spares, and asynchronous
 #
-# Eight workers, whose steps take as long as they take: the median is one simulated second. A synchronous step waits for all;
-# with two spare replicas for six; asynchronously nobody waits, and gradients are old when they arrive.
+# The steps of the eight workers vary in length; the median is one simulated second. A synchronous step waits for all eight workers,
+# or for six with two spare replicas. Asynchronous workers do not wait, and their gradients are stale when they arrive.
 
 # %%
 times = "lognormal(1.0, 0.5)"
 ways = {
-    "synchronous": served(compute_time=times),
-    "two spares": served(compute_time=times, spares=2),
-    "asynchronous": served(compute_time=times, mode="asynchronous", staleness_scale="inverse"),
+    "synchronous": server_layout(compute_time=times),
+    "two spares": server_layout(compute_time=times, spares=2),
+    "asynchronous": server_layout(compute_time=times, mode="asynchronous", staleness_scale="inverse"),
 }
 results = {}
 for name, layout in ways.items():
@@ -91,28 +91,28 @@ for name, result in results.items():
     print(f"{name:14}{history['simulated_seconds'][-1]:12.0f}{history['eval_accuracy'][-1]:10.3f}{dropped:9.0f}{age:11.1f}")
 
 # %% [markdown]
-# ## The session that survives
+# ## A run that resumes
 #
-# `MonitoredTrainingSession` saved, and went on from what was saved. So does `fit`: a run that is stopped after some steps, and the rest
-# of it.
+# `MonitoredTrainingSession` saved checkpoints and resumed from them. So does `fit`. Below, one run is stopped after 30 steps and then
+# resumed.
 
 # %%
 import tempfile
 
 folder = tempfile.mkdtemp() + "/run"
 first = spmd.fit(make, train, optimizer=optax.adam(2e-3), steps=30, checkpoint=folder, progress=False, **how)
-rest = spmd.fit(make, train, optimizer=optax.adam(2e-3), epochs=4, checkpoint=folder, resume=True, progress=False, **how)
-whole = spmd.fit(make, train, optimizer=optax.adam(2e-3), epochs=4, progress=False, **how)
-print("equal to a run that was not stopped:", rest.history["loss"] == whole.history["loss"][30:])
-whole
+resumed = spmd.fit(make, train, optimizer=optax.adam(2e-3), epochs=4, checkpoint=folder, resume=True, progress=False, **how)
+uninterrupted = spmd.fit(make, train, optimizer=optax.adam(2e-3), epochs=4, progress=False, **how)
+print("equal to a run that was not stopped:", resumed.history["loss"] == uninterrupted.history["loss"][30:])
+uninterrupted
 
 # %% [markdown]
 # ## One network for each device
 #
-# A search trained a network on each device. Here the trials of equal shapes are one compiled program.
+# A search trained a network on each device. In spmd, trials with equal shapes are one compiled program.
 
 # %%
-found = spmd.sweep(
+sweep = spmd.sweep(
     MLP,
     train,
     space={"learning_rate": spmd.log_uniform(1e-4, 3e-2), "seed": range(100)},
@@ -122,22 +122,22 @@ found = spmd.sweep(
     progress=False,
     **how,
 )
-found
+sweep
 
 # %% [markdown]
-# The best three answer together, beside each alone:
+# The ensemble of the best three, compared with each of them:
 
 # %%
-print(found.ensemble().evaluate(test))
+print(sweep.ensemble().evaluate(test))
 
 # %% [markdown]
-# ## A model that is served
+# ## Export the model
 #
-# `SavedModel` and TF Serving needed a signature. A folder is enough here, and whoever loads it needs none of this notebook's code.
+# `SavedModel` and TF Serving needed a signature. In spmd a folder is enough, and loading it needs none of this notebook's code.
 
 # %%
-served_in = tempfile.mkdtemp() + "/model"
-found.best[0].result().export(served_in)
-model = spmd.load_exported(served_in)
-agree = (np.asarray(model(test["x"])).argmax(-1) == found.best[0].result().predict(test["x"]).argmax(-1)).mean()
+export_folder = tempfile.mkdtemp() + "/model"
+sweep.best[0].result().export(export_folder)
+model = spmd.load_exported(export_folder)
+agree = (np.asarray(model(test["x"])).argmax(-1) == sweep.best[0].result().predict(test["x"]).argmax(-1)).mean()
 print(f"the same class for {agree:.1%} of {len(test['x'])} digits")
