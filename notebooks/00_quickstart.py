@@ -48,7 +48,9 @@ class CNN(nnx.Module):
     """One convolution with BatchNorm, then two dense layers."""
 
     def __init__(self, *, rngs):
-        named = lambda *names: nnx.with_partitioning(nnx.initializers.he_normal(), names)
+        def named(*names):
+            return nnx.with_partitioning(nnx.initializers.he_normal(), names)
+
         self.conv = nnx.Conv(1, 32, (3, 3), kernel_init=named(None, None, None, "hidden"), use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(32, momentum=0.9, rngs=rngs)
         self.dense = nnx.Linear(4 * 4 * 32, 128, kernel_init=named("embed", "mlp"), rngs=rngs)

@@ -53,7 +53,9 @@ class MLP(nnx.Module):
     """64 pixels, 256 and 64 hidden units, ten digits."""
 
     def __init__(self, rngs):
-        named = lambda *names: nnx.with_partitioning(nnx.initializers.he_normal(), names)
+        def named(*names):
+            return nnx.with_partitioning(nnx.initializers.he_normal(), names)
+
         self.up = nnx.Linear(64, 256, kernel_init=named("embed", "mlp"), rngs=rngs)
         self.down = nnx.Linear(256, 64, kernel_init=named("mlp", "embed"), rngs=rngs)
         self.head = nnx.Linear(64, 10, kernel_init=named("embed", None), rngs=rngs)

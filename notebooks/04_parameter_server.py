@@ -136,7 +136,10 @@ def measure(layout, rate):
     result = fit(layout, rate)
     history, asynchronous = result.history, result.trainer.layout.parameter_server.asynchronous
     rows, at = list(history.rows()), np.array([row["step"] - 1 for row in history.evaluations])
-    column = lambda name: np.array([row.get(name, 0.0) for row in rows])
+
+    def column(name):
+        return np.array([row.get(name, 0.0) for row in rows])
+
     applied, dropped = column("gradients_applied"), column("gradients_dropped")
     updates = np.cumsum(applied) if asynchronous else np.arange(1, len(rows) + 1)
     staleness = np.average(column("staleness"), weights=applied)
