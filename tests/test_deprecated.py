@@ -18,13 +18,13 @@ def test_unknown_name_of_error_is_no_old_one():
         _ = spmd.errors.RoomErrors
 
 
-def test_plan_cures_is_plan_fixes(monkeypatch):
+def test_old_name_of_plan_fixes_warns(monkeypatch):
     monkeypatch.setattr(Plan, "fixes", lambda self, **options: (options,))
     with pytest.warns(FutureWarning, match=r"Plan.cures is now Plan.fixes"):
         assert Plan.cures(object.__new__(Plan), timeout=3.0) == ({"timeout": 3.0},)
 
 
-def test_option_cures_is_option_fixes(capsys):
+def test_old_name_of_option_fixes_warns(capsys):
     with pytest.warns(FutureWarning, match="--cures is now --fixes"):
         assert main(["plan", "absent.py", "--target", "8xh100", "--cures", "--json"]) != 0
     assert "--fixes adds to the report" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Every error a user can meet, word for word, reached the way a user would reach it; every fix is tried."""
+"""The exact text of every error that users see, raised the way a user would raise it; every fix is tried."""
 
 import dataclasses
 import inspect
@@ -73,7 +73,7 @@ def fits(toml=None, *, model=MODEL, data=(X, Y), **options):
 
 
 def error_text(kind, action, *args, **options):
-    """The whole text of the error, which has no word in it that only we know."""
+    """The full text of the error, which contains no internal terms."""
     with pytest.raises(kind) as caught:
         action(*args, **options)
     assert type(caught.value) is kind
@@ -238,8 +238,8 @@ def test_max_replicated_exceeded(golden):
     text = rule("**/attention/*/kernel", '["-", "model"]') + "[default]\nmax_replicated = 0.25\n"
     golden("max_replicated_exceeded", error_text(errors.LayoutError, fit, text))
     trainer = fits(text + 'params = "shard:data"\n')
-    whole = sum(place.nbytes for place in trainer.resolved.placements.values() if not any(place.spec))
-    assert f"{whole / sum(place.nbytes for place in trainer.resolved.placements.values()):.1%}" == "0.7%"
+    replicated_bytes = sum(place.nbytes for place in trainer.resolved.placements.values() if not any(place.spec))
+    assert f"{replicated_bytes / sum(place.nbytes for place in trainer.resolved.placements.values()):.1%}" == "0.7%"
     fits(text.replace("0.25", "0.94"))
 
 

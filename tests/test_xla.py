@@ -38,7 +38,7 @@ def test_move_bits_changes_no_bit(dtype, call):
 
 
 def test_move_bits_leaves_integers_and_structure():
-    tree = {"whole": jnp.arange(4), "flag": jnp.array([True, False]), "half": jnp.ones(3, jnp.bfloat16)}
+    tree = {"integers": jnp.arange(4), "flag": jnp.array([True, False]), "half": jnp.ones(3, jnp.bfloat16)}
     moved = move_bits(lambda tree: {name: leaf[::-1] for name, leaf in tree.items()}, tree)
     assert {name: (leaf.dtype, leaf.tolist()) for name, leaf in moved.items()} == {
         name: (leaf.dtype, leaf.tolist()[::-1]) for name, leaf in tree.items()
@@ -48,9 +48,9 @@ def test_move_bits_leaves_integers_and_structure():
 @pytest.mark.parametrize("dtype", BITS)
 def test_replicated_changes_no_bit(dtype):
     x, mesh = every_number(dtype), jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    whole = replicate(jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))))
-    assert whole.dtype == x.dtype and whole.is_fully_replicated
-    assert all(np.array_equal(bits_of(shard.data), bits_of(x)) for shard in whole.addressable_shards)
+    replicated_x = replicate(jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))))
+    assert replicated_x.dtype == x.dtype and replicated_x.is_fully_replicated
+    assert all(np.array_equal(bits_of(shard.data), bits_of(x)) for shard in replicated_x.addressable_shards)
 
 
 def test_shard_map_takes_arrays_without_elements():

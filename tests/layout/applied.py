@@ -1,4 +1,4 @@
-"""What the tests of a layout's tables share: a model that layouts are applied to, and what is told when they do not fit."""
+"""Shared by the tests of layout tables: a model that layouts are applied to, and the errors raised when they do not fit."""
 
 import jax
 import jax.numpy as jnp

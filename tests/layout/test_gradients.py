@@ -254,7 +254,7 @@ MISFITS = {
         in_python("all_reduce", rules=(GradientRule("**/kernels", "int8"),)),
         [table(RULE.format("**/kernel", "int8"))],
     ),
-    "weights that do not travel": (
+    "weights that are not sent": (
         "data=4,model=2",
         table('weights = "bfloat16"', "reduce_scatter"),
         in_python("reduce_scatter", weights="bfloat16"),
@@ -329,7 +329,7 @@ def test_note_codec_with_one_worker(mesh):
 
 
 def test_note_residual_bytes():
-    # kernels of 64 KiB, biases of 1 KiB and 256 B; under fsdp as much, since each worker's gradient is whole
+    # kernels of 64 KiB, biases of 1 KiB and 256 B; under fsdp as much, since each worker holds full gradients
     for default in (Default(), Default("shard:data")):
         line = "error feedback keeps 129.2 KiB of float32 residuals on each device."
         assert own_notes(in_python("reduce_scatter", "int8", error_feedback=True, default=default)) == [line]

@@ -1,4 +1,4 @@
-"""From shapes to specs: which rule wins, where a default cuts, and that the work grows with the model, not with its square."""
+"""From shapes to specs: which rule wins, which dim a default shards, and that the cost is linear in the model's size."""
 
 import dataclasses
 

@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def headlines(text):
-    """Where each problem is, in the order in which they are told."""
+    """Where each problem is, in the order of the report."""
     return [line.strip() for line in text.splitlines() if re.match(r"  \S", line)]
 
 
@@ -145,7 +145,7 @@ def test_default_table_is_not_written():
 
 
 # what means nothing --------------------------------------------------------------------------------------------------
-# each: lines of the file, the same in Python, what is told (with the file's line), what the fix makes of it
+# each: lines of the file, the same in Python, the error (with the file's line), the file after the fix
 
 MODES = "This version knows: synchronous, asynchronous, bounded, softsync, local, elastic."
 PLACEMENTS = "This version knows: sliced, round_robin, greedy_bytes, largest_first."
@@ -283,8 +283,8 @@ UNREAD = {
     "compensation by inf": compensation("inf"),
     "decay below 0": fraction("delay_decay", "-0.1", "from 0 to below 1", (0, 0.9), delay_compensation=2),
     "decay of all": fraction("delay_decay", "1.0", "from 0 to below 1", (0.95,), delay_compensation=2),
-    "never met": number("every", 0, 1, "local"),
-    "never met, elastic": number("every", -1, 1, "elastic"),
+    "every 0": number("every", 0, 1, "local"),
+    "every below 0, elastic": number("every", -1, 1, "elastic"),
     "no fragments": number("fragments", 0, 1, "local", every=4),
     "back before it was sent": number("overlap", -1, 0, "local", every=4),
     "nothing taken": outer("mix", "1.0"),
@@ -292,7 +292,7 @@ UNREAD = {
     "no outer rate": outer("outer_rate", "0.0"),
     "outer rate by nan": outer("outer_rate", "nan"),
     "momentum without end": outer("outer_momentum", "1.0"),
-    "pushed apart": outer("moving_rate", "-0.1"),
+    "moving rate below 0": outer("moving_rate", "-0.1"),
     "misspelt mode": (
         'mode = "synchronus"',
         {"mode": "synchronus"},
@@ -508,7 +508,7 @@ ODD = {
 
 @pytest.mark.parametrize("options", ODD.values(), ids=ODD)
 def test_invalid_python_values_raise_spmd_error(options):
-    """Never another error than ours, and never that a file nobody has written is not TOML."""
+    """Only spmd errors are raised, and none says that a file that does not exist is not TOML."""
     with pytest.raises(SpmdError) as caught:
         fits(in_python(**options))
     text = str(caught.value)
@@ -532,7 +532,7 @@ def test_compute_time_accepts_any_sequence(seconds):
 
 
 def idle(key, value, mode, readers):
-    """An option that nothing reads in this mode: told, and read in the others."""
+    """An option that nothing reads in this mode is reported; other modes read it."""
     write = lambda mode: "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in NEEDED.get(mode, {}).items())])
     lines = write(mode)
     said = problem(key, f'nothing reads it in mode "{mode}".', MODES_FIX[readers], 5 + lines.count("\n"))
@@ -576,7 +576,7 @@ CLASHES = {
     "outer_rate, elastic": idle("outer_rate", 1.0, "elastic", ("local",)),
     "outer_momentum, synchronous": idle("outer_momentum", 0.5, "synchronous", ("local",)),
     "moving_rate, local": idle("moving_rate", 0.1, "local", ("elastic",)),
-    "meets never": ('mode = "local"', {"mode": "local"}, problem("mode", '"local" needs every.', "such as  every = 10."), []),
+    "no every": ('mode = "local"', {"mode": "local"}, problem("mode", '"local" needs every.', "such as  every = 10."), []),
     "adapts nothing": (
         f"{ASYNC}\ndelay_decay = 0.95",
         {"mode": "asynchronous", "delay_decay": 0.95},
@@ -623,7 +623,7 @@ def test_options_common_to_all_modes(mode):
     assert {key: getattr(found, key) for key in options} == options | {"network": tuple(LINK.items())}
 
 
-# each: lines of [gradients], the same in Python, what is told of a file, fixes
+# each: lines of [gradients], the same in Python, the error of the file, fixes
 APPROXIMATES = "approximates a mean over workers; an asynchronous server applies each gradient by itself."
 NO_MEAN = "nothing reads it: an asynchronous server makes no mean.\n      fix: leave it out."
 POWER = 'codec = "power_sgd"\nerror_feedback = true\n'
@@ -678,7 +678,7 @@ def test_exact_axes_invalid_in_asynchronous_mode():
 
 @pytest.mark.parametrize("key", ["start_step = 4", "diagnostics = true"])
 def test_option_unread_for_two_reasons_is_one_problem(key):
-    """Neither a codec nor a mean; what is told first must not lead to what is told second."""
+    """There is neither a codec nor a mean: fixing the first problem must not lead to the second."""
     assert "1 problem:" in error_text(table(ASYNC, f"{key}\n"))
 
 
@@ -784,13 +784,13 @@ MISFITS = {
         misfit("workers", "2 workers at 4 positions along the data axes; 2 / 4 leaves 2.", "such as 4."),
         [table("workers = 4")],
     ),
-    "nobody is waited for": (
+    "as many spares as workers": (
         table("spares = 4"),
         in_python(spares=4),
         misfit("spares", "4, of 4 workers.", "at most 3."),
         [table("spares = 3")],
     ),
-    "nobody of many is waited for": (
+    "more spares than simulated workers": (
         table("workers = 8\nspares = 9"),
         in_python(workers=8, spares=9),
         misfit("spares", "9, of 8 workers.", "at most 7."),
@@ -840,13 +840,13 @@ MISFITS = {
         misfit("compute_time", "4 numbers for 8 workers.", "one for each."),
         [table("workers = 8\ncompute_time = [1, 2, 3, 4, 5, 6, 7, 8]")],
     ),
-    "state is cut": (
+    "sharded optimizer state": (
         '[optimizer]\nshard = "data"\n' + table(""),
         in_python(optimizer=OptimizerState("data")),
         "  [optimizer] shard\n      the servers keep the optimizer state.\n      fix: leave it out.",
         [table("")],
     ),
-    "a rule that cuts": (
+    "a rule that shards": (
         KERNEL + table(""),
         in_python(params=(Rule("up/kernel", (None, "model")),)),
         f'  up/kernel   spec ["-", "model"]   rule 1, line 1\n      {KEPT}\n      {RULE_FIX}',
@@ -909,7 +909,7 @@ def test_every_sharding_rule_is_reported():
 
 
 def test_max_replicated_fix_with_servers():
-    """Servers cut every parameter, so nothing is whole; a default that cuts would be refused next."""
+    """Servers split every parameter, so none is replicated; a default that shards would be the next error."""
     layout = "[default]\nmax_replicated = 0.5\n" + table("")
     try:
         fits(layout)

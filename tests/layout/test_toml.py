@@ -43,7 +43,7 @@ GENERATED = {
     ),
     "remat": Layout(remat=Remat("nothing", ("blocks/*", "**/mlp"))),
     "dots": Layout(remat=Remat("dots")),
-    "cut": Layout(sequence=spmd.Sequence("context", "contiguous"), experts=spmd.Experts("expert")),
+    "sequence and experts": Layout(sequence=spmd.Sequence("context", "contiguous"), experts=spmd.Experts("expert")),
 }
 GENERATED |= {
     f"{one} and {two}": dataclasses.replace(
@@ -170,16 +170,16 @@ def problems(text):
     ],
 )
 def test_invalid_value_is_reported_with_line(text, line, why):
-    told = problems(text)
-    assert told.startswith("mine.toml cannot be read\n1 problem:\n")
-    assert f"  line {line}: " in told
-    assert why in told
-    assert "fix: " in told
+    message = problems(text)
+    assert message.startswith("mine.toml cannot be read\n1 problem:\n")
+    assert f"  line {line}: " in message
+    assert why in message
+    assert "fix: " in message
 
 
 def test_problems_in_file_order():
-    told = problems('[remat]\nsave = "x"\n[gradients]\ncodec = "y"\n[mesh]\ndata = 0\n[z]\n')
-    lines = [line.split(":")[0].strip() for line in told.splitlines() if line.startswith("  line")]
+    message = problems('[remat]\nsave = "x"\n[gradients]\ncodec = "y"\n[mesh]\ndata = 0\n[z]\n')
+    lines = [line.split(":")[0].strip() for line in message.splitlines() if line.startswith("  line")]
     assert lines == ["line 2", "line 4", "line 6", "line 7"]
 
 

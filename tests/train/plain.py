@@ -1,7 +1,7 @@
 """The plain loop on one device that every layout is held against: `nnx`, `jax.value_and_grad` and `optax`, nothing of ours.
 
-The optimizer clips by global norm and carries momentum: the norm is right only if it is taken over whole arrays, and the moments are cut
-by the layout. It is not Adam, which divides each gradient by its own size and so makes rounding noise as large as any gradient.
+The optimizer clips by global norm and carries momentum: the norm is right only if it is taken over global arrays, and the layout
+shards the moments. It is not Adam, which divides each gradient by its own size and so makes rounding noise as large as any gradient.
 """
 
 import functools

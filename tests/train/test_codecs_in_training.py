@@ -1,4 +1,4 @@
-"""Codecs inside a whole training step: the right gradients are compressed, everything else of a step stays what it was."""
+"""Codecs inside a training step: the right gradients are compressed, and nothing else in the step changes."""
 
 import dataclasses
 
@@ -17,7 +17,11 @@ from spmd.tree import flatten
 from spmd.wire.codec.int8 import Int8
 
 ROWS, FEATURES, CLASSES = 32, 12, 5
-CUT = (spmd.Rule("hidden/kernel", (None, "model")), spmd.Rule("out/kernel", ("model", None)), spmd.Rule("hidden/bias", ("model",)))
+TENSOR_PARALLEL = (
+    spmd.Rule("hidden/kernel", (None, "model")),
+    spmd.Rule("out/kernel", ("model", None)),
+    spmd.Rule("hidden/bias", ("model",)),
+)
 
 
 class MLP(nnx.Module):
@@ -116,7 +120,7 @@ WITH = {
 @pytest.mark.parametrize("mesh", [pytest.param("data=8", marks=pytest.mark.slow), "data=4,model=2"])
 @pytest.mark.parametrize("options", WITH.values(), ids=WITH.keys())
 def test_a_codec_combines_with_everything_else_of_a_step(options, mesh):
-    params = CUT if "model" in mesh else ()
+    params = TENSOR_PARALLEL if "model" in mesh else ()
     _, exact = train(trainer_of(layout(params=params), mesh, **options))
     _, ours = train(trainer_of(layout("int8", error_feedback=True, params=params), mesh, **options))
     assert exact[-1] < 0.8 * exact[0]
@@ -131,7 +135,7 @@ def test_a_codec_combines_with_everything_else_of_a_step(options, mesh):
 @pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"precision": "bfloat16"}], ids=["plain", "accumulation", "bfloat16"])
 def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(options, mesh):
     """At fixed parameters, over five steps, to 1e-6: the gradients are read as optax was given them."""
-    params, seen = CUT if "model" in mesh else (), {}
+    params, seen = TENSOR_PARALLEL if "model" in mesh else (), {}
     for name, chosen in {"exact": layout(params=params), "int8": layout("int8", error_feedback=True, params=params)}.items():
         trainer = trainer_of(chosen, mesh, optax.chain(optax.trace(0.0), optax.scale(0.0)), **options)
         state, total = trainer.init(), None
@@ -141,7 +145,7 @@ def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(o
             total = given if total is None else {path: total[path] + given[path] for path in given}
         seen[name] = total
     for path, true in seen["exact"].items():
-        # five biases over eight workers would not get smaller, so they travel exactly and nothing is kept of them
+        # five biases over eight workers would not get smaller, so they are sent exactly and leave no residual
         kept = np.asarray(state.exchange[path]["residual"], np.float64).mean(0) if path in state.exchange else 0.0
         far = lambda found, true=true: np.linalg.norm(found - true) / np.linalg.norm(true)
         assert far(seen["int8"][path] + kept) < 1e-6
@@ -150,9 +154,9 @@ def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(o
 
 
 @pytest.mark.parametrize("name", ["clipping and momentum", "adamw"])
-def test_the_optimizer_sees_the_whole_mean_that_the_codec_gave(name):
-    """One step by hand on the gradients that were captured equals one step of the trainer, on a mesh that cuts them."""
-    chosen, optimizer = layout("int8", error_feedback=True, params=CUT), WITH[name]["optimizer"]
+def test_optimizer_gets_the_decoded_mean_gradient(name):
+    """One step by hand on the gradients that were captured equals one step of the trainer, on a mesh that shards them."""
+    chosen, optimizer = layout("int8", error_feedback=True, params=TENSOR_PARALLEL), WITH[name]["optimizer"]
     capture = trainer_of(chosen, "data=4,model=2", optax.chain(optax.trace(0.0), optax.scale(0.0)))
     params = jax.device_get(capture.init().params)
     state, _ = capture.step(capture.init(), data())
@@ -165,14 +169,14 @@ def test_the_optimizer_sees_the_whole_mean_that_the_codec_gave(name):
         assert np.abs(leaf - host(params)[path]).max() > 1e-3
 
 
-def test_reduce_scatter_pushes_the_same_mean_as_all_reduce_does():
+def test_reduce_scatter_computes_the_same_mean_as_all_reduce():
     """The owner's sum is of the same rounded rows; all-reduce rounds once more, on the way back, and that is all that differs."""
     seen = {}
     for reduction, shard in (("all_reduce", None), ("reduce_scatter", "data")):
         chosen = dataclasses.replace(layout("bfloat16", reduction=reduction), optimizer=spmd.OptimizerState(shard))
         trainer = trainer_of(chosen, optimizer=optax.chain(optax.trace(0.0), optax.scale(0.0)))
         seen[reduction] = host(trainer.step(trainer.init(), data())[0].opt[0].trace)
-    # cut on dim 0, each worker owns the same elements in both (its own part of a sum is not rounded)
+    # sharded on dim 0, each worker owns the same elements in both (its own part of a sum is not rounded)
     alike = [path for path, leaf in seen["all_reduce"].items() if leaf.shape[0] % 8 == 0]
     assert alike == ["hidden/bias", "out/kernel"]
     for path in alike:
@@ -182,12 +186,12 @@ def test_reduce_scatter_pushes_the_same_mean_as_all_reduce_does():
 
 
 def test_each_worker_keeps_its_own_residual_on_its_own_device():
-    state, _ = train(trainer_of(layout("int8", error_feedback=True, params=CUT), "data=4,model=2"), 2)
+    state, _ = train(trainer_of(layout("int8", error_feedback=True, params=TENSOR_PARALLEL), "data=4,model=2"), 2)
     residual = state.exchange["hidden/kernel"]["residual"]
     assert residual.shape == (4, FEATURES, 32) and residual.dtype == jnp.float32
     assert {shard.data.shape for shard in residual.addressable_shards} == {(1, FEATURES, 16)}
-    apart = np.asarray(residual)
-    assert all(not np.array_equal(apart[0], apart[n]) and apart[n].any() for n in (1, 2, 3))
+    residuals = np.asarray(residual)
+    assert all(not np.array_equal(residuals[0], residuals[n]) and residuals[n].any() for n in (1, 2, 3))
 
 
 @pytest.mark.system
@@ -208,7 +212,7 @@ def test_rules_choose_the_codec_by_path():
     assert {op.where.split("/")[1] for op in trainer.wire.ops if op.where.startswith("reduce_gradients")} == {"exact", "int8", "power_sgd"}
 
 
-def test_one_worker_exchanges_nothing_and_is_told_so():
+def test_one_worker_exchanges_nothing_and_a_note_says_so():
     trainer = trainer_of(layout("int8", error_feedback=True), "data=1")
     state, losses = train(trainer, 2)
     assert state.exchange == {}
@@ -218,8 +222,8 @@ def test_one_worker_exchanges_nothing_and_is_told_so():
         _ = trainer.wire
 
 
-def test_weights_that_travel_as_bfloat16_are_kept_as_float32():
-    """A step so small that bfloat16 would lose it is not lost: what is rounded is what travels."""
+def test_weights_sent_as_bfloat16_are_kept_as_float32():
+    """A step so small that bfloat16 would lose it is not lost: only what is sent is rounded."""
     fsdp = spmd.Layout.load("fsdp_bf16")
     trainer = trainer_of(fsdp, optimizer=optax.sgd(1e-5))
     before, (state, _) = host(trainer.init().params), train(trainer, 1)
@@ -286,18 +290,18 @@ def test_a_step_that_the_optimizer_skips_takes_nothing_from_what_is_kept(skippin
 
 
 def test_a_small_gradient_beside_a_large_one_keeps_its_own_scale():
-    """Gradients travel together and are encoded apart: buckets change no number."""
+    """Gradients are sent together and encoded separately: buckets change no number."""
     model = lambda: spmd.FunctionalModel(
         lambda key: {"large": jnp.zeros((8, 8)), "small": jnp.zeros((8, 3))}, lambda p, x: (x @ p["large"], 1e-4 * (x @ p["small"]))
     )
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     loss = lambda m, batch: sum(((out - batch[:, : out.shape[1]]) ** 2).mean(1) for out in m(batch))
     found = {}
-    for name, chosen in {"exact": layout(), "one": layout("int8"), "apart": layout("int8", bucket_bytes=1)}.items():
+    for name, chosen in {"exact": layout(), "one": layout("int8"), "separate": layout("int8", bucket_bytes=1)}.items():
         trainer = spmd.Trainer(model(), loss=loss, optimizer=optax.sgd(1.0), layout=chosen)
         state, _ = trainer.step(trainer.init(), x)
         found[name] = np.asarray(state.params["small"])
-    assert np.array_equal(found["one"], found["apart"])
+    assert np.array_equal(found["one"], found["separate"])
     np.testing.assert_allclose(found["one"], found["exact"], rtol=0, atol=np.abs(found["exact"]).max() / 100)
     assert not np.array_equal(found["one"], found["exact"])
 
@@ -315,7 +319,7 @@ def test_a_metric_may_not_take_the_name_of_one_of_the_steps_own():
         spmd.Trainer(lambda: MLP(nnx.Rngs(0)), loss=loss, optimizer=optax.sgd(0.1)).prepare(data())
 
 
-def test_wire_bytes_is_known_without_waiting_and_the_state_can_be_let_go():
+def test_wire_bytes_is_known_without_waiting_and_the_state_can_be_released():
     trainer = trainer_of(layout("int8"))
     _, metrics = trainer.step(trainer.init(), data())
     assert metrics["wire_bytes"] == trainer.wire.bytes() and "_values" not in vars(metrics)
@@ -339,10 +343,10 @@ POWER = ("power_sgd", {"rank": 1, "min_compression": 1})
 def test_stopped_and_resumed_is_never_stopped(codec, tmp_path):
     """Residuals and what the codec remembers are state: bit for bit."""
     chosen = layout(*codec, error_feedback=True, start_step=2)
-    whole = fit(chosen, steps=8)
+    uninterrupted = fit(chosen, steps=8)
     fit(chosen, tmp_path, steps=3)
     rest = fit(chosen, tmp_path, steps=8, resume=True)
-    one, two = host(whole.state), host(rest.state)
+    one, two = host(uninterrupted.state), host(rest.state)
     assert one.keys() == two.keys() and any("residual" in path for path in one)
     assert all(one[path].tobytes() == two[path].tobytes() for path in one)
     assert any(leaf.any() for path, leaf in one.items() if "residual" in path)
@@ -360,14 +364,14 @@ def test_residuals_for_another_number_of_workers_keep_their_mean(before, now):
         np.testing.assert_allclose(np.asarray(found)[0], np.asarray(residual)[: before // now].mean(0), atol=1e-6)
 
 
-def test_a_run_goes_on_over_fewer_workers_with_its_residuals(tmp_path):
+def test_resume_over_fewer_workers_keeps_residuals(tmp_path):
     chosen = layout("int8", error_feedback=True)
     first = fit(chosen, tmp_path, steps=3)
     trainer = trainer_of(chosen, "data=4", optimizer=optax.sgd(0.2, momentum=0.9))
     store = CheckpointStore(Checkpoint(tmp_path))
-    state, told = trainer.load(store, 3)
+    state, notes = trainer.load(store, 3)
     store.close()
-    assert told == ["residuals were redistributed over 4 workers"]
+    assert notes == ["residuals were redistributed over 4 workers"]
     for path, entry in first.state.exchange.items():
         found, saved = np.asarray(state.exchange[path]["residual"]), np.asarray(entry["residual"])
         np.testing.assert_allclose(found.mean(0), saved.mean(0), atol=1e-7)
@@ -377,7 +381,7 @@ def test_a_run_goes_on_over_fewer_workers_with_its_residuals(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "then, now, told",
+    "then, now, notes",
     [
         (("int8", True), ("exact", False), ["3 residuals were dropped"]),
         (("exact", False), ("int8", True), ["3 residuals were reset"]),
@@ -385,15 +389,15 @@ def test_a_run_goes_on_over_fewer_workers_with_its_residuals(tmp_path):
     ],
     ids=["feedback ends", "feedback begins", "another codec takes the residuals over"],
 )
-def test_another_codec_on_resume_is_told(then, now, told, tmp_path):
+def test_resume_with_another_codec_reports_residuals(then, now, notes, tmp_path):
     fit(layout(then[0], error_feedback=then[1]), tmp_path, steps=2)
     chosen = layout(now[0], error_feedback=now[1])
     store = CheckpointStore(Checkpoint(tmp_path))
     state, found = trainer_of(chosen, optimizer=optax.sgd(0.2, momentum=0.9)).load(store, 2)
     store.close()
-    assert found == told
+    assert found == notes
     kept = [np.asarray(entry["residual"]).any() for entry in state.exchange.values()]
-    assert all(kept) == (not told) if kept else now[0] == "exact"
+    assert all(kept) == (not notes) if kept else now[0] == "exact"
 
 
 def test_a_rule_that_changes_leaves_the_other_residuals_alone(tmp_path):
@@ -401,9 +405,9 @@ def test_a_rule_that_changes_leaves_the_other_residuals_alone(tmp_path):
     chosen = layout("int8", error_feedback=True, rules=(spmd.GradientRule("out/kernel", "exact"),))
     trainer = trainer_of(chosen, optimizer=optax.sgd(0.2, momentum=0.9))
     store = CheckpointStore(Checkpoint(tmp_path))
-    state, told = trainer.load(store, 2)
+    state, notes = trainer.load(store, 2)
     store.close()
-    assert told == ["1 residuals were dropped"]
+    assert notes == ["1 residuals were dropped"]
     assert state.exchange.keys() == first.state.exchange.keys() - {"out/kernel"}
     assert all(np.array_equal(entry["residual"], first.state.exchange[path]["residual"]) for path, entry in state.exchange.items())
 

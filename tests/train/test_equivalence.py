@@ -31,9 +31,9 @@ def cases():
         for layout in LAYOUTS:
             for mesh in MESHES:
                 if "tensor" not in layout and mesh in ("2x4",):
-                    continue  # no parameter is cut over `model`: 4x2 shows all there is
+                    continue  # no parameter is sharded over `model`: 4x2 covers every case
                 for step in ("auto", "manual"):
-                    # with the system tests: one model by hand under every layout, another under the one that cuts most; on three axes and
+                    # with the system tests: one model by hand under every layout, another under the one that shards most; on three axes and
                     # by the compiler as well, and of these the quick suite has a sample; `make test-all`: every case
                     most, gpt = layout == "fsdp_tensor_parallel", model == "gpt"
                     by_hand = (mesh, step) == ("4x2", "manual") and layout != "zero1" and (gpt or (most and model == "cnn"))
@@ -59,8 +59,8 @@ def test_equals_one_device(name, layout, mesh, step):
 def arms_differ(trainer, state, layout, mesh, step):
     """The arrays lie where the layout says, and the two steps are two programs."""
     model_axis = spmd.MeshSpec.parse(mesh).sizes["model"]
-    cut = [leaf for leaf in jax.tree.leaves(state.params) if not leaf.sharding.is_fully_replicated]
-    assert bool(cut) == (layout in ("fsdp", "fsdp_tensor_parallel") or (layout == "tensor_parallel" and model_axis > 1))
+    sharded = [leaf for leaf in jax.tree.leaves(state.params) if not leaf.sharding.is_fully_replicated]
+    assert bool(sharded) == (layout in ("fsdp", "fsdp_tensor_parallel") or (layout == "tensor_parallel" and model_axis > 1))
     moments = [leaf for leaf in jax.tree.leaves(state.opt) if leaf.ndim and not leaf.sharding.is_fully_replicated]
     assert bool(moments) == (layout != "data_parallel" and (layout != "tensor_parallel" or model_axis > 1))
     program = trainer.prepare(None)[0]

@@ -75,12 +75,12 @@ def test_fit_starts_from_the_model_of_a_result(kind):
 
 
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("data_parallel", marks=pytest.mark.slow)])
-def test_given_linen_weights_go_on_like_the_run_that_made_them(layout):
+def test_training_given_linen_weights_equals_the_uninterrupted_run(layout):
     """Batch statistics are given too: without momentum nothing else carries over from step to step."""
     options = {"optimizer": optax.sgd(0.1), "layout": layout, "shuffle": False}
-    whole, half = fit(Linen(), steps=4, **options), fit(Linen(), steps=2, **options)
+    uninterrupted, half = fit(Linen(), steps=4, **options), fit(Linen(), steps=2, **options)
     rest = fit(half.model, steps=2, **options)
-    assert same(rest.state.params, whole.state.params) and same(rest.state.stats, whole.state.stats)
+    assert same(rest.state.params, uninterrupted.state.params) and same(rest.state.stats, uninterrupted.state.stats)
 
 
 def test_linen_module_bound_to_numpy_arrays():

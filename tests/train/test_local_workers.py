@@ -1,4 +1,4 @@
-"""Workers that train by themselves and meet now and then: DiLoCo, with fragments, and EASGD, beside plain loops of them."""
+"""Workers that train independently and synchronize periodically: DiLoCo (with fragments) and EASGD, compared with plain loops."""
 
 import dataclasses
 import functools
@@ -123,7 +123,7 @@ def close(one, other, most=1e-6):
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param(SGD, marks=pytest.mark.slow), MOMENTUM], ids=["sgd", "momentum"])
-def test_meeting_at_every_step_with_a_plain_outer_optimizer_is_synchronous(optimizer):
+def test_sync_at_every_step_with_a_plain_outer_optimizer_is_synchronous(optimizer):
     """z - mean(z - w) is the mean of w, and of linear updates of one w the mean is the update of the mean gradient."""
     trainer = trainer_of(served(mode="local", every=1, outer_rate=1.0, outer_momentum=0.0), optimizer=optimizer)
     one, other = train(trainer), train(trainer_of(ALL_REDUCE, optimizer=optimizer))
@@ -159,11 +159,11 @@ def test_a_run_is_what_a_plain_loop_makes_of_it(server):
     assert moved > 1e-2, "and it went somewhere"
 
 
-def test_after_a_meeting_all_have_the_same_bits():
+def test_after_a_sync_all_workers_have_the_same_bits():
     trainer = trainer_by_hand(ADAMW, mode="local", every=3)
-    met, later = ran(trainer, 3), ran(trainer, 4)
-    for path, entry in met.exchange.items():
-        own, z = np.asarray(entry[OWN]), np.asarray(flatten(met.params)[path])
+    synced, later = ran(trainer, 3), ran(trainer, 4)
+    for path, entry in synced.exchange.items():
+        own, z = np.asarray(entry[OWN]), np.asarray(flatten(synced.params)[path])
         assert (own == z).all() and (np.asarray(entry[READ]) == z).all()
         assert not (np.asarray(later.exchange[path][OWN]) == z).all()
         assert {shard.data.shape[0] for shard in entry[OWN].addressable_shards} == {1}, "each on its own device"
@@ -171,7 +171,7 @@ def test_after_a_meeting_all_have_the_same_bits():
 
 
 def test_each_fragment_of_a_streaming_run_is_diloco_of_that_fragment_to_the_last_bit():
-    """A loss that is a sum, one for each of two parameters: nothing passes between them but the time at which they meet."""
+    """A loss that is a sum, one for each of two parameters: they share nothing but the time of synchronization."""
 
     def trainer(names, **server):
         draw = lambda key: {name: 0.1 * jax.random.normal(jax.random.fold_in(key, ord(name)), (12,)) for name in names}
@@ -204,8 +204,8 @@ def test_one_worker_with_a_plain_outer_optimizer_is_plain_training(every):
 # EASGD ---------------------------------------------------------------------------------------------------------------
 
 
-def test_an_elastic_meeting_conserves_the_sum_of_all_weights_exactly():
-    """Whole multiples of 1/64, a moving rate of 1/16, eight workers, no training: nothing is rounded, so not a bit may be lost."""
+def test_an_elastic_sync_conserves_the_sum_of_all_weights_exactly():
+    """Integer multiples of 1/64, a moving rate of 1/16, eight workers, no training: nothing is rounded, so not a bit may be lost."""
     trainer = trainer_by_hand(optax.set_to_zero(), mode="elastic", every=1, moving_rate=1 / 16)
     state, rng = trainer.init(), np.random.default_rng(0)
     draw = lambda leaf: jax.device_put((rng.integers(-256, 256, leaf.shape) / 64).astype(np.float32), leaf.sharding)
@@ -238,7 +238,7 @@ def test_an_elastic_run_is_what_a_plain_loop_makes_of_it():
 
 
 @pytest.mark.slow
-def test_without_a_pull_workers_are_runs_of_their_own():
+def test_workers_with_moving_rate_0_train_independently():
     trainer = trainer_by_hand(MOMENTUM, mode="elastic", every=1, moving_rate=0)
     start, state = weights(trainer, trainer.init()), ran(trainer, 4)
     assert all(np.array_equal(start[path], leaf) for path, leaf in weights(trainer, state).items()), "the servers stand still"
@@ -251,7 +251,7 @@ def test_without_a_pull_workers_are_runs_of_their_own():
 # what they send, and what is kept ------------------------------------------------------------------------------------
 
 
-def test_bytes_are_those_of_a_meeting_now_and_then():
+def test_bytes_are_those_of_periodic_syncs():
     """On average all parameters once in `every` steps, there and back; at most the largest fragment at once."""
     row = 28  # 7/8 of what 8 workers hold of one number, float32
     sums, peak = {}, {}
@@ -278,12 +278,12 @@ def test_codecs_are_used_at_synchronizations():
     assert any(op.dtype == "uint8" for op in coded.wire.ops if op.where.startswith("send/0/reduce_gradients/int8"))
     start = weights(exact, exact.init())
     moved = max(np.abs(other[path] - start[path]).max() for path in other)
-    apart = max(np.abs(one[path] - other[path]).max() for path in one)
-    assert 0 < apart < 0.05 * moved, "weights are rounded to 2^-8, and so is what depends on them"
+    difference = max(np.abs(one[path] - other[path]).max() for path in one)
+    assert 0 < difference < 0.05 * moved, "weights are rounded to 2^-8, and so is what depends on them"
 
 
 @pytest.mark.slow
-def test_no_step_is_compiled_twice_whether_they_meet_or_not():
+def test_steps_with_and_without_sync_share_one_compilation():
     trainer = trainer_by_hand(SGD, mode="local", every=3)
     ran(trainer, 7)
     assert trainer.prepare(None)[0].compilations() == 1
@@ -295,17 +295,17 @@ def test_no_step_is_compiled_twice_whether_they_meet_or_not():
     [{"mode": "local", "every": 3}, pytest.param({"mode": "elastic", "every": 3}, marks=pytest.mark.slow)],
     ids=["local", "elastic"],
 )
-def test_stopped_between_two_meetings_a_run_goes_on_to_the_same_bits(server, tmp_path, caplog):
+def test_resume_between_two_syncs_gives_the_same_bits(server, tmp_path, caplog):
     fit = functools.partial(
         spmd.fit, loss=spmd.losses.cross_entropy, optimizer=ADAMW, mesh="data=8", layout=served(**server), batch_size=32, progress=False
     )
     model, rows = spmd.FunctionalModel(init, apply), tuple(data(256).values())
-    whole = fit(model, rows, steps=11)
+    uninterrupted = fit(model, rows, steps=11)
     assert "2 of the workers' 11 steps came after their last meeting" in caplog.text
     fit(model, rows, steps=4, checkpoint=tmp_path / "run")
     rest = fit(model, rows, steps=11, checkpoint=tmp_path / "run", resume=True)
     assert int(rest.state.step) == 11
-    for one, other in zip(jax.tree.leaves(whole.state), jax.tree.leaves(rest.state), strict=True):
+    for one, other in zip(jax.tree.leaves(uninterrupted.state), jax.tree.leaves(rest.state), strict=True):
         assert np.array_equal(np.asarray(one), np.asarray(other))
 
 

@@ -260,7 +260,7 @@ def test_a_functional_model_with_state(layout, reduction):
     assert trainer.evaluate(state, BATCH)["loss"] == before, "evaluation changes no state"
 
 
-def test_a_functional_model_with_state_goes_on_from_what_came_out():
+def test_rebuilt_functional_model_with_state_can_be_trained_again():
     trainer, state = trained(NORMED, steps=1)
     model = trainer.rebuild(state)
     np.testing.assert_allclose(model(X), trainer.predict(state, X), atol=1e-6)
@@ -278,7 +278,7 @@ def test_state_of_one_workers_rows_alone_is_refused():
 
 
 @pytest.mark.parametrize(
-    "init, apply, told",
+    "init, apply, expected",
     [
         (lambda key: {"w": jnp.ones(4)}, normed, "init of a stateful model returned a dict.\n    fix: (params, state), a tuple of two."),
         (normed_init, lambda p, s, x, axis_name: x, "apply of a stateful model returned"),
@@ -290,10 +290,10 @@ def test_state_of_one_workers_rows_alone_is_refused():
         (normed_init, lambda p, s, x, axis_name: (x, s | {"mean": x[0, 0]}), "mean = float32[16], and returned one with float32[8]."),
     ],
 )
-def test_state_that_does_not_fit_is_refused(init, apply, told):
+def test_state_that_does_not_fit_is_refused(init, apply, expected):
     with pytest.raises(spmd.errors.ModelError) as caught:
         trained(spmd.FunctionalModel(init, apply, stateful=True))
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_binding_wants_state_where_there_is_some():

@@ -48,7 +48,7 @@ def test_synchronous_is_an_all_reduce_to_the_last_bit(workers, optimizer):
     assert kinds == {"reduce_scatter"}, "the arms differ: gradients go to servers"
     numbers = sum(place.shape[1] for place in trainer.resolved.placements.values())
     sent = trainer.wire.bytes(where="reduce_gradients") + trainer.wire.bytes(where="gather_params")
-    assert sent == 2 * (workers - 1) * 4 * numbers, "those of an all-reduce, but for what fills up rows: weights are pulled once"
+    assert sent == 2 * (workers - 1) * 4 * numbers, "those of an all-reduce, except for padding: parameters are gathered once"
     state = trainer.init()
     for leaf in jax.tree.leaves((state.params, state.opt)):
         assert leaf.ndim == 0 or {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}, "a row on each server"
@@ -56,20 +56,20 @@ def test_synchronous_is_an_all_reduce_to_the_last_bit(workers, optimizer):
 
 @pytest.mark.system
 @pytest.mark.parametrize("placement", [pytest.param(name, marks=[pytest.mark.slow] * (name == "largest_first")) for name in PLACEMENTS[1:]])
-def test_whole_parameters_on_servers_give_the_same_bits(placement):
+def test_unsplit_parameters_on_servers_give_the_same_bits(placement):
     assert equal(train(trainer_of(served(placement=placement))), train(trainer_of(ALL_REDUCE, optimizer=unfused())))
 
 
 @pytest.mark.system
 def test_adamw_on_packed_parameters_differs_in_the_last_bit_at_most():
-    """XLA:CPU fuses the bias correction's scalars into a kernel that is the only one to need them, and apart where several do; this is
+    """XLA:CPU fuses the bias correction's scalars into a kernel if only that one needs them, and separately if several do; this is
     so without any server, for the same numbers in one array or in four. One unit in the last place of a weight, per step."""
     one, other = train(trainer_of(served(placement="round_robin"), optimizer=ADAMW)), train(trainer_of(ALL_REDUCE, optimizer=ADAMW))
     assert far(one, other) <= 4 * 2.0**-23
 
 
 @pytest.mark.slow
-def test_clipping_by_global_norm_is_of_whole_gradients():
+def test_clipping_by_global_norm_uses_full_gradients():
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
     one, other = train(trainer_of(served(), optimizer=clipped)), train(trainer_of(ALL_REDUCE, optimizer=clipped))
     assert far(one, other) < 1e-6, "the norm is summed in another order"
@@ -92,7 +92,7 @@ def test_many_workers_at_one_device_are_one_large_batch():
 
 @pytest.mark.system
 @pytest.mark.parametrize("codec", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8", pytest.param("sign", marks=pytest.mark.slow)])
-def test_a_codec_travels_to_the_servers(codec):
+def test_gradients_are_sent_to_servers_in_a_codec(codec):
     options = {"error_feedback": True, "weights": "bfloat16"}
     trainer = trainer_of(served(codec, **options))
     losses, _ = train(trainer, 20)
@@ -225,7 +225,7 @@ def test_running_averages_are_of_those_who_are_waited_for():
 
 @pytest.mark.system
 def test_where_the_data_ends_the_update_is_of_those_who_have_some():
-    """13 rows: three workers with 4, one with 1; four have none, whoever is fast."""
+    """13 rows: three workers with 4, one with 1; four have none, whichever workers are fast."""
     trainer, plain = trainer_of(served(spares=6, compute_time="exponential")), trainer_of(spmd.Layout(), 1)
     trainer.prepare(data())
     batch = {name: leaf[:13] for name, leaf in data().items()}
@@ -384,7 +384,7 @@ def test_compensation_is_right_to_second_order_on_minus_log():
 
 
 @pytest.mark.slow
-def test_codecs_and_feedback_travel_in_asynchronous_rounds():
+def test_asynchronous_rounds_use_codecs_and_feedback():
     layout = served("int8", error_feedback=True, weights="bfloat16", mode="asynchronous", compute_time="exponential")
     trainer = trainer_of(layout, optimizer=optax.sgd(0.02))
     exact = trainer_of(served(mode="asynchronous", compute_time="exponential"), optimizer=optax.sgd(0.02))
@@ -395,8 +395,8 @@ def test_codecs_and_feedback_travel_in_asynchronous_rounds():
     assert {op.kind for op in trainer.wire.ops} == {"all_to_all"}
     one, other = params_of(trainer, last["int8"].state), params_of(exact, last["exact"].state)
     moved = max(np.abs(other[path] - value).max() for path, value in params_of(exact, exact.init()).items())
-    apart = max(np.abs(one[path] - other[path]).max() for path in one)
-    assert 0 < apart < 0.05 * moved, "weights are rounded to 2^-8, and so is what depends on them"
+    difference = max(np.abs(one[path] - other[path]).max() for path in one)
+    assert 0 < difference < 0.05 * moved, "weights are rounded to 2^-8, and so is what depends on them"
 
 
 @pytest.mark.system
@@ -436,8 +436,8 @@ class Counting:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("given", ["arrays", "batches", "resident"])
-@pytest.mark.parametrize("examples", [256, 250], ids=["whole", "remainder"])
-def test_every_row_is_used_once_an_epoch_whoever_is_slow(given, examples):
+@pytest.mark.parametrize("examples", [256, 250], ids=["divisible", "remainder"])
+def test_every_row_is_used_once_an_epoch_with_slow_workers(given, examples):
     counting, rows = Counting(256), {"row": np.arange(examples, dtype=np.int32)}
     batches = [{"row": rows["row"][first : first + 32]} for first in range(0, examples, 32)]
     source = {"arrays": rows, "batches": batches, "resident": None}[given]
@@ -463,7 +463,7 @@ def test_every_row_is_used_once_an_epoch_whoever_is_slow(given, examples):
     else:  # shuffled: another two rows make up the last part of each epoch
         assert np.isclose(seen[:examples].sum(), 2 * -(-examples // 4), rtol=1e-6)
     assert not seen[examples:].any() and (seen[:examples] > 0).all()
-    assert len(result.history["loss"]) > 2 * -(-examples // 32), "rounds in which somebody was busy elsewhere"
+    assert len(result.history["loss"]) > 2 * -(-examples // 32), "in some rounds a worker was still busy"
 
 
 def test_a_step_by_hand_would_lose_rows_and_says_so():
@@ -479,7 +479,7 @@ def test_a_part_that_is_not_full_needs_a_loss_of_rows():
         list(trainer_of(layout, loss=loss).steps(data(70), batch_size=32))
 
 
-def test_a_batch_is_cut_for_simulated_workers():
+def test_a_batch_is_split_among_simulated_workers():
     with pytest.raises(DataError, match=r"24 workers \(\[parameter_server\] workers\)"):
         trainer_of(served(workers=24)).prepare(data())
 
@@ -507,14 +507,14 @@ SPARES = pytest.param({"spares": 2, "compute_time": "exponential"}, marks=pytest
 @pytest.mark.parametrize("server", [SPARES, LATE], ids=["spares", "asynchronous"])
 def test_the_same_run_twice_and_one_that_was_stopped_end_in_the_same_bits(server, tmp_path):
     layout = served("int8", error_feedback=True, **server)
-    whole = fit(layout, epochs=3)
+    uninterrupted = fit(layout, epochs=3)
     again = fit(layout, epochs=3)
-    assert same_state(whole.state, again.state)
+    assert same_state(uninterrupted.state, again.state)
     fit(layout, tmp_path, steps=11)
     rest = fit(layout, tmp_path, epochs=3, resume=True)
-    assert same_state(whole.state, rest.state)
+    assert same_state(uninterrupted.state, rest.state)
     other = fit(dataclasses.replace(layout, parameter_server=dataclasses.replace(layout.parameter_server, seed=1)), epochs=3)
-    assert not same_state(whole.state, other.state)
+    assert not same_state(uninterrupted.state, other.state)
 
 
 @pytest.mark.system
@@ -588,12 +588,12 @@ def test_assigned_work_resumes_where_it_stopped(tmp_path):
 @pytest.mark.system
 def test_what_would_lose_rows_on_resume_is_refused(tmp_path):
     slow = {"mode": "asynchronous", "compute_time": "exponential"}
-    fit(served(**slow), tmp_path / "dealt", steps=3)
+    fit(served(**slow), tmp_path / "asynchronous", steps=3)
     for layout in (served(), served(**slow, workers=16)):
         with pytest.raises(DataError, match="parts had been assigned to 8 workers"):
-            fit(layout, tmp_path / "dealt", steps=5, resume=True)
-    fit(served(), tmp_path / "whole", steps=3)
-    assert int(fit(served(**slow), tmp_path / "whole", epochs=1, resume=True).state.step) > 6
+            fit(layout, tmp_path / "asynchronous", steps=5, resume=True)
+    fit(served(), tmp_path / "synchronous", steps=3)
+    assert int(fit(served(**slow), tmp_path / "synchronous", epochs=1, resume=True).state.step) > 6
 
 
 def test_rows_of_those_who_wait_for_the_warm_up_are_not_lost():
@@ -648,7 +648,7 @@ def test_remainder_that_cannot_be_dropped_is_reported_before_the_first_step(serv
 @pytest.mark.parametrize(
     "server, epochs, rounds",
     [({"spares": 1}, 10, 40), ({"spares": 1, "drop_remainder": True}, 1, 3), ({"mode": "asynchronous", "drop_remainder": True}, 10, 31)],
-    ids=["each epoch ends on a step of its own", "a remainder that is dropped", "of those who are dealt rows"],
+    ids=["each epoch ends on a step of its own", "a remainder that is dropped", "only workers with rows"],
 )
 def test_a_trace_is_long_enough_when_it_has_a_row_for_each_round(server, epochs, rounds, tmp_path):
     """100 rows in batches of 32 by 4 workers: four rounds in an epoch, or three."""
@@ -669,7 +669,7 @@ def test_a_trace_is_long_enough_when_it_has_a_row_for_each_round(server, epochs,
 @pytest.mark.system
 def test_trace_that_is_too_short_is_reported_before_the_first_step(tmp_path):
     np.save(tmp_path / "times.npy", np.ones((5, 8)))
-    for server, most in (({}, 5), ({"mode": "asynchronous"}, 4)):  # rows of the next round are dealt while one runs
+    for server, most in (({}, 5), ({"mode": "asynchronous"}, 4)):  # rows of the next round are assigned while one runs
         layout = served(compute_time=str(tmp_path / "times.npy"), **server)
         assert int(fit(layout, steps=most).state.step) == most
         with pytest.raises(OptionError, match="the trace has 5 rows"):

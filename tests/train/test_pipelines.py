@@ -1,4 +1,4 @@
-"""Training with stacks cut over `stage`: the same as on one device, whatever gradients do besides, and in which order stages work."""
+"""Training with stacks sharded over `stage` equals training on one device, under every reduction and schedule."""
 
 from functools import partial
 
@@ -104,13 +104,13 @@ CASES = {
     "1f1b-remat": (Tied, "data=2,stage=4", piped(schedule="1f1b", more={"remat": spmd.Remat("dots", ("blocks/layers",))})),
     "gpipe-zero1": (Tied, "data=2,stage=4", piped(more={"optimizer": spmd.OptimizerState("data")})),
 }
-CUT = {"params": (spmd.Rule("**/up/kernel", (None, "model")), spmd.Rule("**/down/kernel", ("model",)))}
-SHARDED = CUT | {"default": spmd.Default("shard:data")}
+TENSOR_PARALLEL = {"params": (spmd.Rule("**/up/kernel", (None, "model")), spmd.Rule("**/down/kernel", ("model",)))}
+SHARDED = TENSOR_PARALLEL | {"default": spmd.Default("shard:data")}
 HIDDEN = {"params": (spmd.Rule("**/dense_{i,h}/kernel", (None, "model")),)}
 CASES |= {
-    "gpipe-tensor": (Tied, "data=2,stage=2,model=2", piped(more=CUT)),
-    "circular-tensor": (Tied, "data=2,stage=2,model=2", piped(schedule="circular", groups=2, more=CUT)),
-    "1f1b-tensor": (Tied, "data=2,stage=2,model=2", piped(schedule="1f1b", more=CUT)),
+    "gpipe-tensor": (Tied, "data=2,stage=2,model=2", piped(more=TENSOR_PARALLEL)),
+    "circular-tensor": (Tied, "data=2,stage=2,model=2", piped(schedule="circular", groups=2, more=TENSOR_PARALLEL)),
+    "1f1b-tensor": (Tied, "data=2,stage=2,model=2", piped(schedule="1f1b", more=TENSOR_PARALLEL)),
     "1f1b-tensor-fsdp": (
         Tied,
         "data=2,stage=2,model=2",
@@ -145,15 +145,15 @@ def test_a_pipeline_trains_what_one_device_trains(plain, case):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "circular"])
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 def test_gradients_of_stages_are_sent_in_codecs(plain, schedule, codec):
-    """What a codec does to a gradient that is cut over stages is what it does to each stage's part."""
+    """A codec encodes each stage's part of a gradient sharded over stages."""
     groups = 2 if schedule == "circular" else 1
     layout = piped(gradients={"codec": codec, "error_feedback": codec == "int8"}, schedule=schedule, groups=groups)
     trainer, state, losses = trained(Tied, "data=4,stage=2", layout)
     found = relative_difference(weights(trainer, state), plain[Tied][0])
     assert 1e-6 < found < 0.05  # rounded three times, to 8 bits: 1/256 of each gradient's size, whatever the weight's
     assert np.allclose(losses, plain[Tied][1], rtol=1e-3)
-    whole = trained(Tied, "data=4,stage=2", piped(schedule=schedule, groups=groups), steps=1)[0].wire
-    assert trainer.wire.bytes(where="reduce_gradients/") < 0.6 * whole.bytes(where="reduce_gradients/")
+    exact_log = trained(Tied, "data=4,stage=2", piped(schedule=schedule, groups=groups), steps=1)[0].wire
+    assert trainer.wire.bytes(where="reduce_gradients/") < 0.6 * exact_log.bytes(where="reduce_gradients/")
 
 
 @SLOW
@@ -199,7 +199,10 @@ def _still(model):
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=SLOW), "circular"])
 def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedule, back, plain):
     groups = 2 if schedule == "circular" else 1
-    cut, whole = ("data=4,stage=2", piped(schedule=schedule, groups=groups)), ("data=8", Layout(gradients=Gradients("all_reduce")))
+    piped_run, plain_run = (
+        ("data=4,stage=2", piped(schedule=schedule, groups=groups)),
+        ("data=8", Layout(gradients=Gradients("all_reduce"))),
+    )
 
     def make(mesh, layout):
         options = {
@@ -220,7 +223,7 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
             **options,
         )
 
-    first, then = (whole, cut) if back else (cut, whole)
+    first, then = (plain_run, piped_run) if back else (piped_run, plain_run)
     make(*first)(2, tmp_path)
     result = make(*then)(3, tmp_path)
     found = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
@@ -263,7 +266,7 @@ def test_numbers_of_numpy_are_numbers():
 
 @SLOW
 def test_moments_of_another_shape_stay_with_their_stages(tmp_path):
-    """Adafactor keeps sums over dims of a parameter: which layers they are of cannot be told from a checkpoint."""
+    """Adafactor keeps sums over dims of a parameter: a checkpoint does not say which layers they belong to."""
     make = partial(
         spmd.fit,
         lambda: Tied(nnx.Rngs(0)),
@@ -274,11 +277,11 @@ def test_moments_of_another_shape_stay_with_their_stages(tmp_path):
         checkpoint=tmp_path,
         progress=False,
     )
-    cut = {"mesh": "data=4,stage=2", "layout": piped(schedule="circular", groups=2)}
-    make(steps=1, **cut)
+    piped_run = {"mesh": "data=4,stage=2", "layout": piped(schedule="circular", groups=2)}
+    make(steps=1, **piped_run)
     with pytest.raises(CheckpointError, match="fix: use the \\[pipeline\\] stages and groups of the checkpoint"):
         make(steps=2, resume=True, mesh="data=8", layout="data_parallel")
-    assert int(make(steps=2, resume=True, **cut).state.step) == 2
+    assert int(make(steps=2, resume=True, **piped_run).state.step) == 2
 
 
 @SLOW
@@ -286,7 +289,7 @@ def test_schedules_are_those_of_a_step():
     """Of what a worker has after accumulation, whatever is evaluated meanwhile."""
     trainer, state, _ = trained(Tied, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b")), steps=0, accumulate=2)
     trainer.prepare(tokens())
-    assert [schedule.microbatches for schedule in trainer.schedules.values()] == [4], "8 rows, and none by itself"
+    assert [schedule.microbatches for schedule in trainer.schedules.values()] == [4], "8 rows, and no microbatch of a single row"
     trainer.evaluate(state, jax.tree.map(lambda x: x[:8], tokens()), batch_size=8)
     assert [schedule.microbatches for schedule in trainer.schedules.values()] == [4]
 
@@ -326,10 +329,10 @@ def test_whole_numbers_go_through_a_pipeline(schedule):
 @SLOW
 def test_evaluation_and_prediction_of_any_number_of_rows():
     data = jax.tree.map(lambda x: x[:30], tokens())
-    cut, state, _ = trained(lambda rngs: _still(Tied(rngs)), "data=2,stage=4", piped(schedule="1f1b"))
+    pipelined, state, _ = trained(lambda rngs: _still(Tied(rngs)), "data=2,stage=4", piped(schedule="1f1b"))
     one, same, _ = trained(lambda rngs: _still(Tied(rngs)), "data=1", "data_parallel")
-    assert np.isclose(cut.evaluate(state, data)["loss"], one.evaluate(same, data)["loss"], rtol=1e-5)
-    assert relative_difference(cut.predict(state, data["tokens"]), one.predict(same, data["tokens"])) < 1e-5
+    assert np.isclose(pipelined.evaluate(state, data)["loss"], one.evaluate(same, data)["loss"], rtol=1e-5)
+    assert relative_difference(pipelined.predict(state, data["tokens"]), one.predict(same, data["tokens"])) < 1e-5
 
 
 def refused(model, mesh, layout, error):
@@ -373,7 +376,7 @@ ERRORS = {
       mesh axis "data" splits the batch; a stage sees all rows of its worker.
       fix: a separate axis, such as "stage".""",
     ),
-    "a rule that cuts the layers": (
+    "a rule that shards the layers": (
         lambda: refused(Tied, "data=2,stage=4", piped(more={"params": (spmd.Rule("**/up/kernel", (None, "stage")),)}), LayoutError),
         """this layout does not fit this model on mesh data=2, stage=4
 1 problem (7 of 8 parameters fit):
@@ -415,17 +418,17 @@ ERRORS = {
         """this layout: [pipeline] groups is for spmd.nn.LayerStack, and the loss calls none.
     fix: leave it out; schedule = "gpipe".""",
     ),
-    "recurrent layers back at once": (
+    "1f1b with recurrent layers": (
         lambda: trained(Deep, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b"))),
         """a 1f1b pipeline is made of one spmd.nn.LayerStack, but the loss calls an RNNStack.
     fix: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.""",
     ),
-    "two stacks back at once": (
+    "1f1b with two stacks": (
         lambda: trained(Twice, "data=2,stage=4", piped(schedule="1f1b")),
         """the loss calls stacks of layers more than once, and a 1f1b pipeline is made of one.
     fix: one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.""",
     ),
-    "batch statistics back at once": (
+    "1f1b with batch statistics": (
         lambda: refused(Counted, "data=2,stage=4", piped(schedule="1f1b"), ModelError),
         """this layout: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch statistics.
     fix: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".""",

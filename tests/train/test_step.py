@@ -144,12 +144,12 @@ def test_the_loss_and_the_model_never_share_a_key():
     def loss(model, batch, rng):
         first, second = model(batch["x"]), model(batch["x"])
         own = jax.random.normal(rng, batch["x"].shape)
-        apart = [jnp.abs(a - b).max() for a, b in ((own, seen[-1]), (own, seen[-2]), (seen[-1], seen[-2]))]
-        return (first + second).mean(axis=1), {"apart": jnp.stack(apart).min()}
+        differences = [jnp.abs(a - b).max() for a, b in ((own, seen[-1]), (own, seen[-2]), (seen[-1], seen[-2]))]
+        return (first + second).mean(axis=1), {"difference": jnp.stack(differences).min()}
 
     model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((6, 4))}, apply)
     _, metrics = (trainer := trainer_of(model, loss=loss)).step(trainer.init(), data())
-    assert metrics["apart"] > 0.1
+    assert metrics["difference"] > 0.1
 
 
 @pytest.mark.parametrize("name", ["rng", "key"])
@@ -238,9 +238,9 @@ def test_a_pair_is_an_exact_mean_over_what_it_counts(accumulate):
 @pytest.mark.parametrize("loss", [spmd.losses.cross_entropy, mean_loss], ids=["per-example", "scalar"])
 def test_accumulation_equals_the_whole_batch(layout, loss):
     make = lambda: MLP(rngs=nnx.Rngs(0))
-    whole, parts = (train(trainer_of(make, layout, loss=loss, accumulate=count)) for count in (1, 4))
-    assert_close(whole[0].params, parts[0].params, 1e-6)
-    np.testing.assert_allclose(whole[1], parts[1], rtol=1e-6)
+    full, parts = (train(trainer_of(make, layout, loss=loss, accumulate=count)) for count in (1, 4))
+    assert_close(full[0].params, parts[0].params, 1e-6)
+    np.testing.assert_allclose(full[1], parts[1], rtol=1e-6)
 
 
 def collectives(trainer, kind):
@@ -250,7 +250,7 @@ def collectives(trainer, kind):
     return len(re.findall(rf"stablehlo.{kind}\"", step.lower(trainer.init(), batch.leaves, batch.weights, {}).as_text()))
 
 
-def test_gradients_meet_once_per_step_not_once_per_microbatch():
+def test_gradients_are_reduced_once_per_step_not_once_per_microbatch():
     make = lambda: MLP(rngs=nnx.Rngs(0))
     for layout, kind in [("data_parallel", "all_reduce"), ("fsdp", "reduce_scatter")]:
         once, four = (collectives(trainer_of(make, layout, accumulate=count), kind) for count in (1, 4))
@@ -295,10 +295,10 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32(layout):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", ["whole", "modules", "dots"])
+@pytest.mark.parametrize("kind", ["model", "modules", "dots"])
 @pytest.mark.parametrize("layout", [pytest.param("data_parallel", marks=pytest.mark.slow), "fsdp"])
 def test_remat_changes_memory_not_results(kind, layout):
-    remat = {"whole": spmd.Remat("nothing"), "modules": spmd.Remat("nothing", ("hidden",)), "dots": spmd.Remat("dots")}[kind]
+    remat = {"model": spmd.Remat("nothing"), "modules": spmd.Remat("nothing", ("hidden",)), "dots": spmd.Remat("dots")}[kind]
     make = lambda: MLP(dropout=0.5, norm=True, rngs=nnx.Rngs(0))
     chosen = dataclasses.replace(spmd.Layout.load(layout), remat=remat)
     plain, saved = trainer_of(make, layout), trainer_of(make, chosen)
@@ -320,8 +320,8 @@ def test_fsdp_gathers_again_in_the_backward_pass():
     program = trainer.prepare(data())[0]
     step = program.make_step(ROWS, True)
     jaxpr = str(jax.make_jaxpr(step.update)(trainer.init(), data(), np.ones(ROWS, np.float32), {}))
-    cut = sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(trainer.init().params))
-    assert jaxpr.count("all_gather[") > cut
+    sharded = sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(trainer.init().params))
+    assert jaxpr.count("all_gather[") > sharded
 
 
 def test_the_state_is_donated_and_the_users_model_lives_on():
@@ -349,8 +349,8 @@ def test_no_array_of_a_factory_is_ever_replicated():
         out_shardings=placed.shardings,
     )
     memory = build.lower().compile().memory_analysis()
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(placed.abstract_state))
-    assert memory.output_size_in_bytes < whole / 6  # an eighth, and what is too small to be cut
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(placed.abstract_state))
+    assert memory.output_size_in_bytes < state_bytes / 6  # an eighth, and arrays too small to be sharded
 
 
 # kinds of models ------------------------------------------------------------------------------------------------------

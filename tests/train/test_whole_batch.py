@@ -198,9 +198,9 @@ def test_compare_sees_what_equal_rows_hide():
     model = dataclasses.replace(MODEL, init=lambda key: jax.tree.map(jnp.zeros_like, MODEL.init(key)))
     with pytest.raises(LossError) as raised:
         trained(trainer_of(weighted, model))
-    one, other, apart = numbers(raised.value)
+    one, other, difference = numbers(raised.value)
     assert one == other == pytest.approx(np.log(CLASSES), abs=1e-5)
-    assert apart > 1e-2
+    assert difference > 1e-2
 
 
 class Net(nnx.Module):
@@ -518,8 +518,8 @@ def test_evaluate_warns_of_metrics_that_join_rows(caplog):
     halves = trainer.evaluate(state, batch, batch_size=ROWS // 2)
     lines = warned(caplog)
     assert {line.split('"')[1] for line in lines} == {name for name, (_, joins) in METRICS.items() if joins}
-    whole, parts = (float(number) for number in re.search(r"of 16 rows it is (\S+), and .* is (\S+)\.\n", lines[0]).groups())
-    assert whole != parts and np.isfinite(halves["f1"])
+    full, parts = (float(number) for number in re.search(r"of 16 rows it is (\S+), and .* is (\S+)\.\n", lines[0]).groups())
+    assert full != parts and np.isfinite(halves["f1"])
     trainer.evaluate(state, batch, batch_size=ROWS // 2)
     assert warned(caplog) == lines  # once
 

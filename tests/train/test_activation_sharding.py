@@ -1,4 +1,4 @@
-"""Cuts that XLA's partitioner makes from `[[activations]]` and from kernels' rules: the same training, only the collectives meant."""
+"""Shardings that XLA's partitioner derives from `[[activations]]` and kernel rules: equal training, and only the intended collectives."""
 
 import collections
 import dataclasses
@@ -86,7 +86,7 @@ def test_equals_one_device(name, layout, mesh, reduction):
 
 
 def spatial(trainer, ops):
-    """Only halos travel between neighbours, and sums; no activation is gathered."""
+    """Only halos are sent between neighbours, and sums reduced; no activation is gathered."""
     moved = [shape for kind, shape, _ in ops if kind != "all-reduce"]
     assert {kind for kind, *_ in ops} == {"all-reduce", "collective-permute"} and len(moved) >= 12
     assert all(1 in shape[1:3] or 2 in shape[1:3] for shape in moved), "one row or column, of a kernel of 5 two"
@@ -95,7 +95,7 @@ def spatial(trainer, ops):
 
 
 def dense(trainer, ops):
-    """Features are gathered before the first dense layer, and nothing of a convolution's but its gradient travels."""
+    """Features are gathered before the first dense layer; of a convolution only the gradient is communicated."""
     rows = ROWS // trainer.resolved.workers
     assert ("all-gather", (rows, 64)) in [op[:2] for op in ops]
     kernels = {place.shape for path, place in trainer.resolved.placements.items() if path.startswith("conv")}
@@ -108,7 +108,7 @@ def dense(trainer, ops):
 
 
 def sequence(trainer, ops):
-    """Activations [rows, length, width] are gathered and summed around what is cut along features; no weight is, nor logits."""
+    """Activations [rows, length, width] are gathered and summed around layers sharded along features; weights and logits are not."""
     width, length, vocab = 32, 16, 128
     gathered = [shape for kind, shape, where in ops if kind == "all-gather" and "reduce_gradients" not in where]
     assert (ROWS // trainer.resolved.workers, length, width) in gathered
@@ -118,7 +118,7 @@ def sequence(trainer, ops):
 INTENDED = {"spatial": spatial, "conv_data_dense_model": dense, "sequence_parallel": sequence}
 
 
-@pytest.mark.optimized  # compiled quickly, the arms are further apart than a codec explains: 0.18 of the way instead of 0.001
+@pytest.mark.optimized  # compiled quickly, the arms differ more than a codec explains: 0.18 of the way instead of 0.001
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 @pytest.mark.parametrize(("name", "layout", "mesh"), [CASES[0][:3], CASES[4][:3], CASES[7][:3]], ids=lambda value: str(value))
@@ -133,7 +133,7 @@ def test_codecs_combine_with_it(name, layout, mesh, codec):
 
 
 def sums(loss, shape, vocab=128):
-    """Collectives of the loss's value and gradient over logits that are cut along the vocabulary."""
+    """Collectives of the loss's value and gradient over logits sharded along the vocabulary."""
     mesh = spmd.make_mesh("data=4,model=2")
     at = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
     logits = jax.ShapeDtypeStruct((*shape, vocab), jnp.float32, sharding=at("data", *[None] * (len(shape) - 1), "model"))
@@ -143,7 +143,7 @@ def sums(loss, shape, vocab=128):
 
 @pytest.mark.parametrize("reduction", ["all_reduce", pytest.param("compiler", marks=pytest.mark.slow)])
 def test_neither_logits_nor_the_table_are_gathered(reduction):
-    """A head and an embedding cut along the vocabulary, by the layout tensor_parallel: forward, backward, loss and accuracy."""
+    """A head and an embedding sharded along the vocabulary, by the layout tensor_parallel: forward, backward, loss and accuracy."""
     vocab, width, length, rows = 256, 32, 16, 16
     layout = dataclasses.replace(spmd.Layout.load("tensor_parallel"), gradients=spmd.Gradients(reduction))
     model = lambda: gpt.GPT(vocab=vocab, width=width, depth=1, heads=2, length=length, rngs=nnx.Rngs(0))
@@ -165,7 +165,7 @@ def test_neither_logits_nor_the_table_are_gathered(reduction):
 
 
 @pytest.mark.parametrize("data", [pytest.param("sequence"), pytest.param("rows", marks=pytest.mark.slow)])
-def test_cross_entropy_and_accuracy_of_cut_logits(data):
+def test_cross_entropy_and_accuracy_of_sharded_logits(data):
     shape = (8, 16) if data == "sequence" else (8,)
     for function in (spmd.losses.cross_entropy.function, spmd.metrics.accuracy.function):
         for one in (function, jax.grad(lambda logits, targets, function=function: function(logits, targets).sum())):
@@ -175,7 +175,7 @@ def test_cross_entropy_and_accuracy_of_cut_logits(data):
 
 GATHERED = (spmd.Rule("**/{dense_i,dense_h}", ()),)
 CELLS = {  # the rules, and how many collectives run at each step of time, forward and backward
-    "gates apart": (nnx.LSTMCell, (), (1, 5)),
+    "separate gates": (nnx.LSTMCell, (), (1, 5)),
     "gates side by side": (nnx.OptimizedLSTMCell, (), (5, 12)),
     "gates gathered": (nnx.OptimizedLSTMCell, GATHERED, (2, 1)),
     "gru, gates gathered": (nnx.GRUCell, GATHERED, (2, 1)),
@@ -184,7 +184,7 @@ CELLS = {  # the rules, and how many collectives run at each step of time, forwa
 
 @pytest.mark.parametrize("kind", [name if name != "gru, gates gathered" else pytest.param(name, marks=pytest.mark.slow) for name in CELLS])
 def test_what_a_recurrent_cell_sends_at_each_step_of_time(kind):
-    """Cut along hidden units by name: one all-gather forward where each gate has its own kernel; where one kernel has all gates side by
+    """Sharded along hidden units by name: one all-gather forward where each gate has its own kernel; where one kernel has all gates side by
     side, a rule that gathers what it returns is better than what the partitioner makes of the split."""
     cell, rules, each_step = CELLS[kind]
     named = lambda init: nnx.with_partitioning(init, ("embed", "hidden"))
@@ -254,6 +254,6 @@ def test_what_a_module_returns_is_where_the_rule_says(kind, remat):
     for ours, other in zip(jax.tree.leaves(after.params), jax.tree.leaves(wanted.params), strict=True):
         np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-7)
     assert trainer.evaluate(after, batch)["loss"] == pytest.approx(plain.evaluate(wanted, batch)["loss"], rel=1e-5)
-    short = {name: rows[:5] for name, rows in batch.items()}  # which nothing divides: those rows are whole
+    short = {name: rows[:5] for name, rows in batch.items()}  # no axis divides them, so those rows are replicated
     assert trainer.predict(after, short["x"]).shape == (5, 4)
     assert trainer.evaluate(after, short)["loss"] == pytest.approx(plain.evaluate(wanted, short)["loss"], rel=1e-5)
