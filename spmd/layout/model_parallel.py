@@ -17,7 +17,7 @@ class Pipeline:
       axis: the mesh axis; its devices are the stages. None: no pipeline, a stack is a scan over its layers.
       schedule: who works on what when: "gpipe"; "circular", with several groups of layers on each stage; "1f1b", which keeps the
         activations of as many microbatches as there are stages, and no more. Stacks of recurrent layers are a wavefront under each
-        but the last. "circular" keeps layers in the order of stages, also for an optimizer that tells them apart along dim 0. Under "1f1b"
+        but the last. "circular" keeps layers in the order of stages, also for an optimizer that depends on their index. Under "1f1b"
         the loss is called on the rows of one microbatch: one that is no mean over rows has to return (sum, count).
       microbatches: parts into which a worker's rows are split; None: the largest divisor of the rows that is at most 4 times the stages.
       groups: of layers on each stage; for "circular".
@@ -101,7 +101,7 @@ def model_parallel_problems(pipeline: Pipeline, sequence: Sequence) -> list[Conf
         if value is not None and value < 1:
             found.append(Conflict("pipeline", key, f"{value}.", "a whole number from 1."))
     if pipeline.axis is None and pipeline != Pipeline():
-        found.append(Conflict("pipeline", "axis", "there is none, so nothing is cut into stages.", 'such as axis = "stage".'))
+        found.append(Conflict("pipeline", "axis", "there is none, so nothing is split into stages.", 'such as axis = "stage".'))
     if pipeline.schedule == "circular" and pipeline.groups == 1:
         found.append(Conflict("pipeline", "groups", "1 with a circular schedule is gpipe.", 'groups = 2, or schedule = "gpipe".'))
     if pipeline.schedule != "circular" and pipeline.groups > 1:
@@ -114,5 +114,5 @@ def model_parallel_problems(pipeline: Pipeline, sequence: Sequence) -> list[Conf
             )
         )
     if sequence.axis is None and sequence != Sequence():
-        found.append(Conflict("sequence", "axis", "there is none, so no sequence is cut.", 'such as axis = "context".'))
+        found.append(Conflict("sequence", "axis", "there is none, so no sequence is sharded.", 'such as axis = "context".'))
     return found

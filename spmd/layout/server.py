@@ -192,7 +192,7 @@ def server_problems(server: ParameterServer, gradients: Gradients) -> list[Confl
     if gradients.reduction != "parameter_server":
         if server == ParameterServer():
             return []
-        why = f'nothing reads it: gradients meet by reduction "{gradients.reduction}".'
+        why = f'nothing reads it: gradients use reduction "{gradients.reduction}".'
         return [Conflict("", why, '[gradients] reduction = "parameter_server", or leave it out.')]
     found = [*_number_problems(server), *_text_problems(server)]
     for key, modes in OF_MODE.items():
@@ -236,10 +236,10 @@ def _local_problems(server: ParameterServer, gradients: Gradients) -> list[Confl
     """Synchronizations that overlap each other."""
     found, every, parts = [], server.every or 0, server.fragments
     if every >= 1 and parts >= 1 and every % parts:
-        why = f"{every} steps between two meetings, and {parts} fragments that take turns; {every} / {parts} leaves {every % parts}."
+        why = f"{every} steps between synchronizations, for {parts} fragments in turn; {every} / {parts} leaves {every % parts}."
         found.append(Conflict("fragments", why, f"every = {-(-every // parts) * parts}."))
     elif every >= 1 and parts >= 1 and server.overlap >= every // parts:
-        why = f"{server.overlap} steps, and the next meeting is {every // parts} steps later."
+        why = f"{server.overlap} steps, and the next synchronization is {every // parts} steps later."
         found.append(Conflict("overlap", why, f"at most {every // parts - 1}."))
     if gradients.diagnostics:
         found.append(Conflict("gradients.diagnostics", "nothing reads it: in most steps nothing is exchanged.", "leave it out."))
@@ -264,14 +264,14 @@ def _text_problems(server: ParameterServer) -> list[Conflict]:
 
 def _codec_problems(gradients: Gradients) -> list[Conflict]:
     """Codecs that work on a mean of gradients: an asynchronous server applies each gradient separately."""
-    found, apart = [], "an asynchronous server applies each gradient by itself."
+    found, separate = [], "an asynchronous server applies each gradient separately."
     for rule, (codec, options) in enumerate([(gradients.codec, gradients.options), *((r.codec, r.options) for r in gradients.rules)], -1):
         number = None if rule < 0 else rule
         if codec == "power_sgd":
-            why = f"{codec} approximates a mean over workers; {apart}"
+            why = f"{codec} approximates a mean over workers; {separate}"
             found.append(Conflict("gradients.codec", why, 'codec = "bfloat16", or mode = "synchronous".', number))
         if dict(options).get("reduce") == "ring":
-            why = f"a ring makes the mean of workers; {apart}"
+            why = f"a ring makes the mean of workers; {separate}"
             found.append(Conflict("gradients.reduce", why, 'reduce = "one_shot", or mode = "synchronous".', number))
     for key in ("start_step", "exact_axes", "diagnostics") if gradients.compressed else ():
         if getattr(gradients, key) != next(field.default for field in dataclasses.fields(gradients) if field.name == key):

@@ -16,7 +16,7 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
         (
             place.path,
             f"{place.dtype}[{', '.join(map(str, place.shape))}]",
-            spec_text(place.spec) if any(place.spec) else "whole",
+            spec_text(place.spec) if any(place.spec) else "replicated",
             place.chosen_by,
             format_bytes(place.bytes_per_device(resolved.mesh)),
             f"x{place.copies(resolved.mesh)}",

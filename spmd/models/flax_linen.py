@@ -40,7 +40,7 @@ class LinenModel(Model):
             for path in dict.fromkeys([*needs, *has])
             if has.get(path) != needs.get(path)
         ]
-        raise_problems(ModelError, "the arrays that the linen module is bound to are not those that it makes by itself", problems)
+        raise_problems(ModelError, "the linen module is bound to other arrays than its `init` makes", problems)
         return self._given
 
     def _boxed(self, key: Any, run: Callable[[Any], Any]) -> dict:

@@ -147,7 +147,7 @@ def test_summary_lists_specs_and_origins(golden):
     resolved = fit_layout(layout, shapes(a=(8, 8), b=(8,)), {}, MESH)
     assert rows(resolved) == [
         ("a", "float32[8, 8]", '["data", "model"]', "rule 1, line 7", "32 B", "x1"),
-        ("b", "float32[8]", "whole", "default replicate", "32 B", "x8"),
+        ("b", "float32[8]", "replicated", "default replicate", "32 B", "x8"),
     ]
     golden("resolve_summary_lists_specs_and_origins", summary(resolved))
 

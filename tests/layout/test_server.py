@@ -586,13 +586,13 @@ CLASHES = {
     "turns of unequal length": (
         'mode = "local"\nevery = 10\nfragments = 4',
         {"mode": "local", "every": 10, "fragments": 4},
-        problem("fragments", "10 steps between two meetings, and 4 fragments that take turns; 10 / 4 leaves 2.", "every = 12.", 6),
+        problem("fragments", "10 steps between synchronizations, for 4 fragments in turn; 10 / 4 leaves 2.", "every = 12.", 6),
         ['mode = "local"\nevery = 12\nfragments = 4'],
     ),
     "back after the next was sent": (
         'mode = "local"\nevery = 8\nfragments = 4\noverlap = 2',
         {"mode": "local", "every": 8, "fragments": 4, "overlap": 2},
-        problem("overlap", "2 steps, and the next meeting is 2 steps later.", "at most 1.", 7),
+        problem("overlap", "2 steps, and the next synchronization is 2 steps later.", "at most 1.", 7),
         ['mode = "local"\nevery = 8\nfragments = 4\noverlap = 1'],
     ),
     "bounded by nothing": (
@@ -624,7 +624,7 @@ def test_options_common_to_all_modes(mode):
 
 
 # each: lines of [gradients], the same in Python, the error of the file, fixes
-APPROXIMATES = "approximates a mean over workers; an asynchronous server applies each gradient by itself."
+APPROXIMATES = "approximates a mean over workers; an asynchronous server applies each gradient separately."
 NO_MEAN = "nothing reads it: an asynchronous server makes no mean.\n      fix: leave it out."
 POWER = 'codec = "power_sgd"\nerror_feedback = true\n'
 GRADIENTS_CLASHES = {
@@ -713,7 +713,7 @@ REDUCTIONS = ("compiler", "all_reduce", "reduce_scatter")
 
 def unused(reduction):
     return f"""[parameter_server]
-      nothing reads it: gradients meet by reduction "{reduction}".
+      nothing reads it: gradients use reduction "{reduction}".
       fix: [gradients] reduction = "parameter_server", or leave it out."""
 
 

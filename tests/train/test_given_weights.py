@@ -104,7 +104,7 @@ def test_arrays_that_a_bound_module_lacks_are_a_table():
     with pytest.raises(ModelError) as raised:
         fit(module.bind({"params": params}))
     assert str(raised.value) == (
-        "the arrays that the linen module is bound to are not those that it makes by itself\n4 problems:\n\n"
+        "the linen module is bound to other arrays than its `init` makes\n4 problems:\n\n"
         "  params/Dense_1/bias\n      given nothing, the module makes [8]\n\n"
         "  params/Dense_1/kernel\n      given [8, 5], the module makes [4, 8]\n\n"
         "  batch_stats/BatchNorm_0/mean\n      given nothing, the module makes [8]\n\n"

@@ -480,7 +480,7 @@ FILES = {
 1 problem:
 
   line 1: [pipeline] axis
-      there is none, so nothing is cut into stages.
+      there is none, so nothing is split into stages.
       fix: such as axis = "stage".""",
     ),
     "unknown": (
