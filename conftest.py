@@ -56,6 +56,10 @@ def _bound(folder: Path, most: int) -> None:
 
 jax._src.lru_cache.LRUCache.put = _put
 jax.config.update("jax_compilation_cache_dir", str(_kept_programs()))
+# A kept program carries the names of scopes, which tests read: another name is another program. Without source lines in it, an edit that
+# only moves lines keeps the program.
+jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # Compiling is most of what tests do, and takes a third of the time with these. `make test-all` compiles all as users do. Tests that say
 # "optimized" always do: those that compare two programs to the last bit, or where a rounding decides what comes next.

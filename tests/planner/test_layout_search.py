@@ -361,7 +361,7 @@ def test_the_command(tmp_path, capsys, device):
     shown = capsys.readouterr().out
     assert re.search(r"^1 +data_parallel on data=2, reduction all_reduce +[\d.]+ us +1\.00", shown, re.MULTILINE)
     assert spmd.Layout.load(tmp_path / "best.toml").name == "best"
-    assert main([*given, "--save", "best.html"]) == 2 and "fix: one that ends in .toml" in capsys.readouterr().err
+    assert main([*given, "--save", "best.html"]) == 2 and "fix: a name that ends in .toml" in capsys.readouterr().err
     assert main([*given[:4], "--candidates", "nothing_like_it"]) == 2
     plan = ["plan", str(script), "--target", f"2x{device(13_000)}", "--layout", "data_parallel", "--fixes"]
     assert main(plan) == 0

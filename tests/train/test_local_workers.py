@@ -301,7 +301,7 @@ def test_resume_between_two_syncs_gives_the_same_bits(server, tmp_path, caplog):
     )
     model, rows = spmd.FunctionalModel(init, apply), tuple(data(256).values())
     uninterrupted = fit(model, rows, steps=11)
-    assert "2 of the workers' 11 steps came after their last meeting" in caplog.text
+    assert "2 of the workers' 11 steps came after their last synchronization" in caplog.text
     fit(model, rows, steps=4, checkpoint=tmp_path / "run")
     rest = fit(model, rows, steps=11, checkpoint=tmp_path / "run", resume=True)
     assert int(rest.state.step) == 11
