@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import types
@@ -26,6 +27,7 @@ def test_demo_learns_and_leaves_its_results(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py")],
         cwd=tmp_path,
+        env=dict(os.environ),  # readline, which pytest imports, gives other processes COLUMNS=80
         capture_output=True,
         text=True,
         timeout=300,
