@@ -41,6 +41,7 @@ test-all: $(STAMP)
 check: $(STAMP)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) tools/words.py
 	$(RUN) -m pyright
 	$(RUN) -m pytest tests/test_architecture.py
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -25,6 +25,7 @@ SKIPPED = (
     "docs/glossary.md",
     "tests/test_deprecated.py",
 )  # they show the old words beside the new ones
+KEPT = "# words: "  # begins the comment of a line of Python that keeps a retired word, with the reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +74,13 @@ def words(path: Path) -> list[Word]:
 
 
 def in_python(text: str, known: list[Word]) -> Iterator[tuple[int, str, Word]]:
-    """(line, its text, word) for each hit in names, strings and comments."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    """(line, what is written there, word) for names, strings and comments; lines with a comment `# words: ...` say why they keep one."""
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    kept = {token.start[0] for token in tokens if token.type == tokenize.COMMENT and token.string.startswith(KEPT)}
+    for token in tokens:
         line = token.start[0]
+        if line in kept:
+            continue
         if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
             yield from ((line, token.string, word) for word in known if word.in_name(token.string))
         elif token.type in (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)):

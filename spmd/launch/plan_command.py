@@ -86,9 +86,9 @@ def _targets(options: argparse.Namespace) -> str:
 
 def _plan(options: argparse.Namespace) -> str:
     others = [name for name in ("explain", "placements", "json") if getattr(options, name)]
-    if options.cures:
+    if options.cures:  # words: the old option
         warn("--cures", "--fixes")
-    options.fixes |= options.cures
+    options.fixes |= options.cures  # words: the old option
     if options.fixes and others:
         raise OptionError(f"--fixes adds to the report, which --{others[0]} replaces.", fix="one of the two.")
     plan = plan_script(options.script, options.rest, vars(options))

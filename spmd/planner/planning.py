@@ -53,7 +53,7 @@ class Plan(PlanData):
         """Changes that would make the step fit, each one planned, in the order of `spmd.planner.suggest_fixes.fixes_of`; () if it fits."""
         return fixes_of(self, timeout=timeout, say=say)
 
-    def cures(self, **options: Any) -> "tuple[Fix[Plan], ...]":
+    def cures(self, **options: Any) -> "tuple[Fix[Plan], ...]":  # words: the old method
         """The old name of `fixes`."""
         warn("Plan.cures", "Plan.fixes")
         return self.fixes(**options)

@@ -99,7 +99,7 @@ def _read(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str]]:
     def read_one(name: str) -> tuple[int, str]:
         with _opened(folder / name) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return file.tell(), digest
+            return file.tell(), digest  # words: of Python's files
 
     with ThreadPoolExecutor(READERS) as pool:
         return dict(zip(names, pool.map(read_one, names), strict=True))

@@ -46,7 +46,7 @@ SENT = {
 }
 WARM_UP = "start_step"  # the scope of the conditional in `GradientSync`
 UNCOMPRESSED = 1  # its branch that runs before `start_step`
-RENAMED_SCOPES = {"push": "reduce_gradients", "pull": "gather_params", "spread": "gather_updates"}
+RENAMED_SCOPES = {"push": "reduce_gradients", "pull": "gather_params", "spread": "gather_updates"}  # words: the old scopes
 
 
 @dataclasses.dataclass(frozen=True)

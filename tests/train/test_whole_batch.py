@@ -463,7 +463,7 @@ def test_step_refuses_targets_that_are_no_class(value, range_):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (1.5, "a target is 1.5, which is no whole"),
+        (1.5, "a target is 1.5, which is no"),
         (np.inf, "to inf"),
         (np.nan, "1 targets are NaN"),
         (-0.5, "from -1 to"),
