@@ -2,8 +2,7 @@
 
     python examples/gpt.py --layout fsdp_tensor_parallel --mesh data=4,model=2
 
-Kernels have logical axis names (`named`), by which layouts shard them. Attention and embedding come from
-`spmd.nn`, for layouts that shard the sequence.
+Layouts shard kernels by their logical axis names (`named`). `spmd.nn` has attention and embedding for sharded sequences.
 """
 
 import argparse
