@@ -35,7 +35,7 @@ class ImageFiles(FileFormat):
                 with pillow.open(self.paths[record]) as opened:
                     made = _eight_bits(opened, pillow).convert(_MODES[self._channels]).resize(self._size[::-1], pillow.Resampling.BILINEAR)
                 pixels[at] = np.asarray(made, np.float32).reshape(*self._size, self._channels) / 255
-            except Exception as error:  # Pillow raises many kinds, also for files that are cut off
+            except Exception as error:  # Pillow raises many kinds, also for files that are truncated
                 bad[at] = f"it cannot be read: {type(error).__name__}: {error}"
         return {"image": pixels, "label": self._labels[records]}, bad
 

@@ -76,7 +76,7 @@ def tfrecord(
       index: a folder in which it is kept where records begin, so that the next run need not look. None: nothing is written.
 
     Raises:
-      DataError: no file, or one that is cut off or damaged.
+      DataError: no file, or one that is truncated or damaged.
 
     Example:
       >>> import spmd
@@ -105,7 +105,7 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Where each record begins and ends, including its length and checksums.
 
     Raises:
-      DataError: the file is cut off, or a length is damaged, so that the next record cannot be found. With `skip` that is a warning,
+      DataError: the file is truncated, or a length is damaged, so that the next record cannot be found. With `skip` that is a warning,
         and the rest of the file is left out.
     """
     size = os.path.getsize(path)
@@ -120,7 +120,7 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
         return starts, ends
     count, at = (len(starts), end) if wrong is None else (wrong, int(heads[wrong]))
     if wrong is None:
-        why = f"the file is cut off: {size - at} bytes are left of {size}, and the record there is longer"
+        why = f"the file is truncated: {size - at} bytes are left of {size}, and the record there is longer"
     else:
         why = "the checksum of its length is not right: where the next record begins is not known"
     if not count and compression(path):

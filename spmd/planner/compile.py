@@ -124,7 +124,7 @@ def _exported(program: Program, platform: str) -> tuple[Any, tuple[int, ...]]:
     """
     try:
         return program.export(platform)
-    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:  # what jax.export raises
+    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:  # jax.export raises all of these
         first = (str(error).strip().splitlines() or [""])[0]
         raise CompileError(
             f"the step cannot be exported to another process: {type(error).__name__}: {first}",

@@ -121,7 +121,7 @@ def test_damage_that_hides_the_next_record_is_located(path, damage, caplog):
     else:
         raw[at + (0 if damage == "a length" else 6)] ^= 16
     path.write_bytes(raw)
-    text = "the file is cut off" if damage.startswith("truncated") else "the checksum of its length is not right"
+    text = "the file is truncated" if damage.startswith("truncated") else "the checksum of its length is not right"
     with pytest.raises(DataError, match=rf"a.tfrecord, record 17 \(byte {at}\): {text}"):
         read(path)
     with caplog.at_level(logging.WARNING, "spmd"):
