@@ -1,4 +1,4 @@
-"""Sources of batches: arrays, iterables of batches, or records of files. Each can resume from a position."""
+"""Sources of batches: arrays, iterables of batches, or records of files (`records.py`). Each can resume from a position."""
 
 import base64
 import dataclasses

@@ -1,6 +1,9 @@
 """Launch processes: the command line, and, from Python, functions that run in several processes of this machine.
 
 `spmd.launch.run(function, processes=2)` starts processes for one call; `spmd.launch.local(processes=2)` keeps them for many.
+
+The launchers of `spmd launch` are `local_launcher.py`, `ssh_launcher.py`, `slurm.py`, `srun.py` and `kubernetes.py`. To add one, add its
+option and its call to `cluster_command.py`.
 """
 
 import importlib

@@ -1,4 +1,7 @@
-"""Turns Ctrl-C and SIGTERM into requests: the current step finishes, the state is saved, then `fit` returns or the process ends."""
+"""Turns Ctrl-C and SIGTERM into requests to stop (`RunControl.ask`): all processes finish the same step, and save if `fit` has a checkpoint folder.
+
+After Ctrl-C `fit` returns. After SIGTERM it exits with code 143 (`api.py`).
+"""
 
 import contextlib
 import signal
