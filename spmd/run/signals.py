@@ -1,6 +1,6 @@
-"""Turns Ctrl-C and SIGTERM into requests to stop (`RunControl.ask`): all processes finish the same step, and save if `fit` has a checkpoint folder.
+"""Turns Ctrl-C and SIGTERM into requests to stop (`RunControl.ask`): all processes stop after the same step.
 
-After Ctrl-C `fit` returns. After SIGTERM it exits with code 143 (`api.py`).
+`fit` then saves, if it has a checkpoint folder. After Ctrl-C it returns. After SIGTERM it exits with code 143 (`api.py`).
 """
 
 import contextlib
