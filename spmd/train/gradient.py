@@ -14,7 +14,10 @@ CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint")  # not custom der
 def differentiable(jaxpr: Any, given: Sequence[bool]) -> list[bool]:
     """For each output whether a gradient can flow from it to an input that is `given` as True; what is not known lets it through."""
     flows = dict(zip(jaxpr.invars, given, strict=True))
-    read = lambda var: not hasattr(var, "val") and flows.get(var, False)
+
+    def read(var: Any) -> bool:
+        return not hasattr(var, "val") and flows.get(var, False)
+
     for equation in jaxpr.eqns:
         sources = [read(var) for var in equation.invars]
         inner = equation.params.get("jaxpr") if equation.primitive.name in CALLS else None

@@ -59,7 +59,10 @@ class Objective:
     def call(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
         """The loss as the user's function gave it, and every metric by name; calls the model."""
         shared = _Memo(model)  # for functions that only call the model, so that they call it once
-        pick = lambda function: shared if isinstance(function, PerExample) else model
+
+        def pick(function: Any) -> Any:
+            return shared if isinstance(function, PerExample) else model
+
         value = call_loss(self.loss, pick(self.loss), batch, rng)
         self.outputs[:] = [outputs.shape for _, outputs in shared.seen if hasattr(outputs, "shape")][:1]
         extra: dict[str, Any] = {}

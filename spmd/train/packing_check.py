@@ -58,7 +58,9 @@ def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> N
 def _difference(optimizer: optax.GradientTransformation, storage: Storage) -> float:
     """The largest difference of an update, of its parameter's largest, above noise; infinite where packed ones cannot even be updated."""
     inner, rng, worst = optax.with_extra_args_support(optimizer), np.random.default_rng(0), 0.0
-    draw = lambda: jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32).astype(x.dtype), storage.like)
+
+    def draw() -> Tree:
+        return jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32).astype(x.dtype), storage.like)
 
     @jax.jit
     def begin(params: Tree) -> tuple:

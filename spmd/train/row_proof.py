@@ -118,8 +118,13 @@ class Walk(Sizes):
 
     def alike(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
         """Whether an equation does the same in both traces, but for shapes; what it calls is compared as text, and by its constants."""
-        same = lambda a, b: a is b or str(a) == str(b)
-        consts = lambda params: [c for p in jax.tree.leaves([*params.values()], is_leaf=_closed) if _closed(p) for c in p.consts]
+
+        def same(a: Any, b: Any) -> bool:
+            return a is b or str(a) == str(b)
+
+        def consts(params: Mapping[str, Any]) -> list[Any]:
+            return [c for p in jax.tree.leaves([*params.values()], is_leaf=_closed) if _closed(p) for c in p.consts]
+
         pairs = zip(consts(first), consts(second), strict=False)
         return all(same(first[key], second.get(key)) for key in first if key not in SIZED) and all(
             isinstance(found, Fixed) and not found.power for found in (self.constant(a, b) for a, b in pairs)

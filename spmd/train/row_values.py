@@ -75,8 +75,7 @@ def simple(name: str, one: Any, other: Any, values: list[Known]) -> Value:
     shape = one.outvars[0].aval.shape
     if one.params.get("y") != other.params.get("y") or (name == "bitcast_convert_type" and shape != one.invars[0].aval.shape):
         return None
-    spread = lambda value, var: _uniform(value, var.aval.shape, shape)
-    fixed = [spread(value, var) for value, var in zip(values, one.invars, strict=True) if isinstance(value, Fixed)]
+    fixed = [_uniform(value, var.aval.shape, shape) for value, var in zip(values, one.invars, strict=True) if isinstance(value, Fixed)]
     uniform = frozenset(range(len(shape))).intersection(*fixed)
     rows = {(value.dim, value.inner) for value in values if isinstance(value, PerRow)}
     if any(isinstance(value, Summed) for value in values):

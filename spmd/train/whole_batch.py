@@ -309,9 +309,10 @@ class Comparison:
         changes = ['[gradients] reduction = "compiler"'] if parts.workers * parts.simulated > 1 else []
         changes += ["accumulate=1"] if full.microbatches < parts.microbatches else []
         changes += ['[pipeline] schedule = "gpipe"'] if parts.ticks else []
-        line = lambda what, at: (
-            f"    {what:<{len(str(parts)) + 6}}  loss {found.losses[at]:.6g}, norm of the gradient {found.norms[at]:.6g}\n"
-        )
+
+        def line(seen: str, at: int) -> str:
+            return f"    {seen:<{len(str(parts)) + 6}}  loss {found.losses[at]:.6g}, norm of the gradient {found.norms[at]:.6g}\n"
+
         return LossError(
             f"the loss is no mean over rows, and a step under {source} sees the {rows} rows of a batch in parts. On the first batch:\n"
             + line(f"seen {parts}:", 0)
@@ -337,7 +338,10 @@ def _loss_and_gradients(step: Step, state: State, *, batch: Tree, weights: jax.A
 @jax.jit
 def _numbers(loss: jax.Array, grads: Tree, other_loss: jax.Array, others: Tree) -> jax.Array:
     """float32[5]: both losses, both norms, and the norm of the difference."""
-    norm = lambda tree: jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
+
+    def norm(tree: Tree) -> jax.Array:
+        return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
+
     difference = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), grads, others)
     return jnp.stack([loss, other_loss, norm(grads), norm(others), norm(difference)])
 
@@ -353,8 +357,11 @@ def _read(numbers: jax.Array) -> tuple[tuple[float, float], tuple[float, float],
 def _jittered(params: Tree) -> Tree:
     """Arrays whose entries are all alike, with entries that are not: where weights begin at zero all rows may look alike."""
     key = jax.random.key(0)
-    alike = lambda p: p + jnp.where(p.max() == p.min(), JITTER, 0.0).astype(p.dtype) * jax.random.normal(key, p.shape, p.dtype)
-    return jax.tree.map(lambda p: alike(p) if p.size else p, params)
+
+    def jittered(p: jax.Array) -> jax.Array:
+        return p + jnp.where(p.max() == p.min(), JITTER, 0.0).astype(p.dtype) * jax.random.normal(key, p.shape, p.dtype)
+
+    return jax.tree.map(lambda p: jittered(p) if p.size else p, params)
 
 
 @functools.partial(jax.jit, static_argnums=1)
