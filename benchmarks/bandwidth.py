@@ -232,12 +232,12 @@ class Pair:
             raise SystemExit(f"bandwidth: arm {self._arm} ended early")
         return [json.loads(line) for line in lines]
 
-    def seconds(self, what: int | str) -> float:
+    def seconds(self, command: int | str) -> float:
         """Of the slower process."""
         for job in self._jobs:
-            job.stdin.write(f"{what}\n")
+            job.stdin.write(f"{command}\n")
             job.stdin.flush()
-        return max(one["seconds"] for one in self.answer())
+        return max(answer["seconds"] for answer in self.answer())
 
     def close(self) -> None:
         for job in self._jobs:
@@ -291,7 +291,7 @@ def measure(kind: str, rates: tuple[float | None, ...], rounds: int) -> list[str
         header = ("rate", "arm", "steps/s", "s/step", "against exact", "target", "MB by the log", "MB on the link", "link busy", "rest, s")
         lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
         print("\n".join([kind, *lines]), flush=True)
-        found = {}
+        rows_of = {}
         for rate in reversed(rates):
             link.throttle(rate)
             times, carried = {arm: [] for arm in ARMS}, {arm: [] for arm in ARMS}
@@ -303,9 +303,9 @@ def measure(kind: str, rates: tuple[float | None, ...], rounds: int) -> list[str
                         times[arm].append(seconds / count)
                         carried[arm].append((link.carried() - before) / count)
             sizes = {arm: statistics.median(each) for arm, each in carried.items()}
-            found[rate] = table_rows(rate, times, sizes, logs, 2 if kind == "shared" else 1)
-            print("\n".join(found[rate]), flush=True)
-        return lines + [row for rate in rates for row in found[rate]]
+            rows_of[rate] = table_rows(rate, times, sizes, logs, 2 if kind == "shared" else 1)
+            print("\n".join(rows_of[rate]), flush=True)
+        return lines + [row for rate in rates for row in rows_of[rate]]
     finally:
         for pair in pairs.values():
             pair.close()

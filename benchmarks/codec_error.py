@@ -50,11 +50,11 @@ def ring_bfloat16(grads: np.ndarray) -> np.ndarray:
     workers = len(grads)
     chunks = grads.astype(BFLOAT16).reshape(workers, workers, -1)  # [worker, chunk, elements]
     chunk = np.arange(workers)
-    held = chunks[(chunk + 1) % workers, chunk]
+    partial_sum = chunks[(chunk + 1) % workers, chunk]
     for hop in range(2, workers + 1):
-        own = chunks[(chunk + hop) % workers, chunk]
-        held = (held.astype(np.float32) + own.astype(np.float32)).astype(BFLOAT16)
-    return held.astype(np.float32) / np.float32(workers)
+        local = chunks[(chunk + hop) % workers, chunk]
+        partial_sum = (partial_sum.astype(np.float32) + local.astype(np.float32)).astype(BFLOAT16)
+    return partial_sum.astype(np.float32) / np.float32(workers)
 
 
 def rounded_once(grads: np.ndarray) -> np.ndarray:
@@ -69,8 +69,8 @@ def one_shot(codec: RowCodec, grads: jax.Array) -> jax.Array:
     workers, width = grads.shape[0], grads.shape[1] // grads.shape[0]
     rows = grads.reshape(workers, workers, width)  # [from, owner, elements]
     decoded = jax.vmap(lambda part: codec.decode(codec.encode(part), width))(rows)
-    own = jnp.arange(workers)[:, None] == jnp.arange(workers)
-    mean = jnp.where(own[:, :, None], rows, decoded).sum(0) / workers
+    is_owner = jnp.arange(workers)[:, None] == jnp.arange(workers)
+    mean = jnp.where(is_owner[:, :, None], rows, decoded).sum(0) / workers
     return codec.decode(codec.encode(mean), width)
 
 
@@ -79,15 +79,21 @@ def exchange(codec, grads: np.ndarray) -> np.ndarray:
     workers = len(grads)
     mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
     bucket = Bucket((ShardLayout((SIZE,), (), ("data",), (workers,)),))
-    each = lambda grad: codec.mean([grad[0]], [{}], bucket)[0][0][None]
+
+    def each(grad):
+        return codec.mean([grad[0]], [{}], bucket)[0][0][None]
+
     run = jax.shard_map(each, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False)
     return np.asarray(jax.jit(run)(grads))
 
 
-def differing(found: np.ndarray, wanted: np.ndarray) -> int:
+def differing(means: np.ndarray, wanted: np.ndarray) -> int:
     """Numbers whose bits are not those wanted, over all workers."""
-    bits = lambda x: np.ascontiguousarray(x, np.float32).reshape(-1, SIZE).view(np.uint32)
-    return int((bits(found) != bits(wanted)).sum())
+
+    def bits(x):
+        return np.ascontiguousarray(x, np.float32).reshape(-1, SIZE).view(np.uint32)
+
+    return int((bits(means) != bits(wanted)).sum())
 
 
 def main() -> None:
@@ -108,20 +114,20 @@ def main() -> None:
     print("\n".join(lines[-2:]), flush=True)
     emulated = {}
     for workers in WORKERS:
-        found = []
+        errors = []
         for seed in range(options.seeds):
             grads = gradients(workers, seed)
             means = {"ring": ring_bfloat16(grads)} | {name: np.asarray(one_shot(make_codec(name, {}), grads)) for name in CODECS}
-            found.append([relative_error(mean, grads) for mean in means.values()])
+            errors.append([relative_error(mean, grads) for mean in means.values()])
             if seed == 0:
                 emulated[workers] = means
-        ring, bfloat16, int8, float8 = np.mean(found, 0)
+        ring, bfloat16, int8, float8 = np.mean(errors, 0)
         lines.append(f"| {workers} | {ring:.5f} | {bfloat16:.5f} | {ring / bfloat16:.2f} | {int8:.5f} | {float8:.5f} |")
         print(lines[-1], flush=True)
-    ring, one = (float(lines[-1].split("|")[column]) for column in (2, 3))
+    ring, one_shot_error = (float(lines[-1].split("|")[column]) for column in (2, 3))
     lines += [
         "",
-        f"Reference values from the literature for 128 workers: ring 0.0136, one-shot 0.0023. Found: {ring:.4f} and {one:.4f}.",
+        f"Reference values from the literature for 128 workers: ring 0.0136, one-shot 0.0023. Found: {ring:.4f} and {one_shot_error:.4f}.",
         "",
         "### The library's exchange on simulated devices, against the emulation",
         "",

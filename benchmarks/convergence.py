@@ -106,7 +106,10 @@ def make_model(nudge: int) -> gpt.GPT:
     """The GPT; with a nudge every weight is changed by a relative 2^-9 of N(0, 1), about what rounding to bfloat16 does."""
     model, random = gpt.GPT(rngs=nnx.Rngs(0)), np.random.default_rng(nudge)
     if nudge:
-        change = lambda x: x * (1 + 2.0**-9 * random.standard_normal(x.shape, np.float32))
+
+        def change(x):
+            return x * (1 + 2.0**-9 * random.standard_normal(x.shape, np.float32))
+
         nnx.update(model, jax.tree.map(change, nnx.state(model, nnx.Param)))
     return model
 

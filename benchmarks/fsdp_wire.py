@@ -67,22 +67,22 @@ def wire(hlo: str, devices: int) -> dict[str, float]:
     """Bytes sent per device and step, by kind and dtype; loops would have to be multiplied out, so there must be none."""
     total: dict[str, float] = {}
     for line in hlo.splitlines():
-        found = re.match(
+        match = re.match(
             r"\s*(?:ROOT )?%?\S+ = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line
         )
-        if not found:
+        if not match:
             continue
         arrays = [
             (kind, math.prod(int(n) for n in dims.split(",") if n) * BYTES[kind])
-            for kind, dims in re.findall(r"\b([a-z]\w+)\[([\d,]*)\]", found[1])
+            for kind, dims in re.findall(r"\b([a-z]\w+)\[([\d,]*)\]", match[1])
         ]
-        if found[3] and found[2] != "all-reduce":
+        if match[3] and match[2] != "all-reduce":
             arrays = arrays[len(arrays) // 2 :]  # a start gives (operands, results)
         groups = re.search(r"replica_groups=\{\{([\d,]+)\}", line) or re.search(r"replica_groups=\[\d+,(\d+)\]", line)
         group = devices if groups is None else len(groups[1].split(",")) if "," in groups[1] else int(groups[1])
         for kind, size in arrays:
-            key = f"{found[2]} {kind}"
-            total[key] = total.get(key, 0.0) + sent(found[2], group, size)
+            key = f"{match[2]} {kind}"
+            total[key] = total.get(key, 0.0) + sent(match[2], group, size)
     return total
 
 
@@ -91,7 +91,10 @@ def program(devices: list, arm: str):
     if arm != "manual":
         layout = dataclasses.replace(layout, gradients=spmd.Gradients("compiler"))
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
-    model = lambda: gpt.GPT(vocab=50304, width=768, depth=12, heads=12, length=LENGTH, dropout=0.0, rngs=nnx.Rngs(0))
+
+    def model():
+        return gpt.GPT(vocab=50304, width=768, depth=12, heads=12, length=LENGTH, dropout=0.0, rngs=nnx.Rngs(0))
+
     placed = PlacedModel(TrainConfig(model, spmd.losses.cross_entropy, optax.adamw(1e-3), precision="bfloat16"), mesh, layout)
     rows = PER_GPU * len(devices)
     tokens = jax.ShapeDtypeStruct((rows, LENGTH), np.int32)

@@ -81,16 +81,18 @@ def make_cnn(fast: bool):
 
     import spmd
 
-    named, zeros = lambda init, *names: nnx.with_partitioning(init, names), nnx.initializers.zeros_init()
-    kernel = nnx.initializers.lecun_normal()
+    kernel, zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
     pool = spmd.nn.max_pool2 if fast else partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
 
     class CNN(nnx.Module):
         def __init__(self, rngs):
             self.conv1, self.conv2 = nnx.Conv(1, 32, (5, 5), rngs=rngs), nnx.Conv(32, 64, (5, 5), rngs=rngs)
-            initializers = {"kernel_init": named(kernel, "embed", "mlp"), "bias_init": named(zeros, "mlp")}
+            initializers = {
+                "kernel_init": nnx.with_partitioning(kernel, ("embed", "mlp")),
+                "bias_init": nnx.with_partitioning(zeros, ("mlp",)),
+            }
             self.dense = nnx.Linear(7 * 7 * 64, 1024, **initializers, rngs=rngs)
-            self.head = nnx.Linear(1024, 10, kernel_init=named(kernel, "mlp", None), rngs=rngs)
+            self.head = nnx.Linear(1024, 10, kernel_init=nnx.with_partitioning(kernel, ("mlp", None)), rngs=rngs)
 
         def __call__(self, x):
             for conv in (self.conv1, self.conv2):
@@ -339,18 +341,18 @@ SECTIONS = {
 
 def compile_report() -> list[str]:
     """Seconds to initialise, and to trace and compile a training step, of 6 and of 48 layers, each in a process of its own."""
-    kinds, found = ("LayerStack of repeat", "LayerStack of a list", "a list"), {}
+    kinds, seconds = ("LayerStack of repeat", "LayerStack of a list", "a list"), {}
     for depth in (6, 48):
         for kind in kinds:
             command = [sys.executable, __file__, "--compile", str(depth), kind]
             last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-            found[depth, kind] = tuple(map(float, last.split()))
+            seconds[depth, kind] = tuple(map(float, last.split()))
     lines = ["### compile: transformer blocks (width 64), seconds to initialise, and to trace and compile a training step", ""]
     lines += [f"| layers | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
-    lines += [f"| {d} | {' | '.join('{:.1f} s, {:.2f} s'.format(*found[d, kind]) for kind in kinds)} |" for d in (6, 48)]
-    grown = {kind: found[48, kind][1] / found[6, kind][1] for kind in kinds}
+    lines += [f"| {d} | {' | '.join('{:.1f} s, {:.2f} s'.format(*seconds[d, kind]) for kind in kinds)} |" for d in (6, 48)]
+    grown = {kind: seconds[48, kind][1] / seconds[6, kind][1] for kind in kinds}
     growth = [
-        f"{kind} {found:.2f} (target 1.30, {'ok' if found <= 1.3 else 'MISSED'})" for kind, found in grown.items() if kind != "a list"
+        f"{kind} {ratio:.2f} (target 1.30, {'ok' if ratio <= 1.3 else 'MISSED'})" for kind, ratio in grown.items() if kind != "a list"
     ]
     return [*lines, "", f"The step of 48 layers / of 6: {', '.join(growth)}, a list {grown['a list']:.2f}.", ""]
 
@@ -417,8 +419,8 @@ def section_report(name: str, rounds: int) -> list[str]:
     lines += ["", "| ratio | median | target | |", "|---|---|---|---|"]
     for top, bottom, target in section.targets:
         if top in times and bottom in times:
-            found = ratio(times, top, bottom)
-            lines.append(f"| {top} / {bottom} | {found:.3f} | {target:.2f} | {'ok' if found <= target else 'MISSED'} |")
+            quotient = ratio(times, top, bottom)
+            lines.append(f"| {top} / {bottom} | {quotient:.3f} | {target:.2f} | {'ok' if quotient <= target else 'MISSED'} |")
     for key, (stages, parts) in section.tables.items():
         lines += ["", f"Schedule of {key}: {bound(stages, parts)}."]
     missing = [f"{key} ({arm.needs} is not installed)" for key, arm in section.arms.items() if key not in arms]

@@ -91,7 +91,10 @@ class Arm:
 
     def state_bytes(self) -> tuple[int, int]:
         """Bytes on one device: of parameters and optimizer state, and of the exchange's memory."""
-        here = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+        def here(tree):
+            return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
         return here((self.state.params, self.state.opt)), here(self.state.exchange)
 
 

@@ -249,7 +249,9 @@ def arm_keras(section: str, gate: Gate):
             if self.count % SECTIONS[section][1] == 0:
                 gate()
 
-    conv = lambda width: keras.layers.Conv2D(width, 5, padding="same", activation="relu")
+    def conv(width):
+        return keras.layers.Conv2D(width, 5, padding="same", activation="relu")
+
     model = keras.Sequential(
         [conv(32), keras.layers.MaxPooling2D(2), conv(64), keras.layers.MaxPooling2D(2), keras.layers.Flatten(),
          keras.layers.Dense(1024, activation="relu"), keras.layers.Dense(10)]
@@ -313,8 +315,8 @@ def section_report(section: str, rounds: int) -> list[str]:
         lines.append(f"| {arm} | {statistics.median(times[arm]) * 1e6:,.1f} | {min(times[arm]) * 1e6:,.1f} |")
     lines += ["", "| ratio | median | target | |", "|---|---|---|---|"] if targets else [""]
     for top, bottom, target in targets:
-        found = ratio(times, top, bottom)
-        lines.append(f"| {top} / {bottom} | {found:.3f} | {target:.2f} | {'ok' if found <= target else 'MISSED'} |")
+        quotient = ratio(times, top, bottom)
+        lines.append(f"| {top} / {bottom} | {quotient:.3f} | {target:.2f} | {'ok' if quotient <= target else 'MISSED'} |")
     if section == "tiny":
         for arm in ("fit", "fit_resident"):
             above = statistics.median(a - b for a, b in zip(times[arm], times["bare"], strict=True)) * 1e6

@@ -56,13 +56,14 @@ class Net(nnx.Module):
 
 def ways(devices: int, times: str) -> dict[str, tuple[str, spmd.Layout]]:
     """The three, a mesh and a layout each, over so many devices."""
-    served = lambda **options: spmd.Layout(
-        gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(compute_time=times, **options)
+    synchronous, asynchronous = (
+        spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(compute_time=times, **options))
+        for options in ({}, {"mode": "asynchronous", "staleness_scale": "inverse"})
     )
     split = spmd.Layout(pipeline=spmd.Pipeline("stage", microbatches=8), gradients=spmd.Gradients("all_reduce"))
     return {
-        "synchronous": (f"data={devices}", served()),
-        "asynchronous": (f"data={devices}", served(mode="asynchronous", staleness_scale="inverse")),
+        "synchronous": (f"data={devices}", synchronous),
+        "asynchronous": (f"data={devices}", asynchronous),
         "split": (f"data=1,stage={devices}", split),
     }
 
@@ -95,8 +96,8 @@ def main(argv: list[str] | None = None) -> dict[str, Run]:
     args = parser.parse_args(argv)
     if args.devices:
         spmd.simulate_devices(args.devices)
-    flat = lambda part, rows: {"image": part["image"][:rows].reshape(-1, 64), "label": part["label"][:rows]}
-    train, test = (flat(part, args.rows) for part in digits_cnn.load_data())
+    parts = digits_cnn.load_data()
+    train, test = ({"image": part["image"][: args.rows].reshape(-1, 64), "label": part["label"][: args.rows]} for part in parts)
     count, runs = jax.device_count(), {}
     print(f"{'':13} {'examples':>8} {'updates':>8} {'staleness':>9} {'steps/s':>8} {'simulated s':>12} {'loss':>7} {'accuracy':>9}")
     for name, (mesh, layout) in ways(count, args.times).items():

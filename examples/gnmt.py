@@ -34,9 +34,13 @@ class GNMT(nnx.Module):
     """A bottom layer and `layers` above it in encoder and decoder, and an attention between the two."""
 
     def __init__(self, *, width: int = 64, layers: int = 4, rngs: nnx.Rngs):
-        table = lambda size: nnx.Embed(size, width, embedding_init=named("vocab", "embed", init=nnx.initializers.normal(1.0)), rngs=rngs)
-        stack = lambda inputs: spmd.nn.RNNStack([make_cell(inputs, width, rngs) for _ in range(layers)], residual_from=1)
-        self.words, self.digits = map(table, VOCAB)
+        def embedding(size: int) -> nnx.Embed:
+            return nnx.Embed(size, width, embedding_init=named("vocab", "embed", init=nnx.initializers.normal(1.0)), rngs=rngs)
+
+        def stack(inputs: int) -> spmd.nn.RNNStack:
+            return spmd.nn.RNNStack([make_cell(inputs, width, rngs) for _ in range(layers)], residual_from=1)
+
+        self.words, self.digits = map(embedding, VOCAB)
         self.both_ways = spmd.nn.Bidirectional(*(make_cell(width, width // 2, rngs) for _ in range(2)))
         self.encoder = stack(width)
         self.bottom = nnx.RNN(make_cell(width, width, rngs), rngs=rngs)
@@ -50,8 +54,8 @@ class GNMT(nnx.Module):
         read = self.encoder(self.both_ways(self.words(inputs["source"]), lengths=lengths), lengths=lengths)
         bottom: Any = self.bottom(self.digits(inputs["begun"]))
         scores = jnp.einsum("btf,bsf->bts", self.query(bottom), read) / read.shape[-1] ** 0.5
-        there = jnp.arange(read.shape[1]) < lengths[:, None, None]
-        context = jax.nn.softmax(jnp.where(there, scores, -1e9), axis=-1) @ read
+        in_sentence = jnp.arange(read.shape[1]) < lengths[:, None, None]
+        context = jax.nn.softmax(jnp.where(in_sentence, scores, -1e9), axis=-1) @ read
         return self.head(self.decoder(bottom, beside=context))
 
 
@@ -79,16 +83,24 @@ def main(argv: list[str] | None = None) -> spmd.Result:
     if args.devices:
         spmd.simulate_devices(args.devices)  # before anything asks JAX for a device
     train, test = load_data()
-    make, rate = lambda: GNMT(width=args.width, layers=args.layers, rngs=nnx.Rngs(0)), optax.cosine_decay_schedule(5e-3, args.steps)
+    rate = optax.cosine_decay_schedule(5e-3, args.steps)
     optimizer, metrics = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)), {"accuracy": spmd.metrics.accuracy, "exact": exact}
     options: dict[str, Any] = {"mesh": args.mesh, "layout": args.layout, "batch_size": args.batch_size, "steps": args.steps}
-    result = spmd.fit(make, train, loss=spmd.losses.cross_entropy, optimizer=optimizer, metrics=metrics, progress=True, **options)
+    result = spmd.fit(
+        lambda: GNMT(width=args.width, layers=args.layers, rngs=nnx.Rngs(0)),
+        train,
+        loss=spmd.losses.cross_entropy,
+        optimizer=optimizer,
+        metrics=metrics,
+        progress=True,
+        **options,
+    )
     for name, schedule in result.trainer.schedules.items():
         print(f"{name}; {schedule.forward}")
     print("  ".join(f"test {name} {value:.4f}" for name, value in result.evaluate(test).items()))
     few = jax.tree.map(lambda x: x[:5], test["inputs"])
-    for words, found in zip(few["source"], greedy(result, few), strict=True):
-        print(f"{' '.join(WORDS[word] for word in words if word)}: {found}")
+    for words, translation in zip(few["source"], greedy(result, few), strict=True):
+        print(f"{' '.join(WORDS[word] for word in words if word)}: {translation}")
     return result
 
 

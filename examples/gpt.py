@@ -32,13 +32,13 @@ class Attention(nnx.Module):
 
     def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
         self.heads = heads
-        make = lambda: nnx.Linear(width, width, use_bias=False, kernel_init=named("embed", "heads"), rngs=rngs)
-        self.query, self.key, self.value = make(), make(), make()
+        init = named("embed", "heads")
+        self.query, self.key, self.value = (nnx.Linear(width, width, use_bias=False, kernel_init=init, rngs=rngs) for _ in range(3))
         self.out = nnx.Linear(width, width, use_bias=False, kernel_init=named("heads", "embed"), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        split = lambda y: y.reshape(*y.shape[:-1], self.heads, -1)
-        mixed = spmd.nn.attention(split(self.query(x)), split(self.key(x)), split(self.value(x)), causal=True)
+        query, key, value = (linear(x).reshape(*x.shape[:-1], self.heads, -1) for linear in (self.query, self.key, self.value))
+        mixed = spmd.nn.attention(query, key, value, causal=True)
         return self.out(mixed.reshape(x.shape))
 
 

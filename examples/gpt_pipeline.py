@@ -46,8 +46,7 @@ class GPT(nnx.Module):
         self.places = nnx.Embed(length, width, embedding_init=named(None, "embed"), rngs=rngs)
         self.blocks = spmd.nn.LayerStack(spmd.nn.repeat(depth, lambda rngs: Block(width, heads, dropout, rngs=rngs), rngs))
         self.norm = nnx.RMSNorm(width, rngs=rngs)
-        head = lambda: nnx.Linear(width, vocab, use_bias=False, kernel_init=named("embed", "vocab"), rngs=rngs)
-        self.head = None if tied else head()
+        self.head = None if tied else nnx.Linear(width, vocab, use_bias=False, kernel_init=named("embed", "vocab"), rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits [rows, length, vocab] of the character after each of `tokens` [rows, length]."""
@@ -57,10 +56,10 @@ class GPT(nnx.Module):
 
 def with_pipeline(layout: spmd.Layout, **options: Any) -> spmd.Layout:
     """The layout with these options of `[pipeline]`, where they were given."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if given.get("groups", 1) > 1:
-        given["schedule"] = "circular"
-    return dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, **given))
+    changes = {name: value for name, value in options.items() if value is not None}
+    if changes.get("groups", 1) > 1:
+        changes["schedule"] = "circular"
+    return dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, **changes))
 
 
 def main(argv: list[str] | None = None) -> spmd.Result:

@@ -60,14 +60,16 @@ class Task(NamedTuple):
 
 def digits() -> Task:
     """The 8x8 digits as rows of pixels, by plain gradient descent."""
-    flat = lambda part: {"image": part["image"].reshape(len(part["image"]), -1), "label": part["label"]}
-    train, test = map(flat, digits_cnn.load_data())
+    train, test = ({**part, "image": part["image"].reshape(len(part["image"]), -1)} for part in digits_cnn.load_data())
     return Task(lambda: MLP(nnx.Rngs(0)), (train, test), optax.sgd, 0.2, 10)
 
 
 def lstm() -> Task:
     """The standard library's source, character by character, by Adam as in that example."""
-    adam = lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+
+    def adam(rate: float) -> optax.GradientTransformation:
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+
     return Task(char_lstm.make_model, char_lstm.load_data(), adam, 5e-3, 1)
 
 
@@ -103,8 +105,8 @@ def main(argv: list[str] | None = None) -> dict[str, spmd.Result]:
     task, results = TASKS[args.model](), {}
     print(f"{'':22}   loss  accuracy  simulated s  rounds  mean staleness")
     for name, server in WAYS.items():
-        found = results[name] = train(task, server, epochs=args.epochs or task.epochs, rate=args.rate or task.rate)
-        history, rounds = found.history, int(found.state.step)
+        result = results[name] = train(task, server, epochs=args.epochs or task.epochs, rate=args.rate or task.rate)
+        history, rounds = result.history, int(result.state.step)
         staleness = 0.0
         if "staleness" in history.names:
             staleness = float(np.average(history["staleness"], weights=np.maximum(history["gradients_applied"], 1e-9)))

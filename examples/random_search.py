@@ -35,14 +35,13 @@ def digits(split: int) -> tuple[dict[str, np.ndarray], ...]:
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(split).permutation(len(y))
     data = {"x": (x[order] / 16).astype(np.float32), "y": y[order].astype(np.int32)}
-    part = lambda first, last: {name: leaf[first:last] for name, leaf in data.items()}
-    return part(0, 512), part(512, 896), part(896, None)
+    return tuple({name: leaf[rows] for name, leaf in data.items()} for rows in (slice(512), slice(512, 896), slice(896, None)))
 
 
 def main(trials: int, epochs: int, split: int = 0) -> tuple[Any, Any]:
     """What came of the search, and how good the best three are together."""
     train, chosen_by, judged_by = digits(split)
-    found = spmd.sweep(
+    sweep = spmd.sweep(
         MLP,
         train,
         space={"learning_rate": spmd.log_uniform(1e-3, 3e-2), "width": [32, 64], "seed": range(100)},
@@ -55,12 +54,12 @@ def main(trials: int, epochs: int, split: int = 0) -> tuple[Any, Any]:
         eval_data=chosen_by,
         keep=3,
     )
-    print(found)
-    judged = found.ensemble().evaluate(judged_by)
+    print(sweep)
+    judged = sweep.ensemble().evaluate(judged_by)
     print(f"\n{judged}")
     best = min(member["log loss"] for member in judged.members.values())
     print(f"\nlog loss together {judged.ensemble['log loss']:.4f}, of the best alone {best:.4f}")
-    return found, judged
+    return sweep, judged
 
 
 if __name__ == "__main__":

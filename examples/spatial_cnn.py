@@ -86,10 +86,10 @@ def main(argv: list[str] | None = None) -> spmd.Result:
     )
     images = result.trainer.place(jax.tree.map(lambda x: x[: args.batch_size], train)).leaves["image"]
     for piece in images.addressable_shards:
-        held = ", ".join(
+        ranges = ", ".join(
             f"{name} {part.start or 0}:{part.stop or size}" for name, part, size in zip(DIMS, piece.index, images.shape, strict=False)
         )
-        print(f"device {piece.device.id}: {held}")
+        print(f"device {piece.device.id}: {ranges}")
     print("  ".join(f"test {name} {value:.4f}" for name, value in result.evaluate(test).items()))
     return result
 
