@@ -31,27 +31,33 @@ def blocks(page: str) -> list[Block]:
 
 def blocks_of(text: str, page: str = "a page") -> list[Block]:
     """The same of a text."""
-    lines, found, at = text.splitlines(), [], 0
+    lines, blocks, at = text.splitlines(), [], 0
     while at < len(lines):
         fence, begin = _FENCE.fullmatch(lines[at]), at + 1
         if fence:
-            closes = lambda line, mark=fence[2]: line.strip().startswith(mark) and not line.strip().strip(mark[0])
-            language, note, more = fence[3], fence[4].strip(), lambda line: not closes(line)
+            language, note = fence[3], fence[4].strip()
         elif lines[at] == "<!-- python":
-            language, note, more = "python", "hidden", lambda line: line != "-->"
+            language, note = "python", "hidden"
         elif lines[at].startswith("    ") and (at == 0 or not lines[at - 1].strip()):
-            begin, language, note, more = at, "", "indented", lambda line: line.startswith("    ") or not line.strip()
+            begin, language, note = at, "", "indented"
         else:
             at += 1
             continue
         end = begin
-        while end < len(lines) and more(lines[end]):
+        while end < len(lines) and not _closes(lines[end], note, fence[2] if fence else ""):
             end += 1
         if end == len(lines) and note != "indented":
             raise ValueError(f"{page}:{at + 1}: a block that does not end")
-        found.append(Block(page, begin + 1, language, note, textwrap.dedent("\n".join(lines[begin:end])).rstrip()))
+        blocks.append(Block(page, begin + 1, language, note, textwrap.dedent("\n".join(lines[begin:end])).rstrip()))
         at = end + (note != "indented")
-    return found
+    return blocks
+
+
+def _closes(line: str, note: str, mark: str) -> bool:
+    """Whether a block of this kind ends before this line; a fence does with at least as many of its marks."""
+    if mark:
+        return line.strip().startswith(mark) and not line.strip().strip(mark[0])
+    return bool(line.strip()) and not line.startswith("    ") if note == "indented" else line == "-->"
 
 
 def prose(page: str) -> str:

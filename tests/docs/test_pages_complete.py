@@ -37,9 +37,9 @@ def test_links_resolve(page):
         path, _, anchor = target.partition("#")
         if re.match(r"[a-z]+:", target):
             continue
-        found = (PAGES[page].parent / path).resolve() if path else PAGES[page]
-        name = found.relative_to(ROOT).as_posix() if found.is_relative_to(ROOT) else str(found)
-        if not found.exists() or (anchor and anchor not in anchors(name)):
+        linked = (PAGES[page].parent / path).resolve() if path else PAGES[page]
+        name = linked.relative_to(ROOT).as_posix() if linked.is_relative_to(ROOT) else str(linked)
+        if not linked.exists() or (anchor and anchor not in anchors(name)):
             wrong.append(target)
     assert not wrong
 
@@ -67,9 +67,9 @@ def test_the_tree_of_errors_is_that_of_the_sources():
 
 def keys():
     """Section of a layout file -> its keys."""
-    own = {"name", "source"}
+    not_keys = {"name", "source"}
     for field in dataclasses.fields(Layout):
-        if field.name in own:
+        if field.name in not_keys:
             continue
         if dataclasses.is_dataclass(field.default):
             yield f"[{field.name}]", [key.name for key in dataclasses.fields(field.default) if key.name != "options"]
@@ -120,7 +120,7 @@ def test_the_reference_has_every_public_name():
             wanted.add(f"spmd.{name}")
             continue
         inner = getattr(value, "__all__", [n for n, v in vars(value).items() if not n.startswith("_") and inspect.isclass(v) | callable(v)])
-        wanted |= {f"spmd.{name}.{one}" for one in inner if name != "errors" or one in CLASSES}
+        wanted |= {f"spmd.{name}.{member}" for member in inner if name != "errors" or member in CLASSES}
     wanted = {name for name in wanted | RETURNED if name != "spmd.SpmdError"}  # it is spmd.errors.SpmdError
     shown = reference()
     assert len(shown) == len(set(shown))

@@ -92,15 +92,15 @@ def test_a_block_that_is_not_run_says_why():
 def test_python_is_in_fences():
     """Indented blocks are not run, so they must not be Python; and every fence names its language."""
     code = re.compile(r"^(import |from \w+ import |def |class |@)|^\w+ = |^for .*:$", re.MULTILINE)
-    found = [str(block) for block in ALL if block.language == "" and block.note != "indented"]
-    found += [str(block) for block in ALL if block.note == "indented" and code.search(block.text)]
-    assert not found
+    unfenced = [str(block) for block in ALL if block.language == "" and block.note != "indented"]
+    unfenced += [str(block) for block in ALL if block.note == "indented" and code.search(block.text)]
+    assert not unfenced
 
 
 def test_blocks_are_found():
     text = "a\n```python no-run: needs a cluster\nx = 1\n\n```\n\n    spmd layouts\n\n<!-- python\ny = 2\n-->\n~~~toml\n[mesh]\n~~~\n"
-    found = [(block.line, block.language, block.note, block.text) for block in blocks_of(text)]
-    assert found == [
+    blocks = [(block.line, block.language, block.note, block.text) for block in blocks_of(text)]
+    assert blocks == [
         (3, "python", "no-run: needs a cluster", "x = 1"),
         (7, "", "indented", "spmd layouts"),
         (10, "python", "hidden", "y = 2"),
@@ -139,9 +139,9 @@ def commands():
 def test_commands_are_right(words, tmp_path, monkeypatch, capsys):
     """All are parsed; those that only print are run."""
     words = words[: words.index(">")] if ">" in words else words
-    own = words[: words.index("--")] if "--" in words else words
-    cli._parser().parse_args(own)
-    if any(word in own for word in ("--dry-run", "--kubernetes")) or (own[0] in RUN and "--model" not in own):
+    spmd_words = words[: words.index("--")] if "--" in words else words
+    cli._parser().parse_args(spmd_words)
+    if any(word in spmd_words for word in ("--dry-run", "--kubernetes")) or (spmd_words[0] in RUN and "--model" not in spmd_words):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "train.py").touch()
         assert cli.main(words) == 0 and capsys.readouterr().out

@@ -22,7 +22,7 @@ def test_the_three_ways(capsys):
     assert sum(together["updates"]) == 16 and sum(late["updates"]) == 8 * 16 and max(late["staleness"]) > 4
     assert np.abs(late["eval_loss"][-1] - together["eval_loss"][-1]) > 1e-3
     assert late["simulated_seconds"][-1] < together["simulated_seconds"][-1]
-    assert min(found["eval_accuracy"][-1] for found in history.values()) > 0.5
+    assert min(one_history["eval_accuracy"][-1] for one_history in history.values()) > 0.5
     assert runs["split"].result.trainer.schedules and not runs["synchronous"].result.trainer.schedules
     lines = shown.splitlines()
     assert lines[0].split()[-2:] == ["loss", "accuracy"] and [line.split()[0] for line in lines[1:]] == list(runs)

@@ -47,9 +47,9 @@ def test_demo_learns_and_leaves_its_results(tmp_path):
 
 def test_demo_says_when_it_fails_and_keeps_earlier_runs(demo, tmp_path, monkeypatch, capsys):
     poor = types.SimpleNamespace(history=None, evaluate=lambda data: {"accuracy": 0.5})
-    monkeypatch.setattr(demo.spmd, "fit", lambda *given, **options: poor)
+    monkeypatch.setattr(demo.spmd, "fit", lambda *arguments, **options: poor)
     for name in "curve", "report":
-        monkeypatch.setattr(demo.viz, name, lambda *given, **options: None)
+        monkeypatch.setattr(demo.viz, name, lambda *arguments, **options: None)
     mine = tmp_path / "demo" / "mine.txt"
     mine.parent.mkdir()
     mine.write_text("keep", encoding="utf-8")

@@ -56,8 +56,13 @@ def test_runs_under_every_layout(small, name, layout, capsys):
     loss = result.history["loss"]
     assert len(loss) == 8 and loss[-1] < loss[0]
     assert "test loss" in capsys.readouterr().out
-    local_bytes = lambda tree: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
-    global_bytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+    def local_bytes(tree):
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+    def global_bytes(tree):
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
     params, moments = result.state.params, result.state.opt
     # the layout did something: parameters are sharded under all but these layouts; zero1 shards the optimizer's moments
     assert (local_bytes(params) < 0.75 * global_bytes(params)) == (layout not in ("data_parallel", "data_parallel_bf16", "zero1"))
@@ -171,8 +176,8 @@ def test_the_parameter_server_learns(names, ways, capsys):
     module = ways(names)
     results = module.main(["--workers", "0", "--epochs", "3"])
     assert list(results) == list(module.WAYS) and len(results) == (len(names) or 8) and "mean staleness" in capsys.readouterr().out
-    accuracy = {name: found.history["eval_accuracy"][-1] for name, found in results.items()}
-    seconds = {name: found.history["simulated_seconds"][-1] for name, found in results.items()}
+    accuracy = {name: result.history["eval_accuracy"][-1] for name, result in results.items()}
+    seconds = {name: result.history["simulated_seconds"][-1] for name, result in results.items()}
     assert accuracy["asynchronous, scaled"] > max(0.8, accuracy["asynchronous"]) and accuracy["2 spares"] > 0.5
     assert seconds["asynchronous"] < seconds["2 spares"]
     if not names:
@@ -187,6 +192,6 @@ def test_the_parameter_server_trains_the_lstm(names, ways, small, capsys):
     module = ways(names)
     results = module.main(["--model", "lstm", "--workers", "0", "--epochs", "8"])  # of one batch each
     assert list(results) == list(module.WAYS) and "simulated s" in capsys.readouterr().out
-    for found in results.values():
-        loss = found.history["eval_loss"]
-        assert loss[-1] < loss[0] and 8 * 6 <= sum(found.history["gradients_applied"]) <= 8 * 8  # of 8 workers, but for 2 spares
+    for result in results.values():
+        loss = result.history["eval_loss"]
+        assert loss[-1] < loss[0] and 8 * 6 <= sum(result.history["gradients_applied"]) <= 8 * 8  # of 8 workers, but for 2 spares

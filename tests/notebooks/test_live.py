@@ -43,7 +43,7 @@ def kernel(tmp_path, monkeypatch):
 
 def messages(client, code, meanwhile=lambda message: None, seconds=400):
     """(time, message) of everything that the kernel sends while it runs a cell."""
-    asked, found, until = client.execute(code), [], time.monotonic() + seconds
+    asked, received, until = client.execute(code), [], time.monotonic() + seconds
     while time.monotonic() < until:
         try:
             message = client.get_iopub_msg(timeout=1)
@@ -51,15 +51,15 @@ def messages(client, code, meanwhile=lambda message: None, seconds=400):
             continue
         if message["parent_header"].get("msg_id") != asked:
             continue
-        found.append((message["header"]["date"].timestamp(), message))
+        received.append((message["header"]["date"].timestamp(), message))
         meanwhile(message)
         if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
-            return found
-    raise TimeoutError(f"the cell did not end in {seconds} s: {[message['content'] for _, message in found][-5:]}")
+            return received
+    raise TimeoutError(f"the cell did not end in {seconds} s: {[message['content'] for _, message in received][-5:]}")
 
 
-def text(found):
-    contents = [message["content"] for _, message in found]
+def text(received):
+    contents = [message["content"] for _, message in received]
     assert not [content for content in contents if "ename" in content], contents
     return "".join(content.get("text", "") + content.get("data", {}).get("text/plain", "") for content in contents)
 
@@ -75,17 +75,17 @@ def test_what_is_shown_stays_in_place_and_an_interrupt_keeps_the_state(kernel, t
             if len(began) == 9:
                 manager.interrupt_kernel()
 
-    found = messages(client, "result = fit(10**7); print('ENDED', result.stop_reason, int(result.state.step)); result", interrupt)
-    shown = text(found)
+    received = messages(client, "result = fit(10**7); print('ENDED', result.stop_reason, int(result.state.step)); result", interrupt)
+    shown = text(received)
     reached = int(re.search(r"ENDED interrupted (\d+)", shown).group(1))
-    updates = [(at, message) for at, message in found if message["msg_type"] == "update_display_data"]
-    assert len(updates) > 8 and len(found) < len(updates) + 10
+    updates = [(at, message) for at, message in received if message["msg_type"] == "update_display_data"]
+    assert len(updates) > 8 and len(received) < len(updates) + 10
     assert len(updates) <= (updates[-1][0] - updates[0][0]) / REFRESH_SECONDS + 3, "by the kernel's clock, however late they are read"
     assert len({message["content"]["transient"]["display_id"] for _, message in updates}) == 1
     newest = updates[-1][1]["content"]["data"]
     assert "<polyline" in newest["text/html"] and "samples/s" in newest["text/plain"] and re.search("[▁▂▃▄▅▆▇█]{2,}", newest["text/plain"])
     assert f"Result after step {reached}, stopped: interrupted; History of {reached} steps" in shown
-    last = [message["content"]["data"] for _, message in found if message["msg_type"] == "execute_result"]
+    last = [message["content"]["data"] for _, message in received if message["msg_type"] == "execute_result"]
     assert "<svg" in last[0]["text/html"]
 
     again = f"result = fit({reached} + 50, resume=True); print('ENDED', result.stop_reason, int(result.state.step), len(result.history))"

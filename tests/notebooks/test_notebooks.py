@@ -36,7 +36,10 @@ class Shown:
     @classmethod
     def of(cls, outputs):
         kinds = [kind for out in outputs for kind in out.get("data", {})]
-        part = lambda kind: "".join("".join(out.get("data", {}).get(kind, "")) for out in outputs)
+
+        def part(kind):
+            return "".join("".join(out.get("data", {}).get(kind, "")) for out in outputs)
+
         return cls(
             "".join("".join(out.get("text", "")) for out in outputs) + part("text/plain"), kinds, part("text/markdown"), part("text/html")
         )
@@ -121,16 +124,16 @@ def borne_out(shown, count):
 
 def layouts(shown):
     """What is held and sent, against what the model's size says; and one loss."""
-    found, numbers = table(shown.markdown), 64 * 256 + 256 + 256 * 64 + 64 + 64 * 10 + 10
-    params, moments, sent = ({name: int(row[at].replace(",", "")) for name, row in found.items()} for at in range(3))
+    rows, numbers = table(shown.markdown), 64 * 256 + 256 + 256 * 64 + 64 + 64 * 10 + 10
+    params, moments, sent = ({name: int(row[at].replace(",", "")) for name, row in rows.items()} for at in range(3))
     assert params["data_parallel"] == params["zero1"] == 4 * numbers
     assert moments["data_parallel"] == 2 * 4 * numbers + 4  # and the count of steps
     assert params["fsdp"] == 4 * ((numbers - 10) // 8 + 10) and moments["zero1"] == moments["fsdp"] == 2 * params["fsdp"] + 4
     assert params["tensor_parallel"] == 4 * (numbers - (2 * 64 * 256) // 2)
     exchanged = 2 * 7 * 4 * numbers // 8
     assert exchanged <= sent["data_parallel"] < exchanged + 64  # and the metrics
-    assert len({row[3] for row in found.values()}) == 1 and max(float(row[4]) for row in found.values()) < 1e-5
-    assert float(found["data_parallel"][3]) < 0.5  # it has learnt: at first it is log 10
+    assert len({row[3] for row in rows.values()}) == 1 and max(float(row[4]) for row in rows.values()) < 1e-5
+    assert float(rows["data_parallel"][3]) < 0.5  # it has learnt: at first it is log 10
     assert shown.kinds.count("image/png") == 1 and f"{sent['fsdp']:,} bytes sent by each device per step" in shown.text
     assert borne_out(shown, 5)
 
@@ -151,10 +154,10 @@ def model_parallel(shown):
 
 def on_the_wire(shown):
     """Bytes by the codecs' arithmetic, and losses in the order that the text says."""
-    found = table(shown.markdown)
-    sent, error, last = ([float(row[at].replace(",", "")) for row in found.values()] for at in (0, 2, 3))
+    rows = table(shown.markdown)
+    sent, error, last = ([float(row[at].replace(",", "")) for row in rows.values()] for at in (0, 2, 3))
     exact, rounded, bytes_, top, lost, power = range(6)
-    assert list(found)[1:3] == ["bfloat16", "int8"] and sent[exact] == 2 * 7 * 4 * (64 * 256 + 256 + 256 * 10 + 10) // 8
+    assert list(rows)[1:3] == ["bfloat16", "int8"] and sent[exact] == 2 * 7 * 4 * (64 * 256 + 256 + 256 * 10 + 10) // 8
     assert 0.5 <= sent[rounded] / sent[exact] < 0.501 and 0.25 < sent[bytes_] / sent[exact] < 0.26
     assert sent[top] == sent[lost] < 0.05 * sent[exact] and sent[power] < 0.1 * sent[exact]
     assert error[exact] == 0 < error[rounded] < 2**-7 < error[bytes_] < 0.1 < min(error[3:])
@@ -183,7 +186,7 @@ def from_distributed_tensorflow(shown):
     assert len(rows) == 3 and seconds[0] > seconds[1] > seconds[2] and min(accuracy) > 0.8
     assert dropped == (0, 2 * 24 * 4, 0) and staleness[:2] == (0, 0) and staleness[2] > 3
     assert "equal to a run that was not stopped: True" in shown.text and shown.html.count("<svg") == 2
-    together, *alone = [float(found) for found in re.findall(r"^(?:ensemble|trial \d+) +([\d.]+)", shown.text, re.M)]
+    together, *alone = [float(loss) for loss in re.findall(r"^(?:ensemble|trial \d+) +([\d.]+)", shown.text, re.M)]
     assert len(alone) == 3 and together < max(alone)
     assert "the same class for 100.0% of 261 digits" in shown.text
 

@@ -31,7 +31,10 @@ def batches(name):
         rows = [random.permutation(len(digits.target))[:ROWS] for _ in range(STEPS)]
         return [{"image": (digits.images[r] / 16).astype("float32")[..., None], "label": digits.target[r].astype("int32")} for r in rows]
     if name == "tiles":
-        images = lambda: random.normal(size=(ROWS, 16, 16, 3)).astype("float32")
+
+        def images():
+            return random.normal(size=(ROWS, 16, 16, 3)).astype("float32")
+
         return [{"image": images(), "label": random.integers(0, 2, ROWS).astype("int32")} for _ in range(STEPS)]
     tokens = [random.integers(0, 128, (ROWS, LENGTH + 1)).astype("int32") for _ in range(STEPS)]
     return [{"tokens": t[:, :-1], "targets": t[:, 1:]} for t in tokens]

@@ -39,7 +39,10 @@ ALL_REDUCE = spmd.Layout(gradients=spmd.Gradients("all_reduce"))
 
 def unfused(optimizer=MOMENTUM):
     """The same on gradients that are computed before the update; fused with it, as servers never do, their mean is rounded otherwise."""
-    update = lambda grads, *rest, **named: optimizer.update(jax.lax.optimization_barrier(grads), *rest, **named)
+
+    def update(grads, *rest, **named):
+        return optimizer.update(jax.lax.optimization_barrier(grads), *rest, **named)
+
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
@@ -62,9 +65,9 @@ def params_of(trainer, state):
     return {path: np.asarray(leaf) for path, leaf in flatten(nnx.to_pure_dict(nnx.state(trainer.rebuild(state)))).items()}
 
 
-def equal(one, other):
-    return one[0] == other[0] and all(np.array_equal(one[1][path], other[1][path]) for path in one[1])
+def equal(left, right):
+    return left[0] == right[0] and all(np.array_equal(left[1][path], right[1][path]) for path in left[1])
 
 
-def far(one, other):
-    return max(np.abs(one[1][path] - other[1][path]).max() for path in one[1])
+def far(left, right):
+    return max(np.abs(left[1][path] - right[1][path]).max() for path in left[1])

@@ -21,14 +21,14 @@ KINDS = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter"
 
 def collectives(text):
     """(kind, shape of each array, where in the model) of every collective of a compiled program."""
-    found = []
+    ops = []
     for line in text.splitlines():
         match = re.search(rf"= (.+?) ({KINDS})(-start)?\(", line)
         if match:
             shapes = [tuple(map(int, re.findall(r"\d+", dims))) for dims in re.findall(r"\w+\[([\d,]*)\]", match.group(1))]
             where = re.search(r'op_name="([^"]*)"', line)
-            found += [(match.group(2), shape, where.group(1) if where else "") for shape in shapes]
-    return found
+            ops += [(match.group(2), shape, where.group(1) if where else "") for shape in shapes]
+    return ops
 
 
 def compiled(trainer, batch):
@@ -128,14 +128,20 @@ def test_codecs_combine_with_it(name, layout, mesh, codec):
     wanted, params, _ = reference(name)
     assert losses[0] == pytest.approx(wanted[0], rel=1e-5)
     ours, first = leaves(state.params), leaves(trainer.init().params)
-    length = lambda one, other: math.sqrt(sum(float(np.square(one[path] - other[path]).sum()) for path in first))
+
+    def length(left, right):
+        return math.sqrt(sum(float(np.square(left[path] - right[path]).sum()) for path in first))
+
     assert 0 < length(ours, params) < (0.02 if codec == "bfloat16" else 0.05) * length(params, first)
 
 
 def sums(loss, shape, vocab=128):
     """Collectives of the loss's value and gradient over logits sharded along the vocabulary."""
     mesh = spmd.make_mesh("data=4,model=2")
-    at = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+    def at(*spec):
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
     logits = jax.ShapeDtypeStruct((*shape, vocab), jnp.float32, sharding=at("data", *[None] * (len(shape) - 1), "model"))
     targets = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at("data"))
     return collectives(jax.jit(loss, out_shardings=None).lower(logits, targets).compile().as_text())
@@ -146,7 +152,10 @@ def test_neither_logits_nor_the_table_are_gathered(reduction):
     """A head and an embedding sharded along the vocabulary, by the layout tensor_parallel: forward, backward, loss and accuracy."""
     vocab, width, length, rows = 256, 32, 16, 16
     layout = dataclasses.replace(spmd.Layout.load("tensor_parallel"), gradients=spmd.Gradients(reduction))
-    model = lambda: gpt.GPT(vocab=vocab, width=width, depth=1, heads=2, length=length, rngs=nnx.Rngs(0))
+
+    def model():
+        return gpt.GPT(vocab=vocab, width=width, depth=1, heads=2, length=length, rngs=nnx.Rngs(0))
+
     trainer = spmd.Trainer(
         model,
         loss=spmd.losses.cross_entropy,
@@ -168,9 +177,9 @@ def test_neither_logits_nor_the_table_are_gathered(reduction):
 def test_cross_entropy_and_accuracy_of_sharded_logits(data):
     shape = (8, 16) if data == "sequence" else (8,)
     for function in (spmd.losses.cross_entropy.function, spmd.metrics.accuracy.function):
-        for one in (function, jax.grad(lambda logits, targets, function=function: function(logits, targets).sum())):
-            ops = sums(one, shape)
-            assert all(128 not in found and 64 not in found for _, found, _ in ops), (function, ops)
+        for computed in (function, jax.grad(lambda logits, targets, function=function: function(logits, targets).sum())):
+            ops = sums(computed, shape)
+            assert all(128 not in dims and 64 not in dims for _, dims, _ in ops), (function, ops)
 
 
 GATHERED = (spmd.Rule("**/{dense_i,dense_h}", ()),)
@@ -187,7 +196,9 @@ def test_what_a_recurrent_cell_sends_at_each_step_of_time(kind):
     """Sharded along hidden units by name: one all-gather forward where each gate has its own kernel; where one kernel has all gates side by
     side, a rule that gathers what it returns is better than what the partitioner makes of the split."""
     cell, rules, each_step = CELLS[kind]
-    named = lambda init: nnx.with_partitioning(init, ("embed", "hidden"))
+
+    def named(init):
+        return nnx.with_partitioning(init, ("embed", "hidden"))
 
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -240,10 +251,10 @@ def test_what_a_module_returns_is_where_the_rule_says(kind, remat):
     batch = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype("float32"), "y": np.zeros(16, np.int32)}
     program = trainer.prepare(batch)[0]
     state, placed = trainer.init(batch), trainer.place(batch)
-    given = (state, placed.leaves, placed.weights, {})
-    text = str(jax.make_jaxpr(program._function(("step", 16, True)))(*given))
+    arguments = (state, placed.leaves, placed.weights, {})
+    text = str(jax.make_jaxpr(program._function(("step", 16, True)))(*arguments))
     assert "sharding_constraint" in text and ("remat" in text) == remat
-    step = program._function(("step", 16, True)).lower(*given).as_text()
+    step = program._function(("step", 16, True)).lower(*arguments).as_text()
     assert re.search(r'sharding_constraint.*\{\}, \{"model"\}', step), "in the manual step the data axes are taken out"
     measured = program._function(("evaluate",)).lower(state.params, state.stats, state.rngs, placed.leaves, placed.weights).as_text()
     assert re.search(r'sharding_constraint.*\{"data"\}, \{"model"\}', measured), "elsewhere they are put in front"

@@ -74,13 +74,13 @@ def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
     def loss_sum(params, x, y):
         return spmd.losses.cross_entropy(nnx.merge(graphdef, params), {"x": x, "y": y}).sum()
 
-    own = ROWS // workers
+    rows_per_worker = ROWS // workers
     grads = []
     for worker in range(workers):
-        x, y = (batch[name][worker * own : min((worker + 1) * own, rows)] for name in "xy")
+        x, y = (batch[name][worker * rows_per_worker : min((worker + 1) * rows_per_worker, rows)] for name in "xy")
         zero = jax.tree.map(jnp.zeros_like, before)
-        found = jax.grad(loss_sum)(before, x, y) if len(x) else zero
-        grads.append(jax.tree.map(lambda g: np.asarray(g) * workers / rows, found))
+        gradient = jax.grad(loss_sum)(before, x, y) if len(x) else zero
+        grads.append(jax.tree.map(lambda g: np.asarray(g) * workers / rows, gradient))
 
     widths = {path: -(-leaf.size // workers) for path, leaf in flatten(before).items()}
     table = [
@@ -91,8 +91,13 @@ def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
     ]
     codec = Int8(block=16)
     ends = np.cumsum(list(widths.values()))[:-1]
-    one = lambda rows: np.asarray(codec.decode(codec.encode(jnp.asarray(rows, jnp.float32)), rows.shape[1]))
-    rounded = lambda rows: np.concatenate([one(part) for part in np.split(rows, ends, axis=1)], axis=1)
+
+    def rounded_part(rows):
+        return np.asarray(codec.decode(codec.encode(jnp.asarray(rows, jnp.float32)), rows.shape[1]))
+
+    def rounded(rows):
+        return np.concatenate([rounded_part(part) for part in np.split(rows, ends, axis=1)], axis=1)
+
     means = []
     for owner in range(workers):
         parts = [t[owner] if worker == owner else rounded(t)[owner] for worker, t in enumerate(table)]
@@ -141,13 +146,16 @@ def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(o
         state, total = trainer.init(), None
         for number in range(5):
             state, _ = trainer.step(state, data(seed=number))
-            given = {path: leaf.astype(np.float64) for path, leaf in host(state.opt[0].trace).items()}
-            total = given if total is None else {path: total[path] + given[path] for path in given}
+            trace = {path: leaf.astype(np.float64) for path, leaf in host(state.opt[0].trace).items()}
+            total = trace if total is None else {path: total[path] + trace[path] for path in trace}
         seen[name] = total
     for path, true in seen["exact"].items():
         # five biases over eight workers would not get smaller, so they are sent exactly and leave no residual
         kept = np.asarray(state.exchange[path]["residual"], np.float64).mean(0) if path in state.exchange else 0.0
-        far = lambda found, true=true: np.linalg.norm(found - true) / np.linalg.norm(true)
+
+        def far(total, true=true):
+            return np.linalg.norm(total - true) / np.linalg.norm(true)
+
         assert far(seen["int8"][path] + kept) < 1e-6
         # a row of a few numbers loses little
         assert far(seen["int8"][path]) > 1e-4 or not path.endswith("kernel")
@@ -163,9 +171,9 @@ def test_optimizer_gets_the_decoded_mean_gradient(name):
     updates, _ = optimizer.update(jax.device_get(state.opt[0].trace), optimizer.init(params), params)
     wanted = host(optax.apply_updates(params, updates))
     trainer = trainer_of(chosen, "data=4,model=2", optimizer)
-    found = host(trainer.step(trainer.init(), data())[0].params)
+    trained = host(trainer.step(trainer.init(), data())[0].params)
     for path, leaf in wanted.items():
-        np.testing.assert_allclose(found[path], leaf, rtol=0, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(trained[path], leaf, rtol=0, atol=1e-6, err_msg=path)
         assert np.abs(leaf - host(params)[path]).max() > 1e-3
 
 
@@ -238,10 +246,10 @@ def test_zero1_spreads_its_updates(weights):
     zero1 = spmd.Layout.load("zero1")
     zero1 = dataclasses.replace(zero1, gradients=dataclasses.replace(zero1.gradients, weights=weights))
     optimizer = optax.sgd(0.2, momentum=0.9)
-    (one, _), (two, _) = train(trainer_of(layout(), optimizer=optimizer), 3), train(trainer_of(zero1, optimizer=optimizer), 3)
-    far = max(np.abs(a - b).max() for a, b in zip(host(one.params).values(), host(two.params).values(), strict=True))
+    (replicated, _), (spread, _) = train(trainer_of(layout(), optimizer=optimizer), 3), train(trainer_of(zero1, optimizer=optimizer), 3)
+    far = max(np.abs(a - b).max() for a, b in zip(host(replicated.params).values(), host(spread.params).values(), strict=True))
     assert far < 1e-6 if weights == "exact" else 1e-5 < far < 1e-2
-    for leaf in jax.tree.leaves(two.params):
+    for leaf in jax.tree.leaves(spread.params):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
@@ -270,13 +278,22 @@ SKIPPING = {
 @pytest.mark.parametrize("skipping", SKIPPING)
 def test_a_step_that_the_optimizer_skips_takes_nothing_from_what_is_kept(skipping, codec, options):
     """The NaN is in the gradient of `bad` alone; that of `good` was sent like any other, and no part of it was applied."""
-    init = lambda key: {"bad": jnp.ones((16, 8)), "good": jnp.ones((16, 8))}
+
+    def init(key):
+        return {"bad": jnp.ones((16, 8)), "good": jnp.ones((16, 8))}
+
     model = spmd.FunctionalModel(init, lambda p, batch: jnp.tanh(batch["x"] @ p["good"]) + batch["z"] @ p["bad"])
-    loss = lambda m, batch: (m(batch) ** 2).sum(1)
+
+    def loss(m, batch):
+        return (m(batch) ** 2).sum(1)
+
     chosen = layout(codec, options, error_feedback=True)
     trainer = spmd.Trainer(model, loss=loss, optimizer=SKIPPING[skipping](), layout=chosen)
     rng, state = np.random.default_rng(0), trainer.init()
-    rows = lambda: {name: rng.normal(size=(32, 16)).astype(np.float32) / 8 for name in "xz"}
+
+    def rows():
+        return {name: rng.normal(size=(32, 16)).astype(np.float32) / 8 for name in "xz"}
+
     for number in range(4):
         before, batch = host(state), rows()
         if number == 2:
@@ -291,19 +308,25 @@ def test_a_step_that_the_optimizer_skips_takes_nothing_from_what_is_kept(skippin
 
 def test_a_small_gradient_beside_a_large_one_keeps_its_own_scale():
     """Gradients are sent together and encoded separately: buckets change no number."""
-    model = lambda: spmd.FunctionalModel(
-        lambda key: {"large": jnp.zeros((8, 8)), "small": jnp.zeros((8, 3))}, lambda p, x: (x @ p["large"], 1e-4 * (x @ p["small"]))
-    )
+
+    def model():
+        return spmd.FunctionalModel(
+            lambda key: {"large": jnp.zeros((8, 8)), "small": jnp.zeros((8, 3))}, lambda p, x: (x @ p["large"], 1e-4 * (x @ p["small"]))
+        )
+
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-    loss = lambda m, batch: sum(((out - batch[:, : out.shape[1]]) ** 2).mean(1) for out in m(batch))
-    found = {}
+
+    def loss(m, batch):
+        return sum(((out - batch[:, : out.shape[1]]) ** 2).mean(1) for out in m(batch))
+
+    small = {}
     for name, chosen in {"exact": layout(), "one": layout("int8"), "separate": layout("int8", bucket_bytes=1)}.items():
         trainer = spmd.Trainer(model(), loss=loss, optimizer=optax.sgd(1.0), layout=chosen)
         state, _ = trainer.step(trainer.init(), x)
-        found[name] = np.asarray(state.params["small"])
-    assert np.array_equal(found["one"], found["separate"])
-    np.testing.assert_allclose(found["one"], found["exact"], rtol=0, atol=np.abs(found["exact"]).max() / 100)
-    assert not np.array_equal(found["one"], found["exact"])
+        small[name] = np.asarray(state.params["small"])
+    assert np.array_equal(small["one"], small["separate"])
+    np.testing.assert_allclose(small["one"], small["exact"], rtol=0, atol=np.abs(small["exact"]).max() / 100)
+    assert not np.array_equal(small["one"], small["exact"])
 
 
 def test_a_gradient_that_float32_does_not_hold_is_refused():
@@ -314,7 +337,9 @@ def test_a_gradient_that_float32_does_not_hold_is_refused():
 
 
 def test_a_metric_may_not_take_the_name_of_one_of_the_steps_own():
-    loss = lambda m, b: (spmd.losses.cross_entropy(m, b), {"wire_bytes": jnp.float32(5)})
+    def loss(m, b):
+        return (spmd.losses.cross_entropy(m, b), {"wire_bytes": jnp.float32(5)})
+
     with pytest.raises(spmd.SpmdError, match='the loss also returns a metric "wire_bytes", which is the name of another'):
         spmd.Trainer(lambda: MLP(nnx.Rngs(0)), loss=loss, optimizer=optax.sgd(0.1)).prepare(data())
 
@@ -346,10 +371,10 @@ def test_stopped_and_resumed_is_never_stopped(codec, tmp_path):
     uninterrupted = fit(chosen, steps=8)
     fit(chosen, tmp_path, steps=3)
     rest = fit(chosen, tmp_path, steps=8, resume=True)
-    one, two = host(uninterrupted.state), host(rest.state)
-    assert one.keys() == two.keys() and any("residual" in path for path in one)
-    assert all(one[path].tobytes() == two[path].tobytes() for path in one)
-    assert any(leaf.any() for path, leaf in one.items() if "residual" in path)
+    never_stopped, resumed = host(uninterrupted.state), host(rest.state)
+    assert never_stopped.keys() == resumed.keys() and any("residual" in path for path in never_stopped)
+    assert all(never_stopped[path].tobytes() == resumed[path].tobytes() for path in never_stopped)
+    assert any(leaf.any() for path, leaf in never_stopped.items() if "residual" in path)
 
 
 @pytest.mark.parametrize("before, now", [(8, 4), (4, 8), (8, 1), (6, 4), (2, 6)])
@@ -357,11 +382,11 @@ def test_residuals_for_another_number_of_workers_keep_their_mean(before, now):
     mesh = spmd.make_mesh("data=2", devices=jax.devices()[:2])
     at = jax.NamedSharding(mesh, jax.P())
     residual = jax.device_put(np.random.default_rng(0).normal(size=(before, 3, 5)).astype(np.float32), at)
-    found = resplit_residuals(residual, jax.ShapeDtypeStruct((now, 3, 5), jnp.float32, sharding=at))
-    assert found.shape == (now, 3, 5)
-    np.testing.assert_allclose(np.asarray(found).mean(0), np.asarray(residual).mean(0), atol=1e-6)
+    resplit = resplit_residuals(residual, jax.ShapeDtypeStruct((now, 3, 5), jnp.float32, sharding=at))
+    assert resplit.shape == (now, 3, 5)
+    np.testing.assert_allclose(np.asarray(resplit).mean(0), np.asarray(residual).mean(0), atol=1e-6)
     if now < before and before % now == 0:
-        np.testing.assert_allclose(np.asarray(found)[0], np.asarray(residual)[: before // now].mean(0), atol=1e-6)
+        np.testing.assert_allclose(np.asarray(resplit)[0], np.asarray(residual)[: before // now].mean(0), atol=1e-6)
 
 
 def test_resume_over_fewer_workers_keeps_residuals(tmp_path):
@@ -373,9 +398,9 @@ def test_resume_over_fewer_workers_keeps_residuals(tmp_path):
     store.close()
     assert notes == ["residuals were redistributed over 4 workers"]
     for path, entry in first.state.exchange.items():
-        found, saved = np.asarray(state.exchange[path]["residual"]), np.asarray(entry["residual"])
-        np.testing.assert_allclose(found.mean(0), saved.mean(0), atol=1e-7)
-        assert found.shape[0] == 4 and len(state.exchange[path]["residual"].addressable_shards) == 4
+        resumed, saved = np.asarray(state.exchange[path]["residual"]), np.asarray(entry["residual"])
+        np.testing.assert_allclose(resumed.mean(0), saved.mean(0), atol=1e-7)
+        assert resumed.shape[0] == 4 and len(state.exchange[path]["residual"].addressable_shards) == 4
     rest = fit(chosen, tmp_path, "data=4", steps=6, resume=True)
     assert int(rest.state.step) == 6
 
@@ -393,9 +418,9 @@ def test_resume_with_another_codec_reports_residuals(then, now, notes, tmp_path)
     fit(layout(then[0], error_feedback=then[1]), tmp_path, steps=2)
     chosen = layout(now[0], error_feedback=now[1])
     store = CheckpointStore(Checkpoint(tmp_path))
-    state, found = trainer_of(chosen, optimizer=optax.sgd(0.2, momentum=0.9)).load(store, 2)
+    state, reported = trainer_of(chosen, optimizer=optax.sgd(0.2, momentum=0.9)).load(store, 2)
     store.close()
-    assert found == notes
+    assert reported == notes
     kept = [np.asarray(entry["residual"]).any() for entry in state.exchange.values()]
     assert all(kept) == (not notes) if kept else now[0] == "exact"
 
@@ -434,8 +459,8 @@ def test_many_steps_in_one_call_carry_the_residuals():
         "layout": chosen,
         "mesh": "data=8",
     }
-    one = spmd.fit(lambda: MLP(nnx.Rngs(0)), data(96), **options)
+    single_steps = spmd.fit(lambda: MLP(nnx.Rngs(0)), data(96), **options)
     two = spmd.fit(lambda: MLP(nnx.Rngs(0)), spmd.data.resident(data(96), steps_per_call=4), **options)
-    for (path, a), b in zip(host(one.state).items(), host(two.state).values(), strict=True):
+    for (path, a), b in zip(host(single_steps.state).items(), host(two.state).values(), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5, err_msg=path)
     assert np.asarray(two.state.exchange["out/kernel"]["residual"]).any()

@@ -23,7 +23,10 @@ SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-2)
 
 def init(key):
     keys = jax.random.split(key)
-    dense = lambda key, rows, columns: {"kernel": 0.3 * jax.random.normal(key, (rows, columns)), "bias": jnp.zeros(columns)}
+
+    def dense(key, rows, columns):
+        return {"kernel": 0.3 * jax.random.normal(key, (rows, columns)), "bias": jnp.zeros(columns)}
+
     return {"hidden": dense(keys[0], 12, 33), "out": dense(keys[1], 33, 5)}
 
 
@@ -56,10 +59,13 @@ def weights(trainer, state):
 
 def owns(trainer, state):
     """Every worker's own weights, by path [workers, *shape]."""
-    own = {path: kept[OWN] for path, kept in jax.device_get(state.exchange).items()}  # eager collectives in flight may deadlock on CPUs
-    packed = [{path: rows[worker] for path, rows in own.items()} for worker in range(trainer._placed.exchange.worker_count)]
+    local = {path: kept[OWN] for path, kept in jax.device_get(state.exchange).items()}  # eager collectives in flight may deadlock on CPUs
+    packed = [{path: rows[worker] for path, rows in local.items()} for worker in range(trainer._placed.exchange.worker_count)]
     structure = jax.tree.structure(state.params)
-    unpack = lambda rows: trainer._placed.storage.unpack(jax.tree.unflatten(structure, [rows[path] for path in flatten(state.params)]))
+
+    def unpack(rows):
+        return trainer._placed.storage.unpack(jax.tree.unflatten(structure, [rows[path] for path in flatten(state.params)]))
+
     return {path: np.stack(leaves) for path, *leaves in _by_path([flatten(unpack(rows)) for rows in packed])}
 
 
@@ -72,36 +78,43 @@ class ByHand:
 
     def __init__(self, optimizer, start, workers):
         self.optimizer, self.workers, self.z = optimizer, workers, start
-        self.own = [start] * workers
+        self.local = [start] * workers
         self.opt = [optimizer.init(start)] * workers
         self.read = start
 
         @jax.jit
-        def one(params, opt, x, y):
-            loss = lambda p: optax.softmax_cross_entropy_with_integer_labels(apply(p, x), y).mean()
+        def local_step(params, opt, x, y):
+            def loss(p):
+                return optax.softmax_cross_entropy_with_integer_labels(apply(p, x), y).mean()
+
             updates, opt = optimizer.update(jax.grad(loss)(params), opt, params)
             return optax.apply_updates(params, updates), opt
 
-        self._one = one
+        self._one = local_step
 
     def step(self, batch):
         per = len(batch["y"]) // self.workers
         for worker in range(self.workers):
             rows = slice(worker * per, (worker + 1) * per)
-            self.own[worker], self.opt[worker] = self._one(self.own[worker], self.opt[worker], batch["x"][rows], batch["y"][rows])
+            self.local[worker], self.opt[worker] = self._one(self.local[worker], self.opt[worker], batch["x"][rows], batch["y"][rows])
 
 
 def diloco_by_hand(optimizer, start, workers, steps, *, every, fragments, rate, momentum, overlap=0, mix=0.0, rows=ROWS):
     """Douillard et al., algorithm 1, with the outer optimizer of optax; and its streaming form."""
     run, outer = ByHand(optimizer, start, workers), optax.sgd(rate, momentum or None, nesterov=bool(momentum))
     memory, stride = outer.init(start), every // len(fragments)
-    flat = lambda tree, paths: {path: leaf for path, leaf in flatten(tree).items() if path in paths}
-    put = lambda tree, part: jax.tree.unflatten(jax.tree.structure(tree), list((flatten(tree) | part).values()))
+
+    def flat(tree, paths):
+        return {path: leaf for path, leaf in flatten(tree).items() if path in paths}
+
+    def put(tree, part):
+        return jax.tree.unflatten(jax.tree.structure(tree), list((flatten(tree) | part).values()))
+
     for number, batch in enumerate(batches(steps, rows), 1):
         run.step(batch)
         for turn, paths in enumerate(fragments, 1):
             if number % every == turn * stride % every:
-                way = jax.tree.map(lambda read, *own: read - sum(own) / workers, run.read, *run.own)
+                way = jax.tree.map(lambda read, *local: read - sum(local) / workers, run.read, *run.local)
                 updates, moved = outer.update(way, memory)
                 run.z = put(run.z, flat(optax.apply_updates(run.z, updates), paths))
                 if momentum:
@@ -110,12 +123,12 @@ def diloco_by_hand(optimizer, start, workers, steps, *, every, fragments, rate, 
             if number > overlap and (number - overlap) % every == turn * stride % every:
                 part = flat(run.z, paths)
                 run.read = put(run.read, part)
-                run.own = [put(own, {p: mix * flatten(own)[p] + (1 - mix) * part[p] for p in paths}) for own in run.own]
+                run.local = [put(local, {p: mix * flatten(local)[p] + (1 - mix) * part[p] for p in paths}) for local in run.local]
     return run
 
 
-def close(one, other, most=1e-6):
-    worst = max(np.abs(np.asarray(one[path]) - np.asarray(other[path])).max() for path in one)
+def close(left, right, most=1e-6):
+    worst = max(np.abs(np.asarray(left[path]) - np.asarray(right[path])).max() for path in left)
     assert worst < most, worst
 
 
@@ -126,9 +139,9 @@ def close(one, other, most=1e-6):
 def test_sync_at_every_step_with_a_plain_outer_optimizer_is_synchronous(optimizer):
     """z - mean(z - w) is the mean of w, and of linear updates of one w the mean is the update of the mean gradient."""
     trainer = trainer_of(served(mode="local", every=1, outer_rate=1.0, outer_momentum=0.0), optimizer=optimizer)
-    one, other = train(trainer), train(trainer_of(ALL_REDUCE, optimizer=optimizer))
-    assert far(one, other) < 1e-6, "z - (z - w) is rounded"
-    assert far(one, train(trainer_of(served(mode="local", every=2, outer_rate=1.0, outer_momentum=0.0), optimizer=optimizer))) > 1e-4
+    local, synchronous = train(trainer), train(trainer_of(ALL_REDUCE, optimizer=optimizer))
+    assert far(local, synchronous) < 1e-6, "z - (z - w) is rounded"
+    assert far(local, train(trainer_of(served(mode="local", every=2, outer_rate=1.0, outer_momentum=0.0), optimizer=optimizer))) > 1e-4
     assert {op.kind for op in trainer.wire.ops if op.where.startswith("receive/0/gather_params")} == {"all_gather"}, "the arms differ"
 
 
@@ -154,7 +167,7 @@ def test_a_run_is_what_a_plain_loop_makes_of_it(server):
     start = trainer.rebuild(trainer.init()).params
     wanted = diloco_by_hand(ADAMW, start, workers, steps, fragments=trainer._placed.exchange.fragments, **options)
     close(weights(trainer, state), flatten(wanted.z), 2e-6)
-    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(own) for own in wanted.own])}, 2e-6)
+    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(local) for local in wanted.local])}, 2e-6)
     moved = max(np.abs(leaf - flatten(start)[path]).max() for path, leaf in weights(trainer, state).items())
     assert moved > 1e-2, "and it went somewhere"
 
@@ -163,8 +176,8 @@ def test_after_a_sync_all_workers_have_the_same_bits():
     trainer = trainer_by_hand(ADAMW, mode="local", every=3)
     synced, later = ran(trainer, 3), ran(trainer, 4)
     for path, entry in synced.exchange.items():
-        own, z = np.asarray(entry[OWN]), np.asarray(flatten(synced.params)[path])
-        assert (own == z).all() and (np.asarray(entry[READ]) == z).all()
+        local, z = np.asarray(entry[OWN]), np.asarray(flatten(synced.params)[path])
+        assert (local == z).all() and (np.asarray(entry[READ]) == z).all()
         assert not (np.asarray(later.exchange[path][OWN]) == z).all()
         assert {shard.data.shape[0] for shard in entry[OWN].addressable_shards} == {1}, "each on its own device"
         assert {shard.data.shape[0] for shard in entry[OUTER].addressable_shards} == {1}
@@ -174,7 +187,9 @@ def test_each_fragment_of_a_streaming_run_is_diloco_of_that_fragment_to_the_last
     """A loss that is a sum, one for each of two parameters: they share nothing but the time of synchronization."""
 
     def trainer(names, **server):
-        draw = lambda key: {name: 0.1 * jax.random.normal(jax.random.fold_in(key, ord(name)), (12,)) for name in names}
+        def draw(key):
+            return {name: 0.1 * jax.random.normal(jax.random.fold_in(key, ord(name)), (12,)) for name in names}
+
         model = spmd.FunctionalModel(draw, lambda p, x: sum(jnp.square(x @ p[name] - 1) for name in names))
         layout = served(mode="local", **server)
         mesh = spmd.make_mesh("data=4", devices=jax.devices()[:4])
@@ -208,17 +223,23 @@ def test_an_elastic_sync_conserves_the_sum_of_all_weights_exactly():
     """Integer multiples of 1/64, a moving rate of 1/16, eight workers, no training: nothing is rounded, so not a bit may be lost."""
     trainer = trainer_by_hand(optax.set_to_zero(), mode="elastic", every=1, moving_rate=1 / 16)
     state, rng = trainer.init(), np.random.default_rng(0)
-    draw = lambda leaf: jax.device_put((rng.integers(-256, 256, leaf.shape) / 64).astype(np.float32), leaf.sharding)
+
+    def draw(leaf):
+        return jax.device_put((rng.integers(-256, 256, leaf.shape) / 64).astype(np.float32), leaf.sharding)
+
     state = jax.tree.map(draw, state.params), {path: {OWN: draw(entry[OWN])} for path, entry in state.exchange.items()}
     state = spmd.State(trainer.init().step, state[0], trainer.init().opt, {}, {}, trainer.init().key, state[1])
-    read = lambda state: {p: (np.asarray(e[OWN]), np.asarray(flatten(state.params)[p])) for p, e in state.exchange.items()}
+
+    def read(state):
+        return {p: (np.asarray(e[OWN]), np.asarray(flatten(state.params)[p])) for p, e in state.exchange.items()}
+
     before = read(state)
     batch = batches(1)[0]
     after = read(trainer.step(state, (batch["x"], batch["y"]))[0])
-    for path, (own, z) in after.items():
+    for path, (local, z) in after.items():
         was, centre = before[path]
-        assert np.array_equal(own.sum(0) + z, was.sum(0) + centre)
-        assert np.array_equal(own, was - (was - centre) / 16) and np.array_equal(z, centre + (was - centre).sum(0) / 16)
+        assert np.array_equal(local.sum(0) + z, was.sum(0) + centre)
+        assert np.array_equal(local, was - (was - centre) / 16) and np.array_equal(z, centre + (was - centre).sum(0) / 16)
         assert not np.array_equal(z, centre)
 
 
@@ -229,12 +250,12 @@ def test_an_elastic_run_is_what_a_plain_loop_makes_of_it():
     for number, batch in enumerate(batches(steps), 1):
         wanted.step(batch)
         if number % 2 == 0:
-            ways = [jax.tree.map(lambda x, z: rate * (x - z), own, wanted.z) for own in wanted.own]
-            wanted.own = [jax.tree.map(jnp.subtract, own, way) for own, way in zip(wanted.own, ways, strict=True)]
+            ways = [jax.tree.map(lambda x, z: rate * (x - z), local, wanted.z) for local in wanted.local]
+            wanted.local = [jax.tree.map(jnp.subtract, local, way) for local, way in zip(wanted.local, ways, strict=True)]
             wanted.z = jax.tree.map(lambda z, *parts: z + sum(parts), wanted.z, *ways)
     state = ran(trainer, steps)
     close(weights(trainer, state), flatten(wanted.z))
-    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(own) for own in wanted.own])})
+    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(local) for local in wanted.local])})
 
 
 @pytest.mark.slow
@@ -245,7 +266,7 @@ def test_workers_with_moving_rate_0_train_independently():
     alone = ByHand(MOMENTUM, trainer.rebuild(trainer.init()).params, 8)
     for batch in batches(4):
         alone.step(batch)
-    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(own) for own in alone.own])})
+    close(owns(trainer, state), {path: np.stack(leaves) for path, *leaves in _by_path([flatten(local) for local in alone.local])})
 
 
 # what they send, and what is kept ------------------------------------------------------------------------------------
@@ -272,13 +293,13 @@ def test_bytes_are_those_of_periodic_syncs():
 @pytest.mark.slow
 def test_codecs_are_used_at_synchronizations():
     gradients = spmd.Gradients("parameter_server", "int8", error_feedback=True, weights="bfloat16")
-    coded, exact = (trainer_by_hand(ADAMW, mode="local", every=2, gradients=given) for given in (gradients, None))
-    one, other = weights(coded, ran(coded, 6)), weights(exact, ran(exact, 6))
+    coded, exact = (trainer_by_hand(ADAMW, mode="local", every=2, gradients=choice) for choice in (gradients, None))
+    coded_weights, exact_weights = weights(coded, ran(coded, 6)), weights(exact, ran(exact, 6))
     assert {op.dtype for op in coded.wire.ops if op.where.startswith("receive/0/gather_params")} == {"uint16"}
     assert any(op.dtype == "uint8" for op in coded.wire.ops if op.where.startswith("send/0/reduce_gradients/int8"))
     start = weights(exact, exact.init())
-    moved = max(np.abs(other[path] - start[path]).max() for path in other)
-    difference = max(np.abs(one[path] - other[path]).max() for path in one)
+    moved = max(np.abs(exact_weights[path] - start[path]).max() for path in exact_weights)
+    difference = max(np.abs(coded_weights[path] - exact_weights[path]).max() for path in coded_weights)
     assert 0 < difference < 0.05 * moved, "weights are rounded to 2^-8, and so is what depends on them"
 
 
@@ -305,8 +326,8 @@ def test_resume_between_two_syncs_gives_the_same_bits(server, tmp_path, caplog):
     fit(model, rows, steps=4, checkpoint=tmp_path / "run")
     rest = fit(model, rows, steps=11, checkpoint=tmp_path / "run", resume=True)
     assert int(rest.state.step) == 11
-    for one, other in zip(jax.tree.leaves(uninterrupted.state), jax.tree.leaves(rest.state), strict=True):
-        assert np.array_equal(np.asarray(one), np.asarray(other))
+    for leaf, resumed in zip(jax.tree.leaves(uninterrupted.state), jax.tree.leaves(rest.state), strict=True):
+        assert np.array_equal(np.asarray(leaf), np.asarray(resumed))
 
 
 def test_what_is_on_its_way_is_not_forgotten(tmp_path):
@@ -343,30 +364,30 @@ ALONE = {"asynchronous": {"compute_time": (1.0, 99.0, 99.0, 99.0)}, "local": {"e
 def test_batch_statistics_are_of_a_worker_s_own_rows(mode):
     """Four workers, of whom the first alone trains on these rows, beside plain training on its rows."""
 
-    def run(layout, workers, own):
+    def run(layout, workers, first_only):
         mesh = spmd.make_mesh(f"data={workers}", devices=jax.devices()[:workers])
         trainer = spmd.Trainer(lambda: Normed(nnx.Rngs(0)), loss=spmd.losses.cross_entropy, optimizer=SGD, mesh=mesh, layout=layout)
         state, rng = trainer.init(), np.random.default_rng(1)
         for number in range(3):
             mine, others = data(8, seed=number), data(24, seed=rng.integers(99))
-            batch = {name: np.concatenate([mine[name], others[name]]) if not own else mine[name] for name in mine}
+            batch = {name: np.concatenate([mine[name], others[name]]) if not first_only else mine[name] for name in mine}
             placed = trainer.place(batch)
-            if not own and mode == "asynchronous":
+            if not first_only and mode == "asynchronous":
                 placed = dataclasses.replace(placed, has_rows=np.array([True, False, False, False]))
             state, _ = trainer.step(state, placed)
         return trainer, state
 
-    alone, plain = run(ALL_REDUCE, 1, own=True)
-    served_by, state = run(served(mode=mode, **ALONE[mode]), 4, own=False)
+    alone, plain = run(ALL_REDUCE, 1, first_only=True)
+    served_by, state = run(served(mode=mode, **ALONE[mode]), 4, first_only=False)
     mine = {path: np.asarray(leaf) for path, leaf in flatten(nnx.to_pure_dict(nnx.state(alone.rebuild(plain), nnx.Param))).items()}
-    found = (
+    trained = (
         owns(served_by, state)
         if mode == "local"
         else {
             path: np.asarray(leaf)[None] for path, leaf in flatten(nnx.to_pure_dict(nnx.state(served_by.rebuild(state), nnx.Param))).items()
         }
     )
-    close({path: leaf[0] for path, leaf in found.items()}, mine)
+    close({path: leaf[0] for path, leaf in trained.items()}, mine)
     if mode == "asynchronous":
         close(flatten(state.stats), flatten(plain.stats))
 

@@ -64,16 +64,16 @@ def test_unsplit_parameters_on_servers_give_the_same_bits(placement):
 def test_adamw_on_packed_parameters_differs_in_the_last_bit_at_most():
     """XLA:CPU fuses the bias correction's scalars into a kernel if only that one needs them, and separately if several do; this is
     so without any server, for the same numbers in one array or in four. One unit in the last place of a weight, per step."""
-    one, other = train(trainer_of(served(placement="round_robin"), optimizer=ADAMW)), train(trainer_of(ALL_REDUCE, optimizer=ADAMW))
-    assert far(one, other) <= 4 * 2.0**-23
+    packed, unpacked = train(trainer_of(served(placement="round_robin"), optimizer=ADAMW)), train(trainer_of(ALL_REDUCE, optimizer=ADAMW))
+    assert far(packed, unpacked) <= 4 * 2.0**-23
 
 
 @pytest.mark.slow
 def test_clipping_by_global_norm_uses_full_gradients():
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
-    one, other = train(trainer_of(served(), optimizer=clipped)), train(trainer_of(ALL_REDUCE, optimizer=clipped))
-    assert far(one, other) < 1e-6, "the norm is summed in another order"
-    assert far(other, train(trainer_of(ALL_REDUCE, optimizer=optax.sgd(0.5)))) > 1e-2, "it does clip"
+    server, all_reduce = train(trainer_of(served(), optimizer=clipped)), train(trainer_of(ALL_REDUCE, optimizer=clipped))
+    assert far(server, all_reduce) < 1e-6, "the norm is summed in another order"
+    assert far(all_reduce, train(trainer_of(ALL_REDUCE, optimizer=optax.sgd(0.5)))) > 1e-2, "it does clip"
 
 
 @pytest.mark.slow
@@ -86,8 +86,8 @@ def test_fewer_servers_keep_the_same_bits():
 
 @pytest.mark.slow
 def test_many_workers_at_one_device_are_one_large_batch():
-    one, other = train(trainer_of(served(workers=32))), train(trainer_of(ALL_REDUCE))
-    assert far(one, other) < 1e-6, "the mean is summed in another order"
+    server, all_reduce = train(trainer_of(served(workers=32))), train(trainer_of(ALL_REDUCE))
+    assert far(server, all_reduce) < 1e-6, "the mean is summed in another order"
 
 
 @pytest.mark.system
@@ -126,20 +126,26 @@ ONE_BY_ONE = {"local": {"every": 1, "outer_rate": 1.0, "outer_momentum": 0.0}, "
 )
 def test_what_a_loss_counts_may_be_any_number(mode, each, dtype):
     def trained(layout, loss):
-        make = lambda: MLP(nnx.Rngs(0), param_dtype=dtype)
+        def make():
+            return MLP(nnx.Rngs(0), param_dtype=dtype)
+
         mesh = spmd.make_mesh("data=1", devices=jax.devices()[:1])
         return train(spmd.Trainer(make, loss=loss, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout))
 
-    one, other = trained(served(mode=mode, **ONE_BY_ONE[mode]), Counted(each)), trained(ALL_REDUCE, Counted(each))
-    assert far(one, other) <= (1e-6 if dtype == "float32" else 2e-3), "z - (z - w), and one rounding of float16 in each of four steps"
-    assert far(other, trained(ALL_REDUCE, lambda model, batch: 0 * spmd.losses.cross_entropy(model, batch))) > 1e-2, "and it learns"
+    server, all_reduce = trained(served(mode=mode, **ONE_BY_ONE[mode]), Counted(each)), trained(ALL_REDUCE, Counted(each))
+    assert far(server, all_reduce) <= (1e-6 if dtype == "float32" else 2e-3), (
+        "z - (z - w), and one rounding of float16 in each of four steps"
+    )
+    assert far(all_reduce, trained(ALL_REDUCE, lambda model, batch: 0 * spmd.losses.cross_entropy(model, batch))) > 1e-2, "and it learns"
 
 
 @pytest.mark.parametrize(
     "mode", [{}, {"mode": "asynchronous"}, {"mode": "local", "every": 2}], ids=lambda mode: mode.get("mode", "synchronous")
 )
 def test_a_parameter_may_have_no_elements(mode):
-    draw = lambda key: {"none": jnp.zeros((0, 3)), "w": jnp.ones((12, 5))}
+    def draw(key):
+        return {"none": jnp.zeros((0, 3)), "w": jnp.ones((12, 5))}
+
     model = spmd.FunctionalModel(draw, lambda params, x: x @ params["w"] + params["none"].sum())
     mesh = spmd.make_mesh("data=2", devices=jax.devices()[:2])
     trainer = spmd.Trainer(model, loss=spmd.losses.cross_entropy, optimizer=MOMENTUM, mesh=mesh, layout=served(**mode))
@@ -178,8 +184,8 @@ def test_an_update_is_of_the_workers_that_were_waited_for_and_nothing_else(poiso
         state, metrics = trainer.step(state, batch)
         np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
         assert metrics["gradients_dropped"] == 3 and metrics["gradients_applied"] == 5
-    one, two = params_of(trainer, state), params_of(plain, other)
-    assert all(np.abs(one[path] - two[path]).max() < 1e-6 for path in one)
+    served_params, plain_params = params_of(trainer, state), params_of(plain, other)
+    assert all(np.abs(served_params[path] - plain_params[path]).max() < 1e-6 for path in served_params)
 
 
 @pytest.mark.system
@@ -218,9 +224,9 @@ def test_running_averages_are_of_those_who_are_waited_for():
     trainer = spmd.Trainer(lambda: Normed(nnx.Rngs(0)), loss=spmd.losses.cross_entropy, optimizer=MOMENTUM, mesh="data=8", layout=layout)
     batch = {**data(), "x": np.full((ROWS, FEATURES), 10.0, np.float32)}
     state, _ = trainer.step(trainer.init(), batch)
-    found = {path.split("/")[1]: np.asarray(leaf) for path, leaf in flatten(state.stats).items()}
-    np.testing.assert_allclose(found["mean"], 1.0, rtol=1e-6)  # 0.1 of 10; half of that, if the four that are dropped counted
-    np.testing.assert_allclose(found["var"], 0.9, rtol=1e-6)
+    statistics = {path.split("/")[1]: np.asarray(leaf) for path, leaf in flatten(state.stats).items()}
+    np.testing.assert_allclose(statistics["mean"], 1.0, rtol=1e-6)  # 0.1 of 10; half of that, if the four that are dropped counted
+    np.testing.assert_allclose(statistics["var"], 0.9, rtol=1e-6)
 
 
 @pytest.mark.system
@@ -230,9 +236,9 @@ def test_where_the_data_ends_the_update_is_of_those_who_have_some():
     trainer.prepare(data())
     batch = {name: leaf[:13] for name, leaf in data().items()}
     _, metrics = trainer.step(trainer.init(), batch)
-    found = trainer.prepare(None)[0].events(0, 13)["present"]
-    assert found.sum() == 2 and not found[4:].any()
-    kept = [row for worker in np.flatnonzero(found) for row in range(4 * worker, min(4 * worker + 4, 13))]
+    present = trainer.prepare(None)[0].events(0, 13)["present"]
+    assert present.sum() == 2 and not present[4:].any()
+    kept = [row for worker in np.flatnonzero(present) for row in range(4 * worker, min(4 * worker + 4, 13))]
     _, wanted = plain.step(plain.init(), {name: leaf[kept] for name, leaf in batch.items()})
     np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
 
@@ -274,7 +280,7 @@ def replay(trainer, rows, optimizer, workers, steps):
     """The same run by hand: every worker's own copy of the weights, every arrival an update, parts of the data in turn."""
     clock, declared = trainer.prepare(None)[0].clock, trainer.layout.parameter_server
     params = {"b": np.zeros(2, np.float32), "w": np.ones((3, 2), np.float32)}
-    opt, held, squares = optimizer.init(params), [params] * workers, dict.fromkeys(params, np.float32(0))
+    opt, read_params, squares = optimizer.init(params), [params] * workers, dict.fromkeys(params, np.float32(0))
     unit, taken, gathered, scale = 16 // workers, 0, [], parse_staleness_scale(declared.staleness_scale)
 
     def gradient(p, x, t):
@@ -282,32 +288,32 @@ def replay(trainer, rows, optimizer, workers, steps):
         return {"b": error.sum(0), "w": x.T @ error}
 
     for step in range(steps):
-        found = clock.round(step)
-        held = [params if reads else mine for reads, mine in zip(found.reads[0], held, strict=True)]
-        grads, at = {}, list(held)
-        for worker in np.flatnonzero(found.present):
+        events = clock.round(step)
+        read_params = [params if reads else mine for reads, mine in zip(events.reads[0], read_params, strict=True)]
+        grads, at = {}, list(read_params)
+        for worker in np.flatnonzero(events.present):
             part = slice(taken * unit, (taken + 1) * unit)
-            grads[worker], taken = gradient(held[worker], rows["x"][part], rows["t"][part]), taken + 1
-        for event in range(int(found.present.sum())):
-            worker = found.worker[event]
+            grads[worker], taken = gradient(read_params[worker], rows["x"][part], rows["t"][part]), taken + 1
+        for event in range(int(events.present.sum())):
+            worker = events.worker[event]
             g = grads[worker]
             if declared.delay_compensation:
                 decay, strength = declared.delay_decay, dict.fromkeys(g, declared.delay_compensation)
                 if decay is not None:
                     now = {name: decay * squares[name] + (1 - decay) * x * x for name, x in g.items()}
                     strength = {name: declared.delay_compensation / np.sqrt(now[name] + 1e-7) for name in g}
-                    squares = now if found.applied[event] else squares
+                    squares = now if events.applied[event] else squares
                 g = {name: x + strength[name] * x * x * (params[name] - at[worker][name]) for name, x in g.items()}
-            if found.applied[event]:
-                gathered.append((scale(int(found.staleness[event])), g))
-            if found.commit[event]:
+            if events.applied[event]:
+                gathered.append((scale(int(events.staleness[event])), g))
+            if events.commit[event]:
                 alphas = sum(alpha for alpha, _ in gathered)
                 mean = {name: sum(alpha * g[name] for alpha, g in gathered) / alphas for name in params}
                 updates, opt = optimizer.update(mean, opt, params)
                 rate = alphas / len(gathered) / (workers if declared.mode == "bounded" else 1)
                 params, gathered = {name: np.asarray(p + rate * updates[name]) for name, p in params.items()}, []
-            at = [params if reads else mine for reads, mine in zip(found.reads[event + 1], at, strict=True)]
-        held = at
+            at = [params if reads else mine for reads, mine in zip(events.reads[event + 1], at, strict=True)]
+        read_params = at
     return params
 
 
@@ -327,9 +333,9 @@ def test_a_run_is_what_a_few_lines_of_numpy_make_of_its_schedule(kind):
         if info.step == 10:
             break
     wanted = replay(trainer, rows, optimizer, workers, 10)
-    found = jax.device_get(trainer.rebuild(state).params)
+    trained = jax.device_get(trainer.rebuild(state).params)
     for name, leaf in wanted.items():
-        np.testing.assert_allclose(found[name], leaf, rtol=0, atol=2e-6)  # float32, ten steps of up to eight updates
+        np.testing.assert_allclose(trained[name], leaf, rtol=0, atol=2e-6)  # float32, ten steps of up to eight updates
     plain, _ = linear(4, served(mode="asynchronous"), optimizer, 12, rng)
     if kind not in ("equal", "many"):
         *_, last = itertools.islice(plain.steps(rows, batch_size=16, shuffle=False), 10)
@@ -340,28 +346,31 @@ def test_a_run_is_what_a_few_lines_of_numpy_make_of_its_schedule(kind):
 @pytest.mark.system
 @pytest.mark.parametrize("optimizer", [pytest.param(MOMENTUM, marks=pytest.mark.slow), ADAMW], ids=["momentum", "adamw"])
 def test_softsync_of_one_with_equal_workers_is_synchronous(optimizer):
-    one, other = train(trainer_of(served(mode="softsync", splits=1), optimizer=optimizer)), train(trainer_of(served(), optimizer=optimizer))
-    assert far(one, other) < 1e-6, "the mean is summed in order of arrival"
+    softsync, synchronous = (
+        train(trainer_of(served(mode="softsync", splits=1), optimizer=optimizer)),
+        train(trainer_of(served(), optimizer=optimizer)),
+    )
+    assert far(softsync, synchronous) < 1e-6, "the mean is summed in order of arrival"
 
 
 @pytest.mark.slow
 def test_bounded_by_nothing_is_synchronous():
-    one = train(trainer_of(served(mode="bounded", bound=0, compute_time="exponential"), optimizer=optax.sgd(0.1)))
-    assert far(one, train(trainer_of(served(), optimizer=optax.sgd(0.1)))) < 1e-6, "eight eighths of a step"
+    bounded = train(trainer_of(served(mode="bounded", bound=0, compute_time="exponential"), optimizer=optax.sgd(0.1)))
+    assert far(bounded, train(trainer_of(served(), optimizer=optax.sgd(0.1)))) < 1e-6, "eight eighths of a step"
 
 
 @pytest.mark.system
 def test_no_compensation_is_plain_asynchronous_to_the_last_bit():
-    one = train(trainer_of(served(mode="asynchronous", delay_compensation=0)))
-    assert equal(one, train(trainer_of(served(mode="asynchronous"))))
-    assert far(one, train(trainer_of(served(mode="asynchronous", delay_compensation=0.1)))) > 1e-4
+    uncompensated = train(trainer_of(served(mode="asynchronous", delay_compensation=0)))
+    assert equal(uncompensated, train(trainer_of(served(mode="asynchronous"))))
+    assert far(uncompensated, train(trainer_of(served(mode="asynchronous", delay_compensation=0.1)))) > 1e-4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS[1:])
 def test_where_parameters_are_kept_changes_no_asynchronous_run(placement):
-    one, other = train(trainer_of(served(mode="asynchronous", placement=placement))), train(trainer_of(served(mode="asynchronous")))
-    assert far(one, other) < 1e-5, "one kernel or several: last bits, which a diverging run makes larger"
+    placed, default = train(trainer_of(served(mode="asynchronous", placement=placement))), train(trainer_of(served(mode="asynchronous")))
+    assert far(placed, default) < 1e-5, "one kernel or several: last bits, which a diverging run makes larger"
 
 
 @pytest.mark.system
@@ -389,13 +398,13 @@ def test_asynchronous_rounds_use_codecs_and_feedback():
     trainer = trainer_of(layout, optimizer=optax.sgd(0.02))
     exact = trainer_of(served(mode="asynchronous", compute_time="exponential"), optimizer=optax.sgd(0.02))
     rows, last = data(640), {}
-    for name, one in (("int8", trainer), ("exact", exact)):
-        *_, last[name] = one.steps(rows, batch_size=32)
+    for name, each in (("int8", trainer), ("exact", exact)):
+        *_, last[name] = each.steps(rows, batch_size=32)
     assert {op.dtype for op in trainer.wire.ops if op.where.startswith("reduce_gradients/int8")} == {"uint8"}
     assert {op.kind for op in trainer.wire.ops} == {"all_to_all"}
-    one, other = params_of(trainer, last["int8"].state), params_of(exact, last["exact"].state)
-    moved = max(np.abs(other[path] - value).max() for path, value in params_of(exact, exact.init()).items())
-    difference = max(np.abs(one[path] - other[path]).max() for path in one)
+    coded_params, exact_params = params_of(trainer, last["int8"].state), params_of(exact, last["exact"].state)
+    moved = max(np.abs(exact_params[path] - value).max() for path, value in params_of(exact, exact.init()).items())
+    difference = max(np.abs(coded_params[path] - exact_params[path]).max() for path in coded_params)
     assert 0 < difference < 0.05 * moved, "weights are rounded to 2^-8, and so is what depends on them"
 
 
@@ -407,18 +416,18 @@ def test_what_is_applied_and_what_is_kept_are_all_gradients_of_a_worker():
         lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (jax.tree.map(jnp.zeros_like, g), jax.tree.map(jnp.add, s, g))
     )
     seen = {}
-    for name, one in (("exact", served(mode="asynchronous")), ("int8", layout)):
-        trainer = trainer_of(one, optimizer=summed)
+    for name, choice in (("exact", served(mode="asynchronous")), ("int8", layout)):
+        trainer = trainer_of(choice, optimizer=summed)
         state = trainer.init()
         for step in range(5):
             state, _ = trainer.step(state, data(seed=step))
         seen[name] = state
     for path, true in flatten(jax.device_get(seen["exact"].opt)).items():
-        found = np.asarray(flatten(jax.device_get(seen["int8"].opt))[path], np.float64)
+        applied = np.asarray(flatten(jax.device_get(seen["int8"].opt))[path], np.float64)
         entry = seen["int8"].exchange[path]
         kept = np.asarray(entry["residual"], np.float64).sum(0) if "residual" in entry else 0.0
-        assert np.linalg.norm(found + kept - true) < 1e-6 * np.linalg.norm(true), path
-        assert np.linalg.norm(found - true) > 1e-4 * np.linalg.norm(true) or "residual" not in entry or not path.endswith("kernel")
+        assert np.linalg.norm(applied + kept - true) < 1e-6 * np.linalg.norm(true), path
+        assert np.linalg.norm(applied - true) > 1e-4 * np.linalg.norm(true) or "residual" not in entry or not path.endswith("kernel")
 
 
 # data ----------------------------------------------------------------------------------------------------------------
@@ -435,28 +444,28 @@ class Counting:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("given", ["arrays", "batches", "resident"])
+@pytest.mark.parametrize("kind", ["arrays", "batches", "resident"])
 @pytest.mark.parametrize("examples", [256, 250], ids=["divisible", "remainder"])
-def test_every_row_is_used_once_an_epoch_with_slow_workers(given, examples):
+def test_every_row_is_used_once_an_epoch_with_slow_workers(kind, examples):
     counting, rows = Counting(256), {"row": np.arange(examples, dtype=np.int32)}
     batches = [{"row": rows["row"][first : first + 32]} for first in range(0, examples, 32)]
-    source = {"arrays": rows, "batches": batches, "resident": None}[given]
+    source = {"arrays": rows, "batches": batches, "resident": None}[kind]
     layout = served(mode="asynchronous", compute_time=(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.5, 7.0))
     result = spmd.fit(
         counting.model,
-        resident(rows) if given == "resident" else source,
+        resident(rows) if kind == "resident" else source,
         loss=counting.loss,
         optimizer=optax.sgd(1.0),
         mesh="data=8",
         layout=layout,
-        batch_size=None if given == "batches" else 32,
+        batch_size=None if kind == "batches" else 32,
         epochs=2,
         progress=False,
     )
     seen = np.asarray(result.model.params["seen"])
     # a gradient is the mean over a worker's rows: 4, or what is left for the last one
     parts = np.full(examples, 2 / 4)
-    if given == "batches" or examples % 4 == 0:
+    if kind == "batches" or examples % 4 == 0:
         last = examples - examples // 4 * 4
         parts[examples - last :] = 2 / max(last, 1) if last else 2 / 4
         np.testing.assert_allclose(seen[:examples], parts, rtol=1e-6)
@@ -474,7 +483,10 @@ def test_a_step_by_hand_would_lose_rows_and_says_so():
 
 def test_a_part_that_is_not_full_needs_a_loss_of_rows():
     layout = served(mode="asynchronous", compute_time="exponential")
-    loss = lambda m, b: spmd.losses.cross_entropy(m, b).mean()
+
+    def loss(m, b):
+        return spmd.losses.cross_entropy(m, b).mean()
+
     with pytest.raises(DataError, match="one number for all its rows"):
         list(trainer_of(layout, loss=loss).steps(data(70), batch_size=32))
 
@@ -495,8 +507,8 @@ def fit(layout, path=None, **options):
 LATE = {"mode": "asynchronous", "compute_time": "exponential", "staleness_scale": "inverse"}
 
 
-def same_state(one, other):
-    first, second = (flatten(jax.device_get(state)) for state in (one, other))
+def same_state(left, right):
+    first, second = (flatten(jax.device_get(state)) for state in (left, right))
     return first.keys() == second.keys() and all(np.array_equal(first[path], second[path]) for path in first)
 
 
@@ -558,7 +570,10 @@ def test_server_state_is_a_shard_of_the_full_state():
     for name, layout in {"all_reduce": ALL_REDUCE, **{kind: served(placement=kind) for kind in PLACEMENTS}}.items():
         trainer = trainer_of(layout, optimizer=ADAMW)
         program, _ = trainer.prepare(data())
-        at = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(trainer.mesh, jax.P("data")))
+
+        def at(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(trainer.mesh, jax.P("data")))
+
         batch = jax.tree.map(at, data())
         step = program._function(("step", ROWS, True))
         compiled = step.lower(trainer.abstract_state, batch, at(np.ones(ROWS, np.float32)), program.abstract_events).compile()
@@ -566,8 +581,10 @@ def test_server_state_is_a_shard_of_the_full_state():
         kept = trainer.resolved.placements.values()
         rows = sum(place.nbytes // place.shape[0] for place in kept) if name != "all_reduce" else 0
         assert not rows or 0 <= sizes[name] - 3 * rows <= 1024 + ROWS // 8 * 4 * (FEATURES + 2), "and a batch, and a few numbers"
-    own = sum(place.nbytes for place in trainer_of(ALL_REDUCE).resolved.placements.values())
-    assert sizes["sliced"] <= sizes["all_reduce"] - 3 * own * 7 / 8 + 3 * 4 * 4 + 64, "an eighth, and less than a number more per parameter"
+    param_bytes = sum(place.nbytes for place in trainer_of(ALL_REDUCE).resolved.placements.values())
+    assert sizes["sliced"] <= sizes["all_reduce"] - 3 * param_bytes * 7 / 8 + 3 * 4 * 4 + 64, (
+        "an eighth, and less than a number more per parameter"
+    )
 
 
 def test_assigned_work_resumes_where_it_stopped(tmp_path):
@@ -629,7 +646,10 @@ def test_a_remainder_may_be_dropped_and_ends_the_epoch(server):
 @pytest.mark.parametrize("server", [{}, {"mode": "asynchronous"}], ids=["synchronous", "asynchronous"])
 def test_remainder_that_is_the_only_batch_is_reported(server):
     counting = Counting(48)
-    batches = lambda: iter([{"row": np.arange(32, dtype=np.int32)}] if next(calls) == 0 else [{"row": np.arange(16, dtype=np.int32)}])
+
+    def batches():
+        return iter([{"row": np.arange(32, dtype=np.int32)}] if next(calls) == 0 else [{"row": np.arange(16, dtype=np.int32)}])
+
     calls = itertools.count()
     options = {"loss": counting.loss, "optimizer": optax.sgd(1.0), "mesh": "data=8", "steps": 9, "progress": False}
     with pytest.raises(DataError, match="begins with 16 rows of 32, and drop_remainder = true"):
@@ -717,5 +737,5 @@ def test_one_that_looks_at_parameters_is_refused_by_name(name):
 
 @pytest.mark.slow
 def test_lamb_is_allowed_where_parameters_are_not_sliced():
-    one, other = (train(trainer_of(layout, optimizer=optax.lamb(1e-2))) for layout in (served(), ALL_REDUCE))
-    assert far(one, other) < 1e-6
+    server, all_reduce = (train(trainer_of(layout, optimizer=optax.lamb(1e-2))) for layout in (served(), ALL_REDUCE))
+    assert far(server, all_reduce) < 1e-6

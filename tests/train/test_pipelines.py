@@ -74,11 +74,11 @@ def weights(trainer, state):
 @pytest.fixture(scope="module")
 def plain():
     """Weights and losses of each model after three steps on one device."""
-    found = {}
+    by_model = {}
     for model in (Tied, Deep):
         trainer, state, losses = trained(model, "data=1", "data_parallel")
-        found[model] = weights(trainer, state), losses
-    return found
+        by_model[model] = weights(trainer, state), losses
+    return by_model
 
 
 def piped(reduction="all_reduce", *, gradients=None, more=None, **pipeline):
@@ -149,8 +149,8 @@ def test_gradients_of_stages_are_sent_in_codecs(plain, schedule, codec):
     groups = 2 if schedule == "circular" else 1
     layout = piped(gradients={"codec": codec, "error_feedback": codec == "int8"}, schedule=schedule, groups=groups)
     trainer, state, losses = trained(Tied, "data=4,stage=2", layout)
-    found = relative_difference(weights(trainer, state), plain[Tied][0])
-    assert 1e-6 < found < 0.05  # rounded three times, to 8 bits: 1/256 of each gradient's size, whatever the weight's
+    difference = relative_difference(weights(trainer, state), plain[Tied][0])
+    assert 1e-6 < difference < 0.05  # rounded three times, to 8 bits: 1/256 of each gradient's size, whatever the weight's
     assert np.allclose(losses, plain[Tied][1], rtol=1e-3)
     exact_log = trained(Tied, "data=4,stage=2", piped(schedule=schedule, groups=groups), steps=1)[0].wire
     assert trainer.wire.bytes(where="reduce_gradients/") < 0.6 * exact_log.bytes(where="reduce_gradients/")
@@ -160,14 +160,18 @@ def test_gradients_of_stages_are_sent_in_codecs(plain, schedule, codec):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_accumulation_and_half_precision(plain, schedule):
     """Accumulation changes what dropout draws, so without it; bfloat16 as it is on one device."""
-    layout, still = piped(schedule=schedule, microbatches=2), lambda rngs: _still(Tied(rngs))
-    one = trained(still, "data=1", "data_parallel", accumulate=2, precision="bfloat16")
+    layout = piped(schedule=schedule, microbatches=2)
+
+    def still(rngs):
+        return _still(Tied(rngs))
+
+    single = trained(still, "data=1", "data_parallel", accumulate=2, precision="bfloat16")
     trainer, state, losses = trained(still, "data=2,stage=4", layout, accumulate=2, precision="bfloat16")
     ours, theirs, first = (np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (
-        weights(trainer, state), weights(*one[:2]), weights(trainer, trainer.init())))  # fmt: skip
+        weights(trainer, state), weights(*single[:2]), weights(trainer, trainer.init())))  # fmt: skip
     # bfloat16 has 8 bits: sums in another order differ by 1/256 of what is summed, some layers deep
     assert np.linalg.norm(ours - theirs) < 0.05 * np.linalg.norm(theirs - first)
-    assert np.allclose(losses, one[2], rtol=5e-3)
+    assert np.allclose(losses, single[2], rtol=5e-3)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
 
 
@@ -226,8 +230,8 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
     first, then = (plain_run, piped_run) if back else (piped_run, plain_run)
     make(*first)(2, tmp_path)
     result = make(*then)(3, tmp_path)
-    found = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
-    assert int(result.state.step) == 3 and relative_difference(jax.device_get(found), plain[Tied][0]) < 1e-5
+    params = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
+    assert int(result.state.step) == 3 and relative_difference(jax.device_get(params), plain[Tied][0]) < 1e-5
 
 
 @pytest.mark.system
@@ -235,8 +239,8 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
 def test_1f1b_pipeline_refuses_loss_that_joins_rows(joins, caplog):
     def loss(model, batch):
         logits, targets = model(batch["tokens"])[:, -1], batch["targets"][:, -1]
-        found = -jax.nn.log_softmax(logits)[jnp.arange(len(targets)), targets]
-        return jnp.average(found, weights=1.0 + targets) if joins else found.mean()
+        losses = -jax.nn.log_softmax(logits)[jnp.arange(len(targets)), targets]
+        return jnp.average(losses, weights=1.0 + targets) if joins else losses.mean()
 
     layout, mesh = piped("compiler", schedule="1f1b", microbatches=2), spmd.make_mesh("data=1,stage=2", devices=jax.devices()[:2])
     trainer = spmd.Trainer(lambda: Tied(nnx.Rngs(0), depth=2), loss=loss, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh)
@@ -252,12 +256,12 @@ def test_1f1b_pipeline_refuses_loss_that_joins_rows(joins, caplog):
 @pytest.mark.parametrize("layout", [piped(schedule="circular", groups=2), "parameter_server", "diloco", "pipeline"], ids=str)
 def test_concrete_model_is_prepared_before_its_state_is_made(layout):
     """Its arrays are packed when they are placed, and not while a step is traced."""
-    given, mesh = Tied(nnx.Rngs(0)), "data=4" if layout in ("parameter_server", "diloco") else "data=2,stage=2"
+    model, mesh = Tied(nnx.Rngs(0)), "data=4" if layout in ("parameter_server", "diloco") else "data=2,stage=2"
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[:4])
-    trainer = spmd.Trainer(given, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh)
+    trainer = spmd.Trainer(model, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh)
     trainer.prepare(tokens())
     state = trainer.init()
-    assert relative_difference(weights(trainer, state), nnx.to_pure_dict(nnx.state(given, nnx.Param))) == 0
+    assert relative_difference(weights(trainer, state), nnx.to_pure_dict(nnx.state(model, nnx.Param))) == 0
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -321,18 +325,18 @@ class Pairs(nnx.Module):
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=SLOW), "1f1b"])
 def test_whole_numbers_go_through_a_pipeline(schedule):
     """And arrays beside settings, in what is given by name."""
-    one = trained(Pairs, "data=1", "data_parallel")
+    single = trained(Pairs, "data=1", "data_parallel")
     trainer, state, losses = trained(Pairs, "data=2,stage=4", piped(schedule=schedule))
-    assert relative_difference(weights(trainer, state), weights(*one[:2])) < 1e-5 and np.allclose(losses, one[2], rtol=1e-6)
+    assert relative_difference(weights(trainer, state), weights(*single[:2])) < 1e-5 and np.allclose(losses, single[2], rtol=1e-6)
 
 
 @SLOW
 def test_evaluation_and_prediction_of_any_number_of_rows():
     data = jax.tree.map(lambda x: x[:30], tokens())
     pipelined, state, _ = trained(lambda rngs: _still(Tied(rngs)), "data=2,stage=4", piped(schedule="1f1b"))
-    one, same, _ = trained(lambda rngs: _still(Tied(rngs)), "data=1", "data_parallel")
-    assert np.isclose(pipelined.evaluate(state, data)["loss"], one.evaluate(same, data)["loss"], rtol=1e-5)
-    assert relative_difference(pipelined.predict(state, data["tokens"]), one.predict(same, data["tokens"])) < 1e-5
+    single, same, _ = trained(lambda rngs: _still(Tied(rngs)), "data=1", "data_parallel")
+    assert np.isclose(pipelined.evaluate(state, data)["loss"], single.evaluate(same, data)["loss"], rtol=1e-5)
+    assert relative_difference(pipelined.predict(state, data["tokens"]), single.predict(same, data["tokens"])) < 1e-5
 
 
 def refused(model, mesh, layout, error):
@@ -458,10 +462,10 @@ class Counted(Tied):
 def test_invalid_pipelines_are_reported_before_compiling(case):
     make, text = ERRORS[case]
     try:
-        found = make()
+        message = make()
     except spmd.SpmdError as error:
-        found = str(error)
-    assert found == text
+        message = str(error)
+    assert message == text
 
 
 FILES = {

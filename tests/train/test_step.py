@@ -143,8 +143,8 @@ def test_the_loss_and_the_model_never_share_a_key():
 
     def loss(model, batch, rng):
         first, second = model(batch["x"]), model(batch["x"])
-        own = jax.random.normal(rng, batch["x"].shape)
-        differences = [jnp.abs(a - b).max() for a, b in ((own, seen[-1]), (own, seen[-2]), (seen[-1], seen[-2]))]
+        drawn = jax.random.normal(rng, batch["x"].shape)
+        differences = [jnp.abs(a - b).max() for a, b in ((drawn, seen[-1]), (drawn, seen[-2]), (seen[-1], seen[-2]))]
         return (first + second).mean(axis=1), {"difference": jnp.stack(differences).min()}
 
     model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((6, 4))}, apply)
@@ -165,7 +165,10 @@ def test_rng_key_is_passed_by_argument_name(name):
         {"ce": spmd.losses.cross_entropy, "uniform": jax.random.uniform},
         scope,
     )
-    make = lambda: MLP(rngs=nnx.Rngs(0))
+
+    def make():
+        return MLP(rngs=nnx.Rngs(0))
+
     assert train(trainer_of(make, loss=scope["loss"]))[1] == train(trainer_of(make, loss=scope["third"]))[1]
 
 
@@ -188,11 +191,14 @@ SHORT = [  # rows, reduction, loss, norm, programs; each of them in the fast sui
 @pytest.mark.parametrize(("rows", "reduction", "loss", "norm", "programs"), SHORT)
 def test_a_short_batch_is_exact(rows, reduction, loss, norm, programs):
     """Masked, or at its own size where it cannot be masked: the update is that of one device on those rows alone."""
-    make = lambda: MLP(norm=norm, rngs=nnx.Rngs(0))
+
+    def make():
+        return MLP(norm=norm, rngs=nnx.Rngs(0))
+
     full, short = data(), data(rows, seed=9)
-    eight, one = (trainer_of(make, mesh=mesh, loss=loss, reduction=how) for mesh, how in (("data=8", reduction), ("data=1", "compiler")))
+    eight, single = (trainer_of(make, mesh=mesh, loss=loss, reduction=how) for mesh, how in (("data=8", reduction), ("data=1", "compiler")))
     states = []
-    for trainer in (eight, one):
+    for trainer in (eight, single):
         state, _ = trainer.step(trainer.init(), full)
         state, metrics = trainer.step(state, short)
         states.append((state.params, state.stats, metrics["loss"]))
@@ -203,7 +209,9 @@ def test_a_short_batch_is_exact(rows, reduction, loss, norm, programs):
 
 
 def test_padding_cannot_spread_a_nan():
-    loss = lambda model, batch: jnp.log(batch["x"][:, 0]) * model(batch["x"])[:, 0]
+    def loss(model, batch):
+        return jnp.log(batch["x"][:, 0]) * model(batch["x"])[:, 0]
+
     trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), loss=loss)
     good = {"x": np.ones((ROWS, 6), np.float32)}
     state, _ = trainer.step(trainer.init(), good)
@@ -221,13 +229,15 @@ def token_mean(model, batch):
 @pytest.mark.system
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_pair_is_an_exact_mean_over_what_it_counts(accumulate):
-    make = lambda: MLP(rngs=nnx.Rngs(0))
-    one = train(trainer_of(make, mesh="data=1", loss=token_mean))
+    def make():
+        return MLP(rngs=nnx.Rngs(0))
+
+    single = train(trainer_of(make, mesh="data=1", loss=token_mean))
     for reduction in ("compiler", "all_reduce"):
         eight = train(trainer_of(make, loss=token_mean, reduction=reduction, accumulate=accumulate))
-        np.testing.assert_allclose(eight[1], one[1], rtol=1e-6)
-        assert_close(eight[0].params, one[0].params, 1e-6)
-    assert one[1] != train(trainer_of(make))[1]
+        np.testing.assert_allclose(eight[1], single[1], rtol=1e-6)
+        assert_close(eight[0].params, single[0].params, 1e-6)
+    assert single[1] != train(trainer_of(make))[1]
 
 
 # microbatches ---------------------------------------------------------------------------------------------------------
@@ -237,7 +247,9 @@ def test_a_pair_is_an_exact_mean_over_what_it_counts(accumulate):
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp", "zero1"])
 @pytest.mark.parametrize("loss", [spmd.losses.cross_entropy, mean_loss], ids=["per-example", "scalar"])
 def test_accumulation_equals_the_whole_batch(layout, loss):
-    make = lambda: MLP(rngs=nnx.Rngs(0))
+    def make():
+        return MLP(rngs=nnx.Rngs(0))
+
     full, parts = (train(trainer_of(make, layout, loss=loss, accumulate=count)) for count in (1, 4))
     assert_close(full[0].params, parts[0].params, 1e-6)
     np.testing.assert_allclose(full[1], parts[1], rtol=1e-6)
@@ -251,7 +263,9 @@ def collectives(trainer, kind):
 
 
 def test_gradients_are_reduced_once_per_step_not_once_per_microbatch():
-    make = lambda: MLP(rngs=nnx.Rngs(0))
+    def make():
+        return MLP(rngs=nnx.Rngs(0))
+
     for layout, kind in [("data_parallel", "all_reduce"), ("fsdp", "reduce_scatter")]:
         once, four = (collectives(trainer_of(make, layout, accumulate=count), kind) for count in (1, 4))
         assert once == four > 0
@@ -278,7 +292,9 @@ def scans(jaxpr):
 @pytest.mark.system
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32(layout):
-    make = lambda: MLP(width=64, norm=True, rngs=nnx.Rngs(0))
+    def make():
+        return MLP(width=64, norm=True, rngs=nnx.Rngs(0))
+
     seen = []
 
     def loss(model, batch):
@@ -299,7 +315,10 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32(layout):
 @pytest.mark.parametrize("layout", [pytest.param("data_parallel", marks=pytest.mark.slow), "fsdp"])
 def test_remat_changes_memory_not_results(kind, layout):
     remat = {"model": spmd.Remat("nothing"), "modules": spmd.Remat("nothing", ("hidden",)), "dots": spmd.Remat("dots")}[kind]
-    make = lambda: MLP(dropout=0.5, norm=True, rngs=nnx.Rngs(0))
+
+    def make():
+        return MLP(dropout=0.5, norm=True, rngs=nnx.Rngs(0))
+
     chosen = dataclasses.replace(spmd.Layout.load(layout), remat=remat)
     plain, saved = trainer_of(make, layout), trainer_of(make, chosen)
     assert_close(train(plain)[0].params, train(saved)[0].params, 1e-6)
@@ -376,12 +395,12 @@ FUNCTIONAL = spmd.FunctionalModel(
     "layout", [pytest.param("data_parallel", marks=pytest.mark.slow), "fsdp", pytest.param("zero1", marks=pytest.mark.slow)]
 )
 def test_other_models_train_the_same_on_eight_devices_as_on_one(model, layout):
-    one = train(trainer_of(model, mesh="data=1", reduction="compiler"), batch=data())
+    single = train(trainer_of(model, mesh="data=1", reduction="compiler"), batch=data())
     for reduction in ("compiler", None):
         many = train(trainer_of(model, layout, reduction=reduction), batch=data())
-        assert_close(many[0].params, one[0].params, 2e-6)
-        assert_close(many[0].stats, one[0].stats, 2e-6)
-    assert one[1][-1] != one[1][0]
+        assert_close(many[0].params, single[0].params, 2e-6)
+        assert_close(many[0].stats, single[0].stats, 2e-6)
+    assert single[1][-1] != single[1][0]
 
 
 def test_linen_logical_axes_are_laid_out():
@@ -475,21 +494,30 @@ def test_a_model_put_in_evaluation_mode_moves_its_batch_statistics():
 
 
 def test_targets_are_not_rounded_by_bfloat16():
-    loss = lambda model, batch: (model(batch["x"])[:, 0].astype(jnp.float32) * 0 + batch["t"]) + 0.0
+    def loss(model, batch):
+        return (model(batch["x"])[:, 0].astype(jnp.float32) * 0 + batch["t"]) + 0.0
+
     trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), loss=loss, precision="bfloat16")
     _, metrics = trainer.step(trainer.init(), {"x": data()["x"], "t": np.full(ROWS, 1003, np.float32)})
     assert metrics["loss"] == 1003.0  # bfloat16 would say 1004
 
 
 def test_what_would_pass_in_silence():
-    make = lambda: MLP(rngs=nnx.Rngs(0))
-    same = lambda model, batch: (spmd.losses.cross_entropy(model, batch), {"loss": jnp.float32(0)})
+    def make():
+        return MLP(rngs=nnx.Rngs(0))
+
+    def same(model, batch):
+        return (spmd.losses.cross_entropy(model, batch), {"loss": jnp.float32(0)})
+
     with pytest.raises(spmd.errors.LossError, match='also returns a metric "loss"'):
         trainer_of(make, loss=same).prepare(data())
     flat = {"x": data()["x"], "y": np.zeros((ROWS, 1), np.float32)}
     with pytest.raises(spmd.errors.LossError, match=r"the targets are float32\[32, 1\], but the outputs ask for float32\[32, 4\]"):
         trainer_of(make, loss=spmd.losses.mean_squared_error).prepare(flat)
-    squeezed = lambda model, batch: jnp.squeeze(spmd.losses.cross_entropy(model, batch))
+
+    def squeezed(model, batch):
+        return jnp.squeeze(spmd.losses.cross_entropy(model, batch))
+
     trainer = trainer_of(make, loss=squeezed)
     eight = {name: leaf[:8] for name, leaf in data().items()}
     with pytest.raises(spmd.errors.LossError, match=r"but float32\[\] for the 1 rows of one worker"):
@@ -575,7 +603,10 @@ def test_nothing_is_compiled_after_the_first_step_and_nothing_moves_in_secret():
 
 def test_moments_lie_as_their_own_parameters_do_whatever_those_are_called():
     """Adam's `mu/w` is of the parameter `w`, although there is a parameter `mu/w`, of another shape."""
-    draw = lambda key: {"mu": {"w": jnp.ones((16, 3))}, "w": jnp.ones((8, 5))}
+
+    def draw(key):
+        return {"mu": {"w": jnp.ones((16, 3))}, "w": jnp.ones((8, 5))}
+
     model = spmd.FunctionalModel(draw, lambda params, x: x @ params["w"])
     trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), mesh="data=8", layout="fsdp")
     moments = {path: leaf.sharding.spec for path, leaf in flatten(trainer.abstract_state.opt).items() if leaf.ndim}
@@ -643,7 +674,10 @@ def test_prepare_accepts_straight_through_gradient():
 def test_fit_raises_when_evaluation_is_not_finite():
     bad = data(8) | {"x": np.full((8, 6), np.nan, np.float32)}
     options = {"optimizer": SGD, "mesh": "data=8", "batch_size": 32, "steps": 1, "progress": False, "eval_data": bad}
-    make = lambda: MLP(rngs=nnx.Rngs(0))
+
+    def make():
+        return MLP(rngs=nnx.Rngs(0))
+
     with pytest.raises(DivergedError, match='step 1: metric "eval_loss" is nan'):
         spmd.fit(make, data(), loss=spmd.losses.cross_entropy, **options)
     watch_nothing = [spmd.callbacks.TerminateOnNaN(metrics=())]
@@ -655,8 +689,8 @@ def test_evaluate_warns_of_first_batch_that_is_not_finite(caplog):
     bad["x"][19] = np.nan
     trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), metrics={"zero": lambda model, batch: (jnp.float32(0), jnp.float32(0))})
     state = trainer.init()
-    found = trainer.evaluate(state, bad, batch_size=8)
-    assert np.isnan(found["loss"])
+    metrics = trainer.evaluate(state, bad, batch_size=8)
+    assert np.isnan(metrics["loss"])
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert lines == [
         'the evaluation is not finite: "loss" is nan, first in batch 3, rows 16 to 23 of the evaluation; "zero" counted nothing.'

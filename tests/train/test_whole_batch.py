@@ -101,8 +101,8 @@ def trained(trainer, steps=3):
 
 def numbers(error):
     """Losses seen in parts and at once, and the norm of the gradients' difference, as the error gives them."""
-    found = re.findall(r"loss (\S+), norm|of the gradients: (\S+)\n", str(error))
-    return [float(one or other) for one, other in found]
+    matches = re.findall(r"loss (\S+), norm|of the gradients: (\S+)\n", str(error))
+    return [float(loss or norm) for loss, norm in matches]
 
 
 JOINING = {
@@ -124,7 +124,10 @@ def test_compare_refuses_loss_that_joins_rows(case):
     with pytest.raises(LossError) as raised:
         trainer.step(state, data())
     params, batch = jax.device_get(state.params), data()  # the state was not consumed
-    value = lambda rows: np.mean(loss(lambda x: MODEL.apply(params, x), jax.tree.map(lambda leaf: leaf[rows], batch)))
+
+    def value(rows):
+        return np.mean(loss(lambda x: MODEL.apply(params, x), jax.tree.map(lambda leaf: leaf[rows], batch)))
+
     parts = np.mean([value(slice(first, first + ROWS // 8)) for first in range(0, ROWS, ROWS // 8)])
     np.testing.assert_allclose(numbers(raised.value)[:2], [parts, value(slice(None))], rtol=1e-4)
     assert numbers(raised.value)[2] > 1e-3
@@ -161,7 +164,10 @@ def test_compare_sees_through_rounding_and_noise(loss, options):
 
 def test_draw_with_as_many_entries_as_a_part_has_rows_is_not_believed():
     """Workers take it for the draws of their rows (`spmd.rng`), so they do not share it."""
-    masked = lambda model, batch, rng: CE(model(batch["x"] * jax.random.normal(rng, (FEATURES,))), batch["y"]).mean()
+
+    def masked(model, batch, rng):
+        return CE(model(batch["x"] * jax.random.normal(rng, (FEATURES,))), batch["y"]).mean()
+
     comparison = trainer_of(masked).prepare(data())[0].comparison
     assert comparison.needed
     assert comparison.draws
@@ -174,8 +180,8 @@ def test_fixes_that_compare_offers_train_as_one_device(case):
     losses, params = trained(trainer_of(loss, mesh="data=1"))
     fixed = [trainer_of(loss, reduction="compiler"), *([] if pair is None else [trainer_of(pair)])]
     for trainer in fixed:
-        found, weights = trained(trainer)
-        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        fixed_losses, weights = trained(trainer)
+        np.testing.assert_allclose(fixed_losses, losses, rtol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), weights, params)
 
 
@@ -198,8 +204,8 @@ def test_compare_sees_what_equal_rows_hide():
     model = dataclasses.replace(MODEL, init=lambda key: jax.tree.map(jnp.zeros_like, MODEL.init(key)))
     with pytest.raises(LossError) as raised:
         trained(trainer_of(weighted, model))
-    one, other, difference = numbers(raised.value)
-    assert one == other == pytest.approx(np.log(CLASSES), abs=1e-5)
+    in_parts, at_once, difference = numbers(raised.value)
+    assert in_parts == at_once == pytest.approx(np.log(CLASSES), abs=1e-5)
     assert difference > 1e-2
 
 
@@ -244,12 +250,12 @@ def test_compare_accepts_mean_over_rows_that_is_not_proved(kind, caplog):
 
 @pytest.mark.parametrize("resident", [False, True])
 def test_fit_refuses_before_training_and_says_what_was_compared(resident, capsys, tmp_path):
-    given = spmd.data.resident(data(), steps_per_call=2) if resident else data()
+    train_data = spmd.data.resident(data(), steps_per_call=2) if resident else data()
     options = {"optimizer": optax.sgd(0.1), "mesh": "data=8", "batch_size": 16, "steps": 2, "shuffle": False, "progress": True}
     with pytest.raises(LossError, match="the 16 rows of a batch"):
-        spmd.fit(MODEL, given, loss=token_mean, checkpoint=tmp_path / "run", **options)
+        spmd.fit(MODEL, train_data, loss=token_mean, checkpoint=tmp_path / "run", **options)
     assert not list((tmp_path / "run").glob("[0-9]*"))  # nothing was trained, and nothing saved
-    spmd.fit(MODEL, given, loss=looked_up, **options)
+    spmd.fit(MODEL, train_data, loss=looked_up, **options)
     assert "compared on the first batch, seen by 8 workers" in capsys.readouterr().err
 
 
@@ -274,7 +280,10 @@ def test_sweep_refuses_loss_that_joins_rows():
 def is_proved(loss, *names):
     """Of a function of leaves of the batch."""
     batch = [data()[name] for name in names]
-    trace = lambda count: jax.make_jaxpr(loss)(*[jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) for leaf in batch])
+
+    def trace(count):
+        return jax.make_jaxpr(loss)(*[jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) for leaf in batch])
+
     first, second = trace(16), trace(4)  # of a batch and of a part
     return row_proof.proved(first, second, [PerRow(0)] * len(batch), 16, 4, len(first.out_avals))
 

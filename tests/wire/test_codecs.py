@@ -68,7 +68,10 @@ def parametrized(*without):
     quick = {(choice, *(ONE, OTHER)[number % 2]) for number, choice in enumerate(CHOICES)}
     in_ci = {(choice, *way) for choice in CHOICES for way in (ONE, OTHER)} | nodes
     marks = {case: [] if case in quick else [pytest.mark.system if case in in_ci else pytest.mark.slow] for case in cases}
-    named = lambda case: "-".join(case).replace(" ", "_")
+
+    def named(case):
+        return "-".join(case).replace(" ", "_")
+
     return pytest.mark.parametrize("case", [pytest.param(case, marks=marks[case], id=named(case)) for case in cases])
 
 
@@ -86,7 +89,10 @@ def build(gradients, shapes, mesh="data=8", rules=(), shard=None):
 def make_sync(exchange, memory):
     """`GradientSync.reduce_gradients` over all workers, of gradients [workers, ...], memory and step."""
     data = exchange.mesh_axes.data_axes
-    data_spec = lambda spec: pspec(keep_axes(spec, data))
+
+    def data_spec(spec):
+        return pspec(keep_axes(spec, data))
+
     mean_specs = {path: data_spec(exchange.reduction.mean_spec(place)) for path, place in exchange.resolved.placements.items()}
     kept = jax.tree.map(data_spec, exchange.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
     return jax.shard_map(
@@ -102,7 +108,10 @@ def make_sync(exchange, memory):
 def beginning(exchange):
     """The memory at step 0, where it belongs."""
     memory = exchange.init(jax.random.key(0), {})
-    place = lambda leaf, spec: jax.device_put(leaf, jax.NamedSharding(exchange.mesh_axes.mesh, pspec(spec)))
+
+    def place(leaf, spec):
+        return jax.device_put(leaf, jax.NamedSharding(exchange.mesh_axes.mesh, pspec(spec)))
+
     return jax.tree.map(place, memory, exchange.specs(memory))
 
 
@@ -188,9 +197,12 @@ def outcome(case):
     exchange = of_case(case)
     memory = first = beginning(exchange)
     mesh, items = exchange.mesh_axes.mesh, exchange.gradient_specs
-    place = lambda path, g: jax.device_put(
-        g, jax.NamedSharding(mesh, jax.P(None, exchange.mesh_axes.data_axes, *(items[path].model_spec if items[path].nested else ())))
-    )
+
+    def place(path, g):
+        return jax.device_put(
+            g, jax.NamedSharding(mesh, jax.P(None, exchange.mesh_axes.data_axes, *(items[path].model_spec if items[path].nested else ())))
+        )
+
     grads = {path: place(path, g) for path, g in inputs(WORKERS[case[2]]).items()}
     sync = make_sync(exchange, memory)
     program = jax.jit(
@@ -211,10 +223,10 @@ def outcome(case):
 
 def copies_agree(array):
     """Whether all devices that hold the same piece hold the same bytes."""
-    found = {}
+    copies_of = {}
     for shard in array.addressable_shards:
-        found.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
-    return all(len(copies) == 1 for copies in found.values())
+        copies_of.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+    return all(len(copies) == 1 for copies in copies_of.values())
 
 
 def joined(arrays, paths):
@@ -234,51 +246,51 @@ def crossing(case, slot, paths):
 @every_case
 def test_mean_error_is_within_codec_bound(case):
     # A bucket x_i on worker i, e the codec's error, C(x) one encoding: |C(x) - x| <= e |x|.
-    #   there:  |mean C(x_i) - mean x_i| <= e mean |x_i| = a
-    #   back:   |C(m) - m| <= e |m|, with m = mean C(x_i) and so |m| <= |mean x_i| + a
+    #   sending:    |mean C(x_i) - mean x_i| <= e mean |x_i| = a
+    #   returning:  |C(m) - m| <= e |m|, with m = mean C(x_i) and so |m| <= |mean x_i| + a
     # Together a (1 + e) + e |mean x_i|. It holds for the norm over a bucket, and for
     # a bucket that is exchanged in pieces along `model`, by the triangle inequality over the pieces.
     # The ring rounds once, and every hop once more, each time by at most 2^-8 of at most sum |x_i|: e = workers 2^-8.
-    found, workers, slot = outcome(case), WORKERS[case[2]], START  # at which nothing is remembered yet
-    for paths in found.exchange.buckets:
-        item = found.exchange.gradient_specs[paths[0]]
-        error = max(found.exchange.gradient_specs[path].codec.error for path in paths)
+    result, workers, slot = outcome(case), WORKERS[case[2]], START  # at which nothing is remembered yet
+    for paths in result.exchange.buckets:
+        item = result.exchange.gradient_specs[paths[0]]
+        error = max(result.exchange.gradient_specs[path].codec.error for path in paths)
         error = workers * 2.0**-8 if case[0] == "bfloat16 ring" and item.codec_name == "bfloat16" else error
         xs, true = crossing(case, slot, paths), joined({path: m[slot] for path, m in true_means(workers).items()}, paths)
-        there = error * np.linalg.norm(xs, axis=1).mean()
-        back = 0.0 if case[0] == "bfloat16 ring" else error
-        bound = there * (1 + back) + back * np.linalg.norm(true)
+        sending = error * np.linalg.norm(xs, axis=1).mean()
+        returning = 0.0 if case[0] == "bfloat16 ring" else error
+        bound = sending * (1 + returning) + returning * np.linalg.norm(true)
         bound += 1e-6 * np.linalg.norm(xs, axis=1).mean()  # float32 sums
         if "half" in paths:  # its mean is rounded to bfloat16, and where it is sent exactly, so is every sum
             halves = np.linalg.norm(crossing(case, slot, ["half"]), axis=1).mean()
             bound += (workers if item.codec_name == "exact" else 1) * 2.0**-8 * (halves + bound)
-        lost = np.linalg.norm(joined(found.means[slot], paths) - true)
+        lost = np.linalg.norm(joined(result.means[slot], paths) - true)
         assert lost <= bound
         assert lost < np.linalg.norm(true)  # no mean at all would lose all of it, which is within the bounds of some
 
 
 @every_case
 def test_exact_gradients_are_exact_to_float_rounding(case):
-    found, workers = outcome(case), WORKERS[case[2]]
-    exact = [path for path in SHAPES if found.exchange.gradient_specs[path].codec_name == "exact" and path != "half"]
+    result, workers = outcome(case), WORKERS[case[2]]
+    exact = [path for path in SHAPES if result.exchange.gradient_specs[path].codec_name == "exact" and path != "half"]
     few = {"exact": set(SHAPES) - {"half"}, "power_sgd": {"one", "bias"}}.get(case[0], {"one"})  # which no codec makes smaller
     assert few <= set(exact) <= few | {"bias"}
     for path, slot in itertools.product(exact, range(STEPS)):
         size = np.abs(wide(inputs(workers)[path][slot])).max()
-        assert np.abs(found.means[slot][path] - true_means(workers)[path][slot]).max() <= 1e-6 * size
+        assert np.abs(result.means[slot][path] - true_means(workers)[path][slot]).max() <= 1e-6 * size
 
 
 @lossy_case
 def test_mean_is_exact_only_before_start_step(case):
-    found, exact = outcome(case), outcome(("exact", *case[1:]))
+    result, exact = outcome(case), outcome(("exact", *case[1:]))
     for slot, path in itertools.product(range(START), SHAPES):
         if case[0] == "bfloat16 ring" and path == "tall":
             continue  # sharded differently there, so summed by another collective
-        assert found.means[slot][path].tobytes() == exact.means[slot][path].tobytes()
-    large = [path for path in found.lossy() if path not in ("one", "half")]
+        assert result.means[slot][path].tobytes() == exact.means[slot][path].tobytes()
+    large = [path for path in result.lossy() if path not in ("one", "half")]
     assert large
     for slot, path in itertools.product((START, START + 1, STEPS - 1), large):
-        assert not np.array_equal(found.means[slot][path], exact.means[slot][path]), path
+        assert not np.array_equal(result.means[slot][path], exact.means[slot][path]), path
 
 
 @every_case
@@ -304,20 +316,20 @@ def test_zero_gradient_gives_zero_mean_and_residual(case):
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @every_case
 def test_nan_of_one_worker_reaches_mean(case, value):
-    found = outcome(case)
-    assert all(np.isfinite(wide(mean)).all() for mean in found.means[START].values())
+    result = outcome(case)
+    assert all(np.isfinite(wide(mean)).all() for mean in result.means[START].values())
     for path in SHAPES:
-        bad = found.means[SLOTS[path, value]]
+        bad = result.means[SLOTS[path, value]]
         assert not np.isfinite(wide(bad[path])).all(), path
         # it stays in its own bucket
-        others = [other for bucket in found.exchange.buckets if path not in bucket for other in bucket]
+        others = [other for bucket in result.exchange.buckets if path not in bucket for other in bucket]
         assert all(np.isfinite(wide(bad[other])).all() for other in others)
 
 
 @every_case
 def test_mean_has_gradient_dtype_and_residual_is_float32(case):
-    found = outcome(case)
-    for means, memory in zip(found.means, found.memories, strict=True):
+    result = outcome(case)
+    for means, memory in zip(result.means, result.memories, strict=True):
         assert {path: mean.dtype for path, mean in means.items()} == {path: np.dtype(DTYPES.get(path, "float32")) for path in SHAPES}
         assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(memory))
 
@@ -332,10 +344,10 @@ def test_all_steps_run_one_compiled_program(case):
 
 @fed_case
 def test_applied_gradients_plus_residuals_are_the_true_sum(case):
-    found, workers = outcome(case), WORKERS[case[2]]
-    last, unfed = found.memories[STEPS - 1], 0.0
-    for path in set(found.lossy()) - {"half"}:  # the mean of bfloat16 gradients is rounded once more, and no residual keeps that
-        applied = sum(wide(found.means[slot][path]) for slot in range(STEPS))
+    result, workers = outcome(case), WORKERS[case[2]]
+    last, unfed = result.memories[STEPS - 1], 0.0
+    for path in set(result.lossy()) - {"half"}:  # the mean of bfloat16 gradients is rounded once more, and no residual keeps that
+        applied = sum(wide(result.means[slot][path]) for slot in range(STEPS))
         true = true_means(workers)[path][:STEPS].sum(0)
         rest = wide(last[path][RESIDUAL]).mean(0)
         assert np.linalg.norm(applied + rest - true) <= 1e-6 * np.linalg.norm(true), path
@@ -345,14 +357,14 @@ def test_applied_gradients_plus_residuals_are_the_true_sum(case):
 
 @fed_case
 def test_residuals_exist_for_lossy_codecs_from_start_step(case):
-    found = outcome(case)
-    kept = [path for path, entry in found.memories[0].items() if RESIDUAL in entry]
-    assert set(kept) == set(found.lossy())
+    result = outcome(case)
+    kept = [path for path, entry in result.memories[0].items() if RESIDUAL in entry]
+    assert set(kept) == set(result.lossy())
     for slot in range(START):
-        assert all(not np.any(found.memories[slot][path][RESIDUAL]) for path in kept)
+        assert all(not np.any(result.memories[slot][path][RESIDUAL]) for path in kept)
     # a lone number may be exact, and so are bfloat16 gradients as bfloat16, where they make no way back
     large = [path for path in kept if path not in ("one", "half")]
-    assert all(np.any(found.memories[START][path][RESIDUAL]) for path in large)
+    assert all(np.any(result.memories[START][path][RESIDUAL]) for path in large)
 
 
 @pytest.mark.parametrize("codec", ["sign", "top_k"])
@@ -413,21 +425,21 @@ def rows_of(x, workers):
 
 
 def int8_by_hand(rows, block):
-    found = np.zeros_like(rows)
+    decoded = np.zeros_like(rows)
     for row, start in itertools.product(range(len(rows)), range(0, rows.shape[1], block)):
         part = rows[row, start : start + block]
         scale = np.abs(part).max() * (np.float32(1) / np.float32(127))  # how XLA divides by a constant
-        found[row, start : start + block] = np.round(part / (scale or np.float32(1))) * scale
-    return found
+        decoded[row, start : start + block] = np.round(part / (scale or np.float32(1))) * scale
+    return decoded
 
 
 def sign_by_hand(rows, block):
-    found = np.zeros_like(rows)
+    decoded = np.zeros_like(rows)
     for row, start in itertools.product(range(len(rows)), range(0, rows.shape[1], block)):
         part = rows[row, start : start + block]
         scale = np.float32(np.abs(part).sum(dtype=np.float32) / np.float32(part.size))
-        found[row, start : start + block] = np.where(part >= 0, scale, -scale)
-    return found
+        decoded[row, start : start + block] = np.where(part >= 0, scale, -scale)
+    return decoded
 
 
 BY_HAND = {"int8": int8_by_hand, "sign": sign_by_hand}
@@ -461,7 +473,10 @@ def test_mean_of_indivisible_sizes_equals_numpy(codec, shape):
 def test_partial_block_is_encoded_separately(name, width):
     codec, rng = make_codec(name, {"block": 16}), np.random.default_rng(width)
     rows = jnp.asarray(rng.standard_normal((3, width)), jnp.float32)
-    there_and_back = lambda codec, x: np.asarray(codec.decode(codec.encode(x), x.shape[1]))
+
+    def there_and_back(codec, x):
+        return np.asarray(codec.decode(codec.encode(x), x.shape[1]))
+
     last = width - (width - 1) % 16 - 1
     alone = there_and_back(make_codec(name, {"block": width - last}), rows[:, last:])
     assert np.array_equal(there_and_back(codec, rows)[:, last:], alone)

@@ -90,8 +90,14 @@ def batch(sizes=(7, 30, 40, 6), rows=16, seed=0):
 
 def lowered(trainer):
     """The step on a full batch, lowered and not compiled."""
-    program, place = trainer.prepare(None)[0], lambda spec: NamedSharding(trainer.mesh, PartitionSpec(*spec))
-    at = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(batch_spec(trainer.resolved, path)))
+    program = trainer.prepare(None)[0]
+
+    def place(spec):
+        return NamedSharding(trainer.mesh, PartitionSpec(*spec))
+
+    def at(path, x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(batch_spec(trainer.resolved, path)))
+
     weights = jax.ShapeDtypeStruct((program.rows,), jnp.float32, sharding=place((trainer.resolved.data_axes,)))
     return program._function(("step", program.rows, True)).lower(trainer.abstract_state, map_paths(at, program.sample), weights, {})
 
@@ -103,7 +109,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SentOperand:
     """One operand of one collective of a lowered program."""
 
     kind: str
@@ -119,7 +125,7 @@ class Found:
 
 def collectives(program):
     """Every collective of a lowered program and how often it runs in a step; loops and calls are multiplied out."""
-    module, found = program.compiler_ir("stablehlo"), collections.Counter()
+    module, counts = program.compiler_ir("stablehlo"), collections.Counter()
     functions = {str(op.name).strip('"'): op for op in module.body.operations if op.operation.name == "func.func"}
 
     def walk(operations, times, branch):
@@ -138,9 +144,9 @@ def collectives(program):
                 groups = groups_in(op.attributes["replica_groups"], module)
                 for operand in op.operands:
                     *shape, dtype = str(operand.type).removeprefix("tensor<").removesuffix(">").split("x")
-                    one = Found(name.removeprefix("stablehlo."), groups, DTYPES[dtype], tuple(map(int, shape)), branch)
+                    sent = SentOperand(name.removeprefix("stablehlo."), groups, DTYPES[dtype], tuple(map(int, shape)), branch)
                     if len(groups[0]) > 1:
-                        found[one] += times
+                        counts[sent] += times
             else:
                 for region in op.regions:
                     walk(walk_region(region), times, branch)
@@ -152,7 +158,7 @@ def collectives(program):
         return walk_region(function.operation.regions[0])
 
     walk(body(functions["main"]), 1, None)
-    return found
+    return counts
 
 
 def groups_in(attribute, module):
@@ -176,16 +182,16 @@ def along(sizes, axes):
 
 def logged(log):
     """The same of a log."""
-    found = collections.Counter()
+    counts = collections.Counter()
     for op in log.ops:
-        found[op.kind, op.group, op.dtype, op.shape, op.branch] += op.count
-    return found
+        counts[op.kind, op.group, op.dtype, op.shape, op.branch] += op.count
+    return counts
 
 
-def keys(found):
+def keys(counts):
     counted = collections.Counter()
-    for one, times in found.items():
-        counted[one.key] += times
+    for sent, times in counts.items():
+        counted[sent.key] += times
     return counted
 
 
@@ -196,7 +202,10 @@ def groups_of(line, devices):
         return [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if iota:
-        numbers = lambda text: list(map(int, text.split(",")))
+
+        def numbers(text):
+            return list(map(int, text.split(",")))
+
         grid = np.arange(devices).reshape(numbers(iota[2]))
         return (grid.transpose(numbers(iota[3])) if iota[3] else grid).reshape(numbers(iota[1])).tolist()
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}:]*)\}", line)
@@ -214,10 +223,10 @@ INSTRUCTION = (
 def compiled_collectives(hlo, devices=8):
     """Every collective of a compiled program: (kind, replica groups, types of its results), one for each result."""
     for line in hlo.splitlines():
-        found = re.match(INSTRUCTION, line)
-        if found:
-            for dtype, dims in re.findall(r"\b([a-z]\w+)\[([\d,]*)\]", found[1]):
-                yield found[2], groups_of(line, devices), dtype, tuple(map(int, filter(None, dims.split(","))))
+        match = re.match(INSTRUCTION, line)
+        if match:
+            for dtype, dims in re.findall(r"\b([a-z]\w+)\[([\d,]*)\]", match[1]):
+                yield match[2], groups_of(line, devices), dtype, tuple(map(int, filter(None, dims.split(","))))
 
 
 # the log is the program ----------------------------------------------------------------------------------------------
@@ -238,8 +247,8 @@ def test_log_has_exactly_the_collectives_of_lowered_step(mesh, codec, reduction)
     inside = {"exact_axes": ("data",)} if mesh.startswith("node") and codec not in ("exact", "bfloat16 ring") else {}
     more = {"optimizer": SHARED} if reduction == "reduce_scatter" else {}
     trainer = trainer_of(gradients(codec, reduction, **inside), mesh, **more)
-    found = collectives(lowered(trainer))
-    assert keys(found) == logged(trainer.wire)
+    lowered_ops = collectives(lowered(trainer))
+    assert keys(lowered_ops) == logged(trainer.wire)
     sent_ops = [op for op in trainer.wire.ops if op.where.startswith("reduce_gradients")]
     assert sent_ops and all(op.axes and op.axes[0] in trainer.resolved.data_axes for op in sent_ops)
     scattered = any(op.kind == "reduce_scatter" for op in sent_ops)
@@ -251,8 +260,8 @@ def test_log_has_exactly_the_collectives_of_lowered_step(mesh, codec, reduction)
 def test_log_equals_program_with_gathers_per_microbatch(codec, accumulate):
     grads = gradients(codec, "reduce_scatter", weights="bfloat16", start_step=0 if codec == "exact" else 3)
     trainer = trainer_of(grads, "data=4,model=2", accumulate=accumulate, default=Default("shard:data"))
-    found = collectives(lowered(trainer))
-    assert keys(found) == logged(trainer.wire)
+    lowered_ops = collectives(lowered(trainer))
+    assert keys(lowered_ops) == logged(trainer.wire)
     assert {op.branch for op in trainer.wire.ops} == ({None} if codec == "exact" else {None, 0, 1})
     assert {op.count for op in trainer.wire.ops if op.where.endswith("gather_params")} == {accumulate}
 
@@ -261,13 +270,13 @@ def test_log_names_axes_of_each_collective():
     trainer = trainer_of(gradients("int8", exact_axes=("data",)), "node=2,data=4")
     ids = np.arange(8).reshape(2, 4)
     groups = {("data",): ids.tolist(), ("node",): ids.T.tolist(), ("node", "data"): [ids.ravel().tolist()]}
-    found = collections.Counter()
+    logged_groups = collections.Counter()
     for op in trainer.wire.ops:
-        found[op.kind, tuple(map(tuple, groups[op.axes])), op.dtype, op.shape, op.branch] += op.count
+        logged_groups[op.kind, tuple(map(tuple, groups[op.axes])), op.dtype, op.shape, op.branch] += op.count
     in_groups = collections.Counter()
-    for one, times in collectives(lowered(trainer)).items():
-        in_groups[one.kind, one.groups, one.dtype, one.shape, one.branch] += times
-    assert in_groups == found
+    for sent, times in collectives(lowered(trainer)).items():
+        in_groups[sent.kind, sent.groups, sent.dtype, sent.shape, sent.branch] += times
+    assert in_groups == logged_groups
     assert {op.axes for op in trainer.wire.ops if op.dtype == "uint8"} == {("node",)}, "only what crosses nodes is rounded"
 
 
@@ -297,7 +306,10 @@ def test_codec_sends_expected_share_of_exact_bytes(codec, least, most):
 
 def gpt_trainer(codec, **sizes):
     grads = spmd.Gradients("all_reduce", codec, error_feedback=codec != "exact")
-    make = lambda: gpt.GPT(**sizes, rngs=nnx.Rngs(0))
+
+    def make():
+        return gpt.GPT(**sizes, rngs=nnx.Rngs(0))
+
     trainer = spmd.Trainer(
         make, loss=spmd.losses.cross_entropy, optimizer=optax.adamw(1e-3), mesh="data=8", layout=spmd.Layout(gradients=grads)
     )
@@ -328,9 +340,9 @@ def test_power_sgd_share_of_gpt_matrices(sizes, most):
 def test_compressed_gradients_are_not_sent_as_float32(codec, reduction):
     """Read from the lowered program: of float32 there are metrics and nothing else; scales are sent as bytes beside their values."""
     trainer = trainer_of(gradients(codec, reduction), "data=4,model=2", sizes=(7, 30, 40, 20))
-    floats = {one.shape for one in collectives(lowered(trainer)) if one.dtype == "float32"}
+    floats = {sent.shape for sent in collectives(lowered(trainer)) if sent.dtype == "float32"}
     assert floats == {(), (2, 1)}
-    payload = {one.dtype for one in collectives(lowered(trainer))} - {"float32"}
+    payload = {sent.dtype for sent in collectives(lowered(trainer))} - {"float32"}
     assert payload == {"uint16" if codec == "bfloat16" else "uint8"}
 
 
@@ -343,18 +355,21 @@ def test_power_sgd_sends_only_p_and_q(reduction):
     assert set(thin) == {"up/kernel", "mid/kernel"}, "the last kernel would be smaller by 2.6"
     factors = [(2 * sum(shape[dim] for shape in thin.values()),) for dim in (0, 1)]
     exact = [shape for path, shape in shapes.items() if path not in thin]
-    found = collections.Counter(one.shape for one in collectives(lowered(trainer)).elements())
-    assert found == collections.Counter([(), (2, 1), *factors, *exact])
+    shape_counts = collections.Counter(sent.shape for sent in collectives(lowered(trainer)).elements())
+    assert shape_counts == collections.Counter([(), (2, 1), *factors, *exact])
 
 
 @pytest.mark.parametrize("codec, leaf, bucket", [("bfloat16", 2, 2), ("int8", 2, 2), ("power_sgd", 2, 2)])
 def test_collective_count_by_bucket_bytes(codec, leaf, bucket):
     """Row codecs: an all-to-all and an all-gather, for every payload; power_sgd: P and Q."""
     options = {"power_sgd": {"min_compression": 1}}.get(codec, {})
-    layout = lambda size: spmd.Gradients("all_reduce", codec, options, error_feedback=codec == "power_sgd", bucket_bytes=size)
-    count = lambda size: sum(
-        op.count for op in trainer_of(layout(size), sizes=(16, 32, 64, 32)).wire.ops if op.where.startswith("reduce_gradients")
-    )
+
+    def layout(size):
+        return spmd.Gradients("all_reduce", codec, options, error_feedback=codec == "power_sgd", bucket_bytes=size)
+
+    def count(size):
+        return sum(op.count for op in trainer_of(layout(size), sizes=(16, 32, 64, 32)).wire.ops if op.where.startswith("reduce_gradients"))
+
     alone = 3 if codec == "power_sgd" else 0  # biases, which are sent exactly for every bucket size
     leaves = 3 if codec == "power_sgd" else 6
     assert count(1) == alone + leaves * leaf
@@ -386,23 +401,23 @@ def test_bucket_is_filled_up_to_bucket_bytes():
 
 @pytest.mark.parametrize("codec", ["exact", "bfloat16", "int8", "power_sgd"])
 def test_microbatches_do_not_multiply_gradient_bytes(codec):
-    one, four = (trainer_of(gradients(codec), rows=64, accumulate=count) for count in (1, 4))
+    single, four = (trainer_of(gradients(codec), rows=64, accumulate=count) for count in (1, 4))
     assert four._program.make_step(64, True).microbatches == 4
-    assert one.wire.bytes(where="reduce_gradients") == four.wire.bytes(where="reduce_gradients") > 0
-    assert one.wire.bytes(where="gather_params") == four.wire.bytes(where="gather_params") == 0
+    assert single.wire.bytes(where="reduce_gradients") == four.wire.bytes(where="reduce_gradients") > 0
+    assert single.wire.bytes(where="gather_params") == four.wire.bytes(where="gather_params") == 0
 
 
 @pytest.mark.parametrize("codec", ["exact", "bfloat16"])
 def test_microbatches_multiply_gathered_bytes_under_fsdp(codec):
     sharded_default = {"default": Default("shard:data")}
-    one, four = (trainer_of(gradients(codec, "reduce_scatter"), rows=64, accumulate=count, **sharded_default) for count in (1, 4))
-    assert one.wire.bytes(where="reduce_gradients") == four.wire.bytes(where="reduce_gradients") > 0
-    assert 4 * one.wire.bytes(where="gather_params") == four.wire.bytes(where="gather_params") > 0
+    single, four = (trainer_of(gradients(codec, "reduce_scatter"), rows=64, accumulate=count, **sharded_default) for count in (1, 4))
+    assert single.wire.bytes(where="reduce_gradients") == four.wire.bytes(where="reduce_gradients") > 0
+    assert 4 * single.wire.bytes(where="gather_params") == four.wire.bytes(where="gather_params") > 0
     # forward and backward; of the first layer's kernel the backward pass needs nothing, nor of any bias
-    kernels = {path: place for path, place in one.resolved.placements.items() if "data" in place.spec}
+    kernels = {path: place for path, place in single.resolved.placements.items() if "data" in place.spec}
     once = sum(7 * place.nbytes // 8 for place in kernels.values())
     again = sum(7 * kernels[path].nbytes // 8 for path in ("mid/kernel", "out/kernel") if path in kernels)
-    assert one.wire.bytes(where="gather_params") == once + again
+    assert single.wire.bytes(where="gather_params") == once + again
 
 
 # the model axis ------------------------------------------------------------------------------------------------------
@@ -417,18 +432,18 @@ def over_model(trainer, groups):
 @pytest.fixture(scope="module")
 def partitioners_own():
     """What a compiled step with exact gradients sends over `model`: the layers' own, which XLA's partitioner adds."""
-    found = {}
+    counts = {}
 
     def of(reduction, codec="exact"):
-        if (reduction, codec) not in found:
+        if (reduction, codec) not in counts:
             trainer = trainer_of(gradients(codec, reduction), "data=4,model=2")
             program = lowered(trainer)
-            assert not any(over_model(trainer, one.groups) for one in collectives(program))
+            assert not any(over_model(trainer, sent.groups) for sent in collectives(program))
             assert not any("model" in op.axes for op in trainer.wire.ops)
             ops = list(compiled_collectives(program.compile().as_text()))
             assert any(not over_model(trainer, groups) for _, groups, *_ in ops), "the exchange, over data"
-            found[reduction, codec] = collections.Counter((kind, *rest) for kind, groups, *rest in ops if over_model(trainer, groups))
-        return found[reduction, codec]
+            counts[reduction, codec] = collections.Counter((kind, *rest) for kind, groups, *rest in ops if over_model(trainer, groups))
+        return counts[reduction, codec]
 
     return of
 
@@ -519,8 +534,16 @@ def test_callbacks_see_wire_bytes(tmp_path):
 
 def test_model_conditional_counts_most_expensive_branch():
     mesh = spmd.make_mesh("data=8")
-    few, many = (lambda x: lax.psum(x[:2], "data").sum()), (lambda x: lax.psum(x, "data").sum())
-    step = lambda x: lax.switch(x[0].astype(int), [few, many, few], x)
+
+    def few(x):
+        return lax.psum(x[:2], "data").sum()
+
+    def many(x):
+        return lax.psum(x, "data").sum()
+
+    def step(x):
+        return lax.switch(x[0].astype(int), [few, many, few], x)
+
     traced = jax.make_jaxpr(jax.shard_map(step, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False))(jnp.ones(64))
     log = read(traced.jaxpr, dict(mesh.shape))
     assert [op.shape for op in log.ops] == [(8,)] and log.bytes() == log.bytes(0) == 2 * 7 * 32 // 8
@@ -563,8 +586,13 @@ WIDE = {"w": (8, 24), "b": (10,)}
 
 def linear_trainer(grads, mesh, **layout):
     """A loss whose gradients are the rows themselves, and updates that are the gradients."""
-    init = lambda key: {name: jnp.zeros(shape) for name, shape in WIDE.items()}
-    loss = lambda model, rows: sum((rows[name] * model.params[name]).reshape(len(rows[name]), -1).sum(1) for name in WIDE)
+
+    def init(key):
+        return {name: jnp.zeros(shape) for name, shape in WIDE.items()}
+
+    def loss(model, rows):
+        return sum((rows[name] * model.params[name]).reshape(len(rows[name]), -1).sum(1) for name in WIDE)
+
     layout = spmd.Layout(gradients=grads, **(MESHES[mesh] | layout))
     model = spmd.FunctionalModel(init, lambda params, x: x)
     return spmd.Trainer(model, loss=loss, optimizer=optax.sgd(1.0), mesh=mesh, layout=layout)
@@ -600,9 +628,9 @@ def test_diagnostics_equal_true_error_and_residual_norm(mesh, reduction, layout,
         after, kept = jax.device_get((state.params, state.exchange))
         error = exact = norm = 0.0
         for name in WIDE:
-            given = rows[name].astype(np.float64)
-            given = given + residuals[name]["residual"] if name in residuals else given
-            mean = given.mean(0)
+            encoded = rows[name].astype(np.float64)
+            encoded = encoded + residuals[name]["residual"] if name in residuals else encoded
+            mean = encoded.mean(0)
             error += ((-after[name].astype(np.float64) - mean) ** 2).sum()
             exact += (mean**2).sum()
             norm += (kept[name]["residual"].astype(np.float64) ** 2).sum() / workers if name in kept else 0.0
@@ -624,10 +652,10 @@ def test_replicated_shards_are_bit_equal(codec, reduction):
         state, _ = trainer.step(state, batch(seed=seed))
     wrong = set()
     for path, leaf in flatten({"params": state.params, "opt": state.opt, "exchange": state.exchange}).items():
-        held = collections.defaultdict(set)
+        copies = collections.defaultdict(set)
         for shard in leaf.addressable_shards:
-            held[str(shard.index)].add(np.asarray(shard.data).tobytes())
-        if any(len(bits) > 1 for bits in held.values()):
+            copies[str(shard.index)].add(np.asarray(shard.data).tobytes())
+        if any(len(bits) > 1 for bits in copies.values()):
             wrong.add(path)
     assert not wrong
 
@@ -663,11 +691,14 @@ def test_parameters_are_gathered_as_uint16_under_fsdp_bf16():
     layout = spmd.Layout.load("fsdp_bf16")
     trainer = trainer_of(layout.gradients, sizes=DIVIDE, default=layout.default)
     exact = trainer_of(dataclasses.replace(layout.gradients, weights="exact"), sizes=DIVIDE, default=layout.default)
-    gathers = lambda trainer: [op for op in trainer.wire.ops if op.where.endswith("gather_params")]
+
+    def gathers(trainer):
+        return [op for op in trainer.wire.ops if op.where.endswith("gather_params")]
+
     assert {(op.kind, op.dtype) for op in gathers(trainer)} == {("all_gather", "uint16")}
     assert {(op.kind, op.dtype) for op in gathers(exact)} == {("all_gather", "float32")}
     assert 2 * trainer.wire.bytes(where="gather_params") == exact.wire.bytes(where="gather_params") > 0
-    assert {one.dtype for one in collectives(lowered(trainer)) if math.prod(one.shape) > 2} == {"uint16"}
+    assert {sent.dtype for sent in collectives(lowered(trainer)) if math.prod(sent.shape) > 2} == {"uint16"}
 
 
 def test_updates_are_gathered_as_uint16_under_zero1():
@@ -724,10 +755,10 @@ def test_log_equals_bytes_of_gpu_program(devices, codec, payload):
         layout=spmd.Layout(gradients=spmd.Gradients("all_reduce", codec, error_feedback=True)),
     )
     trainer.prepare(batch(DIVIDE, 2 * devices))
-    found = collections.Counter()
+    largest = collections.Counter()
     for kind, groups, dtype, shape in compiled_collectives(lowered(trainer).compile().as_text(), devices):
         assert list(map(len, groups)) == [devices]
-        found[kind, dtype] = max(found[kind, dtype], math.prod(shape))
+        largest[kind, dtype] = max(largest[kind, dtype], math.prod(shape))
     # a bias of 64 over 64 workers is a number each, and as int8 it would be larger
     sizes = {
         codec: [math.prod(i.placement.shape) for i in trainer._placed.exchange.gradient_specs.values() if i.codec_name == codec]
@@ -737,7 +768,7 @@ def test_log_equals_bytes_of_gpu_program(devices, codec, payload):
     # as bytes, beside the values: every gradient has its own
     blocks = sum(math.ceil(size / devices / 256) for size in sizes[codec])
     sent = sum(sizes[codec]) + (4 * devices * blocks if codec == "int8" else 0)
-    assert found["all-to-all", payload] == found["all-gather", payload] == sent, "every element, once each way"
-    floats = {kind: size for (kind, dtype), size in found.items() if dtype != payload}
-    assert {dtype for _, dtype in found} == {payload, "f32"}
+    assert largest["all-to-all", payload] == largest["all-gather", payload] == sent, "every element, once each way"
+    floats = {kind: size for (kind, dtype), size in largest.items() if dtype != payload}
+    assert {dtype for _, dtype in largest} == {payload, "f32"}
     assert floats.keys() == {"all-reduce"} and floats["all-reduce"] <= 3 + sum(sizes["exact"]), "the loss and its count, and the bias"

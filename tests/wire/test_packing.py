@@ -54,7 +54,7 @@ def any_bits(shapes):
     """Arrays of bits that mean anything: numbers, -0, infinity, nan."""
     rng = np.random.default_rng(0)
 
-    def one(leaf):
+    def random_leaf(leaf):
         shape, dtype = leaf
         kind = {"float32": np.uint32, "bfloat16": np.uint16}[dtype]
         bits = rng.integers(1, np.iinfo(kind).max, math.prod(shape), kind, endpoint=True)  # none is 0, which is what fills up
@@ -64,7 +64,7 @@ def any_bits(shapes):
             bits[(bits & 0x7FFF) > 0x7F80] = 0x7FC0
         return jnp.asarray(bits.view(jnp.dtype(dtype)).reshape(shape))
 
-    return jax.tree.map(one, shapes, is_leaf=lambda node: isinstance(node, tuple))
+    return jax.tree.map(random_leaf, shapes, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def make(shapes, placement, positions, servers):
@@ -85,9 +85,9 @@ def test_unpack_inverts_pack_bit_for_bit(shapes, placement, positions, servers):
     back = storage.unpack(stored)
     assert jax.tree.structure(back) == jax.tree.structure(params)
     for path, leaf in flatten(params).items():
-        found = flatten(back)[path]
-        assert found.shape == leaf.shape and found.dtype == leaf.dtype
-        assert np.array_equal(bits_of(found), bits_of(leaf))
+        unpacked = flatten(back)[path]
+        assert unpacked.shape == leaf.shape and unpacked.dtype == leaf.dtype
+        assert np.array_equal(bits_of(unpacked), bits_of(leaf))
     assert all(rows.ndim == 2 and rows.shape[0] == positions for rows in jax.tree.leaves(stored))
 
 
@@ -105,8 +105,11 @@ def test_pack_stores_each_number_once_and_pads_with_zeros(shapes, placement, pos
         kept = np.concatenate([np.zeros(0, int), *(part[part != 0] for part in rows)])
         assert np.array_equal(np.sort(kept), np.sort(np.concatenate([np.zeros(0, int), *mine])))
         assert not any(part[servers:].any() for part in rows)
+
     # what fills up is thrown away, whatever became of it
-    spoil = lambda rows: jnp.asarray(np.where(bits_of(rows) == 0, np.asarray(7, rows.dtype), np.asarray(rows)))
+    def spoil(rows):
+        return jnp.asarray(np.where(bits_of(rows) == 0, np.asarray(7, rows.dtype), np.asarray(rows)))
+
     spoiled = flatten(storage.unpack(jax.tree.map(spoil, stored)))
     assert all(np.array_equal(bits_of(spoiled[path]), bits_of(leaf)) for path, leaf in flatten(params).items())
 
@@ -133,15 +136,15 @@ def test_unsplit_parameter_is_in_row_of_its_owner(shapes, placement, positions, 
     kinds = {str(leaf.dtype) for leaf in leaves.values()}
     assert set(stored) == set(storage.assignments) == kinds and not storage.sliced
     for kind in kinds:
-        found, rows, taken = storage.assignments[kind], bits_of(stored[kind]), np.zeros(stored[kind].shape, int)
-        assert set(found.owner) == {path for path, leaf in leaves.items() if leaf.dtype == kind}
-        assert rows.shape == (positions, max(found.load)) and len(found.load) == servers
-        for path, owner in found.owner.items():
-            start, flat = found.start(path), bits_of(leaves[path]).reshape(-1)
+        assignment, rows, taken = storage.assignments[kind], bits_of(stored[kind]), np.zeros(stored[kind].shape, int)
+        assert set(assignment.owner) == {path for path, leaf in leaves.items() if leaf.dtype == kind}
+        assert rows.shape == (positions, max(assignment.load)) and len(assignment.load) == servers
+        for path, owner in assignment.owner.items():
+            start, flat = assignment.start(path), bits_of(leaves[path]).reshape(-1)
             assert 0 <= owner < servers and np.array_equal(rows[owner, start : start + flat.size], flat)
             taken[owner, start : start + flat.size] += 1
-        assert taken.max(initial=0) <= 1 and taken.sum(axis=1).tolist() == [*found.load, *[0] * (positions - servers)]
-        assert all(taken[server, :load].all() for server, load in enumerate(found.load))  # one after another, no gaps
+        assert taken.max(initial=0) <= 1 and taken.sum(axis=1).tolist() == [*assignment.load, *[0] * (positions - servers)]
+        assert all(taken[server, :load].all() for server, load in enumerate(assignment.load))  # one after another, no gaps
 
 
 @pytest.mark.system
@@ -150,8 +153,11 @@ def test_pack_gradients_under_jit(placement):
     params, storage = make(MODELS["mixed"], placement, 4, 3)
     plain, compiled = storage.pack(params), jax.jit(storage.pack)(params)
     assert all(np.array_equal(bits_of(a), bits_of(b)) for a, b in zip(*map(jax.tree.leaves, (plain, compiled)), strict=True))
+
     # of what a model computes with, the gradient of a sum is 1 for every number of a parameter, and 0 for what fills up
-    total = lambda stored: sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(storage.views(stored)))
+    def total(stored):
+        return sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(storage.views(stored)))
+
     ones, wanted = jax.grad(total)(plain), storage.pack(jax.tree.map(jnp.ones_like, params))
     assert all(np.array_equal(bits_of(a), bits_of(b)) for a, b in zip(*map(jax.tree.leaves, (ones, wanted)), strict=True))
 
@@ -170,9 +176,9 @@ def test_each_data_position_has_a_row(placement, servers, axes, data):
         assert (place.path, place.shape, place.dtype, place.nbytes) == (path, rows.shape, str(rows.dtype), rows.nbytes)
         assert place.spec == place.state_spec == (data,) and placement in place.chosen_by
         assert place.bytes_per_device(resolved.mesh) * 8 == place.nbytes and place.copies(resolved.mesh) == 1
-        there = jax.device_put(rows, NamedSharding(mesh, pspec(place.spec)))
+        placed = jax.device_put(rows, NamedSharding(mesh, pspec(place.spec)))
         for number, device in enumerate(mesh.devices.reshape(-1)):
-            (shard,) = [shard for shard in there.addressable_shards if shard.device == device]
+            (shard,) = [shard for shard in placed.addressable_shards if shard.device == device]
             assert np.array_equal(bits_of(shard.data), bits_of(rows)[number : number + 1])
 
 
@@ -224,13 +230,13 @@ def test_loads_are_within_bounds(number):
     most = {}
     for placement in UNSPLIT:
         owner = owners(placement, sizes, servers)
-        found = assign(placement, dict(enumerate(sizes)), servers)
-        assert list(found.load) == load_of(sizes, owner, servers) and sum(found.load) == sum(sizes)
-        most[placement] = max(found.load)
+        assignment = assign(placement, dict(enumerate(sizes)), servers)
+        assert list(assignment.load) == load_of(sizes, owner, servers) and sum(assignment.load) == sum(sizes)
+        most[placement] = max(assignment.load)
         assert most[placement] >= best
         if sum(sizes):
-            assert found.imbalance == pytest.approx(most[placement] * servers / sum(sizes), rel=1e-12)
-            assert found.padding == pytest.approx(1 - 1 / found.imbalance, abs=1e-12)
+            assert assignment.imbalance == pytest.approx(most[placement] * servers / sum(sizes), rel=1e-12)
+            assert assignment.padding == pytest.approx(1 - 1 / assignment.imbalance, abs=1e-12)
     # Graham 1966 and 1969; whole numbers, so 1e-9 only covers the division
     assert most["greedy_bytes"] <= sum(sizes) / servers + (1 - 1 / servers) * max(sizes) + 1e-9
     assert most["largest_first"] <= (4 / 3 - 1 / (3 * servers)) * best + 1e-9
@@ -282,23 +288,23 @@ TABLE = [
 
 @pytest.mark.parametrize("model, servers, wanted", TABLE, ids=lambda value: getattr(value, "__name__", None))
 def test_imbalance_of_unsplit_parameters(model, servers, wanted):
-    found = [assign(placement, model(), servers) for placement in ("round_robin", "greedy_bytes", "largest_first")]
-    assert [each.imbalance for each in found] == pytest.approx(wanted, abs=5e-4)  # as it is printed
+    assignments = [assign(placement, model(), servers) for placement in ("round_robin", "greedy_bytes", "largest_first")]
+    assert [assignment.imbalance for assignment in assignments] == pytest.approx(wanted, abs=5e-4)  # as it is printed
 
 
 @pytest.mark.parametrize("servers", [2, 3, 4, 7, 8, 96])
 @pytest.mark.parametrize("model", [vgg16, language_model], ids=lambda model: model.__name__)
 def test_sliced_placement_is_balanced_with_little_padding(model, servers):
     sizes = model()
-    found = assign("sliced", sizes, servers)
-    assert found.imbalance == 1.0 and found.owner == {} and len(found.load) == servers
+    assignment = assign("sliced", sizes, servers)
+    assert assignment.imbalance == 1.0 and assignment.owner == {} and len(assignment.load) == servers
     filled = sum(-size % servers for size in sizes.values())
-    assert found.load[0] * servers == sum(sizes.values()) + filled
-    assert found.padding == pytest.approx(filled / (sum(sizes.values()) + filled), abs=1e-12) and found.padding < 0.01
+    assert assignment.load[0] * servers == sum(sizes.values()) + filled
+    assert assignment.padding == pytest.approx(filled / (sum(sizes.values()) + filled), abs=1e-12) and assignment.padding < 0.01
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_assignment_without_parameters_is_balanced(placement):
     for sizes in ({}, {"empty": 0, "none": 0}):
-        found = assign(placement, sizes, 3)
-        assert found.load == (0, 0, 0) and found.imbalance == 1.0 and found.padding == 0.0
+        assignment = assign(placement, sizes, 3)
+        assert assignment.load == (0, 0, 0) and assignment.imbalance == 1.0 and assignment.padding == 0.0

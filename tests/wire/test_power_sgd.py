@@ -24,9 +24,12 @@ SHAPE = (24, 16)
 def on_workers(function, workers):
     """`function` on every worker, compiled: arrays [workers, ...] in and out, the last argument alike on all."""
     mesh = spmd.make_mesh(f"data={workers}", devices=jax.devices()[:workers])
-    own = lambda grads, state: jax.tree.map(lambda x: x[None], function(grads[0], state))
+
+    def worker(grads, state):
+        return jax.tree.map(lambda x: x[None], function(grads[0], state))
+
     replicated, sharded = jax.P(), jax.P("data")
-    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(sharded, replicated), out_specs=sharded, check_vma=False))
+    return jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(sharded, replicated), out_specs=sharded, check_vma=False))
 
 
 @functools.cache
@@ -205,33 +208,36 @@ def scanned(exchange, grads):
 
 def by_hand(grads, q, *, local):
     """PowerSGD with error feedback in float64: residuals of every step, of a worker's own Q_i or of the workers' common Q."""
-    residual, found = np.zeros(grads.shape[1:]), []
+    residual, residuals = np.zeros(grads.shape[1:]), []
     for step in grads.astype(np.float64):
         full = step + residual
         p, _ = np.linalg.qr((full @ q).mean(0))
-        own = full.transpose(0, 2, 1) @ p
-        q = own.mean(0)
-        residual = full - p @ (own if local else q[None]).transpose(0, 2, 1)
-        found.append(residual)
-    return np.array(found)
+        local_q = full.transpose(0, 2, 1) @ p
+        q = local_q.mean(0)
+        residual = full - p @ (local_q if local else q[None]).transpose(0, 2, 1)
+        residuals.append(residual)
+    return np.array(residuals)
 
 
 def test_residuals_are_bounded_only_with_local_q():
     grads = random(500, 4, *SHAPE, seed=7)  # independent noise: the workers have nothing in common
     exchange = exchange_of(Gradients("all_reduce", "power_sgd", {"rank": 2}, error_feedback=True), {"m": SHAPE})
     first, (means, memories) = scanned(exchange, {"m": grads})
-    found = memories["m"][RESIDUAL].astype(np.float64)
+    kept = memories["m"][RESIDUAL].astype(np.float64)
     q = np.asarray(first["m"][CODEC]["q"], np.float64)[0]
     local, common = by_hand(grads, q, local=True), by_hand(grads, q, local=False)
-    size = lambda residuals: np.linalg.norm(residuals, axis=(2, 3)).max(1)  # of every step, the largest worker's
-    assert away(found[:20], local[:20]) < 1e-4 < away(found[:20], common[:20])
-    assert 0.9 < size(found).max() / size(local).max() < 1.1
-    assert size(common)[-1] > 3 * size(found).max()
+
+    def size(residuals):
+        return np.linalg.norm(residuals, axis=(2, 3)).max(1)  # of every step, the largest worker's
+
+    assert away(kept[:20], local[:20]) < 1e-4 < away(kept[:20], common[:20])
+    assert 0.9 < size(kept).max() / size(local).max() < 1.1
+    assert size(common)[-1] > 3 * size(kept).max()
     assert size(common)[-1] > 1.3 * size(common)[249]  # and further with every step
-    assert size(found)[250:].max() < 1.3 * size(found)[:250].max()
+    assert size(kept)[250:].max() < 1.3 * size(kept)[:250].max()
     # the residuals' mean is the same either way: what differs cancels among the workers
     assert away(common[:20].mean(1), local[:20].mean(1)) < 1e-6
-    total = means["m"].astype(np.float64).sum(0) + found[-1].mean(0)
+    total = means["m"].astype(np.float64).sum(0) + kept[-1].mean(0)
     assert away(total, grads.astype(np.float64).mean(1).sum(0)) < 1e-5
 
 
@@ -264,9 +270,9 @@ def test_min_compression_decides_exact_gradients(shape, options, compressed):
 def test_uncompressed_gradient_is_sent_exactly_without_state():
     shapes = {"bias": (512,), "matrix": SHAPE, "wide": (2, 512)}
     grads = {path: random(1, 4, *shape, seed=len(path)) for path, shape in shapes.items()}
-    found = exchange_of(Gradients("all_reduce", "power_sgd", {"rank": 1}, error_feedback=True), shapes)
+    compressed = exchange_of(Gradients("all_reduce", "power_sgd", {"rank": 1}, error_feedback=True), shapes)
     exact = exchange_of(Gradients("all_reduce"), shapes)
-    (_, (means, memory)), (_, (wanted, nothing)) = scanned(found, grads), scanned(exact, grads)
+    (_, (means, memory)), (_, (wanted, nothing)) = scanned(compressed, grads), scanned(exact, grads)
     assert set(memory) == {"matrix"} and set(memory["matrix"]) == {RESIDUAL, CODEC} and nothing == {}
     assert np.array_equal(means["wide"], wanted["wide"]) and np.array_equal(means["bias"], wanted["bias"])
     assert away(means["matrix"], wanted["matrix"]) > 0.1

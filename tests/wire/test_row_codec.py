@@ -40,8 +40,8 @@ def reduce_with(codec, mesh, specs, inside):
     random = np.random.default_rng(0)
     grads = [random.normal(size=(8, *shape)).astype(np.float32) for shape in SHAPES]
 
-    def worker(*own):
-        means, kept, _ = codec.mean([x[0] for x in own], [{} for _ in own], Bucket(shard_layouts, inside))
+    def worker(*local):
+        means, kept, _ = codec.mean([x[0] for x in local], [{} for _ in local], Bucket(shard_layouts, inside))
         return means, [x[None] for x in kept]
 
     rows = [P(axes)] * len(SHAPES)

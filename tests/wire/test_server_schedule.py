@@ -53,12 +53,15 @@ def simulate(workers, number, **words):
     return list(itertools.islice(rounds(server, workers, times, Network.parse(server.network), SENT), number))
 
 
-def arrivals(found):
+def arrivals(rounds):
     """Every gradient that arrives, one after another over all rounds; `reads` are of row 1 on, which stand after arrivals."""
-    counts = [int(r.present.sum()) for r in found]
-    join = lambda name: np.concatenate([getattr(r, name)[:n] for r, n in zip(found, counts, strict=True)])
+    counts = [int(r.present.sum()) for r in rounds]
+
+    def join(name):
+        return np.concatenate([getattr(r, name)[:n] for r, n in zip(rounds, counts, strict=True)])
+
     names = ("worker", "applied", "weight", "commit", "staleness", "began", "time")
-    reads = np.concatenate([r.reads[1 : n + 1] for r, n in zip(found, counts, strict=True)])
+    reads = np.concatenate([r.reads[1 : n + 1] for r, n in zip(rounds, counts, strict=True)])
     return types.SimpleNamespace(**{name: join(name) for name in names}, reads=reads, counts=counts)
 
 
@@ -80,8 +83,8 @@ def lead_at_reads(log, workers):
     return leads
 
 
-def same(one, other):
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
+def same(left, right):
+    return all(np.array_equal(getattr(left, name), getattr(right, name)) for name in vars(left))
 
 
 # every round, by what its words mean ---------------------------------------------------------------------------------
@@ -89,9 +92,9 @@ def same(one, other):
 
 @every_late
 def test_round_is_concurrent_and_staleness_equals_replay(words):
-    workers, found = 6, simulate(6, 400, **words)
+    workers, rounds = 6, simulate(6, 400, **words)
     version, read_version, reader = 0, np.zeros(workers, int), set()
-    for number, this in enumerate(found):
+    for number, this in enumerate(rounds):
         count = int(this.present.sum())
         assert sorted(this.worker) == list(range(workers)) and count > 0
         assert set(this.worker[:count]) == set(np.flatnonzero(this.present))
@@ -99,7 +102,7 @@ def test_round_is_concurrent_and_staleness_equals_replay(words):
         assert (this.staleness[count:] == -1).all() and not (this.commit & ~this.applied).any()
         before = reader  # who read in the round before, after an arrival in it
         if number:  # no gradient is in a later round that could have been in the one before
-            assert this.worker[0] in before or found[number - 1].present[this.worker[0]]
+            assert this.worker[0] in before or rounds[number - 1].present[this.worker[0]]
         read_version[this.reads[0]], reader = version, set(np.flatnonzero(this.reads[0]))
         here = set()
         for at, worker in enumerate(this.worker[:count]):
@@ -114,8 +117,8 @@ def test_round_is_concurrent_and_staleness_equals_replay(words):
 
 @every_late
 def test_each_gradient_takes_next_time_of_its_worker(words):
-    workers, found = 6, simulate(6, 400, **words)
-    server, log = declare(**words), arrivals(found)
+    workers, rounds = 6, simulate(6, 400, **words)
+    server, log = declare(**words), arrivals(rounds)
     times, number = Times(server.compute_time, workers, server.seed), np.zeros(workers, int)
     link = Network.parse(server.network)
     free = np.zeros(workers)  # when each worker has sent its last gradient
@@ -130,7 +133,7 @@ def test_each_gradient_takes_next_time_of_its_worker(words):
         free[worker] = time
     assert (np.diff(log.time) >= 0).all()
     ends = np.cumsum(log.counts) - 1
-    assert [r.end for r in found] == log.time[ends].tolist()
+    assert [r.end for r in rounds] == log.time[ends].tolist()
 
 
 @every_late
@@ -217,8 +220,8 @@ def test_softsync_staleness_is_at_most_twice_splits(splits):
 
 @pytest.mark.parametrize("workers, most", [(workers, most) for workers in (4, 8) for most in range(workers)])
 def test_max_staleness_share_applied_with_equal_workers(workers, most):
-    found = simulate(workers, 80, mode="asynchronous", compute_time="constant", max_staleness=most)
-    for this in found[40:]:
+    rounds = simulate(workers, 80, mode="asynchronous", compute_time="constant", max_staleness=most)
+    for this in rounds[40:]:
         assert this.present.all() and this.applied.sum() == most + 1  # (s + 1) / W of them
         assert (this.staleness[this.applied] <= most).all() and (this.staleness[~this.applied] > most).all()
 
@@ -240,12 +243,12 @@ def counted(events, step, have=None):
 def test_applied_plus_dropped_is_arrived():
     events = Events(declare(mode="asynchronous", max_staleness=1), 4)
     for step in range(200):
-        found, given = events.round(step), counted(events, step)
-        arrived = int((found.staleness >= 0).sum())
-        assert arrived == found.present.sum() == given["gradients_applied"] + given["gradients_dropped"]
-        assert given["gradients_applied"] == found.applied.sum() and given["updates"] == found.commit.sum()
-        assert events.metrics(step)["simulated_seconds"] == found.end
-        assert given["staleness"] == pytest.approx(found.staleness[:arrived].mean(), rel=1e-6)  # float32
+        this, counts = events.round(step), counted(events, step)
+        arrived = int((this.staleness >= 0).sum())
+        assert arrived == this.present.sum() == counts["gradients_applied"] + counts["gradients_dropped"]
+        assert counts["gradients_applied"] == this.applied.sum() and counts["updates"] == this.commit.sum()
+        assert events.metrics(step)["simulated_seconds"] == this.end
+        assert counts["staleness"] == pytest.approx(this.staleness[:arrived].mean(), rel=1e-6)  # float32
 
 
 def test_idle_share_is_over_all_workers_and_time():
@@ -331,12 +334,14 @@ def test_inverse_scaling_is_stable_at_every_staleness(tau, step):
 
 @pytest.mark.parametrize("kept, spares, seconds", [(96, 0, 5.147), (96, 4, 3.104), (90, 10, 2.258)])
 def test_step_time_with_spares_is_order_statistic(kept, spares, seconds):
-    harmonic = lambda n: sum(1 / k for k in range(1, n + 1))
+    def harmonic(n):
+        return sum(1 / k for k in range(1, n + 1))
+
     wanted = harmonic(kept + spares) - harmonic(spares)
     assert wanted == pytest.approx(seconds, abs=5e-4)  # what is printed in the reference
-    found = simulate(kept + spares, 4000, spares=spares)
+    rounds = simulate(kept + spares, 4000, spares=spares)
     # the largest of many Exp(1) has a sigma of 1.28: 0.02 over 4,000 steps, 0.4 % of the mean
-    assert found[-1].end / len(found) == pytest.approx(wanted, rel=0.01)
+    assert rounds[-1].end / len(rounds) == pytest.approx(wanted, rel=0.01)
 
 
 @pytest.mark.parametrize("spares", [0, 1, 3])
@@ -359,18 +364,22 @@ def test_permuted_workers_change_only_the_mask():
     seconds = np.array([3.0, 1.0, 2.5, 0.5, 2.0, 4.0])
     plain = simulate(6, 5, spares=2, compute_time=tuple(seconds))
     for order in itertools.islice(itertools.permutations(range(6)), 0, 720, 37):
-        for one, other in zip(plain, simulate(6, 5, spares=2, compute_time=tuple(seconds[list(order)])), strict=True):
-            assert np.array_equal(other.present, one.present[list(order)])
-            assert np.array_equal(np.array(order)[other.worker], one.worker)
-            assert other.end == one.end and np.array_equal(other.time, one.time) and np.array_equal(other.applied, one.applied)
+        for round_, permuted in zip(plain, simulate(6, 5, spares=2, compute_time=tuple(seconds[list(order)])), strict=True):
+            assert np.array_equal(permuted.present, round_.present[list(order)])
+            assert np.array_equal(np.array(order)[permuted.worker], round_.worker)
+            assert (
+                permuted.end == round_.end
+                and np.array_equal(permuted.time, round_.time)
+                and np.array_equal(permuted.applied, round_.applied)
+            )
 
 
 def test_synchronous_step_includes_network_time():
     plain, sent = (simulate(3, 50, spares=1, network=network) for network in ({}, {"bandwidth": "80Mb/s", "latency": "30ms"}))
-    for number, (one, other) in enumerate(zip(plain, sent, strict=True), 1):
-        assert np.array_equal(one.present, other.present)
+    for number, (computed, with_network) in enumerate(zip(plain, sent, strict=True), 1):
+        assert np.array_equal(computed.present, with_network.present)
         # there and back, and the server's link carries the 0.1 s of three workers each way; sums differ in the last bits
-        assert other.end - one.end == pytest.approx(number * (2 * 0.03 + 3 * 0.2), rel=1e-9)
+        assert with_network.end - computed.end == pytest.approx(number * (2 * 0.03 + 3 * 0.2), rel=1e-9)
 
 
 # bounded -------------------------------------------------------------------------------------------------------------
@@ -404,11 +413,11 @@ def test_time_falls_as_bound_grows():
 
 @pytest.mark.parametrize("times", TIMES)
 def test_large_bound_equals_asynchronous(times):
-    one = arrivals(simulate(4, 1000, mode="asynchronous", compute_time=times))
-    other = arrivals(simulate(4, 1000, mode="bounded", bound=100, compute_time=times))
-    assert max(lead_at_reads(one, 4)) < 100
+    asynchronous = arrivals(simulate(4, 1000, mode="asynchronous", compute_time=times))
+    bounded = arrivals(simulate(4, 1000, mode="bounded", bound=100, compute_time=times))
+    assert max(lead_at_reads(asynchronous, 4)) < 100
     for name in ("worker", "staleness", "applied", "commit", "reads", "began", "time"):
-        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+        assert np.array_equal(getattr(asynchronous, name), getattr(bounded, name)), name
 
 
 # softsync, warm-up ---------------------------------------------------------------------------------------------------
@@ -446,10 +455,10 @@ def test_first_worker_warms_up_then_all_join(words, times):
 
 @pytest.mark.parametrize("spares", [0, 2])
 def test_synchronous_warmup_uses_first_worker(spares):
-    found = simulate(4, 30, spares=spares, warmup_steps=10)
-    assert all(this.present.tolist() == [True, False, False, False] for this in found[:10])
-    assert all((this.applied.sum(), this.commit.sum(), (this.staleness >= 0).sum()) == (1, 1, 1) for this in found[:10])
-    assert all(this.present.sum() == 4 - spares for this in found[10:])
+    rounds = simulate(4, 30, spares=spares, warmup_steps=10)
+    assert all(this.present.tolist() == [True, False, False, False] for this in rounds[:10])
+    assert all((this.applied.sum(), this.commit.sum(), (this.staleness >= 0).sum()) == (1, 1, 1) for this in rounds[:10])
+    assert all(this.present.sum() == 4 - spares for this in rounds[10:])
 
 
 # network -------------------------------------------------------------------------------------------------------------
@@ -491,22 +500,27 @@ def test_single_worker_waits_for_network_in_every_mode(words):
 
 @pytest.mark.parametrize("words", [{"spares": 1}, LATE["async"], LATE["bounded_2"], LATE["softsync_3"], LATE["network"]], ids=str)
 def test_same_declaration_gives_same_rounds(words):
-    one, other, third = (simulate(6, 100, **words, seed=seed) for seed in (3, 3, 4))
-    assert all(map(same, one, other))
-    assert not any(a.end == b.end for a, b in zip(one, third, strict=True))
+    first, again, another_seed = (simulate(6, 100, **words, seed=seed) for seed in (3, 3, 4))
+    assert all(map(same, first, again))
+    assert not any(a.end == b.end for a, b in zip(first, another_seed, strict=True))
 
 
 @pytest.mark.parametrize("times", TIMES[1:])
 def test_times_of_worker_do_not_depend_on_others(times):
     few, many, other = Times(times, 2, 5), Times(times, 64, 5), Times(times, 2, 6)
-    of = lambda drawn, worker: [drawn.of(worker, number) for number in (0, 1, 1023, 1024, 5000, 3, 1024)]
+
+    def of(drawn, worker):
+        return [drawn.of(worker, number) for number in (0, 1, 1023, 1024, 5000, 3, 1024)]
+
     assert of(few, 1) == of(many, 1) and of(few, 0) == of(many, 0)
     assert of(few, 1) != of(few, 0) and of(few, 1) != of(other, 1)
     assert of(few, 1)[3] == of(few, 1)[6] and len(set(of(few, 1))) == 6
 
 
 def test_drawn_times_follow_distribution():
-    of = lambda times: np.array([Times(times, 3, 0).of(2, number) for number in range(8 * 1024)])
+    def of(times):
+        return np.array([Times(times, 3, 0).of(2, number) for number in range(8 * 1024)])
+
     # 8,192 draws: sigma of a mean (and of a median) is 1.1 % of an exponential's, 0.0033 of this lognormal's logarithm, and of the
     # logarithm's own sigma 0.8 %; each bound is three sigma or a little more, and the draws are seeded
     seconds = of("exponential(3)")
@@ -542,8 +556,8 @@ def test_step_inputs_without_mask():
 )
 def test_fastest_workers_with_data_take_part(have, wanted):
     events = Events(ParameterServer(spares=1, compute_time=(3.0, 1.0, 2.0, 4.0)), 4)
-    given = events.step_inputs(5, None if have is None else np.array(have))
-    assert set(given) == {"present", "counted"} and set(np.flatnonzero(given["present"])) == set(wanted)
+    inputs = events.step_inputs(5, None if have is None else np.array(have))
+    assert set(inputs) == {"present", "counted"} and set(np.flatnonzero(inputs["present"])) == set(wanted)
 
 
 HAVES = np.array(list(itertools.product([False, True], repeat=6)))
@@ -553,21 +567,21 @@ HAVES = np.array(list(itertools.product([False, True], repeat=6)))
 def test_worker_without_data_changes_nothing(words):
     events = Events(declare(**words), 6, SENT)
     for step, have in enumerate(HAVES):
-        found, given = events.round(step), events.step_inputs(step, have)
-        gone = [at for at in range(6) if not (found.present & have)[found.worker[at]]]
-        assert np.array_equal(given["present"], found.present & have)
-        assert not given["applied"][gone].any() and not given["commit"][gone].any()
+        this, inputs = events.round(step), events.step_inputs(step, have)
+        gone = [at for at in range(6) if not (this.present & have)[this.worker[at]]]
+        assert np.array_equal(inputs["present"], this.present & have)
+        assert not inputs["applied"][gone].any() and not inputs["commit"][gone].any()
         kept = [at for at in range(6) if at not in gone]
-        flushed = words["mode"] == "softsync" and len(gone) and found.present[found.worker[gone]].any() and len(kept)
-        assert not flushed or given["commit"][kept[-1]], "what was gathered when the data ends is an update"
+        flushed = words["mode"] == "softsync" and len(gone) and this.present[this.worker[gone]].any() and len(kept)
+        assert not flushed or inputs["commit"][kept[-1]], "what was gathered when the data ends is an update"
         for name in ("applied", "weight", *(() if flushed else ("commit",))):
-            assert np.array_equal(given[name][kept], getattr(found, name)[kept])
-        assert np.array_equal(given["worker"], found.worker) and np.array_equal(given["reads"], found.reads)
+            assert np.array_equal(inputs[name][kept], getattr(this, name)[kept])
+        assert np.array_equal(inputs["worker"], this.worker) and np.array_equal(inputs["reads"], this.reads)
         plain = events.step_inputs(step)
-        assert all(np.array_equal(value, getattr(found, name)) for name, value in plain.items() if name != "counted")
+        assert all(np.array_equal(value, getattr(this, name)) for name, value in plain.items() if name != "counted")
         counts = counted(events, step, have)
-        assert counts["gradients_applied"] == given["applied"].sum()
-        assert counts["gradients_dropped"] == given["present"].sum() - given["applied"].sum()
+        assert counts["gradients_applied"] == inputs["applied"].sum()
+        assert counts["gradients_dropped"] == inputs["present"].sum() - inputs["applied"].sum()
 
 
 @every_late
@@ -575,9 +589,9 @@ def test_worker_with_data_reads_when_others_have_none(words):
     """Its next gradient would else be of older weights than its staleness says."""
     events = Events(declare(**words), 6, SENT)
     for step, have in enumerate(HAVES):
-        found, given = events.round(step), events.step_inputs(step, have)
-        others = have | ~found.present  # who waits, or is under way, is not without data
-        assert np.array_equal(given["reads"][:, others], found.reads[:, others])
+        this, inputs = events.round(step), events.step_inputs(step, have)
+        others = have | ~this.present  # who waits, or is under way, is not without data
+        assert np.array_equal(inputs["reads"][:, others], this.reads[:, others])
 
 
 # traces --------------------------------------------------------------------------------------------------------------

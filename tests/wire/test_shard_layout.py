@@ -131,23 +131,23 @@ def test_join_rows_gives_shard(axes, shape, spec):
 def test_local_shard_equals_jax_placement(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
     mesh = spmd.make_mesh(axes)
-    own = jax.jit(jax.shard_map(layout.local_shard, mesh=mesh, in_specs=jax.P(), out_specs=pspec(spec), check_vma=False))(x)
-    assert np.array_equal(own, x)
+    local = jax.jit(jax.shard_map(layout.local_shard, mesh=mesh, in_specs=jax.P(), out_specs=pspec(spec), check_vma=False))(x)
+    assert np.array_equal(local, x)
     placed = {shard.device: np.asarray(shard.data) for shard in jax.device_put(x, jax.NamedSharding(mesh, pspec(spec))).addressable_shards}
-    found = {shard.device: np.asarray(shard.data) for shard in own.addressable_shards}
-    assert set(found) == set(mesh.devices.flat)
-    assert all(np.array_equal(found[device], placed[device]) for device in found)
+    shards = {shard.device: np.asarray(shard.data) for shard in local.addressable_shards}
+    assert set(shards) == set(mesh.devices.flat)
+    assert all(np.array_equal(shards[device], placed[device]) for device in shards)
     assert all(
-        np.array_equal(found[device], piece_at(x, axes, spec, at)) for device, at in zip(mesh.devices.flat, places(axes), strict=True)
+        np.array_equal(shards[device], piece_at(x, axes, spec, at)) for device, at in zip(mesh.devices.flat, places(axes), strict=True)
     )
 
 
 def test_order_of_axes_in_entry_decides_shard():
     x, axes = jnp.asarray(numbered((8, 3))), {"node": 2, "data": 4}
-    one, other = make(axes, (8, 3), (("node", "data"),)), make(axes, (8, 3), (("data", "node"),))
-    assert np.array_equal(one.shards(x), x.reshape(8, 3))
-    assert np.array_equal(other.shards(x), np.asarray(x).reshape(4, 2, 3).swapaxes(0, 1).reshape(8, 3))
-    assert not np.array_equal(one.to_rows(x), other.to_rows(x))
+    node_first, data_first = make(axes, (8, 3), (("node", "data"),)), make(axes, (8, 3), (("data", "node"),))
+    assert np.array_equal(node_first.shards(x), x.reshape(8, 3))
+    assert np.array_equal(data_first.shards(x), np.asarray(x).reshape(4, 2, 3).swapaxes(0, 1).reshape(8, 3))
+    assert not np.array_equal(node_first.to_rows(x), data_first.to_rows(x))
 
 
 def test_rows_of_bfloat16_are_exact_float32():

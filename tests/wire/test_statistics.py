@@ -117,9 +117,9 @@ def test_local_sgd_workers_wait_at_synchronizations(trace, mode):
     part = ServerStatistics.of(
         events_of(trace, mode=mode, every=4), 78
     )  # ends between two synchronizations, when the slowest worker is done
-    own = TABLE[76:80].cumsum(axis=0)
-    assert part.seconds == parts[:19].max(axis=1).sum() + own[1].max()
-    assert part.compute_seconds.tolist() == (parts[:19].sum(axis=0) + np.minimum(own[1].max(), own[2])).tolist()
+    ends = TABLE[76:80].cumsum(axis=0)
+    assert part.seconds == parts[:19].max(axis=1).sum() + ends[1].max()
+    assert part.compute_seconds.tolist() == (parts[:19].sum(axis=0) + np.minimum(ends[1].max(), ends[2])).tolist()
 
 
 # what became of gradients --------------------------------------------------------------------------------------------
@@ -129,18 +129,18 @@ def test_local_sgd_workers_wait_at_synchronizations(trace, mode):
 @every_mode
 def test_statistics_count_gradients_of_rounds(trace, words, network):
     events = events_of(trace, network=network, **words)
-    stats, found = ServerStatistics.of(events, 100), [events.round(step) for step in range(100)]
+    stats, rounds = ServerStatistics.of(events, 100), [events.round(step) for step in range(100)]
     applied, dropped, late = np.zeros(WORKERS, int), np.zeros(WORKERS, int), []
-    for this in found:
+    for this in rounds:
         applied[this.worker[this.applied]] += 1
         dropped[this.worker[~this.applied & (this.staleness >= 0)]] += 1
         late += this.staleness[: this.takes.sum()].tolist()
-    assert stats.arrived.tolist() == sum(this.takes.astype(int) for this in found).tolist()
+    assert stats.arrived.tolist() == sum(this.takes.astype(int) for this in rounds).tolist()
     assert stats.applied.tolist() == applied.tolist() and stats.dropped.tolist() == dropped.tolist()
     assert (applied + dropped == stats.arrived).all() and dropped.any() == ("spares" in words or "max_staleness" in words)
     assert stats.staleness.tolist() == np.bincount(late).tolist() and stats.staleness.sum() == stats.arrived.sum()
     if not events.declared.local:
-        assert stats.updates == sum(this.commit.sum() for this in found)
+        assert stats.updates == sum(this.commit.sum() for this in rounds)
 
 
 def test_staleness_of_equal_workers():
@@ -216,9 +216,9 @@ def test_fragments_are_sent_separately(trace):
 def test_statistics_do_not_change_events(trace, words):
     events = events_of(trace, network=LINK, **words)
     before = events.round(150)
-    one, other = ServerStatistics.of(events, 100), ServerStatistics.of(events_of(trace, network=LINK, **words), 100)
-    assert events.round(150) is before and one.seconds == other.seconds
-    assert all(np.array_equal(getattr(one.spans, name), getattr(other.spans, name)) for name in vars(one.spans))
+    stats, again = ServerStatistics.of(events, 100), ServerStatistics.of(events_of(trace, network=LINK, **words), 100)
+    assert events.round(150) is before and stats.seconds == again.seconds
+    assert all(np.array_equal(getattr(stats.spans, name), getattr(again.spans, name)) for name in vars(stats.spans))
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True, None])

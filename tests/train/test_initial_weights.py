@@ -115,7 +115,10 @@ def test_arrays_that_a_bound_module_lacks_are_a_table():
 @pytest.mark.parametrize("stateful", [False, True])
 def test_bind_of_other_shapes_than_init_makes_is_a_table(stateful):
     params, state = {"w": jnp.zeros((4, 2)), "b": jnp.zeros(2)}, {"mean": jnp.zeros(4)}
-    init = lambda key: (params, state) if stateful else params
+
+    def init(key):
+        return (params, state) if stateful else params
+
     model = spmd.FunctionalModel(init, lambda params, *inputs: inputs[-1] @ params["w"], stateful=stateful)
     arrays = {"w": np.zeros((2, 4), np.float32)}, *([{"mean": np.zeros((1, 4), np.float32)}] if stateful else [])
     with pytest.raises(ModelError) as raised:
@@ -164,24 +167,27 @@ def test_restore_of_params_under_another_optimizer(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "there, here",
+    "saved_layout, layout",
     [
         pytest.param("data_parallel", "fsdp", marks=pytest.mark.slow),
         ("fsdp", "parameter_server"),
         pytest.param("parameter_server", "data_parallel", marks=pytest.mark.slow),
     ],
 )
-def test_restore_of_params_under_another_layout(there, here, tmp_path):
+def test_restore_of_params_under_another_layout(saved_layout, layout, tmp_path):
     model = MODELS["nnx"]()
-    saved = fit(model, checkpoint=tmp_path, layout=there)
-    other = trainer(model, optax.sgd(0.1), layout=here)
-    found = other.rebuild(other.restore(tmp_path, only="params"))
-    assert same(nnx.to_pure_dict(nnx.state(found)), nnx.to_pure_dict(nnx.state(saved.model)))
+    saved = fit(model, checkpoint=tmp_path, layout=saved_layout)
+    other = trainer(model, optax.sgd(0.1), layout=layout)
+    restored = other.rebuild(other.restore(tmp_path, only="params"))
+    assert same(nnx.to_pure_dict(nnx.state(restored)), nnx.to_pure_dict(nnx.state(saved.model)))
 
 
 def test_restore_of_params_of_another_model_is_a_table(tmp_path):
     fit(MODELS["nnx"](), checkpoint=tmp_path)
-    wider = lambda: nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+    def wider():
+        return nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
     with pytest.raises(CheckpointError) as raised:
         trainer(wider, optax.sgd(0.1)).restore(tmp_path, only="params")
     assert str(raised.value).startswith(f"the checkpoint of step 2 in {tmp_path} does not fit this model\n")

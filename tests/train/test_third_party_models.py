@@ -34,11 +34,11 @@ def trained(model, layout="data_parallel", mesh="data=8", *, reduction=None, ste
 
 def assert_as_on_one_device(model, layout, mesh, reduction=None, plain=None):
     """Trained like a model without constraints on one device, and moved by it."""
-    one = trained(plain or model, mesh="data=1")[1].params
+    single = trained(plain or model, mesh="data=1")[1].params
     start = trained(plain or model, mesh="data=1", steps=0)[1].params
     many = trained(model, layout, mesh, reduction=reduction)[1].params
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), many, one)
-    assert any(not np.allclose(a, b) for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(one), strict=True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), many, single)
+    assert any(not np.allclose(a, b) for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(single), strict=True))
 
 
 # boxed parameters ------------------------------------------------------------------------------------------------------
@@ -117,7 +117,9 @@ OVER = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisTyp
     ],
 )
 def test_own_constraints_are_given_to_the_compiler(spec, mesh, reduction):
-    of = lambda spec: lambda: Constrained(spec, nnx.Rngs(0))
+    def of(spec):
+        return lambda: Constrained(spec, nnx.Rngs(0))
+
     assert_as_on_one_device(of(spec), "data_parallel", mesh, reduction, plain=of(None))
 
 
