@@ -12,7 +12,7 @@ help:
 	@echo "make demo         train a CNN on digits over 8 simulated devices; results in runs/demo/"
 	@echo "make test         the quick tests (at most 5 minutes on 2 cores; WORKERS=8 uses more, TESTS=tests/wire runs a part)"
 	@echo "make test-system  the system tests: processes, notebooks, pages, examples, long trainings"
-	@echo "make test-all     all tests, the slow ones too, compiled as users compile"
+	@echo "make test-all     all tests, the slow ones too, with all of XLA's optimizations"
 	@echo "make check        formatting, lint, types, architecture, documentation"
 	@echo "make docs         the documentation site, in site/"
 	@echo "make soak         20 minutes of random faults; the run must end in the same bits"
