@@ -25,11 +25,11 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import spmd
+from spmd.sync.gradient_sync import GradientSync
 from spmd.train import step as step_module
 from spmd.train.compiled_step import Program
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.tree import map_paths
-from spmd.wire.gradient_sync import GradientSync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import gpt

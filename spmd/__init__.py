@@ -50,7 +50,7 @@ _HOMES = {
     "plan": "spmd.planner.planning",
     "saturation": "spmd.planner.scaling",
     "search": "spmd.planner.layout_search",
-    "simulate": "spmd.wire.param_server.simulation",
+    "simulate": "spmd.sync.param_server.simulation",
     "simulate_devices": "spmd.mesh",
     "sweep": "spmd.sweeps.api",
     "uniform": "spmd.sweeps.search_space",
@@ -103,9 +103,9 @@ if TYPE_CHECKING:  # what the table above says, in a form that editors read
     from spmd.sweeps.search_space import log_uniform as log_uniform
     from spmd.sweeps.search_space import uniform as uniform
     from spmd.sweeps.successive_halving import Halving as Halving
+    from spmd.sync.param_server.simulation import simulate as simulate
     from spmd.train.state import State as State
     from spmd.trainer import Trainer as Trainer
-    from spmd.wire.param_server.simulation import simulate as simulate
 
 
 def __getattr__(name: str):

@@ -22,7 +22,7 @@ from spmd.distributed.records import report_to_launcher
 from spmd.distributed.watchdog import TERMINATED, current
 from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean
 from spmd.inference.exporter import ExportReport, export
-from spmd.layout.schema import Layout, spec_text
+from spmd.layout.schema import Layout
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
 from spmd.planner.memory_check import check_step_memory
@@ -36,13 +36,14 @@ from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import RunSchedule
 from spmd.run.signals import SIGTERM_REASON
+from spmd.specs import spec_text
+from spmd.sync.param_server.sync_schedule import unsynced_steps
 from spmd.train.compiled_step import Program
 from spmd.train.model_setup import TrainConfig
 from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe, flatten
 from spmd.user_paths import wrap_os_errors
-from spmd.wire.param_server.sync_schedule import unsynced_steps
 
 
 @dataclasses.dataclass(frozen=True)

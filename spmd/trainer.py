@@ -29,6 +29,9 @@ from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
 from spmd.run.restore_comm_state import check_sync_schedule
+from spmd.sync.notes import notes as exchange_notes
+from spmd.sync.notes import server_notes
+from spmd.sync.param_server.statistics import ServerStatistics
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
@@ -37,9 +40,6 @@ from spmd.train.state import State, check_alive, replicated_moments
 from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract
 from spmd.wire.comm_log import CommLog
-from spmd.wire.notes import notes as exchange_notes
-from spmd.wire.notes import server_notes
-from spmd.wire.param_server.statistics import ServerStatistics
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,16 +16,16 @@ ROW_1, ROW_2, ROW_3 = 10.5, 27.5, 47.5
 # kind, left, top, title, where in the code
 BOXES = {
     "params": ("array", 3, ROW_1, "parameter shards", "State.params"),
-    "gather": ("communication", 22.5, ROW_1, "1 gather parameters", "wire/parameter_sync.py\ngather_params"),
+    "gather": ("communication", 22.5, ROW_1, "1 gather parameters", "sync/parameter_sync.py\ngather_params"),
     "forward": ("compute", 42, ROW_1, "2 loss on local rows", "train/step.py\n_loss"),
     "backward": ("compute", 61.5, ROW_1, "3 backward pass", "train/step.py\n_microbatch_grads"),
     "local": ("array", 81, ROW_1, "local gradients", "full shape,\nsummed over microbatches"),
-    "residual": ("compute", 81, ROW_2, "4 add the residual", "wire/gradient_sync.py\nreduce_gradients"),
+    "residual": ("compute", 81, ROW_2, "4 add the residual", "sync/gradient_sync.py\nreduce_gradients"),
     "encode": ("compute", 61.5, ROW_2, "5 encode, per bucket", "wire/codec/\nencode"),
     "exchange": ("communication", 42, ROW_2, "6 reduce over workers", "wire/collectives.py\nall_to_all or reduce_scatter"),
     "means": ("array", 22.5, ROW_2, "mean gradient shards", "new residual =\ngradient - kept"),
     "optimizer": ("compute", 22.5, ROW_3, "7 optimizer", "train/step.py\n_apply_updates"),
-    "updates": ("communication", 42, ROW_3, "8 gather updates", "wire/parameter_sync.py\ngather_updates (ZeRO-1)"),
+    "updates": ("communication", 42, ROW_3, "8 gather updates", "sync/parameter_sync.py\ngather_updates (ZeRO-1)"),
     "state": ("array", 61.5, ROW_3, "next state", "same shards,\nsame memory (donated)"),
 }
 ARROWS = ["params gather", "gather forward", "forward backward", "backward local", "local residual", "residual encode", "encode exchange"]

@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
 from spmd.errors import DataError, Problem, first_line, join_names, raise_problems, short_repr, type_name
 from spmd.layout.check import spec_problems
-from spmd.layout.resolve import matching_rules, pspec, rule_name
-from spmd.layout.schema import Layout, Spec, spec_axes, spec_text
+from spmd.layout.resolve import matching_rules, rule_name
+from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
+from spmd.specs import Spec, pspec, spec_axes, spec_text
 from spmd.tree import Tree, describe, dtype_of, flatten, map_paths
 
 

@@ -99,10 +99,10 @@ def _check(options: argparse.Namespace) -> str:
     from spmd.layout.check import fit_layout
     from spmd.layout.summary import summary
     from spmd.models.wrap import wrap
+    from spmd.sync.gradient_sync import GradientSync
+    from spmd.sync.notes import notes
+    from spmd.sync.strategies import MeshAxes
     from spmd.tree import flatten
-    from spmd.wire.gradient_sync import GradientSync
-    from spmd.wire.notes import notes
-    from spmd.wire.strategies import MeshAxes
 
     layout = load(options.layout)
     mesh = _mesh(options.mesh, layout)

@@ -9,8 +9,8 @@ from spmd.errors import Problem
 from spmd.layout.fixes import first_names
 from spmd.layout.gradients import GradientRule
 from spmd.layout.resolve import Names, Resolved, codec_rule, default_origin, each_name, resolve
-from spmd.layout.schema import entry_axes, mixes_data_axes, spec_axes, spec_text
 from spmd.mesh import MeshSpec
+from spmd.specs import entry_axes, mixes_data_axes, spec_axes, spec_text
 from spmd.tree import describe, format_bytes
 
 Params = Mapping[str, jax.ShapeDtypeStruct]

@@ -4,8 +4,9 @@ import dataclasses
 import html
 from typing import Any
 
-from spmd.layout.schema import Layout, Rule, spec_text
+from spmd.layout.schema import Layout, Rule
 from spmd.render.html import Html, folded, framed, table
+from spmd.specs import spec_text
 
 OTHERS = ("optimizer", "parameter_server", "remat", "pipeline", "sequence", "experts")
 COLUMNS = ("", "of", "is", "except", "line")

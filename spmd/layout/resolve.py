@@ -6,12 +6,12 @@ import types
 from collections.abc import Mapping
 
 import jax
-from jax.sharding import PartitionSpec
 
 from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.match import compiled
-from spmd.layout.schema import Entry, Layout, Rule, Spec, entry_axes, spec_axes
+from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
+from spmd.specs import Entry, Spec, entry_axes, spec_axes
 from spmd.tree import nbytes
 
 Names = tuple[str | tuple[str, ...] | None, ...]  # a parameter's logical axis names, one or several per dim; dims after the last have none
@@ -63,11 +63,6 @@ class Resolved:
         used |= {axis for rule in (*self.layout.batch.rules, *self.layout.activations) for axis in spec_axes(rule.spec)}
         used |= {self.layout.pipeline.axis, self.layout.sequence.axis}
         return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
-
-
-def pspec(spec: Spec) -> PartitionSpec:
-    """The spec as a `jax.sharding.PartitionSpec`."""
-    return PartitionSpec(*spec)
 
 
 def num_shards(spec: Spec, mesh: MeshSpec) -> int:

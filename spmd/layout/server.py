@@ -1,4 +1,4 @@
-"""What a layout says about the simulated parameter server. Data only; `spmd.wire.param_server` does it."""
+"""What a layout says about the simulated parameter server. Data only; `spmd.sync.param_server` does it."""
 
 import dataclasses
 import math

@@ -3,8 +3,8 @@
 import html
 
 from spmd.layout.resolve import Resolved
-from spmd.layout.schema import spec_text
 from spmd.render.html import Text, aligned, filled, framed, table
+from spmd.specs import spec_text
 from spmd.tree import format_bytes
 
 COLUMNS = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")

@@ -12,13 +12,14 @@ from typing import Any
 from spmd.errors import LayoutError, Problem, closest, did_you_mean, raise_problems, short_repr, type_name
 from spmd.layout.gradients import OPTIONS, Conflict, GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.match import compiled
-from spmd.layout.schema import REPLICATED, Batch, Default, Entry, Layout, OptimizerState, Remat, Rule, Spec
+from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
 from spmd.layout.timing import as_toml
 from spmd.layout.toml_model_parallel import CHOICES as FORWARD_CHOICES
 from spmd.layout.toml_model_parallel import read_model_parallel
 from spmd.layout.toml_server import CHOICES as SERVER_CHOICES
 from spmd.layout.toml_server import read_server
 from spmd.layout.toml_writer import dumps
+from spmd.specs import REPLICATED, Entry, Spec
 
 CHOICES = {
     "gradients.reduction": ("compiler", "all_reduce", "reduce_scatter", "parameter_server"),

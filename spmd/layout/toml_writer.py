@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from spmd.layout.gradients import GradientRule
-from spmd.layout.schema import Batch, Layout, Rule, spec_text
+from spmd.layout.schema import Batch, Layout, Rule
+from spmd.specs import spec_text
 
 
 def dumps(layout: Layout) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from spmd.errors import OptionError, type_name
-from spmd.layout.schema import Layout, Remat, entry_axes, spec_axes
+from spmd.layout.schema import Layout, Remat
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec
+from spmd.specs import entry_axes, spec_axes
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import flatten
 

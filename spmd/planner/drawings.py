@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from spmd.layout.schema import entry_axes, spec_text
 from spmd.mesh import MeshSpec
 from spmd.render.html import Html, framed
 from spmd.render.svg import WIDTH, box, on_box, svg
+from spmd.specs import entry_axes, spec_text
 from spmd.tree import describe
 
 SHARDS = 256  # at most this many shards of an array are drawn

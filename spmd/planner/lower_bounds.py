@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from spmd.layout.schema import spec_axes
 from spmd.mesh import MeshSpec
 from spmd.planner.hlo import Array
 from spmd.planner.memory import tree_on_device
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, transfer_time
 from spmd.planner.traffic import Transfer
+from spmd.specs import spec_axes
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from spmd.layout.schema import spec_axes
 from spmd.planner.compile import Compiled
 from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.target import Target
+from spmd.specs import spec_axes
 from spmd.train.compiled_step import Program
 from spmd.tree import Tree, flatten, format_bytes
 

@@ -16,10 +16,10 @@ from spmd.planner.memory import PREALLOCATED, Memory, memory_of
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, timeline_of
 from spmd.planner.traffic import Traffic, traffic_of
+from spmd.sync.notes import notes as exchange_notes
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten, format_bytes
-from spmd.wire.notes import notes as exchange_notes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ from spmd.planner.planning import Plan
 from spmd.planner.timeline import transfer_time
 from spmd.planner.traffic import Transfer
 from spmd.render.html import Html, framed
+from spmd.sync.notes import exact_bytes
 from spmd.train.compiled_step import Program
-from spmd.wire.notes import exact_bytes
 
 CODECS = ("exact", "bfloat16", "int8")
 BACKWARD = 2 / 3  # the share of computation that can hide the communication of gradients

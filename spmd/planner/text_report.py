@@ -5,12 +5,12 @@ import json
 import math
 from typing import Any
 
-from spmd.layout.schema import spec_axes, spec_text
 from spmd.mesh import MeshSpec
 from spmd.planner.memory import on_device
 from spmd.planner.plan_data import PlanData
 from spmd.planner.timeline import Timeline
 from spmd.render.html import Text, filled
+from spmd.specs import spec_axes, spec_text
 from spmd.train.state import owner_of
 from spmd.tree import describe, flatten, format_bytes
 

@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.errors import Problem
 from spmd.layout.fixes import first_names
 from spmd.nn.layer_order import StageOrder
+from spmd.sync.param_server.packing import Storage
 from spmd.tree import Tree, describe, flatten, map_paths
-from spmd.wire.param_server.packing import Storage
 from spmd.xla import from_bits, to_bits
 
 PARAMS, OPT = "params", "opt"  # path prefixes in a state: parameters, and optimizer state that mirrors them

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from spmd.data.device_dataset import replicate_arrays
 from spmd.errors import LayoutError, ModelError, OptimizerError, SpmdError
-from spmd.layout.schema import spec_axes
+from spmd.specs import spec_axes
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.search_space import SEED
 from spmd.train.compiled_step import prepare_program

@@ -10,9 +10,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd.errors import LayoutError, raise_problems
 from spmd.layout.activations import Output, activation_spec, output_problems
-from spmd.layout.resolve import Resolved, matching_rules, pspec
-from spmd.layout.schema import Rule, keep_axes
+from spmd.layout.resolve import Resolved, matching_rules
+from spmd.layout.schema import Rule
 from spmd.nn.parallel_context import manual_axes
+from spmd.specs import keep_axes, pspec
 from spmd.tree import Tree, flatten
 
 

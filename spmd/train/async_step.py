@@ -1,7 +1,7 @@
 """A step of the asynchronous parameter server: every worker computes at the parameters it last read, and every gradient is an
 update of its own.
 
-The order of arrival, who reads when, and what counts are data (`spmd.wire.param_server.events`); the updates are real. Algorithms:
+The order of arrival, who reads when, and what counts are data (`spmd.sync.param_server.events`); the updates are real. Algorithms:
 Downpour (Dean et al. 2012), staleness-aware and n-softsync (Zhang et al., arXiv:1511.05950), SSP (Ho et al. 2013), DC-ASGD
 (Zheng et al., arXiv:1609.08326).
 """
@@ -15,12 +15,12 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.sync.gradient_sync import GATHERED, HELD, SQUARES, SUM
+from spmd.sync.param_server.async_exchange import fetch_params, send_gradients
 from spmd.train.per_worker_step import PerWorkerStep
 from spmd.train.state import State
 from spmd.train.step import REPLICATED, step_metrics
 from spmd.tree import Tree, flatten
-from spmd.wire.gradient_sync import GATHERED, HELD, SQUARES, SUM
-from spmd.wire.param_server.async_exchange import fetch_params, send_gradients
 
 
 @dataclasses.dataclass(frozen=True)

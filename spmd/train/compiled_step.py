@@ -16,11 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.data.batches import batch_signature, check_batch, check_leaves
 from spmd.errors import DataError, SpmdError, first_line
-from spmd.layout.resolve import pspec
-from spmd.layout.schema import Spec, keep_axes
 from spmd.models.base import Call, Variables
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
+from spmd.specs import Spec, keep_axes, pspec
+from spmd.sync.param_server.events import Events
+from spmd.sync.strategies import constrain
 from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
 from spmd.train.async_step import AsyncStep
@@ -41,8 +42,6 @@ from spmd.train.step import Step, batch_spec, scan_steps
 from spmd.train.whole_batch import Comparison, parts_of
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 from spmd.wire.comm_log import CommLog, read
-from spmd.wire.param_server.events import Events
-from spmd.wire.strategies import constrain
 
 
 class Program:

@@ -1,7 +1,7 @@
 """A step of workers that train independently and synchronize with the servers now and then: local SGD, DiLoCo and EASGD.
 
 Each worker has its own parameters and optimizer state. When they synchronize, and which parameters, is data
-(`spmd.wire.param_server.sync_schedule`). They send a difference of parameters, with the codecs that gradients use.
+(`spmd.sync.param_server.sync_schedule`). They send a difference of parameters, with the codecs that gradients use.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.sync.gradient_sync import CODEC, OUTER, OWN, READ, RESIDUAL
+from spmd.sync.parameter_sync import gather_packed_params
 from spmd.train.per_worker_step import PerWorkerStep
 from spmd.train.state import State
 from spmd.train.step import REPLICATED, step_metrics
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
-from spmd.wire.gradient_sync import CODEC, OUTER, OWN, READ, RESIDUAL
-from spmd.wire.parameter_sync import gather_packed_params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,12 @@ from spmd.models.flax_linen import LinenModel
 from spmd.models.wrap import wrap
 from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
+from spmd.sync.gradient_sync import GradientSync
+from spmd.sync.notes import server_bytes
+from spmd.sync.param_server.events import Events
+from spmd.sync.param_server.packed_model import PackedModel
+from spmd.sync.param_server.packing import Storage
+from spmd.sync.strategies import MeshAxes
 from spmd.train.objective import Objective
 from spmd.train.packing_check import check_packed
 from spmd.train.precision import compute_dtype
@@ -40,12 +46,6 @@ from spmd.train.state import (
     state_shardings,
 )
 from spmd.tree import Tree, flatten
-from spmd.wire.gradient_sync import GradientSync
-from spmd.wire.notes import server_bytes
-from spmd.wire.param_server.events import Events
-from spmd.wire.param_server.packed_model import PackedModel
-from spmd.wire.param_server.packing import Storage
-from spmd.wire.strategies import MeshAxes
 
 
 @dataclasses.dataclass(frozen=True)

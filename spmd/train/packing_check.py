@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from spmd.errors import OptimizerError, first_line
+from spmd.sync.param_server.packing import Storage
 from spmd.tree import Tree
-from spmd.wire.param_server.packing import Storage
 
 LONGEST = 160  # of a dim in the trial: longer than 128, from which optax factors second moments
 NOISE = 1e-5  # sums of float32 in another order; of what is rounded more coarsely, one rounding

@@ -14,8 +14,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import OptimizerError, OptionError, short_repr, type_name
-from spmd.layout.resolve import Resolved, pspec
+from spmd.layout.resolve import Resolved
 from spmd.models.base import Model, Variables
+from spmd.specs import pspec
 from spmd.tree import Tree, describe, flatten, path_of
 
 Memory = Callable[[Any, Tree], Tree]  # from a key and the parameters to what the exchange remembers at step 0

@@ -4,9 +4,9 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+from spmd.sync.notes import exact_bytes
 from spmd.train.model_setup import PlacedModel
 from spmd.wire.comm_log import CommLog
-from spmd.wire.notes import exact_bytes
 
 
 @dataclasses.dataclass

@@ -22,13 +22,16 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.layout.resolve import Placement, Resolved, matching_rules, pspec
-from spmd.layout.schema import Spec, keep_axes
+from spmd.layout.resolve import Placement, Resolved, matching_rules
 from spmd.models.base import Call, Model, Variables
 from spmd.nn.layer_stack import layers_per_stage, split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
 from spmd.nn.pipeline_1f1b import run_1f1b
 from spmd.rng import part_key, worker_key
+from spmd.specs import Spec, keep_axes, pspec
+from spmd.sync.gradient_sync import GradientSync
+from spmd.sync.parameter_sync import gather_packed_params, gather_params, gather_updates, needs_gather
+from spmd.sync.strategies import MeshAxes
 from spmd.train.accumulate import accumulate, microbatches, split_workers
 from spmd.train.activations import Activations
 from spmd.train.metrics import Sums, pack
@@ -37,9 +40,6 @@ from spmd.train.precision import cast, cast_like
 from spmd.train.state import State
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
-from spmd.wire.gradient_sync import GradientSync
-from spmd.wire.parameter_sync import gather_packed_params, gather_params, gather_updates, needs_gather
-from spmd.wire.strategies import MeshAxes
 from spmd.xla import shard_map
 
 REPLICATED = PartitionSpec()

@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd.errors import OptionError, import_extra
 from spmd.render.picture import Picture
-from spmd.wire.param_server.statistics import ServerStatistics
+from spmd.sync.param_server.statistics import ServerStatistics
 
 COMPUTES, SENDS, WAITS, DROPPED, UPDATE = "#3566c0", "#c4571f", "#e4e4e4", "#b9c9e8", "#222222"
 GRADIENTS = 16  # of a worker by default; more are hard to distinguish

@@ -18,8 +18,8 @@ from spmd.launch import cli
 from spmd.launch.hostfile import read_hosts
 from spmd.layout import toml_reader
 from spmd.layout.gradients import OPTIONS
+from spmd.sync.strategies import REDUCTIONS
 from spmd.wire.codec import CODECS
-from spmd.wire.strategies import REDUCTIONS
 
 pytestmark = pytest.mark.system
 

@@ -9,10 +9,11 @@ from spmd.errors import LayoutError
 from spmd.layout import resolve as resolving
 from spmd.layout.check import fit_layout
 from spmd.layout.resolve import shard_largest_dim
-from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule, spec_text
+from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.summary import notes, rows, summary
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec
+from spmd.specs import spec_text
 
 MESH = MeshSpec.parse("data=4,model=2")
 

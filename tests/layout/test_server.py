@@ -12,7 +12,7 @@ from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.server import FRACTIONS, KINDS, OF_MODE, ParameterServer
 from spmd.layout.timing import Network
 from spmd.layout.toml_reader import loads
-from spmd.wire.param_server.clock import Times
+from spmd.sync.param_server.clock import Times
 from tests.layout.applied import X, Y, error_text, fits, unreadable
 
 

@@ -16,8 +16,8 @@ import spmd
 from spmd.errors import CheckpointError, DataError
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.reshard_checkpoint import Repacking, Unpacked, sharded_over_devices
+from spmd.sync.param_server.packing import Storage
 from spmd.tree import abstract, describe, flatten
-from spmd.wire.param_server.packing import Storage
 
 SHAPES = {  # two dtypes, a scalar, an empty array, a list, layers that are alike, and sizes that nothing divides
     "blocks": [{"kernel": ((5, 7), "float32"), "bias": ((7,), "bfloat16")}, {"kernel": ((5, 7), "float32"), "bias": ((7,), "bfloat16")}],

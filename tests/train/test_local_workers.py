@@ -14,8 +14,8 @@ from flax import nnx
 
 import spmd
 from spmd.errors import CheckpointError
+from spmd.sync.gradient_sync import OUTER, OWN, READ
 from spmd.tree import flatten
-from spmd.wire.gradient_sync import OUTER, OWN, READ
 from tests.train.served import ALL_REDUCE, MOMENTUM, ROWS, data, far, served, train, trainer_of
 
 SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-2)

@@ -17,14 +17,15 @@ import pytest
 import spmd
 from spmd.errors import CodecError
 from spmd.layout.gradients import OPTIONS, Gradients
-from spmd.layout.resolve import pspec, resolve
-from spmd.layout.schema import Batch, Layout, OptimizerState, Rule, keep_axes
+from spmd.layout.resolve import resolve
+from spmd.layout.schema import Batch, Layout, OptimizerState, Rule
 from spmd.mesh import MeshSpec
+from spmd.specs import keep_axes, pspec
+from spmd.sync import gradient_sync
+from spmd.sync.gradient_sync import RESIDUAL, GradientSync
+from spmd.sync.strategies import MeshAxes
 from spmd.tree import flatten
-from spmd.wire import gradient_sync
 from spmd.wire.codec import CODECS, bfloat16, make_codec
-from spmd.wire.gradient_sync import RESIDUAL, GradientSync
-from spmd.wire.strategies import MeshAxes
 
 START = 2  # steps that reduce exactly first
 STEPS = 50

@@ -9,14 +9,15 @@ import pytest
 
 import spmd
 from spmd.layout.gradients import Gradients
-from spmd.layout.resolve import pspec, resolve
-from spmd.layout.schema import Layout, keep_axes
+from spmd.layout.resolve import resolve
+from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
+from spmd.specs import keep_axes, pspec
+from spmd.sync.gradient_sync import CODEC, RESIDUAL, GradientSync
+from spmd.sync.strategies import MeshAxes
 from spmd.wire.codec.base import Bucket
 from spmd.wire.codec.power_sgd import PowerSgd, orthonormal
-from spmd.wire.gradient_sync import CODEC, RESIDUAL, GradientSync
 from spmd.wire.shard_layout import ShardLayout
-from spmd.wire.strategies import MeshAxes
 
 SHAPE = (24, 16)
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.layout.resolve import pspec
-from spmd.layout.schema import entry_axes
+from spmd.specs import entry_axes, pspec
 from spmd.wire.shard_layout import ShardLayout
 
 # axes with their sizes (outermost first), shape, spec

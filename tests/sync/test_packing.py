@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import NamedSharding
 
 import spmd
-from spmd.layout.resolve import pspec
 from spmd.layout.schema import Batch, Layout
 from spmd.layout.server import PLACEMENTS
 from spmd.mesh import MeshSpec
+from spmd.specs import pspec
+from spmd.sync.param_server.packing import Storage
+from spmd.sync.param_server.placement import STRATEGIES, assign
 from spmd.tree import flatten
-from spmd.wire.param_server.packing import Storage
-from spmd.wire.param_server.placement import STRATEGIES, assign
 
 pytestmark = pytest.mark.optimized
 

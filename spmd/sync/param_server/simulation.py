@@ -10,9 +10,9 @@ from spmd.layout.gradients import Gradients
 from spmd.layout.schema import Layout
 from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
-from spmd.wire.param_server.events import Events
-from spmd.wire.param_server.statistics import ServerStatistics
-from spmd.wire.param_server.timeline import check_number
+from spmd.sync.param_server.events import Events
+from spmd.sync.param_server.statistics import ServerStatistics
+from spmd.sync.param_server.timeline import check_number
 
 
 def simulate(

@@ -6,12 +6,12 @@ import math
 import numpy as np
 
 from spmd.layout.resolve import Placement, Resolved, codec_rule
-from spmd.layout.schema import Entry, Spec, entry_axes, keep_axes, mixes_data_axes
+from spmd.specs import Entry, Spec, entry_axes, keep_axes, mixes_data_axes
+from spmd.sync.strategies import MeshAxes, Reduction
 from spmd.wire.codec import make_codec
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import Exact
 from spmd.wire.shard_layout import ShardLayout
-from spmd.wire.strategies import MeshAxes, Reduction
 
 MAX_EXACT_BUCKET = 2**20  # bytes; a larger exact gradient has a collective of its own
 

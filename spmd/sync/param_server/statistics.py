@@ -8,9 +8,9 @@ import numpy as np
 from spmd.deprecated import warn
 from spmd.layout.server import ParameterServer
 from spmd.layout.timing import Network
+from spmd.sync.param_server.events import Events
+from spmd.sync.param_server.timeline import GradientSpans, spans
 from spmd.tree import format_bytes
-from spmd.wire.param_server.events import Events
-from spmd.wire.param_server.timeline import GradientSpans, spans
 
 MAX_ROWS = 10  # printed workers; of more, those that compute least and most
 

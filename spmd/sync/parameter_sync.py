@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.layout.resolve import Placement, pspec
-from spmd.layout.schema import Spec, entry_axes, keep_axes, mixes_data_axes, spec_axes
+from spmd.layout.resolve import Placement
+from spmd.specs import Spec, entry_axes, keep_axes, mixes_data_axes, pspec, spec_axes
+from spmd.sync.gradient_sync import GradientSync
+from spmd.sync.strategies import MeshAxes, constrain
 from spmd.tree import Tree, flatten
 from spmd.wire import collectives
 from spmd.wire.codec.base import packed_collective
 from spmd.wire.codec.bfloat16 import Bfloat16
-from spmd.wire.gradient_sync import GradientSync
-from spmd.wire.strategies import MeshAxes, constrain
 from spmd.xla import shard_map
 
 

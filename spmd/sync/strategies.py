@@ -11,8 +11,8 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from spmd.layout.resolve import Placement, pspec
-from spmd.layout.schema import Spec
+from spmd.layout.resolve import Placement
+from spmd.specs import Spec, pspec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd.layout.server import ParameterServer
 from spmd.layout.timing import parse_staleness_scale
-from spmd.wire.param_server.clock import Times
+from spmd.sync.param_server.clock import Times
 
 MIN_WEIGHT = 1e-20  # of a gradient: float32 must be able to divide by it
 # Kinds of events. At one instant arrivals come before reads. QUEUES: a gradient reaches the server's link. TRACE_ENDS: a worker

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.layout.resolve import Resolved, pspec
-from spmd.layout.schema import Spec, keep_axes, spec_axes
+from spmd.layout.resolve import Resolved
+from spmd.specs import Spec, keep_axes, pspec, spec_axes
+from spmd.sync.gradient_plan import MAX_EXACT_BUCKET, GradientSpec, devices_along, make_buckets, plan_gradients
+from spmd.sync.param_server.placement import assign
+from spmd.sync.strategies import REDUCTIONS, MeshAxes, Reduction, constrain
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
 from spmd.wire.codec.base import Bucket
 from spmd.wire.codec.bfloat16 import self_test
 from spmd.wire.codec.exact import exact_mean
 from spmd.wire.comm_log import WARM_UP
-from spmd.wire.gradient_plan import MAX_EXACT_BUCKET, GradientSpec, devices_along, make_buckets, plan_gradients
-from spmd.wire.param_server.placement import assign
-from spmd.wire.strategies import REDUCTIONS, MeshAxes, Reduction, constrain
 from spmd.xla import shard_map
 
 # keys of the communication state, as stored in checkpoints

@@ -7,8 +7,8 @@ import pytest
 
 from spmd.layout.server import ParameterServer
 from spmd.layout.timing import Network
-from spmd.wire.param_server.clock import Times
-from spmd.wire.param_server.events import Events, rounds
+from spmd.sync.param_server.clock import Times
+from spmd.sync.param_server.events import Events, rounds
 
 SENT = (1e6, 2e6)  # bytes; at 80Mb/s 0.1 and 0.2 seconds
 LINK = {"bandwidth": "80Mb/s", "latency": "50ms"}

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from spmd.models.base import Call, Model, Variables
+from spmd.sync.param_server.packing import Storage
 from spmd.tree import Tree
-from spmd.wire.param_server.packing import Storage
 
 
 class PackedModel(Model):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from spmd.layout.server import ParameterServer
-from spmd.wire.param_server.clock import Times
-from spmd.wire.param_server.schedule import Round
+from spmd.sync.param_server.clock import Times
+from spmd.sync.param_server.schedule import Round
 
 
 def sync_steps(declared: ParameterServer, workers: int, times: Times, send: float, receive: float, latency: float) -> Iterator[Round]:

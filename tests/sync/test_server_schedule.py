@@ -10,8 +10,8 @@ import pytest
 from spmd.errors import OptionError
 from spmd.layout.server import MODES, ParameterServer
 from spmd.layout.timing import Network, parse_staleness_scale
-from spmd.wire.param_server.clock import Times
-from spmd.wire.param_server.events import MAX_KEPT_ROUNDS, Events, rounds
+from spmd.sync.param_server.clock import Times
+from spmd.sync.param_server.events import MAX_KEPT_ROUNDS, Events, rounds
 
 TIMES = ("constant", "exponential(1)", "lognormal(1.0, 0.3)")
 SENT = (1e6, 1e6)  # bytes; at 80Mb/s 0.1 seconds each way

@@ -9,9 +9,9 @@ import pytest
 import spmd
 from spmd.errors import LayoutError, OptionError
 from spmd.layout.server import ParameterServer
-from spmd.wire.notes import server_bytes
-from spmd.wire.param_server.events import Events
-from spmd.wire.param_server.statistics import ServerStatistics
+from spmd.sync.notes import server_bytes
+from spmd.sync.param_server.events import Events
+from spmd.sync.param_server.statistics import ServerStatistics
 
 WORKERS, ROWS = 6, 240
 TABLE = np.random.default_rng(0).integers(1, 128, (ROWS, WORKERS)) / 64
