@@ -25,7 +25,7 @@ import optax
 import reported
 
 import spmd
-from spmd.layout.gradients import BIASED
+from spmd.wire.codec import CODECS
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -39,7 +39,7 @@ PAIRS, EPSILON = 2048, 0.25
 
 def alone(codec: str, feedback: bool) -> bool:
     """Whether a biased codec needs the option that allows it without feedback."""
-    return codec in BIASED and not feedback
+    return CODECS[codec].biased and not feedback
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,46 +1,14 @@
-"""The `[gradients]` table: how gradients are reduced, and with which codec. Data only; `spmd.wire` implements it."""
+"""The `[gradients]` table: how gradients are reduced, and with which codec. Data only; `spmd.sync` implements it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from spmd.errors import OptionError, type_name
 from spmd.layout.match import names
+from spmd.wire.codec import CODECS
 
 Options = tuple[tuple[str, Any], ...]
-
-
-def _positive(value: Any) -> str:
-    return "" if type(value) is int and value >= 1 else "a whole number from 1"
-
-
-def _fraction(value: Any) -> str:
-    return "" if type(value) in (int, float) and 0 < value <= 1 else "a fraction of the elements, above 0, at most 1"
-
-
-def _at_least_one(value: Any) -> str:
-    return "" if type(value) in (int, float) and value >= 1 else "a number from 1"
-
-
-def _boolean(value: Any) -> str:
-    return "" if type(value) is bool else "true or false"
-
-
-def _reduce_mode(value: Any) -> str:
-    return "" if value in ("one_shot", "ring") else '"one_shot" or "ring"'
-
-
-# codec -> option -> (default, check that returns what a value must be, or "" if it is valid)
-OPTIONS: dict[str, dict[str, tuple[Any, Callable[[Any], str]]]] = {
-    "exact": {},
-    "bfloat16": {"reduce": ("one_shot", _reduce_mode)},
-    "int8": {"block": (256, _positive)},
-    "float8": {"block": (256, _positive)},
-    "sign": {"block": (1024, _positive)},
-    "top_k": {"keep": (0.01, _fraction)},
-    "power_sgd": {"rank": (4, _positive), "min_compression": (2.0, _at_least_one), "warm_start": (True, _boolean)},
-}
-BIASED = ("sign", "top_k", "power_sgd")  # without error feedback, what they drop is lost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +111,10 @@ def _pairs(options: Any, what: str, reserved: tuple[str, ...]) -> Options:
     return pairs
 
 
+def _biased(codec: str) -> bool:
+    return codec in CODECS and CODECS[codec].biased
+
+
 @dataclasses.dataclass(frozen=True)
 class Conflict:
     """Keys that contradict each other: at which key, or in which rule (from 0), why, a fix, and the problem's kind."""
@@ -164,7 +136,7 @@ def gradient_problems(gradients: Gradients) -> list[Conflict]:
             why = f'"{codec}" under reduction "compiler": XLA reduces gradients itself, in their own dtype.'
             conflicts.append(Conflict("codec", why, 'reduction = "all_reduce", or "reduce_scatter".', rule))
     for rule, codec, options in codecs:
-        if codec in BIASED and not gradients.error_feedback and not gradients.allow_biased:
+        if _biased(codec) and not gradients.error_feedback and not gradients.allow_biased:
             why = f"{codec} without error feedback: what it drops is lost, and training may not converge."
             conflicts.append(Conflict("codec", why, "[gradients] error_feedback = true, or allow_biased = true to go without.", rule))
         if dict(options).get("reduce") == "ring":
@@ -182,7 +154,7 @@ def gradient_problems(gradients: Gradients) -> list[Conflict]:
         conflicts.append(Conflict("exact_axes", f"names {', '.join(repeated)} more than once.", "each axis once."))
     unread = ["weights", "diagnostics"] if auto else []
     unread += ["start_step", "exact_axes", "bucket_bytes", "diagnostics"] if not gradients.compressed else []
-    unread += ["allow_biased"] if gradients.error_feedback or not any(codec in BIASED for codec in gradients.codecs) else []
+    unread += ["allow_biased"] if gradients.error_feedback or not any(map(_biased, gradients.codecs)) else []
     for field in dataclasses.fields(gradients):
         if field.name in unread and getattr(gradients, field.name) != field.default:
             why = "nothing reads it: " + ('under reduction "compiler" XLA reduces gradients itself.' if auto else "no codec here does.")

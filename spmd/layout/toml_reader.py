@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import LayoutError, Problem, closest, did_you_mean, raise_problems, short_repr, type_name
-from spmd.layout.gradients import OPTIONS, Conflict, GradientRule, Gradients, Options, gradient_problems
+from spmd.layout.gradients import Conflict, GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.match import compiled
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
 from spmd.layout.timing import as_toml
@@ -20,10 +20,12 @@ from spmd.layout.toml_server import CHOICES as SERVER_CHOICES
 from spmd.layout.toml_server import read_server
 from spmd.layout.toml_writer import dumps
 from spmd.specs import REPLICATED, Entry, Spec
+from spmd.wire.codec import CODECS, codec_options
+from spmd.wire.codec.base import option_problem
 
 CHOICES = {
     "gradients.reduction": ("compiler", "all_reduce", "reduce_scatter", "parameter_server"),
-    "gradients.codec": tuple(OPTIONS),
+    "gradients.codec": CODECS,
     "gradients.weights": ("exact", "bfloat16"),
     **SERVER_CHOICES,
     **FORWARD_CHOICES,
@@ -289,9 +291,9 @@ class _Reader:
     def gradient_rule(self, item: dict[str, Any], where: str, line: int | None) -> GradientRule:
         path, excepted = self.paths(item, where, line)
         codec = item.get("codec", "exact")
-        if "codec" not in item or not isinstance(codec, str) or codec not in OPTIONS:
+        if "codec" not in item or not isinstance(codec, str) or codec not in CODECS:
             why, fix = (
-                (f'no codec "{codec}".', did_you_mean(str(codec), OPTIONS)) if "codec" in item else ("has no codec.", 'codec = "exact".')
+                (f'no codec "{codec}".', did_you_mean(str(codec), CODECS)) if "codec" in item else ("has no codec.", 'codec = "exact".')
             )
             self.problem(where, why, fix, line)
             return GradientRule(path, "exact", (), excepted, line)
@@ -302,14 +304,13 @@ class _Reader:
         """The valid options of a codec."""
         kept = {}
         for key, value in given.items():
-            readers = [name for name, options in OPTIONS.items() if key in options]
-            if key not in OPTIONS[codec]:
+            if key not in codec_options(codec):
+                readers = [name for name in CODECS if key in codec_options(name)]
                 why = f"it is an option of {', '.join(readers)}; the codec is {codec}." if readers else "nothing reads it."
-                fix = f'leave it out, or codec = "{readers[0]}".' if readers else did_you_mean(key, (*others, *OPTIONS[codec]))
+                fix = f'leave it out, or codec = "{readers[0]}".' if readers else did_you_mean(key, (*others, *codec_options(codec)))
                 self.problem(f"unknown key: {where} {key}", why, fix, line(key), "unknown_key")
                 continue
-            wrong = OPTIONS[codec][key][1](value)
-            if wrong:
+            if wrong := option_problem(CODECS[codec], key, value):
                 self.problem(f"{where} {key}", f"{as_toml(value)} for codec {codec}.", f"{wrong}.", line(key))
             else:
                 kept[key] = value

@@ -10,8 +10,9 @@ from docpages import PAGES, ROOT, prose
 
 import spmd
 from spmd import errors
-from spmd.layout.gradients import OPTIONS, Gradients
+from spmd.layout.gradients import Gradients
 from spmd.layout.schema import Layout
+from spmd.wire.codec import CODECS, codec_options
 
 
 def text(name):
@@ -89,8 +90,8 @@ def test_every_key_of_a_layout_is_listed(section, names):
 
 def test_options_of_codecs_and_the_top_are_listed():
     below = sections("layouts")["[gradients]"]
-    assert not [option for options in OPTIONS.values() for option in options if f"`{option}`" not in below]
-    assert not [codec for codec in OPTIONS if f'`"{codec}"`' not in below]
+    assert not [option for codec in CODECS for option in codec_options(codec) if f"`{option}`" not in below]
+    assert not [codec for codec in CODECS if f'`"{codec}"`' not in below]
     assert "`description`" in sections("layouts")["At the top"] and len(list(keys())) == 13 and Gradients().codec == "exact"
 
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd.errors import OptionError, short_repr, type_name
 from spmd.tree import nbytes
 from spmd.wire import collectives
 from spmd.wire.shard_layout import ShardLayout
@@ -82,10 +83,44 @@ class Bucket:
         return jnp.concatenate([part.reshape(-1, size) for part, size in zip(parts, sizes, strict=True)], axis=1)
 
 
+def option(default: Any, valid: Callable[[Any], bool], wanted: str) -> Any:
+    """A field of a codec: its default, which values are valid, and how an error says what is wanted.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Rounded:
+    ...     digits: int = option(2, lambda value: type(value) is int and value >= 1, "a whole number from 1")
+    """
+    return dataclasses.field(default=default, metadata={"valid": valid, "wanted": wanted})
+
+
+def whole_number(default: int) -> Any:
+    """An option that is a whole number from 1."""
+    return option(default, lambda value: type(value) is int and value >= 1, "a whole number from 1")
+
+
+def option_problem(codec: "type[Codec]", name: str, value: Any) -> str:
+    """What a value of an option must be; "" if it is valid. An option declared without `option` takes values of its default's type."""
+    declared = next(field for field in dataclasses.fields(codec) if field.name == name)
+    if "valid" in declared.metadata:
+        return "" if declared.metadata["valid"](value) else declared.metadata["wanted"]
+    kind = type(declared.default)
+    return "" if type(value) is kind else type_name(declared.default)
+
+
 class Codec(abc.ABC):
-    """A wire format of gradients. Each codec is a frozen dataclass, and its fields are the options."""
+    """A wire format of gradients. Each codec is a frozen dataclass, and its fields are the options.
+
+    `lossless` codecs lose nothing. What a `biased` codec drops is lost for good without error feedback.
+    """
 
     lossless: ClassVar[bool] = False
+    biased: ClassVar[bool] = False
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if wanted := option_problem(type(self), field.name, value):
+                raise OptionError(f"codec {type(self).__name__}: {field.name}={short_repr(value)}.", fix=f"{wanted}.")
 
     @abc.abstractmethod
     def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ from jax import lax
 
 from spmd.errors import CodecError
 from spmd.wire import collectives
-from spmd.wire.codec.base import Bucket, Means, RowCodec, State
+from spmd.wire.codec.base import Bucket, Means, RowCodec, State, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Bfloat16(RowCodec):
       True
     """
 
-    reduce: str = "one_shot"
+    reduce: str = option("one_shot", lambda value: value in ("one_shot", "ring"), '"one_shot" or "ring"')
 
     @property
     def error(self) -> float:

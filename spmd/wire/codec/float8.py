@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.wire.codec.base import RowCodec, blocks, unblocks
+from spmd.wire.codec.base import RowCodec, blocks, unblocks, whole_number
 
 LARGEST = 448.0  # of float8_e4m3fn
 
@@ -23,7 +23,7 @@ class Float8(RowCodec):
       [[448.0, 1.0, -0.25, 0.0]]
     """
 
-    block: int = 256
+    block: int = whole_number(256)
 
     @property
     def error(self) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.wire.codec.base import RowCodec, blocks, unblocks
+from spmd.wire.codec.base import RowCodec, blocks, unblocks, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Int8(RowCodec):
       [[127.0, 1.0, -3.0, 0.0]]
     """
 
-    block: int = 256
+    block: int = whole_number(256)
 
     @property
     def error(self) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from spmd.wire import collectives
-from spmd.wire.codec.base import Bucket, Codec, Means, State
+from spmd.wire.codec.base import Bucket, Codec, Means, State, option, whole_number
 from spmd.wire.shard_layout import ShardLayout
 
 matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -37,9 +38,11 @@ class PowerSgd(Codec):
       True
     """
 
-    rank: int = 4
-    min_compression: float = 2.0
-    warm_start: bool = True
+    biased: ClassVar[bool] = True
+
+    rank: int = whole_number(4)
+    min_compression: float = option(2.0, lambda value: type(value) in (int, float) and value >= 1, "a number from 1")
+    warm_start: bool = option(True, lambda value: type(value) is bool, "true or false")
 
     def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:
         """Whether P and Q are smaller by at least `min_compression`."""

@@ -1,12 +1,12 @@
 """One bit per number."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from spmd.wire.codec.base import RowCodec, blocks, unblocks
+from spmd.wire.codec.base import RowCodec, blocks, unblocks, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,9 @@ class Sign(RowCodec):
       [[2.0, -2.0, 2.0, -2.0, 2.0, 2.0, -2.0, 2.0]]
     """
 
-    block: int = 1024
+    biased: ClassVar[bool] = True
+
+    block: int = whole_number(1024)
 
     @property
     def error(self) -> float:

@@ -1,13 +1,13 @@
 """The numbers of largest magnitude."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.wire.codec.base import RowCodec
+from spmd.wire.codec.base import RowCodec, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,11 @@ class TopK(RowCodec):
       [[0.0, -4.0, 3.0, 0.0]]
     """
 
-    keep: float = 0.01
+    biased: ClassVar[bool] = True
+
+    keep: float = option(
+        0.01, lambda value: type(value) in (int, float) and 0 < value <= 1, "a fraction of the elements, above 0, at most 1"
+    )
 
     @property
     def error(self) -> float:
