@@ -1,4 +1,4 @@
-"""Plan each gradient's communication: its shards, its codec and its bucket. Pure: shapes in, specs out."""
+"""Plan each gradient's communication: its shards and its codec. Pure: shapes in, specs out."""
 
 import dataclasses
 import math
@@ -9,22 +9,16 @@ from spmd.layout.resolve import Placement, Resolved, codec_rule
 from spmd.specs import Entry, Spec, entry_axes, keep_axes, mixes_data_axes
 from spmd.sync.strategies import MeshAxes, Reduction
 from spmd.wire.codec import make_codec
-from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import Exact
+from spmd.wire.reduction import Transfer
 from spmd.wire.shard_layout import ShardLayout
-
-MAX_EXACT_BUCKET = 2**20  # bytes; a larger exact gradient has a collective of its own
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientSpec:
+class GradientSpec(Transfer):
     """How one parameter's gradient is sharded and communicated."""
 
     placement: Placement
-    codec_name: str
-    shard_layout: ShardLayout
-    codec: Codec
-    error_feedback: bool
     model_spec: Spec  # its spec along the mesh axes that are not data axes
     nested: bool  # whether each device communicates its local shard along these axes
     dtype: np.dtype  # in which an exact gradient is sent
@@ -47,29 +41,11 @@ def _plan(placement: Placement, resolved: Resolved, mesh_axes: MeshAxes, reducti
     mean_spec = keep_axes(reduction.mean_spec(placement), mesh_axes.data_axes)
     shard_layout = ShardLayout(local_shape if nested else placement.shape, mean_spec, mesh_axes.data_axes, sizes)
     rule = codec_rule(declared, placement.path)
-    name, codec = rule.codec, make_codec(rule.codec, rule.options)
+    codec = make_codec(rule.codec, rule.options)
     if not (math.prod(placement.shape) and codec_applies(resolved, mesh_axes) and codec.compresses(shard_layout, placement.shape)):
-        name, codec = "exact", Exact()
+        codec = Exact()
     error_feedback = declared.error_feedback and not codec.lossless
-    return GradientSpec(placement, name, shard_layout, codec, error_feedback, model_spec, nested, dtype)
-
-
-def make_buckets(specs: dict[str, GradientSpec], limit: int) -> list[list[str]]:
-    """Paths of the gradients that are communicated together: same codec, same replicated axes, up to `limit` bytes as float32.
-
-    Exact gradients would be copied into a bucket without getting smaller, so their limit is lower.
-    """
-    buckets: list[list[str]] = []
-    filling: dict[tuple, tuple[list[str], int]] = {}
-    for path, spec in specs.items():
-        key, size = (spec.codec, spec.shard_layout.replicated_axes, spec.nested), 4 * math.prod(spec.shard_layout.shape)
-        paths, filled = filling.get(key, ([], 0))
-        if not paths or filled + size > (min(limit, MAX_EXACT_BUCKET) if spec.codec.lossless else limit):
-            paths, filled = [], 0
-            buckets.append(paths)
-        paths.append(path)
-        filling[key] = (paths, filled + size)
-    return buckets
+    return GradientSpec(shard_layout, codec, error_feedback, placement, model_spec, nested, dtype)
 
 
 def codec_applies(resolved: Resolved, mesh_axes: MeshAxes) -> bool:

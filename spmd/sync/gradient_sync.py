@@ -1,6 +1,6 @@
 """Gradient synchronization: reduce the gradients of one step, with codecs and error feedback.
 
-`GradientSync.reduce_gradients` does all of it: bucket, add the residuals, communicate, and keep what the codecs lost.
+`spmd.wire.reduction` does the work. Here is what a layout adds: which gradients are sharded how, and parameter servers.
 """
 
 import dataclasses
@@ -15,19 +15,17 @@ from jax.sharding import PartitionSpec
 
 from spmd.layout.resolve import Resolved
 from spmd.specs import Spec, keep_axes, pspec, spec_axes
-from spmd.sync.gradient_plan import MAX_EXACT_BUCKET, GradientSpec, devices_along, make_buckets, plan_gradients
+from spmd.sync.gradient_plan import GradientSpec, devices_along, plan_gradients
 from spmd.sync.param_server.placement import assign
 from spmd.sync.strategies import REDUCTIONS, MeshAxes, Reduction, constrain
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
-from spmd.wire.codec.base import Bucket
 from spmd.wire.codec.bfloat16 import self_test
 from spmd.wire.codec.exact import exact_mean
-from spmd.wire.comm_log import WARM_UP
+from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, RESIDUAL, Memory, make_buckets, reduce_mean
 from spmd.xla import shard_map
 
-# keys of the communication state, as stored in checkpoints
-RESIDUAL = "residual"  # what a worker's codec has lost so far: float32[workers, *parameter], sharded over workers on dim 0
+# keys of the communication state, as stored in checkpoints; with those of `spmd.wire.reduction`
 HELD = "held"  # the parameters that each worker has read: [positions, workers, row], sharded over the servers' positions on dim 0
 SUM = "sum"  # sum of the weighted gradients of the next update: [positions, row], likewise
 GATHERED = "gathered"  # the sum of their weights, and their number: [2]
@@ -35,7 +33,6 @@ SQUARES = "squares"  # the servers' moving mean of squared gradients: [positions
 OWN = "own"  # each worker's local parameters: [workers, positions, row], sharded over workers
 READ = "read"  # the parameters that workers last read from the servers: [positions, row], replicated
 OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], sharded over positions
-CODEC = "codec"  # the codec's own state: [blocks along the other axes, ...], equal on all workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +166,7 @@ class GradientSync:
             part = {path: grad.astype(spec.dtype) for path, grad in flat.items() if (spec := self.gradient_specs[path]).nested == nested}
             if part:
                 part_state = {path: entry for path, entry in comm_state.items() if path in part}
-                sync = self._sync_nested(part, part_state) if nested else self._sync_buckets
+                sync = self._sync_nested(part, part_state) if nested else self._sync
                 part_means, part_next_state, part_measured = sync(part, part_state, step)
                 means |= part_means
                 next_state |= part_next_state
@@ -194,8 +191,8 @@ class GradientSync:
         values = jnp.stack([jnp.sqrt(residual), jnp.sqrt(error / jnp.where(exact == 0, 1.0, exact))])
         return jnp.stack([values, jnp.ones_like(values)])
 
-    def _sync_nested(self, grads: dict[str, Any], comm_state: dict[str, Any]) -> Callable[..., Any]:
-        """`_sync_buckets` on each device's local shard along the model axes, so that only that shard is sent.
+    def _sync_nested(self, grads: dict[str, Any], comm_state: Memory) -> Callable[..., Any]:
+        """`_sync` on each device's local shard along the model axes, so that only that shard is sent.
 
         Left to the partitioner, a collective on an array that is sharded over a model axis gathers it there first.
         """
@@ -205,40 +202,26 @@ class GradientSync:
             lambda spec: pspec(keep_axes(spec, axes)), self.specs(comm_state), is_leaf=lambda x: isinstance(x, tuple)
         )
         specs = (grad_specs, state_specs)
-        return shard_map(self._sync_buckets, in_specs=(*specs, PartitionSpec()), out_specs=(*specs, PartitionSpec(axes)), axis_names=axes)
+        return shard_map(self._sync, in_specs=(*specs, PartitionSpec()), out_specs=(*specs, PartitionSpec(axes)), axis_names=axes)
 
-    def _sync_buckets(self, grads: dict[str, Any], comm_state: dict[str, Any], step: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
-        """Reduce all buckets; exactly before `start_step`."""
-        start = self.resolved.layout.gradients.start_step
-        if not start:
-            return self._sync_compressed(grads, comm_state)
-        with jax.named_scope(WARM_UP):
-            return lax.cond(step < start, self._sync_exactly, self._sync_compressed, grads, comm_state)
-
-    def _sync_exactly(self, grads: dict[str, Any], comm_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:
-        with jax.named_scope("reduce_gradients/exact"):
-            means = {path: exact_mean(self.gradient_specs[path].shard_layout, grad) for path, grad in grads.items()}
-            return means, comm_state, jnp.zeros(3)
-
-    def _sync_compressed(self, grads: dict[str, Any], comm_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:
-        means, next_state, measured = {}, dict(comm_state), jnp.zeros(3)
+    def _sync(self, grads: dict[str, Any], comm_state: Memory, step: Any) -> tuple[dict[str, Any], Memory, jax.Array]:
+        """The mean gradients, the next state, and what is measured if the layout asks for it."""
         declared = self.resolved.layout.gradients
-        for number, paths in enumerate(self.buckets):
-            if paths[0] not in grads:
-                continue
-            specs = [self.gradient_specs[path] for path in paths]
-            with jax.named_scope(f"reduce_gradients/{specs[0].codec_name}/{number}"):
-                bucket = Bucket(tuple(spec.shard_layout for spec in specs), declared.exact_axes)
-                bucket_grads, entries = [grads[path] for path in paths], [comm_state.get(path, {}) for path in paths]
-                reduced = exchange_with_error_feedback(specs, bucket_grads, entries, bucket)
-                for path, mean, entry in zip(paths, *reduced, strict=True):
-                    means[path] = mean.astype(grads[path].dtype)
-                    next_state |= {path: entry} if entry else {}
-            if declared.diagnostics:
-                with jax.named_scope("measure"):
-                    for path, spec in zip(paths, specs, strict=True):
-                        before, after = comm_state.get(path, {}), next_state.get(path, {})
-                        measured += self._measured(spec, grads[path], before, after, means[path])
+        specs = {path: self.gradient_specs[path] for path in grads}
+        means, next_state = reduce_mean(
+            specs,
+            grads,
+            comm_state,
+            step,
+            bucket_bytes=declared.bucket_bytes,
+            inside=declared.exact_axes,
+            start_step=declared.start_step,
+        )
+        measured = jnp.zeros(3)
+        with jax.named_scope("measure"):
+            for path, spec in specs.items() if declared.diagnostics else ():
+                before, after = comm_state.get(path, {}), next_state.get(path, {})
+                measured += self._measured(spec, grads[path], before, after, means[path])
         return means, next_state, measured
 
     def _measured(self, spec: GradientSpec, grad: Any, before: dict[str, Any], after: dict[str, Any], mean: Any) -> jax.Array:
@@ -257,31 +240,3 @@ class GradientSync:
         declared = self.resolved.layout.gradients
         if self.reduction.manual and ("bfloat16" in declared.codecs or declared.weights == "bfloat16"):
             self_test()
-
-
-def exchange_with_error_feedback(
-    specs: list[GradientSpec], grads: list[Any], comm_state: list[dict[str, Any]], bucket: Bucket
-) -> tuple[list[Any], list[Any]]:
-    """Reduce a bucket, and add what the codec lost to the next gradient (Karimireddy et al. 2019, arXiv:1901.09847).
-
-    Summed over steps, the applied gradients plus the mean residual are the sum of the true mean gradients. The residual is that
-    of the gradient, not of the update: a changing learning rate does not rescale it. (If the parameter itself is bfloat16, its
-    mean is rounded once more at the end, and no residual keeps that.)
-    """
-    residuals = [
-        entry[RESIDUAL][0].reshape(grad.shape) if spec.error_feedback else None
-        for spec, grad, entry in zip(specs, grads, comm_state, strict=True)
-    ]
-    inputs = [grad if residual is None else grad.astype(jnp.float32) + residual for grad, residual in zip(grads, residuals, strict=True)]
-    codec_states = [{name: leaf[0] for name, leaf in entry.get(CODEC, {}).items()} for entry in comm_state]
-    means, kept, codec_states = specs[0].codec.mean(inputs, codec_states, bucket)
-    next_state = []
-    for spec, x, x_kept, codec_state, residual in zip(specs, inputs, kept, codec_states, residuals, strict=True):
-        entry: dict[str, Any] = {RESIDUAL: where_finite(x - x_kept, residual)[None]} if spec.error_feedback else {}
-        next_state.append(entry | ({CODEC: {name: leaf[None] for name, leaf in codec_state.items()}} if codec_state else {}))
-    return means, next_state
-
-
-def where_finite(new: Any, old: Any) -> jax.Array:
-    """`new`, or `old` where that is not finite: a step that the optimizer skips must not spoil the residuals of all later ones."""
-    return jnp.where(jnp.isfinite(new), new, old)

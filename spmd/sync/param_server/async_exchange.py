@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.sync.gradient_plan import GradientSpec
-from spmd.sync.gradient_sync import HELD, RESIDUAL, GradientSync, where_finite
+from spmd.sync.gradient_sync import HELD, RESIDUAL, GradientSync
 from spmd.sync.parameter_sync import communicate_params
 from spmd.wire import collectives
 from spmd.wire.codec.base import RowCodec, packed_collective
+from spmd.wire.reduction import where_finite
 
 
 def fetch_params(sync: GradientSync, comm_state: dict[str, dict[str, Any]]) -> dict[str, jax.Array]:
