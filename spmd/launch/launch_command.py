@@ -1,11 +1,66 @@
-"""`spmd launch`: one command, many processes."""
+"""`spmd launch`: one command, many processes, on this machine, on several hosts, or under a scheduler."""
 
 import argparse
+import dataclasses
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError
-from spmd.launch import cluster_command
+from spmd.launch.settings import Settings
+
+HERE, HOSTS, SLURM, SRUN, KUBERNETES = "on one machine", "--hosts", "--slurm", "--srun", "--kubernetes"
+OPTIONS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {  # by the modes that they apply to; all others apply to every mode
+    (HERE,): {
+        "--processes": {"type": int, "metavar": "N", "help": "how many processes (default: one for each GPU)"},
+        "--devices": {"metavar": "0,1", "help": "GPUs to use (default: all)"},
+    },
+    (HOSTS,): {
+        "--min-hosts": {"type": int, "metavar": "M", "help": "restart with as few as M hosts if the others do not answer"},
+        "--ssh": {"metavar": "COMMAND", "help": "the ssh command and its options"},
+        "--folder": {"metavar": "PATH", "help": "working folder on the hosts (default: this path)"},
+    },
+    (HOSTS, SLURM, KUBERNETES): {
+        "--env": {"action": "append", "metavar": "NAME=VALUE", "help": "an environment variable of all processes; repeatable"},
+        "--python": {"metavar": "PATH", "help": "the interpreter (default: this one; with --kubernetes: python)"},
+    },
+    (SLURM, KUBERNETES): {
+        "--nodes": {"type": int, "metavar": "N", "help": "number of nodes or pods (default: 1)"},
+        "--gpus-per-node": {"type": int, "metavar": "G", "help": "GPUs of each node or pod"},
+        "--cpus": {"type": int, "metavar": "C", "help": "CPUs of each process"},
+        "--memory": {"metavar": "M", "help": "memory of each node or pod, such as 64G (SLURM) or 64Gi (Kubernetes)"},
+        "--name": {"help": "name of the job (default: the script's)"},
+    },
+    (SLURM,): {
+        "--dry-run": {"action": "store_true", "help": "only print the sbatch script"},
+        "--processes-per-node": {"type": int, "metavar": "P", "help": "processes on each node (default: one for each GPU, or 1)"},
+        "--time": {"metavar": "T", "help": "time limit, such as 30, 12:00:00 or 1-12:00:00"},
+        "--partition": {"metavar": "NAME", "help": "partition of the job"},
+        "--account": {"metavar": "NAME", "help": "account to charge"},
+        "--output": {"metavar": "PATH", "help": "file for the output, such as runs/%%j.log"},
+        "--requeue": {"action": "store_true", "help": "requeue a job that saved after SIGTERM"},
+        "--sbatch": {"action": "append", "metavar": "OPTION", "help": "another sbatch option, such as constraint=a100; repeatable"},
+    },
+    (KUBERNETES,): {
+        "--image": {"help": "container image with Python, spmd and the script"},
+        "--namespace": {"help": "namespace of the job"},
+        "--claim": {"metavar": "NAME:/PATH", "help": "PersistentVolumeClaim for checkpoints, and its mount path"},
+        "--shm": {"metavar": "SIZE", "help": "size of /dev/shm, such as 8Gi"},
+    },
+}
+ALTERNATIVES = {  # the fix for an option that does not apply to a mode
+    ("--processes", HOSTS): "processes=N after a host's name in the file",
+    ("--devices", HOSTS): "leave it out: all GPUs of a host are shared among its processes",
+    ("--processes", SLURM): "--nodes; also --processes-per-node, unless it is one for each GPU",
+    ("--processes", SRUN): "salloc --ntasks N: the allocation sets the number",
+    ("--processes", KUBERNETES): "--nodes: a pod is one process",
+    ("--processes-per-node", KUBERNETES): "--nodes: a pod is one process, which uses all of its GPUs",
+    ("--devices", SLURM): "--gpus-per-node",
+    ("--devices", KUBERNETES): "--gpus-per-node",
+    ("--dry-run", KUBERNETES): "leave it out: the manifest is only printed in any case",
+    ("--partition", KUBERNETES): "--namespace, which has another meaning, or leave it out",
+}
 
 
 def add_to(commands: Any) -> None:
@@ -16,48 +71,107 @@ def add_to(commands: Any) -> None:
         description="Run a script in several processes that train together, on this machine or on a cluster, and restart all of them when "
         "one fails.",
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="how many processes (default: one for each GPU)")
-    parser.add_argument("--simulate", type=int, metavar="K", help="simulate K CPU devices in each process, instead of GPUs")
-    parser.add_argument("--devices", metavar="0,1", help="GPUs to use (default: all)")
-    parser.add_argument("--max-restarts", type=int, default=0, metavar="R", help="restart at most R times after failures (default: 0)")
-    parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="seconds to save and exit after SIGTERM (default: 30)")
-    parser.add_argument(
-        "--stall",
-        default="",
-        metavar="step=60,…",
-        help="seconds without progress by phase: compile, step, eval, save; inf: never",
-    )
-    parser.add_argument("--memory-fraction", type=float, metavar="F", help="fraction of a GPU's memory for each process")
-    parser.add_argument("--no-preallocate", action="store_true", help="allocate GPU memory as needed instead of at the start")
-    cluster_command.add_to(parser)
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module and its arguments")
-    parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python file and its arguments")
+    add = parser.add_argument
+    add("--simulate", type=int, metavar="K", help="simulate K CPU devices in each process, instead of GPUs")
+    add("--max-restarts", type=int, default=0, metavar="R", help="restart at most R times after failures (default: 0)")
+    add("--grace", type=float, default=30.0, metavar="S", help="seconds to save and exit after SIGTERM (default: 30)")
+    add("--stall", default="", metavar="step=60,…", help="seconds without progress by phase: compile, step, eval, save; inf: never")
+    add("--memory-fraction", type=float, metavar="F", help="fraction of a GPU's memory for each process")
+    add("--no-preallocate", dest="preallocate", action="store_false", help="allocate GPU memory as needed instead of at the start")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--hosts", metavar="FILE", help="run on these hosts over ssh: one per line, or jobs and their tasks (.toml)")
+    modes.add_argument("--slurm", action="store_true", help="submit an sbatch script to SLURM")
+    modes.add_argument("--srun", action="store_true", help="inside a SLURM allocation: run in all of its tasks")
+    modes.add_argument("--kubernetes", action="store_true", help="print the manifest of a Kubernetes Job")
+    for applies_to, options in OPTIONS.items():
+        group = parser.add_argument_group(_with(" or ".join(applies_to)))
+        for flag, details in options.items():
+            group.add_argument(flag, **details)
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module and its arguments")
+    add("argv", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python file and its arguments")
     parser.set_defaults(run=_launch)
 
 
 def _launch(options: argparse.Namespace) -> int | str:
-    from spmd.launch.local_launcher import LocalConfig, launch
-    from spmd.launch.settings import Settings
-
-    mode = cluster_command.launch_mode(options)
-    settings = Settings(
-        options.simulate, options.max_restarts, options.grace, options.stall, options.memory_fraction, not options.no_preallocate
-    )
+    mode = _mode(options)
+    settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
     argv = [*options.argv] if options.module is None else ["-m", *options.module]
     argv = [*argv, *(["--", *options.rest] if options.rest else [])]
-    if mode != cluster_command.HERE:
-        return cluster_command.run(argv, options, settings, _log)
-    return launch(argv, LocalConfig(options.processes, _numbers(options.devices), settings), _log)
+    launchers = {HERE: _launch_here, HOSTS: _launch_on_hosts, SLURM: _launch_slurm, SRUN: _launch_srun, KUBERNETES: _launch_kubernetes}
+    return launchers[mode](argv, options, settings)
+
+
+def _mode(options: argparse.Namespace) -> str:
+    """The mode that the options select. Options that do not apply to it are refused, with an alternative."""
+    selected = {HOSTS: options.hosts is not None, SLURM: options.slurm, SRUN: options.srun, KUBERNETES: options.kubernetes}
+    mode = next((name for name, is_selected in selected.items() if is_selected), HERE)
+    for applies_to, flags in OPTIONS.items():
+        for flag in flags if mode not in applies_to else ():
+            value = getattr(options, flag.removeprefix("--").replace("-", "_"))
+            if value is not None and value is not False:
+                alternative = ALTERNATIVES.get((flag, mode), " or ".join(["leave it out", *(name for name in applies_to if name != HERE)]))
+                raise OptionError(f"{flag} has no effect {_with(mode)}.", fix=f"{alternative}.")
+    return mode
+
+
+def _with(mode: str) -> str:
+    return mode if mode == HERE else f"with {mode}"
+
+
+def _config(kind: Any, options: argparse.Namespace, **others: Any) -> Any:
+    """A config whose fields are the given options of the same names, and others."""
+    names = {field.name for field in dataclasses.fields(kind)} - set(others)
+    return kind(**{name: value for name, value in vars(options).items() if name in names and value is not None}, **others)
+
+
+def _launch_here(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int:
+    from spmd.launch.local_launcher import LocalConfig, launch
+
+    try:
+        devices = None if options.devices is None else tuple(int(word) for word in options.devices.split(","))
+    except ValueError:
+        raise OptionError(f'--devices "{options.devices}".', fix="GPU numbers, such as 0,1.") from None
+    return launch(argv, LocalConfig(options.processes, devices, settings), _log)
+
+
+def _launch_on_hosts(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int:
+    from spmd.launch.hostfile import read_hosts
+    from spmd.launch.ssh_launcher import SshConfig, launch_on_hosts
+
+    others = {"least": options.min_hosts, "variables": tuple(options.env or ()), "settings": settings}
+    return launch_on_hosts(argv, _config(SshConfig, options, hosts=read_hosts(Path(options.hosts)), **others), _log)
+
+
+def _launch_srun(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int:
+    from spmd.launch import srun
+
+    del options
+    return srun.launch(argv, settings, _log)
+
+
+def _launch_slurm(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int | str:
+    from spmd.launch.slurm import SlurmJob, script, submit
+
+    extra = tuple(option if option.startswith("-") else f"--{option}" for option in options.sbatch or ())
+    job = _config(SlurmJob, options, env=_variables(options), extra=extra, settings=settings)
+    return script(argv, job) if options.dry_run else submit(argv, job)
+
+
+def _launch_kubernetes(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> str:
+    from spmd.launch.kubernetes import KubernetesJob, manifest
+
+    if options.image is None:
+        raise OptionError("--kubernetes needs an image.", fix="--image registry.example/train:1.")
+    return manifest(argv, _config(KubernetesJob, options, env=_variables(options), settings=settings))
+
+
+def _variables(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """The pairs of --env."""
+    for text in options.env or ():
+        if "=" not in text:
+            raise OptionError(f"--env {text!r} has no value.", fix="--env NAME=VALUE.")
+    return tuple((name, value) for name, _, value in (text.partition("=") for text in options.env or ()))
 
 
 def _log(text: str) -> None:
     print(f"spmd launch: {text}", file=sys.stderr, flush=True)
-
-
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise OptionError(f'--devices "{text}".', fix="GPU numbers, such as 0,1.") from None
