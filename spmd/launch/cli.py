@@ -15,7 +15,6 @@ import argparse
 import importlib
 import inspect
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +22,6 @@ from typing import Any
 from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, user_line
 from spmd.launch import data_command, launch_command, plan_command
 from spmd.layout.toml_reader import load, shipped
-
-_LEAF = re.compile(r"\s*([\w/]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,17 +156,12 @@ def _batch(text: str) -> dict[str, Any]:
     """
     import jax
 
-    leaves, start = {}, 0
-    while start < len(text):
-        match = _LEAF.match(text, start)
-        if match is None:
-            raise OptionError(f'--batch: "{text[start:].strip()}" is not NAME=DTYPE[SIZES].', fix='such as "x=float32[8,28,28,1]".')
-        name, dtype, sizes = match.groups()
+    leaves = {}
+    for name, dtype, shape in data_command.declared_arrays("--batch", text, '"x=float32[8,28,28,1]"'):
         try:
-            leaves[name] = jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size.strip()), jax.numpy.dtype(dtype))
+            leaves[name] = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))
         except TypeError as error:
             raise OptionError(f'--batch "{text}": there is no dtype "{dtype}".', fix="such as float32, bfloat16 or int32.") from error
-        start = match.end()
     return leaves
 
 

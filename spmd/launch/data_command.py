@@ -5,11 +5,12 @@ import itertools
 import os
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from spmd.errors import DataError, OptionError
 
-_FEATURE = re.compile(r"\s*([\w/.]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
+_ARRAY = re.compile(r"\s*([\w/.]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
 
 
 def add_to(commands: Any) -> None:
@@ -78,6 +79,7 @@ def _compare_with_step(batch_ms: float, step_ms: float, workers: int) -> str:
 
 def _records(options: argparse.Namespace) -> Any:
     from spmd import data
+    from spmd.data.features import fixed
     from spmd.data.record_index import find_files
 
     values = {"true": True, "false": False}
@@ -92,23 +94,26 @@ def _records(options: argparse.Namespace) -> Any:
         return data.csv(paths, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers)
     if suffixes == {"tfrecord"} or suffixes == {"array_record"}:
         kind = data.tfrecord if suffixes == {"tfrecord"} else data.array_record
-        features = _declared(options.features) if options.features else _first(paths, *suffixes)
+        declared = declared_arrays("--features", options.features or "", "x=float32[784]")
+        features = {name: fixed(shape, dtype) for name, dtype, shape in declared} or _first(paths, *suffixes)
         return kind(paths, features=features, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers)
     raise OptionError(f"files that end in {', '.join(sorted(suffixes))}.", fix="files of one kind: .csv, .tfrecord or .array_record.")
 
 
-def _declared(text: str) -> dict[str, Any]:
-    from spmd.data.features import fixed
+def declared_arrays(option: str, text: str, example: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each array that an option declares, as NAME=DTYPE[SIZES]; the example is for the error.
 
-    features, start = {}, 0
+    >>> list(declared_arrays("--features", "x=float32[28,28], y=int32[]", "x=float32[784]"))
+    [('x', 'float32', (28, 28)), ('y', 'int32', ())]
+    """
+    start = 0
     while start < len(text):
-        match = _FEATURE.match(text, start)
+        match = _ARRAY.match(text, start)
         if match is None:
-            raise OptionError(f'--features "{text}": "{text[start:].strip()}" is not NAME=DTYPE[SIZES].', fix="such as x=float32[784].")
+            raise OptionError(f'{option}: "{text[start:].strip()}" is not NAME=DTYPE[SIZES].', fix=f"such as {example}.")
         name, dtype, sizes = match.groups()
-        features[name] = fixed(tuple(int(size) for size in sizes.split(",") if size.strip()), dtype)
+        yield name, dtype, tuple(int(size) for size in sizes.split(",") if size.strip())
         start = match.end()
-    return features
 
 
 def _first(paths: tuple[str, ...], kind: str) -> dict[str, Any]:

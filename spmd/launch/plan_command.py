@@ -9,7 +9,6 @@ import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,25 +84,28 @@ def _targets(options: argparse.Namespace) -> str:
 
 
 def _plan(options: argparse.Namespace) -> str:
+    from spmd.planner.planning import plan
+
     others = [name for name in ("explain", "placements", "json") if getattr(options, name)]
     if options.cures:  # words: the old option
         warn("--cures", "--fixes")
     options.fixes |= options.cures  # words: the old option
     if options.fixes and others:
         raise OptionError(f"--fixes adds to the report, which --{others[0]} replaces.", fix="one of the two.")
-    plan = plan_script(options.script, options.rest, vars(options))
+    result = plan(**_step_arguments(options), timeout=options.timeout, say=_show)
+    _show("")
     if options.save:
-        plan.save(options.save)
+        result.save(options.save)
     if options.explain:
-        return plan.explain(options.explain)
+        return result.explain(options.explain)
     if options.placements:
-        return plan.placements()
+        return result.placements()
     if options.json:
-        return plan.to_json()
-    lines = [str(plan)]
-    if options.fixes and not plan.fits:
-        lines += ["", "FIXES, each planned with those before it that help", *map(str, plan.fixes(timeout=options.timeout, say=_show()))]
-        _show()("")
+        return result.to_json()
+    lines = [str(result)]
+    if options.fixes and not result.fits:
+        lines += ["", "FIXES, each planned with those before it that help", *map(str, result.fixes(timeout=options.timeout, say=_show))]
+        _show("")
     return "\n".join(lines)
 
 
@@ -116,11 +118,10 @@ def _search(options: argparse.Namespace) -> str:
     chosen_layouts(candidates)  # before the script runs
     if options.save and not options.save.endswith(".toml"):
         raise OptionError(f'"{options.save}" is not a layout file.', fix="a name that ends in .toml.")
-    model, sample, fit_options, cluster = _step_of(options.script, options.rest, vars(options))
-    fit_options = {name: value for name, value in fit_options.items() if name not in ("layout", "mesh", "accumulate")}  # these are searched
-    more = {"candidates": candidates, "compiles": options.compiles, "timeout": options.timeout, "say": _show()}
-    result = search(model, sample, **fit_options, target=cluster, **more)
-    _show()("")
+    searched = ("layout", "mesh", "accumulate")
+    step = {name: value for name, value in _step_arguments(options).items() if name not in searched}
+    result = search(**step, candidates=candidates, compiles=options.compiles, timeout=options.timeout, say=_show)
+    _show("")
     if options.save and not result.plans:
         raise OptionError(f"{result}\n\nNothing was written to {options.save}.")
     if options.save:
@@ -128,44 +129,34 @@ def _search(options: argparse.Namespace) -> str:
     return str(result)
 
 
-def plan_script(script: str, arguments: list[str], options: dict[str, Any]) -> Any:
-    """The plan of the step that a script trains.
+def _step_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """The step that a script trains on the target, as arguments of `spmd.plan`.
 
     Raises:
       SpmdError: an option is invalid, raised before the script runs; there is no such script, or it does not call `spmd.fit`.
     """
-    from spmd.planner.planning import plan
-
-    model, sample, fit_options, cluster = _step_of(script, arguments, options)
-    result = plan(model, sample, **fit_options, target=cluster, timeout=options["timeout"], say=_show())
-    _show()("")
-    return result
-
-
-def _step_of(script: str, arguments: list[str], options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any], Cluster]:
-    """A script's model, the shapes of a batch, the options of `fit` that a plan takes, and the target."""
     import jax
 
     from spmd.data.device_dataset import Resident
     from spmd.data.sources import as_source
     from spmd.train.model_setup import check_numbers
 
-    cluster = Cluster.parse(options["target"])
+    cluster = Cluster.parse(options.target)
     names = ("layout", "mesh", "precision", "accumulate", "batch_size")
-    overrides = {name: options[name] for name in names if options.get(name) is not None}
+    overrides = {name: value for name, value in vars(options).items() if name in names and value is not None}
     check_numbers(overrides.get("precision", "float32"), overrides.get("accumulate", 1))
     if "layout" in overrides:
         overrides["layout"] = load(overrides["layout"])
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # no accelerator is used, and the GPU plugin logs errors if there is none
-    given = captured_fit_arguments(script, arguments)
+    arguments = captured_fit_arguments(options.script, options.rest)
     if "layout" in overrides and "mesh" not in overrides:
-        given.pop("mesh", None)  # it belongs to the script's layout
-    given |= overrides
-    data = given["data"].arrays if isinstance(given["data"], Resident) else given["data"]
-    reader = as_source(data, batch_size=given.get("batch_size"), shuffle=given.get("shuffle"), seed=given.get("seed", 0))
-    planned = ("metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
-    return given["model"], reader.sample(), {name: given[name] for name in planned if name in given}, cluster
+        arguments.pop("mesh", None)  # it belongs to the script's layout
+    arguments |= overrides
+    data = arguments["data"].arrays if isinstance(arguments["data"], Resident) else arguments["data"]
+    reader = as_source(data, batch_size=arguments.get("batch_size"), shuffle=arguments.get("shuffle"), seed=arguments.get("seed", 0))
+    planned = ("model", "metrics", "seed", "loss", "optimizer", "layout", "mesh", "precision", "accumulate")
+    return {"batch": reader.sample(), "target": cluster, **{name: arguments[name] for name in planned if name in arguments}}
 
 
 def captured_fit_arguments(script: str, arguments: list[str]) -> dict[str, Any]:
@@ -211,8 +202,7 @@ def captured_fit_arguments(script: str, arguments: list[str]) -> dict[str, Any]:
     return captured
 
 
-def _show() -> Callable[[str], None]:
-    """A function that shows progress in one line of a terminal."""
-    if not sys.stderr.isatty():
-        return lambda line: None
-    return lambda line: print(f"\r\x1b[K{line[:120]}", end="", file=sys.stderr, flush=True)
+def _show(line: str) -> None:
+    """Show progress in one line of a terminal; "" clears it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line[:120]}", end="", file=sys.stderr, flush=True)
