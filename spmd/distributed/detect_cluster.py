@@ -209,6 +209,11 @@ def free_port(address: str) -> int:
         return int(probe.getsockname()[1])
 
 
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _number(environ: Mapping[str, str], name: str, source: str) -> int:
     text = _required(environ, name, source)
     if not re.fullmatch(r"\d{1,12}", text):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spmd.distributed.detect_cluster import World, free_port, resolve_address
+from spmd.distributed.detect_cluster import World, free_port, join_address, resolve_address
 from spmd.errors import ClusterError, RendezvousTimeout, printable
 
 MAX_LINE_BYTES = 65536
@@ -122,8 +122,7 @@ class _Server:
             self._refuse()
             kind = RendezvousTimeout if self.timed_out else ClusterError
             raise kind(f"{self.world}: {self.problem}.", fix=FIX)
-        port = free_port(self.address)
-        service = f"[{self.address}]:{port}" if ":" in self.address else f"{self.address}:{port}"
+        service = join_address(self.address, free_port(self.address))
         for connection in self.waiting:
             self._answer(connection, {"go": service})
         return service

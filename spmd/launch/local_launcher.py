@@ -104,10 +104,25 @@ def process_environments(config: LocalConfig, number: int, folder: Path) -> dict
     shared = {
         **os.environ,
         **config.settings.environment(),
-        **rendezvous_environment(count, number, folder),
-        "SPMD_LOCAL_PROCESSES": str(count),
+        **attempt_environment(number),
+        "SPMD_PROCESSES": str(count),
+        "SPMD_COORDINATOR": f"127.0.0.1:{free_port('127.0.0.1')}",
+        "SPMD_REPORT": str(folder),
+        "SPMD_LAUNCHER": str(os.getpid()),
     }
-    return {rank: shared | _process_variables(rank, count, gpus) for rank in range(count)}
+    return {rank: shared | rank_environment(rank, rank, count, gpus) for rank in range(count)}
+
+
+def attempt_environment(number: int) -> dict[str, str]:
+    """Variables of all processes of an attempt, which has a new token; `number` of attempts were before it."""
+    return {"SPMD_TOKEN": secrets.token_hex(16), "SPMD_ATTEMPT": str(number), "PYTHONUNBUFFERED": "1"}
+
+
+def rank_environment(rank: int, local_rank: int, local_size: int, gpus: Sequence[str]) -> dict[str, str]:
+    """Variables of one process: its rank, in all and on its host, and its share of the host's GPUs."""
+    variables = {"SPMD_PROCESS": str(rank), "SPMD_LOCAL_PROCESS": str(local_rank), "SPMD_LOCAL_PROCESSES": str(local_size)}
+    share = len(gpus) // local_size
+    return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[local_rank * share : (local_rank + 1) * share])} if gpus else {})
 
 
 def rank_prefix(count: int) -> Callable[[int], str]:
@@ -125,19 +140,6 @@ def worker_command(argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "spmd.launch.runner", *argv]
 
 
-def rendezvous_environment(count: int, number: int, folder: Path) -> dict[str, str]:
-    """Variables by which processes of this machine find each other (a fresh port and token) and the folder for their records."""
-    return {
-        "SPMD_PROCESSES": str(count),
-        "SPMD_COORDINATOR": f"127.0.0.1:{free_port('127.0.0.1')}",
-        "SPMD_TOKEN": secrets.token_hex(16),
-        "SPMD_REPORT": str(folder),
-        "SPMD_ATTEMPT": str(number),
-        "SPMD_LAUNCHER": str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
 @contextlib.contextmanager
 def report_folder(inside: Path | None = None, name: str = "spmd-launch") -> Iterator[Path]:
     """A folder for $SPMD_REPORT that only this user can read; removed at the end of the block."""
@@ -146,15 +148,6 @@ def report_folder(inside: Path | None = None, name: str = "spmd-launch") -> Iter
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _process_variables(rank: int, count: int, gpus: Sequence[str]) -> dict[str, str]:
-    """The variables of one process: its rank, and its share of the GPUs."""
-    variables = {"SPMD_PROCESS": str(rank), "SPMD_LOCAL_PROCESS": str(rank)}
-    if gpus:
-        share = len(gpus) // count
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * share : (rank + 1) * share])
-    return variables
 
 
 def check_script(argv: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import secrets
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from spmd.distributed.initialize import SHUTDOWN_TIMEOUT
 from spmd.distributed.watchdog import TERMINATED
 from spmd.errors import OptionError
-from spmd.launch.local_launcher import check_script, forward_signals, report_folder, worker_command
+from spmd.launch.local_launcher import attempt_environment, check_script, forward_signals, report_folder, worker_command
 from spmd.launch.process_group import ProcessGroup, start_processes
 from spmd.launch.restart_policy import ALL, Attempt, read_records, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings
@@ -60,7 +59,7 @@ def _attempt(
     try:
         with report_folder(reports, f"{job}.{number}") as folder:
             step_environ = {name: value for name, value in environ.items() if name != "SPMD_LAUNCHER"}  # a task's parent is slurmstepd
-            step_environ |= {**settings.environment(), **_step_environment(number, folder)}
+            step_environ |= {**settings.environment(), **attempt_environment(number), "SPMD_REPORT": str(folder)}
             group = ProcessGroup({})
 
             def send(signal_number: int) -> None:
@@ -84,16 +83,6 @@ def command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     cpus = environ.get("SLURM_CPUS_PER_TASK")
     options = ["--label", "--export=ALL", "--kill-on-bad-exit=0", f"--wait={WAIT}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
     return ["srun", *options, *worker_command(argv)]
-
-
-def _step_environment(number: int, folder: Path) -> dict[str, str]:
-    """Variables beside SLURM's own: a token, and the folder for records."""
-    return {
-        "SPMD_TOKEN": secrets.token_hex(16),
-        "SPMD_REPORT": str(folder),
-        "SPMD_ATTEMPT": str(number),
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 def _exit_code(code: int) -> int:

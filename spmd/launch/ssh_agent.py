@@ -37,9 +37,9 @@ def main(address: str) -> None:
         return
     with report_folder() as folder:
         start = request["start"]
-        shared = {**os.environ, **start["environment"], "SPMD_REPORT": str(folder), "SPMD_LAUNCHER": str(os.getpid())}
+        shared = {**os.environ, **start["shared"], "SPMD_REPORT": str(folder), "SPMD_LAUNCHER": str(os.getpid())}
         command = worker_command(start["words"])
-        commands = {int(rank): (command, shared | own) for rank, own in start["own"].items()}
+        commands = {int(rank): (command, shared | environment) for rank, environment in start["environments"].items()}
         prefixes = {int(rank): text for rank, text in start["prefixes"].items()}
         with start_processes(commands, prefixes.__getitem__, write=_print) as group:
             threading.Thread(target=_forward_signals, args=(group, messages, folder), daemon=True).start()

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import ipaddress
 import os
-import secrets
 import shlex
 import shutil
 import signal
@@ -15,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from spmd.distributed.detect_cluster import join_address
 from spmd.distributed.watchdog import PEER
 from spmd.errors import OptionError, printable
 from spmd.launch.hostfile import Host
-from spmd.launch.local_launcher import check_script, forward_signals
+from spmd.launch.local_launcher import attempt_environment, check_script, forward_signals, rank_environment
 from spmd.launch.process_group import SETTLE, Signalable
 from spmd.launch.restart_policy import ALL, LOST, Attempt, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
@@ -91,7 +91,7 @@ class SshConfig:
     def environment(self) -> dict[str, str]:
         """The variables that all processes get."""
         passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
-        return {**passed, **self._selected_variables(), **self.settings.environment(), "PYTHONUNBUFFERED": "1"}
+        return {**passed, **self._selected_variables(), **self.settings.environment()}
 
 
 def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str], None]) -> int:
@@ -119,18 +119,18 @@ def _attempt(argv: Sequence[str], config: SshConfig, number: int, full_size: lis
         if group.stop_signal is not None or len(ready) < required:
             log(f"{len(ready)} of {len(lines)} hosts are ready{'; the first attempt needs all' if config.least and not full_size else ''}")
             return Attempt({ALL: LOST if group.stop_signal is None else -group.stop_signal}, stop_signal=group.stop_signal)
-        processes = _processes(ready, config)
+        processes, hello = _processes(ready, config), ready[0].hello
         full_size[:] = full_size or [len(processes)]
         if len(ready) < len(lines):
             log(f"continuing with {len(processes)} of {full_size[0]} processes, on {', '.join(line.host.name for line in ready)}")
-        shared = config.environment() | {"SPMD_ATTEMPT": str(number), "SPMD_FULL": str(full_size[0]), "SPMD_TOKEN": secrets.token_hex(16)}
-        shared |= {"SPMD_PROCESSES": str(len(processes)), "SPMD_COORDINATOR": _rendezvous_address(ready[0])}
+        shared = config.environment() | attempt_environment(number) | {"SPMD_FULL": str(full_size[0])}
+        shared |= {"SPMD_PROCESSES": str(len(processes)), "SPMD_COORDINATOR": join_address(hello["address"], hello["port"])}
         for line in ready:
-            variables_of = {rank: processes[rank] for rank in line.ranks}
-            names = {rank: (own.get("SPMD_JOB", line.host.name), own.get("SPMD_TASK", rank)) for rank, own in variables_of.items()}
+            environments = {rank: processes[rank] for rank in line.ranks}
+            names = {rank: (each.get("SPMD_JOB", line.host.name), each.get("SPMD_TASK", rank)) for rank, each in environments.items()}
             prefixes = {rank: f"[{job}:{task}] " for rank, (job, task) in names.items()}
-            start = {"words": argv, "own": variables_of, "environment": shared, "prefixes": prefixes}
-            line.send({"start": {**start, "grace": config.settings.grace}})
+            start = {"words": argv, "shared": shared, "environments": environments, "prefixes": prefixes, "grace": config.settings.grace}
+            line.send({"start": start})
         group.lines = ready
         codes = group.wait(config.settings.grace)
         return dataclasses.replace(summarize_attempt(group.records, codes, group.first, group.stop_signal), fewer=len(ready) < len(lines))
@@ -190,8 +190,7 @@ def _check(line: AgentConnection, config: SshConfig) -> None:
     hello, host = line.hello, line.host
     if "problem" in hello:
         raise OptionError(f"{host.name}: {printable(str(hello['problem']), 300)}.", fix=f"{host.name} address=ADDRESS, one of its own.")
-    gpus = _gpus(line, config)
-    count = host.processes if host.processes is not None else len(gpus)
+    gpus, count = _gpus_and_count(line, config)
     if not count or len(gpus) % count:
         raise OptionError(
             f"{host.name} has {len(gpus)} GPUs for {count} processes.", fix=f"{host.name} processes=N, a divisor of the number of GPUs."
@@ -209,8 +208,10 @@ def _check(line: AgentConnection, config: SshConfig) -> None:
         )
 
 
-def _gpus(line: AgentConnection, config: SshConfig) -> list[str]:
-    return [] if config.settings.simulate else line.hello["gpus"]
+def _gpus_and_count(line: AgentConnection, config: SshConfig) -> tuple[list[str], int]:
+    """The GPUs of a host to divide among its processes, and how many processes."""
+    gpus = [] if config.settings.simulate else line.hello["gpus"]
+    return gpus, line.host.processes if line.host.processes is not None else len(gpus)
 
 
 def _processes(lines: Sequence[AgentConnection], config: SshConfig) -> dict[int, dict[str, str]]:
@@ -221,25 +222,15 @@ def _processes(lines: Sequence[AgentConnection], config: SshConfig) -> dict[int,
     """
     processes: dict[int, dict[str, str]] = {}
     for line in lines:
-        gpus, host = _gpus(line, config), line.host
-        count = host.processes if host.processes is not None else len(gpus)
+        gpus, count = _gpus_and_count(line, config)
         line.ranks = list(range(len(processes), len(processes) + count))
-        share = len(gpus) // count
-        for local, rank in enumerate(line.ranks):
-            own = {"SPMD_PROCESS": str(rank), "SPMD_LOCAL_PROCESS": str(local), "SPMD_LOCAL_PROCESSES": str(count)}
-            own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus[local * share : (local + 1) * share])} if gpus else {}
-            if host.tasks:
-                own["SPMD_JOB"], _, own["SPMD_TASK"] = host.tasks[local].rpartition(":")
-            processes[rank] = own
+        for local_rank, rank in enumerate(line.ranks):
+            processes[rank] = rank_environment(rank, local_rank, count, gpus)
+            if line.host.tasks:
+                processes[rank]["SPMD_JOB"], _, processes[rank]["SPMD_TASK"] = line.host.tasks[local_rank].rpartition(":")
     if config.settings.stall and len(processes) == 1 and len(lines) == len(config.hosts):
         raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 processes.")
     return processes
-
-
-def _rendezvous_address(first: AgentConnection) -> str:
-    """The address of the rendezvous."""
-    address, port = first.hello["address"], first.hello["port"]
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 class RemoteProcessGroup:
