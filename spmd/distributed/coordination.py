@@ -12,10 +12,12 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed, xla_bridge
 
+from spmd.distributed.detect_cluster import World
 from spmd.errors import ClusterError
 
 ROOT = "spmd/"
 MAX_WAIT_MS = 1000  # of one call, which cannot be interrupted
+HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 30, 300  # seconds: without a heartbeat to the service; and for all to reach their end
 
 
 def is_initialized() -> bool:
@@ -28,20 +30,18 @@ def backends_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def initialize(
-    address: str, rank: int, size: int, *, devices: tuple[int, ...] | None, timeout: float, heartbeat: float, shutdown: float
-) -> None:
+def initialize(world: World, address: str, timeout: float) -> None:
     """Start the service (in process 0, at that address only), and connect to it. Python keeps handling SIGTERM."""
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.distributed.initialize(
         address,
-        size,
-        rank,
-        local_device_ids=devices,
+        world.size,
+        world.rank,
+        local_device_ids=world.local_devices,
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, round(timeout)),
-        heartbeat_timeout_seconds=max(1, round(heartbeat)),
-        shutdown_timeout_seconds=max(1, round(shutdown)),
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
         coordinator_bind_address=address,
     )
 

@@ -252,13 +252,8 @@ def _first_node(nodes: str) -> str:
     >>> _first_node("gpu[003-005,8],login1"), _first_node("a1,a2"), _first_node("rack[1-2]n[07-09]")
     ('gpu003', 'a1', 'rack1n07')
     """
-    depth, end = 0, len(nodes)
-    for index, letter in enumerate(nodes):
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            end = index
-            break
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes[:end])
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at commas outside of brackets
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def resolve_address(world: World) -> str:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import socket
 import sys
 from collections.abc import Callable
 
@@ -15,7 +16,6 @@ from spmd.distributed.secret import with_token
 from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import ClusterError
 
-HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 30.0, 300.0  # seconds: without a heartbeat to JAX's service; and for all to reach their end
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "spmd")
 
 _joined: World | None = None
@@ -51,7 +51,7 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: StallTim
         if world is not None and world != _joined:
             raise ClusterError(f"this process has joined as {_joined}, and cannot join as {world}.", fix="one spmd.join() in a process.")
         if limits is not None:
-            watchdog.set_timeouts(limits)
+            watchdog.current().timeouts = limits
         return _joined
     limits = StallTimeouts.parse(os.environ.get("SPMD_STALL", ""), "$SPMD_STALL: ") if limits is None else limits
     if coordination.is_initialized():  # by the user's own jax.distributed.initialize
@@ -71,16 +71,9 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: StallTim
             fix="spmd.join() at the top of the script, before the first array.",
         )
     log(str(world))
-    address = wait_for_all(world, ProcessInfo(world.rank, world.size, watchdog.host_description(), _facts()), timeout=timeout, log=log)
-    coordination.initialize(
-        address,
-        world.rank,
-        world.size,
-        devices=world.local_devices,
-        timeout=timeout,
-        heartbeat=HEARTBEAT_TIMEOUT,
-        shutdown=SHUTDOWN_TIMEOUT,
-    )
+    info = ProcessInfo(world.rank, world.size, f"{socket.gethostname()} (process id {os.getpid()})", _facts())
+    address = wait_for_all(world, info, timeout=timeout, log=log)
+    coordination.initialize(world, address, timeout)
     watchdog.start(world.rank, world.size, limits, log)
     _joined = world
     return world

@@ -89,10 +89,8 @@ class _Server:
             self.listener.listen(max(16, world.size))
         except OSError as error:
             self.listener.close()
-            raise RendezvousTimeout(
-                f"{world}: cannot listen on port {world.port} of {self.address}: {error.strerror}.\n"
-                "    fix: another port; or end the process that has it, which may be an earlier run."
-            ) from error
+            problem = f"{world}: cannot listen on port {world.port} of {self.address}: {error.strerror}."
+            raise RendezvousTimeout(problem, fix="another port; or end the process that has it, which may be an earlier run.") from error
         self.listener.setblocking(False)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
@@ -233,8 +231,8 @@ def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str
         remaining = began + timeout - time.monotonic()
         if remaining <= 0:
             raise RendezvousTimeout(
-                f"{world}: no answer from process 0 at {world.address} in {timeout:g} s.\n"
-                "    fix: is it started, and is that its address; may this host reach it; and do both know the same token (SPMD_TOKEN)?"
+                f"{world}: no answer from process 0 at {world.address} in {timeout:g} s.",
+                fix="is it started, and is that its address; may this host reach it; and do both know the same token (SPMD_TOKEN)?",
             )
         try:
             with socket.create_connection((world.host, world.port), timeout=min(remaining, 5.0)) as connection:

@@ -51,7 +51,12 @@ def _wait_for_all(number: int, count: int, what: str, timeout: float) -> None:
         ahead = {} if pause < watchdog.POLL_SECONDS else _processes_ahead(number, count)
         for other, other_count in sorted((ended | ahead).items()):
             if other_count != count:
-                raise DataError(_uneven(what, {rank: count, other: other_count}, still_reading=other if other in ahead else None))
+                counts = {rank: str(count), other: f"{other_count} or more" if other in ahead else str(other_count)}
+                listed = ", ".join(f"{batches} in process {process}" for process, batches in sorted(counts.items()))
+                raise DataError(
+                    f"{what} has a different number of batches in each process: {listed}.",
+                    fix="the same number in each, by leaving out rows at the end; or arrays, which every process can index.",
+                )
         if len(ended) == size:
             del watchdog.current().batches_taken[number]
             return
@@ -65,11 +70,3 @@ def _processes_ahead(number: int, count: int) -> dict[int, int]:
     """By rank, the batches taken so far by processes that have taken more than `count`."""
     beats = {int(rank): json.loads(text)["taken"] for rank, text in coordination.read_dir("beat/").items()}
     return {rank: taken[str(number)] for rank, taken in beats.items() if taken.get(str(number), 0) > count}
-
-
-def _uneven(what: str, counts: dict[int, int], still_reading: int | None) -> str:
-    parts = [f"{count} {'or more ' if rank == still_reading else ''}in process {rank}" for rank, count in sorted(counts.items())]
-    return (
-        f"{what} has a different number of batches in each process: {', '.join(parts)}.\n"
-        "    fix: the same number in each, by leaving out rows at the end; or arrays, which every process can index."
-    )

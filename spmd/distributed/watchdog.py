@@ -41,6 +41,7 @@ class Watchdog:
     """The watchdog of a single process: tracks the phase, and whether a stop was requested."""
 
     rank = 0
+    timeouts = StallTimeouts()  # nothing watches a single process
 
     def __init__(self) -> None:
         self.stop_reason, self.run_started = "", False
@@ -378,12 +379,6 @@ def start(rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], No
     _current = watchdog
 
 
-def set_timeouts(timeouts: StallTimeouts) -> None:
-    """Use other timeouts from now on."""
-    if isinstance(_current, ClusterWatchdog):
-        _current.timeouts = timeouts
-
-
 def exit_code(error: BaseException) -> int:
     """The exit code for an error: that of SystemExit, or one that says whether a restart could help."""
     if isinstance(error, SystemExit):
@@ -396,8 +391,3 @@ def exit_code(error: BaseException) -> int:
 def print_error(error: BaseException) -> None:
     """Print an error as Python would."""
     traceback.print_exception(error, file=sys.stderr)
-
-
-def host_description() -> str:
-    """This process, for people to read."""
-    return f"{socket.gethostname()} (process id {os.getpid()})"

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from spmd.distributed.initialize import SHUTDOWN_TIMEOUT
+from spmd.distributed.coordination import SHUTDOWN_TIMEOUT
 from spmd.distributed.watchdog import TERMINATED
 from spmd.errors import OptionError
 from spmd.launch.local_launcher import attempt_environment, check_script, forward_signals, report_folder, worker_command
@@ -16,7 +16,7 @@ from spmd.launch.process_group import ProcessGroup, start_processes
 from spmd.launch.restart_policy import ALL, Attempt, read_records, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings
 
-WAIT = round(SHUTDOWN_TIMEOUT) + 60  # seconds from the first exit to the last: processes exit on their own, and log why
+WAIT = SHUTDOWN_TIMEOUT + 60  # seconds from the first exit to the last: processes exit on their own, and log why
 REPORTS = ".spmd"  # in the working folder, which all nodes share
 
 
