@@ -26,11 +26,6 @@ class Failure:
     text: str
     code: int
 
-    @property
-    def what(self) -> tuple[int, str]:
-        """Step and text, equal for the same error at the same step."""
-        return self.step, self.text
-
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from spmd.distributed.detect_cluster import free_port, visible_gpus
 from spmd.errors import OptionError
-from spmd.launch.process_group import ProcessGroup, Signalable, start_processes
+from spmd.launch.process_group import ProcessGroup, Stoppable, start_processes
 from spmd.launch.restart_policy import Attempt, read_records, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
 
@@ -87,7 +87,8 @@ def _attempt(argv: Sequence[str], config: LocalConfig, number: int) -> Attempt:
     """Run all processes once."""
     with report_folder() as folder:
         commands = {rank: (worker_command(argv), environment) for rank, environment in process_environments(config, number, folder).items()}
-        with forward_signals(group := ProcessGroup({})), start_processes(commands, rank_prefix(config.count), group=group):
+        group = ProcessGroup({})
+        with forward_signals(group, group.signal), start_processes(commands, rank_prefix(config.count), group=group):
             codes = group.wait(config.settings.grace)
         return summarize_attempt(read_records(folder), codes, group.first, group.stop_signal)
 
@@ -159,14 +160,13 @@ def check_script(argv: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def forward_signals(group: Signalable, send: Callable[[int], None] | None = None) -> Iterator[None]:
+def forward_signals(group: Stoppable, send: Callable[[int], object]) -> Iterator[None]:
     """In the block, forward SIGTERM, SIGHUP (as SIGTERM) and Ctrl-C to all processes, once; a second Ctrl-C kills them.
 
     Args:
       group: the processes.
-      send: sends them a signal; None: as the group does.
+      send: sends them a signal.
     """
-    send = group.signal if send is None else send
 
     def forward(number: int, frame: object) -> None:
         del frame

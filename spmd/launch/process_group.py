@@ -22,18 +22,14 @@ COLOUR, RESET = re.compile(r"\x1b\[[0-9;:]{0,64}m"), "\x1b[0m"
 CONTROL = re.compile(rf"({COLOUR.pattern})|[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 
 
-class Signalable(Protocol):
-    """A group of processes that takes signals.
+class Stoppable(Protocol):
+    """A group of processes that can be asked to stop.
 
     Attributes:
       stop_signal: the signal that asked all to stop, if any.
     """
 
     stop_signal: int | None
-
-    def signal(self, number: int) -> None:
-        """Send a signal to all processes."""
-        ...
 
 
 @dataclasses.dataclass

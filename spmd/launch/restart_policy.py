@@ -104,7 +104,7 @@ def summarize_attempt(
     first = {rank: first[rank] for rank in sorted(first, key=last) if rank not in by_others}
     unreported_cause = failure_cause.unreported_cause(failed, last_heartbeats, first)
     reported_codes = {failure.rank: failure.code for failure in failed}
-    errors = {failure.rank: failure.what for failure in failed}
+    errors = {failure.rank: (failure.step, failure.text) for failure in failed}
     return Attempt(
         {**codes, **reported_codes},
         steps.get("began"),

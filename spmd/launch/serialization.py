@@ -45,17 +45,6 @@ class _Sink(io.RawIOBase):
         return len(data)
 
 
-def _dump(value: Any, file: Any, instead: Callable[[Any], Any]) -> None:
-    """Pickle a value; `instead` returns the replacement of an object in it, or None."""
-    cloudpickle = import_extra("cloudpickle", "notebooks")
-
-    class Pickler(cloudpickle.Pickler):
-        def persistent_id(self, obj: Any) -> Any:
-            return instead(obj)
-
-    Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-
-
 def serialize_call(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> bytes:
     """A function and its arguments, for `pickle.loads`.
 
@@ -82,24 +71,37 @@ def serialize_result(value: Any, *, with_value: bool) -> tuple[bytes, dict[int, 
     Raises:
       ProcessError: a part of it cannot be sent; names the part.
     """
-    file, pieces = io.BytesIO() if with_value else _Sink(), {}
+    file = io.BytesIO()
     try:
-        _dump(value, file, _Arrays(pieces, with_value).instead)
+        pieces = _dump(value, file if with_value else _Sink(), with_value)
     except Exception as error:
-        part = _first_unserializable({"the result": value}, lambda part: _dump(part, _Sink(), _Arrays({}, True).instead))
+        part = _first_unserializable({"the result": value}, lambda part: _dump(part, _Sink(), True))
         raise ProcessError(f"{part} cannot be sent to the notebook: {format_error(error)}.", 0, fix=FIX) from error
-    return (file.getvalue() if isinstance(file, io.BytesIO) else b""), pieces
+    return file.getvalue(), pieces
+
+
+def _dump(value: Any, file: Any, with_value: bool) -> dict[int, ShardedResult]:
+    """Pickle a result, and return this process's shards of the sharded arrays in it."""
+    arrays = _Arrays(with_value)
+
+    class Pickler(import_extra("cloudpickle", "notebooks").Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return arrays.replacement(obj)
+
+    Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return arrays.pieces
 
 
 class _Arrays:
-    """The replacements of the jax arrays in a result."""
+    """The replacements of the jax arrays in a result, and the shards of the sharded ones."""
 
-    def __init__(self, pieces: dict[int, ShardedResult], with_value: bool):
-        self._pieces, self._with_value = pieces, with_value
+    def __init__(self, with_value: bool):
+        self.pieces: dict[int, ShardedResult] = {}
+        self._with_value = with_value
         self._known: dict[int, tuple[Any, Any]] = {}  # by id: the array, kept alive so that its id stays unique
 
-    def instead(self, obj: Any) -> Any:
-        """The replacement of an object; None if it is not a jax array."""
+    def replacement(self, obj: Any) -> Any:
+        """What is pickled instead of an object; None if it is not a jax array."""
         if not isinstance(obj, jax.Array):
             return None
         if id(obj) not in self._known:
@@ -119,7 +121,7 @@ class _Arrays:
         if here:
             return ("array", np.array(array))  # a copy, since a view of a jax array is read-only
         shards = [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards if shard.replica_id == 0]
-        self._pieces[number] = ShardedResult(describe(array), array.shape, array.dtype, shards)
+        self.pieces[number] = ShardedResult(describe(array), array.shape, array.dtype, shards)
         return ("spread", number)
 
 

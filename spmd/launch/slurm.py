@@ -165,7 +165,7 @@ def script(argv: Sequence[str], config: SlurmJob) -> str:
     lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"] if config.requeue else []
     lines += [f"#SBATCH {option}" for option in config.extra]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in config.env]
-    launch = shlex.join([config.python or sys.executable, "-m", "spmd", "launch", "--srun", *_options(config.settings), *argv])
+    launch = shlex.join([config.python or sys.executable, "-m", "spmd", "launch", "--srun", *_launch_options(config.settings), *argv])
     ending = _REQUEUE.format(launch=launch, code=TERMINATED) if config.requeue else f"exec {launch}"
     return "\n".join(["#!/bin/bash", *lines, "", *exports, ending])
 
@@ -180,17 +180,11 @@ fi
 exit "$code\""""
 
 
-def _options(settings: Settings) -> list[str]:
+def _launch_options(settings: Settings) -> list[str]:
     """Settings as options of `spmd launch`, without those that have their default."""
-    options = {
-        "--simulate": settings.simulate,
-        "--max-restarts": settings.max_restarts or None,
-        "--grace": settings.grace if settings.grace != Settings().grace else None,
-        "--stall": settings.stall or None,
-        "--memory-fraction": settings.memory_fraction,
-    }
-    given = [(name, value) for name, value in options.items() if value is not None]
-    argv = [word for name, value in given for word in (name, f"{value:g}" if isinstance(value, float) else str(value))]
+    values = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(settings) if field.name != "preallocate"]
+    options = [(f"--{name.replace('_', '-')}", value) for name, value in values if value != getattr(Settings, name)]
+    argv = [word for flag, value in options for word in (flag, f"{value:g}" if isinstance(value, float) else str(value))]
     return argv if settings.preallocate else [*argv, "--no-preallocate"]
 
 

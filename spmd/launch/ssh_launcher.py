@@ -19,7 +19,7 @@ from spmd.distributed.watchdog import PEER
 from spmd.errors import OptionError, printable
 from spmd.launch.hostfile import Host
 from spmd.launch.local_launcher import attempt_environment, check_script, forward_signals, rank_environment
-from spmd.launch.process_group import SETTLE, Signalable
+from spmd.launch.process_group import SETTLE, Stoppable
 from spmd.launch.restart_policy import ALL, LOST, Attempt, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
 from spmd.launch.ssh_client import AgentConnection
@@ -153,7 +153,7 @@ def _connect(config: SshConfig) -> Iterator[list[AgentConnection]]:
 
 
 def _ready_connections(
-    lines: Sequence[AgentConnection], group: Signalable, config: SshConfig, log: Callable[[str], None], *, first: bool
+    lines: Sequence[AgentConnection], group: Stoppable, config: SshConfig, log: Callable[[str], None], *, first: bool
 ) -> list[AgentConnection]:
     """The hosts that answer in time and can run their processes; for the others, log why not.
 

@@ -90,7 +90,7 @@ class WorkerPool:
         self.owner, self._open, self._ending = os.getpid(), contextlib.ExitStack(), threading.Lock()
         self._group, self._ends, self._late = ProcessGroup({}), {}, False
         self._first: dict[int, int] = {}  # exit codes of those that ended first
-        self._attempt: Attempt | None = None  # the outcome, from the processes' records, once all have ended
+        self._attempt = Attempt({})  # the outcome, from the processes' records, once all have ended
         self._folder: Path | None = None
         self._settled = math.inf  # the deadline of the others after one has failed
 
@@ -113,8 +113,10 @@ class WorkerPool:
                 end.close()
 
     def ended(self) -> dict[int, int]:
-        """Exit codes of those that have ended, by rank."""
-        return self._group.ended()
+        """Exit codes of those that have ended, by rank; the first ones that are seen are kept for `why`."""
+        codes = self._group.ended()
+        self._first = self._first or codes
+        return codes
 
     def call(self, message: bytes | None, seconds: float | None = None) -> dict[int, bytes]:
         """Send all processes a message and receive an answer from each, printing their output meanwhile.
@@ -132,8 +134,8 @@ class WorkerPool:
         def keep_waiting(answers: Mapping[int, bytes]) -> bool:
             nonlocal until, failing
             self.lines.show()
-            self._first = self._first or self.ended()
-            if not failing and (self._first or any(answer.startswith(ipc.FAILED) for answer in answers.values())):
+            ended = self.ended()
+            if not failing and (ended or any(answer.startswith(ipc.FAILED) for answer in answers.values())):
                 failing, until = True, time.monotonic() + SETTLE
                 self._settled = until
             self._late = not failing and until is not None and time.monotonic() > until
@@ -163,28 +165,22 @@ class WorkerPool:
                     end.close()
                 until = time.monotonic() + grace
                 while len(self.ended()) < len(self._group.processes) and time.monotonic() < until:
-                    self._first = self._first or self.ended()
                     self.lines.show()
                     time.sleep(LOOK)
-                self._first = self._first or self.ended()
                 if self._folder is not None:
                     self._attempt = summarize_attempt(read_records(self._folder), {}, self._first)
         finally:
             with contextlib.suppress(Exception):  # standard output may be closed at the end of a program
                 self.lines.show()
 
-    def _gone(self) -> str:
-        return "some did not start in time" if self._late else "they have closed their pipes"
-
     def why(self, answers: Mapping[int, bytes]) -> tuple[int | None, str, str]:
         """The process that failed first, how, and its traceback, given these answers; after `end`."""
         failures = {rank: pickle.loads(text[1:]) for rank, text in answers.items() if text.startswith(ipc.FAILED)}
-        attempt = self._attempt or Attempt({})
-        if attempt.unreported_cause is not None:
-            return *attempt.unreported_cause, ""
-        stalled = {rank for rank, code in attempt.codes.items() if code == STALLED}
-        found = failure_reason(failures, self._first, attempt.failures, answered=set(answers), stalled=stalled)
-        return found or (None, self._gone(), "")
+        if self._attempt.unreported_cause is not None:
+            return *self._attempt.unreported_cause, ""
+        stalled = {rank for rank, code in self._attempt.codes.items() if code == STALLED}
+        reason = failure_reason(failures, self._first, self._attempt.failures, answered=set(answers), stalled=stalled)
+        return reason or (None, "some did not start in time" if self._late else "they have closed their pipes", "")
 
 
 def failure_reason(
@@ -226,9 +222,6 @@ def describe_exit(rank: int, code: int) -> str:
     >>> describe_exit(1, -9)
     'process 1 has ended with signal 9, sent by the system when memory runs out, or by a user'
     """
-    if code < 0:
-        return f"process {rank} has ended with signal {-code}" + (
-            ", sent by the system when memory runs out, or by a user" if code == -signal.SIGKILL else ""
-        )
-    what = {PEER: " (another process failed)", STALLED: " (no progress)"}.get(code, "")
-    return f"process {rank} has ended with code {code}{what}"
+    killed = ", sent by the system when memory runs out, or by a user"
+    reason = {-signal.SIGKILL: killed, PEER: " (another process failed)", STALLED: " (no progress)"}.get(code, "")
+    return f"process {rank} has ended with {'signal' if code < 0 else 'code'} {abs(code)}{reason}"
