@@ -88,16 +88,10 @@ def _spmd(environ: Mapping[str, str]) -> World | None:
     if "SPMD_PROCESSES" not in environ:
         return None
     is_pod = "SPMD_PROCESS" not in environ and "JOB_COMPLETION_INDEX" in environ
-    source, rank = ("Kubernetes", "JOB_COMPLETION_INDEX") if is_pod else ("spmd launch", "SPMD_PROCESS")
+    source, rank_name = ("Kubernetes", "JOB_COMPLETION_INDEX") if is_pod else ("spmd launch", "SPMD_PROCESS")
     local_rank, local_size = (_optional_number(environ, name, source) for name in ("SPMD_LOCAL_PROCESS", "SPMD_LOCAL_PROCESSES"))
-    return World(
-        _number(environ, rank, source),
-        _number(environ, "SPMD_PROCESSES", source),
-        _required(environ, "SPMD_COORDINATOR", source),
-        source,
-        local_rank,
-        local_size,
-    )
+    rank, size = _number(environ, rank_name, source), _number(environ, "SPMD_PROCESSES", source)
+    return World(rank, size, _required(environ, "SPMD_COORDINATOR", source), source, local_rank, local_size)
 
 
 def _jax(environ: Mapping[str, str]) -> World | None:

@@ -6,6 +6,7 @@ about itself, and all get the same answer: what is wrong, or the address (with a
 nothing else, and are closed before training.
 """
 
+import contextlib
 import dataclasses
 import hmac
 import json
@@ -276,7 +277,5 @@ def _receive(connection: socket.socket, deadline: float) -> dict[str, Any] | Non
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.settimeout(5.0)
-    try:
+    with contextlib.suppress(OSError):  # the peer is gone
         connection.sendall(json.dumps(message).encode() + b"\n")
-    except OSError:
-        pass  # the peer is gone

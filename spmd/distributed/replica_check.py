@@ -46,10 +46,9 @@ def check_replicas(state: Tree, when: str) -> None:
     for path, positions in list(differing.items())[:MAX_SHOWN]:
         processes = sorted({devices[position].process_index for position in positions})
         lines.append(f"    {path}: devices {', '.join(map(str, positions))} of the mesh (process {', '.join(map(str, processes))})")
-    more = [f"    and {len(differing) - MAX_SHOWN} more arrays"] if len(differing) > MAX_SHOWN else []
-    text = "\n".join([*lines, *more])
+    lines += [f"    and {len(differing) - MAX_SHOWN} more arrays"] if len(differing) > MAX_SHOWN else []
     raise ClusterError(
-        f"{when}, copies of {len(differing)} of {len(leaves)} arrays differ from most others:\n{text}",
+        "\n".join([f"{when}, copies of {len(differing)} of {len(leaves)} arrays differ from most others:", *lines]),
         fix="the same seed, weights and data everywhere; if they were equal before, replace a device or host that computes wrongly.",
     )
 

@@ -92,22 +92,16 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
     """
     check_script_args(argv, "--kubernetes --nodes 2 --image IMAGE")
     name = _name(argv, config)
-    secret = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": _metadata(name, config),
-        "stringData": {"token": secrets.token_hex(16) if token is None else token},
-    }
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(name, config),
-        # names resolve before pods are ready, since pods wait for each other
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(name)},
-    }
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(name, config), "spec": _job(argv, config, name)}
+    secret = {"stringData": {"token": secrets.token_hex(16) if token is None else token}}
+    # names resolve before pods are ready, since pods wait for each other
+    service = {"spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(name)}}
+    job = {"spec": _job(argv, config, name)}
+    documents = [
+        {"apiVersion": version, "kind": kind, "metadata": _metadata(name, config), **content}
+        for version, kind, content in (("v1", "Secret", secret), ("v1", "Service", service), ("batch/v1", "Job", job))
+    ]
     yaml = import_extra("yaml", "kubernetes")
-    return yaml.safe_dump_all([secret, service, job], sort_keys=False, width=10**6, explicit_start=True, allow_unicode=True).rstrip()
+    return yaml.safe_dump_all(documents, sort_keys=False, width=10**6, explicit_start=True, allow_unicode=True).rstrip()
 
 
 def _name(argv: Sequence[str], config: KubernetesJob) -> str:
@@ -186,15 +180,10 @@ def _env(config: KubernetesJob, name: str) -> list[dict[str, Any]]:
 
     A pod cannot know whether it replaces another, so it always declares a restart: a run resumes from its checkpoint, if it has one.
     """
-    check_environment_variables = {
-        "SPMD_PROCESSES": str(config.nodes),
-        "SPMD_COORDINATOR": f"{name}-0.{name}:{FIRST_PORT}",
-        "SPMD_ATTEMPT": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    check_environment_variables |= config.settings.environment() | dict(config.env)
+    variables = {"SPMD_PROCESSES": str(config.nodes), "SPMD_COORDINATOR": f"{name}-0.{name}:{FIRST_PORT}"}
+    variables |= {"SPMD_ATTEMPT": "1", "PYTHONUNBUFFERED": "1"} | config.settings.environment() | dict(config.env)
     token = {"name": "SPMD_TOKEN", "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}}
-    return [*({"name": key, "value": _literal(value)} for key, value in check_environment_variables.items()), token]
+    return [*({"name": key, "value": _literal(value)} for key, value in variables.items()), token]
 
 
 def _resources(config: KubernetesJob) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from spmd.errors import OptionError
 from spmd.launch.process_group import ProcessGroup, Stoppable, start_processes
 from spmd.launch.restart_policy import Attempt, read_records, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
+from spmd.launch.validation import check_script_is_named
 
 MOST = 256  # processes on one machine
 
@@ -153,8 +154,7 @@ def report_folder(inside: Path | None = None, name: str = "spmd-launch") -> Iter
 
 def check_script(argv: Sequence[str]) -> None:
     """Raise OptionError if there is nothing to run."""
-    if not argv or argv == ["-m"]:
-        raise OptionError("there is no script to run.", fix="spmd launch --processes 2 train.py")
+    check_script_is_named(argv, "--processes 2")
     if argv[0] != "-m" and not Path(argv[0]).is_file():
         raise OptionError(f'there is no script "{argv[0]}".', fix="the path of a Python file, or -m and a module.")
 

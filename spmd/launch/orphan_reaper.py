@@ -23,8 +23,8 @@ ROUNDS = 40  # searches for processes, since one may be starting another meanwhi
 def reap_orphans(cookie: str) -> Iterator[None]:
     """In the block, whose processes get the cookie, a reaper waits for the end of this process."""
     command = [sys.executable, "-I", "-S", __file__, cookie, str(os.getpid())]
-    reaper = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) if _linux() else None
-    owner = os.getpid()
+    is_linux, owner = Path("/proc/self/environ").exists(), os.getpid()
+    reaper = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) if is_linux else None
     try:
         yield
     finally:
@@ -33,20 +33,16 @@ def reap_orphans(cookie: str) -> Iterator[None]:
             reaper.wait()
 
 
-def _linux() -> bool:
-    return Path("/proc/self/environ").exists()
-
-
 def processes_with_cookie(cookie: str) -> list[int]:
     """Processes of this user whose environment contains the cookie."""
-    found, encoded = [], cookie.encode()
+    pids, encoded = [], cookie.encode()
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 variables = dict(line.split(b"=", 1) for line in Path(entry.path, "environ").read_bytes().split(b"\0") if b"=" in line)
                 if encoded in variables.get(NAME.encode(), b"").split(b","):
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
 def main(cookie: str, launcher: int) -> None:

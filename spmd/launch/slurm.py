@@ -18,6 +18,16 @@ from spmd.launch.validation import check_environment_variables, check_pattern, c
 NAME = r"[\w.+-]{1,200}"
 TIME = r"\d{1,6}(:[0-5]?\d){0,2}|\d{1,4}-\d\d?(:[0-5]?\d){0,2}"
 PATH = r"[\w./%+@=,:-]{1,1000}"  # sbatch has its own rules for these lines, without quoting
+FIELDS = {  # the fields of `SlurmJob` that are passed to sbatch as they are
+    "--gpus-per-node": "gpus_per_node",
+    "--cpus-per-task": "cpus",
+    "--mem": "memory",
+    "--time": "time",
+    "--partition": "partition",
+    "--account": "account",
+    "--output": "output",
+}
+OTHERS = ("--job-name", "--nodes", "--ntasks", "--ntasks-per-node", "--signal", "--requeue", "--no-requeue", "--open-mode", "--wrap")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +107,13 @@ class SlurmJob:
 
     def _check_extra(self) -> None:
         """Refuse sbatch options that repeat or contradict the options of this class."""
-        used = {option.split("=")[0] for option, _ in self._options("x")} | {"--output", "--requeue", "--no-requeue", "--open-mode"}
-        taken = used | {"--gpus-per-node", "--cpus-per-task", "--mem", "--time", "--partition", "--account", "--ntasks", "--wrap"}
-        short = {"-J", "-N", "-n", "-c", "-t", "-p", "-A", "-o"}
+        short = ("-J", "-N", "-n", "-c", "-t", "-p", "-A", "-o")
         for option in self.extra:
             check_printable("sbatch", option)
             name = re.split(r"[=\s]", option)[0]
             if name == "--array" or name[:2] == "-a":
                 raise OptionError(f'sbatch option "{option}" starts independent jobs.', fix="--nodes, or submit each job separately.")
-            if name in taken or name[:2] in short:
+            if name in (*FIELDS, *OTHERS) or name[:2] in short:
                 raise OptionError(f'sbatch option "{option}": {name} has its own option here, or is already set.', fix="leave it out.")
             if not re.fullmatch(r"--[a-z][a-z-]*|-[A-Za-z]", name):
                 raise OptionError(f'sbatch option "{option}".', fix="as sbatch expects it, such as --constraint=a100.")
@@ -119,22 +127,6 @@ class SlurmJob:
     def grace(self) -> int:
         """Seconds before the time limit at which SLURM sends SIGTERM, so that processes save and exit."""
         return math.ceil(self.settings.grace) if math.isfinite(self.settings.grace) else 0
-
-    def _options(self, name: str) -> list[tuple[str, object]]:
-        options = [
-            ("--job-name", name),
-            ("--nodes", self.nodes),
-            ("--ntasks-per-node", self.tasks),
-            ("--gpus-per-node", self.gpus_per_node),
-            ("--cpus-per-task", self.cpus),
-            ("--mem", self.memory),
-            ("--time", self.time),
-            ("--partition", self.partition),
-            ("--account", self.account),
-            ("--output", self.output),
-            ("--signal", f"TERM@{self.grace}"),
-        ]
-        return [(option, value) for option, value in options if value is not None]
 
 
 def _seconds(time: str) -> int:
@@ -161,7 +153,9 @@ def script(argv: Sequence[str], config: SlurmJob) -> str:
     """
     check_script_args(argv, "--slurm --nodes 2")
     name = config.name or re.sub(r"[^\w.+-]", "-", script_name(argv), flags=re.ASCII)
-    lines = [f"#SBATCH {option}={value}" for option, value in config._options(name)]
+    options = {"--job-name": name, "--nodes": config.nodes, "--ntasks-per-node": config.tasks}
+    options |= {option: getattr(config, field) for option, field in FIELDS.items()} | {"--signal": f"TERM@{config.grace}"}
+    lines = [f"#SBATCH {option}={value}" for option, value in options.items() if value is not None]
     lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"] if config.requeue else []
     lines += [f"#SBATCH {option}" for option in config.extra]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in config.env]

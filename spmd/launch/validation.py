@@ -22,10 +22,15 @@ def check_pattern(name: str, text: str | None, pattern: str, fix: str) -> None:
         raise OptionError(f"{name}={text!r}.", fix=f"{fix}.")
 
 
-def check_script_args(words: Sequence[str], options: str) -> None:
-    """Refuse a missing script, and arguments with several lines."""
+def check_script_is_named(words: Sequence[str], options: str) -> None:
+    """Refuse a missing script."""
     if not words or list(words) == ["-m"]:
         raise OptionError("there is no script to run.", fix=f"spmd launch {options} train.py")
+
+
+def check_script_args(words: Sequence[str], options: str) -> None:
+    """Refuse a missing script, and arguments with several lines."""
+    check_script_is_named(words, options)
     for word in filter(None, words):
         check_printable("an argument of the script", word)
 
