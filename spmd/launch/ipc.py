@@ -1,10 +1,8 @@
-"""Length-prefixed messages between a process and its children, over private pipes."""
+"""Length-prefixed messages between a process and its children, over private sockets (`socket.socketpair`)."""
 
-import contextlib
-import dataclasses
-import os
 import secrets
 import selectors
+import socket
 from collections.abc import Callable, Mapping
 
 LENGTH = 8  # bytes in front of each message
@@ -18,83 +16,39 @@ def new_mark() -> str:
     return f"\x1e{secrets.token_hex(8)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class PipeEnds:
-    """One side of two pipes.
-
-    Attributes:
-      reads: the file descriptor to read from.
-      writes: the file descriptor to write to.
-    """
-
-    reads: int
-    writes: int
-
-    def close(self) -> None:
-        """Close both."""
-        for number in (self.reads, self.writes):
-            with contextlib.suppress(OSError):
-                os.close(number)
-
-
-def pipe_pair() -> tuple[PipeEnds, PipeEnds]:
-    """Both sides of two pipes; the first side never blocks."""
-    reads, child_writes = os.pipe()
-    try:
-        child_reads, writes = os.pipe()
-    except BaseException:
-        PipeEnds(reads, child_writes).close()
-        raise
-    os.set_blocking(reads, False)
-    os.set_blocking(writes, False)
-    return PipeEnds(reads, writes), PipeEnds(child_reads, child_writes)
-
-
-def frame(message: bytes) -> bytes:
-    """A message with its length in front."""
-    return len(message).to_bytes(LENGTH, "big") + message
-
-
-def send(ends: PipeEnds, message: bytes) -> None:
+def send(connection: socket.socket, message: bytes) -> None:
     """Write a message; blocks until it is written.
 
     Raises:
-      BrokenPipeError: the other side is closed.
+      ConnectionError: the other side is closed.
     """
-    left = memoryview(frame(message))
-    while left:
-        left = left[os.write(ends.writes, left[:CHUNK]) :]
+    connection.sendall(_frame(message))
 
 
-def receive(ends: PipeEnds) -> bytes | None:
+def receive(connection: socket.socket) -> bytes | None:
     """Wait for a message; None if the other side is closed."""
-    length = _exactly(ends.reads, LENGTH)
-    return _exactly(ends.reads, int.from_bytes(length, "big")) if length is not None else None
+    return _Incoming(connection).read() or None
 
 
-def _exactly(pipe: int, count: int) -> bytes | None:
-    received = bytearray()
-    while len(received) < count:
-        chunk = os.read(pipe, min(count - len(received), CHUNK))
-        if not chunk:
-            return None
-        received += chunk
-    return bytes(received)
+def _frame(message: bytes) -> bytes:
+    return len(message).to_bytes(LENGTH, "big") + message
 
 
 class _Incoming:
-    """The received part of one message."""
+    """The received part of one message; the other side sends the next one only after an answer."""
 
-    def __init__(self, pipe: int):
-        self._pipe, self._received = pipe, bytearray()
+    def __init__(self, connection: socket.socket):
+        self._connection, self._received = connection, bytearray()
 
     def read(self) -> bytes | None:
-        """The message, once it is complete; None before; b"" if the other side is closed before that."""
+        """The message, once it is complete; None before, if the socket does not block; b"" if the other side is closed before that."""
         while True:
             try:
-                chunk = os.read(self._pipe, CHUNK)
+                chunk = self._connection.recv(CHUNK)
             except BlockingIOError:
                 return None
+            except ConnectionError:  # closed before it had read everything
+                return b""
             self._received += chunk
             if len(self._received) >= LENGTH and len(self._received) - LENGTH >= int.from_bytes(self._received[:LENGTH], "big"):
                 return bytes(self._received[LENGTH:])
@@ -103,47 +57,43 @@ class _Incoming:
 
 
 def broadcast_and_collect(
-    ends: Mapping[int, PipeEnds], message: bytes | None, keep_waiting: Callable[[Mapping[int, bytes]], bool]
+    connections: Mapping[int, socket.socket], message: bytes | None, keep_waiting: Callable[[Mapping[int, bytes]], bool]
 ) -> dict[int, bytes]:
     """Send all processes the same message, and receive one answer from each, concurrently.
 
     Args:
-      ends: the first side of each process's pipes, by rank.
+      connections: to each process, by rank; they do not block.
       message: None: send nothing.
       keep_waiting: called many times a second with the answers so far; False ends the wait.
 
     Returns:
-      The answers by rank; without those of processes that closed their pipe, or were no longer waited for.
+      The answers by rank; without those of processes that closed their socket, or were no longer waited for.
     """
     answers: dict[int, bytes] = {}
-    unsent = {rank: memoryview(frame(message)) for rank in ends} if message is not None else {}
-    incoming = {rank: _Incoming(end.reads) for rank, end in ends.items()}
+    unsent = dict.fromkeys(connections, memoryview(b"" if message is None else _frame(message)))
+    incoming = {rank: _Incoming(connection) for rank, connection in connections.items()}
     with selectors.DefaultSelector() as selector:
-        for rank, end in ends.items():
-            selector.register(end.reads, selectors.EVENT_READ, rank)
-            if unsent:
-                selector.register(end.writes, selectors.EVENT_WRITE, rank)
+        for rank, connection in connections.items():
+            selector.register(connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent[rank] else 0), rank)
         while selector.get_map() and keep_waiting(answers):
-            for key, _ in selector.select(LOOK):
-                rank = key.data
-                if key.fd == ends[rank].reads:
-                    answer = incoming[rank].read()
-                    done = answer is not None
+            for key, events in selector.select(LOOK):
+                rank, connection = key.data, connections[key.data]
+                if events & selectors.EVENT_WRITE:
+                    unsent[rank] = _write_more(connection, unsent[rank])
+                    if not unsent[rank]:
+                        selector.modify(connection, selectors.EVENT_READ, rank)
+                if events & selectors.EVENT_READ and (answer := incoming[rank].read()) is not None:
+                    selector.unregister(connection)
                     if answer:
                         answers[rank] = answer
-                else:
-                    done = _write_more(key.fd, unsent, rank)
-                if done:
-                    selector.unregister(key.fd)
     return answers
 
 
-def _write_more(pipe: int, unsent: dict[int, memoryview], rank: int) -> bool:
-    """Write what the pipe takes; whether all is written, or the other side is closed."""
+def _write_more(connection: socket.socket, unsent: memoryview) -> memoryview:
+    """Write what the socket takes, and return the rest; nothing if the other side is closed, which the reader will see."""
     try:
-        unsent[rank] = unsent[rank][os.write(pipe, unsent[rank][:CHUNK]) :]
+        return unsent[connection.send(unsent[:CHUNK]) :]
     except BlockingIOError:
-        return False
-    except BrokenPipeError:
-        return True
-    return not unsent[rank]
+        return unsent
+    except ConnectionError:
+        return unsent[:0]

@@ -193,7 +193,7 @@ class Processes:
                 return self._call(call)
             except ProcessError:
                 raise
-            except BaseException as error:  # the state of the pipes is unknown now
+            except BaseException as error:  # the state of the sockets is unknown now
                 stopped = isinstance(error, KeyboardInterrupt)
                 self._down = self._down or ("interrupted" if stopped else type(error).__name__)
                 self._running.end(self._grace if stopped else 0.0, interrupt=stopped)
@@ -201,7 +201,7 @@ class Processes:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Allow one thread at a time: two would read each other's answers, or close a pipe that is read."""
+        """Allow one thread at a time: two would read each other's answers, or close a socket that is read."""
         if not self._lock.acquire(blocking=False):
             raise OptionError("these processes are running another call.", fix="one call at a time, or another spmd.launch.local(...).")
         try:

@@ -1,13 +1,14 @@
-"""A process that runs calls: `python -m spmd.launch.runner -m spmd.launch.notebook_worker READ_FD WRITE_FD`, two pipes of its parent.
+"""A process that runs calls: `python -m spmd.launch.runner -m spmd.launch.notebook_worker FD`, a socket to its parent.
 
 Each call is a function with its arguments, from the notebook that started this process; the answer is its result or its error. After a
-failed call the process exits, as after a failed script. It also exits when its pipe is closed.
+failed call the process exits, as after a failed script. It also exits when its socket is closed.
 """
 
 import contextlib
 import linecache
 import os
 import pickle
+import socket
 import sys
 import traceback
 from typing import Any
@@ -20,22 +21,21 @@ from spmd.launch import ipc, serialization
 from spmd.launch.ipc import DONE, FAILED, READY, UNSENT
 
 
-def main(ends: ipc.PipeEnds) -> None:
-    """Answer calls until the notebook closes the pipe."""
-    for number in (ends.reads, ends.writes):
-        os.set_inheritable(number, False)  # a child process of the function must not keep the pipe open
+def main(notebook: socket.socket) -> None:
+    """Answer calls until the notebook closes the socket."""
+    notebook.set_inheritable(False)  # a child process of the function must not keep it open
     try:
-        ipc.send(ends, READY + pickle.dumps((jax.local_device_count(), jax.device_count())))
-        while (message := ipc.receive(ends)) is not None:
-            ipc.send(ends, _answer(ends, pickle.loads(message)))
+        ipc.send(notebook, READY + pickle.dumps((jax.local_device_count(), jax.device_count())))
+        while (message := ipc.receive(notebook)) is not None:
+            ipc.send(notebook, _answer(notebook, pickle.loads(message)))
             watchdog.current().record_progress("script", watchdog.current().step)  # waiting for a call is no stall
     except KeyboardInterrupt:  # while it waits: the notebook has interrupted the call
         raise SystemExit(watchdog.FAILED) from None
-    except BrokenPipeError:
+    except ConnectionError:
         return  # the notebook is gone
 
 
-def _answer(ends: ipc.PipeEnds, request: dict[str, Any]) -> bytes:
+def _answer(notebook: socket.socket, request: dict[str, Any]) -> bytes:
     """Run the call; if it fails, send the error, and exit."""
     try:
         _match_notebook(request)
@@ -45,7 +45,7 @@ def _answer(ends: ipc.PipeEnds, request: dict[str, Any]) -> bytes:
         _end_of_output(request["mark"])
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
         with contextlib.suppress(OSError):
-            ipc.send(ends, FAILED + pickle.dumps((_headline(error), text)))
+            ipc.send(notebook, FAILED + pickle.dumps((_headline(error), text)))
         code = watchdog.exit_code(error) or watchdog.FAILED
         watchdog.current().report_failure(error, code)
         raise SystemExit(code) from None
@@ -86,4 +86,4 @@ def _end_of_output(mark: str) -> None:
 
 
 if __name__ == "__main__":
-    main(ipc.PipeEnds(*map(int, sys.argv[1:3])))
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,7 +1,7 @@
 """Serialize functions and results between a notebook and its processes: with cloudpickle, and jax arrays as numpy arrays.
 
 An array that is sharded over processes is sent in shards, each by one process that has it, and is assembled in the notebook: no device
-has to hold all of it, and no process waits for another. Only a process and its own children use this, over pipes.
+has to hold all of it, and no process waits for another. Only a process and its own children use this, over sockets.
 """
 
 import dataclasses

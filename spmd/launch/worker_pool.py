@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -78,7 +79,7 @@ class OutputBuffer:
 
 
 class WorkerPool:
-    """A group of worker processes, and the pipes to them.
+    """A group of worker processes, and the sockets to them.
 
     Attributes:
       lines: their output.
@@ -88,7 +89,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self.lines = OutputBuffer()
         self.owner, self._open, self._ending = os.getpid(), contextlib.ExitStack(), threading.Lock()
-        self._group, self._ends, self._late = ProcessGroup({}), {}, False
+        self._group, self._connections, self._late = ProcessGroup({}), dict[int, socket.socket](), False
         self._first: dict[int, int] = {}  # exit codes of those that ended first
         self._attempt = Attempt({})  # the outcome, from the processes' records, once all have ended
         self._folder: Path | None = None
@@ -97,14 +98,15 @@ class WorkerPool:
     def start(self, config: LocalConfig) -> None:
         """Start the processes; `call` waits for them."""
         self._folder = self._open.enter_context(report_folder())
-        child_ends: dict[int, ipc.PipeEnds] = {}
+        child_ends: dict[int, socket.socket] = {}
         try:
             commands = {}
             for rank, environment in process_environments(config, 0, self._folder).items():
-                self._ends[rank], child_ends[rank] = ipc.pipe_pair()
-                words = ["-m", "spmd.launch.notebook_worker", str(child_ends[rank].reads), str(child_ends[rank].writes)]
+                self._connections[rank], child_ends[rank] = socket.socketpair()
+                self._connections[rank].setblocking(False)
+                words = ["-m", "spmd.launch.notebook_worker", str(child_ends[rank].fileno())]
                 commands[rank] = worker_command(words), environment | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))}
-            inherited = {rank: (end.reads, end.writes) for rank, end in child_ends.items()}
+            inherited = {rank: (end.fileno(),) for rank, end in child_ends.items()}
             self._group = self._open.enter_context(
                 start_processes(commands, rank_prefix(config.count), write=self.lines.add, inherited=inherited)
             )
@@ -142,14 +144,14 @@ class WorkerPool:
             return until is None or time.monotonic() < until
 
         with self.lines.read():
-            return ipc.broadcast_and_collect(self._ends, message, keep_waiting)
+            return ipc.broadcast_and_collect(self._connections, message, keep_waiting)
 
     def remaining_grace(self) -> float:
         """Seconds that remain for the others to exit after one has failed."""
         return min(SETTLE, max(0.5, self._settled - time.monotonic()))
 
     def end(self, grace: float, interrupt: bool = False) -> None:
-        """Close the pipes, wait, and kill the processes that are left. Calling it again does nothing.
+        """Close the sockets, wait, and kill the processes that are left. Calling it again does nothing.
 
         Args:
           grace: seconds to exit on their own.
@@ -161,8 +163,8 @@ class WorkerPool:
             with self._open, self.lines.read():
                 if interrupt:
                     self._group.signal(signal.SIGINT)
-                for end in self._ends.values():
-                    end.close()
+                for connection in self._connections.values():
+                    connection.close()
                 until = time.monotonic() + grace
                 while len(self.ended()) < len(self._group.processes) and time.monotonic() < until:
                     self.lines.show()
@@ -180,7 +182,7 @@ class WorkerPool:
             return *self._attempt.unreported_cause, ""
         stalled = {rank for rank, code in self._attempt.codes.items() if code == STALLED}
         reason = failure_reason(failures, self._first, self._attempt.failures, answered=set(answers), stalled=stalled)
-        return reason or (None, "some did not start in time" if self._late else "they have closed their pipes", "")
+        return reason or (None, "some did not start in time" if self._late else "they have closed their sockets", "")
 
 
 def failure_reason(
