@@ -45,6 +45,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.stop_reason, self.run_started = "", False
+        self.requested_stop_reason = ""  # of a requested stop, even if the run has not acted on it
         self.batches_taken: dict[int, int] = {}  # by the number of the iterator (`distributed/uneven_batches.py`)
         self.data_wait_seconds = 0.0  # seconds that the run has waited for data
         self.local_stop_reason: str | None = None  # why this process leaves its run, if it decided that alone
@@ -53,7 +54,7 @@ class Watchdog:
 
     def begin_run(self, step: int) -> None:
         """A run starts, or resumes, at a step."""
-        self.stop_reason, self.run_started, self.local_stop_reason = "", True, None
+        self.stop_reason, self.requested_stop_reason, self.run_started, self.local_stop_reason = "", "", True, None
         if self.rank == 0:
             report_to_launcher("began", {"step": step}, overwrite=False)
         self.record_progress("compile", step)
@@ -91,14 +92,9 @@ class Watchdog:
         """How many steps are done."""
         return self._progress[1]
 
-    @property
-    def requested_stop_reason(self) -> str:
-        """The reason of a requested stop, even if the run has not acted on it."""
-        return self.stop_reason
-
     def request_stop(self, reason: str) -> None:
         """Ask the run to stop, for example on a signal, or from a callback that only this process runs."""
-        self.stop_reason = self.stop_reason or reason
+        self.stop_reason = self.requested_stop_reason = self.requested_stop_reason or reason
 
     def should_stop(self, step: int, batch: int = 0) -> bool:
         """Whether a run that was asked to stop does so here: after this step, or before this batch of the evaluation after it."""
@@ -128,7 +124,7 @@ class ClusterWatchdog(Watchdog):
         self.rank, self.size, self.timeouts, self._log = rank, size, timeouts, log
         self._run_count, self._acknowledged_runs, self._exiting = 0, 0, threading.Lock()
         self._mean_step_seconds, self._step_count = 0.0, 0
-        self._requested, self._newest_point = "", (0, 0)  # points are (step, batch of the evaluation after it), in the order of the run
+        self._newest_point = (0, 0)  # points are (step, batch of the evaluation after it), in the order of the run
         self._mark: tuple[int, int] | None = None  # the point that this process had reached when it saw the request to stop
         self._last_mark: tuple[int, int] | None = None  # the furthest mark: all stop at the first point after it
         self._peer_done_at: float | None = None  # when this process first saw that another had finished
@@ -167,7 +163,7 @@ class ClusterWatchdog(Watchdog):
     def begin_run(self, step: int) -> None:
         """A run starts; a run has the same number in every process."""
         self._mean_step_seconds, self._step_count = 0.0, 0
-        self._requested, self._newest_point, self._mark, self._last_mark = "", (step, 0), None, None
+        self._newest_point, self._mark, self._last_mark = (step, 0), None, None
         super().begin_run(step)
         self._run_count += 1  # last: from now on the thread sees this run
 
@@ -179,14 +175,9 @@ class ClusterWatchdog(Watchdog):
             self._mean_step_seconds += (time.monotonic() - progress_at - self._mean_step_seconds) / min(self._step_count, 50)
         super().record_progress(phase, step)
 
-    @property
-    def requested_stop_reason(self) -> str:
-        """The reason of a requested stop, even if the run has not acted on it."""
-        return self.stop_reason or self._requested
-
     def request_stop(self, reason: str) -> None:
         """Ask all processes to stop; the thread publishes the request, which this process then sees like the others."""
-        self._requested = self._requested or reason
+        self.requested_stop_reason = self.requested_stop_reason or reason
 
     def should_stop(self, step: int, batch: int = 0) -> bool:
         """Whether all processes stop here.
@@ -211,13 +202,14 @@ class ClusterWatchdog(Watchdog):
     def _sync_stop(self, messages: Mapping[str, str]) -> None:
         """Publish a request to stop; acknowledge those of others, for this run and those before it."""
         current = f"stop/{self._run_count}"
-        if self._requested and self._run_count and current not in messages:
-            coordination.put(f"now/{current}", self._requested)
-            messages = {**messages, current: self._requested}
+        if self.requested_stop_reason and self._run_count and current not in messages:
+            coordination.put(f"now/{current}", self.requested_stop_reason)
+            messages = {**messages, current: self.requested_stop_reason}
         for run in range(self._acknowledged_runs + 1, self._run_count + 1):
             if f"stop/{run}" in messages:
                 if run == self._run_count:
-                    self.stop_reason = messages[current]  # first: a run that sees it does not pass the mark until the mark is published
+                    # first: a run that sees it does not pass the mark until the mark is published
+                    self.stop_reason = self.requested_stop_reason = messages[current]
                 self._mark = self._newest_point
                 coordination.put(f"stop/{run}/{self.rank}", json.dumps(self._mark))
                 self._acknowledged_runs = run
