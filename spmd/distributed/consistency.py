@@ -97,12 +97,12 @@ def _verdict(path: str, size: int, facts: Mapping[str, str], timeout: float) -> 
     return False, "".join(lines[:MAX_SHOWN]) + more + also
 
 
-def program_facts(text: str, what: str) -> dict[str, str]:
+def program_facts(text: str, name: str) -> dict[str, str]:
     """Facts about a program: its hash, and the scalar constants in it, which reveal a differing learning rate or seed.
 
     >>> list(program_facts("stablehlo.constant dense<1.000000e-01> : tensor<f32>", "the step").items())[0]
     ('number 1 in the step', '1.000000e-01 (f32)')
     """
     constants = re.findall(r"constant dense<([^<>\"]{1,40})> : tensor<(\w+)>", text)
-    numbers = {f"number {index} in {what}": f"{value} ({dtype})" for index, (value, dtype) in enumerate(constants, 1)}
-    return numbers | {f"the program of {what}": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    numbers = {f"number {index} in {name}": f"{value} ({dtype})" for index, (value, dtype) in enumerate(constants, 1)}
+    return numbers | {f"the program of {name}": hashlib.sha256(text.encode()).hexdigest()[:16]}

@@ -14,7 +14,7 @@ T = TypeVar("T")
 _call_numbers = itertools.count()
 
 
-def require_equal_counts(items: Iterable[T], what: str, timeout: float = 1800.0) -> Iterator[T]:
+def require_equal_counts(items: Iterable[T], data_name: str, timeout: float = 1800.0) -> Iterator[T]:
     """Yield the same batches; after the last one, wait until the data has ended in all other processes too.
 
     All processes call it in the same order, and iterate in the thread that trains. A process with extra batches blocks in a collective
@@ -22,7 +22,7 @@ def require_equal_counts(items: Iterable[T], what: str, timeout: float = 1800.0)
 
     Args:
       items: this process's part of each batch.
-      what: the data, in words.
+      data_name: the data, in words.
       timeout: seconds that other processes may take to read their data.
 
     Raises:
@@ -38,10 +38,10 @@ def require_equal_counts(items: Iterable[T], what: str, timeout: float = 1800.0)
         taken[number] = count
         yield batch
     with watchdog.current().local_work(False):
-        _wait_for_all(number, count, what, timeout)
+        _wait_for_all(number, count, data_name, timeout)
 
 
-def _wait_for_all(number: int, count: int, what: str, timeout: float) -> None:
+def _wait_for_all(number: int, count: int, data_name: str, timeout: float) -> None:
     """Wait until the data has ended in all processes, and compare the counts."""
     rank, size, _ = coordination.process_info()
     coordination.put(f"even/{number}/{rank}", str(count))
@@ -54,14 +54,14 @@ def _wait_for_all(number: int, count: int, what: str, timeout: float) -> None:
                 counts = {rank: str(count), other: f"{other_count} or more" if other in ahead else str(other_count)}
                 listed = ", ".join(f"{batches} in process {process}" for process, batches in sorted(counts.items()))
                 raise DataError(
-                    f"{what} has a different number of batches in each process: {listed}.",
+                    f"{data_name} has a different number of batches in each process: {listed}.",
                     fix="the same number in each, by leaving out rows at the end; or arrays, which every process can index.",
                 )
         if len(ended) == size:
             del watchdog.current().batches_taken[number]
             return
         if time.monotonic() > deadline:
-            raise RendezvousTimeout(f"{what} has not ended in all processes after {timeout:g} s.", fix="the logs of the others.")
+            raise RendezvousTimeout(f"{data_name} has not ended in all processes after {timeout:g} s.", fix="the logs of the others.")
         time.sleep(pause)
         pause = min(2 * pause, watchdog.POLL_SECONDS)
 

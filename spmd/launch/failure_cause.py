@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from spmd.distributed.records import ERROR, HEARTBEAT_SECONDS, STALL, WAIT
@@ -44,28 +44,28 @@ class Heartbeat:
 
 def failures(records: Iterable[Mapping[str, Any]]) -> list[Failure]:
     """The reported failures, root causes first: errors, then processes without progress, then those that only waited; each by time."""
-    found = []
+    reported = []
     for record in records:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             details = int(record["step"]), str(record.get("phase", "")), str(record.get("kind", ERROR)), str(record["error"])
-            found.append(Failure(float(record["at"]), int(record["name"]), *details, int(record.get("code", FAILED))))
+            reported.append(Failure(float(record["at"]), int(record["name"]), *details, int(record.get("code", FAILED))))
     order = (ERROR, STALL, WAIT)
-    return sorted(found, key=lambda failure: (order.index(failure.kind) if failure.kind in order else 0, failure.at, failure.rank))
+    return sorted(reported, key=lambda failure: (order.index(failure.kind) if failure.kind in order else 0, failure.at, failure.rank))
 
 
 def heartbeats(records: Iterable[Mapping[str, Any]]) -> dict[int, Heartbeat]:
     """The last heartbeat of each process, by rank."""
-    found = {}
+    last = {}
     for record in records:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if str(record["name"]).startswith("life."):
                 at, rank = float(record["at"]), int(record["name"].removeprefix("life."))
                 stopped = None if record["stopped"] is None else str(record["stopped"])
                 since = at - float(record["since"])
-                found[rank] = Heartbeat(
+                last[rank] = Heartbeat(
                     at, rank, int(record["step"]), str(record["phase"]), since, bool(record["busy"]), stopped, str(record["end"])
                 )
-    return found
+    return last
 
 
 def unreported_cause(failed: list[Failure], last_heartbeats: Mapping[int, Heartbeat], first: Mapping[int, int]) -> tuple[int, str] | None:
@@ -73,26 +73,26 @@ def unreported_cause(failed: list[Failure], last_heartbeats: Mapping[int, Heartb
 
     Args:
       failed: the reported failures (`failures`).
-      living: the last heartbeats (`heartbeats`).
+      last_heartbeats: of all processes (`heartbeats`).
       first: exit codes of the processes that ended first.
 
     Returns:
       None if a reported failure, or an exit by a signal, is the cause.
     """
     by_signal = {rank for rank, code in first.items() if code < 0 and code != ABORTED and rank != ALL}
-    unfinished = [life for life in last_heartbeats.values() if life.end != "done"]
-    late = {life.rank: life.at for life in last_heartbeats.values() if life.end == "done" and unfinished}  # later reports follow from that
+    unfinished = [beat for beat in last_heartbeats.values() if beat.end != "done"]
+    late = {beat.rank: beat.at for beat in last_heartbeats.values() if beat.end == "done" and unfinished}  # later reports follow from that
     primary = [failure for failure in failed if failure.at < late.get(failure.rank, math.inf)]
     reported = {failure.rank for failure in primary}
-    others = [life for rank, life in last_heartbeats.items() if rank not in reported and rank not in by_signal]
+    others = [beat for rank, beat in last_heartbeats.items() if rank not in reported and rank not in by_signal]
     aborted = [last_heartbeats[rank].at for rank, code in first.items() if code == ABORTED and rank in last_heartbeats]
     began = min([failure.at for failure in failed] or aborted, default=math.inf)
     if began == math.inf:
         return None
-    signs = _silent(others, first, began)
+    signs = list(_silent(others, first, began))
     if not by_signal and all(failure.kind == WAIT for failure in primary):
         silent = {rank for _, rank, _ in signs}
-        signs += _left([life for life in others if life.rank not in silent], primary, began)
+        signs += _left([beat for beat in others if beat.rank not in silent], primary, began)
     killed = min(
         (last_heartbeats[rank].at for rank in by_signal if rank in last_heartbeats), default=math.inf if not by_signal else -math.inf
     )
@@ -102,30 +102,27 @@ def unreported_cause(failed: list[Failure], last_heartbeats: Mapping[int, Heartb
     return rank, f"process {rank} {text}" + (f", {began - at:.0f} s before another failed" if began - at >= 1 else "")
 
 
-def _silent(others: Iterable[Heartbeat], first: Mapping[int, int], began: float) -> list[tuple[float, int, str]]:
+def _silent(others: Iterable[Heartbeat], first: Mapping[int, int], began: float) -> Iterator[tuple[float, int, str]]:
     """Processes that exited or stopped their heartbeats without a report, before the first reported failure."""
-    found = []
-    for life in others:
-        if life.end:
+    for beat in others:
+        if beat.end:
             continue
-        heard = f"last heartbeat in {life.phase} after step {life.step}"
-        if first.get(life.rank) == 0:
-            found.append((life.at, life.rank, f"ended with code 0 before the end of its script, {heard}"))
-        elif life.at + (0 if ALL in first else QUIET) < began:  # srun does not say how its processes ended
-            found.append((life.at, life.rank, f"was killed, stopped, or blocked by code that holds the GIL, {heard}"))
-    return found
+        heard = f"last heartbeat in {beat.phase} after step {beat.step}"
+        if first.get(beat.rank) == 0:
+            yield beat.at, beat.rank, f"ended with code 0 before the end of its script, {heard}"
+        elif beat.at + (0 if ALL in first else QUIET) < began:  # srun does not say how its processes ended
+            yield beat.at, beat.rank, f"was killed, stopped, or blocked by code that holds the GIL, {heard}"
 
 
-def _left(others: Iterable[Heartbeat], failed: list[Failure], began: float) -> list[tuple[float, int, str]]:
+def _left(others: Iterable[Heartbeat], failed: list[Failure], began: float) -> Iterator[tuple[float, int, str]]:
     """Processes that were not in the phase in which others waited for them."""
-    phases, found = {failure.phase for failure in failed} - {"script"}, []
-    for life in others:
-        if life.end == "done":  # the others have not, since there is a failure
-            found.append((life.at, life.rank, f"finished its script after step {life.step}, and others did not"))
-        elif life.stopped is not None and life.phase != "step":
-            found.append((life.since, life.rank, f"left its run alone after step {life.step} (info.stop: {life.stopped})"))
-        elif phases and life.phase not in phases:
-            found.append((life.since, life.rank, f"was in {life.phase} after step {life.step}, others waited for it in {min(phases)}"))
-        elif life.busy and life.since + QUIET < began:
-            found.append((life.since, life.rank, f"made no progress in {life.phase} after step {life.step}, without waiting for others"))
-    return found
+    phases = {failure.phase for failure in failed} - {"script"}
+    for beat in others:
+        if beat.end == "done":  # the others have not, since there is a failure
+            yield beat.at, beat.rank, f"finished its script after step {beat.step}, and others did not"
+        elif beat.stopped is not None and beat.phase != "step":
+            yield beat.since, beat.rank, f"left its run alone after step {beat.step} (info.stop: {beat.stopped})"
+        elif phases and beat.phase not in phases:
+            yield beat.since, beat.rank, f"was in {beat.phase} after step {beat.step}, others waited for it in {min(phases)}"
+        elif beat.busy and beat.since + QUIET < began:
+            yield beat.since, beat.rank, f"made no progress in {beat.phase} after step {beat.step}, without waiting for others"

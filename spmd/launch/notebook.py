@@ -107,10 +107,10 @@ def run(
     options |= {"preallocate": preallocate, "stall": stall, "grace": grace}
     if _blocks:
         parameters = inspect.signature(local).parameters
-        given = [name for name, value in options.items() if value != parameters[name].default]
-        if given:
+        changed = [name for name, value in options.items() if value != parameters[name].default]
+        if changed:
             raise OptionError(
-                f"{given[0]}={options[given[0]]!r} inside a block, whose processes have their options.",
+                f"{changed[0]}={options[changed[0]]!r} inside a block, whose processes have their options.",
                 fix="leave it out, or leave the block; or another spmd.launch.local(...).",
             )
         return _blocks[-1].run(function, *args)
@@ -229,12 +229,12 @@ class Processes:
         if self._down:
             raise ProcessError(f"these processes have ended: {self._down}.", fix="start new ones: spmd.launch.local(...).")
 
-    def _failed(self, answers: Mapping[int, bytes], what: str = "") -> ProcessError:
+    def _failed(self, answers: Mapping[int, bytes], prefix: str = "") -> ProcessError:
         """The error to raise; ends all processes."""
         self._running.end(self._running.remaining_grace())
         process, why, trace = self._running.why(answers)
         self._down = why.splitlines()[0]
-        return ProcessError(what + why + (f"\n\n{trace.rstrip()}" if trace else ""), process)
+        return ProcessError(prefix + why + (f"\n\n{trace.rstrip()}" if trace else ""), process)
 
 
 def _environment() -> dict[str, Any]:

@@ -78,13 +78,13 @@ def _saved(step: int | None) -> str:
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """The records that processes left in their folder (`spmd.distributed.records.report_to_launcher`), each with its "name"."""
-    found = []
+    records = []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.append({**json.loads(path.read_text(encoding="utf-8")), "name": path.stem})
+            records.append({**json.loads(path.read_text(encoding="utf-8")), "name": path.stem})
         except (OSError, ValueError, TypeError):
             continue  # the process was killed while it wrote this
-    return found
+    return records
 
 
 def summarize_attempt(

@@ -26,13 +26,13 @@ class ShardedResult:
     """One process's shards of an array that is sharded over several.
 
     Attributes:
-      what: its dtype and shape, for people.
+      text: its dtype and shape, for people.
       shape: the global shape.
       dtype: the dtype.
       shards: index and data of each; only the first replica.
     """
 
-    what: str
+    text: str
     shape: tuple[int, ...]
     dtype: Any
     shards: list[tuple[Any, np.ndarray]]
@@ -152,15 +152,15 @@ def _assemble(number: int, pieces: Mapping[int, Mapping[int, ShardedResult]]) ->
     """The array of that number, from all processes' shards of it."""
     first = pieces[0][number]
     array, filled = np.empty(first.shape, first.dtype), 0
-    for part in (parts[number] for parts in pieces.values() if number in parts and parts[number].what == first.what):
+    for part in (parts[number] for parts in pieces.values() if number in parts and parts[number].text == first.text):
         for index, shard in part.shards:
             array[index] = shard
             filled += shard.size
     if filled != array.size:
-        others = [rank for rank, parts in pieces.items() if number not in parts or parts[number].what != first.what]
+        others = [rank for rank, parts in pieces.items() if number not in parts or parts[number].text != first.text]
         who = f"process {others[0]} has" if others else "the others have"
         raise ProcessError(
-            f"process 0 has returned an array {first.what}, of which {filled} of {array.size} elements arrived: {who} not returned it.",
+            f"process 0 has returned an array {first.text}, of which {filled} of {array.size} elements arrived: {who} not returned it.",
             others[0] if others else None,
             fix="return the same from every process: no `if jax.process_index() == 0` before it.",
         )

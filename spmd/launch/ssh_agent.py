@@ -93,9 +93,9 @@ def _print(line: str) -> None:
         _say("line", line[start : start + CHUNK])
 
 
-def _say(kind: str, what: Any) -> None:
+def _say(kind: str, content: Any) -> None:
     with _writing:
-        sys.stdout.write(json.dumps({kind: what}) + "\n")
+        sys.stdout.write(json.dumps({kind: content}) + "\n")
         sys.stdout.flush()
 
 

@@ -29,9 +29,9 @@ class AgentConnection:
         command = f"cd {shlex.quote(folder)} && exec {path}{shlex.quote(python)} -m spmd.launch.ssh_agent {shlex.quote(host.reached)}"
         self.host = host
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.last = ""  # the last line that ssh itself printed
+        self.last_error = ""  # the last line that ssh itself printed
         self.ranks: list[int] = []
-        self.said: dict[str, Any] | None = None  # a message that was received, but not handled yet
+        self.unhandled: dict[str, Any] | None = None  # a message that was received, but not handled yet
         self.hello: dict[str, Any] = {}
         self.writing = threading.Lock()
         self.process = subprocess.Popen(
@@ -47,18 +47,18 @@ class AgentConnection:
         for thread in self.threads:
             thread.start()
 
-    def send(self, what: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send the agent a message, unless it is gone."""
         with self.writing, contextlib.suppress(OSError, ValueError):
-            self.process.stdin.write(json.dumps(what) + "\n")  # type: ignore[union-attr]
+            self.process.stdin.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
             self.process.stdin.flush()  # type: ignore[union-attr]
 
     def hear(self, seconds: float) -> dict[str, Any] | None:
         """The agent's next message, kept until it is handled; None if there is none yet."""
-        if self.said is None:
+        if self.unhandled is None:
             with contextlib.suppress(queue.Empty):
-                self.said = self.messages.get(timeout=seconds)
-        return self.said
+                self.unhandled = self.messages.get(timeout=seconds)
+        return self.unhandled
 
     def leave(self) -> None:
         """Close the sending side: the agent then ends its processes, and exits."""
@@ -83,12 +83,12 @@ class AgentConnection:
         why = ""
         try:
             while line := self.process.stdout.readline(MAX_LINE):  # type: ignore[union-attr]
-                said = json.loads(line)
-                if "line" in said:
+                message = json.loads(line)
+                if "line" in message:
                     with contextlib.suppress(OSError, ValueError):  # stdout is closed, or cannot encode the line
-                        to_stdout(said["line"])
-                elif isinstance(said, dict):
-                    self.messages.put(said)
+                        to_stdout(message["line"])
+                elif isinstance(message, dict):
+                    self.messages.put(message)
         except (ValueError, TypeError, RecursionError):
             why = f"unexpected output, not from spmd: {printable(line.strip(), 200)}"
         finally:
@@ -96,7 +96,7 @@ class AgentConnection:
 
     def _read_errors(self) -> None:
         for line in self.process.stderr or ():
-            self.last = printable(line.strip(), 300) or self.last
+            self.last_error = printable(line.strip(), 300) or self.last_error
             print(f"[{self.host.name}] {printable(line.rstrip(), 2000)}", file=sys.stderr, flush=True)
 
     def _keep_alive(self) -> None:

@@ -113,84 +113,84 @@ def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str],
 
 def _attempt(argv: Sequence[str], config: SshConfig, number: int, full_size: list[int], log: Callable[[str], None]) -> Attempt:
     """Run all processes once, on the hosts that answer."""
-    with _connect(config) as lines, forward_signals(group := RemoteProcessGroup(lines, log), group.wish):
-        ready = _ready_connections(lines, group, config, log, first=not full_size)
+    with _connect(config) as agents, forward_signals(group := RemoteProcessGroup(agents, log), group.wish):
+        ready = _ready_connections(agents, group, config, log, first=not full_size)
         required = len(config.hosts) if config.least is None or not full_size else config.least  # at first all, since a name may be wrong
         if group.stop_signal is not None or len(ready) < required:
-            log(f"{len(ready)} of {len(lines)} hosts are ready{'; the first attempt needs all' if config.least and not full_size else ''}")
+            log(f"{len(ready)} of {len(agents)} hosts are ready{'; the first attempt needs all' if config.least and not full_size else ''}")
             return Attempt({ALL: LOST if group.stop_signal is None else -group.stop_signal}, stop_signal=group.stop_signal)
         processes, hello = _processes(ready, config), ready[0].hello
         full_size[:] = full_size or [len(processes)]
-        if len(ready) < len(lines):
-            log(f"continuing with {len(processes)} of {full_size[0]} processes, on {', '.join(line.host.name for line in ready)}")
+        if len(ready) < len(agents):
+            log(f"continuing with {len(processes)} of {full_size[0]} processes, on {', '.join(agent.host.name for agent in ready)}")
         shared = config.environment() | attempt_environment(number) | {"SPMD_FULL": str(full_size[0])}
         shared |= {"SPMD_PROCESSES": str(len(processes)), "SPMD_COORDINATOR": join_address(hello["address"], hello["port"])}
-        for line in ready:
-            environments = {rank: processes[rank] for rank in line.ranks}
-            names = {rank: (each.get("SPMD_JOB", line.host.name), each.get("SPMD_TASK", rank)) for rank, each in environments.items()}
+        for agent in ready:
+            environments = {rank: processes[rank] for rank in agent.ranks}
+            names = {rank: (each.get("SPMD_JOB", agent.host.name), each.get("SPMD_TASK", rank)) for rank, each in environments.items()}
             prefixes = {rank: f"[{job}:{task}] " for rank, (job, task) in names.items()}
             start = {"words": argv, "shared": shared, "environments": environments, "prefixes": prefixes, "grace": config.settings.grace}
-            line.send({"start": start})
-        group.lines = ready
+            agent.send({"start": start})
+        group.agents = ready
         codes = group.wait(config.settings.grace)
-        return dataclasses.replace(summarize_attempt(group.records, codes, group.first, group.stop_signal), fewer=len(ready) < len(lines))
+        return dataclasses.replace(summarize_attempt(group.records, codes, group.first, group.stop_signal), fewer=len(ready) < len(agents))
 
 
 @contextlib.contextmanager
 def _connect(config: SshConfig) -> Iterator[list[AgentConnection]]:
     """Connect to each host; at the end of the block all connections are closed, upon which the agents end their processes."""
-    lines: list[AgentConnection] = []
+    agents: list[AgentConnection] = []
     try:
         for host in config.hosts:
-            lines.append(AgentConnection(host, config.command, config.python, config.folder))
-        yield lines
+            agents.append(AgentConnection(host, config.command, config.python, config.folder))
+        yield agents
     finally:
-        for line in lines:
-            line.leave()
+        for agent in agents:
+            agent.leave()
         deadline = time.monotonic() + 5.0
-        for line in lines:
-            line.close(deadline)
+        for agent in agents:
+            agent.close(deadline)
 
 
 def _ready_connections(
-    lines: Sequence[AgentConnection], group: Stoppable, config: SshConfig, log: Callable[[str], None], *, first: bool
+    agents: Sequence[AgentConnection], group: Stoppable, config: SshConfig, log: Callable[[str], None], *, first: bool
 ) -> list[AgentConnection]:
     """The hosts that answer in time and can run their processes; for the others, log why not.
 
     Raises:
       OptionError: at the first attempt, a host cannot run its processes; later attempts leave it out.
     """
-    deadline, pending, logged_at = time.monotonic() + HELLO, list(lines), time.monotonic()
+    deadline, pending, logged_at = time.monotonic() + HELLO, list(agents), time.monotonic()
     while pending and group.stop_signal is None and time.monotonic() < deadline:
-        pending = [line for line in pending if line.hear(0.1 / len(pending)) is None]
+        pending = [agent for agent in pending if agent.hear(0.1 / len(pending)) is None]
         if pending and time.monotonic() - logged_at >= LOG_SECONDS:
             logged_at = time.monotonic()
-            log(f"waiting for {', '.join(line.host.name for line in pending[:8])} ({HELLO - (deadline - logged_at):.0f} s of {HELLO:g})")
+            log(f"waiting for {', '.join(agent.host.name for agent in pending[:8])} ({HELLO - (deadline - logged_at):.0f} s of {HELLO:g})")
     ready = []
-    for line in lines if group.stop_signal is None else ():
-        answer = line.said or {}
-        why = "" if "hello" in answer else str(answer.get("gone") or line.last or f"no answer in {HELLO:g} s")
+    for agent in agents if group.stop_signal is None else ():
+        answer = agent.unhandled or {}
+        why = "" if "hello" in answer else str(answer.get("gone") or agent.last_error or f"no answer in {HELLO:g} s")
         if not why:
-            line.hello, line.said = answer["hello"], None
+            agent.hello, agent.unhandled = answer["hello"], None
             try:
-                _check(line, config)
+                _check(agent, config)
             except OptionError as error:
                 if first:
                     raise
                 why = str(error)
         if why:
-            log(f"{line.host.name}: {printable(why, 300)}")
+            log(f"{agent.host.name}: {printable(why, 300)}")
         else:
-            ready.append(line)
+            ready.append(agent)
     return ready
 
 
-def _check(line: AgentConnection, config: SshConfig) -> None:
+def _check(agent: AgentConnection, config: SshConfig) -> None:
     """Raise OptionError if a host cannot run its processes, or process 0, which any host may get after a restart."""
-    hello, host = line.hello, line.host
+    hello, host = agent.hello, agent.host
     if "problem" in hello:
         raise OptionError(f"{host.name}: {printable(str(hello['problem']), 300)}.", fix=f"{host.name} address=ADDRESS, one of its own.")
-    gpus, count = _gpus_and_count(line, config)
+    gpus, count = _gpus_and_count(agent, config)
     if not count or len(gpus) % count:
         raise OptionError(
             f"{host.name} has {len(gpus)} GPUs for {count} processes.", fix=f"{host.name} processes=N, a divisor of the number of GPUs."
@@ -208,27 +208,27 @@ def _check(line: AgentConnection, config: SshConfig) -> None:
         )
 
 
-def _gpus_and_count(line: AgentConnection, config: SshConfig) -> tuple[list[str], int]:
+def _gpus_and_count(agent: AgentConnection, config: SshConfig) -> tuple[list[str], int]:
     """The GPUs of a host to divide among its processes, and how many processes."""
-    gpus = [] if config.settings.simulate else line.hello["gpus"]
-    return gpus, line.host.processes if line.host.processes is not None else len(gpus)
+    gpus = [] if config.settings.simulate else agent.hello["gpus"]
+    return gpus, agent.host.processes if agent.host.processes is not None else len(gpus)
 
 
-def _processes(lines: Sequence[AgentConnection], config: SshConfig) -> dict[int, dict[str, str]]:
+def _processes(agents: Sequence[AgentConnection], config: SshConfig) -> dict[int, dict[str, str]]:
     """The variables of each process, by rank: its rank, its share of the GPUs, its name. Ranks of a host are consecutive.
 
     Raises:
       OptionError: stall is set for a single process.
     """
     processes: dict[int, dict[str, str]] = {}
-    for line in lines:
-        gpus, count = _gpus_and_count(line, config)
-        line.ranks = list(range(len(processes), len(processes) + count))
-        for local_rank, rank in enumerate(line.ranks):
+    for agent in agents:
+        gpus, count = _gpus_and_count(agent, config)
+        agent.ranks = list(range(len(processes), len(processes) + count))
+        for local_rank, rank in enumerate(agent.ranks):
             processes[rank] = rank_environment(rank, local_rank, count, gpus)
-            if line.host.tasks:
-                processes[rank]["SPMD_JOB"], _, processes[rank]["SPMD_TASK"] = line.host.tasks[local_rank].rpartition(":")
-    if config.settings.stall and len(processes) == 1 and len(lines) == len(config.hosts):
+            if agent.host.tasks:
+                processes[rank]["SPMD_JOB"], _, processes[rank]["SPMD_TASK"] = agent.host.tasks[local_rank].rpartition(":")
+    if config.settings.stall and len(processes) == 1 and len(agents) == len(config.hosts):
         raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 processes.")
     return processes
 
@@ -237,14 +237,14 @@ class RemoteProcessGroup:
     """The processes of all hosts, with the interface of `spmd.launch.process_group.ProcessGroup`.
 
     Attributes:
-      lines: connections to the hosts that take part.
+      agents: connections to the hosts that take part.
       stop_signal: the signal that asked all to stop, if any.
       first: exit codes of the processes that ended first.
       records: what processes have left for the launcher.
     """
 
-    def __init__(self, lines: Sequence[AgentConnection], log: Callable[[str], None]):
-        self.lines, self._log = list(lines), log
+    def __init__(self, agents: Sequence[AgentConnection], log: Callable[[str], None]):
+        self.agents, self._log = list(agents), log
         self.stop_signal: int | None = None
         self.first: dict[int, int] = {}
         self.records: list[dict[str, Any]] = []
@@ -256,8 +256,8 @@ class RemoteProcessGroup:
 
     def signal(self, number: int) -> None:
         """Send a signal to all processes."""
-        for line in self.lines:
-            line.send({"signal": int(number)})
+        for agent in self.agents:
+            agent.send({"signal": int(number)})
 
     def wait(self, grace: float) -> dict[int, int]:
         """Wait until all hosts have reported their exit codes; soon after one is lost, end the others.
@@ -267,14 +267,14 @@ class RemoteProcessGroup:
         """
         codes: dict[int, int] = {}
         deadline: float | None = None
-        killed, pending = False, list(self.lines)
+        killed, pending = False, list(self.agents)
         while pending:
             while self._wishes:
                 self.signal(self._wishes.popleft())
-            ended = [line for line in pending if line.hear(0.05 / len(pending)) is not None]
-            for line in ended:
-                pending.remove(line)
-                codes |= self._ended(line, by_us=killed)
+            ended = [agent for agent in pending if agent.hear(0.05 / len(pending)) is not None]
+            for agent in ended:
+                pending.remove(agent)
+                codes |= self._ended(agent, by_us=killed)
             if deadline is None and self.stop_signal == signal.SIGTERM:
                 deadline = time.monotonic() + grace + SETTLE
             elif deadline is None and self.stop_signal is None and any(codes.values()):
@@ -283,19 +283,19 @@ class RemoteProcessGroup:
                 self.signal(signal.SIGKILL)
                 killed = True
             if deadline is not None and time.monotonic() > deadline + SETTLE:
-                for line in pending:
-                    line.said = {"gone": "it does not answer"}
+                for agent in pending:
+                    agent.unhandled = {"gone": "it does not answer"}
         # exits that follow from another failure come last, whichever host reported first
         self.first = dict(sorted(self.first.items(), key=lambda item: item[1] == PEER))
         return codes
 
-    def _ended(self, line: AgentConnection, *, by_us: bool) -> dict[int, int]:
+    def _ended(self, agent: AgentConnection, *, by_us: bool) -> dict[int, int]:
         """The exit codes of the processes of a host."""
-        message = line.said or {}
+        message = agent.unhandled or {}
         if "ended" not in message:
-            why = message["gone"] or line.last
-            self._log(f"{line.host.name}: the connection is lost{f': {why}' if why else ''}")
-            lost = dict.fromkeys(line.ranks, LOST)
+            why = message["gone"] or agent.last_error
+            self._log(f"{agent.host.name}: the connection is lost{f': {why}' if why else ''}")
+            lost = dict.fromkeys(agent.ranks, LOST)
             self.first |= {} if by_us else lost
             return lost
         self.records += message["ended"]["records"]
