@@ -200,7 +200,6 @@ class _Server:
             proved, info, nonce = False, None, ""
         if info is None or not proved:  # not of this job: it gets no answer, and changes nothing
             self.rejected += 1
-            self.buffers[connection] = bytearray()
             self._drop(connection)
             return
         self.nonces[connection] = nonce

@@ -304,9 +304,8 @@ class ClusterWatchdog(Watchdog):
                 self._force_exit_after(2 * EXIT_SECONDS, PEER)
                 for rank, record in sorted(others.items()):
                     where = f"process {rank} on {printable(record['host'], 100)}"
-                    self._log(
-                        f"{where} failed at step {int(record['step'])} ({printable(record['phase'], 20)}): {printable(record['error'])}"
-                    )
+                    when = f"at step {int(record['step'])} ({printable(record['phase'], 20)})"
+                    self._log(f"{where} failed {when}: {printable(record['error'])}")
                 self._exit(PEER, wait=False)
         done = sorted(int(key.removeprefix("done/")) for key in messages if key.startswith("done/"))
         if done and self.rank not in done:

@@ -60,11 +60,9 @@ def heartbeats(records: Iterable[Mapping[str, Any]]) -> dict[int, Heartbeat]:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if str(record["name"]).startswith("life."):
                 at, rank = float(record["at"]), int(record["name"].removeprefix("life."))
+                step, phase, since = int(record["step"]), str(record["phase"]), at - float(record["since"])
                 stopped = None if record["stopped"] is None else str(record["stopped"])
-                since = at - float(record["since"])
-                last[rank] = Heartbeat(
-                    at, rank, int(record["step"]), str(record["phase"]), since, bool(record["busy"]), stopped, str(record["end"])
-                )
+                last[rank] = Heartbeat(at, rank, step, phase, since, bool(record["busy"]), stopped, str(record["end"]))
     return last
 
 
@@ -93,9 +91,8 @@ def unreported_cause(failed: list[Failure], last_heartbeats: Mapping[int, Heartb
     if not by_signal and all(failure.kind == WAIT for failure in primary):
         silent = {rank for _, rank, _ in signs}
         signs += _left([beat for beat in others if beat.rank not in silent], primary, began)
-    killed = min(
-        (last_heartbeats[rank].at for rank in by_signal if rank in last_heartbeats), default=math.inf if not by_signal else -math.inf
-    )
+    killed_at = [last_heartbeats[rank].at for rank in by_signal if rank in last_heartbeats]
+    killed = min(killed_at, default=-math.inf if by_signal else math.inf)
     if not signs or min(signs)[0] > killed:
         return None
     at, rank, text = min(signs)

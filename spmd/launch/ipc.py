@@ -1,6 +1,5 @@
 """Length-prefixed messages between a process and its children, over private sockets (`socket.socketpair`)."""
 
-import secrets
 import selectors
 import socket
 from collections.abc import Callable, Mapping
@@ -9,11 +8,6 @@ LENGTH = 8  # bytes in front of each message
 LOOK = 0.05  # seconds between two checks whether to continue
 CHUNK = 1 << 20  # bytes of one read or write
 READY, DONE, UNSENT, FAILED = b"R", b"D", b"U", b"F"  # how answers begin
-
-
-def new_mark() -> str:
-    """A unique line that a process prints at the end of a call."""
-    return f"\x1e{secrets.token_hex(8)}"
 
 
 def send(connection: socket.socket, message: bytes) -> None:

@@ -96,8 +96,9 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
     # names resolve before pods are ready, since pods wait for each other
     service = {"spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(name)}}
     job = {"spec": _job(argv, config, name)}
+    namespace = {"namespace": config.namespace} if config.namespace else {}
     documents = [
-        {"apiVersion": version, "kind": kind, "metadata": _metadata(name, config), **content}
+        {"apiVersion": version, "kind": kind, "metadata": {"name": name, **namespace, "labels": _labels(name)}, **content}
         for version, kind, content in (("v1", "Secret", secret), ("v1", "Service", service), ("batch/v1", "Job", job))
     ]
     yaml = import_extra("yaml", "kubernetes")
@@ -118,10 +119,6 @@ def _name(argv: Sequence[str], config: KubernetesJob) -> str:
 
 def _labels(name: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": name}
-
-
-def _metadata(name: str, config: KubernetesJob) -> dict[str, Any]:
-    return {"name": name, **({"namespace": config.namespace} if config.namespace else {}), "labels": _labels(name)}
 
 
 def _job(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any]:

@@ -97,7 +97,11 @@ def _launch(options: argparse.Namespace) -> int | str:
     settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
     argv = [*options.argv] if options.module is None else ["-m", *options.module]
     argv = [*argv, *(["--", *options.rest] if options.rest else [])]
-    launchers = {HERE: _launch_here, HOSTS: _launch_on_hosts, SLURM: _launch_slurm, SRUN: _launch_srun, KUBERNETES: _launch_kubernetes}
+    if mode == SRUN:
+        from spmd.launch import srun
+
+        return srun.launch(argv, settings, _log)
+    launchers = {HERE: _launch_here, HOSTS: _launch_on_hosts, SLURM: _launch_slurm, KUBERNETES: _launch_kubernetes}
     return launchers[mode](argv, options, settings)
 
 
@@ -140,13 +144,6 @@ def _launch_on_hosts(argv: Sequence[str], options: argparse.Namespace, settings:
 
     others = {"least": options.min_hosts, "variables": tuple(options.env or ()), "settings": settings}
     return launch_on_hosts(argv, _config(SshConfig, options, hosts=read_hosts(Path(options.hosts)), **others), _log)
-
-
-def _launch_srun(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int:
-    from spmd.launch import srun
-
-    del options
-    return srun.launch(argv, settings, _log)
 
 
 def _launch_slurm(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int | str:

@@ -51,9 +51,8 @@ def _answer(notebook: socket.socket, request: dict[str, Any]) -> bytes:
         raise SystemExit(code) from None
     _end_of_output(request["mark"])
     try:
-        return DONE + pickle.dumps(
-            serialization.serialize_result(value, with_value=watchdog.current().rank == 0), protocol=pickle.HIGHEST_PROTOCOL
-        )
+        result = serialization.serialize_result(value, with_value=watchdog.current().rank == 0)
+        return DONE + pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
     except ProcessError as error:
         return UNSENT + pickle.dumps(str(error))
 

@@ -21,16 +21,7 @@ REPORTS = ".spmd"  # in the working folder, which all nodes share
 
 
 def launch(argv: Sequence[str], settings: Settings, log: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> int:
-    """Run a script in all tasks of this allocation until it ends, and restart them after failures.
-
-    Args:
-      argv: the script and its arguments; or "-m", a module and its arguments.
-      settings: how processes are started, and how often.
-      log: called with lines about failures and restarts.
-      environ: the environment of this process.
-
-    Returns:
-      0, or the exit code of the process that failed first.
+    """Like `local_launcher.launch`, in all tasks of this allocation, which `environ` describes.
 
     Raises:
       OptionError: this is not inside an allocation, or there is no such script.

@@ -95,12 +95,7 @@ class SshConfig:
 
 
 def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str], None]) -> int:
-    """Run a script in processes on several hosts until it ends, and restart them after failures.
-
-    Args:
-      argv: the script's path on every host, and its arguments; or "-m", a module and its arguments.
-      config: the hosts.
-      log: called with lines about failures, restarts, and hosts that do not answer.
+    """Like `local_launcher.launch`, in processes on several hosts; the script's path is that on the hosts.
 
     Returns:
       0, or the exit code of the process that failed first; 255 if hosts could not be reached.
@@ -195,13 +190,8 @@ def _check(agent: AgentConnection, config: SshConfig) -> None:
         raise OptionError(
             f"{host.name} has {len(gpus)} GPUs for {count} processes.", fix=f"{host.name} processes=N, a divisor of the number of GPUs."
         )
-    hosts_rendezvous = host is config.hosts[0] or config.least is not None
-    if (
-        hosts_rendezvous
-        and len(config.hosts) > 1
-        and ipaddress.ip_address(hello["address"]).is_loopback
-        and host.reached != hello["address"]
-    ):
+    may_get_process_0 = len(config.hosts) > 1 and (host is config.hosts[0] or config.least is not None)
+    if may_get_process_0 and host.reached != hello["address"] and ipaddress.ip_address(hello["address"]).is_loopback:
         raise OptionError(
             f"{host.reached} is {hello['address']} on that host, which others cannot reach.",
             fix=f"{host.name} address=ADDRESS, its address on the cluster's network.",

@@ -5,6 +5,7 @@ import contextlib
 import math
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -28,12 +29,12 @@ class OutputBuffer:
 
     def __init__(self) -> None:
         self._lines: collections.deque[str] = collections.deque()
-        self._mark, self._marked = ipc.new_mark(), 0  # the mark that each process prints at the end of a call; how many have
+        self.next_mark()
         self._read, self._lost = False, 0
 
     def next_mark(self) -> str:
-        """A unique mark for the next call."""
-        self._mark, self._marked = ipc.new_mark(), 0
+        """A unique mark for the next call, which each process prints at its end."""
+        self._mark, self._marked = f"\x1e{secrets.token_hex(8)}", 0  # how many have printed it
         return self._mark
 
     def add(self, line: str) -> None:
@@ -107,9 +108,8 @@ class WorkerPool:
                 words = ["-m", "spmd.launch.notebook_worker", str(child_ends[rank].fileno())]
                 commands[rank] = worker_command(words), environment | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))}
             inherited = {rank: (end.fileno(),) for rank, end in child_ends.items()}
-            self._group = self._open.enter_context(
-                start_processes(commands, rank_prefix(config.count), write=self.lines.add, inherited=inherited)
-            )
+            started = start_processes(commands, rank_prefix(config.count), write=self.lines.add, inherited=inherited)
+            self._group = self._open.enter_context(started)
         finally:
             for end in child_ends.values():
                 end.close()
