@@ -92,10 +92,12 @@ def make_mlp(width: int) -> Any:
 def steps_of_fit(turn: Turn) -> None:
     """Turns of steps, the guard's threads as the word says; between them it rests."""
     import spmd
-    from spmd import api
+    from spmd import api, resume
 
-    lowered = lambda program, *_: (program.text(), program.placed.init_facts())  # which a process that is alone does as well
-    once = {"_agree": timed(api, "_agree", lowered), "check_replicas": timed(api, "check_replicas")}
+    def lower(program: Any, *_: Any) -> None:  # which a process that is alone does as well
+        program.text(), program.placed.init_facts()
+
+    once = {"consistency": timed(api, "_check_processes_agree", lower), "replicas": timed(resume, "check_replicas")}
     watched = Watched()
     began = [time.perf_counter()]
 
@@ -117,11 +119,11 @@ class Watched:
         from spmd.distributed import watchdog
 
         self._guard: Any = watchdog.current()
-        self._there = isinstance(self._guard, watchdog.ClusterWatchdog)
+        self._is_cluster = isinstance(self._guard, watchdog.ClusterWatchdog)
 
     def off(self) -> float:
         """End them; seconds of CPU that they took."""
-        if not self._there or not all(thread.is_alive() for thread in self._guard._threads):
+        if not self._is_cluster or not all(thread.is_alive() for thread in self._guard._threads):
             return 0.0
         spent = sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in self._guard._threads)
         self._guard._finished.set()
@@ -130,7 +132,7 @@ class Watched:
         return spent
 
     def on(self) -> None:
-        if self._there:
+        if self._is_cluster:
             self._guard._finished.clear()
             targets = (self._guard._poll, self._guard._check_stall)
             self._guard._threads = [threading.Thread(target=target, name="spmd watchdog", daemon=True) for target in targets]
@@ -231,8 +233,8 @@ def saves(turn: Turn, width: int) -> None:
         if info.step % EVERY == 0:
             return
         stores[-1].wait()
-        mine = sum(shard.data.nbytes for leaf in jax.tree.leaves(info.state) for shard in leaf.addressable_shards if shard.replica_id == 0)
-        values = np.random.default_rng(0).bytes(mine)
+        size = sum(shard.data.nbytes for leaf in jax.tree.leaves(info.state) for shard in leaf.addressable_shards if shard.replica_id == 0)
+        values = np.random.default_rng(0).bytes(size)
         since = time.perf_counter()
         with open(folder / f"plain{jax.process_index()}", "wb") as file:
             file.write(values)
@@ -242,7 +244,7 @@ def saves(turn: Turn, width: int) -> None:
         copiers or copiers.append(StateCopier(info.state))
         since = time.perf_counter()
         jax.block_until_ready(copiers[0](info.state))
-        turn.wait(blocked=blocked.get(info.step - EVERY // 2), write=took, copy=time.perf_counter() - since, bytes=mine)
+        turn.wait(blocked=blocked.get(info.step - EVERY // 2), write=took, copy=time.perf_counter() - since, bytes=size)
 
     every = spmd.callbacks.Each(between, every=EVERY // 2)
     train("fsdp", width=width, checkpoint=spmd.Checkpoint(folder / "run", every=EVERY, keep=1), callbacks=(every,))
@@ -290,10 +292,11 @@ class Group:
         shared |= {"SPMD_PROCESSES": f"{arm.processes}", "SPMD_COORDINATOR": f"127.0.0.1:{port}", "SPMD_TOKEN": secrets.token_hex(16)}
         shared |= {"SPMD_STALL": "compile=inf,step=inf,save=inf"}  # who waits for its turn makes no progress
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{arm.processes}"}
-        own = lambda rank: {**shared, "SPMD_PROCESS": f"{rank}", "RANK": f"{rank}"}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         command = [sys.executable, __file__, "--arm", name]
-        self.name, self.jobs = name, [subprocess.Popen([*command, str(rank)], env=own(rank), **pipes) for rank in range(arm.processes)]
+        environments = [{**shared, "SPMD_PROCESS": f"{rank}", "RANK": f"{rank}"} for rank in range(arm.processes)]
+        self.name = name
+        self.jobs = [subprocess.Popen([*command, str(rank)], env=variables, **pipes) for rank, variables in enumerate(environments)]
 
     def __enter__(self) -> "Group":
         return self
@@ -340,41 +343,44 @@ def spread(values: list[float]) -> str:
 def steps_report(rounds: int) -> list[str]:
     arms = {name: arm for name, arm in STEPS.items() if importlib.util.find_spec(arm.needs)}
     turns = [(name, word) for name in arms for word in (("guarded", "bare") if name == "two processes" else ("go",))]
-    found: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
+    step_seconds: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
     groups, cpu, once = {}, [], {}
     try:
         for name in arms:  # one after the other: each has both cores while it compiles
             groups[name] = Group(name, "")
-            turns = groups[name].read()
-            once[name] = {key: max(each["once"][key] for each in turns) for key in turns[0].get("once", {})}
+            reports = groups[name].read()
+            once[name] = {key: max(report["once"][key] for report in reports) for key in reports[0].get("once", {})}
         for number in range(rounds + 1):
             for name, word in turns if number % 2 else reversed(turns):
-                turns = groups[name].turn(word)
+                reports = groups[name].turn(word)
                 if number:  # the first round warms up
-                    found[name, word].append(max(each["seconds"] for each in turns) / CHUNK)
-                    cpu += [each["guard"] / each["seconds"] for each in turns if word == "guarded"]
+                    step_seconds[name, word].append(max(report["seconds"] for report in reports) / CHUNK)
+                    cpu += [report["guard"] / report["seconds"] for report in reports if word == "guarded"]
     finally:
         for group in groups.values():
             group.__exit__()
-    return steps_lines(rounds, arms, found, cpu, once["two processes"])
+    return steps_lines(rounds, arms, step_seconds, cpu, once["two processes"])
 
 
 def steps_lines(
-    rounds: int, arms: dict[str, Arm], found: dict[tuple[str, str], list[float]], cpu: list[float], once: dict[str, float]
+    rounds: int, arms: dict[str, Arm], step_seconds: dict[tuple[str, str], list[float]], cpu: list[float], once: dict[str, float]
 ) -> list[str]:
     lines = [f"### steps: MNIST-sized CNN of `model_parallel.py`, batch {BATCH}, Adam, host data every step", ""]
     lines += [f"{rounds} rounds of {CHUNK} steps per arm.", "", "| arm | | median ms/step | best | steps/s |", "|---|---|---|---|---|"]
-    for (name, word), times in found.items():
-        middle, what = statistics.median(times), arms[name].why + (", without the guard's threads" if word == "bare" else "")
-        lines.append(f"| {name} | {what} | {middle * 1e3:.1f} | {min(times) * 1e3:.1f} | {1 / middle:.2f} |")
+    for (name, word), times in step_seconds.items():
+        middle, description = statistics.median(times), arms[name].why + (", without the guard's threads" if word == "bare" else "")
+        lines.append(f"| {name} | {description} | {middle * 1e3:.1f} | {min(times) * 1e3:.1f} | {1 / middle:.2f} |")
     ours, bare = ("two processes", "guarded"), ("two processes", "bare")
-    against = lambda top, bottom: [a / b for a, b in zip(found[top], found[bottom], strict=True)]
+
+    def ratio(top: tuple[str, str], bottom: tuple[str, str]) -> str:
+        return spread([a / b for a, b in zip(step_seconds[top], step_seconds[bottom], strict=True)])
+
     lines += ["", "| time per step | median (quartiles) |", "|---|---|"]
-    for other in found:
+    for other in step_seconds:
         if other not in (ours, bare):
-            lines.append(f"| {ours[0]} / {other[0]} | {spread(against(ours, other))} |")
-    lines += [f"| with the watchdog's threads / without | {spread(against(ours, bare))} |", ""]
-    step = statistics.median(found[bare])
+            lines.append(f"| {ours[0]} / {other[0]} | {ratio(ours, other)} |")
+    lines += [f"| with the watchdog's threads / without | {ratio(ours, bare)} |", ""]
+    step = statistics.median(step_seconds[bare])
     share = [statistics.median(cpu), *(seconds / (RUN * step) for seconds in once.values())]
     agree, replicas = once.values()
     verdict = "ok" if sum(share) < 0.01 else "MISSED"
@@ -408,12 +414,12 @@ def saves_report(rounds: int) -> list[str]:
             group.read()  # before the first save
             group.turn(), group.turn()  # the first two saves open and compile what the others find
             turns = [group.turn() for _ in range(rounds * arm.often)]
-        worst = lambda key: [max(each[key] for each in both) for both in turns]
-        ratios = [a / b for a, b in zip(worst("blocked"), worst("write"), strict=True)]
-        size, middle = worst("bytes")[0] / 2**20, lambda key: statistics.median(worst(key)) * 1e3
+        worst = {key: [max(report[key] for report in reports) for reports in turns] for key in turns[0][0]}
+        ratios = [a / b for a, b in zip(worst["blocked"], worst["write"], strict=True)]
+        size, middle = worst["bytes"][0] / 2**20, {key: statistics.median(values) * 1e3 for key, values in worst.items()}
         verdict = "ok" if statistics.median(ratios) < 0.10 else "MISSED"
-        columns = [name, arm.why, f"{size:.1f}", f"{middle('blocked'):.2f}", f"{middle('write'):.1f}", spread(ratios), verdict]
-        lines.append(f"| {' | '.join(columns)} | {middle('copy'):.1f} |")
+        columns = [name, arm.why, f"{size:.1f}", f"{middle['blocked']:.2f}", f"{middle['write']:.1f}", spread(ratios), verdict]
+        lines.append(f"| {' | '.join(columns)} | {middle['copy']:.1f} |")
     return [*lines, ""]
 
 
