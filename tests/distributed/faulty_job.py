@@ -25,7 +25,7 @@ class MLP(nnx.Module):
         return self.out(nnx.relu(self.hidden(x)))
 
 
-def options():
+def parse_options():
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder")
     parser.add_argument("--fault", default="")
@@ -63,55 +63,58 @@ def die_while_saving(moment, step):
         if moment == "save committed" and store.latest() is not None and store.latest() > step:
             store.wait()
             die()
-        found = begin(store, state, at, *rest)
+        result = begin(store, state, at, *rest)
         if at > step and moment == "save begun":
             die()
-        return found
+        return result
 
     checkpoint.CheckpointStore._seal, checkpoint.CheckpointStore.save = sealed, save
 
 
 def main():
-    given = options()
+    options = parse_options()
     rank, attempt = int(os.environ.get("SPMD_PROCESS") or os.environ.get("SLURM_PROCID", "0")), os.environ.get("SPMD_ATTEMPT", "0")
-    mine = rank == given.rank and (given.always or attempt == "0")
+    is_faulty = rank == options.rank and (options.always or attempt == "0")
 
     def fault(info):
-        time.sleep(given.pause)
-        if given.pause and info.step % 10 == 0:
+        time.sleep(options.pause)
+        if options.pause and info.step % 10 == 0:
             print(f"STEP {info.step}", flush=True)
-        if info.step == given.at + 1:
+        if info.step == options.at + 1:
             print(f"STEP {info.step} at {time.time()}", flush=True)
-        if not mine or info.step != given.at:
+        if not is_faulty or info.step != options.at:
             return
         print(f"FAULT at {time.time()}", flush=True)
-        if given.fault == "raise":
+        if options.fault == "raise":
             raise ValueError(f"boom on process {rank}")
-        if given.fault == "exit":
+        if options.fault == "exit":
             sys.exit(3)
-        if given.fault == "exit 0":
+        if options.fault == "exit 0":
             sys.exit(0)
-        if given.fault == "os exit":
+        if options.fault == "os exit":
             os._exit(0)
-        if given.fault == "stop":
+        if options.fault == "stop":
             info.stop("enough")
-        if given.fault == "GIL":
+        if options.fault == "GIL":
             ctypes.PyDLL(None).sleep(1000)  # unlike CDLL, it lets no other thread run
-        if given.fault == "sleep":
+        if options.fault == "sleep":
             time.sleep(1000)
-        if given.fault == "wait":  # for what the test does meanwhile
+        if options.fault == "wait":  # for what the test does meanwhile
             time.sleep(1)
-        if given.fault in ("KILL", "STOP", "TERM", "INT"):
-            os.kill(os.getpid(), getattr(signal, f"SIG{given.fault}"))
+        if options.fault in ("KILL", "STOP", "TERM", "INT"):
+            os.kill(os.getpid(), getattr(signal, f"SIG{options.fault}"))
 
-    if mine and given.fault.startswith("save "):
-        die_while_saving(given.fault, given.at)
-    if mine and given.fault == "leaves":
+    if is_faulty and options.fault.startswith("save "):
+        die_while_saving(options.fault, options.at)
+    if is_faulty and options.fault == "leaves":
         sys.exit(0)
-    differs = lambda name: given.fault == name and mine
+
+    def differs(name):
+        return is_faulty and options.fault == name
+
     random = np.random.default_rng(0)
     data = {"x": random.normal(size=(144, 6)).astype("float32"), "y": random.integers(0, 4, 144).astype("int32")}
-    if given.fault == "nan":
+    if options.fault == "nan":
         data["x"][3] = np.nan
     if differs("data"):
         data["x"][-1] += 1
@@ -119,12 +122,12 @@ def main():
         lambda: MLP(nnx.Rngs(int(differs("weights")))),
         data,
         batch_size=32,
-        steps=given.steps,
+        steps=options.steps,
         loss=spmd.losses.cross_entropy,
         optimizer=optax.sgd(0.5 if differs("learning rate") else 0.1, momentum=0.9),
-        layout="data_parallel" if differs("layout") else given.layout,
-        checkpoint=spmd.Checkpoint(given.folder, every=given.every) if given.folder else None,
-        resume=given.resume,
+        layout="data_parallel" if differs("layout") else options.layout,
+        checkpoint=spmd.Checkpoint(options.folder, every=options.every) if options.folder else None,
+        resume=options.resume,
         callbacks=[fault, *([spmd.callbacks.CheckReplicas(10)] if differs("callbacks") else [])],
         progress=False,
     )

@@ -44,8 +44,8 @@ def launch(*words, seconds=400, meanwhile=lambda process, run: None, small=None,
         small.mkdir()
         mount = f"mount -t tmpfs -o size=320k none {small}; {shlex.join(command)}; code=$?; cp -r {small} {small.parent}/kept; exit $code"
         command = ["unshare", "-m", "/bin/sh", "-c", mount]
-    own = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own)
+    variables = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
     run = Run([])
     reader = threading.Thread(target=lambda: [run.lines.append((time.time(), line.rstrip("\n"))) for line in process.stdout], daemon=True)
     reader.start()

@@ -98,16 +98,16 @@ def main():
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    began, steps = time.monotonic(), max(200, round(0.25 * given.minutes * 60 / PAUSE))  # the rest are restarts, and steps made again
+    options = parser.parse_args()
+    began, steps = time.monotonic(), max(200, round(0.25 * options.minutes * 60 / PAUSE))  # the rest are restarts, and steps made again
     with tempfile.TemporaryDirectory() as place:
         undisturbed = trained(Path(place) / "undisturbed", steps, seconds=1800)
         wanted = set(undisturbed.hashes)
         if undisturbed.code or len(wanted) != 1:
             sys.exit(f"the undisturbed run ended with {undisturbed.code}:\n{undisturbed.text[-3000:]}")
         folder, runs = Path(place) / "run", []
-        harm = Harm(folder, given.seed, time.monotonic() + given.minutes * 60)
-        limit = began + given.minutes * 60 * 3
+        harm = Harm(folder, options.seed, time.monotonic() + options.minutes * 60)
+        limit = began + options.minutes * 60 * 3
         while not runs or not runs[-1].hashes:
             if time.monotonic() > limit:
                 sys.exit(f"no end after {len(runs)} runs:\n{runs[-1].text[-3000:]}")
@@ -123,16 +123,16 @@ def main():
         ("restarts by the launcher", text.count("spmd launch: restart ")),
         ("launchers, one more for each SIGTERM that saved", len(runs)),
         ("damaged checkpoints put aside", aside),
-        ("minutes of harm", f"{given.minutes:g}"),
+        ("minutes of harm", f"{options.minutes:g}"),
         ("minutes in all, with the undisturbed run", f"{(time.monotonic() - began) / 60:.1f}"),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    command = f"python tests/distributed/soak.py --minutes {given.minutes:g} --seed {given.seed}"
+    command = f"python tests/distributed/soak.py --minutes {options.minutes:g} --seed {options.seed}"
     where = f"{datetime.date.today()}, {os.cpu_count()} cores of {platform.machine()}, jax {jax.__version__}, no GPU"
     report = f"# A soak\n\n`{command}`, {where}: 2 processes of 2 CPU devices, `fsdp_bf16`.\n\n| | |\n|---|---|\n{table}\n"
     print(report)
-    if given.out:
-        given.out.write_text(report)
+    if options.out:
+        options.out.write_text(report)
     sys.exit(0 if equal else 1)
 
 

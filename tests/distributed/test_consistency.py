@@ -55,7 +55,7 @@ def run_ranks(monkeypatch):
     service, thread = Service(), threading.local()
 
     def run(function, ranks, size):
-        def one(rank):
+        def call(rank):
             thread.info = (rank, size, "")
             try:
                 return function(rank)
@@ -66,7 +66,7 @@ def run_ranks(monkeypatch):
 
         service.running = len(ranks)
         with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(one, ranks))
+            return list(pool.map(call, ranks))
 
     monkeypatch.setattr(consistency, "time", service)
     monkeypatch.setattr(coordination, "is_initialized", lambda: True)

@@ -261,20 +261,20 @@ def test_join_after_jax_distributed_initialize(tmp_path):
 
 def listening(pid):
     """Addresses, as the system has them, that a process listens at."""
-    own = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    found = []
+    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    addresses = []
     for kind in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
             words = line.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in own:
-                found.append(words[1].partition(":")[0])
-    return found
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                addresses.append(words[1].partition(":")[0])
+    return addresses
 
 
 @SLOW
 def test_only_the_chosen_address_is_exposed(tmp_path):
     """Process 0 has the coordination service, and all have Gloo's sockets: on loopback, where all is on one host."""
-    found = []
+    listeners = []
 
     def look(process, run):
         while not any("FAULT at" in line for _, line in run.lines) and process.poll() is None:
@@ -282,9 +282,9 @@ def test_only_the_chosen_address_is_exposed(tmp_path):
         children = subprocess.run(
             ["pgrep", "-P", str(process.pid), "-f", "spmd.launch.runner"], capture_output=True, text=True, check=True
         ).stdout.split()
-        found.extend((pid, address) for pid in [*children, process.pid] for address in listening(pid))
+        listeners.extend((pid, address) for pid in [*children, process.pid] for address in listening(pid))
 
     run = job("--folder", tmp_path / "run", "--fault", "wait", meanwhile=look)
     assert run.code == 0, run.text
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-    assert len({pid for pid, _ in found}) >= 1 and {address for _, address in found} <= loopback, found
+    assert len({pid for pid, _ in listeners}) >= 1 and {address for _, address in listeners} <= loopback, listeners

@@ -73,11 +73,11 @@ ROUNDED = {  # 141 rows: the last batch has 13, which no number of workers divid
 
 def trained(folder, processes, cases):
     """Train all cases in one group of processes; the arrays of each that process 0 wrote."""
-    own = {name: folder / f"{name}.toml" for name in OWN}
-    for name, path in own.items():
+    layouts = {name: folder / f"{name}.toml" for name in OWN}
+    for name, path in layouts.items():
         path.write_text(OWN[name])
     (place := folder / f"{processes}").mkdir(exist_ok=True)
-    message = {name: {**case, "layout": str(own.get(case["layout"], case["layout"]))} for name, case in cases.items()}
+    message = {name: {**case, "layout": str(layouts.get(case["layout"], case["layout"]))} for name, case in cases.items()}
     flags = {"XLA_FLAGS": os.environ["SPMD_TEST_FLAGS"]}  # both arms compile as the suite does
     run = launch("--processes", processes, "--simulate", 8 // processes, JOB, place, json.dumps(message), seconds=500, **flags)
     assert run.code == 0, run.text
@@ -87,8 +87,8 @@ def trained(folder, processes, cases):
 def relative_differences(one, two):
     """By array: the largest difference by the largest number; 0 where both have the same bits. Both have the same arrays."""
     assert {key: (leaf.shape, leaf.dtype) for key, leaf in one.items()} == {key: (leaf.shape, leaf.dtype) for key, leaf in two.items()}
-    given = {key: (np.float64(leaf), np.float64(two[key])) for key, leaf in one.items() if leaf.tobytes() != two[key].tobytes()}
-    return {key: float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-30)) for key, (a, b) in given.items()}
+    unequal = {key: (np.float64(leaf), np.float64(two[key])) for key, leaf in one.items() if leaf.tobytes() != two[key].tobytes()}
+    return {key: float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-30)) for key, (a, b) in unequal.items()}
 
 
 def state(arrays):
@@ -100,7 +100,7 @@ def check(one, two, tolerance=0.0):
     """The arms are what they should be, and what they came to is equal."""
     assert (int(one.pop("processes")), int(two.pop("processes"))) == (1, 2)
     owners = one.pop("owners"), two.pop("owners")
-    assert [set(found.reshape(-1).tolist()) for found in owners] == [{0}, {0, 1}]
+    assert [set(ranks.reshape(-1).tolist()) for ranks in owners] == [{0}, {0, 1}]
     moved = [np.abs(leaf - one[f".params{key.removeprefix('began ')}"]).max() for key, leaf in one.items() if key.startswith("began ")]
     assert moved and min(moved) > 1e-3, "every parameter has changed: two trainings that differ would show"
     assert {key: far for key, far in relative_differences(one, two).items() if not far <= tolerance} == {}

@@ -55,7 +55,7 @@ def rendezvous_of(port, ranks, *, timeout=60.0, size=None, sizes=(), facts=()):
     """The result of each rank: an address, or the error."""
     size = size or len(ranks)
 
-    def one(index):
+    def join(index):
         world, info = process(port, ranks[index], dict(sizes).get(index, size), index)
         info = dataclasses.replace(info, facts={**FACTS, **dict(facts).get(index, {})})
         try:
@@ -64,7 +64,7 @@ def rendezvous_of(port, ranks, *, timeout=60.0, size=None, sizes=(), facts=()):
             return error
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(one, range(len(ranks))))
+        return list(pool.map(join, range(len(ranks))))
 
 
 def connect(port):

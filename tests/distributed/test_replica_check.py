@@ -50,13 +50,13 @@ def state(mesh):
 @pytest.fixture
 def tables(monkeypatch):
     """Each table of checksums, [devices, columns], that was compared."""
-    found, real = [], replica_check._checksum_function
+    compared, real = [], replica_check._checksum_function
 
     def recorded(*args):
-        return lambda *leaves: found.append(np.asarray(real(*args)(*leaves))) or found[-1]
+        return lambda *leaves: compared.append(np.asarray(real(*args)(*leaves))) or compared[-1]
 
     monkeypatch.setattr(replica_check, "_checksum_function", recorded)
-    return found
+    return compared
 
 
 def test_equal_replicas_pass(mesh, tables):
@@ -87,10 +87,10 @@ def one_bit(shard):
     ],
 )
 def test_differing_replica_is_named(mesh, name, position, change, message):
-    given = state(mesh)
-    given[name] = changed(given[name], position, change)
+    arrays = state(mesh)
+    arrays[name] = changed(arrays[name], position, change)
     with pytest.raises(ClusterError) as caught:
-        check_replicas(given, "after step 7")
+        check_replicas(arrays, "after step 7")
     assert "after step 7, copies of 1 of 11 arrays differ from most others:\n    " + message in str(caught.value)
 
 
@@ -116,24 +116,24 @@ def flipped(*places):
 def test_patterned_differences_are_found(mesh, value, change):
     """A sum of words times odd numbers would miss all but the last: the differences add up to a multiple of 2^32."""
     random = np.random.default_rng(1).normal(size=(64, 64)).astype("float32")
-    given = {"before": put(mesh, np.float32(1)), "it": put(mesh, random if isinstance(value, str) else value), "like it": put(mesh, random)}
-    given["it"] = changed(given["it"], 3, change)
+    array = put(mesh, random if isinstance(value, str) else value)
+    arrays = {"before": put(mesh, np.float32(1)), "it": changed(array, 3, change), "like it": put(mesh, random)}
     with pytest.raises(ClusterError, match=r"now, copies of 1 of 3 arrays differ from most others:\n    it: devices 3 of the mesh"):
-        check_replicas(given, "now")
+        check_replicas(arrays, "now")
 
 
 def test_opposite_differences_in_two_arrays_do_not_cancel(mesh):
-    given = {"one": put(mesh, np.zeros(SMALL + 1, "int32")), "two": put(mesh, np.zeros(SMALL + 2, "int32"))}
-    given = {name: changed(leaf, 2, lambda shard, by=by: shard + by) for (name, leaf), by in zip(given.items(), (1, -1), strict=True)}
+    arrays = {"one": put(mesh, np.zeros(SMALL + 1, "int32")), "two": put(mesh, np.zeros(SMALL + 2, "int32"))}
+    arrays = {name: changed(leaf, 2, lambda shard, by=by: shard + by) for (name, leaf), by in zip(arrays.items(), (1, -1), strict=True)}
     with pytest.raises(ClusterError, match="copies of 2 of 2 arrays"):
-        check_replicas(given, "now")
+        check_replicas(arrays, "now")
 
 
 def test_all_differing_arrays_are_named(mesh):
-    given = state(mesh)
-    given |= {name: changed(given[name], position, one_bit) for name, position in (("replicated", 5), ("large", 5), ("sharded", 3))}
+    arrays = state(mesh)
+    arrays |= {name: changed(arrays[name], position, one_bit) for name, position in (("replicated", 5), ("large", 5), ("sharded", 3))}
     with pytest.raises(ClusterError) as caught:
-        check_replicas(given, "now")
+        check_replicas(arrays, "now")
     lines = [
         f"    {name}: devices {position} of the mesh (process 0)" for name, position in (("replicated", 5), ("sharded", 3), ("large", 5))
     ]
@@ -141,8 +141,8 @@ def test_all_differing_arrays_are_named(mesh):
 
 
 def test_unreplicated_shards_are_not_compared(mesh, tables):
-    given = state(mesh)["all"]
-    for leaf in (given, changed(given, 3, one_bit)):
+    unreplicated = state(mesh)["all"]
+    for leaf in (unreplicated, changed(unreplicated, 3, one_bit)):
         check_replicas({"all": leaf}, "now")
     before, after = tables
     assert np.flatnonzero((before != after).any(axis=1)).tolist() == [3], "the checksum saw the change"

@@ -51,8 +51,8 @@ def test_token_depends_on_the_user_alone(tmp_path, world):
     logged, homes = [], [tmp_path / "me", tmp_path / "other"]
     for home in homes:
         home.mkdir()
-    mine, again, other = (with_token(world, logged.append, home) for home in (homes[0], *homes))
-    assert mine == again and mine.token != other.token and re.fullmatch(r"[0-9a-f]{64}", mine.token) and logged == []
+    first, again, other = (with_token(world, logged.append, home) for home in (homes[0], *homes))
+    assert first == again and first.token != other.token and re.fullmatch(r"[0-9a-f]{64}", first.token) and logged == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

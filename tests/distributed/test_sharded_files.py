@@ -20,9 +20,9 @@ def test_two_processes_match_one_and_resume_from_each_other(tmp_path):
     path.write_text("\n".join(["x0,x1,x2,x3,y", *rows]) + "\n")
 
     def run(processes, folder, steps=0):
-        found = launch("--processes", processes, "--simulate", 2 // processes, JOB, path, tmp_path / folder, steps)
-        assert found.code == 0, found.text
-        return found
+        result = launch("--processes", processes, "--simulate", 2 // processes, JOB, path, tmp_path / folder, steps)
+        assert result.code == 0, result.text
+        return result
 
     one, two = run(1, "one"), run(2, "two")
     assert set(one.hashes) == set(two.hashes) and one.hashes[0][1] == "8"

@@ -50,18 +50,17 @@ def hosts(tmp_path):
 
 def left(folder):
     """Processes that have something to do with a folder."""
-    found = subprocess.run(["pgrep", "-f", f"runner .*{folder}"], capture_output=True, text=True, check=False)
-    return found.stdout.split()
+    return subprocess.run(["pgrep", "-f", f"runner .*{folder}"], capture_output=True, text=True, check=False).stdout.split()
 
 
 def agents(name, tag):
     """Agents of a host, of this test: of their environment."""
-    found = subprocess.run(["pgrep", "-f", f"spmd.launch.ssh_agent {name}$"], capture_output=True, text=True, check=False).stdout.split()
-    own = []
-    for number in map(int, found):
+    pids = subprocess.run(["pgrep", "-f", f"spmd.launch.ssh_agent {name}$"], capture_output=True, text=True, check=False).stdout.split()
+    of_this_test = []
+    for number in map(int, pids):
         with contextlib.suppress(OSError):
-            own += [number] * (f"SPMD_TEST_TAG={tag}\0".encode() in Path(f"/proc/{number}/environ").read_bytes())
-    return own
+            of_this_test += [number] * (f"SPMD_TEST_TAG={tag}\0".encode() in Path(f"/proc/{number}/environ").read_bytes())
+    return of_this_test
 
 
 @pytest.mark.system
@@ -156,20 +155,21 @@ def test_unexpected_answer_of_one_host_is_reported(tmp_path, monkeypatch, does, 
     ssh.chmod(0o755)
     now, answered, hear = [time.monotonic() - ssh_launcher.HELLO], set(), ssh_launcher.AgentConnection.hear
 
-    def heard(line, seconds):
-        found = hear(line, seconds)
-        answered.update([line.host.name] if found is not None else [])
-        now[0] += ssh_launcher.LOG_SECONDS * (line.host.name == "127.0.0.2" and answered == {"127.0.0.1", "127.0.0.3"})
-        return found
+    def heard(agent, seconds):
+        message = hear(agent, seconds)
+        answered.update([agent.host.name] if message is not None else [])
+        now[0] += ssh_launcher.LOG_SECONDS * (agent.host.name == "127.0.0.2" and answered == {"127.0.0.1", "127.0.0.3"})
+        return message
 
     monkeypatch.setattr(ssh_launcher.AgentConnection, "hear", heard)
     monkeypatch.setattr(ssh_launcher, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    said = []
-    how = ssh_launcher.SshConfig(tuple(Host(f"127.0.0.{number}", 1) for number in (1, 2, 3)), ssh=str(ssh), settings=Settings(simulate=1))
-    assert ssh_launcher.launch_on_hosts([str(JOB)], how, said.append) == 255
+    logged = []
+    three = tuple(Host(f"127.0.0.{number}", 1) for number in (1, 2, 3))
+    config = ssh_launcher.SshConfig(three, ssh=str(ssh), settings=Settings(simulate=1))
+    assert ssh_launcher.launch_on_hosts([str(JOB)], config, logged.append) == 255
     if "sleep" in does:
-        assert [said.pop(0) for _ in range(6)] == [f"waiting for 127.0.0.2 ({spent} s of 60)" for spent in range(10, 70, 10)]
-    assert said[0].startswith(message) and said[1] == "2 of 3 hosts are ready", said
+        assert [logged.pop(0) for _ in range(6)] == [f"waiting for 127.0.0.2 ({spent} s of 60)" for spent in range(10, 70, 10)]
+    assert logged[0].startswith(message) and logged[1] == "2 of 3 hosts are ready", logged
 
 
 PRINTS = """
@@ -187,8 +187,8 @@ def test_long_lines_and_unencodable_characters(tmp_path, monkeypatch):
     (tmp_path / "prints.py").write_text(PRINTS)
     shown = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
     monkeypatch.setattr(sys, "stdout", shown)
-    how = ssh_launcher.SshConfig((Host("127.0.0.1", 1),), ssh=str(ssh), settings=Settings(simulate=1))
-    assert ssh_launcher.launch_on_hosts([str(tmp_path / "prints.py")], how, lambda text: None) == 3
+    config = ssh_launcher.SshConfig((Host("127.0.0.1", 1),), ssh=str(ssh), settings=Settings(simulate=1))
+    assert ssh_launcher.launch_on_hosts([str(tmp_path / "prints.py")], config, lambda text: None) == 3
     text = shown.buffer.getvalue().decode("latin-1")
     assert text.count("x") >= 300_000 and "half" in text
 

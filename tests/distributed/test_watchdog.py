@@ -59,20 +59,20 @@ def several(monkeypatch):
 
     def make(size):
         watchdogs = [ClusterWatchdog(rank, size, StallTimeouts(), print) for rank in range(size)]
-        for one in watchdogs:
-            one.begin_run(0)
+        for each in watchdogs:
+            each.begin_run(0)
         return watchdogs
 
-    def poll(one):
-        one._sync_stop({name.removeprefix("now/"): text for name, text in service.items() if name.startswith("now/")})
+    def poll(each):
+        each._sync_stop({name.removeprefix("now/"): text for name, text in service.items() if name.startswith("now/")})
 
     return make, poll
 
 
-def first_stop(one, points):
+def first_stop(each, points):
     """The first of these points at which a run stops."""
     points = iter(points)
-    return next((point for point in points if one.should_stop(*point)), None)
+    return next((point for point in points if each.should_stop(*point)), None)
 
 
 EVALUATED = [(4, 0), *((4, batch) for batch in range(1, 7)), (4, 0), (5, 0), (6, 0)]  # an evaluation of 6 batches after step 4
@@ -87,23 +87,23 @@ def test_processes_stop_at_the_same_point_of_an_evaluation(several, first, secon
     """Each has reached one of the points when it sees the request; none has passed the point where all stop."""
     make, poll = several
     watchdogs = make(2)
-    for one, at in zip(watchdogs, (first, second), strict=True):
-        assert first_stop(one, EVALUATED[: at + 1]) is None
+    for each, at in zip(watchdogs, (first, second), strict=True):
+        assert first_stop(each, EVALUATED[: at + 1]) is None
     watchdogs[0].request_stop("asked to end")
-    for one in watchdogs:
-        poll(one)
-    assert [first_stop(one, EVALUATED[at + 1 :]) for one, at in zip(watchdogs, (first, second), strict=True)] == [last, last]
+    for each in watchdogs:
+        poll(each)
+    assert [first_stop(each, EVALUATED[at + 1 :]) for each, at in zip(watchdogs, (first, second), strict=True)] == [last, last]
 
 
 def test_processes_stop_after_the_same_step_when_one_is_ahead(several):
     make, poll = several
     watchdogs = make(3)
-    for one, step in zip(watchdogs, (2, 3, 3), strict=True):
-        assert not one.should_stop(step)
+    for each, step in zip(watchdogs, (2, 3, 3), strict=True):
+        assert not each.should_stop(step)
     watchdogs[2].request_stop("asked to end")
-    for one in reversed(watchdogs):
-        poll(one)
-    assert [first_stop(one, [(step, 0) for step in range(3, 9)]) for one in watchdogs] == [(4, 0)] * 3
+    for each in reversed(watchdogs):
+        poll(each)
+    assert [first_stop(each, [(step, 0) for step in range(3, 9)]) for each in watchdogs] == [(4, 0)] * 3
 
 
 def test_failure_and_first_step_are_recorded_for_the_launcher(tmp_path, monkeypatch):

@@ -140,8 +140,8 @@ LOST_IT = f"was killed, stopped, or blocked by code that holds the GIL, {HEARD}"
     ],
 )
 def test_root_cause_is_the_earliest_sign_of_failure(records, codes, first, why):
-    found = summarize_attempt(records, codes, first)
-    assert found.cause.startswith(why), found.cause
+    attempt = summarize_attempt(records, codes, first)
+    assert attempt.cause.startswith(why), attempt.cause
 
 
 def test_unreadable_records_are_ignored():

@@ -106,6 +106,6 @@ def test_bad_ssh_options_are_refused(options, message):
 def test_environment_passed_to_hosts(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("MY_SECRET", "x")
-    found = SshConfig((Host("a", 1),), variables=("ONE=1=2",), settings=Settings(stall="step=5")).environment()
-    assert (found["NCCL_DEBUG"], found["ONE"], found["SPMD_STALL"]) == ("INFO", "1=2", "step=5") and "MY_SECRET" not in found
+    passed = SshConfig((Host("a", 1),), variables=("ONE=1=2",), settings=Settings(stall="step=5")).environment()
+    assert (passed["NCCL_DEBUG"], passed["ONE"], passed["SPMD_STALL"]) == ("INFO", "1=2", "step=5") and "MY_SECRET" not in passed
     assert SshConfig((Host("a", 1),), variables=("MY_SECRET",)).environment()["MY_SECRET"] == "x"

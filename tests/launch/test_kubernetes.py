@@ -36,8 +36,8 @@ FULL = KubernetesJob(
 )
 
 
-def parts(words, how, **more):
-    return {part["kind"]: part for part in yaml.safe_load_all(manifest(words, how, **more))}
+def parts(words, config, **more):
+    return {part["kind"]: part for part in yaml.safe_load_all(manifest(words, config, **more))}
 
 
 def container(job):
@@ -45,11 +45,11 @@ def container(job):
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.34"])
-@pytest.mark.parametrize("how", [FULL, KubernetesJob("train:1"), KubernetesJob("train:1", nodes=2, settings=Settings(simulate=2))])
-def test_manifest_is_valid(how, version):
-    found = parts(["train.py", "--lr", "1e-3"], how)
-    assert list(found) == ["Secret", "Service", "Job"]
-    for part in found.values():
+@pytest.mark.parametrize("config", [FULL, KubernetesJob("train:1"), KubernetesJob("train:1", nodes=2, settings=Settings(simulate=2))])
+def test_manifest_is_valid(config, version):
+    documents = parts(["train.py", "--lr", "1e-3"], config)
+    assert list(documents) == ["Secret", "Service", "Job"]
+    for part in documents.values():
         kubernetes_validate.validate(part, version, strict=True)
 
 
@@ -61,10 +61,10 @@ def test_schema_rejects_a_bad_manifest():
 
 
 def test_job_manifest():
-    found = parts(["train.py", "--out", "$(HOME)/$x"], FULL, token="secret")
-    job, service, secret = found["Job"], found["Service"], found["Secret"]
-    assert {part["metadata"]["name"] for part in found.values()} == {"gpt"}
-    assert {part["metadata"]["namespace"] for part in found.values()} == {"team-1"}
+    documents = parts(["train.py", "--out", "$(HOME)/$x"], FULL, token="secret")
+    job, service, secret = documents["Job"], documents["Service"], documents["Secret"]
+    assert {part["metadata"]["name"] for part in documents.values()} == {"gpt"}
+    assert {part["metadata"]["namespace"] for part in documents.values()} == {"team-1"}
     assert service["spec"] == {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app.kubernetes.io/name": "gpt"}}
     assert job["spec"]["template"]["metadata"]["labels"] == service["spec"]["selector"]
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
@@ -109,16 +109,16 @@ def test_pod_environment():
 
 def pods(folder, *words):
     """The manifest's two pods as processes here: what each ended with, and printed. Only the name of pod 0 is another."""
-    how = KubernetesJob("train:1", nodes=2, python=sys.executable, settings=Settings(simulate=2))
-    found = parts([str(JOB), "--folder", str(folder), *words], how)
-    main = container(found["Job"])
-    reported = {pair["name"]: pair.get("value", found["Secret"]["stringData"]["token"]) for pair in main["env"]}
+    config = KubernetesJob("train:1", nodes=2, python=sys.executable, settings=Settings(simulate=2))
+    documents = parts([str(JOB), "--folder", str(folder), *words], config)
+    main = container(documents["Job"])
+    reported = {pair["name"]: pair.get("value", documents["Secret"]["stringData"]["token"]) for pair in main["env"]}
     reported["SPMD_COORDINATOR"] = f"127.0.0.1:{free_port('127.0.0.1')}"
-    own = {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    local = {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             main["command"],
-            env={**os.environ, **reported, **own, "JOB_COMPLETION_INDEX": str(index)},
+            env={**os.environ, **reported, **local, "JOB_COMPLETION_INDEX": str(index)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -161,7 +161,7 @@ def test_each_job_has_its_own_token():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"image": "a b"}, "image='a b'.\n    fix: the name of an image, such as registry.example/train:1."),
         ({"nodes": 0}, "nodes=0.\n    fix: from 1 to 100000."),
@@ -176,9 +176,9 @@ def test_each_job_has_its_own_token():
         ({"settings": Settings(grace=float("inf"))}, "grace=inf.\n    fix: a finite number of seconds."),
     ],
 )
-def test_bad_job_options_are_refused(given, message):
+def test_bad_job_options_are_refused(options, message):
     with pytest.raises(OptionError) as caught:
-        KubernetesJob(**{"image": "train:1", **given})
+        KubernetesJob(**{"image": "train:1", **options})
     assert message in str(caught.value)
 
 

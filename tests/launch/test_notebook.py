@@ -76,21 +76,17 @@ def environment(**more):
 
 def gone(numbers, seconds):
     """Whether processes are gone in time; zombies are."""
-    state = lambda number: Path(f"/proc/{number}/stat").read_text().rpartition(") ")[2][0]
 
-    def left():
-        found = []
-        for number in numbers:
-            try:
-                found += [number] if state(number) != "Z" else []
-            except OSError:
-                continue
-        return found
+    def is_alive(number):
+        try:
+            return Path(f"/proc/{number}/stat").read_text().rpartition(") ")[2][0] != "Z"
+        except OSError:
+            return False
 
     until = time.monotonic() + seconds
-    while left() and time.monotonic() < until:
+    while any(map(is_alive, numbers)) and time.monotonic() < until:
         time.sleep(0.05)
-    return not left()
+    return not any(map(is_alive, numbers))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,8 +101,8 @@ def by_value():
 
 @pytest.fixture(scope="module")
 def both():
-    with spmd.launch.local(processes=2, simulate=2) as found:
-        yield found
+    with spmd.launch.local(processes=2, simulate=2) as processes:
+        yield processes
 
 
 def spread(x):
@@ -331,26 +327,26 @@ def fail(how):
     ],
 )
 def test_failure_is_raised_and_all_end(how, message):
-    found = spmd.launch.local(processes=2, simulate=1)
-    pids = [process.pid for process in found._running._group.processes.values()]
+    processes = spmd.launch.local(processes=2, simulate=1)
+    pids = [process.pid for process in processes._running._group.processes.values()]
     began = time.monotonic()
     with pytest.raises(errors.ProcessError, match=message) as caught:
-        found.run(functools.partial(fail, how))
+        processes.run(functools.partial(fail, how))
     assert time.monotonic() - began < 200 and caught.value.process == 1, "the sleeping process was not waited for"
     assert gone(pids, 0)
     with pytest.raises(errors.ProcessError, match=r"these processes have ended: process 1 .*\n    fix: start new ones"):
-        found.run(os.getpid)
-    found.close()
+        processes.run(os.getpid)
+    processes.close()
 
 
 @SLOW
 def test_exit_between_calls_is_raised():
-    with spmd.launch.local(processes=2, simulate=1) as found:
-        pids = [process.pid for process in found._running._group.processes.values()]
+    with spmd.launch.local(processes=2, simulate=1) as processes:
+        pids = [process.pid for process in processes._running._group.processes.values()]
         os.kill(pids[1], signal.SIGKILL)
         assert gone(pids[1:], 60)
         with pytest.raises(errors.ProcessError, match="process 1 has ended with signal 9"):
-            found.run(os.getpid)
+            processes.run(os.getpid)
     assert gone(pids, 0)
 
 
@@ -376,9 +372,9 @@ def script(code, meanwhile=lambda process: None, seconds=400):
 def test_functions_and_classes_of_main():
     """In one call, from a script: closures, lambdas, classes, a recursive function; and what is not closed ends with the script."""
     text, code = script("""
-found = spmd.launch.local(processes=2, simulate=1)
-print("PIDS", *found.run(pids))
-back = found.run(lambda pair: (double(pair.a), pair, lambda: double(pair.b)), Pair(2, 5))
+both = spmd.launch.local(processes=2, simulate=1)
+print("PIDS", *both.run(pids))
+back = both.run(lambda pair: (double(pair.a), pair, lambda: double(pair.b)), Pair(2, 5))
 print("BACK", back[0], type(back[1]) is Pair, back[1].b, back[2]())
 """)
     assert code == 0 and "BACK 6 True 5 15" in text, text
@@ -402,8 +398,8 @@ def test_no_process_is_left_behind(how):
 
     def after(process):
         for line in process.stdout:
-            if found := re.search(r"PIDS (\d+) (\d+)", line):
-                seen.extend(map(int, found.groups()))
+            if match := re.search(r"PIDS (\d+) (\d+)", line):
+                seen.extend(map(int, match.groups()))
             if "NOW" in line:
                 break
         if how == "interrupt":
@@ -412,19 +408,19 @@ def test_no_process_is_left_behind(how):
             process.kill()
 
     last = {
-        "collect": "numbers = [int(number) for number in found.run(pids)]\ndel found\nimport gc; gc.collect(); print('NOW')\n"
+        "collect": "numbers = [int(number) for number in both.run(pids)]\ndel both\nimport gc; gc.collect(); print('NOW')\n"
         "until, left = time.monotonic() + 60, lambda: [number for number in numbers if os.path.exists(f'/proc/{number}')]\n"
         "while left() and time.monotonic() < until: time.sleep(0.05)\nprint('LEFT' if left() else 'OVER')",
         "fork": "print('NOW')\nif os.fork() == 0:\n"
-        "    try: found.run(double, 2)\n    except spmd.SpmdError as error: print(error)\n    sys.exit(0)\n"
-        "os.wait(); print('STILL', found.run(double, 2)); print('OVER')",
+        "    try: both.run(double, 2)\n    except spmd.SpmdError as error: print(error)\n    sys.exit(0)\n"
+        "os.wait(); print('STILL', both.run(double, 2)); print('OVER')",
     }.get(
         how,
         "began = time.monotonic()\ndef sleep():\n    print('NOW'); time.sleep(1000)\n"
-        "try: found.run(sleep)\nexcept KeyboardInterrupt: print('OVER', time.monotonic() - began)\n"
-        "try: found.run(sleep)\nexcept spmd.SpmdError as error: print(error)\n",
+        "try: both.run(sleep)\nexcept KeyboardInterrupt: print('OVER', time.monotonic() - began)\n"
+        "try: both.run(sleep)\nexcept spmd.SpmdError as error: print(error)\n",
     )
-    text, code = script("found = spmd.launch.local(processes=2, simulate=1)\nprint('PIDS', *found.run(pids))\n" + last, meanwhile=after)
+    text, code = script("both = spmd.launch.local(processes=2, simulate=1)\nprint('PIDS', *both.run(pids))\n" + last, meanwhile=after)
     assert len(seen) == 2
     assert gone(seen, 60)
     if how == "kill":
@@ -485,8 +481,8 @@ def test_output_appears_in_the_calling_cell(tmp_path):
         "import nbclient, nbformat; notebook = nbformat.read('one.ipynb', 4); "
         "nbclient.NotebookClient(notebook, timeout=100, kernel_name='python3').execute(); nbformat.write(notebook, 'done.ipynb')"
     )
-    own = environment(JUPYTER_RUNTIME_DIR=str(tmp_path / "runtime"), IPYTHONDIR=str(tmp_path / "ipython"))
-    done = subprocess.run([sys.executable, "-c", run], env=own, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    variables = environment(JUPYTER_RUNTIME_DIR=str(tmp_path / "runtime"), IPYTHONDIR=str(tmp_path / "ipython"))
+    done = subprocess.run([sys.executable, "-c", run], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     shown = nbformat.read(tmp_path / "done.ipynb", 4).cells
     text = ["".join(out.get("text", "") for out in cell.outputs) for cell in shown]

@@ -71,13 +71,13 @@ def _group(number):
 def test_processes_are_found_by_their_cookie_alone():
     cookies = ({orphan_reaper.NAME: "abc"}, {orphan_reaper.NAME: "x,abc,y"}, {orphan_reaper.NAME: "abcd"}, {})
     path = {"PATH": os.environ["PATH"]}
-    mine, nested, others, none = processes = [subprocess.Popen(["sleep", "600"], env=path | cookie) for cookie in cookies]
+    with_cookie, nested, others, without = processes = [subprocess.Popen(["sleep", "600"], env=path | cookie) for cookie in cookies]
     try:
-        assert until(lambda: {mine.pid, nested.pid} <= set(orphan_reaper.processes_with_cookie("abc")))
+        assert until(lambda: {with_cookie.pid, nested.pid} <= set(orphan_reaper.processes_with_cookie("abc")))
         assert (
-            set(orphan_reaper.processes_with_cookie("abc")) == {mine.pid, nested.pid}
+            set(orphan_reaper.processes_with_cookie("abc")) == {with_cookie.pid, nested.pid}
             and orphan_reaper.processes_with_cookie("abcd") == [others.pid]
-            and alive(none.pid)
+            and alive(without.pid)
         )
     finally:
         for process in processes:

@@ -47,7 +47,7 @@ def test_no_restart_by_default():
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "why"),
+    ("outcome", "code", "why"),
     [
         (attempt(3), 3, "process 1 at step 26: ValueError: boom"),
         (attempt(-9, failures={}), 137, "process 1 ended with signal 9"),
@@ -64,8 +64,8 @@ def test_no_restart_by_default():
         (Attempt({0: 143}, saved=7), 143, "process 0 ended with code 143: it received SIGTERM, and has saved step 7"),
     ],
 )
-def test_exit_code_and_cause(given, code, why):
-    assert (exit_code(given), given.cause) == (code, why)
+def test_exit_code_and_cause(outcome, code, why):
+    assert (exit_code(outcome), outcome.cause) == (code, why)
 
 
 def test_attempt_is_read_from_records(tmp_path):
@@ -73,9 +73,9 @@ def test_attempt_is_read_from_records(tmp_path):
     (tmp_path / "0.json").write_text(json.dumps({"at": 1.0, "step": 25, "error": "first"}))
     (tmp_path / "2.json").write_text('{"at": 0.5, "st')  # killed while it wrote
     (tmp_path / "began.json").write_text(json.dumps({"at": 0.0, "step": 20}))
-    found = summarize_attempt(read_records(tmp_path), {0: 1, 1: 1, 2: -9}, {2: -9})
-    assert found.first_step == 20 and list(found.failures.items()) == [(0, (25, "first")), (1, (26, "second"))]
-    assert found.signature == (25, "first")
+    outcome = summarize_attempt(read_records(tmp_path), {0: 1, 1: 1, 2: -9}, {2: -9})
+    assert outcome.first_step == 20 and list(outcome.failures.items()) == [(0, (25, "first")), (1, (26, "second"))]
+    assert outcome.signature == (25, "first")
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -86,11 +86,15 @@ def test_saved_step_is_reported_only_if_saved(saves, tmp_path, monkeypatch):
     model = spmd.FunctionalModel(lambda key: {"w": np.zeros((4, 1), np.float32)}, lambda params, x: x @ params["w"])
     data = {"x": np.ones((32, 4), np.float32), "y": np.ones((32, 1), np.float32)}
     options = {"checkpoint": tmp_path / "run"} if saves else {}
+
+    def end(info):
+        if info.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
     with pytest.raises(SystemExit):
-        end = lambda info: signal.raise_signal(signal.SIGTERM) if info.step == 2 else None
         spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, callbacks=[end], **options)
-    found = summarize_attempt(read_records(tmp_path / "reported"), {0: 143}, {0: 143}, signal.SIGTERM)
-    assert found.cause == "process 0 ended with code 143: it received SIGTERM" + (", and has saved step 3" if saves else "")
+    outcome = summarize_attempt(read_records(tmp_path / "reported"), {0: 143}, {0: 143}, signal.SIGTERM)
+    assert outcome.cause == "process 0 ended with code 143: it received SIGTERM" + (", and has saved step 3" if saves else "")
 
 
 @pytest.mark.parametrize(("ends", "code", "heard"), [("kill -9 $$", -9, False), ("exit 3", 3, True)], ids=["killed", "failed"])

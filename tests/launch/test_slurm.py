@@ -35,9 +35,9 @@ assert "--label" in options and "--kill-on-bad-exit=0" in options and "--export=
 size, steps = int(os.environ["SLURM_NTASKS"]), pathlib.Path(os.environ["STUB_STEPS"])
 job = os.environ["SLURM_JOB_ID"]
 step = len(list(steps.iterdir()))
-own = {{"SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": "node1", "SLURM_STEP_NUM_TASKS": str(size), "SLURM_NODEID": "0",
+step_variables = {{"SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": "node1", "SLURM_STEP_NUM_TASKS": str(size), "SLURM_NODEID": "0",
         "SLURM_STEP_TASKS_PER_NODE": str(size)}}
-tasks = [subprocess.Popen(words, env={{**os.environ, **own, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}},
+tasks = [subprocess.Popen(words, env={{**os.environ, **step_variables, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}},
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(size)]
 (steps / f"{{job}}.{{step}}").write_text(" ".join(str(task.pid) for task in tasks))
 def kill(*_):
@@ -56,8 +56,8 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 SBATCH = """#!{python}
 import os, re, subprocess, sys
 text = sys.stdin.read()
-found = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)=(.*)$", text))
-nodes, tasks = int(found["nodes"]), int(found["nodes"]) * int(found["ntasks-per-node"])
+options = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)=(.*)$", text))
+nodes, tasks = int(options["nodes"]), int(options["nodes"]) * int(options["ntasks-per-node"])
 print("Submitted batch job 4242", flush=True)
 open("job.sh", "w").write(text)
 env = {{**os.environ, "SLURM_JOB_ID": "4242", "SLURM_NTASKS": str(tasks), "SLURM_NNODES": str(nodes)}}
@@ -100,13 +100,13 @@ def cluster(tmp_path, monkeypatch):
 
 def run(*words, seconds=400, meanwhile=lambda process, lines: None, **environment):
     """Run `spmd launch` and give its exit code and what it printed; whatever is left of it is ended."""
-    own = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
+    variables = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
     process = subprocess.Popen(
         [sys.executable, "-m", "spmd", "launch", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=own,
+        env=variables,
         start_new_session=True,
     )
     lines = []
@@ -127,8 +127,8 @@ def run(*words, seconds=400, meanwhile=lambda process, lines: None, **environmen
 
 
 def batch(*words, options=(), **more):
-    given = ["--slurm", "--nodes", 1, "--processes-per-node", 2, "--simulate", 2, *options]
-    return run(*given, JOB, *words, **more)
+    submit = ["--slurm", "--nodes", 1, "--processes-per-node", 2, "--simulate", 2, *options]
+    return run(*submit, JOB, *words, **more)
 
 
 def hashes(text):
@@ -220,7 +220,7 @@ def test_sigterm_before_any_task_runs_ends_srun(cluster, monkeypatch):
 
 
 def test_sbatch_script():
-    how = SlurmJob(
+    config = SlurmJob(
         nodes=4,
         gpus_per_node=8,
         cpus=12,
@@ -236,7 +236,7 @@ def test_sbatch_script():
         python="/opt/my python",
         settings=Settings(max_restarts=3, grace=89.5, stall="step=120", memory_fraction=0.9, preallocate=False),
     )
-    assert script(["train.py", "--name", "a b", "$(rm x)"], how) == (
+    assert script(["train.py", "--name", "a b", "$(rm x)"], config) == (
         "#!/bin/bash\n"
         "#SBATCH --job-name=gpt\n"
         "#SBATCH --nodes=4\n"
@@ -267,7 +267,7 @@ def test_sbatch_script():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"nodes": 0}, "nodes=0.\n    fix: from 1 to 100000."),
         (
@@ -300,9 +300,9 @@ def test_sbatch_script():
         ({"python": "py\tthon"}, r"python='py\tthon'."),
     ],
 )
-def test_bad_job_options_are_refused(given, message):
+def test_bad_job_options_are_refused(options, message):
     with pytest.raises(OptionError) as caught:
-        SlurmJob(**given)
+        SlurmJob(**options)
     assert message in str(caught.value)
 
 
@@ -389,8 +389,8 @@ def test_srun_exit_codes(code, plain):
 
 def test_reported_codes_take_precedence_over_srun():
     reported = [{"name": "1", "at": 1.0, "step": 26, "error": "ValueError: boom", "code": 3}, {"name": "srun", "at": 0.5, "id": "4242.0"}]
-    found = summarize_attempt(reported, {ALL: 42}, {ALL: 42})
-    assert found.codes == {ALL: 42, 1: 3} and exit_code(found) == 3 and found.cause == "process 1 at step 26: ValueError: boom"
+    attempt = summarize_attempt(reported, {ALL: 42}, {ALL: 42})
+    assert attempt.codes == {ALL: 42, 1: 3} and exit_code(attempt) == 3 and attempt.cause == "process 1 at step 26: ValueError: boom"
     disagreed = summarize_attempt([{**reported[0], "code": 78}], {ALL: 78}, {ALL: 78})
     assert "disagree" in no_restart_reason([disagreed], 5)
     killed = summarize_attempt([], {ALL: -9}, {ALL: -9})
