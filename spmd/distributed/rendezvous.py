@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hmac
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -82,15 +83,11 @@ class _Server:
         self.nonces: dict[socket.socket, str] = {}  # for the proofs of the answers
         self.rejected = 0  # connections that did not know the token
         self.problem, self.timed_out = "", False
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        self.listener = socket.socket(family, socket.SOCK_STREAM)
-        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            self.listener.bind((self.address, world.port))
-            self.listener.listen(max(16, world.size))
+            self.listener = socket.create_server((address, world.port), family=family, backlog=max(16, world.size))
         except OSError as error:
-            self.listener.close()
-            problem = f"{world}: cannot listen on port {world.port} of {self.address}: {error.strerror}."
+            problem = f"{world}: cannot listen on port {world.port} of {address}: {os.strerror(error.errno or 0)}."
             raise RendezvousTimeout(problem, fix="another port; or end the process that has it, which may be an earlier run.") from error
         self.listener.setblocking(False)
         self.selector = selectors.DefaultSelector()
