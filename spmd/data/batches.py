@@ -71,10 +71,8 @@ def as_arrays(tree: Tree, what: str) -> Tree:
             return np.asarray(leaf)
         except Exception as error:
             kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__name__}"
-            raise DataError(
-                f"{what}: {path or 'it'} is a {kind}, which numpy cannot read: {first_line(error)}\n"
-                "    fix: arrays in the host's memory, such as tensor.detach().cpu().numpy()."
-            ) from error
+            fix = "arrays in the host's memory, such as tensor.detach().cpu().numpy()."
+            raise DataError(f"{what}: {path or 'it'} is a {kind}, which numpy cannot read: {first_line(error)}", fix=fix) from error
 
     all_numpy = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
     return tree if all_numpy else map_paths(read, tree)
@@ -113,7 +111,7 @@ def check_leaves(tree: Tree, what: str) -> int:
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
     lists = {path: _list_shape(node) for path, node in _lists(tree)} if scalars else {}
     if lists:
-        shown = lists.get("") or join_names(f"{path} is {it}" for path, it in lists.items())
+        shown = lists.get("") or join_names(f"{path} is {shape}" for path, shape in lists.items())
         raise DataError(f"{what}: {shown}, not an array.", fix="numpy.asarray(...), of shape [rows, ...].")
     if scalars:
         raise DataError(f"{what}: {join_names(scalars)} has no dim 0 of rows.", fix="arrays of shape [rows, ...].")
@@ -123,10 +121,9 @@ def check_leaves(tree: Tree, what: str) -> int:
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
         problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."], path=path) for path, size in sizes.items()]
-        rows = sorted(sizes.values())
-        problems[-1] = dataclasses.replace(
-            problems[-1], fix=f"the same number of rows in every leaf; the smallest has {rows[0]}, the largest {rows[-1]}."
-        )
+        least, most = min(sizes.values()), max(sizes.values())
+        fix = f"the same number of rows in every leaf; the smallest has {least}, the largest {most}."
+        problems[-1] = dataclasses.replace(problems[-1], fix=fix)
         raise_problems(DataError, f"{what} is ragged: its leaves have different numbers of rows", problems)
     return next(iter(sizes.values()))
 
@@ -141,10 +138,8 @@ def check_matches(tree: Tree, sample: Tree, what: str) -> None:
         raise DataError(f"{what} holds {join_names(flatten(tree))}; the first one held {join_names(flatten(sample))}.")
     for leaf, first in zip(jax.tree.leaves(tree), jax.tree.leaves(sample), strict=True):
         if np.shape(leaf)[1:] != first.shape[1:] or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype:
-            raise DataError(
-                f"{what} holds {describe(leaf)}, the first one {describe(first)}: only the number of rows may differ.\n"
-                "    fix: pad to one shape, or keep one dtype."
-            )
+            difference = f"{what} holds {describe(leaf)}, the first one {describe(first)}"
+            raise DataError(f"{difference}: only the number of rows may differ.", fix="pad to one shape, or keep one dtype.")
 
 
 def batch_signature(sample: Tree) -> Any:
@@ -185,41 +180,26 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
         parts += f" times {microbatches} microbatches" if microbatches > 1 else ""
         parts += f" times {piped} microbatches of the pipeline" if piped > 1 else ""
         near = sorted({max(unit, rows // unit * unit), -(-rows // unit) * unit})
-        problems.append(
-            Problem(
-                f"batch of {rows} rows",
-                [f"is not divisible by {parts}: {rows} / {unit} leaves {rows % unit}."],
-                f"batch_size={' or batch_size='.join(map(str, near))}.",
-            )
-        )
-    for path, leaf in flatten(tree).items():
-        claimed = matching_rules(layout.batch.rules, path)
-        if len(claimed) > 1:
-            problems.append(
-                Problem(f"{path}   {describe(leaf)}", [f"{len(claimed)} batch rules match this leaf."], path=path, kind="overlap")
-            )
+        why = f"is not divisible by {parts}: {rows} / {unit} leaves {rows % unit}."
+        problems.append(Problem(f"batch of {rows} rows", [why], f"batch_size={' or batch_size='.join(map(str, near))}."))
+    leaves, rules = flatten(tree), layout.batch.rules
+    matches = {path: matching_rules(rules, path) for path in leaves}
+    for path, leaf in leaves.items():
+        name = f"{path}   {describe(leaf)}"
+        if len(matches[path]) > 1:
+            problems.append(Problem(name, [f"{len(matches[path])} batch rules match this leaf."], path=path, kind="overlap"))
             continue
-        spec = layout.batch.rules[claimed[0]].spec if claimed else layout.batch.spec
-        lines = [] if problems and problems[0].where.startswith("batch of") else spec_problems(spec, np.shape(leaf), mesh)
+        spec = rules[matches[path][0]].spec if matches[path] else layout.batch.spec
+        lines = [] if rows % unit else spec_problems(spec, np.shape(leaf), mesh)
         if lines:
             fix = f'add [[batch.rules]]  path = "{path}"  spec = {spec_text(spec[:1])}.'
-            problems.append(Problem(f"{path}   {describe(leaf)}   spec {spec_text(spec)}", lines, fix, path=path))
-        if tuple(axis for axis in spec_axes(spec[:1])) != data:
-            problems.append(
-                Problem(
-                    f"{path}   {describe(leaf)}",
-                    [f"its dim 0 is sharded over {spec_text(spec[:1])}, the batch over {spec_text(layout.batch.spec[:1])}."],
-                )
-            )
-    for number, rule in enumerate(layout.batch.rules, 1):
-        if not any(number - 1 in matching_rules(layout.batch.rules, path) for path in flatten(tree)):
-            problems.append(
-                Problem(
-                    f'[[batch.rules]] {rule_name(layout.batch.rules, number - 1)}: path "{rule.path}" matches no leaf of the batch.',
-                    [],
-                    f"one of: {', '.join(flatten(tree))}.",
-                )
-            )
+            problems.append(Problem(f"{name}   spec {spec_text(spec)}", lines, fix, path=path))
+        if spec_axes(spec[:1]) != data:
+            why = f"its dim 0 is sharded over {spec_text(spec[:1])}, the batch over {spec_text(layout.batch.spec[:1])}."
+            problems.append(Problem(name, [why]))
+    for index in sorted(set(range(len(rules))).difference(*matches.values())):
+        where = f'[[batch.rules]] {rule_name(rules, index)}: path "{rules[index].path}" matches no leaf of the batch.'
+        problems.append(Problem(where, [], f"one of: {', '.join(leaves)}."))
     raise_problems(DataError, f"the batch does not fit {layout.source} on mesh {mesh}", problems)
 
 
@@ -282,7 +262,11 @@ class Placer:
             index = np.arange(rows) if index is None else index
             index = np.concatenate([index, np.repeat(index[:1], size - rows)])
         if not self.pad and host.has_rows is None and host.weights is not None and not host.weights.all():
-            raise DataError(_SKIPPED.format(int((host.weights == 0).sum()), rows))
+            raise DataError(
+                f"{int((host.weights == 0).sum())} of the {rows} records of a batch were skipped. Neither a loss with one number for all "
+                "its rows nor batch statistics can leave out the rows in their place.",
+                fix="a loss with one value per example and no batch statistics; or intact files.",
+            )
         leaves, structure = jax.tree.flatten(host.leaves)
         if self._call_transfers and not any(isinstance(leaf, jax.Array) for leaf in leaves):  # those may be on another device
             placed = [_host_copy(leaf, index) for leaf in leaves]
@@ -298,8 +282,8 @@ class Placer:
         if size != self._rows:
             raise DataError(
                 f"this process read {host.rows} rows; with {jax.process_count()} processes and a batch of {self._rows} "
-                f"it must be {self._rows // jax.process_count()} in every batch.\n"
-                "    fix: give arrays, which every process can index, or drop the short batch."
+                f"it must be {self._rows // jax.process_count()} in every batch.",
+                fix="give arrays, which every process can index, or drop the short batch.",
             )
         leaves, structure = jax.tree.flatten(host.leaves)
         placed = [
@@ -326,12 +310,6 @@ class Placer:
             sharding = self._row_sharding if split else self.replicated
             self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
         return self._weights[key]
-
-
-_SKIPPED = (
-    "{} of the {} records of a batch were skipped. Neither a loss with one number for all its rows nor batch statistics can "
-    "leave out the rows in their place.\n    fix: a loss with one value per example and no batch statistics; or intact files."
-)
 
 
 def _host_copy(leaf: Any, index: np.ndarray | None) -> np.ndarray:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.batches import HostBatch, as_arrays, check_leaves
 from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
-from spmd.errors import DataError, OptionError
+from spmd.errors import DataError, check_integer
 from spmd.tree import Tree
 
 
@@ -38,13 +38,12 @@ def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
       >>> data.steps_per_call
       50
     """
-    if isinstance(steps_per_call, bool) or not isinstance(steps_per_call, int) or steps_per_call < 1:
-        raise OptionError(f"steps_per_call={steps_per_call!r}: a whole number from 1.")
+    check_integer(steps_per_call, "steps_per_call")
     if not jax.tree.leaves(arrays) or not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(arrays)):
         raise DataError("resident() takes a dict or tuple of arrays.")
     arrays = as_arrays(arrays, "the data")
     check_leaves(arrays, "the data")
-    return Resident(arrays, steps_per_call)
+    return Resident(arrays, int(steps_per_call))
 
 
 def replicate_arrays(arrays: Tree, mesh: Mesh) -> Tree:

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from spmd.data.number_parsing import limits
 from spmd.errors import DataError
 from spmd.tree import Tree, flatten
 
@@ -23,8 +24,8 @@ def narrow(values: np.ndarray, *, copy: bool) -> np.ndarray:
     if dtype == values.dtype:
         return values.astype(dtype, copy=copy)
     if values.dtype.kind in "iu" and values.size:
-        limits = np.iinfo(dtype)
-        if values.min() < limits.min or values.max() > limits.max:
+        least, most = limits(dtype)
+        if values.min() < least or values.max() > most:
             raise OutOfRange
     try:
         with np.errstate(over="raise"):
@@ -46,13 +47,12 @@ def raise_out_of_range(leaves: Tree, index: np.ndarray | None, what: str) -> NoR
             continue
         for row in range(len(leaf)) if index is None else index:
             if not _fits(leaf[row]):
-                value = next(value for value in leaf[row].flat if not _fits(value))
-                limits = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
+                value, (least, most) = next(value for value in leaf[row].flat if not _fits(value)), limits(dtype)
                 smaller = "an index into a table of the values" if dtype.kind in "iu" else "the values divided by a constant"
                 raise DataError(
                     f"{path or 'the array'}: row {row} of {what} holds {value}. jax makes {dtype} of {leaf.dtype}, which holds "
-                    f"{limits.min} to {limits.max}.\n"
-                    f"    fix: smaller numbers, such as {smaller}; or jax.config.update('jax_enable_x64', True)."
+                    f"{least} to {most}.",
+                    fix=f"smaller numbers, such as {smaller}; or jax.config.update('jax_enable_x64', True).",
                 )
     raise AssertionError("every value fits")
 

@@ -54,10 +54,8 @@ def epoch_batches(source: Source, clock: Events | None, at: Position, step: int,
         return assign_rows(source.epoch(at.epoch), clock, step, source.batch_size, at.parts, pad=pad, drop=drop)
     if at.parts:
         raise DataError(
-            (
-                f"the run was in epoch {at.epoch + 1}, of which {at.parts} parts had been assigned to {at.workers} workers; this layout "
-                "would lose rows or take them twice."
-            ),
+            f"the run was in epoch {at.epoch + 1}, of which {at.parts} parts had been assigned to {at.workers} workers; this layout "
+            "would lose rows or take them twice.",
             fix="resume with the layout it had, until an epoch ends.",
         )
     batches = source.epoch(at.epoch, at.batch, at.reader)
@@ -70,7 +68,7 @@ def _full_batches(batches: Iterator[HostBatch], size: int, *, first: bool) -> It
         rows = batch.rows * (jax.process_count() if batch.index is None else 1)  # of an iterable each process has its part
         if rows < size:
             if first and number == 0:
-                raise DataError(_NOTHING.format(rows, size))
+                raise _no_full_batch(rows, size)
             _check_last(batches, rows, size)
             return
         yield batch
@@ -79,18 +77,15 @@ def _full_batches(batches: Iterator[HostBatch], size: int, *, first: bool) -> It
 def _check_last(batches: Iterator[HostBatch], rows: int, size: int) -> None:
     if next(batches, None) is not None:
         raise DataError(
-            (
-                f"a batch of {rows} rows, where {size} were expected, in the middle of an epoch, with drop_remainder = true: "
-                "all batches after it would be dropped too."
-            ),
+            f"a batch of {rows} rows, where {size} were expected, in the middle of an epoch, with drop_remainder = true: "
+            "all batches after it would be dropped too.",
             fix="batches of one size but for the last, or drop_remainder = false.",
         )
 
 
-_NOTHING = (
-    "an epoch begins with {} rows of {}, and drop_remainder = true: nothing is left to train on.\n"
-    "    fix: larger batches, or drop_remainder = false."
-)
+def _no_full_batch(rows: int, size: int) -> DataError:
+    why = f"an epoch begins with {rows} rows of {size}, and drop_remainder = true: nothing is left to train on."
+    return DataError(why, fix="larger batches, or drop_remainder = false.")
 
 
 def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int | None, epochs: int | None) -> None:
@@ -105,29 +100,28 @@ def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int 
         return
     if clock.assigns_rows and jax.process_count() > 1 and not isinstance(source, ArraySource):
         raise DataError(
-            f"rows are assigned to {clock.workers} workers, but each of {jax.process_count()} processes reads batches of its own.\n"
-            "    fix: arrays, which every process can index."
+            f"rows are assigned to {clock.workers} workers, but each of {jax.process_count()} processes reads batches of its own.",
+            fix="arrays, which every process can index.",
         )
-    unit = source.batch_size // clock.workers
     drop = clock.declared.drop_remainder
-    part = unit if clock.assigns_rows else source.batch_size
+    part = source.batch_size // clock.workers if clock.assigns_rows else source.batch_size
     if not drop and not pad and clock.masked and isinstance(source, ArraySource) and source.examples % part:
-        raise DataError(_UNEVEN.format(source.examples, part))
+        raise _padded_part(source.examples, part)
     parts = None
     if epochs is not None and isinstance(source, ArraySource):
-        size = unit if clock.assigns_rows else source.batch_size
-        parts = source.examples // size if drop else -(-source.examples // size)
+        parts = source.examples // part if drop else -(-source.examples // part)
         if not clock.assigns_rows:
             steps, parts = parts * epochs, None
     ahead = 1 if clock.assigns_rows else 0  # rows of the next round are assigned while one runs
     clock.check_trace_length(None if steps is None else steps + ahead, parts, epochs or 1, drop=drop)
 
 
-_UNEVEN = (
-    "{} rows are split into parts of {}, and the last is not full: neither a loss with one number for all its rows nor batch "
-    "statistics can leave out its padding.\n"
-    "    fix: a loss with one value per example and no batch statistics, or a number of rows that it divides."
-)
+def _padded_part(rows: int, part: int) -> DataError:
+    return DataError(
+        f"{rows} rows are split into parts of {part}, and the last is not full: neither a loss with one number for all its rows nor "
+        "batch statistics can leave out its padding.",
+        fix="a loss with one value per example and no batch statistics, or a number of rows that it divides.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +156,7 @@ def assign_rows(
         while len(queue) < takes.sum() and (part := next(parts, None)) is not None:
             queue.append(part)
         if drop and len(queue) < takes.sum() and skip == 0 and step == began:
-            raise DataError(_NOTHING.format(len(queue) * unit, size))
+            raise _no_full_batch(len(queue) * unit, size)
         if not queue or (drop and len(queue) < takes.sum()):
             return
         has_rows, lots = np.zeros(clock.workers, bool), []
@@ -183,7 +177,7 @@ def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) ->
                 _check_last(batches, rows, unit)
                 return
             if rows < unit and not pad:
-                raise DataError(_UNEVEN.format(batch.rows, unit))
+                raise _padded_part(batch.rows, unit)
             yield _Part(batch, first, rows)
 
 
@@ -209,6 +203,6 @@ def check_participation(clock: Events | None, step: int, batch: Batch) -> None:
         return
     absent = int((~clock.round(step).takes).sum())
     raise OptionError(
-        f"step {step + 1}: {absent} of {clock.workers} workers take no part in this round, and their rows of the batch would be lost.\n"
-        "    fix: fit(), or trainer.steps(), which assign rows to those that do."
+        f"step {step + 1}: {absent} of {clock.workers} workers take no part in this round, and their rows of the batch would be lost.",
+        fix="fit(), or trainer.steps(), which assign rows to those that do.",
     )
