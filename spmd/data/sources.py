@@ -13,9 +13,10 @@ from spmd.data import data_hash
 from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_matches
 from spmd.data.bucketing import Buckets
 from spmd.data.records import Records, warn_skipped
+from spmd.data.shuffle import RecordOrder
 from spmd.errors import DataError, OptionError, check_integer, join_names, short_repr, type_name
 from spmd.models.wrap import missing_arguments
-from spmd.tree import Tree, describe, flatten
+from spmd.tree import Tree, abstract, describe, flatten
 
 T = TypeVar("T")
 
@@ -42,15 +43,11 @@ class ArraySource:
 
     def sample(self) -> Tree:
         """The shapes of one full batch."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)), self.arrays
-        )
+        return _batch_shapes(self.arrays, self.batch_size)
 
     def order(self, epoch: int) -> np.ndarray:
         """int64[examples]: the order of this epoch."""
-        if not self.shuffle:
-            return np.arange(self.examples)
-        return np.random.Generator(np.random.Philox(key=np.array([self.seed, epoch], np.uint64))).permutation(self.examples)
+        return RecordOrder(self.examples, self.shuffle, self.seed).epoch(epoch)
 
     def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
         """The batches of one epoch, from batch `start` on."""
@@ -66,9 +63,13 @@ class ArraySource:
         return {"examples": self.examples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed, **hashes}
 
 
-_ONCE = (
-    "the data yields {}: it can be iterated only once.\n    fix: a list, or a function that returns a fresh iterator: lambda: batches()."
-)
+def _batch_shapes(tree: Tree, rows: int) -> Tree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), abstract(tree))
+
+
+def _iterated_twice(yields: str) -> DataError:
+    fix = "a list, or a function that returns a fresh iterator: lambda: batches()."
+    return DataError(f"the data yields {yields}: it can be iterated only once.", fix=fix)
 
 
 class IterableSource:
@@ -80,38 +81,31 @@ class IterableSource:
     threaded = True
 
     def __init__(self, data: Any, batch_size: int | None):
-        length = len(data) if hasattr(data, "__len__") else None
         self._make: Callable[[], Any] = data if callable(data) and not hasattr(data, "__iter__") else lambda: data
         self._first: Iterator | None = self._iterate()
         try:
             sample = as_arrays(next(self._first), "the first batch")
         except StopIteration:
-            raise DataError(
-                "the data is empty: it yields no batch.\n"
-                "    fix: look at what it is made from; an iterator that was read before has to be made anew."
-                if self._first is not data
-                else _ONCE.format("nothing")
-            ) from None
+            if self._first is data:
+                raise _iterated_twice("nothing") from None
+            fix = "look at what it is made from; an iterator that was read before has to be made anew."
+            raise DataError("the data is empty: it yields no batch.", fix=fix) from None
         self._head: list[Tree] = [sample]
         rows = check_leaves(sample, "the first batch")
         if rows == 0:
             raise DataError("the data is empty: its first batch has 0 rows.")
         self.batch_size = rows * jax.process_count()
         if batch_size is not None and batch_size != self.batch_size:
-            raise DataError(
-                f"batch_size={batch_size}, but the data yields batches of {self.batch_size} rows.\n"
-                f"    fix: leave batch_size out, or yield {batch_size}."
-            )
-        self._sample = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((self.batch_size, *np.shape(x)[1:]), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), sample
-        )
-        self.steps_per_epoch: int | None = length
+            fix = f"leave batch_size out, or yield {batch_size}."
+            raise DataError(f"batch_size={batch_size}, but the data yields batches of {self.batch_size} rows.", fix=fix)
+        self._sample = _batch_shapes(sample, self.batch_size)
+        self.steps_per_epoch: int | None = len(data) if hasattr(data, "__len__") else None
 
     def _iterate(self) -> Iterator:
-        made = self._make()
-        if not hasattr(made, "__iter__") and not hasattr(made, "__getitem__"):
-            raise DataError(f"the function that was given as data returned {type_name(made)}.", fix="an iterator or a list of batches.")
-        return iter(made)
+        batches = self._make()
+        if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+            raise DataError(f"the function that was given as data returned {type_name(batches)}.", fix="an iterator or a list of batches.")
+        return iter(batches)
 
     def sample(self) -> Tree:
         """The shapes of the first batch, over all processes."""
@@ -126,23 +120,22 @@ class IterableSource:
         if stateful and position is not None:
             iterator.set_state(_from_json(position))  # type: ignore[union-attr]
             head, start = [], 0
-        # The state is taken before its batch is yielded: batches read ahead do not count.
-        states = itertools.repeat(None) if not stateful else iter(lambda: _to_json(iterator.get_state()), object())  # type: ignore[union-attr]
         count = 0
-        for leaves, state in zip(itertools.chain(head, iterator), states, strict=False):
-            count += 1
+        for count, leaves in enumerate(itertools.chain(head, iterator), 1):
             if count <= start:
                 continue
-            leaves = as_arrays(leaves, f"batch {count} of epoch {number + 1}")
-            rows = check_leaves(leaves, f"batch {count} of epoch {number + 1}")
+            batch = f"batch {count} of epoch {number + 1}"
+            leaves = as_arrays(leaves, batch)
+            rows = check_leaves(leaves, batch)
             if rows == 0:
-                raise DataError(f"batch {count} of epoch {number + 1} has 0 rows.")
+                raise DataError(f"{batch} has 0 rows.")
             if rows * jax.process_count() > self.batch_size:
-                raise DataError(f"batch {count} of epoch {number + 1} has {rows} rows, more than the {self.batch_size} of the first one.")
-            check_matches(leaves, self._sample, f"batch {count} of epoch {number + 1}")
-            yield HostBatch(leaves, rows, None, state)
+                raise DataError(f"{batch} has {rows} rows, more than the {self.batch_size} of the first one.")
+            check_matches(leaves, self._sample, batch)
+            # The state is taken before its batch is yielded: batches read ahead do not count.
+            yield HostBatch(leaves, rows, None, _to_json(iterator.get_state()) if stateful else None)  # type: ignore[union-attr]
         if count == 0 and not (stateful and position is not None):  # a restored state may be at the end
-            raise DataError(_ONCE.format(f"nothing in epoch {number + 1}"))
+            raise _iterated_twice(f"nothing in epoch {number + 1}")
         if count < start:
             raise DataError(f"the data has {count} batches; the run to be resumed was at batch {start} of epoch {number + 1}.")
 
@@ -176,17 +169,13 @@ class RecordSource:
     def sample(self) -> Tree:
         """The shapes of one full batch."""
         fields = self.records.fields.items()
-        return {
-            name: jax.ShapeDtypeStruct((self.batch_size, *field.shape), jax.dtypes.canonicalize_dtype(field.dtype))
-            for name, field in fields
-        }
+        return abstract({name: jax.ShapeDtypeStruct((self.batch_size, *field.shape), field.dtype) for name, field in fields})
 
     def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
         """The batches of one epoch, from batch `start` on; `position` holds the number of records skipped before."""
         skipped = 0 if position is None else position["skipped"]
         for leaves, good in self.records.read(number, start, self.local_rows):
             rows = len(good)
-            weights = good.astype(np.float32)
             if not good.all():
                 skipped += rows - int(good.sum())
                 if rows < self.batch_size:  # all processes read all of a short batch
@@ -195,12 +184,12 @@ class RecordSource:
                     leaves, rows = {name: leaf[good] for name, leaf in leaves.items()}, int(good.sum())
             if rows == self.batch_size and self.local_rows is None and not good.any():  # a step on no rows has no gradient
                 raise DataError(
-                    f"none of the {rows} records of a batch of epoch {number + 1} can be read.\n"
-                    "    fix: repair the files; or larger batches, or shuffle=True if bad records are next to each other."
+                    f"none of the {rows} records of a batch of epoch {number + 1} can be read.",
+                    fix="repair the files; or larger batches, or shuffle=True if bad records are next to each other.",
                 )
-            full = rows == self.batch_size and not good.all()
+            weights = good.astype(np.float32) if rows == self.batch_size and not good.all() else None
             index = np.arange(rows) if jax.process_count() > 1 else None
-            yield HostBatch(leaves, rows, index, {"skipped": skipped} if skipped else None, None, weights if full else None)
+            yield HostBatch(leaves, rows, index, {"skipped": skipped} if skipped else None, None, weights)
         warn_skipped(self.records, number, skipped)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -238,22 +227,23 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
         raise DataError(f"data={short_repr(data)}: give a dict or tuple of arrays, an iterable of batches, or a grain data set.")
     if shuffle is not None and not isinstance(shuffle, bool):
         raise OptionError(f"shuffle={short_repr(shuffle)}: True, False, or None (True for arrays).")
+    if isinstance(data, Buckets):
+        raise OptionError(
+            f"batches of {len(data.bounds)} lengths, and a step is compiled for one shape.",
+            fix="the records without buckets, where spmd.data.padded makes all alike; or a loop of your own.",
+        )
+    if isinstance(data, Records):
+        for name, value, of_records in [("shuffle", shuffle, data.reading.shuffle), ("batch_size", batch_size, data.batch_size)]:
+            if value not in (None, of_records):
+                fix = f"leave {name} out here; it is given to what reads the files."
+                raise OptionError(f"{name}={value}, but the records come with {name}={of_records}.", fix=fix)
+        _check_size(data.examples, data.batch_size, short_ok=short_ok)
+        return RecordSource(data)
     if not is_arrays(data):
-        if isinstance(data, Records) and shuffle not in (None, data.reading.shuffle):
-            raise OptionError(
-                f"shuffle={shuffle}, but the records come with shuffle={data.reading.shuffle}.", fix="say it to what reads the files."
-            )
-        if shuffle and not isinstance(data, Records):
+        if shuffle:
             raise OptionError(
                 "shuffle=True: batches of an iterable come in its own order.", fix="shuffle where they are made, or give arrays."
             )
-        if isinstance(data, Buckets):
-            raise OptionError(
-                f"batches of {len(data.bounds)} lengths, and a step is compiled for one shape.\n"
-                "    fix: the records without buckets, where spmd.data.padded makes all alike; or a loop of your own."
-            )
-        if isinstance(data, Records):
-            return _records(data, batch_size, short_ok=short_ok)
         if callable(data) and not hasattr(data, "__iter__") and (missing := missing_arguments(data)):
             raise DataError(
                 f"the function given as data takes arguments: {join_names(missing)}.", fix="a function of none: lambda: batches(...)."
@@ -270,19 +260,10 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
     if batch_size is None:
         raise OptionError("batch_size is missing: arrays must be split into batches.", fix="such as batch_size=128.")
     check_integer(batch_size, "batch_size")
+    _check_size(examples, batch_size, short_ok=short_ok)
+    return ArraySource(arrays, examples, int(batch_size), shuffle is not False, seed)
+
+
+def _check_size(examples: int, batch_size: int, *, short_ok: bool) -> None:
     if examples < batch_size and not short_ok:
         raise DataError(f"the data has {examples} examples, fewer than one batch of {batch_size}.", fix=f"batch_size={examples} or less.")
-    return ArraySource(arrays, examples, int(batch_size), shuffle if shuffle is not None else True, seed)
-
-
-def _records(data: Records, batch_size: int | None, *, short_ok: bool) -> RecordSource:
-    if batch_size not in (None, data.batch_size):
-        raise OptionError(
-            f"batch_size={batch_size}, but the records come in batches of {data.batch_size}.", fix="leave batch_size out here."
-        )
-    if data.examples < data.batch_size and not short_ok:
-        raise DataError(
-            f"the data has {data.examples} examples, fewer than one batch of {data.batch_size}.\n"
-            f"    fix: batch_size={data.examples} or less."
-        )
-    return RecordSource(data)

@@ -175,9 +175,12 @@ def test_resume_rejects_other_files(table, tmp_path):
 def test_fit_rejects_options_that_contradict_the_records(table):
     path, options, _ = table
     data = spmd.data.csv(path, **options)
-    with pytest.raises(OptionError, match="batch_size=8, but the records come in batches of 16"):
+    with pytest.raises(OptionError, match="batch_size=8, but the records come with batch_size=16"):
         fit(data, batch_size=8, epochs=1)
-    with pytest.raises(OptionError, match=r"shuffle=False, but the records come with shuffle=True\.\n    fix: say it to what reads"):
+    with pytest.raises(
+        OptionError,
+        match=r"shuffle=False, but the records come with shuffle=True\.\n    fix: leave shuffle out here; it is given to what reads",
+    ):
         fit(data, shuffle=False, epochs=1)
     with pytest.raises(DataError, match="fewer than one batch of 64"):
         fit(spmd.data.csv(path, **{**options, "batch_size": 64}), epochs=1)
