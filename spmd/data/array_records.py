@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.features import Feature, Parser
+from spmd.data.features import Feature, Parser, fields_of
 from spmd.data.number_parsing import limits
 from spmd.data.record_index import find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError, import_extra, type_name
+from spmd.errors import DataError, OptionError, first_line, import_extra, type_name
+from spmd.tree import describe
 
 LEARNED = 1000  # records, at least one of which must decode
 
@@ -18,17 +19,22 @@ LEARNED = 1000  # records, at least one of which must decode
 class ArrayRecordFiles(FileFormat):
     """Records of ArrayRecord files, with one grain source for each file."""
 
-    what = "ArrayRecord file"
+    file_kind = "ArrayRecord file"
 
     def __init__(self, paths: tuple[str, ...], into: "Decoder | Parser", *, skip: bool):
-        sources = import_extra("grain", "data").sources
-        self.paths, self._sources = paths, [_opened(sources.ArrayRecordDataSource, path) for path in paths]
+        open_file = import_extra("grain", "data").sources.ArrayRecordDataSource
+        self.paths, self._sources = paths, []
+        for path in paths:
+            try:
+                self._sources.append(open_file(path))
+            except Exception as error:
+                raise DataError(f"{path} is not an ArrayRecord file: {first_line(error)}.") from error
         self.counts, self.sizes = [len(source) for source in self._sources], [Path(path).stat().st_size for path in paths]
         self._first, self._into = np.cumsum([0, *self.counts]), into
         if sum(self.counts):
             if isinstance(into, Decoder):
                 self._learn(into, min(sum(self.counts), LEARNED if skip else 1))
-            self.fields = into.fields()
+            self.fields = into.fields
 
     def _learn(self, into: "Decoder", most: int) -> None:
         """Learn the fields from the first record, or from the first readable one if bad records are skipped.
@@ -48,45 +54,35 @@ class ArrayRecordFiles(FileFormat):
         fix = 'an intact file, and a function from bytes to a dict of arrays; on_error="skip" leaves out bad records'
         raise DataError(f"{first_error}{many}", fix=f"{fix if most == 1 else fix.partition(';')[0]}.")
 
-    def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
         """Reads the records of each file together."""
-        bad: dict[int, str] = {}
-        leaves = {name: np.zeros((len(records), *field.shape), field.dtype) for name, field in self.fields.items()}
         raw = self._raw(records, bad)
         if isinstance(self._into, Decoder):
-            for at, one in enumerate(raw):
-                if one is not None:
-                    self._into.read(one, leaves, at, bad)
-            return leaves, bad
-        lengths = np.array([-1 if one is None else len(one) for one in raw])
+            for at, record in enumerate(raw):
+                if record is not None:
+                    self._into.read(record, leaves, at, bad)
+            return
+        lengths = np.array([-1 if record is None else len(record) for record in raw])
         for length in np.unique(lengths[lengths >= 0]).tolist():
             at = np.flatnonzero(lengths == length)
-            rows = np.frombuffer(b"".join([raw[one] for one in at]), np.uint8).reshape(-1, length)  # type: ignore[misc]
+            rows = np.frombuffer(b"".join([raw[row] for row in at]), np.uint8).reshape(-1, length)  # type: ignore[misc]
             self._into.read(rows, leaves, at, bad)
-        return leaves, bad
-
-    def where(self, record: int) -> str:
-        """The file and the number of the record in it."""
-        file = int(np.searchsorted(self._first, record, "right")) - 1
-        return f"{self.paths[file]}, record {record - self._first[file]}"
 
     def _raw(self, records: np.ndarray, bad: dict[int, str]) -> list[bytes | None]:
         files = np.searchsorted(self._first, records, "right") - 1
         raw: list[bytes | None] = []
         for file in np.unique(files).tolist():
-            rows = (records[files == file] - self._first[file]).tolist()
+            source, rows = self._sources[file], (records[files == file] - self._first[file]).tolist()
             try:
-                raw += self._sources[file].__getitems__(rows)
+                raw += source.__getitems__(rows)
             except Exception:  # one of them is damaged; read each alone to find it
-                raw += [self._read_one(file, row, len(raw) + at, bad) for at, row in enumerate(rows)]
+                for row in rows:
+                    try:
+                        raw.append(source[row])
+                    except Exception as error:
+                        bad[len(raw)] = f"it cannot be read: {first_line(error)}"
+                        raw.append(None)
         return raw
-
-    def _read_one(self, file: int, row: int, at: int, bad: dict[int, str]) -> bytes | None:
-        try:
-            return self._sources[file][row]
-        except Exception as error:
-            bad[at] = f"it cannot be read: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            return None
 
 
 class Decoder:
@@ -94,12 +90,8 @@ class Decoder:
 
     def __init__(self, function: Callable[[bytes], Mapping[str, Any]], pad: Mapping[str, Feature]):
         self._function, self._pad = function, dict(pad)
-        self._fields: dict[str, Field] = {}
-
-    def fields(self) -> dict[str, Field]:
-        """The fields of a decoded record."""
-        padded = {name: field for one, feature in self._pad.items() for name, field in feature.fields(one).items()}
-        return {**self._fields, **padded}
+        self._decoded_fields: dict[str, Field] = {}
+        self.fields: dict[str, Field] = {}
 
     def learn(self, raw: bytes) -> str:
         """Learn shapes and dtypes from a record; returns what is wrong with it, or "".
@@ -116,7 +108,8 @@ class Decoder:
         unsupported = [f'{value.dtype} for "{name}"' for name, value in decoded.items() if value.dtype.kind in "OSUMmT"]
         if unsupported or not decoded:
             return f"decode returns {', '.join(unsupported) or 'nothing'}, which cannot be placed on a device"
-        self._fields = {name: Field(value.shape, value.dtype) for name, value in decoded.items()}
+        self._decoded_fields = {name: Field(value.shape, value.dtype) for name, value in decoded.items()}
+        self.fields = self._decoded_fields | fields_of(self._pad)
         return ""
 
     def _decoded(self, raw: bytes) -> dict[str, np.ndarray] | str:
@@ -126,7 +119,7 @@ class Decoder:
                 return f"decode returns {type_name(decoded)}, but must return a dict of arrays"
             return {str(name): np.asarray(value) for name, value in decoded.items()}
         except Exception as error:  # a user's function may raise anything; the error names the record
-            return f"decode raises {type(error).__name__}: {error}"
+            return f"decode raises {first_line(error)}"
 
     def read(self, raw: bytes, into: dict[str, np.ndarray], at: int, bad: dict[int, str]) -> None:
         """One record."""
@@ -134,11 +127,11 @@ class Decoder:
         if isinstance(decoded, str):
             bad[at] = decoded
             return
-        for name, field in self._fields.items():
+        for name, field in self._decoded_fields.items():
             value, padded = decoded.get(name), self._pad.get(name)
             if value is None or (padded is None and (value.shape != field.shape or value.dtype != field.dtype)):
-                what = "nothing" if value is None else f"{value.dtype}{list(value.shape)}"
-                bad[at] = f'decode returns {what} for "{name}", but {field} for the first record; pad=... pads arrays of different lengths'
+                returned = f'{"nothing" if value is None else describe(value)} for "{name}", but {field} for the first record'
+                bad[at] = f"decode returns {returned}; pad=... pads arrays of different lengths"
             elif padded is None:
                 into[name][at] = value
             elif value.ndim != 1 or len(value) > padded.shape[0]:
@@ -146,9 +139,7 @@ class Decoder:
             elif len(value) and not _holds(padded.dtype, value):
                 bad[at] = f'decode returns {value.dtype} for "{name}", with values that {padded.dtype} cannot hold'
             else:
-                into[name][at] = padded.fill
-                into[name][at, : len(value)] = value
-                into[f"{name}_mask"][at] = np.arange(padded.shape[0]) < len(value)
+                padded.store(name, value, into, at)
 
 
 def _holds(dtype: np.dtype, values: np.ndarray) -> bool:
@@ -179,10 +170,7 @@ def array_record(
       decode: from the bytes of a record to a dict of arrays, with the same shapes and dtypes for all records.
       features: instead of `decode`, for records of `tf.train.Example`: by name, `spmd.data.fixed` or `spmd.data.padded`.
       pad: by name, `spmd.data.padded(length, dtype)` for one-dimensional arrays of `decode` whose lengths differ.
-      shuffle: True, False, or the size of a window within which records are shuffled.
-      seed: determines the order.
-      workers: threads that read ahead; the batches do not depend on their number.
-      on_error: "stop", or "skip" to leave out records that cannot be read.
+      shuffle, seed, workers, on_error: as in `spmd.data.csv`.
 
     Raises:
       DataError: no file, or a file that is not an ArrayRecord file.
@@ -199,23 +187,12 @@ def array_record(
         both = "decode and features are both given" if decode is not None else "how to decode records is not given"
         raise OptionError(f"{both}.", fix="decode=function, or features={...} where they are tf.train.Example.")
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
-    skip = on_error == "skip"
-    if features is not None:
-        if pad:
-            raise OptionError("pad is for decode only.", fix="spmd.data.padded(...) among the features.")
-        return Records(ArrayRecordFiles(find_files(files), Parser(features), skip=skip), reading)
-    if not callable(decode):
+    if features is not None and pad:
+        raise OptionError("pad is for decode only.", fix="spmd.data.padded(...) among the features.")
+    if decode is not None and not callable(decode):
         raise OptionError(f"decode is {type_name(decode)}.", fix="a function from bytes to a dict of arrays.")
-    for name, one in (pad or {}).items():
-        if not isinstance(one, Feature) or one.fill is None:
-            raise OptionError(f'pad: "{name}" is {one!r}.', fix="spmd.data.padded(length, dtype).")
-    return Records(ArrayRecordFiles(find_files(files), Decoder(decode, pad or {}), skip=skip), reading)
-
-
-def _opened(source: Any, path: str) -> Any:
-    try:
-        return source(path)
-    except Exception as error:
-        raise DataError(
-            f"{path} is not an ArrayRecord file: {str(error).splitlines()[0] if str(error) else type(error).__name__}."
-        ) from error
+    for name, feature in (pad or {}).items():
+        if not isinstance(feature, Feature) or feature.fill is None:
+            raise OptionError(f'pad: "{name}" is {feature!r}.', fix="spmd.data.padded(length, dtype).")
+    into = Decoder(decode, pad or {}) if decode is not None else Parser(features or {})
+    return Records(ArrayRecordFiles(find_files(files), into, skip=on_error == "skip"), reading)

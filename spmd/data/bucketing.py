@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.records import Batches, RecordBatch, Records, flatten_groups, run_ahead
+from spmd.data.records import RecordBatch, Records, flatten_groups, map_ahead
+from spmd.data.shuffle import RecordOrder
 from spmd.errors import DataError, OptionError, type_name
 
 READ = 1024  # records measured together
 
 
-class Buckets:
+class Buckets(Records):
     """Batches of records whose sequences have similar lengths; made by `spmd.data.buckets`.
 
     Attributes:
@@ -20,8 +21,12 @@ class Buckets:
     """
 
     def __init__(self, records: Records, name: str, bounds: tuple[int, ...]):
-        self.records, self.name, self.bounds = records, name, bounds
-        self.lengths = _measured(records, name)
+        super().__init__(records.format, records.reading)
+        self.name, self.bounds = name, bounds
+        blocks = [[np.arange(first, min(first + READ, self.examples))] for first in range(0, self.examples, READ)]
+        measured = flatten_groups(map_ahead(records.read_batches, blocks, records.reading.workers))
+        # The row that stands in for a bad record has another length.
+        self.lengths = np.concatenate([np.where(good, leaves[f"{name}_mask"].sum(axis=1), 0) for leaves, good in measured])
         self._bucket = np.searchsorted(bounds, self.lengths)
         longest = int(self.lengths.max())
         if longest > bounds[-1]:
@@ -31,52 +36,35 @@ class Buckets:
             )
 
     @property
-    def examples(self) -> int:
-        """Records of all files."""
-        return self.records.examples
-
-    @property
     def steps_per_epoch(self) -> int:
         """Batches of an epoch; each bucket may have a short last one."""
-        return sum(-(-int(count) // self.records.batch_size) for count in np.bincount(self._bucket))
-
-    def __len__(self) -> int:
-        return self.steps_per_epoch
-
-    def __iter__(self) -> Batches:
-        return self.epoch(0)
-
-    def epoch(self, number: int, start: int = 0) -> Batches:
-        """The batches of one epoch, from batch `start` on."""
-        return Batches(self, number, start)
+        return sum(-(-int(count) // self.batch_size) for count in np.bincount(self._bucket))
 
     def facts(self) -> dict[str, Any]:
         """What must be equal to resume."""
-        return {**self.records.facts(), "buckets": list(self.bounds), "of": self.name}
+        return {**super().facts(), "buckets": list(self.bounds), "of": self.name}
 
     def read(self, number: int, start: int = 0) -> Iterator[RecordBatch]:
-        """The batches of an epoch, and bool[rows] which of their rows hold a record."""
-        order, size = self.records.order, self.records.batch_size
-        ids = order.epoch(number)
-        batches = []
+        """The batches of an epoch, and bool[rows]: whether a row was readable."""
+        ids, size, batches = self.order.epoch(number), self.batch_size, []
         for bucket in range(len(self.bounds)):
             in_bucket = ids[self._bucket[ids] == bucket]
             batches += [(bucket, in_bucket[first : first + size]) for first in range(0, len(in_bucket), size)]
-        if order.shuffle is not False:
-            permutation = np.random.Generator(np.random.Philox(key=np.array([order.seed, number], np.uint64))).permutation(len(batches))
-            batches = [batches[at] for at in permutation]
-        groups = self.records.group_batches(batches[start:], size)
-        return flatten_groups(run_ahead(((lambda group=group: self._read_group(group)) for group in groups), self.records.reading.workers))
+        order = RecordOrder(len(batches), self.order.shuffle is not False, self.order.seed).epoch(number)
+        groups = self.group_batches([batches[at] for at in order[start:]], size)
+        return flatten_groups(map_ahead(self._read_group, groups, self.reading.workers))
 
     def _read_group(self, batches: list[tuple[int, np.ndarray]]) -> list[RecordBatch | Exception]:
-        results = self.records.read_batches([ids for _, ids in batches])
-        return [made if isinstance(made, Exception) else self._trim(*batch, *made) for batch, made in zip(batches, results, strict=True)]
+        results = self.read_batches([ids for _, ids in batches])
+        return [
+            result if isinstance(result, Exception) else self._trim(*batch, *result) for batch, result in zip(batches, results, strict=True)
+        ]
 
     def _trim(self, bucket: int, ids: np.ndarray, leaves: dict[str, np.ndarray], good: np.ndarray) -> RecordBatch | Exception:
         bound = self.bounds[bucket]
         longer = np.flatnonzero(leaves[f"{self.name}_mask"][:, bound:].any(axis=1) & good)
         if len(longer):
-            where = self.records.format.where(int(ids[longer[0]]))
+            where = self.format.where(int(ids[longer[0]]))
             return DataError(f'{where}: "{self.name}" is longer than when it was measured.', fix="files that do not change.")
         return {**leaves, **{name: leaves[name][:, :bound] for name in (self.name, f"{self.name}_mask")}}, good
 
@@ -99,23 +87,11 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
         raise OptionError(f"buckets: of {type_name(records)}.", fix="records, such as spmd.data.tfrecord(...).")
     field = records.fields.get(name)
     if field is None or f"{name}_mask" not in records.fields:
-        padded = [one for one in records.fields if f"{one}_mask" in records.fields]
-        raise OptionError(
-            f'buckets: "{name}" is not a padded feature; padded features: {", ".join(padded) or "none"}.', fix="spmd.data.padded(...)."
-        )
+        padded = ", ".join(feature for feature in records.fields if f"{feature}_mask" in records.fields) or "none"
+        raise OptionError(f'buckets: "{name}" is not a padded feature; padded features: {padded}.', fix="spmd.data.padded(...).")
     bounds = tuple(lengths) if isinstance(lengths, Sequence) else ()
-    if not bounds or any(not isinstance(one, int) or one < 1 for one in bounds) or sorted(set(bounds)) != list(bounds):
+    if not bounds or any(not isinstance(bound, int) or bound < 1 for bound in bounds) or sorted(set(bounds)) != list(bounds):
         raise OptionError(f"buckets: lengths {lengths!r}.", fix="increasing whole numbers, such as [16, 32, 64].")
     if bounds[-1] > field.shape[0]:
         raise OptionError(f'buckets: a length of {bounds[-1]}, but "{name}" is padded to {field.shape[0]}.', fix="the same for both.")
     return Buckets(records, name, bounds)
-
-
-def _measured(records: Records, name: str) -> np.ndarray:
-    blocks = (np.arange(first, min(first + READ, records.examples)) for first in range(0, records.examples, READ))
-
-    def measure(ids: np.ndarray) -> np.ndarray:
-        leaves, good = records.read_rows(ids)
-        return np.where(good, leaves[f"{name}_mask"].sum(axis=1), 0)  # the stand-in for a bad record has another length
-
-    return np.concatenate(list(run_ahead(((lambda ids=ids: measure(ids)) for ids in blocks), records.reading.workers)))

@@ -1,6 +1,7 @@
 """Checks of CSV headers and options, before records are read."""
 
 import collections
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -8,8 +9,7 @@ import numpy as np
 
 from spmd.data import csv_grammar
 from spmd.data.number_parsing import NUMBERS, holds
-from spmd.data.record_index import compression
-from spmd.errors import DataError, OptionError, did_you_mean, type_name
+from spmd.errors import DataError, OptionError, did_you_mean, join_names, type_name
 
 HEADER = 1 << 16  # bytes that are looked at together for a header
 
@@ -23,23 +23,20 @@ def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[s
     Raises:
       DataError: headers that differ, or one that cannot be read or is none.
     """
-    first: tuple[str, list[str]] | None = None
-    for path in paths:
-        names = _header(path, separator)
-        if names is None:
-            continue
+    headers = {path: names for path in paths if (names := _header(path, separator)) is not None}
+    if not headers:
+        raise DataError(f"all files are empty: {join_names(paths, 3)}.", fix="look at what they were written from.")
+    first, header = next(iter(headers.items()))
+    for path, names in headers.items():
         if twice := repeated(names):
-            raise DataError(f"{path}: its header names {few(twice)} twice.", fix="other names, or names=[...] for no header.")
-        if first is not None and names != first[1]:
-            raise DataError(f"{path} has columns {', '.join(names)}; {first[0]} has {', '.join(first[1])}.", fix="files of one header.")
-        first = first or (path, names)
-    if first is None:
-        raise DataError(f"all files are empty: {', '.join(paths[:3])}.", fix="look at what they were written from.")
-    counted = any(first[1] == [str(at + start) for at in range(len(first[1]))] for start in (0, 1))  # as tables without names are written
-    if not chosen and not (counted and len(first[1]) > 2) and all(is_a(float, name) for name in first[1]):
+            raise DataError(f"{path}: its header names {join_names(twice)} twice.", fix="other names, or names=[...] for no header.")
+        if names != header:
+            raise DataError(f"{path} has columns {', '.join(names)}; {first} has {', '.join(header)}.", fix="files of one header.")
+    counted = any(header == [str(at + start) for at in range(len(header))] for start in (0, 1))  # as tables without names are written
+    if not chosen and not (counted and len(header) > 2) and all(is_a(float, name) for name in header):
         fix = "names=[...] where there is no header, or columns=[...] where these are names"
-        raise DataError(f"{first[0]}: its header has numbers only: {', '.join(first[1][:5])}.", fix=f"{fix}.")
-    return first[1]
+        raise DataError(f"{first}: its header has numbers only: {join_names(header, 5)}.", fix=f"{fix}.")
+    return header
 
 
 def _header(path: str, separator: str) -> list[str] | None:
@@ -56,26 +53,15 @@ def _header(path: str, separator: str) -> list[str] | None:
     return None
 
 
-def check_uncompressed(paths: tuple[str, ...]) -> None:
-    """Nothing is read of files that are compressed.
-
-    Raises:
-      DataError: one is.
-    """
-    for path in paths:
-        if compression(path):
-            raise DataError(f"{path} is compressed ({compression(path)}), and records in it cannot be found by number.", fix="unpack it.")
-
-
 def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
     """Options that can be judged without a file.
 
     Raises:
       OptionError: a string or a number instead of names, or duplicate names.
     """
-    for what, given in mappings.items():
-        if given is not None and not isinstance(given, Mapping):
-            raise OptionError(f"{what}={given!r} is {type_name(given)}.", fix="a dict, by column.")
+    for option, value in mappings.items():
+        if value is not None and not isinstance(value, Mapping):
+            raise OptionError(f"{option}={value!r} is {type_name(value)}.", fix="a dict, by column.")
     both = sorted(set(mappings["types"] or ()) & set(mappings["categories"] or ()))
     if both:
         raise OptionError(f"types and categories both name {', '.join(both)}.", fix="categories alone, which are int32.")
@@ -83,30 +69,29 @@ def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
         sound = isinstance(words, Collection) and not isinstance(words, str) and all(isinstance(word, str) for word in words)
         if not sound or not words or len(set(words)) < len(words):
             raise OptionError(f'categories: "{name}" is {words!r}.', fix="a list of words, each once.")
-    groups = columns.values() if isinstance(columns, Mapping) else ()
-    for what, given in [("names", names), ("columns", columns), *(("columns", one) for one in groups if not isinstance(one, str))]:
-        if given is None or isinstance(given, Mapping):
+    groups = [group for group in columns.values() if not isinstance(group, str)] if isinstance(columns, Mapping) else [columns]
+    for option, value in [("names", names), *(("columns", group) for group in groups)]:
+        if value is None:
             continue
-        if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(one, str) for one in given):
-            raise OptionError(f"{what}={given!r} is {type_name(given)}.", fix="a list of names.")
-        if twice := repeated(given):
-            raise OptionError(f"{what}: {few(twice)} twice.", fix="each once.")
+        if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(name, str) for name in value):
+            raise OptionError(f"{option}={value!r} is {type_name(value)}.", fix="a list of names.")
+        if twice := repeated(value):
+            raise OptionError(f"{option}: {join_names(twice)} twice.", fix="each once.")
 
 
-def check_names(header: list[str], wanted: dict[str, Any], options: dict[str, Any]) -> None:
-    """All columns that are named are there.
+def check_names(header: list[str], groups: dict[str, list[str]], options: dict[str, Any]) -> None:
+    """All columns that are named exist.
 
     Raises:
-      OptionError: one is not, or none is named.
+      OptionError: one does not, or none is named.
     """
-    if not wanted or any(not isinstance(one, str) and not len(one) for one in wanted.values()):
-        raise OptionError("columns names no column.", fix=f"some of {few(header)}.")
-    there = set(header)
-    asked = [name for one in wanted.values() for name in ([one] if isinstance(one, str) else one)]
-    for what, names in {"columns": asked, **options}.items():
-        for name in names or ():
-            if name not in there:
-                raise OptionError(f'{what}: there is no column "{name}".', fix=f"{did_you_mean(str(name), header)}")
+    if not groups or not all(groups.values()):
+        raise OptionError("columns names no column.", fix=f"some of {join_names(header)}.")
+    known = set(header)
+    for option, names in {"columns": itertools.chain.from_iterable(groups.values()), **options}.items():
+        for name in names:
+            if name not in known:
+                raise OptionError(f'{option}: there is no column "{name}".', fix=f"{did_you_mean(str(name), header)}")
 
 
 def check_default(name: str, default: Any, dtype: np.dtype) -> None:
@@ -135,9 +120,3 @@ def is_a(kind: type, text: str) -> bool:
 def repeated(names: Iterable[str]) -> list[str]:
     """Duplicate names."""
     return sorted(name for name, times in collections.Counter(names).items() if times > 1)
-
-
-def few(words: Iterable[str]) -> str:
-    """Some of them, and how many more."""
-    listed = list(words)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

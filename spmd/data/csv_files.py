@@ -1,20 +1,21 @@
 """Records of CSV files: the header is read, types are inferred, and errors name the line."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spmd.data import csv_grammar
-from spmd.data.csv_checks import check_default, check_names, check_options, check_uncompressed, few, header_of, is_a
+from spmd.data.csv_checks import check_default, check_names, check_options, header_of, is_a
 from spmd.data.csv_grammar import Cells
 from spmd.data.number_parsing import holds, limits
-from spmd.data.record_index import RecordIndex, find_files
+from spmd.data.record_index import RecordIndex, check_uncompressed, find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError
+from spmd.errors import DataError, OptionError, join_names
 
 LOOKED_AT = 1000  # records, from which types are inferred
 SHOWN = 80  # letters of a field, in an error
@@ -43,7 +44,7 @@ class Column:
             return self.default
         if self.words is not None:
             if text not in self.words:
-                raise ValueError(f'column "{self.name}" has {_short(repr(text))}, which is none of {few(self.words)}')
+                raise ValueError(f'column "{self.name}" has {_short(repr(text))}, which is none of {join_names(self.words)}')
             return self.words[text]
         try:
             value = float(text) if self.dtype.kind == "f" else int(text)
@@ -55,7 +56,7 @@ class Column:
             raise ValueError(f'column "{self.name}" has {_short(text)}, which no floating number holds')
         if not holds(self.dtype, value):
             kinds = ("float32", "float64") if self.dtype.kind == "f" else ("int64", "uint64", "float32", "float64")
-            wider = next((one for one in kinds if holds(np.dtype(one), value)), None)
+            wider = next((kind for kind in kinds if holds(np.dtype(kind), value)), None)
             hint = f'; types={{"{self.name}": "{wider}"}} would' if wider else ""
             raise ValueError(f'column "{self.name}" has {_short(text)}, which {self.dtype} does not hold{hint}')
         return value
@@ -64,7 +65,7 @@ class Column:
 class CsvFiles(FileFormat):
     """Records of CSV files: each a line, or several where a field in quotes has line breaks."""
 
-    what = "CSV file"
+    file_kind = "CSV file"
 
     def __init__(self, offsets: RecordIndex, separator: str, names: list[str], groups: dict[str, Column | list[Column]]):
         self.paths, self.counts, self.sizes = offsets.paths, offsets.counts, offsets.sizes
@@ -75,11 +76,11 @@ class CsvFiles(FileFormat):
             self._blocks.setdefault((column.dtype, column.words is not None), []).append(column)
         self.fields = {name: _field(group) for name, group in groups.items()}
 
-    def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
         """Plain numbers of all rows and columns at once; other fields one by one."""
         raw, starts, ends = self._offsets.read(records)
         cells = Cells(raw, starts, ends, self._separator, len(self._names))
-        bad = {at: f"{count} fields, and there are {len(self._names)} columns" for at, count in cells.odd.items()}
+        bad |= {at: f"{count} fields, and there are {len(self._names)} columns" for at, count in cells.odd.items()}
         columns: dict[str, np.ndarray] = {}
         wrong: dict[int, dict[int, str]] = {}  # by row and column
         for (dtype, worded), block in self._blocks.items():
@@ -94,12 +95,13 @@ class CsvFiles(FileFormat):
                     wrong.setdefault(int(cells.rows[row]), {})[block[at].at] = str(error)
             columns |= zip([column.name for column in block], values, strict=True)
         bad |= {at: why[min(why)] for at, why in wrong.items()}
-        leaves = {}
+        rows = cells.rows if cells.odd else slice(None)
         for name, group in self._groups.items():
-            one = isinstance(group, Column)
-            found = columns[group.name] if one else np.stack([columns[column.name] for column in group], axis=1)
-            leaves[name] = cells.spread(found.astype(self.fields[name].dtype, copy=False))
-        return leaves, bad
+            if isinstance(group, Column):
+                leaves[name][rows] = columns[group.name]
+                continue
+            for place, column in enumerate(group):
+                leaves[name][rows, place] = columns[column.name]
 
     def where(self, record: int) -> str:
         """The file and the line."""
@@ -137,11 +139,11 @@ def csv(
       categories: by column, the words it has; each becomes its number among them, int32.
       names: of the columns, where the files have no header.
       separator: one letter.
-      shuffle: True, False, or a window of records that are mixed.
-      seed: decides the order.
-      workers: threads that read ahead; the batches do not depend on their number.
-      on_error: "stop", or "skip" for leaving out records that cannot be read.
-      index: a folder in which it is kept where records begin, so that the next run need not look. None: nothing is written.
+      shuffle: True, False, or the size of a window within which records are shuffled.
+      seed: determines the order.
+      workers: threads that read and decode ahead; the batches do not depend on their number.
+      on_error: "stop", or "skip" to leave out records that cannot be read.
+      index: a folder that stores where records begin, so that the next run need not look for them. None: nothing is written.
 
     Raises:
       DataError: no file, headers that differ, a type that cannot be inferred, a quote that is not closed.
@@ -163,39 +165,38 @@ def csv(
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     if not isinstance(separator, str) or len(separator.encode()) != 1 or separator in '"\r\n':
         raise OptionError(f"separator={separator!r}: one letter, such as ',' or ';'.")
-    mappings = {"defaults": defaults, "types": types, "categories": categories}
-    check_options(columns, names, mappings)
+    check_options(columns, names, {"defaults": defaults, "types": types, "categories": categories})
+    options = {"defaults": dict(defaults or {}), "types": dict(types or {}), "categories": dict(categories or {})}
     paths = find_files(files)
-    check_uncompressed(paths)
+    for path in paths:
+        check_uncompressed(path)
     header = list(names) if names is not None else header_of(paths, separator, chosen=columns is not None)
     offsets = RecordIndex(paths, lambda path: _scan(path, separator, header=names is None), f"csv 3 {names is None} {separator}", index)
     if not len(offsets):
-        raise DataError(f"no CSV file has a record below its header: {few(paths)}.", fix="look at what they were written from.")
-    chosen = {name: name for name in header} if columns is None else columns
-    wanted = dict(chosen) if isinstance(chosen, Mapping) else {name: name for name in chosen}
-    check_names(header, wanted, mappings)
-    asked = [name for one in wanted.values() for name in ([one] if isinstance(one, str) else one)]
-    about = {"defaults": dict(defaults or {}), "types": dict(types or {}), "categories": dict(categories or {})}
-    read = _columns(offsets, separator, header, dict.fromkeys(asked), **about)
-    groups = {name: read[one] if isinstance(one, str) else [read[each] for each in one] for name, one in wanted.items()}
-    return Records(CsvFiles(offsets, separator, header, groups), reading)
+        raise DataError(f"no CSV file has a record below its header: {join_names(paths)}.", fix="look at what they were written from.")
+    sources = columns if isinstance(columns, Mapping) else {name: name for name in (header if columns is None else columns)}
+    groups = {name: [source] if isinstance(source, str) else list(source) for name, source in sources.items()}
+    check_names(header, groups, options)
+    read = _columns(offsets, separator, header, dict.fromkeys(itertools.chain.from_iterable(groups.values())), **options)
+    arrays = {name: read[source] if isinstance(source, str) else [read[column] for column in source] for name, source in sources.items()}
+    return Records(CsvFiles(offsets, separator, header, arrays), reading)
 
 
 def _columns(
-    offsets: RecordIndex, separator: str, header: list[str], asked: Iterable[str], *, defaults: dict, types: dict, categories: dict
+    offsets: RecordIndex, separator: str, header: list[str], names: Collection[str], *, defaults: dict, types: dict, categories: dict
 ) -> dict[str, Column]:
     """What columns are, from the first records and what the user says."""
     cells = Cells(*offsets.read(np.arange(min(LOOKED_AT, len(offsets)))), separator, len(header))
     at = {name: number for number, name in enumerate(header)}
-    unknown = [name for name in asked if name not in types and name not in categories]
+    unknown = [name for name in names if name not in types and name not in categories]
     dtypes: dict[str, Any] = {**_inferred(cells, {name: at[name] for name in unknown}, offsets.paths[0], wide=len(header)), **types}
     columns = {}
-    for name in asked:
+    for name in names:
         default = defaults.get(name)
         if name in categories:
             words = {word: number for number, word in enumerate(categories[name])}
             if default is not None and default not in words:
-                raise OptionError(f'defaults: "{name}" is {default!r}, which is none of {few(words)}.')
+                raise OptionError(f'defaults: "{name}" is {default!r}, which is none of {join_names(words)}.')
             columns[name] = Column(name, at[name], np.dtype(np.int32), None if default is None else words[default], words)
             continue
         try:
@@ -261,8 +262,8 @@ def _scan(path: str, separator: str, *, header: bool) -> tuple[np.ndarray, np.nd
     Raises:
       DataError: a quote that is not closed.
     """
-    found = [np.stack(edges) for edges in csv_grammar.records(path, separator)]
-    starts, ends = np.concatenate([np.zeros((2, 0), np.int64), *found], axis=1)
+    blocks = [np.stack(edges) for edges in csv_grammar.records(path, separator)]
+    starts, ends = np.concatenate([np.zeros((2, 0), np.int64), *blocks], axis=1)
     return starts[header:], ends[header:]
 
 
@@ -273,6 +274,5 @@ def _short(text: str) -> str:
 def _field(group: Column | list[Column]) -> Field:
     if isinstance(group, Column):
         return Field((), group.dtype)
-    return Field(
-        (len(group),), np.result_type(*(column.dtype for column in group)) if len({c.dtype for c in group}) == 1 else np.dtype(np.float32)
-    )
+    dtypes = {column.dtype for column in group}
+    return Field((len(group),), dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32))

@@ -71,7 +71,7 @@ class Cells:
     """
 
     def __init__(self, raw: bytes, starts: np.ndarray, ends: np.ndarray, separator: str, wide: int):
-        self._raw, self._text, self._records = raw, np.frombuffer(raw, np.uint8), len(starts)
+        self._raw, self._text = raw, np.frombuffer(raw, np.uint8)
         marks = _separators(self._text, starts, separator)
         counts = np.searchsorted(marks, ends) - np.searchsorted(marks, starts) + 1
         complete = counts == wide
@@ -100,14 +100,6 @@ class Cells:
     def field(self, row: int, column: int) -> bytes:
         """The text of one field; `row` counts complete records."""
         return unquoted(self._raw[self._begins[row, column] : self._stops[row, column]])
-
-    def spread(self, values: np.ndarray) -> np.ndarray:
-        """Rows of all records, from values [m, ...] of the complete ones; others are zeros."""
-        if not self.odd:
-            return values
-        out = np.zeros((self._records, *values.shape[1:]), values.dtype)
-        out[self.rows] = values
-        return out
 
 
 def split(record: bytes, separator: str) -> list[bytes]:

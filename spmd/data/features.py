@@ -2,14 +2,15 @@
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from spmd.data.number_parsing import holds, limits
 from spmd.data.records import Field
-from spmd.errors import DataError, OptionError, type_name
+from spmd.errors import DataError, OptionError, first_line, type_name
+from spmd.tree import describe
 
 BYTES, FLOATS, INTEGERS = 1, 2, 3  # the fields of `Feature`
 _HOLDS = {BYTES: "bytes", FLOATS: "floats", INTEGERS: "whole numbers"}
@@ -31,6 +32,21 @@ class Feature:
         mask = {} if self.fill is None else {f"{name}_mask": Field(self.shape, np.dtype(bool))}
         return {name: Field(self.shape, self.dtype), **mask}
 
+    def store(self, name: str, values: np.ndarray, into: dict[str, np.ndarray], at: Any) -> None:
+        """Numbers [..., count] in rows `at` of the arrays; where lengths differ, filled to the length that all have, with a mask."""
+        if self.fill is None:
+            into[name][at] = values.reshape(*values.shape[:-1], *self.shape)
+            return
+        count = values.shape[-1]
+        into[name][at] = self.fill
+        into[name][at, :count] = values
+        into[f"{name}_mask"][at] = np.arange(self.shape[0]) < count
+
+
+def fields_of(features: Mapping[str, Feature]) -> dict[str, Field]:
+    """The arrays of several features."""
+    return {name: field for feature, declared in features.items() for name, field in declared.fields(feature).items()}
+
 
 def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Callable[[bytes], Any] | None = None) -> Feature:
     """A feature that has one shape in all records.
@@ -48,17 +64,15 @@ def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Calla
     if not all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in sizes):
         fix = f"fixed(({shape},), ...)" if isinstance(shape, int) else "fixed((28, 28), ...), or fixed((), ...) for one number"
         raise OptionError(f"fixed({shape!r}, ...): a shape is a tuple of whole numbers.", fix=f"{fix}.")
-    made = Feature(tuple(int(size) for size in sizes), _dtype(dtype), default, decode)
+    feature = Feature(tuple(int(size) for size in sizes), _dtype(dtype), default, decode)
     if decode is not None and not callable(decode):
         raise OptionError(f"fixed(decode={decode!r}) is {type_name(decode)}.", fix="a function from bytes to an array.")
     if default is not None:
         values = np.asarray(default)
-        fits = values.shape in ((), made.shape) and all(holds(made.dtype, value) for value in values.ravel().tolist())
+        fits = values.shape in ((), feature.shape) and all(holds(feature.dtype, value) for value in values.ravel().tolist())
         if not fits:
-            raise OptionError(
-                f"fixed(default={default!r}): {made.dtype}{list(made.shape)} does not hold it.", fix="a number that it holds."
-            )
-    return made
+            raise OptionError(f"fixed(default={default!r}): {describe(feature)} does not hold it.", fix="a number that it holds.")
+    return feature
 
 
 def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
@@ -72,37 +86,40 @@ def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
     """
     if isinstance(length, bool) or not isinstance(length, numbers.Integral) or length < 1:
         raise OptionError(f"padded({length!r}, ...): a length from 1.")
-    made = Feature((int(length),), _dtype(dtype), fill=fill)
-    if not holds(made.dtype, fill):
-        raise OptionError(f"padded(fill={fill!r}): {made.dtype} does not hold it.", fix="a number that it holds, such as 0.")
-    return made
+    feature = Feature((int(length),), _dtype(dtype), fill=fill)
+    if not holds(feature.dtype, fill):
+        raise OptionError(f"padded(fill={fill!r}): {feature.dtype} does not hold it.", fix="a number that it holds, such as 0.")
+    return feature
 
 
-def _dtype(given: str) -> np.dtype:
+def _dtype(name: str) -> np.dtype:
     try:
-        if given is None:  # numpy reads None as float64
+        if name is None:  # numpy reads None as float64
             raise TypeError
-        found = np.dtype(given)
+        dtype = np.dtype(name)
     except TypeError:
-        raise OptionError(f"there is no dtype {given!r}.", fix="such as float32, int32 or uint8.") from None
-    if found.kind not in "iufb":
-        raise OptionError(f"a feature of dtype {found} cannot go onto a device.", fix="numbers; decode=... makes them of bytes.")
-    return found
+        raise OptionError(f"there is no dtype {name!r}.", fix="such as float32, int32 or uint8.") from None
+    if dtype.kind not in "iufb":
+        raise OptionError(f"a feature of dtype {dtype} cannot go onto a device.", fix="numbers; decode=... makes them of bytes.")
+    return dtype
 
 
 class Parser:
-    """Reads features from records of equal length; records with the same structure are read together."""
+    """Reads features from records of equal length; records with the same structure are read together.
 
-    def __init__(self, wanted: Mapping[str, Feature]):
-        self.wanted = dict(wanted)
-        masks = [name for name in self.wanted if any(name == f"{one}_mask" and feature.fill is not None for one, feature in wanted.items())]
-        if masks:
-            raise OptionError(f'features: "{masks[0]}" is the mask of a padded feature too.', fix="another name for one of them.")
+    Raises:
+      OptionError: what is given are no features, or two of them have one name.
+    """
+
+    def __init__(self, features: Mapping[str, Feature]):
+        if not isinstance(features, Mapping) or not features or not all(isinstance(feature, Feature) for feature in features.values()):
+            raise OptionError(f"features={features!r}.", fix='such as {"label": spmd.data.fixed((), "int32")}.')
+        self.features = dict(features)
+        for name, feature in self.features.items():
+            if feature.fill is not None and f"{name}_mask" in self.features:
+                raise OptionError(f'features: "{name}_mask" is the mask of a padded feature too.', fix="another name for one of them.")
+        self.fields = fields_of(features)
         self._known: dict[int, _Template] = {}  # the last template, by record length
-
-    def fields(self) -> dict[str, Field]:
-        """The arrays of a record."""
-        return {name: field for feature, declared in self.wanted.items() for name, field in declared.fields(feature).items()}
 
     def read(self, rows: np.ndarray, into: dict[str, np.ndarray], at: np.ndarray, bad: dict[int, str]) -> None:
         """The features of uint8[n, length], into rows `at` of the arrays; `bad` gets the reason for each that cannot be read."""
@@ -111,40 +128,36 @@ class Parser:
         while len(left):
             if template is None:
                 try:
-                    template = _Template(rows[left[0]], self.wanted)
+                    template = _Template(rows[left[0]], self.features)
                 except (ValueError, IndexError) as error:
                     bad[int(at[left[0]])] = str(error) if isinstance(error, ValueError) else "its bytes are no tf.train.Example"
                     left = left[1:]
                     continue
                 self._known[rows.shape[1]] = template
             fits = template.fits(rows[left])
-            mine = left[fits]
-            if len(mine):
-                self._take(template, rows[mine], into, at[mine], bad)
+            if fits.any():
+                self._read_alike(template, rows[left[fits]], into, at[left[fits]], bad)
             left, template = left[~fits], None
 
-    def _take(self, template: "_Template", rows: np.ndarray, into: dict[str, np.ndarray], at: np.ndarray, bad: dict[int, str]) -> None:
-        for name, feature in self.wanted.items():
-            found = template.found.get(name)
+    def _read_alike(self, template: "_Template", rows: np.ndarray, into: dict, at: np.ndarray, bad: dict[int, str]) -> None:
+        for name, feature in self.features.items():
             try:
-                values = None if found is None else _values(rows, *found)
-                _store(name, feature, values, found, template.names, rows, into, at, bad)
+                _read(name, feature, template, rows, into, at, bad)
             except ValueError as error:
-                bad.update({int(one): str(error) for one in at})
+                bad.update(dict.fromkeys(at.tolist(), str(error)))
 
 
 class _Template:
     """The structure of a record: the positions of payloads, and the bytes that determine them."""
 
-    def __init__(self, record: np.ndarray, wanted: Mapping[str, Feature]):
-        every = parse(record.tobytes())
-        self.names, self.found = list(every), {name: every[name] for name in wanted if name in every}
-        spans = [(kind, name in self.found, span) for name, (kind, spans) in every.items() for span in spans]
+    def __init__(self, record: np.ndarray, features: Mapping[str, Feature]):
+        self.parts = parse(record.tobytes())
         payload = np.zeros(len(record), bool)
         continued = np.zeros(len(record), bool)
-        for kind, mine, (start, end) in spans:
-            payload[start:end] = True
-            continued[start:end] = mine and kind == INTEGERS  # the length of each varint belongs to the structure
+        for name, (kind, spans) in self.parts.items():
+            for start, end in spans:
+                payload[start:end] = True
+                continued[start:end] = name in features and kind == INTEGERS  # the length of each varint belongs to the structure
         self._fixed, self._continued = np.flatnonzero(~payload), np.flatnonzero(continued)
         self._expected, self._continues = record[self._fixed].copy(), record[self._continued] & 0x80
 
@@ -176,36 +189,32 @@ def _values(rows: np.ndarray, kind: int, spans: Spans) -> np.ndarray:
     return np.bitwise_or.reduceat(bits, firsts, axis=1).view(np.int64)
 
 
-def _store(
-    name: str,
-    feature: Feature,
-    values: Any,
-    found: Any,
-    names: list[str],
-    rows: np.ndarray,
-    into: dict,
-    at: np.ndarray,
-    bad: dict[int, str],
-) -> None:
-    """Store the values of one feature.
+def _read(name: str, feature: Feature, template: _Template, rows: np.ndarray, into: dict, at: np.ndarray, bad: dict[int, str]) -> None:
+    """Store one feature of records of one structure.
 
     Raises:
       ValueError: the reason why none of these records can be read.
     """
-    if values is None or (not values.shape[1] and feature.default is not None):
-        if feature.default is None:
-            raise ValueError(f'there is no feature "{name}"; it has {", ".join(sorted(names)) or "none"}')
+    kind, spans = template.parts.get(name, (0, []))
+    values = _values(rows, kind, spans)
+    if not values.shape[1] and feature.default is not None:
         into[name][at] = feature.default
         return
-    kind, spans = found
+    if name not in template.parts:
+        raise ValueError(f'there is no feature "{name}"; it has {", ".join(sorted(template.parts)) or "none"}')
     if kind == BYTES and len(spans) != 1:
         raise ValueError(f'feature "{name}" has {len(spans)} byte strings, and one is read')
     if kind == BYTES and feature.decode is not None:
-        for row, one in zip(values, at.tolist(), strict=True):
+        for raw, row in zip(values, at.tolist(), strict=True):
             try:
-                into[name][one] = _decoded(name, feature, row.tobytes())
+                value = np.asarray(feature.decode(raw.tobytes()))
             except Exception as error:  # a user's function may raise anything; the error names the record
-                bad[one] = str(error) if isinstance(error, ValueError) else f'decode of "{name}" raises {type(error).__name__}: {error}'
+                bad[row] = f'decode of "{name}" raises {first_line(error)}'
+                continue
+            if value.shape != feature.shape or value.dtype != feature.dtype:
+                bad[row] = f'decode of "{name}" gives {describe(value)}; {describe(feature)} is declared'
+            else:
+                into[name][row] = value
         return
     if kind == BYTES:
         size = feature.dtype.itemsize
@@ -216,17 +225,12 @@ def _store(
         raise ValueError(f'feature "{name}" holds {_HOLDS[kind]}, and {feature.dtype} is wanted')
     elif feature.dtype.itemsize < (8 if kind == INTEGERS else 4):
         values = _within(name, feature.dtype, values, at, bad)
-    count, wanted = values.shape[1], int(np.prod(feature.shape))
-    if feature.fill is not None:
-        if count > wanted:
-            raise ValueError(f'feature "{name}" has {count} numbers, and is padded to {wanted}')
-        into[name][at] = feature.fill
-        into[name][at, :count] = values
-        into[f"{name}_mask"][at] = np.arange(wanted) < count
-        return
-    if count != wanted:
-        raise ValueError(f'feature "{name}" has {count} numbers, and shape {list(feature.shape)} needs {wanted}')
-    into[name][at] = values.reshape(len(at), *feature.shape)
+    count, size = values.shape[1], int(np.prod(feature.shape))
+    if feature.fill is not None and count > size:
+        raise ValueError(f'feature "{name}" has {count} numbers, and is padded to {size}')
+    if feature.fill is None and count != size:
+        raise ValueError(f'feature "{name}" has {count} numbers, and shape {list(feature.shape)} needs {size}')
+    feature.store(name, values, into, at)
 
 
 def _within(name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad: dict[int, str]) -> np.ndarray:
@@ -237,13 +241,6 @@ def _within(name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad:
     for row in np.flatnonzero(wrong).tolist():
         bad[int(at[row])] = f'feature "{name}" has {values[row][beyond[row]][0]}, which {dtype} does not hold'
     return np.where(wrong[:, None], 0, values)
-
-
-def _decoded(name: str, feature: Feature, raw: bytes) -> np.ndarray:
-    value = np.asarray(feature.decode(raw))  # type: ignore[misc]
-    if value.shape != feature.shape or value.dtype != feature.dtype:
-        raise ValueError(f'decode of "{name}" gives {value.dtype}{list(value.shape)}; {feature.dtype}{list(feature.shape)} is declared')
-    return value
 
 
 def parse(record: bytes) -> dict[str, tuple[int, Spans]]:
@@ -258,22 +255,22 @@ def parse(record: bytes) -> dict[str, tuple[int, Spans]]:
       {'y': (3, [(13, 14)])}
     """
     features: dict[str, tuple[int, Spans]] = {}
-    for _, _, start, end in _message(record, 0, len(record), {(1, 2)}):
-        for _, _, first, last in _message(record, start, end, {(1, 2)}):
+    for _, start, end in _message(record, 0, len(record), {(1, 2)}):
+        for _, entry, entry_end in _message(record, start, end, {(1, 2)}):
             name, kind, spans = "", 0, []
-            for number, _, begin, stop in _message(record, first, last, {(1, 2), (2, 2)}):
+            for number, begin, stop in _message(record, entry, entry_end, {(1, 2), (2, 2)}):
                 if number == 1:
                     name = record[begin:stop].decode("utf-8")
                     continue
-                for kind, _, inner, outer in _message(record, begin, stop, {(BYTES, 2), (FLOATS, 2), (INTEGERS, 2)}):
+                for kind, inner, outer in _message(record, begin, stop, {(BYTES, 2), (FLOATS, 2), (INTEGERS, 2)}):
                     allowed = {(1, 2)} | ({(1, 5)} if kind == FLOATS else {(1, 0)} if kind == INTEGERS else set())
-                    spans = [(one, other) for _, _, one, other in _message(record, inner, outer, allowed)]
+                    spans = [(first, last) for _, first, last in _message(record, inner, outer, allowed)]
             features[name] = (kind, spans)
     return features
 
 
-def _message(record: bytes, at: int, end: int, allowed: set[tuple[int, int]]):
-    """The fields of one message: number, wire type, and where its payload begins and ends."""
+def _message(record: bytes, at: int, end: int, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """The fields of one message whose number and wire type are allowed: the number, and where the payload begins and ends."""
     while at < end:
         tag, at = _varint(record, at)
         number, wire = tag >> 3, tag & 7
@@ -290,7 +287,7 @@ def _message(record: bytes, at: int, end: int, allowed: set[tuple[int, int]]):
         if at > end:
             raise ValueError("its bytes are no tf.train.Example: a field is longer than what holds it")
         if (number, wire) in allowed:
-            yield number, wire, start, at
+            yield number, start, at
 
 
 def _varint(record: bytes, at: int) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Folders of pictures as records: each folder is a class."""
 
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError, import_extra, type_name
+from spmd.errors import DataError, OptionError, import_extra
+from spmd.user_paths import as_path
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -17,7 +19,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 class ImageFiles(FileFormat):
     """Pictures, made one size as they are read."""
 
-    what = "picture"
+    file_kind = "picture"
     together = 1
 
     def __init__(self, paths: tuple[str, ...], labels: np.ndarray, size: tuple[int, int], channels: int):
@@ -26,18 +28,18 @@ class ImageFiles(FileFormat):
         self._labels, self._size, self._channels = labels, size, channels
         self.fields = {"image": Field((*size, channels), np.dtype(np.float32)), "label": Field((), np.dtype(np.int32))}
 
-    def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
         """Decoded by Pillow, which lets other threads run meanwhile."""
         pillow = import_extra("PIL.Image", "images")
-        pixels, bad = np.zeros((len(records), *self._size, self._channels), np.float32), {}
+        leaves["label"][:] = self._labels[records]
         for at, record in enumerate(records.tolist()):
             try:
                 with pillow.open(self.paths[record]) as opened:
-                    made = _eight_bits(opened, pillow).convert(_MODES[self._channels]).resize(self._size[::-1], pillow.Resampling.BILINEAR)
-                pixels[at] = np.asarray(made, np.float32).reshape(*self._size, self._channels) / 255
+                    picture = _eight_bits(opened, pillow).convert(_MODES[self._channels])
+                    picture = picture.resize(self._size[::-1], pillow.Resampling.BILINEAR)
+                leaves["image"][at] = np.asarray(picture, np.float32).reshape(*self._size, self._channels) / 255
             except Exception as error:  # Pillow raises many kinds, also for files that are truncated
                 bad[at] = f"it cannot be read: {type(error).__name__}: {error}"
-        return {"image": pixels, "label": self._labels[records]}, bad
 
     def where(self, record: int) -> str:
         """The file."""
@@ -74,32 +76,28 @@ def images(
       size: (height, width) that all are made to have.
       batch_size: pictures of a batch, over all processes.
       channels: 1 (grey), 3 or 4.
-      shuffle: True, False, or a window of pictures that are mixed.
-      seed: decides the order.
-      workers: threads that read and decode ahead; the batches do not depend on their number.
-      on_error: "stop", or "skip" for leaving out pictures that cannot be read.
+      shuffle, seed, workers, on_error: as in `spmd.data.csv`.
 
     Raises:
       DataError: there is no such folder, or no picture in it.
     """
-    pair = isinstance(size, tuple | list) and len(size) == 2 and all(type(one) is int and one >= 1 for one in size)
+    pair = isinstance(size, tuple | list) and len(size) == 2 and all(type(length) is int and length >= 1 for length in size)
     if not pair or type(channels) is not int or channels not in _MODES:
         raise OptionError(f"size={size!r}, channels={channels!r}: a size is (height, width), and channels are 1, 3 or 4.")
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
-    if not isinstance(folder, str | Path):
-        raise OptionError(f"folder={folder!r} is {type_name(folder)}.", fix="the path of a folder with a folder for each class.")
-    if not os.path.isdir(folder):
+    folder = as_path(folder, "folder")
+    if not folder.is_dir():
         raise DataError(f"there is no folder {folder}.", fix="the path of a folder with a folder for each class.")
     entries = list(os.scandir(folder))
     classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    paths = [[str(one) for one in sorted(Path(folder, name).rglob("*")) if one.suffix.lower() in ENDINGS] for name in classes]
+    paths = [[str(path) for path in sorted((folder / name).rglob("*")) if path.suffix.lower() in ENDINGS] for name in classes]
     if not any(paths):
         has = f"its folders are {', '.join(classes[:5])}" if classes else "it has no folders"
         raise DataError(f"{folder} holds no pictures in folders that are classes; {has}.", fix="folder/class/picture.png.")
     beside = sum(entry.is_file() and entry.name.lower().endswith(ENDINGS) for entry in entries)
-    nothing = [name for name, mine in zip(classes, paths, strict=True) if not mine]
-    if beside or nothing:
+    empty = [name for name, of_class in zip(classes, paths, strict=True) if not of_class]
+    if beside or empty:
         text = "%s: %d pictures stand beside the folders of classes and are not read; classes without a picture: %s."
-        logging.getLogger("spmd").warning(text, folder, beside, ", ".join(nothing[:5]) or "none")
-    labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(one) for one in paths])
-    return Records(ImageFiles(tuple(path for one in paths for path in one), labels, (size[0], size[1]), channels), reading)
+        logging.getLogger("spmd").warning(text, folder, beside, ", ".join(empty[:5]) or "none")
+    labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(of_class) for of_class in paths])
+    return Records(ImageFiles(tuple(itertools.chain.from_iterable(paths)), labels, (size[0], size[1]), channels), reading)

@@ -1,9 +1,8 @@
 """Parquet files as records, through pyarrow."""
 
-import collections
+import functools
 import os
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +11,34 @@ import numpy as np
 from spmd.data.number_parsing import holds
 from spmd.data.record_index import find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError, did_you_mean, import_extra, type_name
+from spmd.errors import DataError, OptionError, did_you_mean, first_line, import_extra, join_names, type_name
 
-KEPT = 32  # cached row groups: more than a window has runs
+CACHED = 32  # row groups: more than a window has runs
 MISSING, BEYOND = 1, 2  # problems of a value
 
 
 class ParquetFiles(FileFormat):
     """Rows of Parquet files; reads entire row groups and caches the latest."""
 
-    what = "Parquet file"
+    file_kind, record_kind = "Parquet file", "row"
 
     def __init__(self, paths: tuple[str, ...], columns: Sequence[str] | None, defaults: Mapping[str, Any]):
         types = import_extra("pyarrow.types", "parquet")
         self.paths, self.sizes = paths, [os.path.getsize(path) for path in paths]
-        about = [self._opened(path) for path in paths]
-        self.counts = [one.metadata.num_rows for one in about]
-        self._groups = [(file, group) for file, one in enumerate(about) for group in range(one.metadata.num_row_groups)]
-        sizes = [about[file].metadata.row_group(group).num_rows for file, group in self._groups]
-        self._first, self._files = np.cumsum([0, *sizes]), np.cumsum([0, *self.counts])
-        schema = about[0].schema_arrow
-        for path, one in zip(paths, about, strict=True):
-            if not one.schema_arrow.equals(schema):
-                raise DataError(
-                    f"{path} has columns {_schema_text(one.schema_arrow)}; {paths[0]} has {_schema_text(schema)}.",
-                    fix="files of one schema.",
-                )
-            one.close()
+        files = [_opened(path) for path in paths]
+        self.counts = [file.metadata.num_rows for file in files]
+        self._groups = [
+            (path, group, file.metadata.row_group(group).num_rows)
+            for path, file in zip(paths, files, strict=True)
+            for group in range(file.num_row_groups)
+        ]
+        self._first = np.cumsum([0, *(rows for _, _, rows in self._groups)])
+        schema = files[0].schema_arrow
+        for path, file in zip(paths, files, strict=True):
+            if not file.schema_arrow.equals(schema):
+                columns_text = f"columns {_schema_text(file.schema_arrow)}; {paths[0]} has {_schema_text(schema)}"
+                raise DataError(f"{path} has {columns_text}.", fix="files of one schema.")
+            file.close()
         for name in (*(columns or ()), *defaults):
             if name not in schema.names:
                 raise OptionError(f'there is no column "{name}".', fix=f"{did_you_mean(str(name), schema.names)}")
@@ -48,84 +48,66 @@ class ParquetFiles(FileFormat):
                 fix = 'on_error="skip", which leaves out rows without a value'
                 raise OptionError(f'defaults: column "{name}" holds lists, for which there is no default.', fix=f"{fix}.")
             if name in self.fields and not holds(self.fields[name].dtype, value):
-                raise OptionError(
-                    f'defaults: "{name}" is {value!r}, and the column is {self.fields[name].dtype}.', fix="a number that it holds."
-                )
+                dtype = self.fields[name].dtype
+                raise OptionError(f'defaults: "{name}" is {value!r}, and the column is {dtype}.', fix="a number that it holds.")
         self._defaults = {name: self.fields[name].dtype.type(value).item() for name, value in defaults.items() if name in self.fields}
-        self._forget()
 
-    def _forget(self) -> None:
-        self._kept: collections.OrderedDict[int, tuple] = collections.OrderedDict()
-        self._lock = threading.Lock()
+    @functools.cached_property
+    def _row_group(self) -> Callable[[str, int, int], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
+        return functools.lru_cache(CACHED)(functools.partial(_read_row_group, fields=self.fields, defaults=self._defaults))
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name not in ("_kept", "_lock")}
+        return {name: value for name, value in vars(self).items() if name != "_row_group"}
 
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state)
-        self._forget()
-
-    def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
         """Reads the rows of each row group together."""
-        leaves = {name: np.zeros((len(records), *field.shape), field.dtype) for name, field in self.fields.items()}
-        bad: dict[int, str] = {}
         groups = np.searchsorted(self._first, records, "right") - 1
         for group in np.unique(groups).tolist():
             at = np.flatnonzero(groups == group)
             rows = records[at] - self._first[group]
             try:
-                values, wrong = self._group(group)
+                values, wrong = self._row_group(*self._groups[group])
             except (OSError, ValueError) as error:  # what pyarrow raises for damaged pages
-                bad |= {int(one): f"its row group cannot be read: {str(error).splitlines()[0]}" for one in at}
+                bad |= dict.fromkeys(at.tolist(), f"its row group cannot be read: {first_line(error)}")
                 continue
             for name, field in self.fields.items():
                 leaves[name][at] = values[name][rows]
                 reasons = {MISSING: "no value", BEYOND: f"a number that {field.dtype} does not hold"}
-                found = wrong[name][rows]
-                bad |= {int(at[one]): f'column "{name}" has {reasons[int(found[one])]}' for one in np.flatnonzero(found)}
-        return leaves, bad
+                problems = wrong[name][rows]
+                bad |= {int(at[row]): f'column "{name}" has {reasons[int(problems[row])]}' for row in np.flatnonzero(problems)}
 
-    def where(self, record: int) -> str:
-        """The file and the number of the row in it."""
-        file = int(np.searchsorted(self._files, record, "right")) - 1
-        return f"{self.paths[file]}, row {record - self._files[file]}"
 
-    def _opened(self, path: str) -> Any:
-        arrow = import_extra("pyarrow.parquet", "parquet")
-        try:
-            return arrow.ParquetFile(path, page_checksum_verification=True)
-        except Exception as error:
-            raise DataError(f"{path} is no Parquet file: {str(error).rstrip('.')}.", fix="the file as it was written.") from error
+def _opened(path: str) -> Any:
+    arrow = import_extra("pyarrow.parquet", "parquet")
+    try:
+        return arrow.ParquetFile(path, page_checksum_verification=True)
+    except Exception as error:
+        raise DataError(f"{path} is no Parquet file: {str(error).rstrip('.')}.", fix="the file as it was written.") from error
 
-    def _group(self, group: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        with self._lock:
-            if group in self._kept:
-                self._kept.move_to_end(group)
-                return self._kept[group]
-        file, number = self._groups[group]
-        with self._opened(self.paths[file]) as opened:
-            table = opened.read_row_group(number, columns=list(self.fields))
-        if len(table) != self._first[group + 1] - self._first[group]:
-            raise DataError(f"{self.paths[file]} has changed since it was opened.", fix="files that do not change.")
-        values, wrong = {}, {}
-        for name, field in self.fields.items():
-            column = table.column(name).combine_chunks()
-            if field.shape:
-                found, missing = _lists(column, field)
-            else:
-                missing = np.asarray(column.is_null())
-                filled = column.fill_null(self._defaults.get(name, field.dtype.type(0).item())) if missing.any() else column
-                found = filled.to_numpy(zero_copy_only=False)
-                missing = np.zeros_like(missing) if name in self._defaults else missing
-            with np.errstate(over="ignore"):
-                values[name] = found.astype(field.dtype)
-            beyond = np.isinf(values[name]) & np.isfinite(found) if field.dtype != found.dtype else np.zeros(found.shape, bool)
-            wrong[name] = np.where(missing, MISSING, np.where(beyond.reshape(len(missing), -1).any(axis=1), BEYOND, 0))
-        with self._lock:
-            self._kept[group] = (values, wrong)
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return values, wrong
+
+def _read_row_group(
+    path: str, group: int, rows: int, *, fields: Mapping[str, Field], defaults: Mapping[str, Any]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """By column, the values [rows, ...] of a row group, and int[rows]: what is wrong with each, 0 if nothing is."""
+    with _opened(path) as file:
+        table = file.read_row_group(group, columns=list(fields))
+    if len(table) != rows:
+        raise DataError(f"{path} has changed since it was opened.", fix="files that do not change.")
+    values, wrong = {}, {}
+    for name, field in fields.items():
+        column = table.column(name).combine_chunks()
+        if field.shape:
+            stored, missing = _lists(column, field)
+        else:
+            missing = np.asarray(column.is_null())
+            filled = column.fill_null(defaults.get(name, field.dtype.type(0).item())) if missing.any() else column
+            stored = filled.to_numpy(zero_copy_only=False)
+            missing = np.zeros_like(missing) if name in defaults else missing
+        with np.errstate(over="ignore"):
+            values[name] = stored.astype(field.dtype)
+        beyond = np.isinf(values[name]) & np.isfinite(stored) if field.dtype != stored.dtype else np.zeros(stored.shape, bool)
+        wrong[name] = np.where(missing, MISSING, np.where(beyond.reshape(len(missing), -1).any(axis=1), BEYOND, 0))
+    return values, wrong
 
 
 def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
@@ -139,15 +121,14 @@ def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _schema_text(schema: Any) -> str:
-    few = [f"{one.name} {one.type}{'' if one.nullable else ' not null'}" for one in schema][:8]
-    return ", ".join(few) + (f" and {len(schema) - 8} more" if len(schema) > 8 else "")
+    return join_names(f"{column.name} {column.type}{'' if column.nullable else ' not null'}" for column in schema)
 
 
-def _field(name: str, given: Any, types: Any) -> Field:
-    shape, kind = ((given.list_size,), given.value_type) if types.is_fixed_size_list(given) else ((), given)
+def _field(name: str, arrow_type: Any, types: Any) -> Field:
+    shape, kind = ((arrow_type.list_size,), arrow_type.value_type) if types.is_fixed_size_list(arrow_type) else ((), arrow_type)
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         fix = "columns=[...] without it; or numbers, or lists of one length, in its place"
-        raise DataError(f'column "{name}" is {given}, which cannot be placed on a device.', fix=f"{fix}.")
+        raise DataError(f'column "{name}" is {arrow_type}, which cannot be placed on a device.', fix=f"{fix}.")
     dtype = np.dtype(kind.to_pandas_dtype())
     return Field(shape, np.dtype(np.float32) if dtype == np.float64 else dtype)
 
@@ -173,10 +154,7 @@ def parquet(
       batch_size: rows of a batch, over all processes.
       columns: which are read; None: all.
       defaults: by column of numbers, what stands for a missing value. Without one such a value is an error.
-      shuffle: True, False, or a window of rows that are mixed.
-      seed: decides the order.
-      workers: threads that read ahead; the batches do not depend on their number.
-      on_error: "stop", or "skip" for leaving out rows that cannot be read.
+      shuffle, seed, workers, on_error: as in `spmd.data.csv`.
 
     Raises:
       DataError: no file, one that is no Parquet file, or a column that holds no numbers.

@@ -2,14 +2,13 @@
 
 import collections
 import concurrent.futures
-import contextlib
+import functools
 import glob
 import hashlib
 import json
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from spmd.user_paths import as_path, make_folder
 CHUNK = 1 << 24  # bytes of a file that are scanned at a time
 SAMPLED = 16  # blocks of a file that are hashed to check that an index is for it
 OPEN = 256  # the number of files up to which all are kept open
-_PACKED = {b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz"}
+_COMPRESSED = {b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz"}
 
 Scan = Callable[[str], tuple[np.ndarray, np.ndarray]]
 
@@ -35,17 +34,16 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
       DataError: one of them matches no file.
     """
     patterns = [files] if isinstance(files, str | Path) else list(files) if isinstance(files, Iterable) else [None]
-    if not all(isinstance(one, str | Path) for one in patterns):
+    if not all(isinstance(pattern, str | Path) for pattern in patterns):
         raise OptionError(f"files={files!r} is {type_name(files)}.", fix='a pattern such as "train-*.csv", or a list of paths.')
     paths: list[str] = []
-    for one in patterns:
-        text = str(one)
-        names = [text] if os.path.isfile(text) else sorted(name for name in glob.glob(text, recursive=True) if os.path.isfile(name))
+    for pattern in map(str, patterns):
+        names = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
         if not names:
-            folder = os.path.dirname(text) or "."
-            there = sorted(os.listdir(folder))[:5] if os.path.isdir(folder) else None
-            has = "does not exist" if there is None else f"holds {', '.join(there)}" if there else "is empty"
-            raise DataError(f'no file matches "{text}".', fix=f"another pattern; the folder {folder} {has}.")
+            folder = os.path.dirname(pattern) or "."
+            entries = sorted(os.listdir(folder))[:5] if os.path.isdir(folder) else None
+            state = "does not exist" if entries is None else f"holds {', '.join(entries)}" if entries else "is empty"
+            raise DataError(f'no file matches "{pattern}".', fix=f"another pattern; the folder {folder} {state}.")
         paths += names
     if not paths:
         raise DataError("no files were given.", fix='a pattern such as "train-*.csv", or a list of paths.')
@@ -59,11 +57,32 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def compression(path: str) -> str | None:
-    """How a file is compressed, by its first bytes."""
+def check_uncompressed(path: str) -> None:
+    """Raise `DataError` if the first bytes of a file are those of a compressed one."""
     with open(path, "rb") as file:
-        begin = file.read(6)
-    return next((name for magic, name in _PACKED.items() if begin.startswith(magic)), None)
+        first_bytes = file.read(6)
+    for magic, name in _COMPRESSED.items():
+        if first_bytes.startswith(magic):
+            raise DataError(f"{path} is compressed ({name}), and records in it cannot be found by number.", fix="unpack it.")
+
+
+class _OpenFiles(dict[str, int]):
+    """File descriptors by path, opened when they are first used and closed with the object. A copy for another process is empty."""
+
+    _opening = threading.Lock()
+
+    def __missing__(self, path: str) -> int:
+        with self._opening:
+            if path not in self:
+                self[path] = os.open(path, os.O_RDONLY)
+        return self[path]
+
+    def __reduce__(self) -> tuple:
+        return _OpenFiles, ()
+
+    def __del__(self, close: Callable[[int], None] = os.close):  # when Python exits, `os` may be gone
+        for descriptor in self.values():
+            close(descriptor)
 
 
 class RecordIndex:
@@ -82,30 +101,17 @@ class RecordIndex:
             make_folder(as_path(cache, "index"), OptionError)
         self.paths = paths
         self.sizes = [os.path.getsize(path) for path in paths]
+        find = scan if cache is None else functools.partial(_cached, Path(cache), kind=kind, scan=scan, fills_file=fills_file)
         with concurrent.futures.ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1), "spmd-index") as pool:
-            ranges = list(
-                pool.map(lambda path: scan(path) if cache is None else _cached(Path(cache), path, kind, scan, fills_file=fills_file), paths)
-            )
+            ranges = list(pool.map(find, paths))
         self.counts = [len(starts) for starts, _ in ranges]
         self.first = np.cumsum([0, *self.counts])
         self.starts = np.concatenate([starts for starts, _ in ranges])
         self.ends = np.concatenate([ends for _, ends in ranges])
-        self._open()
-
-    def _open(self) -> None:
-        self._descriptors: dict[str, int] = {}
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close, self._descriptors)
+        self._open_files = _OpenFiles()
 
     def __len__(self) -> int:
         return len(self.starts)
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name not in ("_descriptors", "_lock")}
-
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state)
-        self._open()
 
     def place(self, record: int) -> tuple[str, int, int]:
         """The file of a record, its number in it from 0, and its first byte."""
@@ -126,14 +132,12 @@ class RecordIndex:
         breaks = np.flatnonzero((files[1:] != files[:-1]) | (starts[1:] != ends[:-1])) + 1
         firsts, lasts = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(records)]]) - 1
         runs, begins, sizes = files[firsts], starts[firsts], ends[lasts] - starts[firsts]
-        with contextlib.ExitStack() as opened:
-            descriptors = {file: self._descriptor(file, opened) for file in np.unique(runs).tolist()}
-            wanted = [
-                (descriptors[file], size, begin) for file, size, begin in zip(*map(np.ndarray.tolist, (runs, sizes, begins)), strict=True)
-            ]
-            pieces = [os.pread(*one) for one in wanted]
-            for at in np.flatnonzero(np.fromiter(map(len, pieces), np.int64, len(pieces)) != sizes).tolist():
-                pieces[at] = self._rest(int(runs[at]), pieces[at], *wanted[at])
+        open_files = self._open_files if len(self.paths) <= OPEN else _OpenFiles()
+        parts = zip(*map(np.ndarray.tolist, (runs, sizes, begins)), strict=True)
+        reads = [(open_files[self.paths[file]], size, begin) for file, size, begin in parts]
+        pieces = [os.pread(*read) for read in reads]
+        for at in np.flatnonzero(np.fromiter(map(len, pieces), np.int64, len(pieces)) != sizes).tolist():
+            pieces[at] = self._rest(int(runs[at]), pieces[at], *reads[at])
         bases = np.cumsum([0, *map(len, pieces[:-1])]) - begins
         shift = np.repeat(bases, lasts - firsts + 1)
         return b"".join(pieces), starts + shift, ends + shift
@@ -147,45 +151,25 @@ class RecordIndex:
             raise DataError(f"{path} has {has} bytes, and had {self.sizes[file]} when it was indexed.", fix="the file as it was.")
         return piece
 
-    def _descriptor(self, file: int, opened: contextlib.ExitStack) -> int:
-        path = self.paths[file]
-        if len(self.paths) > OPEN:
-            descriptor = os.open(path, os.O_RDONLY)
-            opened.callback(os.close, descriptor)
-            return descriptor
-        with self._lock:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
-            return self._descriptors[path]
-
-
-def _close(descriptors: dict[str, int]) -> None:
-    for descriptor in descriptors.values():
-        os.close(descriptor)
-
 
 def _cached(folder: Path, path: str, kind: str, scan: Scan, *, fills_file: bool) -> tuple[np.ndarray, np.ndarray]:
     """The result of a scan from the file of an earlier run; scans again if the data or that file has changed."""
-    about, log = os.stat(path), logging.getLogger("spmd")
-    facts = [kind, os.path.abspath(path), about.st_size, about.st_mtime_ns, data_hash.of_files([path], [about.st_size], SAMPLED)]
-    kept = folder / f"{hashlib.sha256(repr(facts[:2]).encode()).hexdigest()[:32]}.index"
-
-    def is_short(ends: np.ndarray) -> bool:  # then the file is scanned each time, to warn each time
-        return fills_file and (int(ends[-1]) if len(ends) else 0) < about.st_size
-
+    stat, log = os.stat(path), logging.getLogger("spmd")
+    facts = [kind, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, data_hash.of_files([path], [stat.st_size], SAMPLED)]
+    index = folder / f"{hashlib.sha256(repr(facts[:2]).encode()).hexdigest()[:32]}.index"
     try:
-        stored = checksummed_files.read(kept)
+        stored = checksummed_files.read(index)
         head, _, numbers = (stored or b"\n").partition(b"\n")
         if stored is not None and json.loads(head) == facts:
             starts, ends = np.frombuffer(numbers, "<i8").reshape(2, -1)
-            if not is_short(ends):
-                return starts, ends
+            return starts, ends
     except checksummed_files.DamagedFileError as why:
-        log.warning("the index of %s is damaged and is built again: %s (%s).", path, why, kept)
+        log.warning("the index of %s is damaged and is built again: %s (%s).", path, why, index)
     starts, ends = scan(path)
-    if not is_short(ends):
-        try:
-            checksummed_files.write(kept, json.dumps(facts).encode() + b"\n" + np.stack([starts, ends]).astype("<i8").tobytes())
-        except OSError as error:
-            log.warning("the index of %s cannot be kept, so the next run looks for its records again: %s.", path, error)
+    if fills_file and (int(ends[-1]) if len(ends) else 0) < stat.st_size:  # such a file is scanned each time, to warn each time
+        return starts, ends
+    try:
+        checksummed_files.write(index, json.dumps(facts).encode() + b"\n" + np.stack([starts, ends]).astype("<i8").tobytes())
+    except OSError as error:
+        log.warning("the index of %s cannot be kept, so the next run looks for its records again: %s.", path, error)
     return starts, ends

@@ -5,6 +5,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import numbers
@@ -15,8 +16,9 @@ import numpy as np
 
 from spmd.data import data_hash
 from spmd.data.shuffle import RecordOrder
-from spmd.errors import DataError, OptionError, did_you_mean
+from spmd.errors import DataError, OptionError, check_integer, did_you_mean, join_names
 
+S = TypeVar("S")
 T = TypeVar("T")
 RecordBatch = tuple[dict[str, np.ndarray], np.ndarray]  # arrays [rows, ...], and bool[rows]: whether a row was readable
 
@@ -39,7 +41,7 @@ class FileFormat(abc.ABC):
     """A file format: reads records by number.
 
     Attributes:
-      what: the name of the format's files in messages.
+      file_kind, record_kind: the names of a file and of a record in messages.
       paths: the files.
       counts: records of each file.
       sizes: bytes of each file.
@@ -47,36 +49,34 @@ class FileFormat(abc.ABC):
       together: the number of records up to which small batches are read together.
     """
 
-    what: str
+    file_kind: str
+    record_kind: str = "record"
     paths: tuple[str, ...]
     counts: list[int]
     sizes: Sequence[int]
     fields: dict[str, Field]
     together: int = 1024
 
-    @abc.abstractmethod
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """Arrays [n, ...] of the records int64[n] in ascending order; and by position, why a record cannot be read.
-
-        Several threads may call it concurrently.
-        """
+        """Arrays [n, ...] of the records int64[n] in ascending order; and by position, why a record cannot be read."""
+        leaves = {name: np.zeros((len(records), *field.shape), field.dtype) for name, field in self.fields.items()}
+        bad: dict[int, str] = {}
+        self.read_into(leaves, records, bad)
+        return leaves, bad
 
     @abc.abstractmethod
+    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
+        """Fill arrays of zeros, and `bad`, as `read` returns them. Several threads may call it concurrently."""
+
     def where(self, record: int) -> str:
         """The file of a record and its position there, for messages."""
+        file = int(np.searchsorted(np.cumsum(self.counts), record, "right"))
+        return f"{self.paths[file]}, {self.record_kind} {record - sum(self.counts[:file])}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadOptions:
-    """Options that all file formats share.
-
-    Args:
-      batch_size: records of a batch, over all processes.
-      shuffle: True, False, or a window (`RecordOrder`).
-      seed: determines the order.
-      workers: threads that read and decode; 0: the calling thread.
-      on_error: "stop" raises an error at the first record that cannot be read; "skip" leaves it out and counts it.
-    """
+    """Options that all file formats share, as the functions that read files document them; `workers=0` is the calling thread."""
 
     batch_size: int
     shuffle: bool | int = True
@@ -86,10 +86,8 @@ class ReadOptions:
 
     def __post_init__(self):
         for name, least in (("batch_size", 1), ("workers", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-                raise OptionError(f"{name}={value!r}: a whole number from {least}.")
-            object.__setattr__(self, name, int(value))  # numpy integers cannot be stored as JSON
+            check_integer(getattr(self, name), name, least)
+            object.__setattr__(self, name, int(getattr(self, name)))  # numpy integers cannot be stored as JSON
         if self.seed >= 2**63:
             raise OptionError(f"seed={self.seed}: a whole number below 2**63.")
         if self.on_error not in ("stop", "skip"):
@@ -116,7 +114,8 @@ class Records:
         self.format, self.reading = format, reading
         self.examples = sum(format.counts)
         if not self.examples:
-            raise DataError(f"no {format.what} has a record: {_some(format.paths)}.", fix="look at what they were written from.")
+            paths = join_names(format.paths, 3)
+            raise DataError(f"no {format.file_kind} has a record: {paths}.", fix="look at what they were written from.")
         self._contents = data_hash.of_files(format.paths, format.sizes)
         self.order = RecordOrder(self.examples, reading.shuffle, reading.seed)
         self.fields = format.fields
@@ -135,7 +134,7 @@ class Records:
         return self.steps_per_epoch
 
     def __repr__(self) -> str:
-        files = f"{len(self.format.paths)} {self.format.what}{'s' if len(self.format.paths) > 1 else ''}"
+        files = f"{len(self.format.paths)} {self.format.file_kind}{'s' if len(self.format.paths) > 1 else ''}"
         lines = [f"{self.examples:,} records of {files} in {self.steps_per_epoch:,} batches of {self.batch_size}"]
         width = max(map(len, self.fields))
         return "\n".join([*lines, *(f"    {name.ljust(width)}  {field}" for name, field in self.fields.items())])
@@ -162,30 +161,26 @@ class Records:
         """
         order, size = self.order.epoch(number), self.batch_size
         parts = [order[first : first + size] for first in range(start * size, self.examples, size)]
-        tasks = (
-            (lambda some=some: self.read_batches(some, local_rows))
-            for some in self.group_batches(parts, size if local_rows is None else len(local_rows))
-        )
-        return flatten_groups(run_ahead(tasks, self.reading.workers))
+        groups = self.group_batches(parts, size if local_rows is None else len(local_rows))
+        return flatten_groups(map_ahead(functools.partial(self.read_batches, local_rows=local_rows), groups, self.reading.workers))
 
     def group_batches(self, parts: list[T], size: int) -> Iterator[list[T]]:
         """Groups of batches of `size` rows that are read together; the first batch is alone, so that it arrives early."""
-        each = sum(field.dtype.itemsize * int(np.prod(field.shape)) for field in self.fields.values())
-        most = min(self.format.together, BYTES // max(each, 1)) // max(size, 1)
+        record_bytes = sum(field.dtype.itemsize * int(np.prod(field.shape)) for field in self.fields.values())
+        most = min(self.format.together, BYTES // max(record_bytes, 1)) // max(size, 1)
         most = max(1, min(most, len(parts) // max(AHEAD * self.reading.workers, 1)))  # enough groups for all threads
         count, at = 1, 0
         while at < len(parts):
             yield parts[at : at + count]
             at, count = at + count, min(2 * count, most)
 
-    def read_rows(self, ids: np.ndarray, local_rows: np.ndarray | None = None) -> RecordBatch:
-        """The records int64[n], and bool[n]: whether each was readable; if not, its row is a copy of a readable one, or zeros."""
-        return next(flatten_groups([self.read_batches([ids], local_rows)]))
-
     def read_batches(self, parts: list[np.ndarray], local_rows: np.ndarray | None = None) -> list[RecordBatch | Exception]:
-        """What `read_rows` returns for each of several batches, or its error, to be raised at that batch; all are read together."""
-        wanted = [ids if local_rows is None or len(ids) < self.batch_size else ids[local_rows] for ids in parts]
-        records = np.concatenate(wanted)
+        """Several batches of records int64[n], read together; or for a batch its error, to be raised when it is its turn.
+
+        With each batch comes bool[n]: whether a record was readable; if not, its row is a copy of a readable one, or zeros.
+        """
+        local_parts = [ids if local_rows is None or len(ids) < self.batch_size else ids[local_rows] for ids in parts]
+        records = np.concatenate(local_parts)
         ascending = np.argsort(records)
         try:
             leaves, bad = self.format.read(records[ascending])
@@ -194,13 +189,13 @@ class Records:
         rows = np.empty(len(records), np.int64)
         rows[ascending] = np.arange(len(records))
         batches, at = [], 0
-        for ids, read_ids in zip(parts, wanted, strict=True):
-            positions = rows[at : at + len(read_ids)]
-            at += len(read_ids)
+        for ids, local_ids in zip(parts, local_parts, strict=True):
+            positions = rows[at : at + len(local_ids)]
+            at += len(local_ids)
             why = {place: bad[row] for place, row in enumerate(positions.tolist()) if row in bad} if bad else {}
             try:
                 batch_leaves = {name: leaf[positions] for name, leaf in leaves.items()}
-                batches.append(self._batch(ids, local_rows if len(read_ids) < len(ids) else None, batch_leaves, why))
+                batches.append(self._batch(ids, local_rows if len(local_ids) < len(ids) else None, batch_leaves, why))
             except DataError as error:
                 batches.append(error)
         return batches
@@ -210,7 +205,10 @@ class Records:
         good, rows = np.ones(len(ids), bool), np.arange(len(ids)) if local_rows is None else local_rows
         if bad:
             if self.reading.on_error == "stop":
-                raise DataError(self._bad_records_text({int(ids[rows[at]]): why for at, why in bad.items()}))
+                record, why = min((int(ids[rows[at]]), why) for at, why in bad.items())
+                more = f" ({len(bad) - 1} more of this batch cannot be read either.)" if len(bad) > 1 else ""
+                fix = 'repair the file, or on_error="skip", which leaves such records out and counts them'
+                raise DataError(f"{self.format.where(record)}: {why}{more}", fix=f"{fix}.")
             sound = next((at for at in range(len(rows)) if at not in bad), None)
             for leaf in leaves.values():
                 leaf[list(bad)] = 0 if sound is None else leaf[sound]
@@ -221,12 +219,6 @@ class Records:
         for name, leaf in leaves.items():
             full[name][local_rows] = leaf
         return full, good
-
-    def _bad_records_text(self, bad: dict[int, str]) -> str:
-        record, why = min(bad.items())
-        more = f" ({len(bad) - 1} more of this batch cannot be read either.)" if len(bad) > 1 else ""
-        fix = 'repair the file, or on_error="skip", which leaves such records out and counts them'
-        return f"{self.format.where(record)}: {why}{more}\n    fix: {fix}."
 
 
 class Batches:
@@ -246,10 +238,9 @@ class Batches:
       [2, 3]
     """
 
-    def __init__(self, records: Any, epoch: int, start: int = 0):
-        for name, value in (("epoch", epoch), ("start", start)):
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
-                raise OptionError(f"{name}={value!r}: a whole number from 0.")
+    def __init__(self, records: Records, epoch: int, start: int = 0):
+        check_integer(epoch, "epoch", 0)
+        check_integer(start, "start", 0)
         self._records = records
         self._move_to(epoch, start, 0)
 
@@ -287,55 +278,49 @@ class Batches:
         Raises:
           DataError: the records, the batch size or the order differ.
         """
-
-        def is_count(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
         if (
             not isinstance(state, dict)
             or set(state) != {"epoch", "batch", "skipped", "data"}
             or not isinstance(state["data"], dict)
-            or not all(is_count(state[name]) for name in ("epoch", "batch", "skipped"))
+            or not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch", "skipped"))
         ):
             raise DataError(f"this is no state of records: {state!r:.200}.", fix="what get_state() has given.")
-        mine = self._records.facts()
-        other = [f"{name} was {was!r}, and is {mine.get(name)!r}" for name, was in state["data"].items() if mine.get(name) != was]
-        if other:
-            raise DataError(f"this state is of other data: {'; '.join(other)}.", fix="the files and options that it was taken with.")
+        facts = self._records.facts()
+        changes = [f"{name} was {was!r}, and is {facts.get(name)!r}" for name, was in state["data"].items() if facts.get(name) != was]
+        if changes:
+            raise DataError(f"this state is of other data: {'; '.join(changes)}.", fix="the files and options that it was taken with.")
         self.close()
         self._move_to(state["epoch"], state["batch"], state["skipped"])
 
     def close(self) -> None:
         """Stop the threads that read ahead."""
-        close = getattr(self._batches, "close", None)
-        if close is not None:
-            close()
+        if self._batches is not None:
+            self._batches.close()
         self._batches = None
 
 
-def warn_skipped(records: Any, epoch: int, skipped: int) -> None:
+def warn_skipped(records: Records, epoch: int, skipped: int) -> None:
     """Warn of records that were skipped in an epoch."""
     if skipped:
         text = 'epoch %d did without %d of %d records, which could not be read (on_error="skip").'
         logging.getLogger("spmd").warning(text, epoch + 1, skipped, records.examples)
 
 
-def run_ahead(tasks: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
-    """The results of tasks, in their order, computed ahead of time by `workers` threads; an error is raised at its task.
+def map_ahead(function: Callable[[S], T], items: Iterable[S], workers: int) -> Generator[T, None, None]:
+    """`map(function, items)`, computed ahead of time by `workers` threads; an error is raised at its item.
 
     Example:
-      >>> list(run_ahead((lambda n=n: n * n for n in range(5)), 3))
+      >>> list(map_ahead(lambda n: n * n, range(5), 3))
       [0, 1, 4, 9, 16]
     """
     if workers == 0:
-        for task in tasks:
-            yield task()
+        yield from map(function, items)
         return
     pool = concurrent.futures.ThreadPoolExecutor(workers, "spmd-data")
     waiting: collections.deque[concurrent.futures.Future[T]] = collections.deque()
     try:
-        for task in tasks:
-            waiting.append(pool.submit(task))
+        for item in items:
+            waiting.append(pool.submit(function, item))
             if len(waiting) >= AHEAD * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -344,14 +329,10 @@ def run_ahead(tasks: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def flatten_groups(made: Iterable[list[RecordBatch | Exception]]) -> Iterator[RecordBatch]:
+def flatten_groups(groups: Generator[list[RecordBatch | Exception], None, None]) -> Iterator[RecordBatch]:
     """The batches of groups, one by one; an error is raised in place of its batch."""
-    with contextlib.closing(made) if isinstance(made, Generator) else contextlib.nullcontext():
-        for one in itertools.chain.from_iterable(made):
-            if isinstance(one, Exception):
-                raise one
-            yield one
-
-
-def _some(paths: tuple[str, ...]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    with contextlib.closing(groups):
+        for batch in itertools.chain.from_iterable(groups):
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch

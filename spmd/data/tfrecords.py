@@ -11,9 +11,9 @@ import numpy as np
 
 from spmd.data.crc import crc32c, masked
 from spmd.data.features import Feature, Parser
-from spmd.data.record_index import RecordIndex, compression, find_files
+from spmd.data.record_index import RecordIndex, check_uncompressed, find_files
 from spmd.data.records import FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError
+from spmd.errors import DataError
 
 HEAD, TAIL = 12, 4  # bytes around a record: its length and the checksum of that; the checksum of its data
 ALIKE = 8  # consecutive records of one length after which many more are tried at once
@@ -23,26 +23,23 @@ TOGETHER = 1 << 16  # records whose heads are checked at a time
 class TFRecordFiles(FileFormat):
     """Records of TFRecord files."""
 
-    what = "TFRecord file"
+    file_kind = "TFRecord file"
 
-    def __init__(self, offsets: RecordIndex, features: Mapping[str, Feature]):
+    def __init__(self, offsets: RecordIndex, parser: Parser):
         self.paths, self.counts, self.sizes = offsets.paths, offsets.counts, offsets.sizes
-        self._offsets, self._parser = offsets, Parser(features)
-        self.fields = self._parser.fields()
+        self._offsets, self._parser, self.fields = offsets, parser, parser.fields
 
-    def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
         """Reads records of one length together."""
         raw, starts, ends = self._offsets.read(records)
-        lengths, bad = ends - starts, {}
-        leaves = {name: np.zeros((len(records), *field.shape), field.dtype) for name, field in self.fields.items()}
+        lengths = ends - starts
         for length in np.unique(lengths).tolist():
             at = np.flatnonzero(lengths == length)
             frames = _frames(raw, starts[at], length)
             data = frames[:, HEAD:-TAIL]
             sound = frames[:, -TAIL:].copy().view("<u4")[:, 0] == masked(crc32c(data))
-            bad |= {int(one): "its checksum is not that of its data" for one in at[~sound]}
+            bad |= dict.fromkeys(at[~sound].tolist(), "its checksum is not that of its data")
             self._parser.read(data if sound.all() else data[sound], leaves, at[sound], bad)
-        return leaves, bad
 
     def where(self, record: int) -> str:
         """The file, the number of the record in it, and its first byte."""
@@ -69,11 +66,8 @@ def tfrecord(
       files: a pattern, a path, or several of them.
       features: by name, `spmd.data.fixed` or `spmd.data.padded`; other features are ignored.
       batch_size: records of a batch, over all processes.
-      shuffle: True, False, or a window of records that are mixed.
-      seed: decides the order.
-      workers: threads that read ahead; the batches do not depend on their number.
-      on_error: "stop", or "skip" for leaving out records that cannot be read; of a file whose lengths are damaged, all from there on.
-      index: a folder in which it is kept where records begin, so that the next run need not look. None: nothing is written.
+      shuffle, seed, workers, index: as in `spmd.data.csv`.
+      on_error: "stop", or "skip" to leave out records that cannot be read; of a file whose lengths are damaged, all from there on.
 
     Raises:
       DataError: no file, or one that is truncated or damaged.
@@ -85,12 +79,11 @@ def tfrecord(
       spmd.errors.DataError: no file matches "train-*.tfrecord".
       ...
     """
-    if not isinstance(features, Mapping) or not features or not all(isinstance(one, Feature) for one in features.values()):
-        raise OptionError(f"features={features!r}.", fix='such as {"label": spmd.data.fixed((), "int32")}.')
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     skip = on_error == "skip"
-    offsets = RecordIndex(find_files(files), lambda path: scan(path, skip=skip), f"tfrecord {skip}", index, fills_file=True)
-    return Records(TFRecordFiles(offsets, features), reading)
+    parser = Parser(features)
+    offsets = RecordIndex(find_files(files), lambda path: scan(path, skip=skip), f"tfrecord 2 {skip}", index, fills_file=True)
+    return Records(TFRecordFiles(offsets, parser), reading)
 
 
 def _frames(raw: bytes, starts: np.ndarray, length: int) -> np.ndarray:
@@ -118,17 +111,15 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
     ends = np.append(starts[1:], end)[: len(starts)]
     if wrong is None and end == size:
         return starts, ends
-    count, at = (len(starts), end) if wrong is None else (wrong, int(heads[wrong]))
     if wrong is None:
-        why = f"the file is truncated: {size - at} bytes are left of {size}, and the record there is longer"
+        count, at, why = len(starts), end, f"the file is truncated: {size - end} bytes are left of {size}, and the record there is longer"
     else:
-        why = "the checksum of its length is not right: where the next record begins is not known"
-    if not count and compression(path):
-        raise DataError(f"{path} is compressed ({compression(path)}), and records in it cannot be found by number.", fix="unpack it.")
+        count, at, why = wrong, int(heads[wrong]), "the checksum of its length is not right: where the next record begins is not known"
+    if not count:
+        check_uncompressed(path)
     if not skip:
-        fix = 'the file as it was written, or on_error="skip", which leaves out all from there on'
-        if not count:
-            fix = "a TFRecord file; nothing of this one can be read"
+        rest = 'the file as it was written, or on_error="skip", which leaves out all from there on'
+        fix = rest if count else "a TFRecord file; nothing of this one can be read"
         raise DataError(f"{path}, record {count} (byte {at}): {why}.", fix=f"{fix}.")
     logging.getLogger("spmd").warning("%s, record %d (byte %d): %s. All from there on is left out.", path, count, at, why)
     return starts[:count], ends[:count]
