@@ -44,14 +44,25 @@ def example(pixels: np.ndarray, label: int) -> bytes:
             raw, size = raw + bytes([size & 0x7F | 0x80]), size >> 7
         return bytes([number << 3 | 2]) + raw + bytes([size]) + payload
 
-    feature = lambda name, kind, payload: field(1, field(1, name) + field(2, field(kind, field(1, payload))))
+    def feature(name: bytes, kind: int, payload: bytes) -> bytes:
+        return field(1, field(1, name) + field(2, field(kind, field(1, payload))))
+
     return field(1, feature(b"image", 2, pixels.astype("<f4").tobytes()) + feature(b"label", 3, bytes([label])))
+
+
+def framed(record: bytes) -> bytes:
+    """A record as TFRecord files hold it, with its length and checksums."""
+    from spmd.data.crc import crc32c, masked
+
+    def checksum(raw: bytes) -> bytes:
+        return struct.pack("<I", int(masked(crc32c(np.frombuffer(raw, np.uint8)[None]))[0]))
+
+    length = struct.pack("<Q", len(record))
+    return length + checksum(length) + record + checksum(record)
 
 
 def make(kind: str, folder: Path, size: int) -> int:
     """Write four files of about `size` bytes in total; return the number of records."""
-    from spmd.data.crc import crc32c, masked
-
     rng, count = np.random.default_rng(0), 0
     for part in range(4):
         path = folder / f"part-{part}.{kind}"
@@ -69,9 +80,7 @@ def make(kind: str, folder: Path, size: int) -> int:
         times = max(1, size // 4 // sum(map(len, records)))
         count += 200 * times
         if kind == "tfrecord":
-            word = lambda raw: struct.pack("<I", int(masked(crc32c(np.frombuffer(raw, np.uint8)[None]))[0]))
-            heads = [struct.pack("<Q", len(record)) for record in records]
-            block = b"".join(head + word(head) + record + word(record) for head, record in zip(heads, records, strict=True))
+            block = b"".join(map(framed, records))
             with open(path, "wb") as file:
                 for _ in range(times):
                     file.write(block)
@@ -106,21 +115,21 @@ def batches(kind: str, arm: str, folder: str):
             yield from {"grain": grain_arm, "torch": torch_arm, "pandas": pandas_arm}[name](kind, files, how, epoch)
 
 
-_made: dict = {}
+_opened: dict = {}  # data sets by kind of file
 
 
 def ours(kind: str, files: list[str], how: str, epoch: int):
     import spmd
 
-    if kind not in _made:
+    if kind not in _opened:
         options = {"batch_size": BATCH, "workers": 2 if how == "2 workers" else 0, "shuffle": how != "in order"}
         features = {"image": spmd.data.fixed((PIXELS,), "float32"), "label": spmd.data.fixed((), "int32")}
         if kind == "csv":
             columns = {"x": [f"x{at}" for at in range(COLUMNS)], "label": "label"}
-            _made[kind] = spmd.data.csv(files, columns=columns, **options)
+            _opened[kind] = spmd.data.csv(files, columns=columns, **options)
         else:
-            _made[kind] = getattr(spmd.data, kind)(files, features=features, **options)
-    return _made[kind].epoch(epoch)
+            _opened[kind] = getattr(spmd.data, kind)(files, features=features, **options)
+    return _opened[kind].epoch(epoch)
 
 
 def grain_arm(kind: str, files: list[str], how: str, epoch: int):
@@ -141,22 +150,23 @@ def torch_arm(kind: str, files: list[str], how: str, epoch: int):
         import grain
 
         records = grain.sources.ArrayRecordDataSource(files)
-        read = lambda at: parsed(records[at])
     else:
-        if "torch" not in _made:  # the offsets are not what is measured: they are taken from ours
+        if "torch" not in _opened:  # the offsets are not what is measured: they are taken from ours
             from spmd.data.csv_files import _scan
             from spmd.data.record_index import RecordIndex
             from spmd.data.tfrecords import scan
 
-            _made["torch"] = RecordIndex(tuple(files), (lambda path: _scan(path, ",", header=True)) if kind == "csv" else scan, kind)
-        offsets = records = _made["torch"]
-        raw = lambda at: offsets.read(np.array([at]))[0]
+            _opened["torch"] = RecordIndex(tuple(files), (lambda path: _scan(path, ",", header=True)) if kind == "csv" else scan, kind)
+        records = _opened["torch"]
 
-        def of_line(at: int) -> dict:
-            *x, label = raw(at).split(b",")
-            return {"x": np.array(x, np.float32), "label": np.int32(label)}
-
-        read = of_line if kind == "csv" else lambda at: parsed(raw(at)[12:-4])  # no checksum is looked at
+    def read(at: int) -> dict:
+        if kind == "array_record":
+            return parsed(records[at])
+        raw = records.read(np.array([at]))[0]
+        if kind == "tfrecord":
+            return parsed(raw[12:-4])  # no checksum is looked at
+        *x, label = raw.split(b",")
+        return {"x": np.array(x, np.float32), "label": np.int32(label)}
 
     class Records(torch.utils.data.Dataset):
         def __len__(self):
@@ -194,9 +204,9 @@ def arm_main(kind: str, arm: str, folder: str) -> None:
 
 def measure(kind: str, folder: Path, rounds: int) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
     """Seconds to the first batch, and records per second in each round, of each arm; and who is not installed."""
-    missing = [name for name, module in PEERS.items() if importlib.util.find_spec(module) is None]
+    missing = {name for name, module in PEERS.items() if importlib.util.find_spec(module) is None}
     arms = [arm for arm in ARMS[kind] if arm.partition(", ")[0] not in missing]
-    absent = sorted({arm.partition(", ")[0] for arm in ARMS[kind]} & set(missing))
+    absent = sorted(missing & {arm.partition(", ")[0] for arm in ARMS[kind]})
     command = [sys.executable, __file__, "--arm", kind]
     jobs = {arm: subprocess.Popen([*command, arm, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for arm in arms}
     rates: dict[str, list[float]] = {arm: [] for arm in arms}

@@ -44,16 +44,16 @@ def test_types_are_inferred_and_shown(tmp_path):
     path = written.csv(tmp_path / "a.csv", ["1,2.5,cat", "2,3,dog", "3000000000,,cat"], "count,real,kind")
     data = spmd.data.csv(path, batch_size=2, categories={"kind": ["cat", "dog"]}, defaults={"real": -1.0})
     assert repr(data).splitlines()[1:] == ["    count  int64[]", "    real   float32[]", "    kind   int32[]"]
-    found = read(path, categories={"kind": ["cat", "dog"]}, defaults={"real": -1.0})
-    assert found["count"].tolist() == [1, 2, 3000000000] and found["real"].tolist() == [2.5, 3, -1] and found["kind"].tolist() == [0, 1, 0]
+    rows = read(path, categories={"kind": ["cat", "dog"]}, defaults={"real": -1.0})
+    assert rows["count"].tolist() == [1, 2, 3000000000] and rows["real"].tolist() == [2.5, 3, -1] and rows["kind"].tolist() == [0, 1, 0]
 
 
 def test_quotes_newlines_and_other_separators(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbfx;word\r\n1;"a;b"\r\n\r\n2;"two\nlines"\r\n3;"say ""so"""\r\n4;plain')
     words = ["a;b", "two\nlines", 'say "so"', "plain"]
-    found = read(path, separator=";", categories={"word": words})
-    assert found["x"].tolist() == [1, 2, 3, 4] and found["word"].tolist() == [0, 1, 2, 3]
+    rows = read(path, separator=";", categories={"word": words})
+    assert rows["x"].tolist() == [1, 2, 3, 4] and rows["word"].tolist() == [0, 1, 2, 3]
     assert read(path, separator=";", columns=["x"], batch_size=1)["x"].tolist() == [1, 2, 3, 4]
 
 
@@ -126,7 +126,7 @@ def test_files_without_a_header(tmp_path):
 def test_index_is_written_only_to_the_index_folder(tmp_path, monkeypatch):
     path = written.csv(tmp_path / "a.csv", [f"{at},0" for at in range(9)], "x,y")
     first = read(path, index=tmp_path / "kept")
-    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["a.csv"] and len(list((tmp_path / "kept").iterdir())) == 1
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["a.csv"] and len(list((tmp_path / "kept").iterdir())) == 1
     with monkeypatch.context() as patched:
         patched.setattr(csv_files, "_scan", None)  # the index is used, not another scan
         assert read(path, index=tmp_path / "kept")["x"].tolist() == first["x"].tolist()
@@ -152,8 +152,8 @@ def test_columns_side_by_side_have_the_dtype_that_is_declared(tmp_path):
 
 def test_table_with_only_text_columns(tmp_path):
     path = written.csv(tmp_path / "a.csv", ["x,p", "y,q", "x,q"], "a,b")
-    found = read(path, categories={"a": ["x", "y"], "b": ["p", "q"]})
-    assert found["a"].tolist() == [0, 1, 0] and found["b"].tolist() == [0, 1, 1]
+    rows = read(path, categories={"a": ["x", "y"], "b": ["p", "q"]})
+    assert rows["a"].tolist() == [0, 1, 0] and rows["b"].tolist() == [0, 1, 1]
 
 
 def test_byte_order_mark_is_not_part_of_the_first_number(tmp_path):

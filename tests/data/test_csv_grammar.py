@@ -37,11 +37,11 @@ def by_machine(text):
 
 def by_grammar(path, raw, chunk):
     try:
-        found = [pair for edges in csv_grammar.records(str(path), ",", chunk) for pair in zip(*edges, strict=True)]
+        records = [pair for edges in csv_grammar.records(str(path), ",", chunk) for pair in zip(*edges, strict=True)]
     except DataError as error:
         assert "a quote that is never closed" in str(error)
         return None
-    return [[csv_grammar.unquoted(field).decode() for field in csv_grammar.split(raw[start:end], ",")] for start, end in found]
+    return [[csv_grammar.unquoted(field).decode() for field in csv_grammar.split(raw[start:end], ",")] for start, end in records]
 
 
 def test_records_and_fields_are_those_of_a_reader_of_single_letters(tmp_path):
@@ -140,7 +140,7 @@ def test_work_on_columns_grows_with_their_number(tmp_path, monkeypatch):
     wide = 2000
     path = written.csv(tmp_path / "a.csv", [",".join(["1"] * wide)], ",".join(f"c{at}" for at in range(wide)))
     read = csv_checks._header
-    monkeypatch.setattr(csv_checks, "_header", lambda *given: [Name(name) for name in read(*given)])
+    monkeypatch.setattr(csv_checks, "_header", lambda *arguments: [Name(name) for name in read(*arguments)])
     names = [Name(f"c{at}") for at in reversed(range(wide))]
     data = spmd.data.csv(path, columns={"x": names, "y": names[:5]}, types={name: "int32" for name in names[:9]}, batch_size=1)
     assert next(iter(data))["x"].tolist() == [[1] * wide]

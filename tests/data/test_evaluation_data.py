@@ -37,7 +37,7 @@ def trained(data=None, **more):
     return spmd.fit(net, rows() if data is None else data, **options(**more))
 
 
-def never(*given, **more):
+def never(*arguments, **options):
     raise AssertionError("a step was made")
 
 
@@ -97,8 +97,10 @@ def test_evaluation_of_other_keys_has_its_own_metrics(caplog):
 
 
 def test_evaluation_of_another_dtype_or_length_has_its_own_program():
-    mean = lambda model, batch: (model(batch["x"].astype(np.float32).mean(axis=1)[:, None])[:, 0] - batch["y"][:, 0]) ** 2
-    result = spmd.fit(lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), rows(), **options(loss=mean))
+    def error_of_mean(model, batch):
+        return (model(batch["x"].astype(np.float32).mean(axis=1)[:, None])[:, 0] - batch["y"][:, 0]) ** 2
+
+    result = spmd.fit(lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), rows(), **options(loss=error_of_mean))
     doubled = {**rows(), "x": np.repeat(rows()["x"], 2, axis=1)}
     integers = {"x": np.round(rows()["x"]).astype(np.int32), "y": rows()["y"]}
     rounded = {"x": integers["x"].astype(np.float32), "y": integers["y"]}

@@ -57,12 +57,12 @@ def test_a_damaged_index_is_built_again_and_reported(path, caplog, monkeypatch):
     """For some 100 kinds of damage, the records read are those of the data, and the index is restored."""
     file, expected = indexed(path), list(range(100, 100 + ROWS))
     raw = file.read_bytes()
-    for name, other in damages(raw):
-        file.write_bytes(other)
+    for name, damaged in damages(raw):
+        file.write_bytes(damaged)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "spmd"):
             assert read(path) == expected, name
-        assert other == raw or f"the index of {path} is damaged and is built again" in caplog.text, name
+        assert damaged == raw or f"the index of {path} is damaged and is built again" in caplog.text, name
         assert file.read_bytes() == raw, name
     with monkeypatch.context() as patched:
         patched.setattr(csv_files, "_scan", None)  # an intact index is used
@@ -81,10 +81,10 @@ def test_index_of_another_file_is_not_used(path, caplog):
 def test_index_is_rebuilt_for_data_changed_with_the_same_size_and_time(path):
     """Same size, same modification time."""
     indexed(path)
-    about = os.stat(path)
+    stat = os.stat(path)
     path.write_text(path.read_text().replace("\n100,50.0\n101,50.5\n", "\n10,50.0\n1010,50.5\n"))
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert os.stat(path).st_size == about.st_size and read(path)[:3] == [10, 1010, 102]
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert os.stat(path).st_size == stat.st_size and read(path)[:3] == [10, 1010, 102]
 
 
 def test_an_index_that_cannot_be_kept_is_reported(path, caplog):
@@ -94,7 +94,7 @@ def test_an_index_that_cannot_be_kept_is_reported(path, caplog):
     with caplog.at_level(logging.WARNING, "spmd"):
         assert read(path) == list(range(100, 100 + ROWS))
     assert "cannot be kept, so the next run looks for its records again" in caplog.text
-    assert [one.name for one in file.parent.iterdir()] == [file.name]
+    assert [entry.name for entry in file.parent.iterdir()] == [file.name]
     with pytest.raises(OptionError, match=r"the folder .*index cannot be created: .*a.csv is a file"):
         spmd.data.csv(path, batch_size=ROWS, index=path / "index")
 
@@ -107,7 +107,10 @@ def test_data_of_the_same_size_and_other_contents_is_not_resumed(tmp_path):
     table = rng.integers(1, 9, (32, 17))
     path = written.csv(tmp_path / "a.csv", [",".join(map(str, row)) for row in table], ",".join([*(f"x{at}" for at in range(16)), "y"]))
     columns = {"x": [f"x{at}" for at in range(16)], "y": ["y"]}
-    make = lambda: spmd.data.csv(path, columns=columns, types={name: "float32" for name in [*columns["x"], "y"]}, batch_size=16)
+
+    def make():
+        return spmd.data.csv(path, columns=columns, types={name: "float32" for name in [*columns["x"], "y"]}, batch_size=16)
+
     fit(make(), steps=1, checkpoint=tmp_path / "run")
     state = iter(make()).get_state()
     assert json.loads(json.dumps(state)) == state
@@ -160,8 +163,8 @@ def test_a_sample_of_large_files_has_their_ends_and_blocks_between(tmp_path, mon
             changed = bytearray(b"".join(raw))
             if at is not None:
                 changed[at] ^= 1
-            for path, first, one in zip(paths, np.cumsum([0, *map(len, raw)]), raw, strict=False):
-                path.write_bytes(changed[first : first + len(one)])
+            for path, first, contents in zip(paths, np.cumsum([0, *map(len, raw)]), raw, strict=False):
+                path.write_bytes(changed[first : first + len(contents)])
             hashes[blocks, at] = data_hash.of_files([str(path) for path in paths], list(map(len, raw)), blocks)
     noticed = {blocks: [at for at in range(151) if hashes[blocks, at] != hashes[blocks, None]] for blocks in (5, 38)}
     assert noticed[38] == list(range(151)), "all of what is small"

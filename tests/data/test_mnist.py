@@ -51,10 +51,10 @@ def test_every_kind_of_number_in_any_shape(tmp_path, code, shape):
     low = -100 if kind.kind in "if" else 0
     array = np.random.default_rng(code).integers(low, 100, shape).astype(kind)
     (tmp_path / "file").write_bytes(idx(array, code))
-    found = read_idx(tmp_path / "file")
-    assert np.array_equal(found, array) and found.shape == shape
-    assert found.dtype == kind.newbyteorder("=") and found.dtype.isnative
-    assert found.flags.writeable
+    numbers = read_idx(tmp_path / "file")
+    assert np.array_equal(numbers, array) and numbers.shape == shape
+    assert numbers.dtype == kind.newbyteorder("=") and numbers.dtype.isnative
+    assert numbers.flags.writeable
 
 
 def refused(tmp_path, raw):

@@ -49,7 +49,7 @@ def wide_rows(kind):
 @pytest.mark.parametrize("kind", WIDE)
 def test_placer_names_value_that_narrower_dtype_does_not_hold(kind, way, monkeypatch):
     data, place = wide_rows(kind), placer()
-    what = "the data" if way in ("indexed", "resident") else "the batch"
+    owner = "the data" if way in ("indexed", "resident") else "the batch"
     with pytest.raises(DataError) as raised:
         if way == "resident":
             replicate_arrays(data, spmd.make_mesh("data=8"))
@@ -60,9 +60,9 @@ def test_placer_names_value_that_narrower_dtype_does_not_hold(kind, way, monkeyp
             Placer(one_device(), lambda path: ("data",), ("data",), 16, pad=True)(HostBatch(data, 16))
         else:
             place(HostBatch(data, 16, np.arange(16)[::-1] if way == "indexed" else None))
-    value, made = WIDE[kind][1:]
+    value, narrowed = WIDE[kind][1:]
     text = str(raised.value)
-    assert text.startswith(f"y: row 11 of {what} holds {value}. jax makes {made}")
+    assert text.startswith(f"y: row 11 of {owner} holds {value}. jax makes {narrowed}")
     assert "jax_enable_x64" in text
 
 
@@ -120,9 +120,9 @@ def test_an_index_picks_the_rows():
 
 @pytest.mark.parametrize("rows", [16, 5])
 def test_arrays_that_are_on_a_device_already_are_placed_likewise(rows):
-    given = jax.tree.map(jnp.asarray, examples(rows))
-    assert same(placer()(HostBatch(given, rows)).leaves, placer()(host(rows)).leaves)
-    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    on_device = jax.tree.map(jnp.asarray, examples(rows))
+    assert same(placer()(HostBatch(on_device, rows)).leaves, placer()(host(rows)).leaves)
+    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(on_device))
 
 
 def test_wide_numbers_become_the_width_jax_computes_in():
@@ -158,8 +158,8 @@ def test_jax_alone_shares_aligned_memory_with_the_caller():
 def test_a_placed_batch_shares_no_memory_with_the_buffer(pad, rows, index, devices):
     buffer = aligned((64, FEATURES))
     buffer[:] = 1
-    given = HostBatch({"x": buffer[:rows]}, rows, None if index is None else np.arange(rows))
-    batch = placer("data=8" if devices == 8 else one_device(), rows=64, pad=pad)(given)
+    host_batch = HostBatch({"x": buffer[:rows]}, rows, None if index is None else np.arange(rows))
+    batch = placer("data=8" if devices == 8 else one_device(), rows=64, pad=pad)(host_batch)
     buffer[:] = 2
     assert np.asarray(batch.leaves["x"]).max() == 1
 
@@ -169,9 +169,9 @@ def test_resident_arrays_share_no_memory_with_the_buffer():
 
     buffer = aligned((64, FEATURES))
     buffer[:] = 1
-    kept = replicate_arrays({"x": buffer}, spmd.make_mesh())
+    resident = replicate_arrays({"x": buffer}, spmd.make_mesh())
     buffer[:] = 2
-    assert np.asarray(kept["x"]).max() == 1
+    assert np.asarray(resident["x"]).max() == 1
 
 
 def fresh_batches(count=6, rows=64):
@@ -202,9 +202,9 @@ def test_a_generator_may_reuse_its_buffer(prefetch, layout):
 
 
 def test_generator_test_would_notice_shared_memory(monkeypatch):
-    def share(self, given):
-        leaves = jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(self._mesh, jax.P("data"))), given.leaves)
-        return batches.Batch(leaves, self.weights(given.rows, given.rows, True), given.rows, True, given.position)
+    def share(self, host_batch):
+        leaves = jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(self._mesh, jax.P("data"))), host_batch.leaves)
+        return batches.Batch(leaves, self.weights(host_batch.rows, host_batch.rows, True), host_batch.rows, True, host_batch.position)
 
     expected = fit(fresh_batches)
     monkeypatch.setattr(Placer, "__call__", share)
@@ -225,5 +225,5 @@ def test_a_buffer_given_to_trainer_step_may_be_overwritten_at_once(devices):
                 buffer[:] = np.nan
         return state, metrics["loss"]
 
-    (left, loss), (right, other) = train(True), train(False)
-    assert same(left, right) and loss == other
+    (left, loss), (right, other_loss) = train(True), train(False)
+    assert same(left, right) and loss == other_loss

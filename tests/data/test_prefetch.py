@@ -19,7 +19,7 @@ def readers():
 @pytest.fixture
 def blocked(monkeypatch):
     """The next entry that the reader cannot put because the queue is full: each entry once, as soon as the reader blocks."""
-    found = queue.SimpleQueue()
+    entries = queue.SimpleQueue()
 
     class Queue(queue.Queue):
         newest = None
@@ -27,11 +27,11 @@ def blocked(monkeypatch):
         def put(self, entry, timeout):
             if self.full() and entry is not self.newest:
                 self.newest = entry
-                found.put(entry)
+                entries.put(entry)
             super().put(entry, timeout=timeout)
 
     monkeypatch.setattr(MODULE, "queue", SimpleNamespace(Queue=Queue, Full=queue.Full))
-    return lambda: found.get(timeout=60)
+    return lambda: entries.get(timeout=60)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])

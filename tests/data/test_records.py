@@ -91,12 +91,12 @@ def test_a_state_of_other_data_is_refused(folder):
 
 def global_batches(reader, size, epoch=1, start=0):
     """Global batches of `size` processes: each process reads its local rows of a full batch, and all rows of a short one."""
-    made = []
+    by_process = []
     for rank in range(size):
         part = RecordSource(reader)
         part.local_rows = np.arange(8).reshape(size, -1)[rank] if size > 1 else None
-        made.append(list(part.epoch(epoch, start)))
-    for batches in zip(*made, strict=True):
+        by_process.append(list(part.epoch(epoch, start)))
+    for batches in zip(*by_process, strict=True):
         rows = batches[0].rows
         local_rows = [np.arange(8).reshape(size, -1)[rank] if size > 1 and rows == 8 else np.arange(rows) for rank in range(size)]
         global_batch = np.zeros(rows, np.int32)
@@ -114,8 +114,8 @@ def test_batches_are_the_same_in_any_number_of_processes(folder, size, start):
 
 def test_a_process_reads_its_own_rows_only(folder):
     data, read = records(folder), []
-    wanted = data.format.read
-    data.format.read = lambda ids: read.append(len(ids)) or wanted(ids)
+    read_records = data.format.read
+    data.format.read = lambda ids: read.append(len(ids)) or read_records(ids)
     half = RecordSource(data)
     half.local_rows = np.arange(4)
     batches = list(half.epoch(0))
@@ -193,13 +193,13 @@ def test_fit_rejects_options_that_contradict_the_records(table):
 def test_batches_that_are_read_together_are_those_read_alone(folder, monkeypatch, workers):
     data, alone = records(folder, workers=workers, batch_size=3), records(folder, batch_size=3)
     alone.format.together = 1
-    sizes = {name: [len(some) for some in one.group_batches(list(range(17)), 3)] for name, one in (("data", data), ("alone", alone))}
-    assert sizes == {"data": [1, 2, 4, 4, 4, 2] if workers else [1, 2, 4, 8, 2], "alone": [1] * 17}, "each thread has some"
+    sizes = [[len(group) for group in reader.group_batches(list(range(17)), 3)] for reader in (data, alone)]
+    assert sizes == [[1, 2, 4, 4, 4, 2] if workers else [1, 2, 4, 8, 2], [1] * 17], "each thread has some"
     monkeypatch.setattr("spmd.data.records.BYTES", 8 * 3 * 5)  # a record has 8 bytes, a batch 3 records
-    assert max(len(some) for some in data.group_batches(list(range(40)), 3)) == 5
+    assert max(len(group) for group in data.group_batches(list(range(40)), 3)) == 5
     for epoch, start in [(0, 0), (1, 5), (1, 17)]:
-        for one, other in zip(data.epoch(epoch, start), alone.epoch(epoch, start), strict=True):
-            assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+        for batch, expected in zip(data.epoch(epoch, start), alone.epoch(epoch, start), strict=True):
+            assert batch.keys() == expected.keys() and all(np.array_equal(batch[name], expected[name]) for name in batch)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -248,9 +248,9 @@ def test_skipped_records_have_no_weight_and_are_counted(table, caplog):
     with caplog.at_level(logging.WARNING, "spmd"):
         result = fit(data, epochs=1)
     assert "epoch 1 did without 2 of 44 records" in caplog.text
-    kept = np.delete(arrays["y"][:16], 5, axis=0)
+    labels = np.delete(arrays["y"][:16], 5, axis=0)
     losses = result.history["loss"]
-    assert losses[0] == pytest.approx(np.mean(kept**2), rel=1e-6)  # parameters are zeros at the first step
+    assert losses[0] == pytest.approx(np.mean(labels**2), rel=1e-6)  # parameters are zeros at the first step
     assert losses[0] != pytest.approx(np.mean(arrays["y"][:16] ** 2), rel=1e-3)
     assert len(losses) == 3
     batches = iter(data)
@@ -331,15 +331,15 @@ def test_short_last_batch_without_a_readable_record_is_no_step(table, caplog):
 
 def test_all_processes_have_the_same_batches_where_one_reads_nothing(table):
     data = broken(table, [*range(8), *range(32, 44)])
-    made = []
+    by_process = []
     for rank in range(2):
         part = RecordSource(data)
         part.local_rows = np.arange(16).reshape(2, 8)[rank]
-        made.append(list(part.epoch(0)))
-    assert [[batch.rows for batch in batches] for batches in made] == [[16, 16]] * 2
-    nothing = made[0][0]
+        by_process.append(list(part.epoch(0)))
+    assert [[batch.rows for batch in batches] for batches in by_process] == [[16, 16]] * 2
+    nothing = by_process[0][0]
     assert not nothing.weights[:8].any() and not nothing.leaves["x"].any()
-    assert made[1][0].weights is None and made[1][0].leaves["x"][8:].any()
+    assert by_process[1][0].weights is None and by_process[1][0].leaves["x"][8:].any()
 
 
 def test_full_batch_without_a_readable_record_stops_the_run(table):

@@ -43,21 +43,21 @@ def fit_normed(data, **options):
 @pytest.mark.parametrize("count", [96, 88], ids=["whole batches", "short last batch"])
 def test_resident_data_trains_like_arrays(count, steps_per_call):
     plain = fit(examples(count), batch_size=16, epochs=3)
-    kept = fit(spmd.data.resident(examples(count), steps_per_call=steps_per_call), batch_size=16, epochs=3)
-    assert int(kept.state.step) == int(plain.state.step) == 18
-    close(kept.state, plain.state)
-    np.testing.assert_allclose(kept.history["loss"], plain.history["loss"], rtol=1e-6)
-    assert not same(kept.state, fit(examples(count), batch_size=16, epochs=3, seed=1).state)
+    resident = fit(spmd.data.resident(examples(count), steps_per_call=steps_per_call), batch_size=16, epochs=3)
+    assert int(resident.state.step) == int(plain.state.step) == 18
+    close(resident.state, plain.state)
+    np.testing.assert_allclose(resident.history["loss"], plain.history["loss"], rtol=1e-6)
+    assert not same(resident.state, fit(examples(count), batch_size=16, epochs=3, seed=1).state)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [88, 96], ids=["short last batch", "whole batches"])
 def test_resident_data_trains_like_arrays_without_padding(count):
     plain = fit_normed(examples(count), batch_size=16, epochs=2)
-    kept = fit_normed(spmd.data.resident(examples(count), steps_per_call=3), batch_size=16, epochs=2)
-    assert not kept.trainer.prepare(examples(16))[0].pad_training
-    assert len(kept.history) == 12
-    close(kept.state, plain.state)
+    resident = fit_normed(spmd.data.resident(examples(count), steps_per_call=3), batch_size=16, epochs=2)
+    assert not resident.trainer.prepare(examples(16))[0].pad_training
+    assert len(resident.history) == 12
+    close(resident.state, plain.state)
 
 
 def test_metrics_of_every_step_are_known():
@@ -72,7 +72,7 @@ def test_many_steps_do_run_in_one_call(monkeypatch):
     from spmd.train.compiled_step import Program
 
     calls, scan_steps = [], Program.scan_steps
-    monkeypatch.setattr(Program, "scan_steps", lambda self, *given: calls.append(given[2].shape) or scan_steps(self, *given))
+    monkeypatch.setattr(Program, "scan_steps", lambda self, *arguments: calls.append(arguments[2].shape) or scan_steps(self, *arguments))
     fit(spmd.data.resident(examples(96), steps_per_call=3), batch_size=16, epochs=2)
     assert calls == [(3, 16)] * 4
 
@@ -94,7 +94,7 @@ def test_calls_end_where_something_is_due(tmp_path):
             seen["checkpoint"].append((info.step, int(info.state.step)))
 
     options = {"batch_size": 16, "steps": 17, "eval_data": examples(32, 1), "eval_every": 4}
-    kept = fit(
+    resident = fit(
         spmd.data.resident(examples(96), steps_per_call=3),
         callbacks=[Look()],
         checkpoint=spmd.Checkpoint(tmp_path, every=5),
@@ -104,8 +104,8 @@ def test_calls_end_where_something_is_due(tmp_path):
     assert seen["eval"] == [(step, step) for step in (4, 8, 12, 16, 17)]  # and at the end
     assert seen["checkpoint"] == [(step, step) for step in (5, 10, 15, 17)]
     plain = fit(examples(96), **options)
-    close(kept.state, plain.state)
-    np.testing.assert_allclose(kept.history["eval_loss"], plain.history["eval_loss"], rtol=1e-6)
+    close(resident.state, plain.state)
+    np.testing.assert_allclose(resident.history["eval_loss"], plain.history["eval_loss"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("stop", [6, 9], ids=["epoch's end", "mid-epoch"])
@@ -120,9 +120,9 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, stop):
 
 def test_every_device_holds_everything():
     arrays = examples(24)
-    kept = replicate_arrays(arrays, spmd.make_mesh("data=4,model=2"))
-    assert same(kept, arrays)
-    assert all(leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8 for leaf in jax.tree.leaves(kept))
+    replicated = replicate_arrays(arrays, spmd.make_mesh("data=4,model=2"))
+    assert same(replicated, arrays)
+    assert all(leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8 for leaf in jax.tree.leaves(replicated))
 
 
 @pytest.mark.parametrize(

@@ -182,11 +182,11 @@ def test_the_first_batch_is_read_once_for_its_shapes_and_not_lost():
 
 
 def test_starting_an_iterable_in_the_middle_is_the_tail_of_the_epoch():
-    given = batches(5)
-    epoch = list(as_source(given, batch_size=None, shuffle=None, seed=0).epoch(0))
-    tail = list(as_source(given, batch_size=None, shuffle=None, seed=0).epoch(0, 2))
-    assert [b.leaves["x"].tobytes() for b in tail] == [b.leaves["x"].tobytes() for b in epoch[2:]]
-    assert list(as_source(given, batch_size=None, shuffle=None, seed=0).epoch(0, 5)) == []
+    data = batches(5)
+    epoch = list(as_source(data, batch_size=None, shuffle=None, seed=0).epoch(0))
+    tail = list(as_source(data, batch_size=None, shuffle=None, seed=0).epoch(0, 2))
+    assert [batch.leaves["x"].tobytes() for batch in tail] == [batch.leaves["x"].tobytes() for batch in epoch[2:]]
+    assert list(as_source(data, batch_size=None, shuffle=None, seed=0).epoch(0, 5)) == []
 
 
 def test_a_resumed_run_notices_that_its_iterable_has_become_shorter():

@@ -42,10 +42,10 @@ def test_checksums_are_those_made_bit_by_bit(length):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_features_are_read(path, workers):
-    found = read(path, workers=workers)
-    assert found["y"].tolist() == [at * 100 - 300 for at in range(ROWS)]
-    assert np.array_equal(found["x"], [(np.arange(4, dtype=np.float32) + at).reshape(2, 2) for at in range(ROWS)])
-    assert found["raw"][:, 0].tolist() == list(range(ROWS))
+    rows = read(path, workers=workers)
+    assert rows["y"].tolist() == [at * 100 - 300 for at in range(ROWS)]
+    assert np.array_equal(rows["x"], [(np.arange(4, dtype=np.float32) + at).reshape(2, 2) for at in range(ROWS)])
+    assert rows["raw"][:, 0].tolist() == list(range(ROWS))
 
 
 def test_features_that_are_not_read_may_be_anything(tmp_path):
@@ -56,8 +56,8 @@ def test_features_that_are_not_read_may_be_anything(tmp_path):
 
 def test_whole_numbers_of_all_sizes(tmp_path):
     values = [0, -1, 127, 128, 2**31 - 1, -(2**31), 2**62, -(2**63), 2**63 - 1, 300]
-    path = written.tfrecord(tmp_path / "a.tfrecord", [written.example(y=[one, other]) for one in values for other in values])
-    assert read(path, {"y": spmd.data.fixed((2,), "int64")})["y"].tolist() == [[one, other] for one in values for other in values]
+    path = written.tfrecord(tmp_path / "a.tfrecord", [written.example(y=[x, y]) for x in values for y in values])
+    assert read(path, {"y": spmd.data.fixed((2,), "int64")})["y"].tolist() == [[x, y] for x in values for y in values]
 
 
 def test_defaults_decoding_and_padding(tmp_path):
@@ -68,10 +68,10 @@ def test_defaults_decoding_and_padding(tmp_path):
         "text": spmd.data.fixed((), "int32", decode=lambda raw: np.int32(sum(raw))),
         "tokens": spmd.data.padded(4, "int32", fill=-1),
     }
-    found = read(path, features)
-    assert found["w"].tolist() == [2, 0.5, 2, 0.5, 2] and found["text"].tolist() == [0, 0, 1, 3, 6]
-    assert found["tokens"].tolist() == [[-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1], [0, 1, 2, -1], [0, 1, 2, 3]]
-    assert found["tokens_mask"].sum(axis=1).tolist() == [0, 1, 2, 3, 4]
+    rows = read(path, features)
+    assert rows["w"].tolist() == [2, 0.5, 2, 0.5, 2] and rows["text"].tolist() == [0, 0, 1, 3, 6]
+    assert rows["tokens"].tolist() == [[-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1], [0, 1, 2, -1], [0, 1, 2, 3]]
+    assert rows["tokens_mask"].sum(axis=1).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match=r'a.tfrecord, record 4 \(byte \d+\): feature "tokens" has 4 numbers, and is padded to 3'):
         read(path, {"tokens": spmd.data.padded(3, "int32")})
     with pytest.raises(OptionError, match='"tokens_mask" is the mask of a padded feature too'):
@@ -109,7 +109,7 @@ def test_a_flipped_bit_is_named_and_skipped(path, caplog):
     with pytest.raises(DataError, match=rf"a.tfrecord, record 17 \(byte {at}\): its checksum is not that of its data\n    fix: "):
         read(path)
     with caplog.at_level(logging.WARNING, "spmd"):
-        assert read(path, on_error="skip")["raw"][:, 0].tolist() == [one for one in range(ROWS) if one != 17]
+        assert read(path, on_error="skip")["raw"][:, 0].tolist() == [record for record in range(ROWS) if record != 17]
     assert "epoch 1 did without 1 of 40 records" in caplog.text
 
 
@@ -154,8 +154,8 @@ def test_records_of_one_length_are_found_many_at_once(tmp_path, monkeypatch):
     expected = np.cumsum([0, *(size + 16 for size in sizes)])
     for together in (1, 4, 1 << 16):
         monkeypatch.setattr(tfrecords, "TOGETHER", together)
-        found = tfrecords.scan(str(path))
-        assert found[0].tolist() == expected[:-1].tolist() and found[1].tolist() == expected[1:].tolist()
+        begins, ends = tfrecords.scan(str(path))
+        assert begins.tolist() == expected[:-1].tolist() and ends.tolist() == expected[1:].tolist()
 
 
 def test_files_without_records(tmp_path):
@@ -215,16 +215,16 @@ def sequences(tmp_path):
 
 
 def test_buckets_are_as_long_as_they_have_to_be(sequences):
-    made = spmd.data.buckets(sequences, "tokens", [2, 5, 8])
-    batches = list(made.epoch(1))
-    assert len(batches) == len(made) and sorted(np.concatenate([batch["at"] for batch in batches])) == list(range(ROWS))
+    buckets = spmd.data.buckets(sequences, "tokens", [2, 5, 8])
+    batches = list(buckets.epoch(1))
+    assert len(batches) == len(buckets) and sorted(np.concatenate([batch["at"] for batch in batches])) == list(range(ROWS))
     for batch in batches:
         length = batch["tokens"].shape[1]
         assert batch["tokens_mask"].shape == batch["tokens"].shape
         assert {2: 0, 5: 3, 8: 6}[length] <= (batch["at"] % 9).min() and (batch["at"] % 9).max() <= length
     lengths = [batch["tokens"].shape[1] for batch in batches]
     assert lengths not in (sorted(lengths), sorted(lengths, reverse=True))  # short and long ones are mixed
-    middle = made.epoch(1)
+    middle = buckets.epoch(1)
     _ = [next(middle) for _ in range(3)]
     rest = iter(spmd.data.buckets(sequences, "tokens", [2, 5, 8]))
     rest.set_state(middle.get_state())
@@ -255,19 +255,19 @@ def test_a_bad_record_moves_no_other_to_another_bucket(tmp_path, caplog):
     path = written.tfrecord(tmp_path / "a.tfrecord", records)
     with pytest.raises(DataError, match="record 5"):
         spmd.data.buckets(spmd.data.tfrecord(path, **options), "tokens", [2, 8])
-    made = spmd.data.buckets(spmd.data.tfrecord(path, on_error="skip", **options), "tokens", [2, 8])
-    assert made.lengths.tolist() == [8, *[1] * 4, 0, *[1] * 6] and len(made) == 4
+    buckets = spmd.data.buckets(spmd.data.tfrecord(path, on_error="skip", **options), "tokens", [2, 8])
+    assert buckets.lengths.tolist() == [8, *[1] * 4, 0, *[1] * 6] and len(buckets) == 4
     expected = [[1, 2, 3, 4], [6, 7, 8], [9, 10, 11], [0]]
     for start in range(4):
-        batches = iter(made)
+        batches = iter(buckets)
         batches.set_state({**batches.get_state(), "batch": start, "skipped": int(start > 1)})
         caplog.clear()
         with caplog.at_level(logging.WARNING, "spmd"):
             assert [batch["at"].tolist() for batch in batches] == expected[start:]
         assert "without 1 of 12" in caplog.text
-    made._bucket[0] = 0
+    buckets._bucket[0] = 0
     with pytest.raises(DataError, match=r'record 0 .*"tokens" is longer than when it was measured'):
-        list(made)
+        list(buckets)
 
 
 # ArrayRecord ---------------------------------------------------------------------------------------------------------
@@ -292,25 +292,32 @@ def test_array_records_by_features_and_by_a_function(array_records, path):
     by_function = list(
         spmd.data.array_record(array_records, decode=lambda raw: {"size": np.int32(len(raw)), "first": np.arange(3)}, **options)
     )
-    for one, other in zip(by_features, as_tfrecord, strict=True):
-        assert all(np.array_equal(one[name], other[name]) for name in FEATURES)
+    for batch, expected in zip(by_features, as_tfrecord, strict=True):
+        assert all(np.array_equal(batch[name], expected[name]) for name in FEATURES)
     assert [len(batch["size"]) for batch in by_function] == [16, 16, 8]
     assert set(np.concatenate([batch["size"] for batch in by_function]).tolist()) == {len(example(at)) for at in range(ROWS)}
 
 
 def test_array_records_that_differ_are_named_or_padded(array_records):
-    grow = lambda raw: {"tokens": np.arange(len(raw) % 4, dtype=np.int32)}
+    def grow(raw):
+        return {"tokens": np.arange(len(raw) % 4, dtype=np.int32)}
+
     options = {"decode": grow, "batch_size": 40, "shuffle": False}
     with pytest.raises(
         DataError, match=r'0.array_record, record \d+: decode returns int32\[\d\] for "tokens", but int32\[\d\] for the first'
     ):
         next(iter(spmd.data.array_record(array_records, **options)))
-    found = next(iter(spmd.data.array_record(array_records, pad={"tokens": spmd.data.padded(3, "int32", fill=9)}, **options)))
-    assert found["tokens"].shape == (40, 3) and found["tokens_mask"].sum(axis=1).tolist() == [len(example(at)) % 4 for at in range(ROWS)]
+    batch = next(iter(spmd.data.array_record(array_records, pad={"tokens": spmd.data.padded(3, "int32", fill=9)}, **options)))
+    assert batch["tokens"].shape == (40, 3) and batch["tokens_mask"].sum(axis=1).tolist() == [len(example(at)) % 4 for at in range(ROWS)]
+    calls = iter(range(100))
+
+    def fail_at_record_23(raw):
+        if next(calls) == 24:  # the first call is for the shapes
+            raise ValueError("no")
+        return grow(b"")
+
     with pytest.raises(DataError, match=r"1.array_record, record 3: decode raises ValueError: no"):
-        seen = iter(range(100))
-        fails = lambda raw: grow(b"") if next(seen) != 24 else (_ for _ in ()).throw(ValueError("no"))  # one call is for the shapes
-        next(iter(spmd.data.array_record(array_records, **{**options, "decode": fails})))
+        next(iter(spmd.data.array_record(array_records, **{**options, "decode": fail_at_record_23})))
 
 
 def test_files_that_are_not_array_records_raise(array_records, tmp_path):
@@ -331,7 +338,10 @@ def test_a_first_array_record_that_cannot_be_read_is_skipped_like_any_other(tmp_
     writer.close()
     raw = path.read_bytes()
     options = {"batch_size": 4, "shuffle": False}
-    number = lambda raw: {"at": np.int32(raw[6:])}
+
+    def number(raw):
+        return {"at": np.int32(raw[6:])}
+
     for damaged, decode in [(raw.replace(b"number0", b"numbex0"), number), (raw, lambda raw: number(raw.replace(b"0", b"?")))]:
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=r"a.array_record, record 0: (it cannot be read|decode raises ValueError).*\n    fix: .*skip"):
