@@ -54,7 +54,7 @@ class Batch:
     has_rows: np.ndarray | None = None
 
 
-def as_arrays(tree: Tree, what: str) -> Tree:
+def as_arrays(tree: Tree, name: str) -> Tree:
     """The tree with arrays of other libraries (a tensor on the host, a column of a table) as numpy arrays.
 
     Raises:
@@ -64,7 +64,7 @@ def as_arrays(tree: Tree, what: str) -> Tree:
 
     def read(path: str, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise DataError(f"{what}: {path or 'it'} {describe(leaf)} was deleted: it was donated to a call.")
+            raise DataError(f"{name}: {path or 'it'} {describe(leaf)} was deleted: it was donated to a call.")
         if isinstance(leaf, known) or not hasattr(leaf, "__array__"):
             return leaf
         try:
@@ -72,7 +72,7 @@ def as_arrays(tree: Tree, what: str) -> Tree:
         except Exception as error:
             kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__name__}"
             fix = "arrays in the host's memory, such as tensor.detach().cpu().numpy()."
-            raise DataError(f"{what}: {path or 'it'} is a {kind}, which numpy cannot read: {first_line(error)}", fix=fix) from error
+            raise DataError(f"{name}: {path or 'it'} is a {kind}, which numpy cannot read: {first_line(error)}", fix=fix) from error
 
     all_numpy = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
     return tree if all_numpy else map_paths(read, tree)
@@ -99,7 +99,7 @@ def _list_shape(node: Any) -> str:
     return f"{type_name(node)} of {len(node)} {type(inner).__name__}{plural}"
 
 
-def check_leaves(tree: Tree, what: str) -> int:
+def check_leaves(tree: Tree, name: str) -> int:
     """The number of rows, the same in every leaf.
 
     Raises:
@@ -107,38 +107,38 @@ def check_leaves(tree: Tree, what: str) -> int:
     """
     leaves = flatten(tree)
     if not leaves:
-        raise DataError(f"{what} holds no arrays: {short_repr(tree)}.", fix="a dict or tuple of arrays of shape [rows, ...].")
+        raise DataError(f"{name} holds no arrays: {short_repr(tree)}.", fix="a dict or tuple of arrays of shape [rows, ...].")
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
     lists = {path: _list_shape(node) for path, node in _lists(tree)} if scalars else {}
     if lists:
         shown = lists.get("") or join_names(f"{path} is {shape}" for path, shape in lists.items())
-        raise DataError(f"{what}: {shown}, not an array.", fix="numpy.asarray(...), of shape [rows, ...].")
+        raise DataError(f"{name}: {shown}, not an array.", fix="numpy.asarray(...), of shape [rows, ...].")
     if scalars:
-        raise DataError(f"{what}: {join_names(scalars)} has no dim 0 of rows.", fix="arrays of shape [rows, ...].")
+        raise DataError(f"{name}: {join_names(scalars)} has no dim 0 of rows.", fix="arrays of shape [rows, ...].")
     unsupported = [f"{path or 'the batch'} {describe(leaf)}" for path, leaf in leaves.items() if dtype_of(leaf).kind in "OSUMmT"]
     if unsupported:
-        raise DataError(f"{what}: {join_names(unsupported)} cannot be placed on a device.", fix="numbers instead, or leave it out.")
+        raise DataError(f"{name}: {join_names(unsupported)} cannot be placed on a device.", fix="numbers instead, or leave it out.")
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
         problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."], path=path) for path, size in sizes.items()]
         least, most = min(sizes.values()), max(sizes.values())
         fix = f"the same number of rows in every leaf; the smallest has {least}, the largest {most}."
         problems[-1] = dataclasses.replace(problems[-1], fix=fix)
-        raise_problems(DataError, f"{what} is ragged: its leaves have different numbers of rows", problems)
+        raise_problems(DataError, f"{name} is ragged: its leaves have different numbers of rows", problems)
     return next(iter(sizes.values()))
 
 
-def check_matches(tree: Tree, sample: Tree, what: str) -> None:
+def check_matches(tree: Tree, sample: Tree, name: str) -> None:
     """Check that a batch has the leaves, dtypes and shapes of the first one; only the number of rows may differ.
 
     Raises:
       DataError: they differ; the step is compiled for one kind of batch.
     """
     if jax.tree.structure(tree) != jax.tree.structure(sample):
-        raise DataError(f"{what} holds {join_names(flatten(tree))}; the first one held {join_names(flatten(sample))}.")
+        raise DataError(f"{name} holds {join_names(flatten(tree))}; the first one held {join_names(flatten(sample))}.")
     for leaf, first in zip(jax.tree.leaves(tree), jax.tree.leaves(sample), strict=True):
         if np.shape(leaf)[1:] != first.shape[1:] or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype:
-            difference = f"{what} holds {describe(leaf)}, the first one {describe(first)}"
+            difference = f"{name} holds {describe(leaf)}, the first one {describe(first)}"
             raise DataError(f"{difference}: only the number of rows may differ.", fix="pad to one shape, or keep one dtype.")
 
 

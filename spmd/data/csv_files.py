@@ -239,8 +239,8 @@ def _dtype(name: str, texts: list[str], path: str, *, alone: bool) -> np.dtype:
     if odd and len(odd) == len(texts):
         words = sorted(set(odd))
         fix = f'categories={{"{name}": {words!r}}}, columns=[...] without it' if len(words) < 10 else "columns=[...] without it"
-        other = [letter for letter in ";\t|" if letter in name and alone]
-        fix = f"separator={other[0]!r}" if other else fix
+        separators = [letter for letter in ";\t|" if letter in name and alone]
+        fix = f"separator={separators[0]!r}" if separators else fix
         raise DataError(f'column "{name}" holds text, such as {odd[0]!r}, and no numbers ({path}).', fix=f"{fix}.")
     return np.dtype(np.float32)
 

@@ -48,8 +48,8 @@ def records(path: str, separator: str, chunk: int = CHUNK) -> Iterator[tuple[np.
         if len(ends):
             starts = np.append(begun, ends[:-1])
             begun = int(ends[-1])
-            kept = _not_blank(data, starts, ends, separator)
-            yield starts[kept], ends[kept]
+            filled = _not_blank(data, starts, ends, separator)
+            yield starts[filled], ends[filled]
     if inside:
         raise DataError(
             f"{path}, line {line(path, opened)}: a quote that is never closed.", fix="close it, or write quotes in quotes twice."
@@ -190,11 +190,11 @@ def _not_blank(text: np.ndarray, starts: np.ndarray, ends: np.ndarray, separator
     """bool[n]: lines that hold something."""
     blanks = np.zeros(256, bool)
     blanks[list(b" \t\r\n".replace(separator.encode(), b""))] = True
-    kept, left, at = np.ones(len(starts), bool), np.arange(len(starts)), starts
+    filled, left, at = np.ones(len(starts), bool), np.arange(len(starts)), starts
     while len(left):
         still = blanks[text[at]]
         left, at = left[still], at[still] + 1
         done = at == ends[left]
-        kept[left[done]] = False
+        filled[left[done]] = False
         left, at = left[~done], at[~done]
-    return kept
+    return filled

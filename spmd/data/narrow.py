@@ -34,11 +34,11 @@ def narrow(values: np.ndarray, *, copy: bool) -> np.ndarray:
         raise OutOfRange from None
 
 
-def raise_out_of_range(leaves: Tree, index: np.ndarray | None, what: str) -> NoReturn:
+def raise_out_of_range(leaves: Tree, index: np.ndarray | None, name: str) -> NoReturn:
     """Raise `DataError` for the first value of the rows `index` of `leaves` (all of them without) that `narrow` refuses.
 
     Args:
-      what: whose rows are numbered, in words.
+      name: whose rows are numbered, such as "the data".
     """
     for path, leaf in flatten(leaves).items():
         leaf = np.asarray(leaf)
@@ -50,7 +50,7 @@ def raise_out_of_range(leaves: Tree, index: np.ndarray | None, what: str) -> NoR
                 value, (least, most) = next(value for value in leaf[row].flat if not _fits(value)), limits(dtype)
                 smaller = "an index into a table of the values" if dtype.kind in "iu" else "the values divided by a constant"
                 raise DataError(
-                    f"{path or 'the array'}: row {row} of {what} holds {value}. jax makes {dtype} of {leaf.dtype}, which holds "
+                    f"{path or 'the array'}: row {row} of {name} holds {value}. jax makes {dtype} of {leaf.dtype}, which holds "
                     f"{least} to {most}.",
                     fix=f"smaller numbers, such as {smaller}; or jax.config.update('jax_enable_x64', True).",
                 )

@@ -149,9 +149,9 @@ class Records:
     def facts(self) -> dict[str, Any]:
         """What must be equal for a run to resume with the same data; the contents as a hash (`data_hash.of_files`)."""
         files = "" if len(self.format.counts) > 8 else ", ".join(map(str, self.format.counts))
-        about = {"examples": self.examples, "files": len(self.format.paths), "records of each file": files, "bytes": sum(self.format.sizes)}
-        about["contents"] = self._contents
-        return {**about, "batch_size": self.batch_size, "shuffle": self.reading.shuffle, "seed": self.reading.seed}
+        facts = {"examples": self.examples, "files": len(self.format.paths), "records of each file": files, "bytes": sum(self.format.sizes)}
+        facts["contents"] = self._contents
+        return {**facts, "batch_size": self.batch_size, "shuffle": self.reading.shuffle, "seed": self.reading.seed}
 
     def read(self, number: int, start: int = 0, local_rows: np.ndarray | None = None) -> Iterator[RecordBatch]:
         """The batches of an epoch, and bool[rows]: whether a row was readable.
