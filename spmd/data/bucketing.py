@@ -30,10 +30,9 @@ class Buckets(Records):
         self._bucket = np.searchsorted(bounds, self.lengths)
         longest = int(self.lengths.max())
         if longest > bounds[-1]:
-            where = records.format.where(int(self.lengths.argmax()))
-            raise DataError(
-                f'{where}: "{name}" has {longest} numbers, but the longest bucket {bounds[-1]}.', fix=f"lengths up to {longest}."
-            )
+            record = self.format.where(int(self.lengths.argmax()))
+            why = f'{record}: "{name}" has {longest} numbers, but the longest bucket {bounds[-1]}.'
+            raise DataError(why, fix=f"lengths up to {longest}.")
 
     @property
     def steps_per_epoch(self) -> int:

@@ -241,13 +241,11 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool | None, seed: 
         return RecordSource(data)
     if not is_arrays(data):
         if shuffle:
-            raise OptionError(
-                "shuffle=True: batches of an iterable come in its own order.", fix="shuffle where they are made, or give arrays."
-            )
+            why = "shuffle=True: batches of an iterable come in its own order."
+            raise OptionError(why, fix="shuffle where they are made, or give arrays.")
         if callable(data) and not hasattr(data, "__iter__") and (missing := missing_arguments(data)):
-            raise DataError(
-                f"the function given as data takes arguments: {join_names(missing)}.", fix="a function of none: lambda: batches(...)."
-            )
+            why = f"the function given as data takes arguments: {join_names(missing)}."
+            raise DataError(why, fix="a function of none: lambda: batches(...).")
         if not hasattr(data, "__iter__") and not callable(data):
             raise DataError(f"the data is {type_name(data)}: not arrays, and it cannot be iterated.")
         return IterableSource(data, batch_size)
