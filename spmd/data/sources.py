@@ -81,6 +81,7 @@ class IterableSource:
     threaded = True
 
     def __init__(self, data: Any, batch_size: int | None):
+        self.steps_per_epoch: int | None = len(data) if hasattr(data, "__len__") else None
         self._make: Callable[[], Any] = data if callable(data) and not hasattr(data, "__iter__") else lambda: data
         self._first: Iterator | None = self._iterate()
         try:
@@ -99,7 +100,6 @@ class IterableSource:
             fix = f"leave batch_size out, or yield {batch_size}."
             raise DataError(f"batch_size={batch_size}, but the data yields batches of {self.batch_size} rows.", fix=fix)
         self._sample = _batch_shapes(sample, self.batch_size)
-        self.steps_per_epoch: int | None = len(data) if hasattr(data, "__len__") else None
 
     def _iterate(self) -> Iterator:
         batches = self._make()
