@@ -11,10 +11,10 @@ import jax
 
 from spmd.errors import Problem
 from spmd.layout.fixes import except_text, first_names, fitting_spec, overlap_fix, path_fix, rule_fix, spec_problems
-from spmd.layout.match import covering, matches
 from spmd.layout.resolve import matching_rules, num_shards, rule_name
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
+from spmd.path_match import covering, matches
 from spmd.specs import Spec, entry_axes, keep_axes, spec_axes, spec_text
 from spmd.tree import describe
 

@@ -11,10 +11,10 @@ from spmd.errors import LayoutError, Problem, closest, raise_problems
 from spmd.layout.activations import data_axis_problems
 from spmd.layout.check_resolved import resolved_problems
 from spmd.layout.fixes import first_names, fitting_spec, overlap_fix, path_fix, rule_fix, spec_fix, spec_problems
-from spmd.layout.match import covering, matches
 from spmd.layout.resolve import Names, Resolved, choose, each_name, matching_rules, named_spec, names_text, one_layer, resolve, rule_name
 from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec, axis_problem
+from spmd.path_match import covering, matches
 from spmd.specs import REPLICATED, Entry, Spec, entry_axes, keep_axes, spec_axes, spec_text
 from spmd.tree import describe
 

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from spmd.layout.match import suggest
 from spmd.layout.resolve import num_shards, rule_name
 from spmd.layout.schema import Rule
 from spmd.mesh import MeshSpec
+from spmd.path_match import suggest
 from spmd.specs import Spec, entry_axes, spec_axes, spec_text
 
 SHOWN = 3  # names in a list before "and N more"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.errors import OptionError, type_name
-from spmd.layout.match import names
+from spmd.path_match import names
 from spmd.wire.codec import CODECS
 
 Options = tuple[tuple[str, Any], ...]

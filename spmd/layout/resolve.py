@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import jax
 
 from spmd.layout.gradients import GradientRule, Gradients
-from spmd.layout.match import compiled
 from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
+from spmd.path_match import compiled
 from spmd.specs import Entry, Spec, entry_axes, spec_axes
 from spmd.tree import nbytes
 

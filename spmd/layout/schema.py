@@ -7,9 +7,9 @@ from typing import Any
 
 from spmd.errors import OptionError, type_name
 from spmd.layout.gradients import Gradients
-from spmd.layout.match import names
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.layout.server import ParameterServer
+from spmd.path_match import names
 from spmd.specs import Entry, Spec, entry_axes
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # behind `Layout`'s methods; `spmd.layout` fills it, since their modules import this one

@@ -11,7 +11,6 @@ from typing import Any
 
 from spmd.errors import LayoutError, Problem, closest, did_you_mean, raise_problems, short_repr, type_name
 from spmd.layout.gradients import Conflict, GradientRule, Gradients, Options, gradient_problems
-from spmd.layout.match import compiled
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
 from spmd.layout.timing import as_toml
 from spmd.layout.toml_model_parallel import CHOICES as FORWARD_CHOICES
@@ -19,6 +18,7 @@ from spmd.layout.toml_model_parallel import read_model_parallel
 from spmd.layout.toml_server import CHOICES as SERVER_CHOICES
 from spmd.layout.toml_server import read_server
 from spmd.layout.toml_writer import dumps
+from spmd.path_match import compiled
 from spmd.specs import REPLICATED, Entry, Spec
 from spmd.wire.codec import CODECS, codec_options
 from spmd.wire.codec.base import option_problem

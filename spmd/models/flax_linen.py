@@ -8,8 +8,8 @@ from flax import linen
 from flax.core import unfreeze
 
 from spmd.errors import ModelError, Problem, raise_problems
-from spmd.layout.match import matches
 from spmd.models.base import Call, Model, Variables, no_such_module, trace_abstractly, with_train_flag
+from spmd.path_match import matches
 from spmd.tree import Tree, describe, flatten, path_of
 
 

@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 
 from spmd.errors import ModelError
-from spmd.layout.match import matches
 from spmd.models.base import STACKED, Call, Model, Variables, no_such_module, trace_abstractly
+from spmd.path_match import matches
 from spmd.tree import Tree, flatten, path_of
 
 

@@ -232,12 +232,12 @@ class Counted:
 
 def work(monkeypatch, blocks, layout):
     """How many times a pattern is compared with a path while a layout is resolved, and for how many parameters."""
-    from spmd.layout import match
+    from spmd import path_match
 
     leaves = {"attention/query/kernel": (64, 64), "attention/query/bias": (64,), "mlp/up/kernel": (64, 256), "mlp/up/bias": (256,)}
     params = shapes(**{f"blocks/{n}/{path}": shape for n in range(blocks) for path, shape in leaves.items()})
-    plain, Counted.calls = match.compiled, 0
-    for module in (match, resolving):
+    plain, Counted.calls = path_match.compiled, 0
+    for module in (path_match, resolving):
         monkeypatch.setattr(module, "compiled", lambda pattern: Counted(plain(pattern)))
     try:
         fit_layout(layout, params, {}, MESH)

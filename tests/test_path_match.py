@@ -3,7 +3,7 @@
 import pytest
 
 from spmd.errors import LayoutError
-from spmd.layout.match import MAX_LENGTH, compiled, covering, matches, suggest
+from spmd.path_match import MAX_LENGTH, compiled, covering, matches, suggest
 
 PATHS = ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel", "blocks/10/mlp/up/bias", "head/kernel", "kernel", "a,b/x.y", "a+b/x"]
 
