@@ -10,9 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spmd.launch.notebook import Processes as Processes
-    from spmd.launch.notebook import local as local
-    from spmd.launch.notebook import run as run
+    from spmd.launch.notebook import Processes as Processes, local as local, run as run
 
 __all__ = ["Processes", "local", "run"]
 

@@ -15,8 +15,7 @@ from typing import Any
 from spmd.deprecated import warn
 from spmd.errors import OptionError, SpmdError
 from spmd.layout.toml_reader import load
-from spmd.planner.target import Cluster, shipped
-from spmd.planner.target import load as load_target
+from spmd.planner.target import Cluster, load as load_target, shipped
 
 
 class _FitCalled(BaseException):

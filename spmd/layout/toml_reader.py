@@ -13,10 +13,8 @@ from spmd.errors import LayoutError, Problem, closest, did_you_mean, raise_probl
 from spmd.layout.gradients import Conflict, GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
 from spmd.layout.timing import as_toml
-from spmd.layout.toml_model_parallel import CHOICES as FORWARD_CHOICES
-from spmd.layout.toml_model_parallel import read_model_parallel
-from spmd.layout.toml_server import CHOICES as SERVER_CHOICES
-from spmd.layout.toml_server import read_server
+from spmd.layout.toml_model_parallel import CHOICES as FORWARD_CHOICES, read_model_parallel
+from spmd.layout.toml_server import CHOICES as SERVER_CHOICES, read_server
 from spmd.layout.toml_writer import dumps
 from spmd.path_match import compiled
 from spmd.specs import REPLICATED, Entry, Spec

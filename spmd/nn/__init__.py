@@ -4,11 +4,8 @@ from spmd.nn.attention import attention as attention
 from spmd.nn.bidirectional import Bidirectional as Bidirectional
 from spmd.nn.embed import Embed as Embed
 from spmd.nn.layer_stack import LayerStack as LayerStack
-from spmd.nn.moe import MixtureOfExperts as MixtureOfExperts
-from spmd.nn.moe import Routing as Routing
+from spmd.nn.moe import MixtureOfExperts as MixtureOfExperts, Routing as Routing
 from spmd.nn.pool import max_pool2 as max_pool2
 from spmd.nn.rnn_stack import RNNStack as RNNStack
-from spmd.nn.schedule import Schedule as Schedule
-from spmd.nn.schedule import best_chunk as best_chunk
-from spmd.nn.schedule import make_schedule as make_schedule
+from spmd.nn.schedule import Schedule as Schedule, best_chunk as best_chunk, make_schedule as make_schedule
 from spmd.nn.stacking import repeat as repeat

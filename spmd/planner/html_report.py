@@ -3,8 +3,7 @@
 import html
 from collections.abc import Sequence
 
-from spmd.layout.summary import COLUMNS
-from spmd.layout.summary import rows as layout_rows
+from spmd.layout.summary import COLUMNS, rows as layout_rows
 from spmd.planner.plan_data import PlanData
 from spmd.planner.text_report import headline, seconds, timeline_text
 from spmd.planner.timeline import Span

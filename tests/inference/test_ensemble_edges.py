@@ -9,8 +9,7 @@ from trained import deadlines_pass_after, untrained
 
 import spmd
 from spmd.errors import EnsembleError, OptionError
-from spmd.inference import ensemble as module
-from spmd.inference import uncertainty
+from spmd.inference import ensemble as module, uncertainty
 from spmd.inference.workers import Workers
 
 ROWS = {"x": np.linspace(-1, 2, 32, dtype=np.float32), "y": np.arange(32) % 3}

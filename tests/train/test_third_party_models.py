@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import spmd
 
