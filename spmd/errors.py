@@ -51,6 +51,7 @@ class SpmdError(Exception):
 
     Attributes:
       fix: what to do about it; "" if there is none, or if each problem has its own.
+      summary: what is wrong, in one line without the fix; of several problems the first.
       problems: one `Problem` for each thing that is wrong, if the error collects several.
       path, rule, line, kind: as in `Problem`, if all problems agree on them; else None.
 
@@ -64,9 +65,14 @@ class SpmdError(Exception):
           fix: did you mean "fsdp"?
     """
 
-    def __init__(self, message: str = "", *, fix: str = "", problems: Sequence["Problem"] = (), **where: Any):
+    def __init__(self, message: str = "", *, fix: str = "", summary: str = "", problems: Sequence["Problem"] = (), **where: Any):
         super().__init__(bounded(f"{message}\n    fix: {fix}" if fix else message))
         self.message, self.fix, self.problems = bounded(message), fix, tuple(problems)
+        headline = self.message.partition("\n")[0]
+        if self.problems and not summary:
+            first = self.problems[0]
+            summary = f"{first.path or first.where}: {next(iter(first.why), headline)}"
+        self.summary = summary or headline
         self.path, self.rule, self.line, self.kind = (where.pop(name, None) for name in ("path", "rule", "line", "kind"))
         if where:
             raise TypeError(f"an error has no field {', '.join(where)}")
@@ -303,22 +309,6 @@ def printable(text: str, most: int = 2000) -> str:
     """
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:most])
     return shown + (f"… ({len(text) - most} more)" if len(text) > most else "")
-
-
-def first_problem(error: SpmdError) -> str:
-    """The first problem of an error, in one line and without its fix.
-
-    >>> problem = Problem("w   float32[3]", ["3 / 2 leaves 1."], "4.", path="w")
-    >>> first_problem(LayoutError("it does not fit", problems=[problem]))
-    'w: 3 / 2 leaves 1.'
-    >>> first_problem(LossError("the loss fails", fix="another."))
-    'the loss fails'
-    """
-    if error.problems:
-        problem = error.problems[0]
-        return f"{problem.path or problem.where}: {next(iter(problem.why), error.message.partition(chr(10))[0])}"
-    lines = error.message.splitlines()
-    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def type_name(value: object) -> str:

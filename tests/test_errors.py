@@ -661,6 +661,14 @@ def test_long_problem_list_is_truncated():
     assert text.endswith("\n\n  parameter 99\n      is wrong.\n\n  and 2 more problems.")
 
 
+def test_summary_is_one_line_without_the_fix():
+    problem = errors.Problem("w   float32[3]", ["3 / 2 leaves 1."], "4.", path="w")
+    assert errors.LayoutError("it does not fit\n1 problem:", problems=[problem]).summary == "w: 3 / 2 leaves 1."
+    assert errors.LayoutError("it does not fit\nat all", problems=[dataclasses.replace(problem, why=[])]).summary == "w: it does not fit"
+    assert errors.LossError("the loss fails\n    at x", fix="another.").summary == "the loss fails"
+    assert errors.CompileError("it failed:\n    boom", summary="it failed: boom").summary == "it failed: boom"
+
+
 def test_error_text_is_bounded():
     text = str(errors.DataError(f"data={'x' * 38_400}\n    fix: less."))
     assert len(text) < 1100 and text.endswith("... (37,405 more)\n    fix: less.")

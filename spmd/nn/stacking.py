@@ -110,11 +110,9 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
         differences = _differences(layers[0], layer)
         if differences:
             shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    ..." if len(differences) > 8 else "")
-            raise ModelError(
-                f"{what}: layers 0 and {number} differ, and only equal ones can be stacked:\n{shown}\n"
-                "    fix: call the layer that differs before or after the stack; "
-                "an nnx.Linear first changes the width of inputs."
-            )
+            different = f"{what}: layers 0 and {number} differ, and only equal ones can be stacked:"
+            fix = "call the layer that differs before or after the stack; an nnx.Linear first changes the width of inputs."
+            raise ModelError(f"{different}\n{shown}", fix=fix, summary=f"{different} {differences[0]}")
     graphdef, first = _with_arrays(layers[0], what)
     rest = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers[1:]]
     ours, *others = (dict(nnx.iter_graph(layer)) for layer in layers)

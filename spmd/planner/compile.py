@@ -159,7 +159,8 @@ def _compile(blob: bytes, folder: Path, devices: int, what: str, timeout: float,
             (work / "request.pickle").write_bytes(blob)
             compile_client.compile_request(work, _environment(), devices, what, timeout, say)
             if not (work / "memory.json").is_file():
-                raise CompileError(f"compiling for {what} failed:\n{_last(work / compile_client.LOG)}")
+                failed, log = f"compiling for {what} failed:", _last(work / compile_client.LOG)
+                raise CompileError(f"{failed}\n{log}", summary=f"{failed} {log.splitlines()[0].strip()}")
             _store(work, folder)
     except OSError as error:
         why = f"the cache of compiled programs, {folder.parent}, cannot be written: {error}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.data.batches import check_batch, check_leaves
-from spmd.errors import CompileError, LayoutError, ModelError, OptionError, SpmdError, first_problem
+from spmd.errors import CompileError, LayoutError, ModelError, OptionError, SpmdError
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.candidates import Candidate, CandidateSpace, chosen_layouts, remats
@@ -352,7 +352,7 @@ class SearchRun:
                 check_batch(self.alone.program.sample, resolved.layout, resolved.mesh, 1)
                 self._bounds[group] = lower_bounds_of(placed, self.cluster, self.alone.timeline, self._trainable)
             except SpmdError as error:
-                self._bounds[group] = Reason(first_problem(error))
+                self._bounds[group] = Reason(error.summary)
         return self._bounds[group]
 
     def _placed(self, candidate: Candidate) -> PlacedModel:
@@ -392,7 +392,7 @@ class SearchRun:
 
     def _refuse(self, candidate: Candidate, error: SpmdError) -> None:
         """Record an error. One of the layout or model applies to its group; the same one twice, to all meshes."""
-        self.reasons[candidate] = why = Reason(first_problem(error))
+        self.reasons[candidate] = why = Reason(error.summary)
         if isinstance(error, CompileError):
             self.failed += 1
         if candidate.accumulate > 1 or candidate.remat_level > 0 or not isinstance(error, LayoutError | ModelError):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Generic
 
-from spmd.errors import SpmdError, first_problem
+from spmd.errors import SpmdError
 from spmd.layout.schema import Default, Layout, OptimizerState
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.candidates import REMAT_SAVES, microbatches, remats
@@ -73,7 +73,7 @@ def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] 
             try:
                 planned = build_plan(type(plan), changed, plan.program.sample, variant.cluster, timeout=timeout)
             except SpmdError as error:
-                fixes.append(Fix(change, None, first_problem(error)))
+                fixes.append(Fix(change, None, error.summary))
                 break  # more of the same would be rejected too
             fixes.append(Fix(change, planned))
             if planned.memory.peak < best.memory.peak * (MIN_SAVING if step is _more_devices else 1.0):
