@@ -34,7 +34,7 @@ from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, check_loggers, write_record
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
-from spmd.run.schedule import RunSchedule
+from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON
 from spmd.specs import spec_text
 from spmd.sync.param_server.sync_schedule import unsynced_steps
@@ -282,17 +282,10 @@ def _warn_of_unsynced_steps(server: ParameterServer | None, steps: int) -> None:
 
 
 def _schedule(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> RunSchedule:
-    if epochs is not None and steps is not None:
-        raise OptionError(f"epochs={epochs} and steps={steps} both set the length of the run.", fix="give one of them.")
-    for name, value, least in (
-        ("epochs", epochs, 1),
-        ("steps", steps, 1),
-        ("eval_every", eval_every, 1),
-        ("log_every", log_every, 1),
-        ("prefetch", prefetch, 0),
-    ):
-        if value is not None:
-            check_integer(value, name, least)
+    check_length(epochs, steps)
+    check_integer(eval_every, "eval_every", optional=True)
+    check_integer(log_every, "log_every")
+    check_integer(prefetch, "prefetch", 0)
     return RunSchedule(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
 
 
@@ -314,7 +307,7 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
     wanted += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
     for who, name in wanted:
         if name not in known:
-            raise OptionError(f'{who}: there is no metric "{name}".', fix=f"{did_you_mean(name, known)}")
+            raise OptionError(f'{who}: there is no metric "{name}".', fix=did_you_mean(name, known))
 
 
 def _outputs(

@@ -223,7 +223,7 @@ class Trainer:
         """
         config = as_checkpoint(checkpoint)
         if only not in (None, PARAMS):
-            raise OptionError(f"only={only!r}.", fix=f"{did_you_mean(str(only), (PARAMS,))}")
+            raise OptionError(f"only={only!r}.", fix=did_you_mean(str(only), (PARAMS,)))
         if config is None:
             raise CheckpointError(f"checkpoint={short_repr(checkpoint)}: there is no such folder.")
         check_run_folder(config.path)

@@ -11,7 +11,7 @@ import jax
 
 from spmd.distributed import watchdog
 from spmd.distributed.replica_check import check_replicas
-from spmd.errors import CallbackError, DivergedError, OptionError, did_you_mean, raise_callback_errors, short_repr, type_name
+from spmd.errors import CallbackError, DivergedError, OptionError, check_integer, did_you_mean, raise_callback_errors, short_repr, type_name
 
 
 class Info:
@@ -124,8 +124,7 @@ class CheckReplicas(Callback):
     """
 
     def __init__(self, every: int = 1000):
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise OptionError(f"CheckReplicas: every={every!r} is not a positive integer.")
+        check_integer(every, "CheckReplicas: every")
         self.every, self.exact, self.together = every, True, True
 
     def on_step(self, info: Info) -> None:
@@ -201,9 +200,8 @@ class EarlyStopping(Callback):
 
     def __init__(self, metric: str = "eval_loss", *, patience: int = 3, min_delta: float = 0.0, mode: str = "min", every: int = 1):
         if mode not in ("min", "max"):
-            raise OptionError(f'EarlyStopping: no mode "{mode}".', fix=f"{did_you_mean(mode, ('min', 'max'))}")
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise OptionError(f"EarlyStopping: patience={patience!r} is not a positive integer.")
+            raise OptionError(f'EarlyStopping: no mode "{mode}".', fix=did_you_mean(mode, ("min", "max")))
+        check_integer(patience, "EarlyStopping: patience")
         self.metric, self.patience, self.min_delta, self.every = metric, patience, min_delta, every
         self._sign = 1.0 if mode == "min" else -1.0
         self._best, self._waited = math.inf, 0
@@ -287,20 +285,17 @@ def as_callbacks(values: Any) -> list[Callback]:
     if not isinstance(values, list | tuple):
         raise OptionError(f"callbacks={short_repr(values)} is {type_name(values)}.", fix="a list of callbacks.")
     callbacks: list[Callback] = []
-    for one in values:
-        if isinstance(one, Callback):
-            callbacks.append(one)
-        elif callable(one) and not isinstance(one, type):
-            callbacks.append(Each(one))
-        else:
-            raise OptionError(f"callback {short_repr(one)} is neither an spmd.callbacks.Callback nor a function of info.")
-        hooks = [name for name in dir(Callback) if name.startswith("on_")]
-        for name in dir(one) if isinstance(one, Callback) else ():
+    hooks = [name for name in dir(Callback) if name.startswith("on_")]
+    for value in values:
+        if isinstance(value, type) or not (isinstance(value, Callback) or callable(value)):
+            raise OptionError(f"callback {short_repr(value)} is neither an spmd.callbacks.Callback nor a function of info.")
+        callback = value if isinstance(value, Callback) else Each(value)
+        for name in dir(callback):
             if name.startswith("on_") and name not in hooks:
-                raise OptionError(f"callback {type(one).__name__}: nothing calls {name}.", fix=did_you_mean(name, hooks))
-        if isinstance(callbacks[-1].every, bool) or not isinstance(callbacks[-1].every, int) or callbacks[-1].every < 1:
-            raise OptionError(f"callback {short_repr(one)}: every={short_repr(callbacks[-1].every)} is not a positive integer.")
-    if not any(isinstance(one, TerminateOnNaN) for one in callbacks):
+                raise OptionError(f"callback {type(callback).__name__}: nothing calls {name}.", fix=did_you_mean(name, hooks))
+        check_integer(callback.every, f"callback {short_repr(value)}: every")
+        callbacks.append(callback)
+    if not any(isinstance(callback, TerminateOnNaN) for callback in callbacks):
         callbacks.insert(0, TerminateOnNaN())
     return callbacks
 

@@ -20,7 +20,7 @@ import jax
 
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
-from spmd.errors import CheckpointError, OptionError, SpmdError, did_you_mean, first_line, short_repr, type_name
+from spmd.errors import CheckpointError, OptionError, SpmdError, check_integer, did_you_mean, first_line, short_repr, type_name
 from spmd.run.checkpoint_reader import FORMAT, CheckpointReader, active_processes, arrays_by_path, import_orbax
 from spmd.run.device_snapshot import StateCopier, fits_on_devices
 from spmd.run.manifest import write_manifest
@@ -63,11 +63,9 @@ class Checkpoint:
     def __post_init__(self):
         as_path(self.path, "checkpoint")
         if self.mode not in ("min", "max"):
-            raise OptionError(f'Checkpoint: no mode "{self.mode}".', fix=f"{did_you_mean(self.mode, ('min', 'max'))}")
-        for name in ("every", "keep"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise OptionError(f"Checkpoint: {name}={value!r} is not a positive integer.")
+            raise OptionError(f'Checkpoint: no mode "{self.mode}".', fix=did_you_mean(self.mode, ("min", "max")))
+        check_integer(self.every, "Checkpoint: every", optional=True)
+        check_integer(self.keep, "Checkpoint: keep", optional=True)
 
 
 def as_checkpoint(value: Any) -> Checkpoint | None:

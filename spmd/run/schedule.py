@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from spmd.errors import OptionError, check_integer
 from spmd.run.callbacks import Callback, step_callbacks
 from spmd.run.checkpoint import Checkpoint
 
@@ -15,6 +16,18 @@ class RunSchedule:
     steps: int | None
     eval_every: int | None
     log_every: int
+
+
+def check_length(epochs: int | None, steps: int | None) -> None:
+    """Check the length that a user gave a run.
+
+    Raises:
+      OptionError: both are given, or one is not a positive integer.
+    """
+    if epochs is not None and steps is not None:
+        raise OptionError(f"epochs={epochs} and steps={steps} both set the length of the run.", fix="give one of them.")
+    check_integer(epochs, "epochs", optional=True)
+    check_integer(steps, "steps", optional=True)
 
 
 def is_due(every: int | None, step: int) -> bool:

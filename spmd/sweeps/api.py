@@ -10,11 +10,12 @@ from jax.sharding import Mesh
 
 from spmd.data.device_dataset import replicate_arrays
 from spmd.data.sources import ArraySource, as_source, is_arrays
-from spmd.errors import DataError, MeshError, OptionError, SpmdError, did_you_mean
+from spmd.errors import DataError, MeshError, OptionError, SpmdError, check_integer, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, make_mesh
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.progress import make_progress
+from spmd.run.schedule import check_length
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.memory_check import check_room
 from spmd.sweeps.results import Sweep
@@ -113,12 +114,13 @@ def sweep(
     evaluated = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
     study = SweepConfig(config, Layout.load(layout), own, evaluated, exact)
     study.check(space)
-    length = _length(epochs, steps, own)
+    check_length(epochs, steps)
+    length = steps if steps is not None else (epochs or 1) * own.steps_per_epoch
     wanted = _trials(space, trials, search, seed)
     plan = search.plan(len(wanted), length) if isinstance(search, Halving) else [(len(wanted), length)]
-    for name, value in (("keep", keep), ("at_once", at_once), ("steps_per_call", steps_per_call)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < (name != "keep")):
-            raise OptionError(f"{name}={value!r}.", fix=f"a whole number from {int(name != 'keep')}.")
+    check_integer(keep, "keep", 0, optional=True)
+    check_integer(at_once, "at_once", optional=True)
+    check_integer(steps_per_call, "steps_per_call")
     devices, shown = _mesh(mesh, batch_size), make_progress(progress)
     saves = as_checkpoint(checkpoint)
     if saves is not None and saves != Checkpoint(saves.path, every=saves.every):
@@ -163,15 +165,6 @@ def _arrays(data: Any, what: str, batch_size: int, shuffle: bool, seed: int) -> 
     if not isinstance(found, ArraySource):
         raise DataError(f"{what} is not a tree of arrays.")
     return found
-
-
-def _length(epochs: int | None, steps: int | None, data: ArraySource) -> int:
-    if epochs is not None and steps is not None:
-        raise OptionError(f"epochs={epochs} and steps={steps} both set the length.", fix="give one of them.")
-    for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise OptionError(f"{name}={value!r}.", fix="a whole number from 1.")
-    return steps if steps is not None else (epochs or 1) * data.steps_per_epoch
 
 
 def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int) -> list[Trial]:
@@ -226,10 +219,10 @@ def _check_columns(space: Mapping[str, Any], programs: Mapping[tuple, VmappedTri
 def _measure(score: str | None, mode: str, study: SweepConfig, programs: Mapping[tuple, VmappedTrials]) -> tuple[str, str]:
     """The name and mode of the metric that ranks trials."""
     if mode not in ("min", "max"):
-        raise OptionError(f'mode="{mode}".', fix=f"{did_you_mean(mode, ('min', 'max'))}")
+        raise OptionError(f'mode="{mode}".', fix=did_you_mean(mode, ("min", "max")))
     program = next(iter(programs.values())).program
     known = [*program.names, *(f"eval_{name}" for name in program.eval_names if study.evaluated is not None)]
     name = score if score is not None else "eval_loss" if study.evaluated is not None else "loss"
     if name not in known:
-        raise OptionError(f'score="{name}": there is no such metric.', fix=f"{did_you_mean(name, known)}")
+        raise OptionError(f'score="{name}": there is no such metric.', fix=did_you_mean(name, known))
     return name, mode

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.errors import OptionError
+from spmd.errors import OptionError, check_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,8 @@ class Halving:
     rungs: int | None = None
 
     def __post_init__(self):
-        for name, value, least in (("factor", self.factor, 2), ("rungs", self.rungs, 2)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise OptionError(f"Halving: {name}={value!r}.", fix=f"a whole number from {least}.")
+        check_integer(self.factor, "Halving: factor", 2)
+        check_integer(self.rungs, "Halving: rungs", 2, optional=True)
 
     def plan(self, trials: int, steps: int) -> list[tuple[int, int]]:
         """How many trials each rung has, and at which step it ends.
@@ -42,10 +41,8 @@ class Halving:
         count = most if self.rungs is None else self.rungs
         if count > most or self.factor ** (count - 1) > steps:
             raise OptionError(
-                (
-                    f"Halving: {count} rungs of factor {self.factor} want {self.factor ** (count - 1)} trials and steps; "
-                    f"there are {trials} and {steps}."
-                ),
+                f"Halving: {count} rungs of factor {self.factor} want {self.factor ** (count - 1)} trials and steps; "
+                f"there are {trials} and {steps}.",
                 fix="fewer rungs, more trials, or more steps.",
             )
         return [(max(1, trials // self.factor**rung), steps // self.factor ** (count - 1 - rung)) for rung in range(count)]

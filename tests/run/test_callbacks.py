@@ -294,8 +294,8 @@ def test_early_stopping_on_a_metric_that_is_not_there(metric, near):
 BAD = {
     "a class": (callbacks.StopAt, "is neither an spmd.callbacks.Callback nor a function of info."),
     "a number": (3, "callback 3 is neither an spmd.callbacks.Callback nor a function of info."),
-    "every 0": (callbacks.Each(print, every=0), "every=0 is not a positive integer."),
-    "every 1.5": (Recorder(every=1.5), "every=1.5 is not a positive integer."),
+    "every 0": (callbacks.Each(print, every=0), "every=0: a whole number from 1."),
+    "every 1.5": (Recorder(every=1.5), "every=1.5: a whole number from 1."),
 }
 
 
@@ -313,7 +313,7 @@ def test_a_mode_that_does_not_exist():
 
 @pytest.mark.parametrize("options", [{"patience": -1}, {"patience": 0}, {"patience": 1.5}])
 def test_a_patience_that_never_waits(options):
-    with pytest.raises(OptionError, match=r"EarlyStopping: patience=.* is not a positive integer"):
+    with pytest.raises(OptionError, match=r"EarlyStopping: patience=.*: a whole number from 1"):
         callbacks.EarlyStopping(**options)
 
 

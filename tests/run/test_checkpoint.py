@@ -280,8 +280,8 @@ def test_restore_into_wider_model_lists_every_difference(tmp_path):
     [
         ({"mode": "best"}, 'Checkpoint: no mode "best".\n    fix: known: min, max.'),
         ({"mode": "mx"}, 'Checkpoint: no mode "mx".\n    fix: did you mean "max"?'),
-        ({"every": 0}, "Checkpoint: every=0 is not a positive integer."),
-        ({"keep": True}, "Checkpoint: keep=True is not a positive integer."),
+        ({"every": 0}, "Checkpoint: every=0: a whole number from 1."),
+        ({"keep": True}, "Checkpoint: keep=True: a whole number from 1."),
     ],
 )
 def test_invalid_checkpoint_options_are_refused(options, text):
