@@ -42,7 +42,7 @@ class Info:
                 f"info.state at step {self.step}: metrics are read one step late, so this state was already donated to the next step.",
                 fix="give the callback  every = 10  (or more), or  exact = True, which makes the device wait.",
             )
-        return self._control.state
+        return self._control.run.state
 
     def stop(self, reason: str) -> None:
         """Stop the run cleanly: the last checkpoint is written and `fit` returns.

@@ -4,7 +4,6 @@ from spmd.distributed import watchdog
 from spmd.run.callbacks import Info, ReadOnlyMetrics, notify
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
-from spmd.train.state import State
 
 
 class RunControl:
@@ -13,11 +12,6 @@ class RunControl:
     def __init__(self, config: LoopConfig, run: RunState):
         self.config, self.run, self.watchdog = config, run, watchdog.current()
         self.last_step, self._notified_stop = config.schedule.steps, False
-
-    @property
-    def state(self) -> State:
-        """The arrays after the newest step."""
-        return self.run.state
 
     def stop(self, reason: str) -> None:
         """Stop after the current step. Every process must call this at the same step; use `ask` where only one process knows."""

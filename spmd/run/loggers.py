@@ -1,6 +1,7 @@
 """Loggers, which write metrics: JSON lines by default, TensorBoard on request."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,13 +48,8 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line."""
-        try:
-            text = json.dumps(record, allow_nan=False)
-        except ValueError:
-            text = json.dumps(
-                {k: None if isinstance(v, float) and (v != v or v in (float("inf"), -float("inf"))) else v for k, v in record.items()}
-            )
-        self._file.write(text + "\n")
+        valid = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+        self._file.write(json.dumps(valid) + "\n")
 
     def close(self) -> None:
         """Flush and close the file."""
@@ -114,9 +110,8 @@ def check_loggers(loggers: Any) -> list[Logger]:
     """
     if not isinstance(loggers, list | tuple):
         raise OptionError(f"loggers={short_repr(loggers)} is {type_name(loggers)}.", fix="a list of loggers.")
-    for one in loggers:
-        if isinstance(one, type) or not (callable(getattr(one, "write", None)) and callable(getattr(one, "close", None))):
-            raise OptionError(
-                f"logger {short_repr(one)} has no write(record) and close().", fix="an instance such as spmd.loggers.JsonLines(path)."
-            )
+    for logger in loggers:
+        if isinstance(logger, type) or not all(callable(getattr(logger, method, None)) for method in ("write", "close")):
+            fix = "an instance such as spmd.loggers.JsonLines(path)."
+            raise OptionError(f"logger {short_repr(logger)} has no write(record) and close().", fix=fix)
     return list(loggers)

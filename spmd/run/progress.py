@@ -3,7 +3,7 @@
 import io
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,127 +41,17 @@ class NoProgress:
         """Nothing."""
 
 
-class Bar:
-    """Step, remaining time, a bar, metrics and samples per second, rendered by rich and drawn by `paint`.
-
-    Step and time are always shown; of the rest as much as fits the width, in order.
-    """
-
-    def __init__(self, console: Any, paint: Any):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.table import Column
-
-        bar_width = next(size for width, size in BAR_WIDTHS if console.width >= width)
-        columns = [
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=bar_width, table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            TextColumn("{task.fields[text]}", markup=False),
-        ]
-        self._progress = Progress(*columns, console=console, auto_refresh=False)
-        self._task, self._paint = None, paint
-        self._text_width = lambda: console.width - bar_width - TIME_WIDTH
-
-    def start(self, step: int, total: int | None) -> None:
-        """Draw the bar at `step` of `total` (None: unknown)."""
-        self._count = lambda step: 2 * len(str(total)) + 1 if total is not None else len(f"{step}/?")
-        self._task = self._progress.add_task("", total=total, completed=step, text="compiling")
-        self._paint.start(self._progress)
-
-    def draw(self, step: int, parts: Sequence[str], losses: Mapping[int, float]) -> None:
-        """Move the bar."""
-        if self._task is not None:
-            self._progress.update(self._task, completed=step, text=_join_fitting(parts, self._text_width() - self._count(step)))
-            self._paint.refresh(self._progress, losses)
-
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
-        self._paint.say(self._progress, text)
-
-    def close(self) -> None:
-        """Stop drawing."""
-        self._paint.stop(self._progress)
-
-
-class Terminal:
-    """Draws in place in a terminal."""
-
-    def start(self, progress: Any) -> None:
-        """Begin."""
-        progress.start()
-
-    def refresh(self, progress: Any, losses: Mapping[int, float]) -> None:
-        """Redraw."""
-        progress.refresh()
-
-    def say(self, progress: Any, text: str) -> None:
-        """Print text above the bar, wrapped between words."""
-        progress.console.print(text, markup=False, highlight=False)
-
-    def stop(self, progress: Any) -> None:
-        """Keep the last state."""
-        progress.stop()
-
-
-class Notebook:
-    """Replaces one output of the cell; rich's own display would need ipywidgets."""
-
-    def start(self, progress: Any) -> None:
-        """Open the output."""
-        from IPython.display import display
-
-        self._handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
-        self.refresh(progress, {})
-
-    def refresh(self, progress: Any, losses: Mapping[int, float]) -> None:
-        """Replace the output by the bar, and a curve of the loss below it."""
-        progress.console.print(progress.get_renderable())
-        html = progress.console.export_html(inline_styles=False, clear=False, code_format=PRE)  # so that the page's own text colour is used
-        html += panel("loss", losses, {}) if len(losses) > 1 else ""
-        self._handle.update({"text/plain": progress.console.export_text().strip(), "text/html": html}, raw=True)
-
-    def say(self, progress: Any, text: str) -> None:
-        """Print a line below the bar."""
-        print(text)
-
-    def stop(self, progress: Any) -> None:
-        """Keep the last state."""
-
-
-class Lines:
-    """Plain lines, for logs."""
-
-    def __init__(self, console: Any):
-        self._console, self._total = console, None
-
-    def start(self, step: int, total: int | None) -> None:
-        """Remember the last step."""
-        self._total = total
-
-    def draw(self, step: int, parts: Sequence[str], losses: Mapping[int, float]) -> None:
-        """Print one more line."""
-        self.say("  ".join([f"step {step}{f'/{self._total}' if self._total else ''}", *parts]))
-
-    def say(self, text: str) -> None:
-        """Print one line without wrapping."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 class Progress:
-    """Computes what to show, and draws it at most every `period` seconds."""
+    """Computes what to show, at most every `period` seconds; subclasses draw it on a `rich` console."""
 
-    def __init__(self, surface: Bar | Lines, period: float):
-        self._surface, self._period = surface, period
+    def __init__(self, console: Any, period: float):
+        self._console, self._period, self._total = console, period, None
         self._next, self._seen, self._since, self._rate = 0.0, 0, 0.0, 0.0
         self._losses: dict[int, float] = {}  # at each redraw; every other one is dropped when there are many
 
     def start(self, step: int, total: int | None) -> None:
         """Begin at `step` of `total` (None: unknown)."""
-        self._since = time.monotonic()
-        self._surface.start(step, total)
+        self._since, self._total = time.monotonic(), total
 
     def due(self) -> bool:
         """Whether it is time to redraw."""
@@ -180,15 +70,95 @@ class Progress:
         if len(self._losses) > MOST:
             self._losses = dict(list(self._losses.items())[::2])
         curve = [spark(list(self._losses.values()))] if len(self._losses) > 1 else []
-        self._surface.draw(step, [f"epoch {epoch + 1}", *numbers, f"{self._rate:,.0f} samples/s", *_memory(), *curve], self._losses)
+        self._draw(step, [f"epoch {epoch + 1}", *numbers, f"{self._rate:,.0f} samples/s", *_memory(), *curve])
+
+    def _draw(self, step: int, parts: Sequence[str]) -> None:
+        raise NotImplementedError
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
-        self._surface.say(text)
+        """Print text that stays, wrapped between words."""
+        self._console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         """Stop drawing."""
-        self._surface.close()
+
+
+class Lines(Progress):
+    """Plain lines, for logs."""
+
+    def _draw(self, step: int, parts: Sequence[str]) -> None:
+        self.say("  ".join([f"step {step}{f'/{self._total}' if self._total else ''}", *parts]))
+
+    def say(self, text: str) -> None:
+        """Print one line without wrapping."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Bar(Progress):
+    """Step, remaining time, a bar, metrics and samples per second, in place in a terminal.
+
+    Step and time are always shown; of the rest as much as fits the width, in order.
+    """
+
+    def __init__(self, console: Any, period: float):
+        from rich import progress
+        from rich.table import Column
+
+        super().__init__(console, period)
+        self._bar_width = next(size for width, size in BAR_WIDTHS if console.width >= width)
+        columns = [
+            progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            progress.BarColumn(bar_width=self._bar_width, table_column=Column(no_wrap=True)),
+            progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            progress.TextColumn("{task.fields[text]}", markup=False),
+        ]
+        self._bar = progress.Progress(*columns, console=console, auto_refresh=False)
+
+    def start(self, step: int, total: int | None) -> None:
+        """Draw the bar at `step` of `total` (None: unknown)."""
+        super().start(step, total)
+        self._task = self._bar.add_task("", total=total, completed=step, text="compiling")
+        self._begin()
+
+    def _draw(self, step: int, parts: Sequence[str]) -> None:
+        step_width = len(f"{step}/?") if self._total is None else 2 * len(str(self._total)) + 1
+        width_left = self._console.width - self._bar_width - TIME_WIDTH - step_width
+        self._bar.update(self._task, completed=step, text=_join_fitting(parts, width_left))
+        self._refresh()
+
+    def _begin(self) -> None:
+        self._bar.start()
+
+    def _refresh(self) -> None:
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Keep the last state."""
+        self._bar.stop()
+
+
+class NotebookBar(Bar):
+    """The bar as one output of the cell, which each redraw replaces; rich's own display would need ipywidgets."""
+
+    def _begin(self) -> None:
+        from IPython.display import display
+
+        self._handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Replace the output by the bar, and a curve of the loss below it."""
+        self._console.print(self._bar.get_renderable())
+        html = self._console.export_html(inline_styles=False, clear=False, code_format=PRE)  # so that the page's own text colour is used
+        html += panel("loss", self._losses, {}) if len(self._losses) > 1 else ""
+        self._handle.update({"text/plain": self._console.export_text().strip(), "text/html": html}, raw=True)
+
+    def say(self, text: str) -> None:
+        """Print a line below the bar."""
+        print(text)
+
+    def close(self) -> None:
+        """Keep the last state."""
 
 
 def _join_fitting(parts: Sequence[str], width: int) -> str:
@@ -226,8 +196,8 @@ def make_progress(wanted: bool | str) -> NoProgress | Progress:
 
     if _in_kernel():
         console = Console(file=io.StringIO(), record=True, width=NOTEBOOK_WIDTH, no_color=True, force_jupyter=False)
-        return Progress(Bar(console, Notebook()), REFRESH_SECONDS)
+        return NotebookBar(console, REFRESH_SECONDS)
     console = Console(file=sys.stderr)
     if console.is_terminal:
-        return Progress(Bar(console, Terminal()), REFRESH_SECONDS)
-    return NoProgress() if wanted == "auto" else Progress(Lines(console), LOG_SECONDS)
+        return Bar(console, REFRESH_SECONDS)
+    return NoProgress() if wanted == "auto" else Lines(console, LOG_SECONDS)

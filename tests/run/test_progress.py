@@ -10,7 +10,7 @@ from small import fit, numbers
 
 from spmd.errors import CallbackError, OptionError
 from spmd.run import progress
-from spmd.run.progress import NoProgress, make_progress
+from spmd.run.progress import NoProgress, Progress, make_progress
 
 
 def test_auto_is_silent_without_a_terminal(capfd):
@@ -68,7 +68,7 @@ def test_a_bar_always_shows_the_step_and_the_time_left(width, monkeypatch):
     made = Console(file=io.StringIO(), force_terminal=True, width=width)
     monkeypatch.setattr("rich.console.Console", lambda *given, **options: made)
     shown, clock = make_progress(True), iter(range(100, 300))
-    monkeypatch.setattr(shown._surface._progress, "get_time", lambda: float(next(clock)))
+    monkeypatch.setattr(shown._bar, "get_time", lambda: float(next(clock)))
     shown.start(0, 12000)
     for step in (57, 570, 5700):
         shown.update(step, 30, {"loss": 1.2761234, "accuracy": 0.71881234, "eval_loss": 0.08728, "eval_accuracy": 0.5}, 64 * step)
@@ -124,8 +124,9 @@ def test_what_can_be_asked_for():
 
 
 def test_no_progress_has_all_the_methods():
-    public = {name for name in vars(type(make_progress(True))) if not name.startswith("_")}
+    public = {name for name in vars(Progress) if not name.startswith("_")}
     assert public == {name for name in vars(NoProgress) if not name.startswith("_")}
+    assert isinstance(make_progress(True), Progress)
 
 
 def test_a_notebook_is_where_cells_run_not_where_its_kernel_was_imported(monkeypatch):
