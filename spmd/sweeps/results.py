@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import io
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from spmd.render.html import aligned, framed, table
 from spmd.render.sparkline import spark
 from spmd.run.history import History
 from spmd.sweeps.config import Trial
+from spmd.sweeps.successive_halving import rank
 from spmd.user_paths import as_path, write_text
 
 
@@ -87,21 +87,14 @@ class Sweep:
 
     def rows(self) -> list[dict[str, Any]]:
         """The table, a dict for each trial, the best first; those that were dropped after those that were not."""
-        sign = -1.0 if self.measure[1] == "max" else 1.0
-        worst = lambda tried: (tried.ended != "done", -len(tried.history), not math.isfinite(tried.score))
-        order = sorted(
-            self.trials, key=lambda tried: (*worst(tried), sign * tried.score if math.isfinite(tried.score) else 0.0, tried.number)
-        )
+        score, mode = self.measure
+
+        def order(tried: TrialResult) -> tuple:
+            return tried.ended != "done", -len(tried.history), *rank(tried.score, mode), tried.number
+
         return [
-            {
-                "trial": tried.number,
-                **tried.values,
-                self.measure[0]: tried.score,
-                **tried.metrics,
-                "steps": len(tried.history),
-                "ended": tried.ended,
-            }
-            for tried in order
+            {"trial": tried.number, **tried.values, score: tried.score, **tried.metrics, "steps": len(tried.history), "ended": tried.ended}
+            for tried in sorted(self.trials, key=order)
         ]
 
     def to_csv(self, path: str | Path | None = None) -> str:
@@ -115,9 +108,11 @@ class Sweep:
         return out.getvalue()
 
     def __str__(self) -> str:
-        full, short = (aligned(rows, right=True) for rows in (self._cells(), [row[:-1] for row in self._cells()]))
-        fits = len(full) == len(self.trials) + 1  # one line each; a narrow terminal does without the curves
-        return "\n".join(full if fits else short)
+        cells = self._cells()
+        lines = aligned(cells, right=True)
+        if len(lines) > len(cells):  # wrapped: a narrow terminal does without the curves
+            lines = aligned([row[:-1] for row in cells], right=True)
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -127,6 +122,9 @@ class Sweep:
 
     def _cells(self) -> list[list[str]]:
         curves = {tried.number: spark(tried.history["loss"]).ljust(16) for tried in self.trials}
-        shown = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
         rows = self.rows()
-        return [[*rows[0], "loss"], *([*map(shown, row.values()), curves[row["trial"]]] for row in rows)]
+        return [[*rows[0], "loss"], *([*map(_cell, row.values()), curves[row["trial"]]] for row in rows)]
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("\n", "\\n")

@@ -14,12 +14,11 @@ import numpy as np
 from spmd.api import Result, about_run
 from spmd.data.work_assignment import Position
 from spmd.mesh import make_mesh
-from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.history import History
 from spmd.run.throughput import Throughput
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.results import Sweep, TrialResult
-from spmd.sweeps.storage import SweepStore
+from spmd.sweeps.storage import SweepStore, open_checkpoints
 from spmd.sweeps.successive_halving import best
 from spmd.sweeps.train_chunk import Chunk, filled
 from spmd.sweeps.vmapped_trials import VmappedTrials
@@ -107,19 +106,20 @@ class SweepRunner:
         self, rung: int, number: int, packed: VmappedTrials, trials: Sequence[Trial], states: Mapping[int, Any], start: int, stop: int
     ) -> tuple[np.ndarray, list[dict[str, float]], Any]:
         """Measurements, evaluations, and the states of the trials of a chunk."""
-        slots = filled(trials, packed)
-        opening = lambda: packed.stack([states[trial.number] if rung else packed.init(trial) for trial in slots])
         done, run = self.storage.finished(rung, number), Chunk(packed, trials, stop, None)
         if done is not None and (self.storage.cleared or self.storage.resumed(rung, number, run)):  # a damaged chunk is trained again
             self._count(packed, len(trials) * (stop - start))
             return *done, [None] * len(trials) if self.storage.cleared else run.host_states()
-        run = Chunk(packed, trials, start, opening())
+        slots = filled(trials, packed)
+        run = Chunk(packed, trials, start, packed.stack([states[trial.number] if rung else packed.init(trial) for trial in slots]))
         if self.storage.resumed(rung, number, run):
             self._count(packed, len(trials) * (run.step - start))
-        with self.storage.opened(rung, number) as store:
-            report = lambda step, measured: self._count(packed, measured.shape[0] * measured.shape[1], measured)
+
+        def report(measured: np.ndarray) -> None:
+            self._count(packed, measured.shape[0] * measured.shape[1], measured)
+
+        with self.storage.saving(rung, number, run) as save:
             if run.step < stop:
-                save = lambda: self.storage.save(store, rung, number, run)
                 run.run(stop, limit=self.steps_per_call, every=self.every, save=save, report=report)
             evaluations = run.evaluate()
         self.storage.finish(rung, number, run.history, evaluations)
@@ -170,16 +170,12 @@ class SweepRunner:
         build = functools.partial(self._result, trial, states[trial.number], history, folder) if trial.number in states else None
         return TrialResult(trial, record.score, record.evaluations[-1][1] if record.evaluations else {}, history, record.ended, build)
 
-    def _trainer(self, trial: Trial) -> Trainer:
+    def _result(self, trial: Trial, state: State | None, history: History, folder: Path | None) -> Result:
         study = self.study
         workers = self.programs[study.written(trial)].placed.resolved.workers
         mesh = make_mesh({"data": workers}, devices=jax.devices()[:workers])
         trainer = Trainer.of(study.train_config(trial), mesh, study.layout)
         trainer.prepare(study.data.sample())
-        return trainer
-
-    def _result(self, trial: Trial, state: State | None, history: History, folder: Path | None) -> Result:
-        trainer = self._trainer(trial)
         if state is None and folder is not None:
             return Result(trainer.restore(folder / f"trial-{trial.number:04d}"), history, None, trainer)
         wanted = trainer.abstract_state
@@ -196,9 +192,6 @@ class SweepRunner:
         unfinished = place.with_name(f".{place.name}")
         if unfinished.exists():
             shutil.rmtree(unfinished)
-        store = CheckpointStore(Checkpoint(unfinished))
-        try:
+        with open_checkpoints(unfinished) as store:
             store.save(result.state, int(result.state.step), {**about, **more}, {})
-        finally:
-            store.close()
         unfinished.rename(place)  # complete, or absent

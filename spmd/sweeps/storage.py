@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from spmd.errors import CheckpointError, Problem, raise_problems
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.owner import OWNER_FILE, FolderOwnership
 from spmd.sweeps.train_chunk import Chunk
-from spmd.user_paths import explain_os_error
+from spmd.user_paths import make_folder, wrap_os_errors
 
 ABOUT, DONE, END = "sweep.json", "done.json", "end.json"
 
@@ -33,10 +33,7 @@ def owned(folder: Path | None) -> Iterator[FolderOwnership | None]:
     if folder is None:
         yield None
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unusable(folder, error) from error
+    make_folder(folder, CheckpointError)
     owner = FolderOwnership(folder)
     try:
         yield owner
@@ -44,8 +41,17 @@ def owned(folder: Path | None) -> Iterator[FolderOwnership | None]:
         owner.release()
 
 
-def _unusable(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{folder} cannot be used: {explain_os_error(folder, error)}.", fix="another folder.")
+@contextlib.contextmanager
+def open_checkpoints(folder: Path) -> Iterator[CheckpointStore]:
+    """Checkpoints in a folder, which is made if it is not there. On exit, saves in progress are complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = CheckpointStore(Checkpoint(folder, keep=1))
+    try:
+        yield store
+    except BaseException:
+        store.release()
+        raise
+    store.close()
 
 
 class SweepStore:
@@ -56,17 +62,16 @@ class SweepStore:
         if folder is None:
             return
         file = folder / ABOUT
-        try:
+        with wrap_os_errors(file, CheckpointError):
             if not file.exists():
-                if any(not one.name.startswith(".") and one.name != OWNER_FILE for one in folder.iterdir()):
+                if any(not path.name.startswith(".") and path.name != OWNER_FILE for path in folder.iterdir()):
                     raise CheckpointError(f"{folder} is not empty, and holds no sweep.", fix="another folder.")
                 checksummed_files.write(file, _json(dict(about)))
                 return
-            if not resume:
-                raise CheckpointError(f"{folder} already holds a sweep.", fix="resume=True to resume it, or another folder.")
+        if not resume:
+            raise CheckpointError(f"{folder} already holds a sweep.", fix="resume=True to resume it, or another folder.")
+        try:
             before = json.loads(checksummed_files.read(file) or b"{}")
-        except OSError as error:
-            raise _unusable(folder, error) from error
         except checksummed_files.DamagedFileError as why:
             raise CheckpointError(f"{file} is damaged, so what the sweep was is not known: {why}.", fix="another folder.") from why
         names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
@@ -88,9 +93,9 @@ class SweepStore:
     def finished(self, rung: int, chunk: int) -> tuple[np.ndarray, list[dict[str, float]]] | None:
         """The measurements and evaluations of a chunk that was brought to its end, if they are as they were written."""
         place = self.place(rung, chunk)
-        evaluations = None if place is None else self._read(place / DONE)
-        history = None if place is None or evaluations is None else self._read(place / "end.npy")
-        return None if history is None or evaluations is None else (_history(history), json.loads(evaluations))
+        if place is None or (evaluations := self._read(place / DONE)) is None or (history := self._read(place / "end.npy")) is None:
+            return None
+        return _history(history), json.loads(evaluations)
 
     def finish(self, rung: int, chunk: int, history: np.ndarray, evaluations: list[dict[str, float]]) -> None:
         """A chunk is at its end."""
@@ -105,49 +110,35 @@ class SweepStore:
         place = self.place(rung, chunk)
         if place is None or not (place / "checkpoints").is_dir():
             return False
-        with self.opened(rung, chunk) as store:
-            if store is None:
-                return False
+        with open_checkpoints(place) as store:
             step, damaged = store.newest_intact()
             store.move_damaged(damaged)
-            if step is None:
-                return False  # it is done again
-            history = self._read(place / f"history-{step}.npy")
-            if history is not None:
+            history = None if step is None else self._read(place / f"history-{step}.npy")
+            if step is not None and history is not None:
                 run.states, _ = store.restore(step, run.packed.abstract(len(run.slots)))
                 run.measured, run.step = [_history(history)], step
                 return True
-        shutil.rmtree(place / "checkpoints")  # states whose measurements are lost
+        shutil.rmtree(place / "checkpoints")  # without states, or with states whose measurements are lost
         return False
 
     @contextlib.contextmanager
-    def opened(self, rung: int, chunk: int):
-        """The checkpoints of a chunk, or None without a folder. On exit, saves in progress are complete."""
+    def saving(self, rung: int, chunk: int, run: Chunk) -> Iterator[Callable[[], None]]:
+        """In the block, a function that saves a chunk as it is then, in place of what was saved before."""
         place = self.place(rung, chunk)
         if place is None:
-            yield None
+            yield lambda: None
             return
-        place.mkdir(parents=True, exist_ok=True)
-        store = CheckpointStore(Checkpoint(place, keep=1))
-        try:
-            yield store
-        except BaseException:
-            store.release()
-            raise
-        store.close()
+        with open_checkpoints(place) as store:
+            yield functools.partial(self._save, store, place, run)
 
-    def save(self, store: CheckpointStore | None, rung: int, chunk: int, run: Chunk) -> None:
-        """Keep a chunk as it is now, in place of what was kept of it."""
-        place = self.place(rung, chunk)
-        if store is None or place is None:
-            return
+    def _save(self, store: CheckpointStore, place: Path, run: Chunk) -> None:
         self._check_owner()
-        newest, held = place / f"history-{run.step}.npy", store.latest()
+        newest, complete = place / f"history-{run.step}.npy", place / f"history-{store.latest()}.npy"
         checksummed_files.write(newest, _npy(run.history))
         store.save(run.states, run.step, {}, {})
-        for old in place.glob("history-*.npy"):
-            if old != newest and old.name != f"history-{held}.npy":  # the newest complete checkpoint may still be that one
-                old.unlink()
+        for history in place.glob("history-*.npy"):
+            if history not in (newest, complete):  # until this save is complete, the one before may be needed
+                history.unlink()
 
     def clear(self) -> None:
         """Only the end is wanted of chunks: their states go."""
@@ -174,9 +165,12 @@ class SweepStore:
 
 def _differ(was: str, now: str) -> str:
     """Two texts, from a little before their first difference."""
-    at = next((at for at, (one, other) in enumerate(zip(was, now, strict=False)) if one != other), min(len(was), len(now)))
-    begin = max(0, at - 40) if max(len(was), len(now)) > 160 else 0
-    clip = lambda text: f"{'... ' * (begin > 0)}{text[begin : begin + 160]}{' ...' * (len(text) > begin + 160)}"
+    different = (place for place, (old, new) in enumerate(zip(was, now, strict=False)) if old != new)
+    begin = max(0, next(different, min(len(was), len(now))) - 40) if max(len(was), len(now)) > 160 else 0
+
+    def clip(text: str) -> str:
+        return f"{'... ' * (begin > 0)}{text[begin : begin + 160]}{' ...' * (len(text) > begin + 160)}"
+
     return f"was {clip(was)}, is {clip(now)}"
 
 
@@ -186,19 +180,19 @@ def spelled(values: Mapping[str, Any]) -> str:
     Raises:
       CheckpointError: a value has no such text.
     """
-    name_of = lambda value: f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
-    found = {name: name_of(value) for name, value in values.items()}
-    for name, value in found.items():
-        if re.search(r" at 0x[0-9a-f]+|<(lambda|locals)>", repr(value)):
+    spelling = {}
+    for name, value in values.items():
+        spelling[name] = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
+        if re.search(r" at 0x[0-9a-f]+|<(lambda|locals)>", repr(spelling[name])):
             raise CheckpointError(
-                f"{name}={values[name]!r} has no unique name, so a resumed sweep could not distinguish it from others.\n"
-                "    fix: numbers, names or functions of a module as values; or no checkpoint."
+                f"{name}={value!r} has no unique name, so a resumed sweep could not distinguish it from others.",
+                fix="numbers, names or functions of a module as values; or no checkpoint.",
             )
-    return str(found)
+    return str(spelling)
 
 
-def _json(what: Any) -> bytes:
-    return json.dumps(what, indent=1).encode()
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1).encode()
 
 
 def _npy(array: np.ndarray) -> bytes:

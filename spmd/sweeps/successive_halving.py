@@ -48,11 +48,15 @@ class Halving:
         return [(max(1, trials // self.factor**rung), steps // self.factor ** (count - 1 - rung)) for rung in range(count)]
 
 
+def rank(score: float, mode: str) -> tuple[bool, float]:
+    """A key that sorts scores from best to worst; what is not finite is the worst."""
+    finite = math.isfinite(score)
+    return not finite, (score if mode == "min" else -score) if finite else 0.0
+
+
 def best(scores: Mapping[int, float], count: int, mode: str) -> list[int]:
-    """The trials with the best scores, in the order of their scores; of equals the first. What is not finite is worse than all."""
-    sign = 1.0 if mode == "min" else -1.0
-    key = lambda number: (not math.isfinite(scores[number]), sign * scores[number] if math.isfinite(scores[number]) else 0.0, number)
-    return sorted(scores, key=key)[:count]
+    """The trials with the best scores, in the order of their scores; of equals the first."""
+    return sorted(scores, key=lambda number: (*rank(scores[number], mode), number))[:count]
 
 
 def check_search(search: Any) -> Halving | str:

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.data.batches import HostBatch
+from spmd.data.device_dataset import row_indices
 from spmd.data.sources import ArraySource
 from spmd.sweeps.config import Trial
 from spmd.sweeps.vmapped_trials import NET, VmappedTrials
@@ -55,26 +57,18 @@ class Rows:
     """Which rows of the data each step of a trial has: those that `spmd.fit` gives it, in the same order."""
 
     def __init__(self, data: ArraySource):
-        self._order = functools.lru_cache(maxsize=256)(lambda seed, epoch: dataclasses.replace(data, seed=seed).order(epoch))
         self._data = data
+        self._order = functools.lru_cache(maxsize=256)(lambda seed, epoch: dataclasses.replace(data, seed=seed).order(epoch))
 
-    def index(self, seed: int, piece: Piece) -> np.ndarray:
-        """int32[steps, rows]; what pads a batch is its own first row."""
-        return np.stack([self._batch(seed, step, piece.rows) for step in range(piece.first, piece.first + piece.count)])
+    def of(self, seed: int, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+        """Row numbers and weights, int32 and float32[steps, rows]; a short batch is padded with its first row, at weight 0."""
+        return row_indices([self._batch(seed, step) for step in range(piece.first, piece.first + piece.count)], piece.rows)
 
-    def weights(self, piece: Piece) -> np.ndarray:
-        """float32[steps, rows], 0 for padding."""
-        left = [self._data.examples - self._place(step)[1] for step in range(piece.first, piece.first + piece.count)]
-        return (np.arange(piece.rows) < np.array(left)[:, None]).astype(np.float32)
-
-    def _place(self, step: int) -> tuple[int, int]:
+    def _batch(self, seed: int, step: int) -> HostBatch:
         epoch, batch = divmod(step, self._data.steps_per_epoch)
-        return epoch, batch * self._data.batch_size
-
-    def _batch(self, seed: int, step: int, rows: int) -> np.ndarray:
-        epoch, first = self._place(step)
-        found = self._order(seed, epoch)[first : first + rows]
-        return np.concatenate([found, np.repeat(found[:1], rows - len(found))]).astype(np.int32)
+        first = batch * self._data.batch_size
+        index = self._order(seed, epoch)[first : first + self._data.batch_size]
+        return HostBatch(self._data.arrays, len(index), index)
 
 
 @dataclasses.dataclass
@@ -92,12 +86,12 @@ class Chunk:
         """The trial in each slot; the last one again in those that are left over."""
         return filled(self.trials, self.packed)
 
-    def run(self, stop: int, *, limit: int, every: int, save: Callable[[], None], report: Callable[[int, np.ndarray], None]) -> None:
+    def run(self, stop: int, *, limit: int, every: int, save: Callable[[], None], report: Callable[[np.ndarray], None]) -> None:
         """Train all to step `stop`; at multiples of `every` and at the end `save` is called.
 
         Args:
           limit: steps of one call.
-          report: called with the step and the metrics of the newest steps, float32[trials, steps, 2, names].
+          report: called with the metrics of the newest steps, float32[trials, steps, 2, names].
         """
         rows, slots = Rows(self.packed.study.data), self.slots
         values = self.packed.values(slots)
@@ -108,12 +102,12 @@ class Chunk:
         def read() -> None:
             if waiting is not None:
                 self.measured.append(np.asarray(jax.device_get(waiting))[: len(self.trials)])
-                report(self.step, self.measured[-1])
+                report(self.measured[-1])
 
         with jax.transfer_guard("disallow"):
             for piece in calls(self.packed, self.step, stop, limit=limit, every=every):
-                index = np.stack([rows.index(seed, piece) for seed in seeds])
-                self.states, packed = self.packed.steps(self.states, values, index, rows.weights(piece))
+                index, weights = map(np.stack, zip(*(rows.of(seed, piece) for seed in seeds), strict=True))
+                self.states, packed = self.packed.steps(self.states, values, index, weights[0])
                 read()  # while the devices continue
                 waiting, self.step = packed, piece.first + piece.count
                 if self.step % every == 0 or self.step == stop:
@@ -133,9 +127,7 @@ class Chunk:
             return [{} for _ in self.trials]
         names, total = program.eval_names, np.zeros(())
         for host in source.epoch(0):
-            rows = source.batch_size if program.pad_eval else host.rows
-            index = np.concatenate([host.index, np.repeat(host.index[:1], rows - host.rows)])  # type: ignore[index]
-            weights = (np.arange(rows) < host.rows).astype(np.float32)
+            (index,), (weights,) = row_indices([host], source.batch_size if program.pad_eval else host.rows)
             total = total + self.packed.evaluate(self.states, jax.tree.map(lambda x, index=index: x[index], host.leaves), weights)
         means = (total[:, 0] / total[:, 1]).tolist()
         return [dict(zip(names, row, strict=True)) for row in means[: len(self.trials)]]

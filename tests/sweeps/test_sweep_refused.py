@@ -150,8 +150,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (damaged / "sweep.json").write_text("{")
     for folder, message in (
         (tmp_path, "is not empty, and holds no sweep"),
-        (notes, "cannot be used: "),
-        (notes / "under", "cannot be used: "),
+        (notes, "cannot be created: "),
+        (notes / "under", "cannot be created: "),
         (damaged, r"sweep\.json is damaged"),
     ):
         with pytest.raises(CheckpointError, match=message):
