@@ -33,9 +33,13 @@ def map_paths(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(lambda keys, *leaves: function(path_of(keys), *leaves), tree, *rest)
 
 
-def abstract(tree: Tree) -> Tree:
-    """The tree with every leaf replaced by its shape and dtype; no data is read or moved."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype_of(leaf))), tree)
+def abstract(tree: Tree, sharding: jax.sharding.Sharding | None = None) -> Tree:
+    """The tree with every leaf replaced by its shape, dtype and this sharding; no data is read or moved."""
+
+    def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype_of(leaf)), sharding=sharding)
+
+    return jax.tree.map(abstract_leaf, tree)
 
 
 def dtype_of(leaf: Any) -> np.dtype:

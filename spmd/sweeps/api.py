@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh
@@ -106,47 +106,51 @@ def sweep(
     """
     if jax.process_count() > 1:
         raise OptionError(
-            f"a sweep runs in one process; this run has {jax.process_count()}.\n"
-            "    fix: one sweep for each process, without `join`, each with its part of the space or its own seed: docs/sweeps.md."
+            f"a sweep runs in one process; this run has {jax.process_count()}.",
+            fix="one sweep for each process, without `join`, each with its part of the space or its own seed: docs/sweeps.md.",
         )
     space, search = check_space(space), check_search(search)
-    config, own = TrainConfig(make_model, loss, optimizer, metrics, precision, seed=seed), _arrays(data, "data", batch_size, shuffle, seed)
-    evaluated = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
-    study = SweepConfig(config, Layout.load(layout), own, evaluated, exact)
+    source = _arrays(data, "data", batch_size, shuffle, seed)
+    eval_source = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
+    config = TrainConfig(make_model, loss, optimizer, metrics, precision, seed=seed)
+    study = SweepConfig(config, Layout.load(layout), source, eval_source, exact)
     study.check(space)
     check_length(epochs, steps)
-    length = steps if steps is not None else (epochs or 1) * own.steps_per_epoch
-    wanted = _trials(space, trials, search, seed)
-    plan = search.plan(len(wanted), length) if isinstance(search, Halving) else [(len(wanted), length)]
+    length = steps if steps is not None else (epochs or 1) * source.steps_per_epoch
+    all_trials = _trials(space, trials, search, seed)
+    plan = search.plan(len(all_trials), length) if isinstance(search, Halving) else [(len(all_trials), length)]
     check_integer(keep, "keep", 0, optional=True)
     check_integer(at_once, "at_once", optional=True)
     check_integer(steps_per_call, "steps_per_call")
-    devices, shown = _mesh(mesh, batch_size), make_progress(progress)
-    saves = as_checkpoint(checkpoint)
-    if saves is not None and saves != Checkpoint(saves.path, every=saves.every):
+    devices, display, store_config = _mesh(mesh, batch_size), make_progress(progress), as_checkpoint(checkpoint)
+    if store_config is not None and store_config != Checkpoint(store_config.path, every=store_config.every):
         raise OptionError(
-            f"checkpoint={saves!r}: a sweep uses only the path and `every` of a Checkpoint.", fix="sweep(score=..., mode=..., keep=...)."
+            f"checkpoint={store_config!r}: a sweep uses only the path and `every` of a Checkpoint.",
+            fix="sweep(score=..., mode=..., keep=...).",
         )
-    if saves is None and resume:
+    if store_config is None and resume:
         raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
-    resident, alike = functools.cache(lambda: replicate_arrays(own.arrays, devices)), _by_program(study, wanted)
-    programs = {key: _packed(study, equal[0], devices, resident) for key, equal in alike.items()}
+    resident = functools.cache(lambda: replicate_arrays(source.arrays, devices))
+    sharing: dict[tuple, list[Trial]] = {}  # trials by the program that they share
+    for trial in all_trials:
+        sharing.setdefault(study.constants(trial), []).append(trial)
+    programs = {key: _packed(study, same[0], devices, resident) for key, same in sharing.items()}
     measure = _measure(score, mode, study, programs)
     _check_columns(space, programs, measure)
-    every = own.steps_per_epoch if saves is None or saves.every is None else saves.every
+    every = source.steps_per_epoch if store_config is None or store_config.every is None else store_config.every
     for key, packed in programs.items() if check_memory else ():
         first = next(calls(packed, 0, plan[0][1], limit=steps_per_call, every=every))
-        check_room(packed, alike[key], at_once, first)
-    folder = None if saves is None else Path(saves.path).absolute()
+        check_room(packed, sharing[key], at_once, first)
+    folder = None if store_config is None else Path(store_config.path).absolute()
     about = {
-        "trials": f"[{', '.join(spelled(trial.given) for trial in wanted)}]" if folder is not None else "",
+        "trials": f"[{', '.join(spelled(trial.all_values) for trial in all_trials)}]" if folder is not None else "",
         "rungs": str(plan),
         "score": " ".join(measure),
         "mesh": str(MeshSpec.parse(devices)),
         "at_once": str(at_once),
-        "data": str(own.fingerprint()),
+        "data": str(source.fingerprint()),
         "layout": study.layout.to_toml(),
-        "evaluated": str(evaluated and evaluated.fingerprint()),
+        "evaluated": str(eval_source and eval_source.fingerprint()),
         "metrics": str(sorted(metrics or ())),
         "keep": str(keep),
         "precision": precision,
@@ -154,45 +158,34 @@ def sweep(
     }
     with owned(folder) as owner:
         storage, _ = SweepStore(folder, about, resume=resume, owner=owner), resident()
-        contest = SweepRunner(study, programs, storage, plan, measure, at_once, keep, steps_per_call, every, shown)
-        return contest.run(wanted, None if folder is None else folder / "best")
+        runner = SweepRunner(study, programs, storage, plan, measure, at_once, keep, steps_per_call, every, display)
+        return runner.run(all_trials, None if folder is None else folder / "best")
 
 
-def _arrays(data: Any, what: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
+def _arrays(data: Any, option: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
     if not is_arrays(data):
-        raise DataError(f"{what}: a sweep needs arrays, kept on the devices.", fix="a dict or tuple of arrays [examples, ...].")
-    found = as_source(data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=what == "eval_data")
-    if not isinstance(found, ArraySource):
-        raise DataError(f"{what} is not a tree of arrays.")
-    return found
+        raise DataError(f"{option}: a sweep needs arrays, kept on the devices.", fix="a dict or tuple of arrays [examples, ...].")
+    return cast(ArraySource, as_source(data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=option == "eval_data"))
 
 
 def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int) -> list[Trial]:
     if search == "grid":
-        found = grid(space, count)
+        settings = grid(space, count)
     else:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise OptionError(f"trials={count!r}.", fix='how many to draw, from 1; or search="grid".')
-        found = draw(space, count, seed)
-    return [Trial(number, values, values.get(SEED, seed)) for number, values in enumerate(found)]
+        settings = draw(space, count, seed)
+    return [Trial(number, values, values.get(SEED, seed)) for number, values in enumerate(settings)]
 
 
 def _mesh(mesh: Any, batch_size: int) -> Mesh:
-    found = make_mesh(mesh if mesh is not None else {NET: -1})
-    sizes = dict(found.shape)
+    devices = make_mesh(mesh if mesh is not None else {NET: -1})
+    sizes = dict(devices.shape)
     if NET not in sizes or set(sizes) > {NET, DATA}:
-        raise MeshError(f'mesh {MeshSpec.parse(found)}: a sweep uses the axes "{NET}" (trials) and "{DATA}".', fix='"net=4,data=2".')
+        raise MeshError(f'mesh {MeshSpec.parse(devices)}: a sweep uses the axes "{NET}" (trials) and "{DATA}".', fix='"net=4,data=2".')
     if batch_size % sizes.get(DATA, 1):
         raise DataError(f"batch_size={batch_size} does not divide by data={sizes[DATA]}.", fix=f"a multiple of {sizes[DATA]}.")
-    return found
-
-
-def _by_program(study: SweepConfig, trials: list[Trial]) -> dict[tuple, list[Trial]]:
-    """The trials of each program."""
-    found: dict[tuple, list[Trial]] = {}
-    for trial in trials:
-        found.setdefault(study.written(trial), []).append(trial)
-    return found
+    return devices
 
 
 def _packed(study: SweepConfig, first: Trial, devices: Mesh, resident: Callable[[], Any]) -> VmappedTrials:
@@ -202,7 +195,7 @@ def _packed(study: SweepConfig, first: Trial, devices: Mesh, resident: Callable[
         packed.check_evaluation()
         packed.compare()
     except SpmdError as error:
-        if study.written(first):
+        if study.constants(first):
             error.add_note(f"of trial {first.number}: {', '.join(f'{name}={value!r}' for name, value in first.values.items())}")
         raise
     return packed
@@ -221,8 +214,8 @@ def _measure(score: str | None, mode: str, study: SweepConfig, programs: Mapping
     if mode not in ("min", "max"):
         raise OptionError(f'mode="{mode}".', fix=did_you_mean(mode, ("min", "max")))
     program = next(iter(programs.values())).program
-    known = [*program.names, *(f"eval_{name}" for name in program.eval_names if study.evaluated is not None)]
-    name = score if score is not None else "eval_loss" if study.evaluated is not None else "loss"
+    known = [*program.names, *(f"eval_{name}" for name in program.eval_names if study.eval_data is not None)]
+    name = score if score is not None else "eval_loss" if study.eval_data is not None else "loss"
     if name not in known:
         raise OptionError(f'score="{name}": there is no such metric.', fix=did_you_mean(name, known))
     return name, mode

@@ -8,11 +8,13 @@ from typing import Any
 from flax import linen, nnx
 
 from spmd.data.sources import ArraySource
-from spmd.errors import OptimizerError, OptionError, SpmdError, did_you_mean, type_name
+from spmd.errors import OptimizerError, OptionError, SpmdError, did_you_mean, first_line, short_repr
 from spmd.layout.schema import Layout
 from spmd.sweeps.search_space import SEED, Between
 from spmd.train.model_setup import TrainConfig
 from spmd.train.state import check_optimizer
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Trial:
     seed: int
 
     @property
-    def given(self) -> dict[str, Any]:
+    def all_values(self) -> dict[str, Any]:
         """All values, the seed among them."""
         return {**self.values, SEED: self.seed}
 
@@ -40,7 +42,7 @@ class SweepConfig:
     config: TrainConfig
     layout: Layout
     data: ArraySource
-    evaluated: ArraySource | None
+    eval_data: ArraySource | None
     exact: bool
 
     def check(self, space: Mapping[str, Any]) -> None:
@@ -49,31 +51,30 @@ class SweepConfig:
         Raises:
           OptionError: such a name; or a function with an argument that is not in the space.
         """
-        for what, function in (("make_model", self.config.model), ("optimizer", self.config.optimizer)):
+        for option, function in (("make_model", self.config.model), ("optimizer", self.config.optimizer)):
             if not callable(function) or isinstance(function, nnx.Module | linen.Module):
-                fix = "lambda learning_rate: optax.adam(learning_rate)" if what == "optimizer" else "lambda width: Net(width)"
-                raise OptionError(f"{what}={_shown(function)} is not a function of hyper-parameters.", fix=f"{what}={fix}.")
-            wants = [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-            missing = [name for name in wants if name not in space and name != SEED]
+                fix = "lambda learning_rate: optax.adam(learning_rate)" if option == "optimizer" else "lambda width: Net(width)"
+                raise OptionError(f"{option}={short_repr(function)} is not a function of hyper-parameters.", fix=f"{option}={fix}.")
+            required = [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in _VARIADIC]
+            missing = [name for name in required if name not in space and name != SEED]
             if missing:
                 known = did_you_mean(missing[0], list(space))
-                raise OptionError(f'{what} takes "{missing[0]}", which is not in the space.', fix=f"{known}; or a default.")
+                raise OptionError(f'{option} takes "{missing[0]}", which is not in the space.', fix=f"{known}; or a default.")
         for name in takes(self.config.model, space):
             if isinstance(space[name], Between):
                 raise OptionError(
-                    f"make_model takes {name}, drawn from {space[name]}: each trial would compile its own program.\n"
-                    "    fix: a list of a few values; only values of the optimizer can be drawn from a distribution."
+                    f"make_model takes {name}, drawn from {space[name]}: each trial would compile its own program.",
+                    fix="a list of a few values; only values of the optimizer can be drawn from a distribution.",
                 )
-        taken = {*takes(self.config.model, space), *takes(self.config.optimizer, space), SEED}
-        unused = [name for name in space if name not in taken]
-        if unused:
-            raise OptionError(
-                f'space: nothing takes "{unused[0]}".', fix="an argument of that name of make_model or optimizer, or leave it out."
-            )
+        used = {*takes(self.config.model, space), *takes(self.config.optimizer, space), SEED}
+        for name in space:
+            if name not in used:
+                fix = "an argument of that name of make_model or optimizer, or leave it out."
+                raise OptionError(f'space: nothing takes "{name}".', fix=fix)
 
     def train_config(self, trial: Trial) -> TrainConfig:
         """The arguments of `fit` that train this trial alone."""
-        values = trial.given
+        values = trial.all_values
         return dataclasses.replace(self.config, model=self.model(values), optimizer=self.optimizer_of(values), seed=trial.seed)
 
     def model(self, values: Mapping[str, Any]) -> Callable[[], Any]:
@@ -99,9 +100,8 @@ class SweepConfig:
             raise
         except Exception as error:
             raise OptimizerError(
-                f"optimizer({', '.join(picked)}) fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
-                "    Floats are traced, so that many values share one program.\n"
-                "    fix: no Python branch on such a value; or pass strings or integers, which are constants of the program."
+                f"optimizer({', '.join(picked)}) fails: {first_line(error)}\n    Floats are traced, so that many values share one program.",
+                fix="no Python branch on such a value; or pass strings or integers, which are constants of the program.",
             ) from error
 
     def traced(self, trial: Trial) -> dict[str, float]:
@@ -113,10 +113,10 @@ class SweepConfig:
             if isinstance(trial.values[name], float) and name not in inside
         }
 
-    def written(self, trial: Trial) -> tuple:
+    def constants(self, trial: Trial) -> tuple:
         """The values that are constants of the program: trials with equal ones share it."""
-        free = (*self.traced(trial), SEED)
-        return tuple((name, repr(value), _same(value)) for name, value in trial.values.items() if name not in free)
+        arguments = (*self.traced(trial), SEED)
+        return tuple((name, repr(value), _same(value)) for name, value in trial.values.items() if name not in arguments)
 
 
 def _same(value: Any) -> Any:
@@ -128,16 +128,12 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else type_name(value)
-
-
 def takes(function: Callable[..., Any], names: Any) -> list[str]:
     """Which of these names are arguments of a function."""
-    own = [p.name for p in _parameters(function) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    every = any(p.kind is p.VAR_KEYWORD for p in _parameters(function))
-    return [name for name in names if name in own or every]
+    parameters = _parameters(function)
+    named = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [name for name in names if name in named or takes_any]
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

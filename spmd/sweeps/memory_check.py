@@ -3,10 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-import jax
-
 from spmd.errors import DeviceMemoryError
-from spmd.planner.memory import on_device
+from spmd.planner.memory import tree_on_device
 from spmd.planner.memory_check import memory_limit
 from spmd.sweeps.config import Trial
 from spmd.sweeps.train_chunk import Piece, filled
@@ -48,7 +46,7 @@ def check_room(packed: VmappedTrials, trials: Sequence[Trial], at_once: int | No
     need = _need(packed, trials[:count], call, limit)
     if need.peak <= limit:
         return
-    each, kind = need.state // need.trials, packed.mesh.local_devices[0].device_kind
+    each, kind = need.state // need.trials, packed.mesh.local_devices[0].device_kind  # bytes of one trial's state
     fewer = min(need.trials - 1, (limit - need.data) // each if each else 0)
     while fewer > 0 and _need(packed, trials[: fewer * slots], call, limit).peak > limit:
         fewer //= 2
@@ -63,20 +61,20 @@ def check_room(packed: VmappedTrials, trials: Sequence[Trial], at_once: int | No
     raise DeviceMemoryError(
         f"{count} trials at once need {format_bytes(need.peak)} of {format_bytes(limit)} on each {kind} "
         f"({need.peak / limit:.0%}): {need}.\n"
-        f"    Each of {packed.mesh.size} devices has {need.trials} of them, {format_bytes(each)} of state each.\n"
-        f"    fix: {fix}. check_memory=False starts all the same."
+        f"    Each of {packed.mesh.size} devices has {need.trials} of them, {format_bytes(each)} of state each.",
+        fix=f"{fix}. check_memory=False starts all the same.",
     )
 
 
 def _need(packed: VmappedTrials, trials: Sequence[Trial], call: Piece, limit: int) -> _Need:
     """What a call needs; the compiler is only asked of what would have room without temporaries."""
     slots = len(filled(trials, packed))
-    state = sum(on_device(leaf) for leaf in jax.tree.leaves(packed.abstract(slots)))
-    data = sum(on_device(leaf) for leaf in jax.tree.leaves(packed.abstract_data))
-    known = _Need(slots // packed.mesh.shape[NET], state, data, None)
-    if known.peak > limit:
-        return known
+    state = tree_on_device(packed.abstract(slots))
+    data = tree_on_device(packed.abstract_data)
+    need = _Need(slots // packed.mesh.shape[NET], state, data, None)
+    if need.peak > limit:
+        return need
     seeds = len({trial.seed for trial in trials})
-    found = packed.compiled(slots, call.count, call.rows, shared=seeds == 1).memory_analysis()
-    peak = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + found.temp_size_in_bytes
-    return dataclasses.replace(known, temporaries=max(0, peak - known.peak))
+    memory = packed.compiled(slots, call.count, call.rows, shared=seeds == 1).memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    return dataclasses.replace(need, temporaries=max(0, peak - need.peak))

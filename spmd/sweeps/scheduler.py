@@ -76,7 +76,7 @@ class SweepRunner:
                 states = self._rung(rung, alive, records, states, stop, last=last)
             kept = best({number: records[number].score for number in states}, self.keep, self.measure[1])
             kept = [number for number in kept if math.isfinite(records[number].score)]
-            return self._found(trials, records, {number: states[number] for number in kept}, folder)
+            return self._sweep(trials, records, {number: states[number] for number in kept}, folder)
         finally:
             self.progress.close()
 
@@ -84,23 +84,23 @@ class SweepRunner:
         self, rung: int, alive: Sequence[Trial], records: dict[int, _Record], states: Mapping[int, Any], stop: int, *, last: bool
     ) -> dict[int, Any]:
         """Train trials up to a step; return the host states of those that may be promoted."""
-        found: dict[int, Any] = {}
+        promotable: dict[int, Any] = {}
         start = self.plan[rung - 1][1] if rung else 0
         for number, (packed, trials) in enumerate(self._chunks(alive)):
             history, evaluations, after = self._chunk(rung, number, packed, trials, states, start, stop)
-            for at, trial in enumerate(trials):
-                self._note(records[trial.number], packed, history[at], evaluations[at], stop)
-                found[trial.number] = after[at]
-            wanted = best({key: records[key].score for key in found}, self.keep if last else self.plan[rung + 1][0], self.measure[1])
-            found = {key: found[key] for key in wanted}
-        return found
+            for place, trial in enumerate(trials):
+                self._note(records[trial.number], packed, history[place], evaluations[place], stop)
+                promotable[trial.number] = after[place]
+            count = self.keep if last else self.plan[rung + 1][0]
+            promotable = {key: promotable[key] for key in best({key: records[key].score for key in promotable}, count, self.measure[1])}
+        return promotable
 
     def _chunks(self, alive: Sequence[Trial]) -> Iterator[tuple[VmappedTrials, Sequence[Trial]]]:
         """Trials that share a program, at most `at_once` of them at a time."""
         for key, packed in self.programs.items():
-            own = [trial for trial in alive if self.study.written(trial) == key]
-            size = self.at_once or len(own) or 1
-            yield from ((packed, own[first : first + size]) for first in range(0, len(own), size))
+            sharing = [trial for trial in alive if self.study.constants(trial) == key]
+            size = self.at_once or len(sharing) or 1
+            yield from ((packed, sharing[first : first + size]) for first in range(0, len(sharing), size))
 
     def _chunk(
         self, rung: int, number: int, packed: VmappedTrials, trials: Sequence[Trial], states: Mapping[int, Any], start: int, stop: int
@@ -152,17 +152,17 @@ class SweepRunner:
             record.evaluations[-1][1][name] if name.startswith("eval_") else float(newest[:, names.index(name)].mean(dtype=np.float64))
         )
 
-    def _found(self, trials: Sequence[Trial], records: Mapping[int, _Record], states: Mapping[int, Any], folder: Path | None) -> Sweep:
+    def _sweep(self, trials: Sequence[Trial], records: Mapping[int, _Record], states: Mapping[int, Any], folder: Path | None) -> Sweep:
         tried = [self._trial_result(trial, records[trial.number], states, folder) for trial in trials]
         kept = [tried[number] for number in states]
         if folder is not None:
-            for one in kept:
-                self._keep(one, folder / f"trial-{one.number:04d}")
+            for result in kept:
+                self._keep(result, folder / f"trial-{result.number:04d}")
             self.storage.clear()  # only now: from the chunks, missing results could be rebuilt
         return Sweep(tried, kept, self.measure, sum(packed.compilations() for packed in self.programs.values()))
 
     def _trial_result(self, trial: Trial, record: _Record, states: Mapping[int, Any], folder: Path | None) -> TrialResult:
-        packed = self.programs[self.study.written(trial)]
+        packed = self.programs[self.study.constants(trial)]
         history = History(packed.program.names)
         history.add_steps(1, record.steps)
         for step, evaluation in record.evaluations:
@@ -172,7 +172,7 @@ class SweepRunner:
 
     def _result(self, trial: Trial, state: State | None, history: History, folder: Path | None) -> Result:
         study = self.study
-        workers = self.programs[study.written(trial)].placed.resolved.workers
+        workers = self.programs[study.constants(trial)].placed.resolved.workers
         mesh = make_mesh({"data": workers}, devices=jax.devices()[:workers])
         trainer = Trainer.of(study.train_config(trial), mesh, study.layout)
         trainer.prepare(study.data.sample())

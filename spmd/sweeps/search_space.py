@@ -29,8 +29,8 @@ class Between:
     def at(self, place: float) -> float:
         """The value at a place from 0 to 1, as float32 has it, so that it is the same wherever it goes."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
-        found = low + place * (high - low)
-        return float(np.float32(math.exp(found) if self.log else found))
+        value = low + place * (high - low)
+        return float(np.float32(math.exp(value) if self.log else value))
 
     def __str__(self) -> str:
         return f"{'log_uniform' if self.log else 'uniform'}({self.low:g}, {self.high:g})"
@@ -80,32 +80,31 @@ def check_space(space: Any) -> dict[str, Any]:
       OptionError: no space, or something in it that has no values.
     """
     if not isinstance(space, Mapping) or not space:
-        raise OptionError(
-            f"space={space!r}: wanted names and what each may be.\n"
-            '    fix: such as {"learning_rate": spmd.log_uniform(1e-4, 1e-1), "width": [64, 128]}.'
-        )
-    found: dict[str, Any] = {}
-    for name, given in space.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise OptionError(f"space: {name!r} is no name of an argument.")
-        if isinstance(given, Between):
-            found[name] = given
-            continue
-        if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str) or not len(given):
-            raise OptionError(
-                f"space: {name}={given!r} is {type_name(given)}.", fix="a list of values, spmd.uniform(...) or spmd.log_uniform(...)."
-            )
-        values = [value.item() if isinstance(value, np.generic) else value for value in given]
-        for value in values:
-            if isinstance(value, float) and (math.isnan(value) or LARGEST < abs(value) < math.inf):
-                raise OptionError(f"space: {name}={value!r} is no number that float32 has.", fix="leave it out of the list.")
-            if isinstance(value, np.ndarray | jax.Array):
-                raise OptionError(f"space: a value of {name} is an array, {describe(value)}.", fix="numbers, names, tuples.")
-        found[name] = [float(np.float32(value)) if isinstance(value, float) else value for value in values]
-    for value in found.get(SEED, []) if isinstance(found.get(SEED), list) else [None] * (SEED in found):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-            raise OptionError(f"space: seed={found[SEED]}.", fix="whole numbers from 0 to 2**32 - 1, such as range(64).")
-    return found
+        fix = 'such as {"learning_rate": spmd.log_uniform(1e-4, 1e-1), "width": [64, 128]}.'
+        raise OptionError(f"space={space!r}: wanted names and what each may be.", fix=fix)
+    checked = {name: _check_choices(name, choices) for name, choices in space.items()}
+    seeds = checked.get(SEED, [0])
+    if isinstance(seeds, Between) or not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds):
+        raise OptionError(f"space: seed={seeds}.", fix="whole numbers from 0 to 2**32 - 1, such as range(64).")
+    return checked
+
+
+def _check_choices(name: Any, choices: Any) -> Between | list:
+    """What one hyper-parameter may be: a distribution, or values, floats as float32 has them."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise OptionError(f"space: {name!r} is no name of an argument.")
+    if isinstance(choices, Between):
+        return choices
+    if not isinstance(choices, Sequence | np.ndarray) or isinstance(choices, str) or not len(choices):
+        fix = "a list of values, spmd.uniform(...) or spmd.log_uniform(...)."
+        raise OptionError(f"space: {name}={choices!r} is {type_name(choices)}.", fix=fix)
+    values = [value.item() if isinstance(value, np.generic) else value for value in choices]
+    for value in values:
+        if isinstance(value, float) and (math.isnan(value) or LARGEST < abs(value) < math.inf):
+            raise OptionError(f"space: {name}={value!r} is no number that float32 has.", fix="leave it out of the list.")
+        if isinstance(value, np.ndarray | jax.Array):
+            raise OptionError(f"space: a value of {name} is an array, {describe(value)}.", fix="numbers, names, tuples.")
+    return [float(np.float32(value)) if isinstance(value, float) else value for value in values]
 
 
 def grid(space: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
@@ -117,14 +116,14 @@ def grid(space: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
     Raises:
       OptionError: a name has a distribution and no values; or `count` is not the number of combinations, or missing where they are many.
     """
-    for name, given in space.items():
-        if isinstance(given, Between):
-            raise OptionError(f'search="grid" wants values, and {name} is {given}.', fix='a list of them, or search="random".')
-    size = math.prod(len(given) for given in space.values())
+    for name, choices in space.items():
+        if isinstance(choices, Between):
+            raise OptionError(f'search="grid" wants values, and {name} is {choices}.', fix='a list of them, or search="random".')
+    size = math.prod(len(choices) for choices in space.values())
     if count not in (None, size):
         raise OptionError(f"trials={count}, and the grid has {size} combinations.", fix="leave trials out.")
     if count is None and size > MANY:
-        how = " x ".join(f"{len(given)} of {name}" for name, given in space.items())
+        how = " x ".join(f"{len(choices)} of {name}" for name, choices in space.items())
         fix = f'trials={size}, if so many are wanted; or search="random" and fewer'
         raise OptionError(f"the grid has {size:,} combinations: {how}.", fix=f"{fix}.")
     return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
@@ -133,9 +132,9 @@ def grid(space: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
 def draw(space: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
     """`count` trials at random. What trial i has depends on the seed, on i and on each name, and on nothing else in the space."""
 
-    def value(name: str, given: Any, trial: int) -> Any:
+    def value(name: str, choices: Any, trial: int) -> Any:
         key = np.array([seed, (trial << 32) | zlib.crc32(name.encode())], np.uint64)
         place = np.random.Generator(np.random.Philox(key=key)).random()
-        return given.at(place) if isinstance(given, Between) else given[int(place * len(given))]
+        return choices.at(place) if isinstance(choices, Between) else choices[int(place * len(choices))]
 
-    return [{name: value(name, given, trial) for name, given in space.items()} for trial in range(count)]
+    return [{name: value(name, choices, trial) for name, choices in space.items()} for trial in range(count)]

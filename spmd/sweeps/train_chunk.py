@@ -122,7 +122,7 @@ class Chunk:
 
     def evaluate(self) -> list[dict[str, float]]:
         """Exact means of loss and metrics over the evaluation's data, for each trial."""
-        source, program = self.packed.study.evaluated, self.packed.program
+        source, program = self.packed.study.eval_data, self.packed.program
         if source is None:
             return [{} for _ in self.trials]
         names, total = program.eval_names, np.zeros(())

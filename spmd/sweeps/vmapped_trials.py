@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.device_dataset import replicate_arrays
-from spmd.errors import LayoutError, ModelError, OptimizerError, SpmdError
 from spmd.specs import spec_axes
+from spmd.errors import LayoutError, ModelError, OptimizerError, SpmdError, first_line
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.search_space import SEED
 from spmd.train.compiled_step import prepare_program
@@ -45,29 +45,29 @@ class VmappedTrials:
         placed, layout = self.placed, self.placed.resolved.layout
         sharded = [path for path, place in placed.resolved.placements.items() if spec_axes(place.spec) or spec_axes(place.state_spec)]
         if placed.storage is not None or sharded:
-            what = "keeps parameters on servers" if placed.storage is not None else f"shards {sharded[0]}"
+            does = "keeps parameters on servers" if placed.storage is not None else f"shards {sharded[0]}"
             raise LayoutError(
-                f"{layout.source} {what}, and each trial of a sweep replicates its parameters.\n"
-                '    fix: a layout that replicates them, such as "data_parallel".'
+                f"{layout.source} {does}, and each trial of a sweep replicates its parameters.",
+                fix='a layout that replicates them, such as "data_parallel".',
             )
         if jax.tree.leaves(placed.abstract_state.exchange):
             raise LayoutError(
-                f"{layout.source} has codecs with a residual for each worker, and a sweep keeps one state for each trial.\n"
-                "    fix: [gradients] error_feedback = false, or a codec without state."
+                f"{layout.source} has codecs with a residual for each worker, and a sweep keeps one state for each trial.",
+                fix="[gradients] error_feedback = false, or a codec without state.",
             )
         if placed.resolved.workers > 1 and not placed.exchange.reduction.manual:
             raise LayoutError(
-                f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not support.\n'
-                '    fix: [gradients] reduction = "all_reduce".'
+                f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not support.',
+                fix='[gradients] reduction = "all_reduce".',
             )
         try:
-            jax.eval_shape(lambda values: self._optimizer(values).init(placed.abstract_state.params), self._one())
+            jax.eval_shape(lambda values: self._optimizer(values).init(placed.abstract_state.params), self._abstract_values())
         except SpmdError:
             raise
         except Exception as error:
             raise OptimizerError(
-                f"the optimizer's init fails on traced values: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
-                "    fix: no float() of such a value, and no optax.inject_hyperparams: it is an argument of the program already."
+                f"the optimizer's init fails on traced values: {first_line(error)}",
+                fix="no float() of such a value, and no optax.inject_hyperparams: it is an argument of the program already.",
             ) from error
 
     def compare(self) -> None:
@@ -84,11 +84,11 @@ class VmappedTrials:
         batch = jax.tree.map(lambda leaf: np.asarray(leaf[:rows]), self.study.data.arrays)
         prepare_program(placed, sample).comparison.once(placed.init(), batch, np.ones(rows, np.float32))
 
-    def _one(self) -> dict[str, Any]:
-        return {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.study.traced(self.first)}
+    def _abstract_values(self, *slots: int, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct(slots, jnp.float32, sharding=sharding) for name in self.study.traced(self.first)}
 
     def _optimizer(self, values: Tree) -> Any:
-        return self.study.optimizer_of({**self.first.given, **values})
+        return self.study.optimizer_of({**self.first.all_values, **values})
 
     # states ------------------------------------------------------------------------------------------------------------
 
@@ -98,28 +98,28 @@ class VmappedTrials:
         with nnx.use_eager_sharding(False):
             if self.study.builds_from_seed:  # in Python: flax takes no traced seed
                 try:
-                    found = jax.device_get(self._open(trial.seed, trial.seed, values))
+                    state = jax.device_get(self._open(trial.seed, trial.seed, values))
                 except SpmdError as error:
                     error.add_note(f"of trial {trial.number}: seed={trial.seed}")
                     raise
-                self._check_shapes(trial, found)
-                return found
+                self._check_shapes(trial, state)
+                return state
             return jax.device_get(self._compiled_open(jnp.uint32(trial.seed), values))
 
-    def _check_shapes(self, trial: Trial, found: State) -> None:
-        both = found.params, self.placed.abstract_state.params
-        own, wanted = ({path: describe(leaf) for path, leaf in flatten(params).items()} for params in both)
-        differ = [path for path in dict.fromkeys([*wanted, *own]) if own.get(path) != wanted.get(path)]
-        if differ:
-            path = differ[0]
-            raise ModelError(
-                f"with seed={trial.seed} (trial {trial.number}) make_model gives {path} {own.get(path)}, and {wanted.get(path)} with "
-                f"seed={self.first.seed} (trial {self.first.number}).\n"
-                "    fix: shapes that do not depend on the seed; what decides them as a hyper-parameter of its own."
-            )
+    def _check_shapes(self, trial: Trial, state: State) -> None:
+        trees = state.params, self.placed.abstract_state.params
+        shapes, first_shapes = ({path: describe(leaf) for path, leaf in flatten(params).items()} for params in trees)
+        for path in dict.fromkeys([*first_shapes, *shapes]):
+            shape, first_shape = shapes.get(path), first_shapes.get(path)
+            if shape != first_shape:
+                raise ModelError(
+                    f"with seed={trial.seed} (trial {trial.number}) make_model gives {path} {shape}, and {first_shape} with "
+                    f"seed={self.first.seed} (trial {self.first.number}).",
+                    fix="shapes that do not depend on the seed; what decides them as a hyper-parameter of its own.",
+                )
 
     def _open(self, seed: Any, built_from: int, values: Tree) -> State:
-        build = self.study.model({**self.first.given, SEED: built_from})
+        build = self.study.model({**self.first.all_values, SEED: built_from})
         return self.placed.opened(build, self._optimizer(values), seed)
 
     @functools.cached_property
@@ -132,13 +132,14 @@ class VmappedTrials:
 
     def abstract(self, slots: int) -> State:
         """Shapes and shardings of the states of `slots` slots."""
-        one = self.placed.abstract_state
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((slots, *leaf.shape), leaf.dtype, sharding=self._slot_sharding), one)
+        state = self.placed.abstract_state
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((slots, *leaf.shape), leaf.dtype, sharding=self._slot_sharding), state)
 
     def values(self, trials: Sequence[Trial]) -> dict[str, jax.Array]:
         """The traced hyper-parameters of the trials in the slots."""
-        each = [self.study.traced(trial) for trial in trials]
-        return {name: jax.device_put(np.array([one[name] for one in each], np.float32), self._slot_sharding) for name in each[0]}
+        traced = [self.study.traced(trial) for trial in trials]
+        columns = {name: np.array([values[name] for values in traced], np.float32) for name in traced[0]}
+        return jax.device_put(columns, self._slot_sharding)
 
     @property
     def _slot_sharding(self) -> NamedSharding:
@@ -157,39 +158,40 @@ class VmappedTrials:
           The states, and metrics float32[slots, steps, 2, names], sums and counts.
         """
         shared = rows.shape[0] == 1
-        function, rows_at, weights_at = self._steps(rows.shape, shared=shared)
-        placed = jax.device_put((rows.astype(np.int32), weights), (rows_at, weights_at))
-        return function(states, values, self._data(), *placed)
+        function, shardings = self._steps(rows.shape, shared=shared)
+        return function(states, values, self._data(), *jax.device_put((rows.astype(np.int32), weights), shardings))
 
     def compiled(self, slots: int, count: int, rows: int, *, shared: bool) -> Any:
         """Compile `count` updates of `slots` slots from shapes; `steps` then runs it. `shared`: all slots have the same rows."""
         shape = (1 if shared else slots, count, rows)
-        function, rows_at, weights_at = self._steps(shape, shared=shared)
-        values = {name: jax.ShapeDtypeStruct((slots,), jnp.float32, sharding=self._slot_sharding) for name in self._one()}
-        given = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_at), jax.ShapeDtypeStruct(shape[1:], jnp.float32, sharding=weights_at)
-        return function.trace(self.abstract(slots), values, self.abstract_data, *given).lower().compile()
+        function, (rows_sharding, weights_sharding) = self._steps(shape, shared=shared)
+        values = self._abstract_values(slots, sharding=self._slot_sharding)
+        row_numbers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_sharding)
+        weights = jax.ShapeDtypeStruct(shape[1:], jnp.float32, sharding=weights_sharding)
+        return function.trace(self.abstract(slots), values, self.abstract_data, row_numbers, weights).lower().compile()
 
     @property
     def abstract_data(self) -> Tree:
         """Shapes and shardings of the examples."""
-        at = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), abstract(self.study.data.arrays))
+        return abstract(self.study.data.arrays, NamedSharding(self.mesh, PartitionSpec()))
 
-    def _steps(self, shape: tuple[int, ...], *, shared: bool) -> tuple[Any, NamedSharding, NamedSharding]:
+    def _steps(self, shape: tuple[int, ...], *, shared: bool) -> tuple[Any, tuple[NamedSharding, NamedSharding]]:
         """The function of `steps` for rows of this shape, and the shardings of rows and weights."""
         rows_spec, batch = PartitionSpec(None if shared else NET, None, DATA), PartitionSpec(None, DATA)
         if DATA not in self.mesh.shape:
             rows_spec, batch = PartitionSpec(None if shared else NET), PartitionSpec()
 
         def local(states: State, values: Tree, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
-            one = lambda state, values, own: self.program.scan_steps_in_shard_map(self._optimizer(values), state, data, own, weights)
+            def steps_of_trial(state: State, values: Tree, rows: jax.Array) -> tuple[State, jax.Array]:
+                return self.program.scan_steps_in_shard_map(self._optimizer(values), state, data, rows, weights)
+
             if shared:
-                return self._map_trials(lambda state, values: one(state, values, rows[0]), states, values)
-            return self._map_trials(one, states, values, rows)
+                return self._map_trials(lambda state, values: steps_of_trial(state, values, rows[0]), states, values)
+            return self._map_trials(steps_of_trial, states, values, rows)
 
         specs = (PartitionSpec(NET), PartitionSpec(NET), PartitionSpec(), rows_spec, batch)
         function = self._function(("steps", *shape, shared), local, specs, 2, self.program.donate_argnums)
-        return function, NamedSharding(self.mesh, rows_spec), NamedSharding(self.mesh, batch)
+        return function, (NamedSharding(self.mesh, rows_spec), NamedSharding(self.mesh, batch))
 
     def evaluate(self, states: State, batch: Tree, weights: np.ndarray) -> np.ndarray:
         """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every device of a trial computes it."""
@@ -209,14 +211,13 @@ class VmappedTrials:
         Raises:
           DataError: it fails on the evaluation data, which differ from the training data.
         """
-        if self.study.evaluated is None:
+        if self.study.eval_data is None:
             return
-        sample, slots, at = self.study.evaluated.sample(), self.mesh.shape[NET], NamedSharding(self.mesh, PartitionSpec())
+        sample = self.study.eval_data.sample()
         rows = jax.tree.leaves(sample)[0].shape[0]
-        given = abstract((sample, np.zeros(rows, np.float32)))
-        placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), given)
+        batch = abstract((sample, np.zeros(rows, np.float32)), NamedSharding(self.mesh, PartitionSpec()))
         with naming_differences(sample, self.placed.sample):
-            self._evaluation(rows).trace(self.abstract(slots), *placed)
+            self._evaluation(rows).trace(self.abstract(self.mesh.shape[NET]), *batch)
 
     def _map_trials(self, each: Any, *trees: Tree) -> Any:
         return self.program.map_trials(each, *trees, vectorize=self._abreast)
