@@ -6,11 +6,12 @@ import functools
 import html
 import logging
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from spmd.data.device_dataset import Resident, replicate_arrays
 from spmd.data.records import Records
@@ -19,6 +20,7 @@ from spmd.data.work_assignment import check_source
 from spmd.distributed.consistency import check_consistency, program_facts
 from spmd.distributed.initialize import join, shrink_factor, was_restarted
 from spmd.distributed.records import report_to_launcher
+from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.watchdog import TERMINATED, current
 from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean
 from spmd.inference.exporter import ExportReport, export
@@ -29,7 +31,7 @@ from spmd.planner.memory_check import check_step_memory
 from spmd.resume import CHANGED_DATA, open_store, start, wants_resume
 from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
-from spmd.run.config import LoopConfig
+from spmd.run.config import LoopConfig, StartPoint
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines, Logger, check_loggers, write_record
 from spmd.run.loop import Loop
@@ -180,23 +182,24 @@ def fit(
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
     join()
     trainer = Trainer.of(TrainConfig(model, loss, optimizer, metrics, precision, _scaled_accumulate(accumulate), seed), mesh, layout)
-    given = data.arrays if isinstance(data, Resident) else data
-    reader = as_source(given, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    source_data = data.arrays if isinstance(data, Resident) else data
+    reader = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
-    hooks, sinks, shown = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
+    hooks, outputs, display = as_callbacks(callbacks), check_loggers(loggers), make_progress(progress)
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
     config = as_checkpoint(checkpoint)
-    evaluated = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
-    _check_names(hooks, config, (*program.names, *program.static_metrics.names, *evaluated))
+    eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
+    _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
     meta = about_run(trainer, reader)
-    _check_processes_agree(
-        program, reader, hooks, {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta}
-    )
+    options = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta}
+    _check_processes_agree(program, hooks, options)
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
         store = open_store(config, opened, resume=wants_resume(resume) or (config is not None and was_restarted()))
-        begun = start(store, trainer, meta, changed_data=resume == CHANGED_DATA)
-        outputs, shown = _outputs(store, trainer, sinks, shown, begun.state, begun.changes, room)
+        start_point = start(store, trainer, meta, changed_data=resume == CHANGED_DATA)
+        if jax.process_count() > 1:
+            check_replicas(start_point.state, "before the first step")
+        outputs, display = _outputs(store, trainer, outputs, display, start_point, room)
         loop_config = LoopConfig(
             program=program,
             source=reader,
@@ -205,14 +208,14 @@ def fit(
             evaluate=None if eval_data is None else functools.partial(trainer.measure, data=eval_data),
             callbacks=hooks,
             loggers=outputs,
-            progress=shown,
+            progress=display,
             store=store,
             meta=meta,
             prefetch=prefetch,
-            device_data=replicate_arrays(given, trainer.mesh) if isinstance(data, Resident) else None,
+            device_data=replicate_arrays(source_data, trainer.mesh) if isinstance(data, Resident) else None,
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
         )
-        loop = Loop(loop_config, begun)
+        loop = Loop(loop_config, start_point)
         opened.pop_all()
     loop.train()
     run = loop.run
@@ -243,42 +246,33 @@ def _scaled_accumulate(accumulate: int) -> int:
     return accumulate if times == 1 else accumulate * times
 
 
-def _check_processes_agree(program: Program, reader: Source, hooks: list[Callback], options: Mapping[str, Any]) -> None:
+def _check_processes_agree(program: Program, hooks: list[Callback], options: Mapping[str, Any]) -> None:
     """Compare what must be equal in all processes: options, layout, shapes, and the text of the step's program."""
     if jax.process_count() == 1:
         return
     facts = {"devices of each process": str(jax.local_device_count())}
     together = {type(hook).__name__: hook.every for hook in hooks if hook.together}
     for name, value in {**options, "callbacks": together, "layout": tomllib.loads(options["layout"])}.items():
-        facts |= {f"{name} {path}".strip(): str(leaf) for path, leaf in _named(value)}
+        leaves = tree_leaves_with_path(value, is_leaf=lambda node: not isinstance(node, dict))
+        facts |= {f"{name} {keystr(keys, simple=True, separator='.')}".strip(): str(leaf) for keys, leaf in leaves}
     arrays = flatten(program.placed.abstract_state)
     facts |= {f"array {path}": f"{describe(leaf)} {spec_text(leaf.sharding.spec)}" for path, leaf in arrays.items()}
-    given, text = program.placed.init_facts()
+    init_facts, init_text = program.placed.init_facts()
+    program_texts = program_facts(init_text, "the initial values") | program_facts(program.text(), "the step")
     with current().in_phase("compile"):
-        check_consistency(facts | given | program_facts(text, "the initial values") | program_facts(program.text(), "the step"))
-
-
-def _named(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts, with dotted paths."""
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for name, inner in value.items():
-        yield from _named(inner, f"{path}.{name}" if path else str(name))
+        check_consistency(facts | init_facts | program_texts)
 
 
 def _warn_of_unsynced_steps(server: ParameterServer | None, steps: int) -> None:
     """Warn of local steps after the last synchronization: they are not in the model."""
-    if server is None:
+    if server is None or not server.local or not (lost := unsynced_steps(server, steps)):
         return
-    left = unsynced_steps(server, steps) if server.local else 0
     since, fix = "their last synchronization", "Choose a number of steps that `every` divides."
     if server.fragments > 1:
         since = "the last synchronization of some parameters"
         fix = "Fragments synchronize in turns, so a few steps always do; fewer fragments lose less."
-    if left:
-        why = "%d of the workers' %d steps came after %s: they are not in the model, nor in what was evaluated last. %s"
-        logging.getLogger("spmd").warning(why, left, steps, since, fix)
+    why = "%d of the workers' %d steps came after %s: they are not in the model, nor in what was evaluated last. %s"
+    logging.getLogger("spmd").warning(why, lost, steps, since, fix)
 
 
 def _schedule(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> RunSchedule:
@@ -311,22 +305,22 @@ def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[
 
 
 def _outputs(
-    store: CheckpointStore | None, trainer: Trainer, sinks: list[Logger], shown: Any, state: State, changed: list[str], room: str | None
-) -> tuple[list, Any]:
+    store: CheckpointStore | None, trainer: Trainer, loggers: list[Logger], display: Any, start_point: StartPoint, room: str | None
+) -> tuple[list[Logger], Any]:
     """Loggers and progress, on process 0 only; writes the layout and reports notes before the first step."""
     if jax.process_index() != 0:
         return [], NoProgress()
     if store is not None:
         with wrap_os_errors(store.folder / "layout.toml", CheckpointError):
             (store.folder / "layout.toml").write_text(trainer.layout.to_toml(), encoding="utf-8")
-        sinks.append(JsonLines(store.folder / "metrics.jsonl"))
-    step = int(state.step)
+        loggers.append(JsonLines(store.folder / "metrics.jsonl"))
+    step, changes = int(start_point.state.step), start_point.changes
     if step:
         # earlier records with a later step belong to the interrupted run
-        write_record(sinks, {"step": step, "event": "resumed", **({"changed": changed} if changed else {})})
-        shown.say(f"resumed from step {step}{''.join(f'; {change}' for change in changed)}")
+        write_record(loggers, {"step": step, "event": "resumed", **({"changed": changes} if changes else {})})
+        display.say(f"resumed from step {step}{''.join(f'; {change}' for change in changes)}")
     for line in [*trainer.notes(), *([room] if room else [])]:
-        shown.say(line)
-        if isinstance(shown, NoProgress) and line.startswith("note:"):
+        display.say(line)
+        if isinstance(display, NoProgress) and line.startswith("note:"):
             logging.getLogger("spmd").warning(line)  # notes about waste are logged even without a progress display
-    return sinks, shown
+    return loggers, display

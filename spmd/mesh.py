@@ -67,22 +67,17 @@ class MeshSpec:
         if free and devices % known == 0:
             return MeshSpec(tuple((name, devices // known if size == -1 else size) for name, size in self.axes))
         if free:
-            raise MeshError(
-                f"mesh {self}: {_devices(devices)} / {known} leaves {devices % known}, so the -1 cannot be filled.\n"
-                f"    fix: {self._fix(known, devices)}."
-            )
+            why = f"{_devices(devices)} / {known} leaves {devices % known}, so the -1 cannot be filled"
+            raise MeshError(f"mesh {self}: {why}.", fix=f"{self._fix(known, devices)}.")
         if known != devices:
-            raise MeshError(self._mismatch(known, devices))
+            product = " * ".join(f"{name}({size})" for name, size in self.axes)
+            why = f"{product} = {known}, but there {'is' if devices == 1 else 'are'} {_devices(devices)}"
+            fix = self._fix(known, devices)
+            if known < devices:
+                why += f": {devices - known} would be left unused"
+                fix += f', or to use only some devices, mesh=spmd.make_mesh("{self}", devices=jax.devices()[:{known}])'
+            raise MeshError(f"mesh {self}: {why}.", fix=f"{fix}.")
         return self
-
-    def _mismatch(self, known: int, devices: int) -> str:
-        product = " * ".join(f"{name}({size})" for name, size in self.axes)
-        text = f"mesh {self}: {product} = {known}, but there {'is' if devices == 1 else 'are'} {_devices(devices)}"
-        if known < devices:
-            only = f'spmd.make_mesh("{self}", devices=jax.devices()[:{known}])'
-            text += f": {devices - known} would be left unused"
-            return f"{text}.\n    fix: {self._fix(known, devices)}, or to use only some devices, mesh={only}."
-        return f"{text}.\n    fix: {self._fix(known, devices)}."
 
     def _fix(self, known: int, devices: int) -> str:
         """The nearest mesh; on a CPU there can be as many devices as are wanted."""
@@ -192,13 +187,11 @@ def simulate_devices(count: int) -> None:
             simulate_cpus(count)
     except RuntimeError:
         pass  # JAX has started: what counts is what it started with
-    found = jax.devices()
-    if len(found) != count or found[0].platform != "cpu":
-        raise MeshError(
-            f"simulate_devices({count}) comes too late: JAX has already started with "
-            f"{len(found)} {found[0].platform} device{'s' if len(found) > 1 else ''}.\n"
-            "    fix: call it first, right after `import spmd`; in a notebook, restart the kernel and run it in the first cell."
-        )
+    devices = jax.devices()
+    if len(devices) != count or devices[0].platform != "cpu":
+        kind = f"{len(devices)} {devices[0].platform} device{'s' if len(devices) > 1 else ''}"
+        fix = "call it first, right after `import spmd`; in a notebook, restart the kernel and run it in the first cell."
+        raise MeshError(f"simulate_devices({count}) comes too late: JAX has already started with {kind}.", fix=fix)
 
 
 def axis_problem(axis: str, mesh: MeshSpec) -> tuple[list[str], str] | None:

@@ -4,11 +4,8 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import jax
-
 from spmd.data.work_assignment import Position
 from spmd.distributed.initialize import was_restarted
-from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.watchdog import current
 from spmd.errors import CheckpointError, OptionError, Problem, problems_text, raise_problems
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
@@ -26,9 +23,8 @@ def wants_resume(resume: bool | str) -> bool:
       OptionError: it is neither a bool nor "changed_data".
     """
     if not isinstance(resume, bool) and resume != CHANGED_DATA:
-        raise OptionError(
-            f"resume={resume!r}", fix=f'True, False, or "{CHANGED_DATA}" to resume where the contents of the data have changed.'
-        )
+        fix = f'True, False, or "{CHANGED_DATA}" to resume where the contents of the data have changed.'
+        raise OptionError(f"resume={resume!r}", fix=fix)
     return bool(resume)
 
 
@@ -44,22 +40,13 @@ def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resum
     store = CheckpointStore(config)
     opened.callback(store.release)
     if store.latest() is not None and not resume:
-        raise CheckpointError(
-            f"{store.folder} already holds a run, up to step {store.latest()}.", fix="resume=True to continue it, or another folder."
-        )
+        fix = "resume=True to continue it, or another folder."
+        raise CheckpointError(f"{store.folder} already holds a run, up to step {store.latest()}.", fix=fix)
     return store
 
 
 def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any], *, changed_data: bool) -> StartPoint:
-    """The starting point of a run; the state's replicas in several processes are checked to be equal."""
-    begun = _begin(store, trainer, meta, changed_data)
-    if jax.process_count() > 1:
-        check_replicas(begun.state, "before the first step")
-    return begun
-
-
-def _begin(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any], changed_data: bool) -> StartPoint:
-    """From the newest undamaged checkpoint, or from step 0 if there is none.
+    """The starting point of a run: the newest undamaged checkpoint, or step 0 if there is none.
 
     Raises:
       CheckpointError: the data differs from the saved run's, or comes in other batches or another order.
@@ -67,8 +54,9 @@ def _begin(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any]
     step, damaged = store.newest_intact() if store is not None else (None, {})
     if store is not None and step is None and damaged:
         problems = [Problem(f"step {step}", [why]) for step, why in damaged.items()]
-        fix = f"\n\n    fix: use another copy of the folder, or remove {store.folder}/checkpoints to start at step 0."
-        raise CheckpointError(problems_text(f"every checkpoint in {store.folder} is damaged", problems) + fix)
+        fix = f"use another copy of the folder, or remove {store.folder}/checkpoints to start at step 0."
+        text = problems_text(f"every checkpoint in {store.folder} is damaged", problems)
+        raise CheckpointError(f"{text}\n", fix=fix, problems=problems)
     if store is None or step is None:
         return StartPoint(trainer.init())
     saved = store.meta(step)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, batch_signature, check_leaves, check_matches
 from spmd.data.prefetch import allow_transfers, prefetch
-from spmd.data.sources import as_source, bind_rows, is_arrays
+from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import Position, check_participation, epoch_batches
 from spmd.distributed import uneven_batches, watchdog
 from spmd.errors import CheckpointError, DataError, OptionError, check_integer, did_you_mean, short_repr
@@ -150,14 +150,9 @@ class Trainer:
         if self._program is None:
             raise OptionError("trainer.wire before the first batch: what is sent depends on it.", fix="trainer.prepare(batch) first.")
         if not self._placed.exchange.reduction.manual and not self.schedules:
-            why = (
-                "a single worker exchanges nothing"
-                if self.resolved.workers == 1
-                else 'under reduction "compiler" XLA places the collectives'
-            )
-            raise OptionError(
-                f"trainer.wire: {why}.", fix='several workers and  [gradients] reduction = "all_reduce"  or "reduce_scatter".'
-            )
+            alone, placed_by_xla = "a single worker exchanges nothing", 'under reduction "compiler" XLA places the collectives'
+            fix = 'several workers and  [gradients] reduction = "all_reduce"  or "reduce_scatter".'
+            raise OptionError(f"trainer.wire: {alone if self.resolved.workers == 1 else placed_by_xla}.", fix=fix)
         return self._program.wire
 
     def notes(self) -> list[str]:
@@ -272,8 +267,8 @@ class Trainer:
         global_rows = rows * jax.process_count()  # each process passes its part
         program, placer = self.prepare(jax.tree.map(lambda x: jax.ShapeDtypeStruct((global_rows, *x.shape[1:]), x.dtype), abstract(batch)))
         if global_rows > program.rows:
-            fix = "the first batch must be the largest"
-            raise DataError(f"a batch of {global_rows} rows, after a first one of {program.rows}.", fix=f"{fix}.")
+            fix = "the first batch must be the largest."
+            raise DataError(f"a batch of {global_rows} rows, after a first one of {program.rows}.", fix=fix)
         check_matches(batch, program.sample, "this batch")
         return placer(HostBatch(batch, rows))
 
@@ -350,8 +345,7 @@ class Trainer:
 
     def measure(self, state: State, stops: Callable[[int], bool], data: Any, *, batch_size: int | None = None) -> dict[str, float] | None:
         """As `evaluate`; None where `stops`, asked before each batch by its number from 1, has ended it."""
-        rows, shuffle = self._eval_rows(data, batch_size), False if is_arrays(data) else None
-        reader = as_source(data, batch_size=rows, shuffle=shuffle, seed=0, short_ok=True)
+        reader = self._eval_source(data, batch_size)
         check_alive(state)
         program, placer = bind_rows(reader, self._evaluation(reader.sample()))
         placed = map(placer, allow_transfers(reader.epoch(0)))
@@ -361,8 +355,7 @@ class Trainer:
 
     def check_evaluation(self, data: Any) -> tuple[str, ...]:
         """Names of what evaluation measures on arrays or records, which is traced: what does not fit is raised before training."""
-        reader = as_source(data, batch_size=self._eval_rows(data, None), shuffle=False if is_arrays(data) else None, seed=0, short_ok=True)
-        return self._evaluation(reader.sample())[0].eval_names
+        return self._evaluation(self._eval_source(data, None).sample())[0].eval_names
 
     def _evaluation(self, sample: Tree) -> tuple[Program, Placer]:
         """The functions for evaluation batches like `sample`; they fix nothing about the batches that are trained on."""
@@ -372,8 +365,11 @@ class Trainer:
             self._evaluations[kind] = (program, self._make_placer(program, pad=program.pad_eval))
         return self._evaluations[kind]
 
-    def _eval_rows(self, data: Any, batch_size: int | None) -> int | None:
-        return self._program.rows if batch_size is None and self._program is not None and is_arrays(data) else batch_size
+    def _eval_source(self, data: Any, batch_size: int | None) -> Source:
+        if is_arrays(data):
+            rows = self._program.rows if batch_size is None and self._program is not None else batch_size
+            return as_source(data, batch_size=rows, shuffle=False, seed=0, short_ok=True)
+        return as_source(data, batch_size=batch_size, shuffle=None, seed=0, short_ok=True)
 
     def predict(self, state: State, inputs: Tree) -> Tree:
         """The model's outputs for every row of `inputs`, in evaluation mode, as numpy arrays [rows, ...] on the host.

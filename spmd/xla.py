@@ -83,7 +83,7 @@ def shard_map(
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
-        specs = jax.tree.leaves(_broadcast_specs(in_specs, arguments), is_leaf=_is_spec)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))
         current_mesh = mesh or jax.sharding.get_abstract_mesh()
 
         def local_shape_dtype(leaf: Any, spec: PartitionSpec) -> tuple[tuple[int, ...], Any]:
@@ -103,12 +103,3 @@ def shard_map(
         return mapped(*(leaves[n] for n in passed))
 
     return run
-
-
-def _broadcast_specs(specs: Any, tree: Any) -> Any:
-    """A spec for every leaf, from a tree of specs that is a prefix of the tree."""
-    return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=_is_spec)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)

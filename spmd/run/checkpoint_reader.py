@@ -212,8 +212,8 @@ class CheckpointReader:
         """
         meta = self.meta(step)
         with self.naming_errors(step):
-            reading, move, *_ = self._state(step, meta, wanted, packing, of="model")
-            flat = move(self._read(step, {STATE: reading})[STATE])
+            repacking = self._repacking(step, meta, wanted, packing, of="model")
+            flat = repacking.move(self._read(step, {STATE: repacking.to_read()})[STATE])
             restored = {
                 part: map_paths(lambda path, leaf, part=part: _take(flat, f"{part}/{path}", leaf), tree)
                 for part, tree in ((PARAMS, wanted.params), (STATS, wanted.stats))
@@ -225,26 +225,25 @@ class CheckpointReader:
     ) -> tuple[State, list[str]]:
         arrays, mesh = arrays_by_path(wanted), wanted.step.sharding.mesh
         try:
-            reading, move, repacked, text = self._state(step, meta, wanted, packing, of="model and optimizer")
+            repacking = self._repacking(step, meta, wanted, packing, of="model and optimizer")
         except CheckpointError as error:
             with contextlib.suppress(CheckpointError):
-                self._state(step, meta, wanted, packing, of="model")
+                self._repacking(step, meta, wanted, packing, of="model")
                 error = CheckpointError(f"{error}\n", fix=RESTORE_PARAMS)
             raise error from None
-        comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacked)
-        restored = self._read(step, {**comm_state, STATE: reading})
-        flat = move(restored.pop(STATE))
+        comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacking.is_needed)
+        restored = self._read(step, {**comm_state, STATE: repacking.to_read()})
+        flat = repacking.move(restored.pop(STATE))
         flat |= {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if path in fitting}
         flat |= {path: resplit_residuals(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
         params = map_paths(lambda path, leaf: _take(flat, f"{PARAMS}/{path}", leaf), wanted.params)
         fresh = memory(params) if any(path not in flat for path in arrays) else {}
         flat = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()} | flat
-        return map_paths(functools.partial(_take, flat), wanted), [text, *changes] if repacked and changes else changes
+        changes = [str(repacking), *changes] if repacking.is_needed and changes else changes
+        return map_paths(functools.partial(_take, flat), wanted), changes
 
-    def _state(
-        self, step: int, meta: dict[str, Any], wanted: State, packing: Packing | None, of: str
-    ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]], bool, str]:
-        """How to read a state, or only the model's part: arrays to read, a function that places them, whether it repacks them, and text."""
+    def _repacking(self, step: int, meta: dict[str, Any], wanted: State, packing: Packing | None, of: str) -> Repacking:
+        """How to read a state, or only the model's part; raises if it does not fit."""
 
         def select(arrays: Mapping[str, Any]) -> dict[str, Any]:
             if of == "model":
@@ -254,10 +253,20 @@ class CheckpointReader:
         saved, arrays, packed = select(meta["arrays"]), select(arrays_by_path(wanted)), meta.get("storage")
         new = packing or Unpacked(abstract(wanted.params))
         old = packing_from_meta(packed, new.like)
-        moves = Repacking(saved, arrays, old, new, wanted.step.sharding.mesh) if old != new else None
-        self._check_fit(step, saved, {path: describe(leaf) for path, leaf in arrays.items()}, packed, old, moves, of)
-        text = f"parameters were {describe_packing(old)}, and are now {describe_packing(new)}"
-        return (arrays, lambda flat: flat, False, text) if moves is None else (moves.to_read(), moves.move, True, text)
+        repacking = Repacking(saved, arrays, old, new, wanted.step.sharding.mesh)
+        headline, problems, is_packed = f"the checkpoint of step {step} in {self.folder}", [], packed is not None or repacking.is_needed
+        if is_packed:
+            headline += f", {describe_packing(old)},"
+            problems = find_param_mismatches(saved, packed, old)
+        if problems:  # moments of another model would only repeat what its parameters say
+            described = {path: describe(leaf) for path, leaf in arrays.items()}
+            others = [{path: tree[path] for path in tree if path.split("/")[0] not in (PARAMS, OPT)} for tree in (saved, described)]
+            problems += find_mismatches(*others)
+        else:
+            problems = repacking.problems()
+        note = "" if is_packed else f"{len({*saved, *arrays}) - len(problems)} arrays fit"
+        raise_problems(CheckpointError, f"{headline} does not fit this {of}", problems, note)
+        return repacking
 
     def _read(self, step: int, wanted: Mapping[str, Tree]) -> dict[str, dict[str, jax.Array]]:
         """Arrays of a checkpoint, by item and path, placed as in `wanted`; an item may contain more."""
@@ -273,24 +282,6 @@ class CheckpointReader:
             if missing:
                 raise ValueError(f"{item}: {', '.join(missing[:5])} is missing")
         return {item: dict(restored[item]) for item in wanted}
-
-    def _check_fit(
-        self, step: int, saved: dict[str, str], wanted: dict[str, str], packed: Any, old: Packing, moves: Repacking | None, of: str
-    ) -> None:
-        what = f"the checkpoint of step {step} in {self.folder}" + (
-            "" if packed is None and moves is None else f", {describe_packing(old)},"
-        )
-        problems = [] if packed is None and moves is None else find_param_mismatches(saved, packed, old)
-        if problems:  # moments of another model would only repeat what its parameters say
-            others = [
-                {path: text for path, text in arrays.items() if path.split("/")[0] not in (PARAMS, OPT)} for arrays in (saved, wanted)
-            ]
-            problems += find_mismatches(*others)
-        else:
-            problems = find_mismatches(saved, wanted, served=isinstance(old, Storage)) if moves is None else moves.problems()
-        fits = len(set(saved) | set(wanted)) - len(problems)
-        note = f"{fits} arrays fit" if moves is None and not packed else ""
-        raise_problems(CheckpointError, f"{what} does not fit this {of}", problems, note)
 
 
 def check_run_folder(path: str | Path) -> None:

@@ -56,9 +56,8 @@ class Loop:
                 self._metrics.log()
                 self._metrics.show()
                 self._saver.save()
-                run.stop_reason = (
-                    run.stop_reason or self._watchdog.requested_stop_reason or None
-                )  # a request that came too late to stop anything
+                # a request may have come too late to stop anything
+                run.stop_reason = run.stop_reason or self._watchdog.requested_stop_reason or None
                 control.notify_stop()
         except BaseException as error:
             self._rescue(error)

@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST_FILE = "manifest.json"
-NOT_LISTED = (
-    "commit_success.txt",
-    "_CHECKPOINT_METADATA",
-    MANIFEST_FILE,
-)  # not listed: Orbax writes them later
+NOT_LISTED = ("commit_success.txt", "_CHECKPOINT_METADATA", MANIFEST_FILE)  # Orbax writes them later
 READERS = 4  # files read in parallel
 
 

@@ -97,15 +97,12 @@ class FolderOwnership:
                     self._write(file)
                     return
             if alive or (watched is not None and text != watched):
-                raise CheckpointError(_ownership_error(self._folder, owner))
+                raise _ownership_error(self._folder, owner)
             if watched is None:
                 watched, since = text, clock()
-                logging.getLogger("spmd").warning(
-                    "%s belonged to %s: waiting up to %.0f s for a heartbeat.",
-                    self._folder,
-                    owner or "an unknown process",
-                    TAKEOVER_SECONDS,
-                )
+                who = owner or "an unknown process"
+                message = "%s belonged to %s: waiting up to %.0f s for a heartbeat."
+                logging.getLogger("spmd").warning(message, self._folder, who, TAKEOVER_SECONDS)
             wait(HEARTBEAT_SECONDS / 2)
 
     def check(self) -> None:
@@ -114,14 +111,11 @@ class FolderOwnership:
         Raises:
           CheckpointError: another process took it over while this one was suspended, or the file is gone.
         """
-        try:
-            text = _text_of(self._path)
-        except OSError:
-            text = b""
-        owner = _parsed(text)
+        owner = _owner_in(self._path)
         if owner is None or owner.token != self._me.token:
-            what = f"{self._folder} no longer belongs to this run, but to {owner or 'no run'}"
-            raise CheckpointError(f"{what}: {OWNER_FILE} was changed while this process was suspended, or by hand.", fix="another folder.")
+            why = f"{OWNER_FILE} was changed while this process was suspended, or by hand"
+            headline = f"{self._folder} no longer belongs to this run, but to {owner or 'no run'}"
+            raise CheckpointError(f"{headline}: {why}.", fix="another folder.")
 
     def release(self) -> None:
         """Release the folder; does nothing if it was released already or belongs to another process."""
@@ -179,12 +173,14 @@ def _text(file: int) -> tuple[bytes, int]:
     return os.pread(file, MAX_BYTES, 0), os.fstat(file).st_ino
 
 
-def _text_of(path: Path) -> bytes:
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        return _text(file)[0]
-    finally:
-        os.close(file)
+def _owner_in(path: Path) -> Owner | None:
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            return _parsed(_text(file)[0])
+        finally:
+            os.close(file)
+    return None
 
 
 def _parsed(text: bytes) -> Owner | None:
@@ -206,20 +202,19 @@ def _is_alive(owner: Owner, inode: int) -> bool | None:
     return owner.file == inode and born is not None and born == owner.born
 
 
-def _ownership_error(folder: Path, owner: Owner | None) -> str:
-    """Error text for a folder that has another owner."""
+def _ownership_error(folder: Path, owner: Owner | None) -> CheckpointError:
+    """The error about a folder that has another owner."""
     thread = None if owner is None else _owning_threads.get(owner.token)
     if thread is None:
         fix = "use another folder, or resume=True after that process has ended."
-        return f"{folder} belongs to another run: {owner or 'unknown'}.\n    fix: {fix}"
-    who = f"{folder} is in use by this same process ({owner})"
+        return CheckpointError(f"{folder} belongs to another run: {owner or 'unknown'}.", fix=fix)
     if thread is threading.current_thread():
-        return (
-            f"{who}: a run that this thread started has not ended; this call is inside it, as in a callback, or it was not closed.\n"
-            "    fix: use another folder for this run, or call it after the first has returned."
-        )
-    fix = "use another folder, or resume=True after that run has returned."
-    return f'{who}: a run in its thread "{thread.name}" has not ended.\n    fix: {fix}'
+        why = "a run that this thread started has not ended; this call is inside it, as in a callback, or it was not closed"
+        fix = "use another folder for this run, or call it after the first has returned."
+    else:
+        why = f'a run in its thread "{thread.name}" has not ended'
+        fix = "use another folder, or resume=True after that run has returned."
+    return CheckpointError(f"{folder} is in use by this same process ({owner}): {why}.", fix=fix)
 
 
 def _machine() -> str:

@@ -170,11 +170,11 @@ def _mirrored(path: str, shape: tuple[int, ...], stored: Mapping[str, tuple[Stor
     parts = path.split("/")
     tails = ((start, "/".join(parts[start:])) for start in {PARAMS: range(1, 2), OPT: range(1, len(parts))}.get(parts[0], range(0)))
     candidates = [_MirroredArray("/".join(parts[:start]), name, stored[name][0].shape == shape) for start, name in tails if name in stored]
-    return next((one for one in candidates if one.fits), candidates[0] if candidates else None)
+    return next((array for array in candidates if array.fits), candidates[0] if candidates else None)
 
 
 class Repacking:
-    """The moves between two packings of one model, planned from shapes alone.
+    """The moves between two packings of one model, planned from shapes alone; none if the packings are equal.
 
     Args:
       saved: dtype and shape of every array of the checkpoint, by path, without communication state.
@@ -182,7 +182,11 @@ class Repacking:
     """
 
     def __init__(self, saved: Mapping[str, str], wanted: Mapping[str, Any], old: Packing, new: Packing, mesh: Mesh):
-        self._saved, self._wanted, self._mesh = saved, wanted, mesh
+        self._saved, self._wanted, self._mesh, self._packings = saved, wanted, mesh, (old, new)
+        self.is_needed = old != new
+        self._same, self._sources, self._targets = set(wanted), {}, {}
+        if not self.is_needed:
+            return
         self._old, self._new = _groups(old, mesh), _groups(new, mesh)
         self._fix = SAME_PIPELINE if {type(old), type(new)} <= {StageOrder, Unpacked} else SAME_SERVER
         self._from_unpacked, self._to_unpacked = isinstance(old, Unpacked), isinstance(new, Unpacked)
@@ -192,16 +196,22 @@ class Repacking:
         # counts and the like. An array that is named after a parameter but has another shape may be packed in any way.
         self._same = {path for path in equal if not wanted[path].shape or (path not in before and path not in after)}
         self._sources, self._targets = (
-            {path: it for path, it in arrays.items() if it.fits and path not in self._same} for arrays in (before, after)
+            {path: array for path, array in arrays.items() if array.fits and path not in self._same} for arrays in (before, after)
         )
-        self._odd = {path for arrays in (before, after) for path, it in arrays.items() if not it.fits} - self._same
+        self._odd = {path for arrays in (before, after) for path, array in arrays.items() if not array.fits} - self._same
+
+    def __str__(self) -> str:
+        old, new = map(describe_packing, self._packings)
+        return f"parameters were {old}, and are now {new}"
 
     def problems(self) -> list[Problem]:
-        """Arrays without a counterpart, or with one of another dtype."""
-        have = {(it.prefix, param): path for path, it in self._sources.items() for param in self._old[it.name][1]}
-        want = {(it.prefix, param): path for path, it in self._targets.items() for param in self._new[it.name][1]}
-        kinds = lambda key: (parse_dtype(self._saved[have[key]]), str(self._wanted[want[key]].dtype))
-        pairs = {key for key in have.keys() & want.keys() if len(set(kinds(key))) == 1}
+        """Arrays without a counterpart, or with one of another dtype or, if nothing is repacked, of another shape."""
+        if not self.is_needed:
+            wanted = {path: describe(leaf) for path, leaf in self._wanted.items()}
+            return find_mismatches(self._saved, wanted, served=isinstance(self._packings[0], Storage))
+        have = {(array.prefix, param): path for path, array in self._sources.items() for param in self._old[array.name][1]}
+        want = {(array.prefix, param): path for path, array in self._targets.items() for param in self._new[array.name][1]}
+        pairs = {key for key in have.keys() & want.keys() if parse_dtype(self._saved[have[key]]) == str(self._wanted[want[key]].dtype)}
         lost = (self._saved.keys() - self._same - self._sources.keys()) | {path for key, path in have.items() if key not in pairs}
         lacking = (self._wanted.keys() - self._same - self._targets.keys()) | {path for key, path in want.items() if key not in pairs}
         problems = []
@@ -209,18 +219,15 @@ class Repacking:
             before = self._saved[path] if path in lost else "nothing"
             after = describe(self._wanted[path]) if path in lacking else "nothing"
             odd = path in self._odd
-            why = [
-                f"saved {before}, wanted {after}",
-                *(["its shape is not its parameter's, so its elements cannot be assigned to parameters"] if odd else []),
-            ]
+            why = [f"saved {before}, wanted {after}"]
+            why += ["its shape is not its parameter's, so its elements cannot be assigned to parameters"] if odd else []
             problems += [Problem(path, why, self._fix if odd else "")] if path in lost | lacking else []
         return problems
 
     def to_read(self) -> dict[str, jax.ShapeDtypeStruct]:
         """How to read the checkpoint: unchanged arrays as wanted, the others in their saved shape, sharded over the mesh."""
-        return {path: self._wanted[path] for path in self._same} | {
-            path: abstract_from_text(self._saved[path], self._mesh) for path in self._sources
-        }
+        unchanged = {path: leaf for path, leaf in self._wanted.items() if path in self._same}
+        return unchanged | {path: abstract_from_text(self._saved[path], self._mesh) for path in self._sources}
 
     def move(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The wanted arrays, placed as wanted. Arrays are removed from the dict one by one and freed."""
@@ -231,10 +238,10 @@ class Repacking:
             return programs.setdefault(key, jax.jit(function, out_shardings=shardings))(argument)
 
         moved = {path: arrays.pop(path) for path in self._same}
-        for prefix in dict.fromkeys(it.prefix for it in self._targets.values()):
-            targets = {it.name: path for path, it in self._targets.items() if it.prefix == prefix}
+        for prefix in dict.fromkeys(array.prefix for array in self._targets.values()):
+            targets = {array.name: path for path, array in self._targets.items() if array.prefix == prefix}
             params: dict[str, jax.Array] = {}
-            for path, name in [(path, it.name) for path, it in self._sources.items() if it.prefix == prefix]:
+            for path, name in [(path, array.name) for path, array in self._sources.items() if array.prefix == prefix]:
                 group, paths = self._old[name]
                 shardings = [
                     self._wanted[targets[param]].sharding if self._to_unpacked else sharded_over_devices(leaf.shape, self._mesh)
@@ -274,9 +281,9 @@ def find_mismatches(saved: Mapping[str, str], wanted: Mapping[str, str], *, serv
     """Differences between two tables of dtypes and shapes; `served`: a parameter server's optimizer state may exist once per worker."""
     problems = []
     for path in [path for path in dict.fromkeys([*saved, *wanted]) if saved.get(path) != wanted.get(path)]:
-        both = saved.get(path, "nothing"), wanted.get(path, "nothing")
-        one, other = sorted(map(parse_shape, both), key=len)
-        of_workers = served and path.startswith(f"{OPT}/") and path in saved and path in wanted and other[1:] == one
-        why = [f"saved {both[0]}, wanted {both[1]}", *(["one of them has an entry for each worker"] if of_workers else [])]
+        before, after = saved.get(path, "nothing"), wanted.get(path, "nothing")
+        shorter, longer = sorted(map(parse_shape, (before, after)), key=len)
+        of_workers = served and path.startswith(f"{OPT}/") and path in saved and path in wanted and longer[1:] == shorter
+        why = [f"saved {before}, wanted {after}", *(["one of them has an entry for each worker"] if of_workers else [])]
         problems.append(Problem(path, why, SAME_SERVER if of_workers else ""))
     return problems

@@ -22,7 +22,7 @@ from spmd.sweeps.results import Sweep
 from spmd.sweeps.scheduler import SweepRunner
 from spmd.sweeps.search_space import SEED, check_space, draw, grid
 from spmd.sweeps.storage import SweepStore, owned, spelled
-from spmd.sweeps.successive_halving import Halving, check_search
+from spmd.sweeps.successive_halving import Halving
 from spmd.sweeps.train_chunk import calls
 from spmd.sweeps.vmapped_trials import DATA, NET, VmappedTrials
 from spmd.train.model_setup import TrainConfig
@@ -109,7 +109,9 @@ def sweep(
             f"a sweep runs in one process; this run has {jax.process_count()}.",
             fix="one sweep for each process, without `join`, each with its part of the space or its own seed: docs/sweeps.md.",
         )
-    space, search = check_space(space), check_search(search)
+    space = check_space(space)
+    if not isinstance(search, Halving) and search not in ("random", "grid"):
+        raise OptionError(f"search={search!r}.", fix='"random", "grid" or spmd.Halving().')
     source = _arrays(data, "data", batch_size, shuffle, seed)
     eval_source = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
     config = TrainConfig(make_model, loss, optimizer, metrics, precision, seed=seed)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from spmd.errors import OptionError, check_integer
 
@@ -57,14 +56,3 @@ def rank(score: float, mode: str) -> tuple[bool, float]:
 def best(scores: Mapping[int, float], count: int, mode: str) -> list[int]:
     """The trials with the best scores, in the order of their scores; of equals the first."""
     return sorted(scores, key=lambda number: (*rank(scores[number], mode), number))[:count]
-
-
-def check_search(search: Any) -> Halving | str:
-    """The way of searching.
-
-    Raises:
-      OptionError: none of them.
-    """
-    if isinstance(search, Halving) or search in ("random", "grid"):
-        return search
-    raise OptionError(f"search={search!r}.", fix='"random", "grid" or spmd.Halving().')
