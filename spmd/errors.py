@@ -203,7 +203,7 @@ def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Pro
     """Raise `error` with all problems at once; do nothing when there are none."""
     if problems:
         values = {field: {getattr(problem, field) for problem in problems} for field in ("path", "rule", "line", "kind")}
-        common = {field: found.pop() for field, found in values.items() if len(found) == 1}
+        common = {field: distinct.pop() for field, distinct in values.items() if len(distinct) == 1}
         raise error(problems_text(headline, problems, note), problems=problems, **common)
 
 
@@ -295,12 +295,12 @@ def raise_callback_errors(who: Callable[[], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def note_second_error(error: BaseException, what: str) -> Iterator[None]:
+def note_second_error(error: BaseException, failure: str) -> Iterator[None]:
     """While `error` is handled, add a further exception to it as a note instead of raising it."""
     try:
         yield
     except Exception as second:
-        error.add_note(f"spmd: and {what}: {type(second).__name__}: {second}")
+        error.add_note(f"spmd: and {failure}: {type(second).__name__}: {second}")
 
 
 def printable(text: str, most: int = 2000) -> str:
@@ -309,8 +309,8 @@ def printable(text: str, most: int = 2000) -> str:
     >>> printable("a\x1b[31mred\nline")
     'a\\x1b[31mred\\nline'
     """
-    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:most])
-    return shown + (f"… ({len(text) - most} more)" if len(text) > most else "")
+    escaped = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:most])
+    return escaped + (f"… ({len(text) - most} more)" if len(text) > most else "")
 
 
 def type_name(value: object) -> str:
@@ -337,8 +337,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     begins = [name for name in known if len(word) > 2 and name.startswith(word)]
     if len(begins) == 1:
         return begins[0]
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return found[0] if found else None
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -68,16 +68,12 @@ def start(store: CheckpointStore | None, trainer: Trainer, meta: dict[str, Any],
     now = meta["data"]
     hashed = any(name.startswith("contents") for name in data)  # checkpoints of earlier versions have no hashes
     unhashed = [] if hashed else [name for name in now if name.startswith("contents")]
-    now = {name: value for name, value in now.items() if name not in unhashed}
-    different = [name for name in dict.fromkeys([*data, *now]) if data.get(name) != now.get(name)]
+    different = [name for name in dict.fromkeys([*data, *now]) if name not in unhashed and data.get(name) != now.get(name)]
     problems = {name: Problem(name, [f"saved {data.get(name)!r}, now {now.get(name)!r}"]) for name in different}
     headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
     raise_problems(CheckpointError, headline, [problem for name, problem in problems.items() if not name.startswith("contents")])
-    changes = [
-        f"{name} was {options.get(name)}, is {now}"
-        for name, now in {"mesh": meta["mesh"], **meta["options"]}.items()
-        if options.get(name) != now
-    ]
+    new_options = {"mesh": meta["mesh"], **meta["options"]}
+    changes = [f"{name} was {options.get(name)}, is {value}" for name, value in new_options.items() if options.get(name) != value]
     changes += ["the layout has changed"] if layout != meta["layout"] else []
     changes += ["the checkpoint has no hash of its data, so the contents of the data were not compared"] if unhashed else []
     state, comm_changes = trainer.load(store, step)

@@ -53,18 +53,18 @@ def _implementation(rows: int, workers: int) -> Any:
         if shape[0] != rows or rows < FEW:
             return _tagged(jax.random.key_data(jax.random.split(_plain(data), shape)), data[2])
         every = jax.random.key_data(jax.random.split(_plain(data), (rows * workers, *shape[1:])))
-        own = lax.dynamic_slice_in_dim(every, jnp.where(data[2] == _ROW, 0, data[2]).astype(jnp.int32) * rows, rows)
-        return _tagged(own, jnp.asarray(_ROW))
+        of_worker = lax.dynamic_slice_in_dim(every, jnp.where(data[2] == _ROW, 0, data[2]).astype(jnp.int32) * rows, rows)
+        return _tagged(of_worker, jnp.asarray(_ROW))
 
     def bits(data: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
         shared = not shape or shape[0] % rows != 0
         return _bits(data[:2], jnp.where(shared | (data[2] == _ROW), jnp.uint32(0), data[2]), bit_width, shape)
 
-    found = jax_random.define_prng_impl(
+    implementation = jax_random.define_prng_impl(
         key_shape=(3,), seed=_seed, split=split, random_bits=bits, fold_in=_fold_in, name=f"spmd_worker_{rows}_{workers}", tag="spw"
     )
-    _SIZES[found] = (rows, workers)
-    return found
+    _SIZES[implementation] = (rows, workers)
+    return implementation
 
 
 def _tagged(data: jax.Array, worker: jax.Array) -> jax.Array:

@@ -157,7 +157,8 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """Notes on what is replicated, repeated work, codec state, and moments that could not be sharded."""
-        lines = [*notes(self.resolved), *(placed := self._placed).given.notes(), *exchange_notes(placed.exchange)]
+        placed = self._placed
+        lines = [*notes(self.resolved), *placed.given.notes(), *exchange_notes(placed.exchange)]
         if placed.storage is not None and placed.events is not None:
             lines += server_notes(placed.storage, placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
@@ -241,7 +242,7 @@ class Trainer:
     @property
     def packing(self) -> dict[str, Any] | None:
         """How the state keeps parameters, for a checkpoint; None where it does as the model has them."""
-        return None if (found := self._placed.packing) is None else packing_meta(found)
+        return None if self._placed.packing is None else packing_meta(self._placed.packing)
 
     def rebuild(self, state: State) -> Any:
         """The user's kind of model, holding the arrays of `state`."""

@@ -45,13 +45,13 @@ def write_text(path: Path, text: str) -> Path:
 
 
 @contextlib.contextmanager
-def wrap_os_errors(path: Path, error: type[SpmdError], what: str = "file") -> Iterator[None]:
+def wrap_os_errors(path: Path, error: type[SpmdError], kind: str = "file") -> Iterator[None]:
     """In the block, an `OSError` from writing at `path` is raised as an `error` that says why."""
     try:
         yield
     except OSError as cause:
-        verb = "created" if what == "folder" else "written"
-        raise error(f"the {what} {path} cannot be {verb}: {explain_os_error(path, cause)}.", fix="another path.") from cause
+        verb = "created" if kind == "folder" else "written"
+        raise error(f"the {kind} {path} cannot be {verb}: {explain_os_error(path, cause)}.", fix="another path.") from cause
 
 
 def explain_os_error(path: Path, error: OSError) -> str:

@@ -181,10 +181,8 @@ class TerminateOnNaN(Callback):
 def check_first_loss(callbacks: Sequence[Callback], loss: float) -> None:
     """Raise `DivergedError` if the loss is watched and not finite at the first step: training cannot be the cause then."""
     if not math.isfinite(loss) and any("loss" in each.watches() for each in callbacks if isinstance(each, TerminateOnNaN)):
-        raise DivergedError(
-            f"the loss is {loss} at the first step.",
-            fix="look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, or too large initial values.",
-        )
+        fix = "look for a NaN or infinity in the data, a log of 0 or a division by 0 in the loss, or too large initial values."
+        raise DivergedError(f"the loss is {loss} at the first step.", fix=fix)
 
 
 class EarlyStopping(Callback):
@@ -304,10 +302,8 @@ class ReadOnlyMetrics(dict):
     """Metrics of a step. A callback that adds to them gets an error, since the addition would be lost."""
 
     def _refuse(self, *args: Any, **named: Any) -> Any:
-        raise OptionError(
-            "info.metrics cannot be changed here: the change would be lost.",
-            fix="use fit(metrics=...), or return (value, {name: metric}) from the loss; on_eval records what is added.",
-        )
+        fix = "use fit(metrics=...), or return (value, {name: metric}) from the loss; on_eval records what is added."
+        raise OptionError("info.metrics cannot be changed here: the change would be lost.", fix=fix)
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = cast(Any, _refuse)
 
@@ -380,10 +376,9 @@ def save_callbacks(callbacks: Sequence[Callback], step: int) -> list[list[Any]]:
         try:
             json.dumps(entry)
         except (TypeError, ValueError) as error:
-            what = f"step {step}: callback {callback_name(callback)}.save returns {short_repr(entry)}"
-            raise CallbackError(
-                f"{what}, which a checkpoint cannot store: {error}.", fix="use numbers, strings, lists and dicts, such as float(value)."
-            ) from error
+            headline = f"step {step}: callback {callback_name(callback)}.save returns {short_repr(entry)}"
+            fix = "use numbers, strings, lists and dicts, such as float(value)."
+            raise CallbackError(f"{headline}, which a checkpoint cannot store: {error}.", fix=fix) from error
         entries.append([type(callback).__name__, entry])
     return entries
 
@@ -398,8 +393,8 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[Sequence[An
         entries = [entry for kind, entry in saved if kind == name]
         matching = [callback for callback in callbacks if type(callback).__name__ == name]
         if len(matching) != len(entries):
-            what = f"the run was saved with {len(entries)} {name} and is resumed with {len(matching)}."
-            raise OptionError(what, fix="use the same callbacks, or another checkpoint folder.")
+            fix = "use the same callbacks, or another checkpoint folder."
+            raise OptionError(f"the run was saved with {len(entries)} {name} and is resumed with {len(matching)}.", fix=fix)
         for callback, entry in zip(matching, entries, strict=True):
             with raise_callback_errors(lambda: f"callback {name}.restore"):
                 callback.restore(entry)

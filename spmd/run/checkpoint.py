@@ -95,6 +95,8 @@ def _report_failure(error: BaseException) -> None:
 
 
 _failures = _Failures()
+_nothing_to_write = futures.Future[Any]()
+_nothing_to_write.set_result(None)
 
 
 class CheckpointStore(CheckpointReader):
@@ -108,7 +110,7 @@ class CheckpointStore(CheckpointReader):
         super().__init__(config.path)
         self.config = config
         self._take_ownership()
-        self._writing, self._written = 0, _nothing()
+        self._writing, self._written = 0, _nothing_to_write
         self._threaded: bool | None = None  # decided by the first save: later the copy itself raises the peak usage
         self._copier: StateCopier | None = None
         self._copies: dict[int, State] = {}  # at most one, by step: made, but not handed to the thread yet
@@ -273,7 +275,7 @@ class CheckpointStore(CheckpointReader):
         try:
             self._written.result()
         except Exception as error:
-            self._written = _nothing()  # raised once: a later save may succeed
+            self._written = _nothing_to_write  # raised once: a later save may succeed
             with contextlib.suppress(Exception):
                 self._manager.wait_until_finished()  # it raises once in each thread
             self._saved = self.latest()
@@ -300,10 +302,3 @@ class CheckpointStore(CheckpointReader):
             self.wait()
         finally:
             self.release()
-
-
-def _nothing() -> futures.Future[Any]:
-    """A finished write."""
-    finished = futures.Future[Any]()
-    finished.set_result(None)
-    return finished

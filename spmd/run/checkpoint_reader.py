@@ -168,15 +168,16 @@ class CheckpointReader:
         with self.naming_errors(step):
             meta = read_json(self._path(step) / META)
             if meta["format"] not in (WITHOUT_MANIFEST, FORMAT):
-                what = f"the checkpoint of step {step} in {self.folder} has format {meta['format']!r}; this version reads {FORMAT}."
-                raise CheckpointError(what, fix="use the version of spmd that wrote it.")
+                message = f"the checkpoint of step {step} in {self.folder} has format {meta['format']!r}; this version reads {FORMAT}."
+                raise CheckpointError(message, fix="use the version of spmd that wrote it.")
             wrong = [
                 name for name, kind in META_TYPES.items() if (name in meta or name in REQUIRED_KEYS) and not isinstance(meta[name], kind)
             ]
-            best = meta.get("best") or ["", "min"]
-            wrong += [] if len(best) == 2 and isinstance(best[0], str) and best[1] in ("min", "max") else ["best"]
-            callbacks = meta.get("callbacks", [])
-            wrong += [] if all(isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) for one in callbacks) else ["callbacks"]
+            best, callbacks = meta.get("best") or ["", "min"], meta.get("callbacks", [])
+            if len(best) != 2 or not isinstance(best[0], str) or best[1] not in ("min", "max"):
+                wrong.append("best")
+            if not all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) for entry in callbacks):
+                wrong.append("callbacks")
             wrong += [f"array {path}" for path, text in meta["arrays"].items() if not re.fullmatch(ARRAY_PATTERN, str(text))]
             if wrong:
                 raise ValueError(f"{META}: {', '.join(wrong[:5])}")
@@ -202,7 +203,24 @@ class CheckpointReader:
         """
         meta = self.meta(step)
         with self.naming_errors(step):
-            return self._restored(step, meta, wanted, memory, packing)
+            arrays, mesh = arrays_by_path(wanted), wanted.step.sharding.mesh
+            try:
+                repacking = self._repacking(step, meta, wanted, packing, of="model and optimizer")
+            except CheckpointError as error:
+                with contextlib.suppress(CheckpointError):
+                    self._repacking(step, meta, wanted, packing, of="model")
+                    error = CheckpointError(f"{error}\n", fix=RESTORE_PARAMS, problems=error.problems)
+                raise error from None
+            comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacking.is_needed)
+            restored = self._read(step, {**comm_state, STATE: repacking.to_read()})
+            flat = repacking.move(restored.pop(STATE))
+            flat |= {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if path in fitting}
+            flat |= {path: resplit_residuals(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
+            params = map_paths(lambda path, leaf: _take(flat, f"{PARAMS}/{path}", leaf), wanted.params)
+            fresh = memory(params) if any(path not in flat for path in arrays) else {}
+            flat = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()} | flat
+            changes = [str(repacking), *changes] if repacking.is_needed and changes else changes
+            return map_paths(functools.partial(_take, flat), wanted), changes
 
     def restore_params(self, step: int, wanted: State, packing: Packing | None = None) -> tuple[Tree, Tree]:
         """Only parameters and batch statistics, placed as in `wanted`, whatever the optimizer was.
@@ -214,33 +232,8 @@ class CheckpointReader:
         with self.naming_errors(step):
             repacking = self._repacking(step, meta, wanted, packing, of="model")
             flat = repacking.move(self._read(step, {STATE: repacking.to_read()})[STATE])
-            restored = {
-                part: map_paths(lambda path, leaf, part=part: _take(flat, f"{part}/{path}", leaf), tree)
-                for part, tree in ((PARAMS, wanted.params), (STATS, wanted.stats))
-            }
-            return restored[PARAMS], restored[STATS]
-
-    def _restored(
-        self, step: int, meta: dict[str, Any], wanted: State, memory: Callable[[Tree], Tree], packing: Packing | None
-    ) -> tuple[State, list[str]]:
-        arrays, mesh = arrays_by_path(wanted), wanted.step.sharding.mesh
-        try:
-            repacking = self._repacking(step, meta, wanted, packing, of="model and optimizer")
-        except CheckpointError as error:
-            with contextlib.suppress(CheckpointError):
-                self._repacking(step, meta, wanted, packing, of="model")
-                error = CheckpointError(f"{error}\n", fix=RESTORE_PARAMS)
-            raise error from None
-        comm_state, fitting, changes = comm_state_to_read(meta["arrays"], arrays, mesh, repacked=repacking.is_needed)
-        restored = self._read(step, {**comm_state, STATE: repacking.to_read()})
-        flat = repacking.move(restored.pop(STATE))
-        flat |= {path: leaf for leaves in restored.values() for path, leaf in leaves.items() if path in fitting}
-        flat |= {path: resplit_residuals(leaf, arrays[path]) for path, leaf in flat.items() if leaf.shape != arrays[path].shape}
-        params = map_paths(lambda path, leaf: _take(flat, f"{PARAMS}/{path}", leaf), wanted.params)
-        fresh = memory(params) if any(path not in flat for path in arrays) else {}
-        flat = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()} | flat
-        changes = [str(repacking), *changes] if repacking.is_needed and changes else changes
-        return map_paths(functools.partial(_take, flat), wanted), changes
+            params = map_paths(lambda path, leaf: _take(flat, f"{PARAMS}/{path}", leaf), wanted.params)
+            return params, map_paths(lambda path, leaf: _take(flat, f"{STATS}/{path}", leaf), wanted.stats)
 
     def _repacking(self, step: int, meta: dict[str, Any], wanted: State, packing: Packing | None, of: str) -> Repacking:
         """How to read a state, or only the model's part; raises if it does not fit."""
@@ -294,8 +287,10 @@ def check_run_folder(path: str | Path) -> None:
         return
     why = blocking_file(Path(path))
     run = next((parent for parent in Path(path).absolute().parents if (parent / "checkpoints").is_dir()), None) if why else None
-    what = f"checkpoint={short_repr(str(path))}: {why or 'there is no such folder'}"
-    raise CheckpointError(f"{what}, and not the folder of a run.\n    fix: {run}, which it is in." if run else f"{what}.")
+    headline = f"checkpoint={short_repr(str(path))}: {why or 'there is no such folder'}"
+    if run:
+        raise CheckpointError(f"{headline}, and not the folder of a run.", fix=f"{run}, which it is in.")
+    raise CheckpointError(f"{headline}.")
 
 
 def _take(flat: Mapping[str, Any], path: str, like: Any) -> Any:

@@ -76,7 +76,7 @@ class StepDispatcher:
         index, weights = placer.replicate(index), placer.replicate(weights)
         first = run.step + 1
         step_events = [program.events(run.step + offset, batch.rows, batch.has_rows) for offset, batch in enumerate(batches)]
-        events = placer.replicate_all({name: np.stack([one[name] for one in step_events]) for name in step_events[0]})
+        events = placer.replicate_all({name: np.stack([events[name] for events in step_events]) for name in step_events[0]})
         run.state, packed = program.scan_steps(run.state, self._config.device_data, index, weights, events)
         run.step += len(batches)
         for batch in batches:

@@ -1,6 +1,7 @@
 """Metrics of every step: the newest steps individually, older ones as means, all of them in a file in the run's folder."""
 
 import collections
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -166,9 +167,9 @@ class History:
         return f"<div>{''.join(panels)}</div>"
 
     def __repr__(self) -> str:
-        shown = "  ".join(f"{name} {spark(self[name])} {self[name][-1]:.4g}" for name in self._names if len(self))
+        curves = "  ".join(f"{name} {spark(self[name])} {self[name][-1]:.4g}" for name in self._names if len(self))
         ended = f" ({len(self.unfinished)} more not completed)" if self.unfinished else ""
-        return f"History of {len(self)} steps and {len(self.evaluations)} evaluations{ended}  {shown}".rstrip()
+        return f"History of {len(self)} steps and {len(self.evaluations)} evaluations{ended}  {curves}".rstrip()
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -189,11 +190,10 @@ class _File:
         header = json.dumps({"names": names, "known": known}).encode() + b"\n"
         keep, self._newest = 0, after
         if path.exists():
-            try:
+            with contextlib.suppress(OptionError):
                 *stored, rows = _read(path)
-                keep = len(header) + rows.itemsize * int(np.searchsorted(rows["step"], after, "right")) if stored == [names, known] else 0
-            except OptionError:
-                keep = 0
+                if stored == [names, known]:
+                    keep = len(header) + rows.itemsize * int(np.searchsorted(rows["step"], after, "right"))
             if not keep:
                 path.rename(path.with_name(f"history-before-{after + 1}.bin"))
         self._stream = path.open("r+b" if keep else "wb", buffering=0)
@@ -224,8 +224,7 @@ def _read(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
         header = json.loads(line)
         names, known = tuple(map(str, header["names"])), tuple(map(str, header["known"]))
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise OptionError(
-            f"{path} is damaged: it does not begin with names of metrics.", fix="read metrics.jsonl in the same folder."
-        ) from None
+        fix = "read metrics.jsonl in the same folder."
+        raise OptionError(f"{path} is damaged: it does not begin with names of metrics.", fix=fix) from None
     row = _row(len(names), len(known))
     return names, known, np.frombuffer(rest[: len(rest) // row.itemsize * row.itemsize], row)

@@ -71,17 +71,22 @@ def read_json(path: Path) -> Any:
     """The value in a JSON file.
 
     Raises:
-      OSError: it does not exist or is not a regular file; opening a pipe would block until another process writes to it.
+      OSError: it does not exist or is not a regular file.
       ValueError: it is not JSON.
     """
-    with _opened(path) as file:
+    with open_regular(path) as file:
         try:
             return json.loads(file.read().decode("utf-8"))
         except RecursionError as error:
             raise ValueError("nested too deep") from error
 
 
-def _opened(path: Path) -> io.BufferedReader:
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file for reading, unless it is something that could block, such as a pipe.
+
+    Raises:
+      OSError: it does not exist or is not a regular file.
+    """
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -93,7 +98,7 @@ def _read(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str]]:
     """Size and hexadecimal SHA-256 of each file."""
 
     def read_one(name: str) -> tuple[int, str]:
-        with _opened(folder / name) as file:
+        with open_regular(folder / name) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return file.tell(), digest  # words: of Python's files
 

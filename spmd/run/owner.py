@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spmd.errors import CheckpointError, printable
+from spmd.run.manifest import open_regular
 from spmd.user_paths import wrap_os_errors
 
 OWNER_FILE = "owner.json"
@@ -174,12 +175,8 @@ def _text(file: int) -> tuple[bytes, int]:
 
 
 def _owner_in(path: Path) -> Owner | None:
-    with contextlib.suppress(OSError):
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            return _parsed(_text(file)[0])
-        finally:
-            os.close(file)
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        return _parsed(file.read(MAX_BYTES))
     return None
 
 

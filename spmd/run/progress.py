@@ -22,23 +22,12 @@ PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0">{code}</pr
 
 
 class NoProgress:
-    """Shows nothing."""
+    """Shows nothing, and is never due."""
 
-    def start(self, step: int, total: int | None) -> None:
-        """Nothing."""
+    def _do_nothing(self, *args: Any) -> None:
+        """Ignore the call."""
 
-    def due(self) -> bool:
-        """Never."""
-        return False
-
-    def update(self, step: int, epoch: int, metrics: dict[str, float], samples: int) -> None:
-        """Nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+    start = due = update = say = close = _do_nothing
 
 
 class Progress:

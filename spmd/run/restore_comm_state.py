@@ -142,5 +142,5 @@ def check_sync_schedule(before: ParameterServer, now: ParameterServer, step: int
     if now.mode == "local" and not same and is_pending(step):
         free = next(number for number in itertools.count(step) if not is_pending(number))
         was = schedule(before) if before.mode == "local" else f'mode = "{before.mode}"'
-        what = f"the checkpoint of step {step} lies between a send and its receive, and the schedule has changed"
-        raise CheckpointError(f"{what}: {was} before, {schedule(now)} now.", fix=f"first train to step {free} with the previous options.")
+        why = f"the checkpoint of step {step} lies between a send and its receive, and the schedule has changed"
+        raise CheckpointError(f"{why}: {was} before, {schedule(now)} now.", fix=f"first train to step {free} with the previous options.")

@@ -105,10 +105,8 @@ def sweep(
       ({'rate': 0.5}, 1)
     """
     if jax.process_count() > 1:
-        raise OptionError(
-            f"a sweep runs in one process; this run has {jax.process_count()}.",
-            fix="one sweep for each process, without `join`, each with its part of the space or its own seed: docs/sweeps.md.",
-        )
+        fix = "one sweep for each process, without `join`, each with its part of the space or its own seed: docs/sweeps.md."
+        raise OptionError(f"a sweep runs in one process; this run has {jax.process_count()}.", fix=fix)
     space = check_space(space)
     if not isinstance(search, Halving) and search not in ("random", "grid"):
         raise OptionError(f"search={search!r}.", fix='"random", "grid" or spmd.Halving().')
@@ -126,10 +124,8 @@ def sweep(
     check_integer(steps_per_call, "steps_per_call")
     devices, display, store_config = _mesh(mesh, batch_size), make_progress(progress), as_checkpoint(checkpoint)
     if store_config is not None and store_config != Checkpoint(store_config.path, every=store_config.every):
-        raise OptionError(
-            f"checkpoint={store_config!r}: a sweep uses only the path and `every` of a Checkpoint.",
-            fix="sweep(score=..., mode=..., keep=...).",
-        )
+        why = f"checkpoint={store_config!r}: a sweep uses only the path and `every` of a Checkpoint."
+        raise OptionError(why, fix="sweep(score=..., mode=..., keep=...).")
     if store_config is None and resume:
         raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
     resident = functools.cache(lambda: replicate_arrays(source.arrays, devices))

@@ -62,10 +62,8 @@ class SweepConfig:
                 raise OptionError(f'{option} takes "{missing[0]}", which is not in the space.', fix=f"{known}; or a default.")
         for name in takes(self.config.model, space):
             if isinstance(space[name], Between):
-                raise OptionError(
-                    f"make_model takes {name}, drawn from {space[name]}: each trial would compile its own program.",
-                    fix="a list of a few values; only values of the optimizer can be drawn from a distribution.",
-                )
+                why = f"make_model takes {name}, drawn from {space[name]}: each trial would compile its own program."
+                raise OptionError(why, fix="a list of a few values; only values of the optimizer can be drawn from a distribution.")
         used = {*takes(self.config.model, space), *takes(self.config.optimizer, space), SEED}
         for name in space:
             if name not in used:

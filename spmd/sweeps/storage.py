@@ -184,10 +184,8 @@ def spelled(values: Mapping[str, Any]) -> str:
     for name, value in values.items():
         spelling[name] = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
         if re.search(r" at 0x[0-9a-f]+|<(lambda|locals)>", repr(spelling[name])):
-            raise CheckpointError(
-                f"{name}={value!r} has no unique name, so a resumed sweep could not distinguish it from others.",
-                fix="numbers, names or functions of a module as values; or no checkpoint.",
-            )
+            why = f"{name}={value!r} has no unique name, so a resumed sweep could not distinguish it from others."
+            raise CheckpointError(why, fix="numbers, names or functions of a module as values; or no checkpoint.")
     return str(spelling)
 
 

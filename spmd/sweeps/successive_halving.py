@@ -39,11 +39,8 @@ class Halving:
         most = 1 + int(math.log(trials) / math.log(self.factor) + 1e-9)
         count = most if self.rungs is None else self.rungs
         if count > most or self.factor ** (count - 1) > steps:
-            raise OptionError(
-                f"Halving: {count} rungs of factor {self.factor} want {self.factor ** (count - 1)} trials and steps; "
-                f"there are {trials} and {steps}.",
-                fix="fewer rungs, more trials, or more steps.",
-            )
+            needed = f"{count} rungs of factor {self.factor} want {self.factor ** (count - 1)} trials and steps"
+            raise OptionError(f"Halving: {needed}; there are {trials} and {steps}.", fix="fewer rungs, more trials, or more steps.")
         return [(max(1, trials // self.factor**rung), steps // self.factor ** (count - 1 - rung)) for rung in range(count)]
 
 

@@ -46,29 +46,21 @@ class VmappedTrials:
         sharded = [path for path, place in placed.resolved.placements.items() if spec_axes(place.spec) or spec_axes(place.state_spec)]
         if placed.storage is not None or sharded:
             does = "keeps parameters on servers" if placed.storage is not None else f"shards {sharded[0]}"
-            raise LayoutError(
-                f"{layout.source} {does}, and each trial of a sweep replicates its parameters.",
-                fix='a layout that replicates them, such as "data_parallel".',
-            )
+            fix = 'a layout that replicates them, such as "data_parallel".'
+            raise LayoutError(f"{layout.source} {does}, and each trial of a sweep replicates its parameters.", fix=fix)
         if jax.tree.leaves(placed.abstract_state.exchange):
-            raise LayoutError(
-                f"{layout.source} has codecs with a residual for each worker, and a sweep keeps one state for each trial.",
-                fix="[gradients] error_feedback = false, or a codec without state.",
-            )
+            why = f"{layout.source} has codecs with a residual for each worker, and a sweep keeps one state for each trial."
+            raise LayoutError(why, fix="[gradients] error_feedback = false, or a codec without state.")
         if placed.resolved.workers > 1 and not placed.exchange.reduction.manual:
-            raise LayoutError(
-                f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not support.',
-                fix='[gradients] reduction = "all_reduce".',
-            )
+            why = f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not support.'
+            raise LayoutError(why, fix='[gradients] reduction = "all_reduce".')
         try:
             jax.eval_shape(lambda values: self._optimizer(values).init(placed.abstract_state.params), self._abstract_values())
         except SpmdError:
             raise
         except Exception as error:
-            raise OptimizerError(
-                f"the optimizer's init fails on traced values: {first_line(error)}",
-                fix="no float() of such a value, and no optax.inject_hyperparams: it is an argument of the program already.",
-            ) from error
+            fix = "no float() of such a value, and no optax.inject_hyperparams: it is an argument of the program already."
+            raise OptimizerError(f"the optimizer's init fails on traced values: {first_line(error)}", fix=fix) from error
 
     def compare(self) -> None:
         """Check that a loss computed on parts of a batch trains as on the whole batch, on the devices of one trial.
