@@ -57,14 +57,14 @@ def in_one(trials: int, *, exact: bool) -> tuple[float, Any, float]:
 
     def measured(self, states, values, rows, weights):
         before, since = self.compilations(), time.perf_counter()
-        found = jax.block_until_ready(steps(self, states, values, rows, weights))
+        outputs = jax.block_until_ready(steps(self, states, values, rows, weights))
         if self.compilations() == before:
             timed.append((time.perf_counter() - since, len(weights)))
-        return found
+        return outputs
 
     VmappedTrials.steps = measured
     began = time.perf_counter()
-    found = spmd.sweep(
+    swept = spmd.sweep(
         lambda seed: MLP(WIDTH, seed),
         train,
         space={"rate": spmd.log_uniform(1e-4, 1e-2), "seed": range(1000)},
@@ -80,13 +80,13 @@ def in_one(trials: int, *, exact: bool) -> tuple[float, Any, float]:
         exact=exact,
     )
     VmappedTrials.steps = steps
-    return time.perf_counter() - began, found, sum(took for took, _ in timed) / sum(count for _, count in timed)
+    return time.perf_counter() - began, swept, sum(took for took, _ in timed) / sum(count for _, count in timed)
 
 
-def one_by_one(found: Any) -> tuple[float, list[Any]]:
+def one_by_one(swept: Any) -> tuple[float, list[Any]]:
     train, test = digits()
     began, results = time.perf_counter(), []
-    for trial in found.trials:
+    for trial in swept.trials:
         values = trial.values
         result = spmd.fit(
             lambda seed=values["seed"]: MLP(WIDTH, seed),
@@ -105,7 +105,7 @@ def one_by_one(found: Any) -> tuple[float, list[Any]]:
     return time.perf_counter() - began, results
 
 
-def steps_alone(found: Any) -> float:
+def steps_alone(swept: Any) -> float:
     """Seconds of a step of all trials, one after the other; all else is done before the clock runs."""
     from spmd.data.device_dataset import replicate_arrays
     from spmd.sweeps.train_chunk import Piece, Rows
@@ -113,20 +113,24 @@ def steps_alone(found: Any) -> float:
     train, _ = digits()
     mesh = spmd.make_mesh("data=1", devices=jax.devices()[:1])
     spent, total, program = 0.0, 0, None
-    for trial in found.trials:
+    for trial in swept.trials:
         values = trial.values
-        model = lambda seed=values["seed"]: MLP(WIDTH, seed)
-        trainer = spmd.Trainer(model, optimizer=optax.inject_hyperparams(optax.adam)(1.0), loss=spmd.losses.cross_entropy, mesh=mesh)
+        trainer = spmd.Trainer(
+            lambda seed=values["seed"]: MLP(WIDTH, seed),
+            optimizer=optax.inject_hyperparams(optax.adam)(1.0),
+            loss=spmd.losses.cross_entropy,
+            mesh=mesh,
+        )
         reader = spmd.data.sources.as_source(train, batch_size=BATCH, shuffle=True, seed=values["seed"])
-        own, _ = trainer.prepare(reader.sample())
-        program, state = program or own, trainer.init()
+        trial_program, _ = trainer.prepare(reader.sample())
+        program, state = program or trial_program, trainer.init()
         state.opt.hyperparams["learning_rate"] = jax.device_put(np.float32(values["rate"]), state.step.sharding)
         resident, rows = replicate_arrays(train, mesh), Rows(reader)
         total, calls = EPOCHS * reader.steps_per_epoch, []
         for first in range(0, total, 48):
             piece = Piece(first, min(48, total - first), BATCH)
-            calls.append(jax.device_put((rows.index(values["seed"], piece), rows.weights(piece)), state.step.sharding))
-        if program is own:  # compiled before the clock runs
+            calls.append(jax.device_put(rows.of(values["seed"], piece), state.step.sharding))
+        if program is trial_program:  # compiled before the clock runs
             copy = jax.tree.map(lambda x: x.copy(), state)
             jax.block_until_ready(program.scan_steps(copy, resident, *calls[0], {}))
         began = time.perf_counter()
@@ -135,6 +139,14 @@ def steps_alone(found: Any) -> float:
         jax.block_until_ready(state)
         spent += time.perf_counter() - began
     return spent / total
+
+
+def milliseconds(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.2f}"
+
+
+def differences(largest: dict[str, float]) -> str:
+    return f"{largest['parameters']:.1e} and {largest['losses']:.1e}"
 
 
 def main() -> None:
@@ -146,16 +158,16 @@ def main() -> None:
     together, abreast, separate, within, within_abreast, alone = [], [], [], [], [], []
     worst, worst_abreast = ({"parameters": 0.0, "losses": 0.0} for _ in range(2))
     for _ in range(options.rounds):
-        took, found, step = in_one(options.trials, exact=True)
+        took, swept, step = in_one(options.trials, exact=True)
         together.append(took)
         within.append(step)
         took, other, step = in_one(options.trials, exact=False)
         abreast.append(took)
         within_abreast.append(step)
-        took, results = one_by_one(found)
+        took, results = one_by_one(swept)
         separate.append(took)
-        alone.append(steps_alone(found))
-        for sweep, largest in ((found, worst), (other, worst_abreast)):
+        alone.append(steps_alone(swept))
+        for sweep, largest in ((swept, worst), (other, worst_abreast)):
             for trial, result in zip(sweep.trials, results, strict=True):
                 pairs = zip(jax.tree.leaves(trial.result().state.params), jax.tree.leaves(result.state.params), strict=True)
                 largest["parameters"] = max(largest["parameters"], *(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs))
@@ -163,12 +175,10 @@ def main() -> None:
                 largest["losses"] = max(largest["losses"], float(losses.max()))
     ratio = statistics.median(a / b for a, b in zip(together, separate, strict=True))
     arms = {
-        f"one program on 8 simulated devices ({found.programs} compiled), all of it": together,
+        f"one program on 8 simulated devices ({swept.programs} compiled), all of it": together,
         "the same with `exact=False`": abreast,
         "`spmd.fit` one after the other on one device, all of it": separate,
     }
-    steps = lambda seconds: statistics.median(seconds) * 1e3
-    differences = lambda largest: f"{largest['parameters']:.1e} and {largest['losses']:.1e}"
     verdict = "ok" if ratio <= TARGET else "MISSED"
     lines = [
         *reported.head("Sweeps", f"python benchmarks/sweep.py --trials {options.trials} --rounds {options.rounds}", *PACKAGES),
@@ -180,8 +190,8 @@ def main() -> None:
         "",
         f"In one / one after the other: **{ratio:.3f}**; target {TARGET}: {verdict}.",
         "",
-        f"A step of all trials, compiled before: {steps(within):.2f} ms in one, {steps(within_abreast):.2f} with `exact=False`, "
-        f"{steps(alone):.2f} one after the other.",
+        f"A step of all trials, compiled before: {milliseconds(within)} ms in one, {milliseconds(within_abreast)} with `exact=False`, "
+        f"{milliseconds(alone)} one after the other.",
         "",
         f"Largest difference to separate runs, of parameters and of the losses of all steps: {differences(worst)}; "
         f"with `exact=False` {differences(worst_abreast)}.",

@@ -63,9 +63,9 @@ def part(name):
 
 def level(name):
     """Which level a file is on."""
-    found = [number for number, parts in enumerate(LEVELS) if part(name) in parts]
-    assert len(found) == 1, f"{name} is on no level: put its folder on one in LEVELS and in docs/packages.md"
-    return found[0]
+    levels = [number for number, parts in enumerate(LEVELS) if part(name) in parts]
+    assert len(levels) == 1, f"{name} is on no level: put its folder on one in LEVELS and in docs/packages.md"
+    return levels[0]
 
 
 def file_of(module):
@@ -141,34 +141,34 @@ def test_the_rule_would_notice():
 
 
 def test_nothing_private_of_jax():
-    found = [name for name, path in FILES.items() if "jax._src" in path.read_text(encoding="utf-8")]
-    assert found == ["distributed/coordination.py"], (
-        f"jax._src in {found}; its coordination service has no other face, and is used there only"
+    files = [name for name, path in FILES.items() if "jax._src" in path.read_text(encoding="utf-8")]
+    assert files == ["distributed/coordination.py"], (
+        f"jax._src in {files}; its coordination service has no other face, and is used there only"
     )
 
 
 def test_collectives_are_called_in_one_file():
-    found = []
+    calls = []
     for name, tree in TREES.items():
         if name == "wire/collectives.py":
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES and ast.unparse(node.value) in ("lax", "jax.lax"):
-                found.append(f"{name}:{node.lineno} {node.attr}")
+                calls.append(f"{name}:{node.lineno} {node.attr}")
             if isinstance(node, ast.ImportFrom) and node.module == "jax.lax":
-                found += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if alias.name in COLLECTIVES]
-    assert not found, f"collectives outside wire/collectives.py: {found}"
+                calls += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if alias.name in COLLECTIVES]
+    assert not calls, f"collectives outside wire/collectives.py: {calls}"
     assert any(isinstance(node, ast.Attribute) and node.attr in COLLECTIVES for node in ast.walk(TREES["wire/collectives.py"]))
 
 
 def test_regions_by_device_are_made_in_one_file():
-    found = [name for name, path in FILES.items() if re.search(r"\bjax\.shard_map\(", path.read_text(encoding="utf-8"))]
-    assert found == ["xla.py"], f"jax.shard_map( in {found}; spmd.xla.shard_map takes arrays without elements"
+    files = [name for name, path in FILES.items() if re.search(r"\bjax\.shard_map\(", path.read_text(encoding="utf-8"))]
+    assert files == ["xla.py"], f"jax.shard_map( in {files}; spmd.xla.shard_map takes arrays without elements"
 
 
 def test_no_assert_statements():
-    found = [f"{name}:{node.lineno}" for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-    assert not found, f"assert, which -O removes and which says nothing to a user: {found}"
+    asserts = [f"{name}:{node.lineno}" for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    assert not asserts, f"assert, which -O removes and which says nothing to a user: {asserts}"
 
 
 def test_every_public_name_is_documented():
@@ -243,8 +243,8 @@ def test_every_reduction_a_layout_may_name_exists():
 
 
 def test_no_word_of_a_machine_in_the_sources():
-    found = [name for name, path in FILES.items() if re.search(r"/(home|Users|work|root)/", path.read_text(encoding="utf-8"))]
-    assert not found
+    files = [name for name, path in FILES.items() if re.search(r"/(home|Users|work|root)/", path.read_text(encoding="utf-8"))]
+    assert not files
 
 
 def packages(name):

@@ -21,11 +21,14 @@ def dense(rows, columns):
 
 
 def init(key):
-    block = lambda: {
-        "attention": {name: dense(64, 64) for name in ("query", "key", "value")},
-        "mlp": {"up": dense(64, 1365), "down": dense(1365, 64)},
-    }
-    return {"blocks": [block(), block()], "head": dense(64, 10)}
+    blocks = [
+        {
+            "attention": {name: dense(64, 64) for name in ("query", "key", "value")},
+            "mlp": {"up": dense(64, 1365), "down": dense(1365, 64)},
+        }
+        for _ in range(2)
+    ]
+    return {"blocks": blocks, "head": dense(64, 10)}
 
 
 def apply(params, x):
@@ -252,7 +255,9 @@ def test_mesh_axis_shards_nothing(golden):
 
 class Named(nnx.Module):
     def __init__(self, rngs):
-        named = lambda *axes: nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+        def named(*axes):
+            return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+
         self.up = nnx.Linear(64, 32, rngs=rngs, kernel_init=named("embed", "mpl"))
         self.down = nnx.Linear(32, 10, rngs=rngs, kernel_init=named("mlp", "heads"))
         self.odd = nnx.Linear(64, 5, rngs=rngs, kernel_init=named("embed", "vocab"))
@@ -340,7 +345,9 @@ def test_fewer_examples_than_one_batch(golden):
 
 
 def test_loss_of_wrong_shape(golden):
-    wrong = lambda model, batch: model(batch[0]) ** 2
+    def wrong(model, batch):
+        return model(batch[0]) ** 2
+
     golden("loss_of_wrong_shape", error_text(errors.LossError, fit, loss=wrong))
 
     def fixed(model, batch):
@@ -683,5 +690,5 @@ def test_install_commands_never_name_an_unclaimed_package():
         *(path for name in folders for path in (root / name).rglob("*") if path.suffix in (".py", ".md", ".ipynb", ".toml")),
     ]
     install = re.compile(r"pip install (?:-\S+ )*['\"]?spmd\S*")
-    wrong = [f"{path}: {found}" for path in files for found in install.findall(path.read_text(encoding="utf-8"))]
+    wrong = [f"{path}: {command}" for path in files for command in install.findall(path.read_text(encoding="utf-8"))]
     assert len(files) > 200 and not wrong

@@ -42,8 +42,11 @@ def test_aligned_fits_its_width_and_loses_nothing(width):
         ("decoder/blocks/0/attention/query/kernel", "float32[768, 12, 64]", '["data", "model", "-"]', "rule 2, line 14", "16.0 KiB"),
         ("x" * 50, "float32[]", "full", "default shard:data, but no dim divides by 4", "40 B"),
     ]
+
+    def letters(parts):
+        return sorted(re.sub(r"\s", "", "".join(parts)))
+
     lines = aligned(rows, width=width)
-    letters = lambda parts: sorted(re.sub(r"\s", "", "".join(parts)))
     assert max(map(len, lines)) <= width and letters(lines) == letters(sum(rows, ()))
     assert (len(lines) == 3) == (width == 200)
 
@@ -57,16 +60,16 @@ def test_filled_breaks_only_lines_that_are_too_long():
 
 def test_tables_fit_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    layer = lambda: {"a rather long name of a kernel": jax.numpy.zeros((64, 64)), "bias": jax.numpy.zeros((64,))}
+    layer = {"a rather long name of a kernel": jax.numpy.zeros((64, 64)), "bias": jax.numpy.zeros((64,))}
     model = spmd.FunctionalModel(
-        lambda key: {"decoder": [layer(), layer()]}, lambda params, x: x @ params["decoder"][0]["a rather long name of a kernel"]
+        lambda key: {"decoder": [layer, layer]}, lambda params, x: x @ params["decoder"][0]["a rather long name of a kernel"]
     )
     trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), mesh="data=8", layout="fsdp")
     trainer.prepare({"x": jax.ShapeDtypeStruct((8, 64), "float32"), "y": jax.ShapeDtypeStruct((8, 64), "float32")})
     values = {"learning_rate": 0.123456, "weight_decay": 0.00123456, "momentum": 0.9, "an_option_with_a_long_name": "nesterov"}
     tried = TrialResult(Trial(0, values, 0), 0.5, {}, history("loss"), "done", None)
-    for shown in (trainer.summary(), trainer.wire, Sweep([tried], [], ("eval_loss", "min"), 1)):
-        assert max(map(len, str(shown).splitlines())) <= 60, str(shown)
+    for table in (trainer.summary(), trainer.wire, Sweep([tried], [], ("eval_loss", "min"), 1)):
+        assert max(map(len, str(table).splitlines())) <= 60, str(table)
     monkeypatch.delenv("COLUMNS")
     assert max(map(len, str(trainer.summary()).splitlines())) > 90
 
@@ -82,9 +85,9 @@ def result():
 
 @pytest.mark.parametrize("made", [history, layout, sweep, result], ids=lambda made: made.__name__)
 def test_what_comes_from_users_is_escaped(made):
-    shown = made()._repr_html_()
-    assert "&lt;b&gt;odd&lt;/b&gt;" in shown and "<b>odd" not in shown
-    assert not re.findall(r"(?:src|href)=|url\(|@import|prefers-color-scheme", shown), "nothing is fetched, and ink is the page's"
+    markup = made()._repr_html_()
+    assert "&lt;b&gt;odd&lt;/b&gt;" in markup and "<b>odd" not in markup
+    assert not re.findall(r"(?:src|href)=|url\(|@import|prefers-color-scheme", markup), "nothing is fetched, and ink is the page's"
 
 
 def test_a_layout_is_a_line_and_a_table():
@@ -106,9 +109,9 @@ def test_a_layout_is_a_line_and_a_table():
 
 def test_every_key_of_a_layout_is_shown():
     """What a shipped file says beyond the defaults stands in its table."""
-    shown = spmd.Layout.load("diloco")._repr_html_().split("<details>")[0]
+    markup = spmd.Layout.load("diloco")._repr_html_().split("<details>")[0]
     for said in ("mode local, every 50", "codec bfloat16", "error_feedback true"):
-        assert said in shown, said
+        assert said in markup, said
 
 
 @pytest.mark.parametrize(
@@ -129,8 +132,8 @@ def test_drawings_show_where_no_file_is_asked_for(draw, tmp_path):
 
 
 def test_a_mesh_is_drawn_by_its_devices():
-    shown = viz.devices(spmd.make_mesh("data=2,model=2,stage=2"))
-    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", shown._repr_html_())]
+    drawing = viz.devices(spmd.make_mesh("data=2,model=2,stage=2"))
+    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", drawing._repr_html_())]
     assert rows[0] == ["data, model", "stage 0", "stage 1"] and rows[2] == ["data 0, model 1", "2", "3"] and len(rows) == 5
     with pytest.raises(MeshError, match="fix:"):
         viz.devices("data=3")
@@ -139,9 +142,9 @@ def test_a_mesh_is_drawn_by_its_devices():
 def test_an_array_is_drawn_by_its_pieces():
     mesh = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("data", "model"))
     sharded = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(mesh, PartitionSpec(None, "model")))
-    shown = viz.pieces(sharded, ODD)
-    assert re.findall(r'text-anchor="middle">([^<]*)<', shown) == ["1, 3, 5, 7", "0, 2, 4, 6"], "devices by number, not by place"
-    assert "&lt;b&gt;odd" in shown and "<b>odd" not in shown
+    drawing = viz.pieces(sharded, ODD)
+    assert re.findall(r'text-anchor="middle">([^<]*)<', drawing) == ["1, 3, 5, 7", "0, 2, 4, 6"], "devices by number, not by place"
+    assert "&lt;b&gt;odd" in drawing and "<b>odd" not in drawing
     with pytest.raises(OptionError, match="not on a mesh"):
         viz.pieces(np.zeros(3))
 

@@ -63,10 +63,10 @@ def test_shard_map_takes_arrays_without_elements():
 
     empty = jnp.zeros((4, 0), jnp.int32)
     run = shard_map(body, mesh=mesh, in_specs=(data, PartitionSpec()), out_specs=(data, PartitionSpec()), axis_names=("data",))
-    found, total = jax.jit(run)({"full": jnp.arange(4.0), "empty": empty}, jnp.zeros(0))
+    outputs, total = jax.jit(run)({"full": jnp.arange(4.0), "empty": empty}, jnp.zeros(0))
     assert shapes[0] == ({"full": (2,), "empty": (2, 0)}, (0,))
-    assert found["empty"].shape == (4, 0) and found["empty"].dtype == jnp.int32 and total == 0
-    assert found["sum"].tolist() == [0, 2, 4, 6]
+    assert outputs["empty"].shape == (4, 0) and outputs["empty"].dtype == jnp.int32 and total == 0
+    assert outputs["sum"].tolist() == [0, 2, 4, 6]
 
 
 FREE_RUNNING = """

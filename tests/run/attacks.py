@@ -113,14 +113,14 @@ def bounded(seconds=20):
 
 def outcomes(folder, attacks, place, use):
     """What `use` of an attacked copy at `place` came to, by attack: what it gives, or what it raises."""
-    found = {}
+    results = {}
     for name, attack in attacks:
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(folder, place)
         attack(place)
         try:
             with bounded():
-                found[name] = use(place)
+                results[name] = use(place)
         except Exception as error:
-            found[name] = error
-    return found
+            results[name] = error
+    return results

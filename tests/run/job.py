@@ -62,9 +62,8 @@ def train(*, checkpoint=None, every=None, resume=False, kill=None, epochs=4, wid
         import optax
         from flax import nnx
 
-        model = lambda: Net(nnx.Rngs(0), width=wide)
         return spmd.fit(
-            model,
+            lambda: Net(nnx.Rngs(0), width=wide),
             labelled(80),
             loss=spmd.losses.cross_entropy,
             optimizer=optax.adam(1e-2),
@@ -109,9 +108,9 @@ def started(*, timeout, **options):
 
 if __name__ == "__main__":
     spmd.simulate_devices(8)
-    given = json.loads(sys.argv[1])
-    if "small_steps" in given:
-        small_steps(given["small_steps"])
+    options = json.loads(sys.argv[1])
+    if "small_steps" in options:
+        small_steps(options["small_steps"])
     else:
-        found = train(**given)
-        print("done", int(found.state.step), found.stop_reason, flush=True)
+        result = train(**options)
+        print("done", int(result.state.step), result.stop_reason, flush=True)

@@ -39,27 +39,27 @@ def trainer():
     return spmd.Trainer(linear(), loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.05))
 
 
-def check(found, fits, named):
+def check(results, fits, named):
     """Both outcomes are among them, and no other."""
     wrong = {
         name: repr(came)[:300]
-        for name, came in found.items()
+        for name, came in results.items()
         if not (isinstance(came, SpmdError) and str(named) in str(came)) and (isinstance(came, Exception) or not fits(came))
     }
-    assert found and not wrong, "\n".join(f"{name}: {came}" for name, came in wrong.items())
+    assert results and not wrong, "\n".join(f"{name}: {came}" for name, came in wrong.items())
 
 
 def attack_checkpoint(run, trainer, place, attacks, step="latest"):
     shutil.copytree(run[0], place, ignore=shutil.ignore_patterns("checkpoints"))
-    found = outcomes(run[0] / "checkpoints" / "4", attacks, place / "checkpoints" / "4", lambda copy: trainer.restore(place, step=step))
-    check(found, lambda state: same(state, run[1]), place)
-    return found
+    results = outcomes(run[0] / "checkpoints" / "4", attacks, place / "checkpoints" / "4", lambda copy: trainer.restore(place, step=step))
+    check(results, lambda state: same(state, run[1]), place)
+    return results
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_restore_after_any_harm_to_a_file(stride, run, trainer, tmp_path):
-    found = attack_checkpoint(run, trainer, tmp_path / "copy", list(harms(run[0] / "checkpoints" / "4"))[::stride])
-    assert len(found) > 100 // stride and sum(isinstance(came, CheckpointError) for came in found.values()) > 0.8 * len(found)
+    results = attack_checkpoint(run, trainer, tmp_path / "copy", list(harms(run[0] / "checkpoints" / "4"))[::stride])
+    assert len(results) > 100 // stride and sum(isinstance(came, CheckpointError) for came in results.values()) > 0.8 * len(results)
 
 
 @pytest.mark.parametrize("stride", [211, pytest.param(11, marks=pytest.mark.slow)])
@@ -80,8 +80,8 @@ def test_resume_after_forged_metadata(stride, run, tmp_path, caplog):
             shutil.rmtree(place / "checkpoints" / more, ignore_errors=True)
         return fit(steps=4, checkpoint=place, resume=True).state
 
-    found = outcomes(run[0] / "checkpoints" / "4", attacks, place / "checkpoints" / "4", resumed)
-    check(found, lambda state: same(state, run[1]), place)
+    results = outcomes(run[0] / "checkpoints" / "4", attacks, place / "checkpoints" / "4", resumed)
+    check(results, lambda state: same(state, run[1]), place)
 
 
 def test_resume_of_a_step_in_a_folder_of_another_number(run, tmp_path):
@@ -102,8 +102,8 @@ def test_folders_that_are_no_steps_are_left_alone(name, run, tmp_path):
 def attack_export(folder, place, attacks):
     x = numbers(8)["x"]
     expected = spmd.load_exported(folder).predict(x)
-    found = outcomes(folder, attacks, place, lambda copy: spmd.load_exported(copy).predict(x))
-    check(found, lambda came: np.array_equal(came, expected), place)
+    results = outcomes(folder, attacks, place, lambda copy: spmd.load_exported(copy).predict(x))
+    check(results, lambda came: np.array_equal(came, expected), place)
 
 
 def test_export_after_any_harm_to_a_file(exported, tmp_path):

@@ -27,8 +27,8 @@ BUILT_IN = {
 
 
 def test_every_built_in_callback_joins_the_contract():
-    found = {name for name, kind in vars(callbacks).items() if inspect.isclass(kind) and issubclass(kind, callbacks.Callback)}
-    assert found == set(BUILT_IN)
+    names = {name for name, kind in vars(callbacks).items() if inspect.isclass(kind) and issubclass(kind, callbacks.Callback)}
+    assert names == set(BUILT_IN)
 
 
 @pytest.fixture(scope="module")

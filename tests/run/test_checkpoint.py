@@ -316,11 +316,14 @@ class Scripted:
         yield {**numbers(32, 1), "score": np.full(32, score, np.float32)}
 
 
+def loss_and_score(model, batch):
+    return (model(batch["x"]) - batch["y"])[:, 0] ** 2, {"score": batch["score"]}
+
+
 def scored(scores, path, **options):
     config = Checkpoint(path, **{"best": "eval_score", "keep": 1, **options})
     data = {**numbers(96), "score": np.zeros(96, np.float32)}
-    loss = lambda model, batch: ((model(batch["x"]) - batch["y"])[:, 0] ** 2, {"score": batch["score"]})
-    return fit(data, loss=loss, epochs=len(scores), eval_data=Scripted(scores), checkpoint=config)
+    return fit(data, loss=loss_and_score, epochs=len(scores), eval_data=Scripted(scores), checkpoint=config)
 
 
 @pytest.mark.parametrize("every", [None, 3], ids=["each epoch", "every 3 of 3"])
@@ -334,9 +337,8 @@ def test_the_best_is_kept_beside_the_newest(mode, best, every, tmp_path):
 def test_the_best_survives_a_resumed_run(tmp_path):
     scored([0.5, 0.75, 0.25, 0.5], tmp_path, mode="max")
     data = {**numbers(96), "score": np.zeros(96, np.float32)}
-    loss = lambda model, batch: ((model(batch["x"]) - batch["y"])[:, 0] ** 2, {"score": batch["score"]})
     config = Checkpoint(tmp_path, best="eval_score", mode="max", keep=1)
-    result = fit(data, loss=loss, epochs=6, eval_data=Scripted([0.1, 0.2]), checkpoint=config, resume=True)
+    result = fit(data, loss=loss_and_score, epochs=6, eval_data=Scripted([0.1, 0.2]), checkpoint=config, resume=True)
     assert steps_on_disk(tmp_path) == [6, 18], "step 6, of the first run, is still the best"
     assert int(result.trainer.restore(tmp_path, step="best").step) == 6
 
@@ -344,8 +346,8 @@ def test_the_best_survives_a_resumed_run(tmp_path):
 def test_the_best_and_any_other_can_be_loaded(tmp_path):
     result = scored([0.5, 0.75, 0.25, 0.5], tmp_path, mode="max", keep=2)
     trainer = result.trainer
-    found = {which: int(trainer.restore(tmp_path, step=which).step) for which in ("best", "latest", 9)}
-    assert found == {"best": 6, "latest": 12, 9: 9}
+    steps = {which: int(trainer.restore(tmp_path, step=which).step) for which in ("best", "latest", 9)}
+    assert steps == {"best": 6, "latest": 12, 9: 9}
     assert same(trainer.restore(tmp_path), result.state)
 
 
@@ -395,9 +397,8 @@ def test_every_checkpoint_that_could_be_the_best_is_evaluated(tmp_path):
     """Saves every 2 steps, epochs of 3: evaluated at 2, 3, 4, 6, 8, 9, 10, 12; the best is the save of step 8."""
     scores = [0.1, 0.9, 0.2, 0.3, 0.7, 0.8, 0.4, 0.5]
     data = {**numbers(96), "score": np.zeros(96, np.float32)}
-    loss = lambda model, batch: ((model(batch["x"]) - batch["y"])[:, 0] ** 2, {"score": batch["score"]})
     config = Checkpoint(tmp_path, every=2, keep=1, best="eval_score", mode="max")
-    result = fit(data, loss=loss, epochs=4, eval_data=Scripted(scores), checkpoint=config)
+    result = fit(data, loss=loss_and_score, epochs=4, eval_data=Scripted(scores), checkpoint=config)
     assert [row["step"] for row in result.history.evaluations] == [2, 3, 4, 6, 8, 9, 10, 12]
     assert steps_on_disk(tmp_path) == [8, 12]
 

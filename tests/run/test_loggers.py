@@ -35,13 +35,13 @@ def scalars(folder):
     from tensorboardX.proto.event_pb2 import Event
 
     (path,) = folder.iterdir()
-    raw, found = path.read_bytes(), []
+    raw, entries = path.read_bytes(), []
     while raw:
         (length,) = struct.unpack("<Q", raw[:8])
         event = Event.FromString(raw[12 : 12 + length])
-        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        entries += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
         raw = raw[16 + length :]
-    return found
+    return entries
 
 
 SPEED = {"steps_per_second", "samples_per_second", "data_wait", "goodput"}
@@ -81,12 +81,12 @@ def test_a_run_gives_every_logger_the_same_records(kind, tmp_path):
         *[(10, True, False), (12, False, True), (12, True, False)],
     ]
     assert memory.closed == 1
-    found = read(tmp_path, log)
+    written = read(tmp_path, log)
     if isinstance(log, TensorBoard):
-        assert [entry[:2] for entry in found] == [entry[:2] for entry in pairs(memory.records)]
-        assert [entry[2] for entry in found] == pytest.approx([entry[2] for entry in pairs(memory.records)], rel=1e-6)  # float32
+        assert [entry[:2] for entry in written] == [entry[:2] for entry in pairs(memory.records)]
+        assert [entry[2] for entry in written] == pytest.approx([entry[2] for entry in pairs(memory.records)], rel=1e-6)  # float32
     else:
-        assert found == memory.records
+        assert written == memory.records
 
 
 @pytest.mark.parametrize("outcome", ["returns", "raises"])

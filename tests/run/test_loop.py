@@ -29,8 +29,8 @@ def test_a_short_last_batch_is_weighed_by_its_rows(count, kept):
     data = whole_numbers(count)
     batches = [np.arange(first, min(first + 32, count), dtype=np.float32) for first in range(0, count, 32)]
     exact = [float((batch**2).sum() / np.float32(len(batch))) for batch in batches]  # one rounding, that of the division
-    given = spmd.data.resident(data, steps_per_call=3) if kept else data
-    result = fit(given, optimizer=optax.sgd(0.0), shuffle=False, eval_data=data)
+    source = spmd.data.resident(data, steps_per_call=3) if kept else data
+    result = fit(source, optimizer=optax.sgd(0.0), shuffle=False, eval_data=data)
     assert result.history["loss"] == exact
     assert result.history["eval_loss"] == [pytest.approx(np.mean(np.arange(count) ** 2.0), rel=1e-15)]
     if count != 96:
@@ -47,8 +47,10 @@ def test_evaluation_of_any_size_is_exact(count):
 
 
 def test_a_loss_that_is_one_number_for_all_rows_is_weighed_too():
+    def loss(model, batch):
+        return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
     data = whole_numbers(70)
-    loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
     result = fit(data, loss=loss, optimizer=optax.sgd(0.0), shuffle=False, eval_data=data)
     assert result.history["loss"] == pytest.approx([np.mean(np.arange(a, b) ** 2.0) for a, b in ((0, 32), (32, 64), (64, 70))], rel=1e-6)
     assert result.history["eval_loss"] == [pytest.approx(np.mean(np.arange(70) ** 2.0), rel=1e-6)]
@@ -213,9 +215,9 @@ def test_batches_on_a_device_already_can_be_given():
 
 
 def test_batches_on_another_device_are_moved():
-    one = spmd.make_mesh("data=1", devices=jax.devices()[:1])
+    mesh_of_one = spmd.make_mesh("data=1", devices=jax.devices()[:1])
     batches = [jax.tree.map(lambda x: jax.device_put(x, jax.devices()[3]), numbers(32))]
-    assert same(fit(batches, batch_size=None, mesh=one).state, fit(numbers(32), shuffle=False, mesh=one).state)
+    assert same(fit(batches, batch_size=None, mesh=mesh_of_one).state, fit(numbers(32), shuffle=False, mesh=mesh_of_one).state)
 
 
 def test_a_source_of_arrays_stays_in_the_main_thread():

@@ -81,7 +81,7 @@ HARM = {"flipped": flipped, "cut off": cut_off, "deleted": lambda path, random: 
 
 def test_all_of_200_damaged_files_are_detected(run):
     """Bits flipped, files cut off, deleted or overwritten, each in a fresh copy; the manifest itself is one of the files."""
-    random, found = np.random.default_rng(7), 0
+    random, detected = np.random.default_rng(7), 0
     folder = newest(run)
     names = [*manifest_files(folder), MANIFEST_FILE]
     for number in range(200):
@@ -96,10 +96,10 @@ def test_all_of_200_damaged_files_are_detected(run):
             assert json.loads(path.read_bytes())["files"] == json.loads(before)["files"]
             damage = "says the same"
         assert damage is not None, f"{kind}: {path}"
-        found += 1
+        detected += 1
         path.write_bytes(before)
         assert find_damage(folder) is None
-    assert found == 200
+    assert detected == 200
 
 
 @pytest.mark.parametrize("kind", [*HARM, "empty folder", "no manifest", "a file more", "a link"])

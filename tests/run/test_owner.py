@@ -33,9 +33,9 @@ class Time:
 
 def own(folder, meanwhile=lambda now: None):
     time = Time(meanwhile)
-    found = FolderOwnership(folder, time.clock, time.wait)
-    found.waited = time.now
-    return found
+    ownership = FolderOwnership(folder, time.clock, time.wait)
+    ownership.waited = time.now
+    return ownership
 
 
 def recorded(folder):
@@ -44,9 +44,9 @@ def recorded(folder):
 
 def left_by(folder, **changes):
     """The file that an owner leaves if it never releases the folder."""
-    mine = own(folder)
+    ownership = own(folder)
     text = json.dumps(dataclasses.asdict(dataclasses.replace(recorded(folder), **changes)))
-    mine.release()
+    ownership.release()
     (folder / OWNER_FILE).write_text(text)
 
 
@@ -60,16 +60,16 @@ ELSEWHERE = {"machine": "another boot pid:[1]", "host": "node7", "process": 12}
 
 
 def test_file_names_host_process_and_time(tmp_path):
-    mine = own(tmp_path)
-    found = recorded(tmp_path)
-    assert found.process == os.getpid() and found.host and found.since.endswith("UTC") and found.machine and found.born
-    mine.release()
+    ownership = own(tmp_path)
+    written = recorded(tmp_path)
+    assert written.process == os.getpid() and written.host and written.since.endswith("UTC") and written.machine and written.born
+    ownership.release()
     assert not (tmp_path / OWNER_FILE).exists()
-    mine.release()
+    ownership.release()
 
 
 def test_second_owner_in_the_same_thread_is_refused(tmp_path):
-    mine = own(tmp_path)
+    ownership = own(tmp_path)
     with pytest.raises(CheckpointError) as raised:
         own(tmp_path)
     assert str(raised.value) == (
@@ -77,18 +77,18 @@ def test_second_owner_in_the_same_thread_is_refused(tmp_path):
         "inside it, as in a callback, or it was not closed.\n"
         "    fix: use another folder for this run, or call it after the first has returned."
     )
-    mine.check()
-    mine.release()
+    ownership.check()
+    ownership.release()
     own(tmp_path).release()
 
 
 @contextlib.contextmanager
 def thread_that_owns(folder):
     """A thread that owns the folder until the block ends."""
-    began, end, mine = threading.Event(), threading.Event(), []
+    began, end, ownership = threading.Event(), threading.Event(), []
 
     def run():
-        mine.append(own(folder))
+        ownership.append(own(folder))
         began.set()
         end.wait(60)
 
@@ -96,47 +96,47 @@ def thread_that_owns(folder):
     thread.start()
     try:
         assert began.wait(60)
-        yield mine[0]
+        yield ownership[0]
     finally:
         end.set()
         thread.join(60)
 
 
 def test_error_for_second_owner_names_the_thread(tmp_path):
-    with thread_that_owns(tmp_path) as mine:
+    with thread_that_owns(tmp_path) as ownership:
         with pytest.raises(CheckpointError) as raised:
             own(tmp_path)
         assert str(raised.value) == (
             f'{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run in its thread "trainer-1" has not ended.\n'
             "    fix: use another folder, or resume=True after that run has returned."
         )
-        mine.check()
-        mine.release()
+        ownership.check()
+        ownership.release()
         own(tmp_path).release()
 
 
 def test_owner_of_a_thread_that_has_ended_is_replaced(tmp_path):
     with thread_that_owns(tmp_path) as before:
         pass
-    mine = own(tmp_path)
-    assert mine.waited == 0
+    ownership = own(tmp_path)
+    assert ownership.waited == 0
     with pytest.raises(CheckpointError, match="no longer belongs to this run"):
         before.check()
     before.release()
-    mine.check()
-    mine.release()
+    ownership.check()
+    ownership.release()
 
 
 def test_unheld_owner_of_this_process_is_replaced(tmp_path):
     (tmp_path / OWNER_FILE).touch()
-    mine = own(tmp_path)
+    ownership = own(tmp_path)
     text = (tmp_path / OWNER_FILE).read_text()
-    mine.release()
+    ownership.release()
     (tmp_path / OWNER_FILE).touch()
     (tmp_path / OWNER_FILE).write_text(json.dumps(json.loads(text) | {"file": inode(tmp_path)}))
-    mine = own(tmp_path)
-    assert mine.waited == 0
-    mine.release()
+    ownership = own(tmp_path)
+    assert ownership.waited == 0
+    ownership.release()
 
 
 def test_owner_that_was_killed_is_replaced_at_once(tmp_path):
@@ -149,27 +149,27 @@ def test_owner_that_was_killed_is_replaced_at_once(tmp_path):
             own(tmp_path)
         process.kill()
         process.wait(timeout=30)
-    mine = own(tmp_path)
-    assert mine.waited == 0
-    mine.release()
+    ownership = own(tmp_path)
+    assert ownership.waited == 0
+    ownership.release()
 
 
 def test_another_process_of_the_same_number_is_no_owner(tmp_path):
     (tmp_path / OWNER_FILE).touch()
     left_by(tmp_path, born="1")
-    mine = own(tmp_path)
-    assert mine.waited == 0
-    mine.release()
+    ownership = own(tmp_path)
+    assert ownership.waited == 0
+    ownership.release()
 
 
 def test_copy_of_a_folder_in_use_has_no_owner(tmp_path):
     (tmp_path / "run").mkdir()
-    mine = own(tmp_path / "run")
+    ownership = own(tmp_path / "run")
     copy = own(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
     assert copy.waited == 0
-    mine.check()
+    ownership.check()
     copy.release()
-    mine.release()
+    ownership.release()
 
 
 def test_owner_elsewhere_is_refused_at_its_next_heartbeat(tmp_path):
@@ -188,17 +188,17 @@ def test_owner_elsewhere_is_refused_at_its_next_heartbeat(tmp_path):
 def test_owner_elsewhere_without_heartbeat_is_replaced(tmp_path, caplog):
     left_by(tmp_path, **ELSEWHERE)
     with caplog.at_level(logging.WARNING, logger="spmd"):
-        mine = own(tmp_path)
-    assert TAKEOVER_SECONDS <= mine.waited <= TAKEOVER_SECONDS + HEARTBEAT_SECONDS and recorded(tmp_path).process == os.getpid()
+        ownership = own(tmp_path)
+    assert TAKEOVER_SECONDS <= ownership.waited <= TAKEOVER_SECONDS + HEARTBEAT_SECONDS and recorded(tmp_path).process == os.getpid()
     assert "belonged to process 12 on node7" in caplog.text
-    mine.release()
+    ownership.release()
 
 
 def test_remote_owner_is_replaced_once_it_releases(tmp_path):
     left_by(tmp_path, **ELSEWHERE)
-    mine = own(tmp_path, lambda now: (tmp_path / OWNER_FILE).unlink(missing_ok=True) if now == HEARTBEAT_SECONDS else None)
-    assert mine.waited == HEARTBEAT_SECONDS
-    mine.release()
+    ownership = own(tmp_path, lambda now: (tmp_path / OWNER_FILE).unlink(missing_ok=True) if now == HEARTBEAT_SECONDS else None)
+    assert ownership.waited == HEARTBEAT_SECONDS
+    ownership.release()
 
 
 def test_of_two_who_wait_one_takes_over(tmp_path):
@@ -217,32 +217,32 @@ def test_of_two_who_wait_one_takes_over(tmp_path):
 
 
 def test_owner_that_slept_through_a_takeover_finds_it(tmp_path):
-    mine = own(tmp_path)
+    ownership = own(tmp_path)
     text = json.dumps(dataclasses.asdict(dataclasses.replace(recorded(tmp_path), token="another", **ELSEWHERE)))
     (tmp_path / OWNER_FILE).write_text(text)
-    mine.beat()
+    ownership.beat()
     with pytest.raises(CheckpointError, match="no longer belongs to this run, but to process 12 on node7"):
-        mine.check()
-    mine.release()
+        ownership.check()
+    ownership.release()
     assert (tmp_path / OWNER_FILE).read_text() == text
 
 
 def test_heartbeat_counts_up_in_place(tmp_path):
-    mine = own(tmp_path)
+    ownership = own(tmp_path)
     before = (tmp_path / OWNER_FILE).stat().st_ino
-    mine.beat()
-    mine.beat()
+    ownership.beat()
+    ownership.beat()
     assert recorded(tmp_path).beat == 2 and (tmp_path / OWNER_FILE).stat().st_ino == before
-    mine.check()
-    mine.release()
+    ownership.check()
+    ownership.release()
 
 
 @pytest.mark.parametrize("text", [b"x", b"{}", b"[" * 3000, b'{"host": 1}', b"\xff\0"])
 def test_file_that_cannot_be_read_is_watched_like_one_of_another_machine(text, tmp_path):
     (tmp_path / OWNER_FILE).write_bytes(text)
-    mine = own(tmp_path)
-    assert mine.waited >= TAKEOVER_SECONDS
-    mine.release()
+    ownership = own(tmp_path)
+    assert ownership.waited >= TAKEOVER_SECONDS
+    ownership.release()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])

@@ -47,16 +47,16 @@ HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 def test_a_terminal_shows_a_bar(console, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    shown = make_progress("auto")
-    shown.start(0, 40)
-    assert shown.due()
+    display = make_progress("auto")
+    display.start(0, 40)
+    assert display.due()
     now[0] += 10.0
-    shown.update(20, 1, {"loss": 0.12345, "accuracy": 0.5}, 640)
-    assert not shown.due()  # redrawn a few times per second, not at every step
+    display.update(20, 1, {"loss": 0.12345, "accuracy": 0.5}, 640)
+    assert not display.due()  # redrawn a few times per second, not at every step
     now[0] += progress.REFRESH_SECONDS
-    assert shown.due()
-    shown.say("step 20: eval_loss 0.5")
-    shown.close()
+    assert display.due()
+    display.say("step 20: eval_loss 0.5")
+    display.close()
     text = console.file.getvalue()
     for part in ("20/40", "epoch 2", "loss 0.1235", "accuracy 0.5", "64 samples/s", "step 20: eval_loss 0.5", "━"):
         assert part in text, text
@@ -67,12 +67,12 @@ def test_a_terminal_shows_a_bar(console, monkeypatch):
 def test_a_bar_always_shows_the_step_and_the_time_left(width, monkeypatch):
     made = Console(file=io.StringIO(), force_terminal=True, width=width)
     monkeypatch.setattr("rich.console.Console", lambda *given, **options: made)
-    shown, clock = make_progress(True), iter(range(100, 300))
-    monkeypatch.setattr(shown._bar, "get_time", lambda: float(next(clock)))
-    shown.start(0, 12000)
+    display, clock = make_progress(True), iter(range(100, 300))
+    monkeypatch.setattr(display._bar, "get_time", lambda: float(next(clock)))
+    display.start(0, 12000)
     for step in (57, 570, 5700):
-        shown.update(step, 30, {"loss": 1.2761234, "accuracy": 0.71881234, "eval_loss": 0.08728, "eval_accuracy": 0.5}, 64 * step)
-    shown.close()
+        display.update(step, 30, {"loss": 1.2761234, "accuracy": 0.71881234, "eval_loss": 0.08728, "eval_accuracy": 0.5}, 64 * step)
+    display.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", made.file.getvalue())
     assert "57/12000" in text and "5700/12000" in text and "…" not in text
     assert re.search(r"5700/12000 \S+ \d:\d\d:\d\d epoch 31", text), text
@@ -99,19 +99,19 @@ def test_an_error_leaves_the_terminal_as_it_was(console):
 
 
 def test_the_length_of_a_run_may_be_unknown(console):
-    shown = make_progress(True)
-    shown.start(3, None)
-    shown.update(4, 0, {"loss": 1.0}, 32)
-    shown.close()
+    display = make_progress(True)
+    display.start(3, None)
+    display.update(4, 0, {"loss": 1.0}, 32)
+    display.close()
     assert "4/?" in console.file.getvalue()
 
 
 def test_metrics_are_not_read_as_markup(console):
-    shown = make_progress(True)
-    shown.start(0, 10)
-    shown.say("[red] stays [/red]")
-    shown.update(1, 0, {"[bold]x": 1.0}, 32)
-    shown.close()
+    display = make_progress(True)
+    display.start(0, 10)
+    display.say("[red] stays [/red]")
+    display.update(1, 0, {"[bold]x": 1.0}, 32)
+    display.close()
     assert "[red] stays [/red]" in console.file.getvalue() and "[bold]x 1" in console.file.getvalue()
 
 

@@ -82,20 +82,24 @@ def packed(packing, tree):
 
 def placed(tree, mesh):
     """Shardings of a new state: over the mesh where dim 0 divides."""
-    spec = lambda leaf: PartitionSpec("data") if leaf.ndim and leaf.shape[0] % mesh.size == 0 else PartitionSpec()
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec(leaf))), tree)
+
+    def place(leaf):
+        spec = PartitionSpec("data") if leaf.ndim and leaf.shape[0] % mesh.size == 0 else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)
 
 
 def repacked(state, wanted, old, new, mesh):
     """What is saved of `state` under `old` moved to `new`; both by path."""
-    given = {path: leaf for path, leaf in flatten(state).items() if leaf.size}
+    arrays = {path: leaf for path, leaf in flatten(state).items() if leaf.size}
     wanted = {path: leaf for path, leaf in flatten(placed(wanted, mesh)).items() if leaf.size}
-    moves = Repacking({path: describe(leaf) for path, leaf in given.items()}, wanted, old, new, mesh)
+    moves = Repacking({path: describe(leaf) for path, leaf in arrays.items()}, wanted, old, new, mesh)
     assert not moves.problems()
     reading = moves.to_read()
-    found = moves.move({path: jax.device_put(leaf, reading[path].sharding) for path, leaf in given.items()})
-    assert all(leaf.sharding == wanted[path].sharding for path, leaf in found.items())
-    return found
+    moved = moves.move({path: jax.device_put(leaf, reading[path].sharding) for path, leaf in arrays.items()})
+    assert all(leaf.sharding == wanted[path].sharding for path, leaf in moved.items())
+    return moved
 
 
 # bits ----------------------------------------------------------------------------------------------------------------
@@ -103,26 +107,34 @@ def repacked(state, wanted, old, new, mesh):
 
 @pytest.mark.parametrize("old, new", [pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow) for pair in PAIRS])
 def test_parameters_and_moments_are_moved_bit_for_bit(old, new):
+    def make_state(packing):
+        return {
+            "params": packed(packing, any_bits(0)),
+            "opt": [{"count": np.int32(7), "mu": packed(packing, any_bits(1)), "nu": packed(packing, any_bits(2))}],
+            "step": np.int32(3),
+        }
+
     old, new = PACKINGS[old], PACKINGS[new]
-    make = lambda packing: {
-        "params": packed(packing, any_bits(0)),
-        "opt": [{"count": np.int32(7), "mu": packed(packing, any_bits(1)), "nu": packed(packing, any_bits(2))}],
-        "step": np.int32(3),
-    }
-    wanted = make(new)
-    found = repacked(make(old), wanted, old, new, mesh_of())
+    wanted = make_state(new)
+    moved = repacked(make_state(old), wanted, old, new, mesh_of())
     wanted = {path: leaf for path, leaf in flatten(wanted).items() if leaf.size}
-    assert found.keys() == wanted.keys() and same(found, wanted)
+    assert moved.keys() == wanted.keys() and same(moved, wanted)
     assert not same(packed(old, any_bits(0)), packed(new, any_bits(0))), "the arms differ"
 
 
 def remembering(scale=1.0):
     """An optimizer that keeps a copy of what it is given, and a count: its state is known without arithmetic."""
-    init = lambda params: {"kept": jax.tree.map(jnp.copy, params), "count": jnp.int32(5), "scale": jnp.float32(scale)}
+
+    def init(params):
+        return {"kept": jax.tree.map(jnp.copy, params), "count": jnp.int32(5), "scale": jnp.float32(scale)}
+
     return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
 
 
-is_float32 = lambda params: jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, params)
+def is_float32(params):
+    return jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, params)
+
+
 OPTIMIZERS = {
     "chain": optax.chain(optax.clip_by_global_norm(1.0), remembering()),
     "masked": optax.masked(remembering(), is_float32),
@@ -140,12 +152,13 @@ QUICK = ("partition",)
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in OPTIMIZERS])
 def test_any_chain_of_an_optimizer_is_moved(kind):
     """To an array for each parameter, to one for each dtype, and back; what is kept is by bits what would be kept there."""
-    optimizer, params = OPTIMIZERS[kind], any_bits()
-    shown = lambda packing: {"params": packed(packing, params), "opt": optimizer.init(packed(packing, params)), "step": np.int32(0)}
-    states = {name: jax.device_get(shown(PACKINGS[name])) for name in ("plain", "round robin, 3 of 4", "sliced, 2")}
+    optimizer, states = OPTIMIZERS[kind], {}
+    for name in ("plain", "round robin, 3 of 4", "sliced, 2"):
+        params = packed(PACKINGS[name], any_bits())
+        states[name] = jax.device_get({"params": params, "opt": optimizer.init(params), "step": np.int32(0)})
     for old, new in (("plain", "round robin, 3 of 4"), ("round robin, 3 of 4", "sliced, 2")):
-        found = repacked(states[old], states[new], PACKINGS[old], PACKINGS[new], mesh_of(4))
-        assert same(found, {path: leaf for path, leaf in flatten(states[new]).items() if leaf.size})
+        moved = repacked(states[old], states[new], PACKINGS[old], PACKINGS[new], mesh_of(4))
+        assert same(moved, {path: leaf for path, leaf in flatten(states[new]).items() if leaf.size})
 
 
 def test_arrays_are_read_sharded_where_a_dim_divides():
@@ -172,20 +185,25 @@ ALL_REDUCE, FSDP = spmd.Layout(gradients=spmd.Gradients("all_reduce")), spmd.Lay
 
 def trainer(layout, devices=8, optimizer=OPTIMIZER, like=LIKE, **options):
     """Of a model that is nothing but its parameters."""
-    values = lambda key: jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), like)
-    total = lambda params, x: x + sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(params))
-    model = spmd.FunctionalModel(values, total)
+
+    def init(key):
+        return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), like)
+
+    def add_all(params, x):
+        return x + sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(params))
+
+    model = spmd.FunctionalModel(init, add_all)
     mesh = options.pop("mesh", None) or mesh_of(devices)
     return spmd.Trainer(model, loss=lambda m, b: m(b), optimizer=optimizer, mesh=mesh, layout=layout, **options)
 
 
-def unpacked_params(found, tree):
+def unpacked_params(trainer, tree):
     """Parameters, or moments like them, in the model's structure."""
-    given, storage = jax.device_get(tree), found._placed.storage
-    return given if storage is None else jax.device_get(jax.jit(storage.unpack)(given))
+    stored, storage = jax.device_get(tree), trainer.placed.storage
+    return stored if storage is None else jax.device_get(jax.jit(storage.unpack)(stored))
 
 
-def filled(found):
+def filled(trainer):
     """A state of numbers that are all different."""
     count = itertools.count(1)
 
@@ -195,20 +213,20 @@ def filled(found):
         values = np.random.default_rng(next(count)).normal(size=leaf.shape).astype(leaf.dtype)
         return jax.device_put(values, leaf.sharding)
 
-    return jax.tree.map(fill, found.abstract_state)
+    return jax.tree.map(fill, trainer.abstract_state)
 
 
-def saved(found, state, path, storage=None):
+def saved(trainer, state, path, storage=None):
     """`state` in a checkpoint, as `fit` writes it."""
     store = CheckpointStore(Checkpoint(path))
-    store.save(state, 3, {"storage": storage or found.packing, "layout": found.layout.to_toml()}, {})
+    store.save(state, 3, {"storage": storage or trainer.packing, "layout": trainer.layout.to_toml()}, {})
     store.close()
 
 
-def restored(found, path):
+def restored(trainer, path):
     store = CheckpointStore(Checkpoint(path))
     try:
-        return found.load(store, 3)
+        return trainer.load(store, 3)
     finally:
         store.release()
 
@@ -240,11 +258,11 @@ def test_state_survives_a_chain_of_packings_and_meshes(journey, tmp_path):
             state, notes = restored(here, tmp_path / str(number - 1))
             assert not notes, "synchronous and without codecs, nothing is remembered"
         adam = state.opt[0]
-        found = host([unpacked_params(here, tree) for tree in (state.params, adam.mu, adam.nu)]), int(adam.count), int(state.step)
-        assert wanted is None or same(found, wanted)
+        values = host([unpacked_params(here, tree) for tree in (state.params, adam.mu, adam.nu)]), int(adam.count), int(state.step)
+        assert wanted is None or same(values, wanted)
         for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(here.abstract_state), strict=True):
             assert (leaf.sharding, leaf.dtype, leaf.shape) == (target.sharding, target.dtype, target.shape)
-        wanted = found
+        wanted = values
         saved(here, state, tmp_path / str(number))
 
 
@@ -334,9 +352,9 @@ def test_another_mode_in_the_same_packing_keeps_what_it_can(tmp_path):
 # what is refused -----------------------------------------------------------------------------------------------------
 
 
-def refusal(found, path):
+def refusal(trainer, path):
     with pytest.raises(CheckpointError) as raised:
-        restored(found, path)
+        restored(trainer, path)
     return str(raised.value)
 
 
@@ -369,11 +387,11 @@ def test_restore_into_another_optimizer_lists_every_difference(tmp_path):
 
 def test_an_optimizer_state_that_is_not_its_parameters_is_refused_with_a_fix(tmp_path):
     """Each worker's own momentum, [workers, ...]: never parted by a shape that happens to fit."""
-    own = {"mode": "local", "every": 2}
-    here = trainer(served(**own), 8, MOMENTUM, TWO)
+    local = {"mode": "local", "every": 2}
+    here = trainer(served(**local), 8, MOMENTUM, TWO)
     saved(here, filled(here), tmp_path)
     for layout, why in (
-        (served(**own, servers=5), "its shape is not its parameter's"),
+        (served(**local, servers=5), "its shape is not its parameter's"),
         (served(), "one of them has an entry"),
     ):
         text = refusal(trainer(layout, 8, MOMENTUM, TWO), tmp_path)
@@ -384,10 +402,10 @@ def test_an_optimizer_state_that_is_not_its_parameters_is_refused_with_a_fix(tmp
 @pytest.mark.slow
 def test_workers_with_no_optimizer_state_of_their_own_are_restored_anywhere(tmp_path):
     """Their own weights start anew: as they were not the servers', they are not kept."""
-    own = {"mode": "local", "every": 2}
-    plain = trainer(served(**own), 8, optax.sgd(0.1), TWO)
+    local = {"mode": "local", "every": 2}
+    plain = trainer(served(**local), 8, optax.sgd(0.1), TWO)
     saved(plain, filled(plain), tmp_path / "sgd")
-    for layout, words in ((served(**own, servers=5), "were reset: every worker starts"), (ALL_REDUCE, "were dropped")):
+    for layout, words in ((served(**local, servers=5), "were reset: every worker starts"), (ALL_REDUCE, "were dropped")):
         here = trainer(layout, 8, optax.sgd(0.1), TWO)
         state, notes = restored(here, tmp_path / "sgd")
         assert f"weights of workers' own {words}" in " | ".join(notes)
@@ -398,17 +416,17 @@ def test_workers_with_no_optimizer_state_of_their_own_are_restored_anywhere(tmp_
 def test_a_checkpoint_that_does_not_say_its_parameters_shapes_is_read_all_the_same(tmp_path):
     here, there = trainer(served(), like=TWO), trainer(served(placement="round_robin"), like=TWO)
     state = filled(here)
-    found = {name: value for name, value in here.packing.items() if name != "parameters"}
-    saved(here, state, tmp_path, found)
+    packing_without_shapes = {name: value for name, value in here.packing.items() if name != "parameters"}
+    saved(here, state, tmp_path, packing_without_shapes)
     assert same(unpacked_params(there, restored(there, tmp_path)[0].params), unpacked_params(here, state.params))
 
 
 def test_the_same_parameters_in_another_order_are_not_taken_for_each_other(tmp_path):
     """Parameters of one size that are stored unsplit keep the order of the model."""
     shape, names = jax.ShapeDtypeStruct((5, 7), "float32"), ("first", "second", "third")
-    ordered = lambda names: collections.OrderedDict((name, shape) for name in names)
+    models = [collections.OrderedDict.fromkeys(order, shape) for order in (names, names[::-1])]
     for placement in ("largest_first", "sliced"):
-        there, here = (trainer(served(placement=placement), like=ordered(order)) for order in (names, names[::-1]))
+        there, here = (trainer(served(placement=placement), like=like) for like in models)
         saved(there, state := filled(there), tmp_path / placement)
         if placement == "sliced":
             assert same(

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from concurrent import futures
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -28,14 +29,14 @@ COPIED, WAITED_FOR = True, False
 @pytest.fixture
 def threads(monkeypatch):
     """The names of the threads that hand a state to Orbax."""
-    found, write = [], CheckpointStore._write
+    thread_names, write = [], CheckpointStore._write
 
     def noted(self, *given):
-        found.append(threading.current_thread().name)
+        thread_names.append(threading.current_thread().name)
         return write(self, *given)
 
     monkeypatch.setattr(CheckpointStore, "_write", noted)
-    return found
+    return thread_names
 
 
 @pytest.mark.parametrize("room", [COPIED, WAITED_FOR], ids=["copied", "waited for"])
@@ -110,7 +111,7 @@ def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.Each(lambda info: info.state, every=2)])
     seen = [entry if entry == "copy" else entry[:2] for entry in events]
     assert seen == [*[("read", 1), ("read", 2), "copy"], *[("read", 3), "copy", ("read", 4)], *[("read", 5), "copy", ("read", 6)]]
-    assert {phase for what, _, phase in (entry for entry in events if entry != "copy")} <= {"compile", "step"}
+    assert {phase for _, _, phase in (entry for entry in events if entry != "copy")} <= {"compile", "step"}
 
 
 def test_devices_copy_after_an_evaluation_which_may_want_the_room(tmp_path, monkeypatch):
@@ -174,13 +175,13 @@ def test_only_the_copy_that_is_saved_is_written(tmp_path):
 
 def test_copy_is_released_while_the_disk_is_written(tmp_path, monkeypatch):
     """Orbax has the bytes in the host's memory by then. On CPU devices the memory is kept for the next copy."""
-    writing, go, held = threading.Event(), threading.Event(), []
+    writing, go, copied_leaves = threading.Event(), threading.Event(), []
     call, sealed = device_snapshot.StateCopier.__call__, checkpoint.write_manifest
 
     def copied(self, state):
         self._reuse_memory = False  # as on a GPU
         copy = call(self, state)
-        held.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(copy))
+        copied_leaves.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(copy))
         return copy
 
     def slow(folder):
@@ -194,18 +195,20 @@ def test_copy_is_released_while_the_disk_is_written(tmp_path, monkeypatch):
     store.save(state, 1, {}, {})
     assert writing.wait(120)
     until = time.monotonic() + 60
-    while gc.collect() >= 0 and any(ref() for ref in held) and time.monotonic() < until:  # Orbax may be about to return
+    while gc.collect() >= 0 and any(ref() for ref in copied_leaves) and time.monotonic() < until:  # Orbax may be about to return
         time.sleep(0.01)
-    alive = sum(ref() is not None for ref in held)
+    alive = sum(ref() is not None for ref in copied_leaves)
     go.set()
     store.close()
-    assert held and not alive
+    assert copied_leaves and not alive
 
 
 def test_interrupted_copy_is_made_again(monkeypatch):
     """It may have donated what it was to take the place of."""
-    state = lambda step, weights: State(jax.numpy.int32(step), {"w": jax.numpy.asarray(weights)}, {}, {}, {}, (), {})
-    three, four = state(3, np.arange(4.0)), state(4, np.ones(4))
+    three, four = (
+        State(jax.numpy.int32(step), {"w": jax.numpy.asarray(weights)}, {}, {}, {}, (), {})
+        for step, weights in ((3, np.arange(4.0)), (4, np.ones(4)))
+    )
     copier = device_snapshot.StateCopier(three)
     first = jax.device_get(copier(three))
     complete_copy = copier._copy
@@ -235,13 +238,14 @@ class Array:
     """One that lies on some devices, `size` bytes on each."""
 
     def __init__(self, devices, size):
-        shard = lambda device: type("Shard", (), {"device": device, "data": np.zeros(size, np.uint8)})
-        self.addressable_shards = [shard(device) for device in devices]
+        self.addressable_shards = [SimpleNamespace(device=device, data=np.zeros(size, np.uint8)) for device in devices]
 
 
 def test_a_copy_is_made_where_each_device_has_room_for_it_beside_all_that_it_ever_held():
+    def room(*arrays):
+        return device_snapshot.fits_on_devices(dict(enumerate(arrays)))
+
     wide, narrow = Device(bytes_limit=1000, peak_bytes_in_use=100), Device(bytes_limit=1000, peak_bytes_in_use=700)
-    room = lambda *arrays: device_snapshot.fits_on_devices(dict(enumerate(arrays)))
     assert room(Array([wide, narrow], 200), Array([wide], 500))
     assert not room(Array([wide, narrow], 200), Array([wide], 600))  # 1.2 * 800 of 900
     assert not room(Array([wide, narrow], 260))  # 1.2 * 260 of 300

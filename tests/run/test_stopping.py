@@ -211,11 +211,11 @@ def test_sigterm_during_the_last_evaluation_saves_and_ends(tmp_path):
 def test_outside_the_main_thread_signals_are_left_alone():
     import threading
 
-    found = []
-    thread = threading.Thread(target=lambda: found.append(fit(steps=2)))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(fit(steps=2)))
     thread.start()
     thread.join(60)
-    assert int(found[0].state.step) == 2
+    assert int(results[0].state.step) == 2
 
 
 def lines_until(process, wanted):

@@ -24,23 +24,23 @@ def clock(monkeypatch):
         def time(self):
             return self.now + 1e9
 
-    found = Clock()
-    monkeypatch.setattr(throughput, "time", found)
-    return found
+    fake = Clock()
+    monkeypatch.setattr(throughput, "time", fake)
+    return fake
 
 
 def test_goodput_is_what_neither_compiling_nor_saving_took(clock):
-    own = Throughput()
+    throughput_of_run = Throughput()
     clock.now += 30.0  # compiling
-    own.step_done()
-    own.rates(1, 32)
-    for _ in own.count_waiting(range(2)):
+    throughput_of_run.step_done()
+    throughput_of_run.rates(1, 32)
+    for _ in throughput_of_run.count_waiting(range(2)):
         clock.now += 20.0
-    with own.not_training():
+    with throughput_of_run.not_training():
         clock.now += 10.0
-    found = own.rates(201, 32 * 201)
-    assert found == {"steps_per_second": 4.0, "samples_per_second": 128.0, "data_wait": 0.0, "goodput": round(40 / 80, 3)}
-    assert own.to_checkpoint() == [40.0, 1000.0 + 1e9]
+    measured = throughput_of_run.rates(201, 32 * 201)
+    assert measured == {"steps_per_second": 4.0, "samples_per_second": 128.0, "data_wait": 0.0, "goodput": round(40 / 80, 3)}
+    assert throughput_of_run.to_checkpoint() == [40.0, 1000.0 + 1e9]
 
 
 def test_waiting_for_data_is_counted(clock):
@@ -49,11 +49,11 @@ def test_waiting_for_data_is_counted(clock):
             clock.now += 5.0
             yield item
 
-    own = Throughput()
-    own.step_done()
-    own.rates(0, 0)
-    assert [item for item in own.count_waiting(slow()) if not setattr(clock, "now", clock.now + 15.0)] == [0, 1, 2, 3]
-    assert own.rates(8, 8)["data_wait"] == 0.25 and own.waited == 20.0
+    throughput_of_run = Throughput()
+    throughput_of_run.step_done()
+    throughput_of_run.rates(0, 0)
+    assert [item for item in throughput_of_run.count_waiting(slow()) if not setattr(clock, "now", clock.now + 15.0)] == [0, 1, 2, 3]
+    assert throughput_of_run.rates(8, 8)["data_wait"] == 0.25 and throughput_of_run.waited == 20.0
 
 
 def test_a_restart_carries_what_is_in_the_checkpoint_and_the_time_since_the_first_start(clock):

@@ -26,7 +26,7 @@ class Net(nnx.Module):
 def main(folder, epochs=12):
     x = np.random.default_rng(0).normal(size=(96, 8)).astype(np.float32)
     data = {"x": x, "y": x[:, :3].argmax(1).astype(np.int32)}
-    found = spmd.sweep(
+    result = spmd.sweep(
         Net,
         data,
         space={"rate": spmd.log_uniform(1e-3, 1e-1), "seed": range(100)},
@@ -41,7 +41,7 @@ def main(folder, epochs=12):
         resume=Path(folder).exists(),
         steps_per_call=3,
     )
-    print(found.to_csv(), end="")
+    print(result.to_csv(), end="")
 
 
 if __name__ == "__main__":

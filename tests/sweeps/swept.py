@@ -41,9 +41,12 @@ MODELS = {
     "statistics and dropout": lambda width=16, seed=0: Net(width, seed, all_kinds=True),
     "convolution": lambda seed=0: Conv(seed),
 }
-ADAM = lambda learning_rate: optax.adam(learning_rate)
 FEEDBACK = spmd.Layout(gradients=spmd.Gradients("all_reduce", codec="int8", error_feedback=True))
 RATES = {"learning_rate": spmd.log_uniform(1e-3, 1e-1)}
+
+
+def adam(learning_rate):
+    return optax.adam(learning_rate)
 
 
 def labelled(count=80, seed=0):
@@ -58,7 +61,7 @@ def options(**more):
 
 
 def sweep(kind="plain", **more):
-    more = {"space": RATES, "trials": 6, "optimizer": ADAM, **more}
+    more = {"space": RATES, "trials": 6, "optimizer": adam, **more}
     return spmd.sweep(MODELS[kind], labelled(), **options(**more))
 
 

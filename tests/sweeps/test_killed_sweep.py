@@ -24,8 +24,13 @@ def sweep_in_process(*arguments, ends=0):
 def test_killed_sweep_resumes_to_the_same_table(tmp_path):
     undisturbed = sweep_in_process(tmp_path / "undisturbed")
     folder = tmp_path / "killed"
-    finished = lambda chunk: (folder / "chunks" / chunk / "done.json").exists()
-    committed = lambda chunk: {path.name for path in (folder / "chunks" / chunk / "checkpoints").iterdir() if path.name.isdigit()}
+
+    def finished(chunk):
+        return (folder / "chunks" / chunk / "done.json").exists()
+
+    def committed(chunk):
+        return {path.name for path in (folder / "chunks" / chunk / "checkpoints").iterdir() if path.name.isdigit()}
+
     sweep_in_process(folder, "0-0", 9, ends=-signal.SIGKILL)
     assert committed("0-0") == {"6"} and not finished("0-0")
     sweep_in_process(folder, "0-1", 9, ends=-signal.SIGKILL)

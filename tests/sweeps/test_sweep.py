@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from swept import ADAM, CLASSES, FEATURES, FEEDBACK, MODELS, RATES, close, labelled, options, sweep
+from swept import CLASSES, FEATURES, FEEDBACK, MODELS, RATES, adam, close, labelled, options, sweep
 
 import spmd
 from spmd.errors import CheckpointError, OptionError
@@ -20,7 +20,7 @@ def alone(kind, tried):
     return spmd.fit(
         lambda: MODELS[kind](seed=seed, **values),
         labelled(),
-        optimizer=ADAM(rate),
+        optimizer=adam(rate),
         mesh=spmd.make_mesh("data=1", devices=jax.devices()[:1]),
         seed=seed,
         **{name: value for name, value in options().items() if name != "eval_data"},
@@ -30,23 +30,23 @@ def alone(kind, tried):
 @pytest.mark.system
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_trial_is_what_fit_trains_alone(kind):
-    found = sweep(kind, space={**RATES, "seed": range(6)}, keep=6, mesh="net=8")
-    assert found.programs == 2 if kind == "statistics and dropout" else found.programs >= 1  # a short batch cannot be padded there
-    assert len({tried.values["learning_rate"] for tried in found.trials}) == 6
-    for tried in found.trials[::3] if kind == "plain" else found.trials[3:4]:
+    swept = sweep(kind, space={**RATES, "seed": range(6)}, keep=6, mesh="net=8")
+    assert swept.programs == 2 if kind == "statistics and dropout" else swept.programs >= 1  # a short batch cannot be padded there
+    assert len({tried.values["learning_rate"] for tried in swept.trials}) == 6
+    for tried in swept.trials[::3] if kind == "plain" else swept.trials[3:4]:
         single = alone(kind, tried)
         assert close(tried.result().state.params, single.state.params)
         assert np.allclose(tried.history["loss"], single.history["loss"], rtol=1e-6)
         assert single.evaluate(labelled(50, 1)) == pytest.approx(
             {name.removeprefix("eval_"): value for name, value in tried.metrics.items()}, rel=1e-5
         )
-    assert not close(found.trials[0].result().state.params, found.trials[1].result().state.params)
+    assert not close(swept.trials[0].result().state.params, swept.trials[1].result().state.params)
 
 
 def test_abreast_they_are_equal_up_to_rounding():
     mesh = spmd.make_mesh("net=2", devices=jax.devices()[:2])
     exact, abreast = (sweep(keep=6, mesh=mesh, epochs=1, exact=exact) for exact in (True, False))
-    mine, its = ([found.trials[number].result().state.params for number in (0, 5)] for found in (exact, abreast))
+    mine, its = ([swept.trials[number].result().state.params for number in (0, 5)] for swept in (exact, abreast))
     assert close(mine, its, 1e-4) and not close(mine[0], its[1], 1e-4)
 
 
@@ -68,16 +68,16 @@ def test_what_runs_beside_a_trial_does_not_matter():
 
 
 def test_shapes_make_groups_and_floats_do_not():
-    found = sweep(space={**RATES, "width": [4, 8]}, trials=8, epochs=1)
-    assert {tried.values["width"] for tried in found.trials} == {4, 8} and found.programs == 2
-    best = found.best[0].result()
-    assert best.state.params["up"]["kernel"].shape == (FEATURES, found.best[0].values["width"])
+    swept = sweep(space={**RATES, "width": [4, 8]}, trials=8, epochs=1)
+    assert {tried.values["width"] for tried in swept.trials} == {4, 8} and swept.programs == 2
+    best = swept.best[0].result()
+    assert best.state.params["up"]["kernel"].shape == (FEATURES, swept.best[0].values["width"])
     assert best.predict(labelled()["x"]).shape == (80, CLASSES)
 
 
 def test_diverged_trial_is_reported_and_changes_no_other():
     rates = [1e-3, 1e38, 1e-2]
-    found = sweep(
+    swept = sweep(
         space={"learning_rate": rates}, search="grid", trials=None, keep=3, optimizer=lambda learning_rate: optax.sgd(learning_rate)
     )
     fine = sweep(
@@ -88,14 +88,14 @@ def test_diverged_trial_is_reported_and_changes_no_other():
         optimizer=lambda learning_rate: optax.sgd(learning_rate),
     )
     assert [tried.ended for tried in fine.trials] == ["done"] * 3
-    assert found.trials[1].ended.startswith("diverged at step ") and np.isnan(found.trials[1].score)
+    assert swept.trials[1].ended.startswith("diverged at step ") and np.isnan(swept.trials[1].score)
     for number in (0, 2):
-        mine, its = found.trials[number], fine.trials[number]
+        mine, its = swept.trials[number], fine.trials[number]
         assert mine.ended == "done" and close(mine.result().state.params, its.result().state.params, 0)
-    assert {tried.number for tried in found.best} == {0, 2}
+    assert {tried.number for tried in swept.best} == {0, 2}
     with pytest.raises(OptionError, match="the arrays of trial 1 were not kept"):
-        found.trials[1].result()
-    assert [row["trial"] for row in found.rows()][-1] == 1
+        swept.trials[1].result()
+    assert [row["trial"] for row in swept.rows()][-1] == 1
 
 
 @pytest.mark.system
@@ -137,16 +137,16 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
         return count(self, *given)
 
     monkeypatch.setattr(SweepRunner, "_count", stop)
-    found = None
+    swept = None
     for _ in range(8):
         try:
-            found = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=bool(calls))
+            swept = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=bool(calls))
             break
         except StoppedError:
             pass
-    assert found is not None and len(calls) > 12
-    assert found.to_csv() == uninterrupted.to_csv()
-    for mine, its in zip(found.best, uninterrupted.best, strict=True):
+    assert swept is not None and len(calls) > 12
+    assert swept.to_csv() == uninterrupted.to_csv()
+    for mine, its in zip(swept.best, uninterrupted.best, strict=True):
         assert mine.number == its.number and close(mine.result().state.params, its.result().state.params)
     monkeypatch.undo()
     again = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=True)
@@ -157,15 +157,15 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
 
 @pytest.mark.system
 def test_best_trials_are_runs_that_can_be_resumed(tmp_path):
-    found = sweep(keep=2, checkpoint=tmp_path)
-    tried = found.best[0]
+    swept = sweep(keep=2, checkpoint=tmp_path)
+    tried = swept.best[0]
     folder = tmp_path / "best" / f"trial-{tried.number:04d}"
-    assert {path.name for path in (tmp_path / "best").iterdir()} == {f"trial-{one.number:04d}" for one in found.best}
+    assert {path.name for path in (tmp_path / "best").iterdir()} == {f"trial-{tried.number:04d}" for tried in swept.best}
     assert close(tried.result().trainer.restore(folder).params, tried.result().state.params, 0)
     rate = tried.values["learning_rate"]
     shared = {name: value for name, value in options(epochs=3).items() if name != "eval_data"}
-    on = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=ADAM(rate), mesh="data=8", checkpoint=folder, resume=True, **shared)
-    uninterrupted = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=ADAM(rate), mesh="data=8", **shared)
+    on = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=adam(rate), mesh="data=8", checkpoint=folder, resume=True, **shared)
+    uninterrupted = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=adam(rate), mesh="data=8", **shared)
     assert int(on.state.step) == 9 and len(on.history) == 3 and close(on.state.params, uninterrupted.state.params)
     with pytest.raises(CheckpointError, match="already holds a sweep"):
         sweep(keep=2, checkpoint=tmp_path)
@@ -177,32 +177,32 @@ def test_best_trials_are_runs_that_can_be_resumed(tmp_path):
 
 
 def test_the_table_has_every_trial_the_best_first():
-    found = sweep(space={**RATES, "width": [4, 8]}, epochs=1)
-    rows = found.rows()
+    swept = sweep(space={**RATES, "width": [4, 8]}, epochs=1)
+    rows = swept.rows()
     assert [row["eval_loss"] for row in rows] == sorted(row["eval_loss"] for row in rows) and len(rows) == 6
-    head, *lines = found.to_csv().splitlines()
+    head, *lines = swept.to_csv().splitlines()
     assert head == "trial,learning_rate,width,eval_loss,eval_accuracy,steps,ended" and len(lines) == 6
-    assert len(str(found).splitlines()) == 7
-    assert found._repr_html_().count("<tr>") == 7
-    assert found.best[0].number == rows[0]["trial"]
+    assert len(str(swept).splitlines()) == 7
+    assert swept._repr_html_().count("<tr>") == 7
+    assert swept.best[0].number == rows[0]["trial"]
 
 
 @pytest.mark.system
 def test_the_best_answer_together():
-    found = sweep(space={**RATES, "seed": range(9)}, keep=2, epochs=1)
-    together, test = found.ensemble(), labelled(50, 1)
-    assert together.names == tuple(f"trial {tried.number}" for tried in found.best) and len(found.ensemble(top=1)) == 1
-    both = np.stack([np.asarray(jax.nn.softmax(tried.result().predict(test["x"]))) for tried in found.best])
+    swept = sweep(space={**RATES, "seed": range(9)}, keep=2, epochs=1)
+    together, test = swept.ensemble(), labelled(50, 1)
+    assert together.names == tuple(f"trial {tried.number}" for tried in swept.best) and len(swept.ensemble(top=1)) == 1
+    both = np.stack([np.asarray(jax.nn.softmax(tried.result().predict(test["x"]))) for tried in swept.best])
     assert np.allclose(together.predict(test["x"]), both.mean(0), atol=1e-6)
     for top in (0, 3):
         with pytest.raises(OptionError, match=f"top={top}, and the arrays of 2 trials were kept"):
-            found.ensemble(top=top)
+            swept.ensemble(top=top)
 
 
 def test_the_largest_may_be_the_best():
-    found = sweep(score="eval_accuracy", mode="max", epochs=1)
+    swept = sweep(score="eval_accuracy", mode="max", epochs=1)
     assert (
-        found.best[0].score == max(tried.score for tried in found.trials) == max(tried.metrics["eval_accuracy"] for tried in found.trials)
+        swept.best[0].score == max(tried.score for tried in swept.trials) == max(tried.metrics["eval_accuracy"] for tried in swept.trials)
     )
 
 
@@ -220,10 +220,10 @@ def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
     with pytest.raises(StoppedError):
         sweep(keep=3, checkpoint=tmp_path, epochs=1)
     assert len([place for place in (tmp_path / "best").iterdir() if not place.name.startswith(".")]) == 1
-    found = sweep(keep=3, checkpoint=tmp_path, epochs=1, resume=True)
+    swept = sweep(keep=3, checkpoint=tmp_path, epochs=1, resume=True)
     uninterrupted = sweep(keep=3, epochs=1)
-    assert found.to_csv() == uninterrupted.to_csv()
-    for mine, its in zip(found.best, uninterrupted.best, strict=True):
+    assert swept.to_csv() == uninterrupted.to_csv()
+    for mine, its in zip(swept.best, uninterrupted.best, strict=True):
         assert close(mine.result().state.params, its.result().state.params)
         folder = tmp_path / "best" / f"trial-{mine.number:04d}"
         assert close(mine.result().trainer.restore(folder).params, its.result().state.params)
@@ -231,7 +231,7 @@ def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
 
 def test_a_chunk_that_is_damaged_is_done_again(tmp_path, monkeypatch):
     more = {"search": spmd.Halving(factor=2, rungs=2), "trials": 4, "checkpoint": tmp_path, "epochs": 2}
-    monkeypatch.setattr(SweepRunner, "_found", lambda *given: (_ for _ in ()).throw(StoppedError))
+    monkeypatch.setattr(SweepRunner, "_sweep", lambda *given: (_ for _ in ()).throw(StoppedError))
     with pytest.raises(StoppedError):
         sweep(**more)
     monkeypatch.undo()
@@ -248,5 +248,5 @@ def test_resumed_sweep_keeps_its_score(tmp_path):
 
 
 def test_a_layout_whose_codecs_have_no_memory_on_one_device_each(tmp_path):
-    found = sweep(layout=FEEDBACK, mesh="net=8", epochs=1, keep=1, checkpoint=tmp_path)
-    assert found.best[0].result().predict(labelled()["x"]).shape == (80, CLASSES)
+    swept = sweep(layout=FEEDBACK, mesh="net=8", epochs=1, keep=1, checkpoint=tmp_path)
+    assert swept.best[0].result().predict(labelled()["x"]).shape == (80, CLASSES)

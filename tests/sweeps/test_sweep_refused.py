@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from swept import ADAM, CLASSES, FEATURES, FEEDBACK, MODELS, RATES, Net, labelled, sweep
+from swept import CLASSES, FEATURES, FEEDBACK, MODELS, RATES, Net, adam, labelled, sweep
 
 import spmd
 from spmd.errors import CheckpointError, DataError, DeviceMemoryError, LayoutError, MeshError, ModelError, OptimizerError, OptionError
@@ -50,7 +50,7 @@ from spmd.sweeps.scheduler import SweepRunner
         ({"space": {"learning_rate": [0.1, float("nan")]}}, OptionError, "learning_rate=nan is no number that float32 has"),
         ({"space": {"learning_rate": [1e39]}}, OptionError, "learning_rate=1e+39 is no number that float32 has"),
         ({"space": {"learning_rate": np.ones((2, 2))}}, OptionError, "a value of learning_rate is an array, float64[2]"),
-        ({"space": {**RATES, "steps": [1]}, "optimizer": lambda learning_rate, steps: ADAM(learning_rate)}, OptionError, "a column of the"),
+        ({"space": {**RATES, "steps": [1]}, "optimizer": lambda learning_rate, steps: adam(learning_rate)}, OptionError, "a column of the"),
         (
             {"search": "grid", "trials": None, "space": {"learning_rate": [0.1, 0.2], "seed": range(10**4)}},
             OptionError,
@@ -75,12 +75,12 @@ def test_sweep_refuses_bad_arguments_before_compiling(more, error, message):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "make",
     [lambda: spmd.log_uniform(0, 1), lambda: spmd.uniform(2, 1), lambda: spmd.uniform(float("nan"), 1), lambda: spmd.uniform(0, 1e39)],
 )
-def test_bounds_that_are_none(given):
+def test_bounds_that_are_none(make):
     with pytest.raises(OptionError, match="the smaller one first"):
-        given()
+        make()
     assert spmd.uniform(np.float32(0.5), np.int64(1)) == spmd.uniform(0.5, 1)
 
 
@@ -95,7 +95,9 @@ class Same:
 
 
 def test_values_that_only_look_alike_have_programs_of_their_own(monkeypatch, tmp_path):
-    shapes = lambda self, *_: [pack.placed.abstract_state.params["out"]["kernel"].shape for pack in self.programs.values()]
+    def shapes(self, *_):
+        return [packed.placed.abstract_state.params["out"]["kernel"].shape for packed in self.programs.values()]
+
     monkeypatch.setattr(SweepRunner, "run", shapes)
     monkeypatch.setitem(MODELS, "plain", lambda like, seed=0: Net(like.width, seed))
     more = {"search": "grid", "trials": None}
@@ -104,7 +106,10 @@ def test_values_that_only_look_alike_have_programs_of_their_own(monkeypatch, tmp
         sweep(space={"learning_rate": [0.1], "like": [Same(4), Same(None)]}, **more)
     assert caught.value.__notes__ == ["of trial 1: learning_rate=0.10000000149011612, like=Same()"]
     monkeypatch.setattr(Same, "__repr__", object.__repr__)
-    nameless = lambda: 4
+
+    def nameless():
+        """Its name holds `<locals>`."""
+
     nameless.width = 4
     for value in (Same(4), nameless):
         with pytest.raises(CheckpointError, match="has no unique name"):
@@ -125,7 +130,6 @@ def test_sweep_in_several_processes_is_refused(monkeypatch):
 
 
 def test_sweep_beyond_device_memory_is_refused_with_a_fix_that_fits(monkeypatch):
-    has = lambda limit: monkeypatch.setattr("spmd.sweeps.memory_check.memory_limit", lambda mesh: limit)
     more = {"trials": 4, "epochs": 1, "keep": 1, "eval_data": None, "mesh": spmd.make_mesh("net=2", devices=jax.devices()[:2])}
     state = 2 * 4 + 2 * 4 + 3 * 4 * ((FEATURES + 1) * 16 + 17 * CLASSES)  # step, count and key; each parameter, and Adam's two of it
     data = 80 * (FEATURES + 1) * 4
@@ -135,7 +139,7 @@ def test_sweep_beyond_device_memory_is_refused_with_a_fix_that_fits(monkeypatch)
         (data + state // 2, " of state and 2.8 KiB of data.\n    Each of 2 devices has 2 of them"),
         (data + 2 * state + 8192, " of temporaries.\n    Each of 2 devices has 2 of them"),
     ):
-        has(limit)
+        monkeypatch.setattr("spmd.sweeps.memory_check.memory_limit", lambda mesh, limit=limit: limit)
         with pytest.raises(DeviceMemoryError, match=r"^4 trials at once need ") as caught:
             sweep(**more)
         assert message in str(caught.value)

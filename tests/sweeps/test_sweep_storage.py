@@ -22,8 +22,8 @@ EVALUATIONS = [{"loss": 0.125, "accuracy": 0.9375}, {"loss": float("nan"), "accu
 
 def finished(folder):
     """What is found of a chunk at its end, as text."""
-    found = SweepStore(folder, {"trials": "2"}, resume=True).finished(0, 0)
-    return None if found is None else (found[0].tobytes(), found[0].shape, str(found[1]))
+    stored = SweepStore(folder, {"trials": "2"}, resume=True).finished(0, 0)
+    return None if stored is None else (stored[0].tobytes(), stored[0].shape, str(stored[1]))
 
 
 @pytest.mark.parametrize("name", ["done.json", "end.npy"])
@@ -78,8 +78,8 @@ def test_sweep_releases_its_folder_however_it_ends(tmp_path, monkeypatch):
 
 
 def test_sweep_that_was_taken_over_writes_no_result(tmp_path):
-    with owned(tmp_path) as mine:
-        storage = SweepStore(tmp_path, {"trials": "2"}, resume=False, owner=mine)
+    with owned(tmp_path) as ownership:
+        storage = SweepStore(tmp_path, {"trials": "2"}, resume=False, owner=ownership)
         storage.place(0, 0).mkdir(parents=True)
         file = tmp_path / OWNER_FILE
         file.write_text(json.dumps(json.loads(file.read_text()) | {"token": "another"}))
