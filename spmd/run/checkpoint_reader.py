@@ -27,7 +27,6 @@ from spmd.run.reshard_checkpoint import (
     packing_from_meta,
 )
 from spmd.run.restore_comm_state import STATE, checkpoint_item, comm_state_to_read, resplit_residuals
-from spmd.sync.param_server.packing import Storage
 from spmd.train.state import State
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 from spmd.user_paths import blocking_file

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.device_dataset import replicate_arrays
-from spmd.specs import spec_axes
 from spmd.errors import LayoutError, ModelError, OptimizerError, SpmdError, first_line
+from spmd.specs import spec_axes
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.search_space import SEED
 from spmd.train.compiled_step import prepare_program
