@@ -41,7 +41,6 @@ from spmd.run.signals import SIGTERM_REASON
 from spmd.specs import spec_text
 from spmd.sync.param_server.sync_schedule import unsynced_steps
 from spmd.train.compiled_step import Program
-from spmd.train.model_setup import TrainConfig
 from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe, flatten
@@ -181,7 +180,10 @@ def fit(
     """
     schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
     join()
-    trainer = Trainer.of(TrainConfig(model, loss, optimizer, metrics, precision, _scaled_accumulate(accumulate), seed), mesh, layout)
+    with current().in_phase("compile"):  # the first look at devices waits for all processes
+        shrunk = shrink_factor()  # a run that restarted with fewer processes makes more microbatches, so that a device's rows stay as many
+    options = {"precision": precision, "accumulate": accumulate if shrunk == 1 else accumulate * shrunk, "seed": seed}
+    trainer = Trainer(model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, **options)
     source_data = data.arrays if isinstance(data, Resident) else data
     reader = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
@@ -191,8 +193,8 @@ def fit(
     eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, config, trainer, program)]
     _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names))
     meta = about_run(trainer, reader)
-    options = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta}
-    _check_processes_agree(program, hooks, options)
+    facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, **meta}
+    _check_processes_agree(program, hooks, facts)
     room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
     with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
         store = open_store(config, opened, resume=wants_resume(resume) or (config is not None and was_restarted()))
@@ -237,13 +239,6 @@ def about_run(trainer: Trainer, reader: Source) -> dict[str, Any]:
         "options": {"precision": config.precision, "accumulate": config.accumulate},
         "storage": trainer.packing,
     }
-
-
-def _scaled_accumulate(accumulate: int) -> int:
-    """Microbatches per update; more of them where the run restarted with fewer processes, so that a device's rows stay as many."""
-    with current().in_phase("compile"):  # the first look at devices waits for all processes
-        times = shrink_factor()
-    return accumulate if times == 1 else accumulate * times
 
 
 def _check_processes_agree(program: Program, hooks: list[Callback], options: Mapping[str, Any]) -> None:

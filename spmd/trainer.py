@@ -107,16 +107,7 @@ class Trainer:
         accumulate: int = 1,
         seed: int = 0,
     ):
-        self._lay_out(TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed), mesh, layout)
-
-    @classmethod
-    def of(cls, config: TrainConfig, mesh: Any, layout: str | Path | Layout) -> "Trainer":
-        """The trainer of a `TrainConfig`."""
-        trainer = cls.__new__(cls)
-        trainer._lay_out(config, mesh, layout)
-        return trainer
-
-    def _lay_out(self, config: TrainConfig, mesh: Any, layout: str | Path | Layout) -> None:
+        config = TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed)
         self.layout = Layout.load(layout)
         self.mesh: Mesh = make_mesh(mesh if mesh is not None else dict(self.layout.mesh) or None)
         self._placed = PlacedModel(config, self.mesh, self.layout)

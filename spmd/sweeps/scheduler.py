@@ -174,7 +174,7 @@ class SweepRunner:
         study = self.study
         workers = self.programs[study.constants(trial)].placed.resolved.workers
         mesh = make_mesh({"data": workers}, devices=jax.devices()[:workers])
-        trainer = Trainer.of(study.train_config(trial), mesh, study.layout)
+        trainer = Trainer(**vars(study.train_config(trial)), mesh=mesh, layout=study.layout)
         trainer.prepare(study.data.sample())
         if state is None and folder is not None:
             return Result(trainer.restore(folder / f"trial-{trial.number:04d}"), history, None, trainer)
