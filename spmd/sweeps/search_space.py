@@ -36,9 +36,6 @@ class Between:
         return f"{'log_uniform' if self.log else 'uniform'}({self.low:g}, {self.high:g})"
 
 
-Space = Mapping[str, Sequence | Between]
-
-
 def uniform(low: float, high: float) -> Between:
     """A hyper-parameter that is drawn evenly from low to high.
 
