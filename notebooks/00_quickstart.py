@@ -133,8 +133,8 @@ viz.pieces(sharded.state.params["dense"]["kernel"], "dense/kernel")
 sharded.trainer.summary()
 
 # %% [markdown]
-# How much do the losses under the two layouts differ, at most, over all steps? By no more than rounding, since sums are taken in
-# another order.
+# The losses under the two layouts should differ by no more than rounding, because sums are computed in a different order. The largest
+# difference over all steps:
 
 # %%
 difference = np.abs(np.array(result.history["loss"]) - np.array(sharded.history["loss"]))

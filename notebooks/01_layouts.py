@@ -158,7 +158,7 @@ for axes, (layout, kernel) in zip(panels, second.items(), strict=True):
 plt.show()
 
 # %% [markdown]
-# The line of the layout that decided this, for every parameter:
+# The table shows, for every parameter, the line of the layout that chose its spec:
 
 # %%
 runs["fsdp_tensor_parallel"].trainer.summary()
@@ -166,9 +166,9 @@ runs["fsdp_tensor_parallel"].trainer.summary()
 # %% [markdown]
 # ## What is sent
 #
-# Under `fsdp` a device holds an eighth of every weight. `gather_params` gathers the weights for the forward pass, and again where the
-# backward pass needs them, because gathered weights are not kept in between. `reduce_gradients` leaves each device its eighth of the mean
-# gradient.
+# Under `fsdp` a device holds an eighth of every weight. `gather_params` gathers the weights for the forward pass. It gathers them again
+# where the backward pass needs them, because gathered weights are not kept in between. `reduce_gradients` leaves each device its eighth
+# of the mean gradient.
 
 # %%
 print(runs["fsdp"].trainer.wire)

@@ -18,8 +18,8 @@
 # # Layers on different devices
 #
 # A model that is too deep for one device can be split between its layers. Each device then waits for the one before it, and the question
-# is how to keep these waits short. This notebook draws which stage works when, computes the idle time, and trains: a stack of recurrent
-# layers as a *wavefront*, a stack of blocks as a *pipeline* under three schedules, and both on one device for comparison.
+# is how to keep these waits short. This notebook draws when each stage works, and computes the idle time. Then it trains a stack of
+# blocks as a *pipeline* under three schedules, and a stack of recurrent layers as a *wavefront*. Both are compared with one device.
 
 # %%
 import dataclasses
@@ -60,8 +60,8 @@ ways = {
 spmd.viz.schedule(ways)
 
 # %% [markdown]
-# In each direction a stage is idle for p - 1 of m + p - 1 ticks, with m microbatches (times g groups, each in its own tick) and p stages.
-# The idle share does not depend on the speed of the devices, only on these numbers. More microbatches mean less waiting, but smaller
+# With p stages and m microbatches, a stage is idle for p - 1 of m + p - 1 ticks in each direction. With g groups, m is replaced by g m.
+# The idle share depends only on these numbers, not on the speed of the devices. More microbatches mean less waiting, but smaller
 # matrix products.
 
 # %%

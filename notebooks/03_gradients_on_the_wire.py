@@ -90,9 +90,9 @@ runs = {name: fit(gradients) for name, gradients in WAYS.items()}
 # %% [markdown]
 # ## Bytes sent
 #
-# Below are the collectives of one step with `int8`. Each worker sends every other worker the part of the gradient that the other one sums,
-# as one byte per number and a scale per block, and receives the means of all parts in the same form. Gradients that would not get smaller
-# are sent exactly. The lines `measure` are the cost of `diagnostics`; without it they are absent.
+# Below are the collectives of one step with `int8`. Each worker sums one part of the gradient. It receives this part from every other
+# worker, as one byte per number and a scale per block, and sends the mean back in the same form. Gradients that would not get smaller are
+# sent exactly. The lines `measure` are the cost of `diagnostics`; without it they are absent.
 
 # %%
 print(runs["int8"].trainer.wire)

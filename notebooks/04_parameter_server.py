@@ -16,11 +16,14 @@
 # # Late gradients: a parameter server, simulated
 #
 # Workers that do not wait for each other stay busy, but the gradients they send were computed from older weights. This
-# notebook measures the cost of this *staleness* and the cost of waiting, on real digits: synchronous training, synchronous with spare
-# workers (Chen et al., [arXiv:1604.00981](https://arxiv.org/abs/1604.00981)), asynchronous training at staleness 0, 1, 4 and
-# 16, with the rate as it is and divided by the staleness (Zhang et al.,
-# [arXiv:1511.05950](https://arxiv.org/abs/1511.05950)), and workers that train separately and synchronize at intervals (DiLoCo,
-# Douillard et al., [arXiv:2311.08105](https://arxiv.org/abs/2311.08105)).
+# notebook measures the cost of this *staleness* and the cost of waiting, on real digits. It compares:
+#
+# - synchronous training;
+# - synchronous training with spare workers (Chen et al., [arXiv:1604.00981](https://arxiv.org/abs/1604.00981));
+# - asynchronous training at staleness 0, 1, 4 and 16, with the unchanged rate, and with the rate divided by the staleness (Zhang et al.,
+#   [arXiv:1511.05950](https://arxiv.org/abs/1511.05950));
+# - workers that train separately and synchronize at intervals (DiLoCo, Douillard et al.,
+#   [arXiv:2311.08105](https://arxiv.org/abs/2311.08105)).
 #
 # Arrival times are simulated, from a seed, so the *seconds* below are those of a simulated clock. The updates are real. All
 # numbers are computed in this notebook, and another run on the same machine gives the same ones. With `SPMD_SMALL=1` in the environment,
@@ -235,11 +238,11 @@ for staleness in STALENESS:
 # %% [markdown]
 # ## Waiting for slow workers
 #
-# Now the time per gradient varies: half of them take more than a second, some much more. A synchronous update waits for the slowest of
-# 17 workers. With two *spares* it waits for the first 15 and drops the gradients of the last two. An asynchronous server does not wait.
-# With DiLoCo, each worker trains its own weights. The workers wait for each other only every ten steps, when long and short times have
-# evened out, and send data only then. All runs use the same workers, times and seed, and compute the same number of gradients. The layout
-# with spares is a file:
+# Now the time per gradient varies: half of the gradients take more than a second, and some take much longer. A synchronous update waits
+# for the slowest of 17 workers. With two *spares* it waits for the first 15 and drops the gradients of the last two. An asynchronous
+# server does not wait. With DiLoCo, each worker trains its own weights. The workers wait for each other, and send data, only every ten
+# steps. Over ten steps, long and short times partly cancel. All runs use the same workers, times and seed, and compute the same number of
+# gradients. The layout with spares is a file:
 
 # %%
 SPARES = """
@@ -352,7 +355,7 @@ for name, account in accounts.items():
     print(f"{mean_staleness(account):15.2f} {len(account.staleness) - 1:8d}")
 
 # %% [markdown]
-# Where times vary, so does the staleness. In the long run its mean is still one less than the number of workers, but some gradients are
+# If times vary, so does the staleness. In the long run its mean is still one less than the number of workers, but some gradients are
 # much older. Scaling uses the age of each gradient; a small rate for all gradients does not.
 
 # %%

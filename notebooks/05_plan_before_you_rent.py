@@ -18,8 +18,8 @@
 # # Plan before you rent
 #
 # You want to train a GPT on four GPUs that you do not have yet. Does it fit? If not, what would make it fit, and
-# what is the fastest way? This notebook goes from «it does not fit» to a layout file that you can commit, and nothing in it needs a
-# GPU: the real training step is compiled for hardware that need not be present, and memory, traffic and time are read from the compiled
+# what is the fastest way? This notebook starts with a model that does not fit, and ends with a layout file that you can commit. It needs no
+# GPU. It compiles the real training step for hardware that need not be present, and reads memory, traffic and time from the compiled
 # program.
 #
 # With `pip install '.[gpu-compiler]'` in the checkout the compiler is XLA:GPU itself; without it plans are estimates by XLA:CPU, and
@@ -50,8 +50,8 @@ folder = Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## The model and the target
 #
-# A decoder of transformer blocks in an `spmd.nn.LayerStack`, which compiles as fast for 24 layers as for 4. Its code does not mention
-# devices. The target is one node of four L4s; your own target is a TOML file, and the small run writes one.
+# The model is a decoder of transformer blocks in an `spmd.nn.LayerStack`, which compiles as fast for 24 layers as for 4. Its code does
+# not mention devices. The target is one node of four L4s; your own target is a TOML file, and the small run writes one.
 
 # %%
 VOCAB, WIDTH, DEPTH, HEADS, LENGTH, ROWS = (256, 64, 4, 4, 64, 32) if SMALL else (32_000, 1024, 24, 16, 1024, 32)
@@ -144,9 +144,9 @@ print(best.explain("blocks/layers/up/kernel"))
 # %% [markdown]
 # ## When does adding a GPU stop helping?
 #
-# Predicted throughput of data-parallel training for the same batch, by number of devices and gradient codec. The mark is where
-# doubling the devices gains less than 1.1x, or where each has a single row. As long as computation hides communication, the lines
-# coincide.
+# The curves show the predicted throughput of data-parallel training for the same batch, by number of devices and gradient codec. The mark
+# shows where doubling the devices gains less than 1.1x, or where each device has a single row. The lines coincide as long as communication
+# overlaps with computation.
 
 # %%
 curve = spmd.saturation(first)

@@ -17,8 +17,8 @@
 # %% [markdown]
 # # A sweep, and an ensemble of three networks
 #
-# Which learning rate, and how wide? `spmd.sweep` trains many small networks at once: those with equal shapes in one compiled
-# program, sharded over the devices. The best of them then form an ensemble, and finally the worse ones are stopped early.
+# Which learning rate is best, and which width? `spmd.sweep` trains many small networks at once, sharded over the devices. Networks with
+# equal shapes share one compiled program. The best networks then form an ensemble. Finally, a second sweep stops bad networks early.
 
 # %%
 import matplotlib.pyplot as plt
@@ -94,7 +94,7 @@ for trial in results.best:
     display(trial.history)
 
 # %% [markdown]
-# All sixteen networks, by learning rate:
+# The loss of all sixteen networks, by learning rate:
 
 # %%
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "figure.dpi": 110})
@@ -124,10 +124,11 @@ print(evaluation)
 ensemble_loss, member_losses = evaluation.ensemble["log loss"], [member["log loss"] for member in evaluation.members.values()]
 
 # %% [markdown]
-# ## Stop the worse ones early
+# ## Stop bad networks early
 #
-# Training all of them to the end is a waste if the bad ones show early. With `spmd.Halving` all train for a short time, the best
-# quarter four times as long, and the best quarter of those to the end. Values and seeds are the same as before.
+# If bad networks can be recognized early, there is no need to train all of them to the end. With `spmd.Halving` all networks train for a
+# short time, the best quarter trains four times as long, and the best quarter of those trains to the end. Values and seeds are the same
+# as before.
 
 # %%
 halving = spmd.Halving(factor=4)
