@@ -1,7 +1,9 @@
 """Records of files: their order, the saved position, the rows that each process reads, and records that cannot be read."""
 
+import gc
 import json
 import logging
+import os
 import pickle
 
 import numpy as np
@@ -10,6 +12,7 @@ import written
 from linear import fit, same
 
 import spmd
+from spmd.data import record_index
 from spmd.data.shuffle import RecordOrder
 from spmd.data.sources import RecordSource, as_source
 from spmd.errors import DataError, OptionError
@@ -127,6 +130,24 @@ def test_records_go_to_other_processes(folder):
     data = records(folder)
     list(data)
     assert numbers(pickle.loads(pickle.dumps(data))) == numbers(data)
+
+
+def open_files(folder):
+    """The paths in a folder that this process has open."""
+    links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return sorted(os.path.basename(path) for path in links if path.startswith(str(folder.resolve())))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are listed only on Linux")
+@pytest.mark.parametrize("most", [256, 2], ids=["kept open", "opened for each read"])
+def test_files_are_closed_with_the_records_or_after_each_read(folder, monkeypatch, most):
+    monkeypatch.setattr(record_index, "OPEN", most)
+    data = records(folder, shuffle=False)
+    assert flat(numbers(data)) == list(range(ROWS))
+    assert open_files(folder) == ([f"part-{number}.csv" for number in range(3)] if most == 256 else [])
+    del data
+    gc.collect()
+    assert open_files(folder) == []
 
 
 # training ------------------------------------------------------------------------------------------------------------

@@ -326,6 +326,10 @@ def test_files_that_are_not_array_records_raise(array_records, tmp_path):
         spmd.data.array_record(tmp_path / "a.txt", decode=len, batch_size=1)
     with pytest.raises(OptionError, match="both given"):
         spmd.data.array_record(array_records, decode=len, features=FEATURES, batch_size=1)
+    for read_files in (spmd.data.array_record, spmd.data.tfrecord):
+        for features in ({}, {"x": 3}, "x"):
+            with pytest.raises(OptionError, match=r"features=.*\n    fix: such as"):
+                read_files(array_records, features=features, batch_size=1)
 
 
 def test_a_first_array_record_that_cannot_be_read_is_skipped_like_any_other(tmp_path, caplog):
