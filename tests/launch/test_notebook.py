@@ -430,7 +430,7 @@ def test_no_process_is_left_behind(how):
     if how == "interrupt":
         assert "these processes have ended: interrupted" in text
     if how == "fork":
-        assert "STILL 6" in text and "belong to the process that this is a fork of" in text
+        assert "STILL 6" in text and "belong to the parent of this fork" in text
 
 
 @SLOW
