@@ -55,7 +55,7 @@ class Net(nnx.Module):
 
 
 def ways(devices: int, times: str) -> dict[str, tuple[str, spmd.Layout]]:
-    """The three, a mesh and a layout each, over so many devices."""
+    """The mesh and the layout of each of the three ways, for this many devices."""
     synchronous, asynchronous = (
         spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(compute_time=times, **options))
         for options in ({}, {"mode": "asynchronous", "staleness_scale": "inverse"})
@@ -69,7 +69,7 @@ def ways(devices: int, times: str) -> dict[str, tuple[str, spmd.Layout]]:
 
 
 class Run(NamedTuple):
-    """What came of one way."""
+    """The measurements of one way."""
 
     result: spmd.Result
     steps_per_second: float
@@ -85,7 +85,7 @@ class Run(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> dict[str, Run]:
-    """Every way in turn; returns what came of each, by name."""
+    """Train in each way; return the measurements by name."""
     parser = argparse.ArgumentParser(description="Synchronous, asynchronous and split training of one model, side by side.")
     parser.add_argument("--devices", type=int, default=8, help="CPU devices to simulate, and stages; 0 uses those there are")
     parser.add_argument("--epochs", type=int, default=8)

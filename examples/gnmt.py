@@ -63,7 +63,7 @@ exact = spmd.metrics.PerExample(lambda logits, targets: (logits.argmax(axis=-1) 
 
 
 def greedy(result: spmd.Result, inputs: dict[str, np.ndarray]) -> list[str]:
-    """Each digit the likeliest after those before it."""
+    """Each digit is the likeliest after those before it."""
     digits = np.full((len(inputs["source"]), TARGET + 1), BEGIN, np.int32)
     for at in range(TARGET):
         digits[:, at + 1] = result.predict({**inputs, "begun": digits[:, :-1]})[:, at].argmax(axis=-1)

@@ -43,7 +43,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each added to what came in."""
+    """Attention and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float, *, rngs: nnx.Rngs):
         self.norm1, self.norm2 = nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)

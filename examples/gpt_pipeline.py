@@ -28,7 +28,7 @@ from examples.gpt import SIZES, VOCAB, Block, load_data, named
 
 
 class GPT(nnx.Module):
-    """Embeddings, a stack of blocks, and logits for the next character; `tied`: by the table of the embedding."""
+    """Embeddings, a stack of blocks, and logits for the next character; with `tied`, by the embedding's table."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class GPT(nnx.Module):
 
 
 def with_pipeline(layout: spmd.Layout, **options: Any) -> spmd.Layout:
-    """The layout with these options of `[pipeline]`, where they were given."""
+    """The layout with those options of `[pipeline]` that are not None."""
     changes = {name: value for name, value in options.items() if value is not None}
     if changes.get("groups", 1) > 1:
         changes["schedule"] = "circular"

@@ -93,7 +93,7 @@ def train(task: Task, server: spmd.ParameterServer, *, epochs: int, rate: float)
 
 
 def main(argv: list[str] | None = None) -> dict[str, spmd.Result]:
-    """Every way in turn; returns the results by name."""
+    """Train in each mode; return the results by name."""
     parser = argparse.ArgumentParser(description="Digits, or a character LSTM, by a parameter server, in every way.")
     parser.add_argument("--model", choices=TASKS, default="digits")
     parser.add_argument("--workers", type=int, default=8, help="CPU devices to simulate; 0 uses the devices there are")

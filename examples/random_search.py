@@ -29,7 +29,7 @@ class MLP(nnx.Module):
 
 
 def digits(split: int) -> tuple[dict[str, np.ndarray], ...]:
-    """Digits to train on, to choose by, and to judge by."""
+    """Digits for training, for selection and for the test."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -39,7 +39,7 @@ def digits(split: int) -> tuple[dict[str, np.ndarray], ...]:
 
 
 def main(trials: int, epochs: int, split: int = 0) -> tuple[Any, Any]:
-    """What came of the search, and how good the best three are together."""
+    """The results of the search, and the evaluation of the best three as an ensemble."""
     train, chosen_by, judged_by = digits(split)
     sweep = spmd.sweep(
         MLP,

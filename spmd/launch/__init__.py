@@ -3,7 +3,7 @@
 `spmd.launch.run(function, processes=2)` starts processes for one call; `spmd.launch.local(processes=2)` keeps them for many.
 
 The launchers of `spmd launch` are `local_launcher.py`, `ssh_launcher.py`, `slurm.py`, `srun.py` and `kubernetes.py`. To add one, add its
-option and its call to `cluster_command.py`.
+options and its call to `launch_command.py`.
 """
 
 import importlib

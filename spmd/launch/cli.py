@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Print how every parameter of a model would be sharded, and by which rule. Nothing is allocated.",
     )
     check.add_argument("layout", metavar="LAYOUT", help="a shipped name or a TOML file")
-    check.add_argument("--model", required=True, metavar="MODULE:FACTORY", help="a function that builds the model, found from this folder")
+    check.add_argument("--model", required=True, metavar="MODULE:FACTORY", help="a function that makes the model, imported from here")
     check.add_argument("--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's)")
     check.add_argument("--batch", metavar="x=float32[8,28,28,1]", help="arrays of one batch; required for a linen module")
     check.set_defaults(run=_check)

@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("files", nargs="+", metavar="FILES", help=".csv, .tfrecord or .array_record files; quote patterns")
     parser.add_argument("--batch-size", type=int, required=True, metavar="ROWS", help="records in a batch")
-    parser.add_argument("--features", metavar="x=float32[784],y=int32[]", help="of tf.train.Example (default: as in the first record)")
+    parser.add_argument("--features", metavar="x=float32[784],y=int32[]", help="features of tf.train.Example (default: the first record's)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads that read ahead (default: 0)")
     parser.add_argument("--shuffle", default="true", metavar="true|false|N", help="all records, none, or a window (default: true)")
     parser.add_argument("--batches", type=int, metavar="N", help="stop after N batches (default: one epoch)")
