@@ -155,9 +155,8 @@ class Trainer:
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
         unsharded, moments = replicated_moments(placed.abstract_state, self.resolved), jax.tree.leaves(placed.abstract_state.opt)
         if unsharded and any(not leaf.sharding.is_fully_replicated for leaf in moments):
-            lines.append(
-                f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay replicated: {', '.join(unsharded[:3])}, ..."
-            )
+            names = ", ".join(unsharded[:3])
+            lines.append(f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay replicated: {names}, ...")
         return lines
 
     @property

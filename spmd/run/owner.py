@@ -67,15 +67,8 @@ class FolderOwnership:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep):
         self._folder, self._path, self._beats = folder, folder / OWNER_FILE, 0
-        self._me = Owner(
-            socket.gethostname(),
-            os.getpid(),
-            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            _machine(),
-            _start_time(os.getpid()) or "",
-            0,
-            uuid.uuid4().hex,
-        )
+        since, born = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), _start_time(os.getpid()) or ""
+        self._me = Owner(socket.gethostname(), os.getpid(), since, _machine(), born, file=0, token=uuid.uuid4().hex)
         _owning_threads[self._me.token] = threading.current_thread()
         try:
             with wrap_os_errors(self._path, CheckpointError):

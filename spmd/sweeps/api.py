@@ -25,6 +25,7 @@ from spmd.sweeps.storage import SweepStore, owned, spelled
 from spmd.sweeps.successive_halving import Halving
 from spmd.sweeps.train_chunk import calls
 from spmd.sweeps.vmapped_trials import DATA, NET, VmappedTrials
+from spmd.train.compiled_step import Program
 from spmd.train.model_setup import TrainConfig
 
 
@@ -133,8 +134,7 @@ def sweep(
     for trial in all_trials:
         sharing.setdefault(study.constants(trial), []).append(trial)
     programs = {key: _packed(study, same[0], devices, resident) for key, same in sharing.items()}
-    measure = _measure(score, mode, study, programs)
-    _check_columns(space, programs, measure)
+    measure = _measure(score, mode, study, next(iter(programs.values())).program, space)
     every = source.steps_per_epoch if store_config is None or store_config.every is None else store_config.every
     for key, packed in programs.items() if check_memory else ():
         first = next(calls(packed, 0, plan[0][1], limit=steps_per_call, every=every))
@@ -199,21 +199,17 @@ def _packed(study: SweepConfig, first: Trial, devices: Mesh, resident: Callable[
     return packed
 
 
-def _check_columns(space: Mapping[str, Any], programs: Mapping[tuple, VmappedTrials], measure: tuple[str, str]) -> None:
-    """Refuse a hyper-parameter with the name of another column of the table."""
-    names = ("trial", "steps", "ended", measure[0], *(f"eval_{name}" for name in next(iter(programs.values())).program.eval_names))
-    for name in space:
-        if name in names:
-            raise OptionError(f'space: "{name}" is a column of the table already.', fix="another name for the hyper-parameter.")
-
-
-def _measure(score: str | None, mode: str, study: SweepConfig, programs: Mapping[tuple, VmappedTrials]) -> tuple[str, str]:
-    """The name and mode of the metric that ranks trials."""
+def _measure(score: str | None, mode: str, study: SweepConfig, program: Program, space: Mapping[str, Any]) -> tuple[str, str]:
+    """The name and mode of the metric that ranks trials; no hyper-parameter may have the name of a column of the table."""
     if mode not in ("min", "max"):
         raise OptionError(f'mode="{mode}".', fix=did_you_mean(mode, ("min", "max")))
-    program = next(iter(programs.values())).program
     known = [*program.names, *(f"eval_{name}" for name in program.eval_names if study.eval_data is not None)]
     name = score if score is not None else "eval_loss" if study.eval_data is not None else "loss"
     if name not in known:
         raise OptionError(f'score="{name}": there is no such metric.', fix=did_you_mean(name, known))
+    columns = ("trial", "steps", "ended", name, *(f"eval_{metric}" for metric in program.eval_names))
+    for hyperparameter in space:
+        if hyperparameter in columns:
+            fix = "another name for the hyper-parameter."
+            raise OptionError(f'space: "{hyperparameter}" is a column of the table already.', fix=fix)
     return name, mode

@@ -408,7 +408,7 @@ def test_workers_with_no_optimizer_state_of_their_own_are_restored_anywhere(tmp_
     for layout, words in ((served(**local, servers=5), "were reset: every worker starts"), (ALL_REDUCE, "were dropped")):
         here = trainer(layout, 8, optax.sgd(0.1), TWO)
         state, notes = restored(here, tmp_path / "sgd")
-        assert f"weights of workers' own {words}" in " | ".join(notes)
+        assert f"local weights of workers {words}" in " | ".join(notes)
         assert same(unpacked_params(plain, restored(plain, tmp_path / "sgd")[0].params), unpacked_params(here, state.params))
 
 
