@@ -4,10 +4,12 @@ import dataclasses
 import json
 import math
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
-from spmd.planner.hlo import Array, Instruction, Module
+from spmd.planner.hlo import Array, Instruction, Module, captured
 from spmd.planner.target import HIGHEST
 
 FREE = {
@@ -22,37 +24,26 @@ SLICES = ("slice", "dynamic-slice", "gather")
 class Cost:
     """FLOPs by the dtype that is multiplied, and bytes read and written."""
 
-    flops: dict[str, float]
+    flops: Mapping[str, float]
     bytes: float
-
-    @property
-    def total(self) -> float:
-        """FLOPs of all dtypes."""
-        return sum(self.flops.values())
 
 
 def cost_of(module: Module, computation: str, instr: Instruction) -> Cost:
     """The cost of an instruction other than a collective or a loop, with everything that is fused into it."""
     if instr.op in FREE:
         return Cost({}, 0.0)
-    flops: dict[str, float] = {}
+    flops: dict[str, float] = defaultdict(float)
     for name, part in [(computation, instr), *(nested for called in instr.called for nested in module.nested(called))]:
         count, dtype = _products(module, name, part)
         if count:
-            flops[dtype] = flops.get(dtype, 0.0) + count
+            flops[dtype] += count
     return Cost(flops, _bytes(module, computation, instr))
 
 
 def uncounted(module: Module) -> tuple[str, ...]:
     """Solvers and transforms of a program, by name: their FLOPs are not counted."""
-    names = {}
-    for lines in module.computations.values():
-        for instr in lines:
-            target = re.search(r'custom_call_target="([^"]*)"', instr.rest) if instr.op == "custom-call" else None
-            name = target.group(1) if target else instr.op
-            if UNCOUNTED.search(name):
-                names[name] = None
-    return tuple(names)
+    names = (instr.custom_call or instr.op for lines in module.computations.values() for instr in lines)
+    return tuple(name for name in dict.fromkeys(names) if UNCOUNTED.search(name))
 
 
 def _products(module: Module, computation: str, instr: Instruction) -> tuple[float, str]:
@@ -66,14 +57,12 @@ def _products(module: Module, computation: str, instr: Instruction) -> tuple[flo
     if dtype == "float32" and re.search(r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"", instr.rest):
         dtype = HIGHEST
     if instr.op == "dot":
-        return 2.0 * instr.arrays[0].size * _contracted(inputs[0], re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instr.rest)), dtype
+        return _matmul(instr, inputs[0], captured(r"lhs_contracting_dims=\{([\d,]*)\}", instr.rest)), dtype
     if instr.op == "convolution":
         return _convolution(instr, inputs[0], inputs[1], instr.arrays[0]), dtype
-    target = re.search(r'custom_call_target="([^"]*)"', instr.rest)
-    name = target.group(1) if target else ""
+    name = instr.custom_call
     if "gemm" in name or "matmul" in name:
-        dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instr.rest)
-        return 2.0 * instr.arrays[0].size * _contracted(inputs[0], dims), dtype
+        return _matmul(instr, inputs[0], captured(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instr.rest)), dtype
     if "conv" in name.lower():
         if "BackwardFilter" in name:  # from the input and the output's gradient
             return _convolution(instr, inputs[0], instr.arrays[0], inputs[1]), dtype
@@ -84,9 +73,9 @@ def _products(module: Module, computation: str, instr: Instruction) -> tuple[flo
     return 0.0, ""
 
 
-def _contracted(left: Array, dims: re.Match[str] | None) -> int:
-    numbers = re.findall(r"\d+", dims.group(1)) if dims else []
-    return math.prod(left.shape[int(number)] for number in numbers)
+def _matmul(instr: Instruction, left: Array, contracted: str) -> float:
+    """FLOPs of a matrix product over these dims of its left operand."""
+    return 2.0 * instr.arrays[0].size * math.prod(left.shape[int(dim)] for dim in re.findall(r"\d+", contracted))
 
 
 def _convolution(instr: Instruction, image: Array, kernel: Array, output: Array) -> float:
@@ -96,7 +85,8 @@ def _convolution(instr: Instruction, image: Array, kernel: Array, output: Array)
         return 2.0 * output.size * kernel.size / max(kernel.shape[-1], 1)
     of_image, of_kernel, of_output = labels.groups()
     dims = sorted(label for label in of_kernel if label.isdigit())
-    window = {key: re.findall(r"-?\d+(?:_-?\d+)?", value) for key, value in re.findall(r"(\w+)=([\dx_-]+)", _window(instr))}
+    fields = re.findall(r"(\w+)=([\dx_-]+)", captured(r"window=\{([^}]*)\}", instr.rest))
+    window = {key: re.findall(r"-?\d+(?:_-?\d+)?", value) for key, value in fields}
     total = 2.0 * output.shape[of_output.index("b")] * output.shape[of_output.index("f")] * kernel.shape[of_kernel.index("i")]
     for number, label in enumerate(dims):
         stride, kernel_dilation, image_dilation = (
@@ -108,11 +98,6 @@ def _convolution(instr: Instruction, image: Array, kernel: Array, output: Array)
     return total
 
 
-def _window(instr: Instruction) -> str:
-    match = re.search(r"window=\{([^}]*)\}", instr.rest)
-    return match.group(1) if match else ""
-
-
 def _pairs(sides: tuple[int, ...], low: int, stride: int, kernel_dilation: int, image_dilation: int) -> int:
     """Along one dim, how many pairs of an output pixel and a kernel pixel fall on a pixel of the image."""
     image, kernel, output = sides
@@ -122,10 +107,9 @@ def _pairs(sides: tuple[int, ...], low: int, stride: int, kernel_dilation: int, 
 
 def _attention(instr: Instruction, inputs: list[Array], name: str) -> float:
     """FLOPs of fused attention: two matrix products in the forward pass, five in the backward pass."""
-    match = re.search(r'"intermediate_tensor_shape":(\{.*?\}[^{}]*\})', instr.rest)
-    scores = [int(n) for n in json.loads(match.group(1)).get("dimensions", [])] if match else []
-    width = inputs[0].shape[-1]
-    return (2 if "Backward" not in name and "backward" not in name else 5) * 2.0 * math.prod(scores) * width if scores else 0.0
+    scores = json.loads(captured(r'"intermediate_tensor_shape":(\{.*?\}[^{}]*\})', instr.rest) or "{}").get("dimensions", [])
+    products = 5 if "backward" in name.lower() else 2
+    return products * 2.0 * math.prod(map(int, scores)) * inputs[0].shape[-1] if scores else 0.0
 
 
 def _bytes(module: Module, computation: str, instr: Instruction) -> float:

@@ -9,12 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-BITS = {
-    "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32, "u32": 32,
-    "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4, "f8e8m0fnu": 8, "f8e4m3fn": 8, "f8e5m2": 8,
-    "f8e4m3": 8, "f8e3m4": 8, "f8e4m3b11fnuz": 8, "f8e4m3fnuz": 8, "f8e5m2fnuz": 8,
-}  # fmt: skip
-NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "f64": "float64", "pred": "bool", "c64": "complex64", "c128": "complex128"}
+KINDS = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}  # of numbers, by XLA's letters before their bits
 COLLECTIVES = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
@@ -24,12 +19,18 @@ COLLECTIVES = {
     "collective-permute": "collective_permute",
     "collective-broadcast": "collective_permute",
 }
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_ARRAY = re.compile(rf"\b(?:pred|({'|'.join(KINDS)})(\d+)(\w*))\[([\d,<=]*)\]")
 _LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{\s*")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|called_computations=\{|branch_computations=\{|\w+_computation)=?%?([\w.\-]+(?:, ?%[\w.\-]+)*)"
 )
+
+
+def captured(pattern: str, text: str) -> str:
+    """The group of a pattern's first match in a text; "" if there is none."""
+    match = re.search(pattern, text)
+    return match.group(1) if match else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +68,12 @@ class Instruction:
     @functools.cached_property
     def scope(self) -> str:
         """Its origin in the JAX program: XLA's `op_name`."""
-        match = re.search(r'op_name="([^"]*)"', self.rest)
-        return match.group(1) if match else ""
+        return captured(r'op_name="([^"]*)"', self.rest)
+
+    @property
+    def custom_call(self) -> str:
+        """The library's function that a custom call runs; "" for other operations."""
+        return captured(r'custom_call_target="([^"]*)"', self.rest)
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -78,8 +83,7 @@ class Instruction:
 
     def called_as(self, key: str) -> str:
         """The computation that is called in this role, such as a loop's body; "" if there is none."""
-        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
-        return match.group(1) if match else ""
+        return captured(rf"\b{key}=%?([\w.\-]+)", self.rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,24 +111,21 @@ class Module:
 
     def trip_count(self, computation: str, instr: Instruction) -> int | None:
         """How often a loop runs: as XLA says, or as its counter shows, if that is incremented from one constant to another."""
-        known = re.search(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"', instr.rest)
-        if known:
-            return int(known.group(1))
+        if known := captured(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"', instr.rest):
+            return int(known)
         condition, body = instr.called_as("condition"), instr.called_as("body")
         test, result = self.computations.get(condition, ())[-1:], self.computations.get(body, ())[-1:]
         start = self._source(computation, instr.operands[0]) if instr.operands else None
         if not test or not result or start is None or test[0].op != "compare" or "direction=LT" not in test[0].rest:
             return None
         counter, end = (self._source(condition, name) for name in test[0].operands)
-        index = re.search(r"index=(\d+)", counter.rest) if counter is not None and counter.op == "get-tuple-element" else None
-        if index is None or start.op != "tuple" or result[0].op != "tuple":
+        index = captured(r"index=(\d+)", counter.rest) if counter is not None and counter.op == "get-tuple-element" else ""
+        if not index or start.op != "tuple" or result[0].op != "tuple":
             return None
-        at = int(index.group(1))
-        sum_, begin = self._source(body, result[0].operands[at]), self._source(computation, start.operands[at])
-        steps = [self._source(body, name) for name in sum_.operands] if sum_ is not None and sum_.op == "add" else []
-        if not any(step is not None and _number(step) == 1 for step in steps) or _number(begin) is None or _number(end) is None:
-            return None
-        return max((_number(end) or 0) - (_number(begin) or 0), 0)
+        following = self._source(body, result[0].operands[int(index)])
+        steps = [_number(self._source(body, name)) for name in following.operands] if following and following.op == "add" else []
+        first, last = _number(self._source(computation, start.operands[int(index)])), _number(end)
+        return None if 1 not in steps or first is None or last is None else max(last - first, 0)
 
     def _source(self, computation: str, name: str) -> Instruction | None:
         """The instruction that produces an operand, copies skipped."""
@@ -157,19 +158,16 @@ class Module:
 def parse(text: str) -> Module:
     """Read `compiled.as_text()`."""
     computations: dict[str, list[Instruction]] = {}
-    entry, current = "", None
+    entry = name = ""
     for line in text.splitlines():
-        if not line.startswith((" ", "}")) and line.rstrip().endswith("{") and not line.startswith("HloModule"):
-            head = _HEAD.match(line)
-            if head:
-                current = computations.setdefault(head.group(2), [])
-                entry = head.group(2) if head.group(1) else entry
-        elif line.startswith("}"):
-            current = None
-        elif current is not None and (match := _LINE.match(line)):
-            current.append(_instruction(*match.groups()))
-    count = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
-    return Module({name: tuple(lines) for name, lines in computations.items()}, entry, int(count.group(1)) if count else 1)
+        if head := _HEAD.fullmatch(line):
+            name = head.group(2)
+            computations[name] = []
+            entry = name if head.group(1) else entry
+        elif name and (match := _LINE.match(line)):
+            computations[name].append(_instruction(*match.groups()))
+    count = captured(r"num_partitions=(\d+)", text.partition("\n")[0])
+    return Module({name: tuple(lines) for name, lines in computations.items()}, entry, int(count or 1))
 
 
 def _number(instr: Instruction | None) -> int | None:
@@ -202,11 +200,9 @@ def arrays_of(kind: str) -> tuple[Array, ...]:
     ['float32[2, 3]', 'bfloat16[]']
     """
     arrays = []
-    for short, sizes in _ARRAY.findall(kind):
-        if short in BITS:
-            shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
-            long = NAMES.get(short) or re.sub(r"^f(\d)", r"float\1", re.sub(r"^s(\d)", r"int\1", re.sub(r"^u(\d)", r"uint\1", short)))
-            arrays.append(Array(long, shape, BITS[short]))
+    for letters, bits, more, sizes in _ARRAY.findall(kind):
+        shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
+        arrays.append(Array(f"{KINDS[letters]}{bits}{more}", shape, int(bits)) if letters else Array("bool", shape, 8))
     return tuple(arrays)
 
 
