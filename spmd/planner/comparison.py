@@ -5,6 +5,7 @@ import dataclasses
 from spmd.errors import OptionError, type_name
 from spmd.planner.planning import Plan
 from spmd.planner.text_report import seconds
+from spmd.planner.timeline import LIMITS
 from spmd.planner.traffic import PURPOSES
 from spmd.render.html import aligned
 from spmd.tree import format_bytes
@@ -44,8 +45,8 @@ def compare(*plans: Plan) -> Comparison:
       >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
       >>> batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
       >>> options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1), "target": "4xcpu"}
-      >>> found = compare(spmd.plan(model, batch, **options), spmd.plan(model, batch, layout="fsdp", **options))
-      >>> found.names, found.figures["optimizer"]
+      >>> comparison = compare(spmd.plan(model, batch, **options), spmd.plan(model, batch, layout="fsdp", **options))
+      >>> comparison.names, comparison.figures["optimizer"]
       (('data_parallel', 'fsdp'), (4100, 1028))
     """
     if len(plans) < 2 or not all(isinstance(plan, Plan) for plan in plans):
@@ -61,10 +62,7 @@ def compare(*plans: Plan) -> Comparison:
         **{f"  {purpose}": [plan.traffic.bytes(purpose) for plan in plans] for purpose in PURPOSES},
         "  to other nodes": [plan.traffic.between for plan in plans],
         "step": [plan.timeline.seconds for plan in plans],
-        "  matrix products": [plan.timeline.products for plan in plans],
-        "  memory": [plan.timeline.memory for plan in plans],
-        "  launch overhead": [plan.timeline.launches for plan in plans],
-        "  exposed communication": [plan.timeline.exposed for plan in plans],
+        **{f"  {limit}": [plan.timeline.parts[limit] for plan in plans] for limit in LIMITS},
         "rows/s": [plan.rows_per_second for plan in plans],
     }
     return Comparison(_names(plans), {name: tuple(values) for name, values in figures.items() if any(values)})
@@ -78,16 +76,11 @@ def _names(plans: tuple[Plan, ...]) -> tuple[str, ...]:
         how = (config.precision, f"{config.accumulate} microbatches", gradients.reduction, gradients.codec)
         properties.append((plan.layout.name, f"mesh {plan.mesh}", str(plan.cluster), *how))
     differ = [at for at, values in enumerate(zip(*properties, strict=True)) if len(set(values)) > 1] or [0]
-    names: tuple[str, ...] = ()
-    for count in range(1, len(differ) + 1):
-        names = tuple(", ".join(values[at] for at in differ[:count]) for values in properties)
-        if len(set(names)) == len(plans):
-            break
-    return names
+    names = [tuple(", ".join(values[at] for at in differ[:count]) for values in properties) for count in range(1, len(differ) + 1)]
+    return next((few for few in names if len(set(few)) == len(plans)), names[-1])
 
 
 def _format(name: str, value: float) -> str:
     if name.startswith("rows"):
         return f"{value:,.0f}"
-    timed = name.strip() in ("step", "matrix products", "memory", "launch overhead", "exposed communication")
-    return seconds(value) if timed else format_bytes(value)
+    return seconds(value) if name.strip() in ("step", *LIMITS) else format_bytes(value)

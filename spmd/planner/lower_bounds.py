@@ -5,19 +5,17 @@ divided evenly, and gradients cross the links once to be reduced.
 """
 
 import dataclasses
-import math
 from collections.abc import Collection
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from spmd.mesh import MeshSpec
-from spmd.planner.hlo import Array
+from spmd.layout.resolve import num_shards
 from spmd.planner.memory import tree_on_device
 from spmd.planner.target import Cluster
-from spmd.planner.timeline import Timeline, transfer_time
-from spmd.planner.traffic import Transfer
+from spmd.planner.timeline import Timeline, reduction_time
+from spmd.planner.traffic import devices_per_node
 from spmd.specs import spec_axes
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten
@@ -70,23 +68,12 @@ def lower_bounds_of(placed: PlacedModel, cluster: Cluster, alone: Timeline, trai
 
 def _reduction_time(placed: PlacedModel, cluster: Cluster, trainable: Collection[str]) -> float:
     """Seconds to reduce all gradients in one collective."""
-    resolved, gradients = placed.resolved, placed.resolved.layout.gradients
+    resolved, gradients, mesh = placed.resolved, placed.resolved.layout.gradients, placed.resolved.mesh
     if gradients.reduction not in ("all_reduce", "reduce_scatter") or gradients.compressed or resolved.workers == 1:
         return 0.0  # what XLA or a codec sends is not known without compiling
     size = 0
     for place in (place for path, place in resolved.placements.items() if path in trainable):
-        others = [axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes]
-        size += place.nbytes // math.prod(resolved.mesh.sizes[axis] for axis in others)
-    kind = gradients.reduction
-    per_node = _per_node(resolved.mesh, resolved.data_axes, cluster)
-    array = Array("uint8", (size if kind == "all_reduce" else size // resolved.workers,), 8)
-    transfer = Transfer(kind, "gradients", resolved.data_axes, resolved.workers, per_node, (array,), 1, "", "", asynchronous=True)
-    return transfer_time(transfer, cluster)
-
-
-def _per_node(mesh: MeshSpec, axes: tuple[str, ...], cluster: Cluster) -> int:
-    """How many devices of a group along these axes share a node."""
+        size += place.nbytes // num_shards(tuple(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes), mesh)
     ids = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
-    group = ids[tuple(slice(None) if name in axes else 0 for name in mesh.names)].ravel() // cluster.devices
-    most = int(np.unique(group, return_counts=True)[1].max())
-    return most if group.size % most == 0 else 1
+    workers = ids[tuple(slice(None) if name in resolved.data_axes else 0 for name in mesh.names)].ravel().tolist()
+    return reduction_time(gradients.reduction, size, len(workers), devices_per_node(workers, cluster), cluster)

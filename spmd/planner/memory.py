@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
+from spmd.layout.resolve import num_shards
 from spmd.planner.compile import Compiled
 from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.target import Target
 from spmd.specs import spec_axes
 from spmd.train.compiled_step import Program
-from spmd.tree import Tree, flatten, format_bytes
+from spmd.tree import Tree, flatten, format_bytes, nbytes
 
 TIGHT = 0.92  # of a device's memory; above it, drivers, NCCL and fragmentation may need the rest
 PREALLOCATED = 0.75  # of a GPU's memory, by JAX, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
@@ -65,9 +66,8 @@ class Memory:
     @property
     def per_device(self) -> dict[str, int]:
         """All figures by name, in bytes."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "largest"} | {
-            "headroom": self.headroom
-        }
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "largest"}
+        return sizes | {"headroom": self.headroom}
 
     @property
     def verdict(self) -> str:
@@ -83,10 +83,9 @@ class Memory:
         parts = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
         titles = {"exchange": "codecs and servers", "statistics": "statistics, keys, step", "constants": "constants in the program"}
         titles["fresh"] = "results not in the state"
-        rows = [(titles.get(name, name), getattr(self, name)) for name in parts]
-        lines = [f"{name:<26}{format_bytes(size):>12}" for name, size in rows if size]
-        lines.append(f"{'  of which gradients':<26}{format_bytes(self.gradients):>12}")
-        lines += [f"{'peak':<26}{format_bytes(self.peak):>12}", self.verdict]
+        rows = [(titles.get(name, name), getattr(self, name)) for name in parts if getattr(self, name)]
+        rows += [("  of which gradients", self.gradients), ("peak", self.peak)]
+        lines = [*(f"{title:<26}{format_bytes(size):>12}" for title, size in rows), self.verdict]
         if self.largest:
             lines += ["", "largest temporaries (they share memory; sizes do not add up):"]
             lines += [f"  {format_bytes(size):>10}  {array}  {where}" for size, array, where in self.largest]
@@ -137,7 +136,7 @@ def _gradients(program: Program, params: Tree) -> int:
     for path, leaf in flatten(params).items():
         place = resolved.placements[path]
         axes = {*spec_axes(mean_spec(place)), *(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes)}
-        total += math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(resolved.mesh.sizes[axis] for axis in axes)
+        total += nbytes(leaf) // num_shards(tuple(axes), resolved.mesh)
     return total
 
 

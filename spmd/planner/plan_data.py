@@ -115,8 +115,7 @@ def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Clust
     lines = []
     placed = program.placed
     exact = placed.resolved.layout.gradients.codec == "exact"
-    reduced_in = {array.dtype for transfer in traffic.transfers if transfer.purpose == "gradients" for array in transfer.arrays}
-    low = reduced_in & {"bfloat16", "float16"}
+    low = traffic.dtypes("gradients") & {"bfloat16", "float16"}
     if exact and low and any(leaf.dtype == "float32" for leaf in flatten(placed.abstract_state.params).values()):
         fix = 'reduction = "all_reduce" or "reduce_scatter" reduces them in float32'
         lines.append(f"note: XLA reduces gradients in {', '.join(sorted(low))}, which the layout does not ask for; {fix}.")

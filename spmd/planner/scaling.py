@@ -8,10 +8,8 @@ from spmd.errors import OptionError, type_name
 from spmd.layout.gradients import Gradients
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.drawings import throughput_chart
-from spmd.planner.hlo import Array
 from spmd.planner.planning import Plan
-from spmd.planner.timeline import transfer_time
-from spmd.planner.traffic import Transfer
+from spmd.planner.timeline import reduction_time
 from spmd.render.html import Html, framed
 from spmd.sync.notes import exact_bytes
 from spmd.train.compiled_step import Program
@@ -79,8 +77,8 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
       >>> import jax.numpy as jnp
       >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((512, 512))}, lambda params, x: x @ params["w"])
       >>> batch = {"x": jax.ShapeDtypeStruct((1024, 512), "float32"), "y": jax.ShapeDtypeStruct((1024, 512), "float32")}
-      >>> found = saturation(spmd.plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu"))
-      >>> found.devices[-1], found.knee("int8") >= found.knee("exact")
+      >>> result = saturation(spmd.plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu"))
+      >>> result.devices[-1], result.knee("int8") >= result.knee("exact")
       (1024, True)
     """
     if not isinstance(plan, Plan):
@@ -97,17 +95,11 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
     rates: dict[str, list[float]] = {codec: [] for codec in codecs}
     for count in counts:
         computation = times.launches + (times.products + times.memory) * workers / count
+        per_node = min(count, plan.cluster.target.devices_per_node)
         for codec, share in shares.items():
-            communication = _all_reduce_time(plan, count, gradients * share) if count > 1 else 0.0
+            communication = reduction_time("all_reduce", int(gradients * share), count, per_node, plan.cluster) if count > 1 else 0.0
             rates[codec].append(plan.rows / (computation + max(communication - BACKWARD * computation, 0.0)))
     return Saturation(tuple(counts), {codec: tuple(line) for codec, line in rates.items()}, shares, plan.rows)
-
-
-def _all_reduce_time(plan: Plan, count: int, size: float) -> float:
-    """Seconds of an all-reduce of `size` bytes over `count` devices that fill their nodes."""
-    per_node = min(count, plan.cluster.target.devices_per_node)
-    array = Array("uint8", (int(size),), 8)
-    return transfer_time(Transfer("all_reduce", "gradients", ("data",), count, per_node, (array,), 1, "", "", True), plan.cluster)
 
 
 def _share(plan: Plan, codec: str) -> float:

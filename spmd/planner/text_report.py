@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
-import math
 from typing import Any
 
+from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.memory import on_device
 from spmd.planner.plan_data import PlanData
@@ -36,38 +36,27 @@ def _requested(plan: PlanData) -> str:
         return ""
     if requested == sent:
         return "The step's own collectives (`trainer.wire`) send exactly this."
-    difference = (
-        f"XLA adds {format_bytes(sent - requested)}"
-        if sent > requested
-        else f"XLA removes or narrows {format_bytes(requested - sent)} of it"
-    )
-    return f"The step's own collectives (`trainer.wire`) ask for {requested:,} bytes; {difference}."
+    added = f"adds {format_bytes(sent - requested)}" if sent > requested else f"removes or narrows {format_bytes(requested - sent)} of it"
+    return f"The step's own collectives (`trainer.wire`) ask for {requested:,} bytes; XLA {added}."
 
 
 def headline(plan: PlanData) -> str:
     """What was planned, by which compiler, and whether it fits."""
     layout, target = plan.layout, plan.cluster.target
     nodes = f"{plan.cluster.nodes} node{'s' * (plan.cluster.nodes != 1)} of {plan.cluster.devices} x {target.title}"
-    return "\n".join(
-        [
-            f"compiled by {plan.compiled.compiler}" if plan.compiled.exact else plan.compiled.compiler,
-            f"{layout.source} on mesh {plan.mesh}, {nodes}; batch of {plan.rows}",
-            f"{plan.memory.verdict.rstrip('.')}; {format_bytes(plan.traffic.bytes())} sent by each device per step; "
-            f"{seconds(plan.timeline.seconds)} per step, {plan.rows_per_second:,.0f} rows/s.",
-        ]
-    )
+    sent, step = format_bytes(plan.traffic.bytes()), seconds(plan.timeline.seconds)
+    lines = [
+        f"compiled by {plan.compiled.compiler}" if plan.compiled.exact else plan.compiled.compiler,
+        f"{layout.source} on mesh {plan.mesh}, {nodes}; batch of {plan.rows}",
+        f"{plan.memory.verdict.rstrip('.')}; {sent} sent by each device per step; {step} per step, {plan.rows_per_second:,.0f} rows/s.",
+    ]
+    return "\n".join(lines)
 
 
 def timeline_text(plan: PlanData) -> str:
     """What the time is spent on, and what was assumed."""
     times, target = plan.timeline, plan.cluster.target
-    rows = [
-        ("matrix products", times.products),
-        ("memory", times.memory),
-        ("launch overhead", times.launches),
-        ("exposed communication", times.exposed),
-    ]
-    lines = [f"{name:<26}{seconds(value):>12}{value / times.seconds if times.seconds else 0:>8.1%}" for name, value in rows]
+    lines = [f"{name:<26}{seconds(value):>12}{value / times.seconds if times.seconds else 0:>8.1%}" for name, value in times.parts.items()]
     lines.append(f"{'step':<26}{seconds(times.seconds):>12}")
     lines.append(f"{'hidden communication':<26}{seconds(times.hidden):>12}")
     peak = f"{times.mfu:.1%} of its peak of {times.peak / 1e12:,.4g} TFLOP/s"
@@ -115,7 +104,7 @@ def explanation(plan: PlanData, path: str) -> Text:
     if placed.storage is not None:
         lines.append("  stored by the parameter server, rows sharded over the workers")
     elif gathered_over:
-        gathered = format_bytes(on_device(leaf) * _shards(gathered_over, plan.mesh))
+        gathered = format_bytes(on_device(leaf) * num_shards(tuple(gathered_over), plan.mesh))
         lines.append(f"  gathered over {', '.join(gathered_over)} where it is used: {gathered}")
     reduction = plan.layout.gradients.reduction
     if reduction == "reduce_scatter" and not set(spec_axes(placed.exchange.reduction.mean_spec(place))) & set(workers):
@@ -133,17 +122,12 @@ def placements_text(plan: PlanData) -> Text:
     return Text("\n".join([*lines, f"weights  {describe(weights)}  {_where(weights)}"]))
 
 
-def _shards(axes: list[str], mesh: MeshSpec) -> int:
-    return math.prod(mesh.sizes[axis] for axis in axes)
-
-
 def _where(leaf: Any) -> str:
     """How many shards an array has, and on how many devices each is."""
     mesh, spec = MeshSpec.parse(leaf.sharding.mesh), tuple(leaf.sharding.spec)
-    axes = spec_axes(spec)
-    if not axes:
+    if not any(spec):
         return f"replicated on all {mesh.size} devices"
-    shards = _shards(list(axes), mesh)
+    shards = num_shards(spec, mesh)
     return f"spec {spec_text(spec)}: {shards} shards, each on {mesh.size // shards} of {mesh.size} devices"
 
 

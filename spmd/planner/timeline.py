@@ -7,15 +7,15 @@ round; computation between its start and its end in XLA's schedule hides it. Col
 
 import dataclasses
 import math
-import re
-from collections.abc import Iterator
+from collections import defaultdict
 
 from spmd.mesh import MeshSpec
 from spmd.planner.cost import FREE, Cost, cost_of
-from spmd.planner.hlo import Instruction, Module, collective_kind
+from spmd.planner.hlo import Array, Instruction, Module, collective_kind
 from spmd.planner.target import Cluster
-from spmd.planner.traffic import Transfer, transfer_of
+from spmd.planner.traffic import Partitioned, Transfer
 
+LIMITS = {"matrix products": "products", "memory": "memory", "launch overhead": "launches", "exposed communication": "exposed"}
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "collective_permute": 1}
 
 
@@ -59,15 +59,14 @@ class Timeline:
         return self.flops / (self.seconds * self.peak) if self.seconds else 0.0
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step by what limits it; they add up to the whole step."""
+        return {limit: getattr(self, field) for limit, field in LIMITS.items()}
+
+    @property
     def limit(self) -> str:
         """What most of the time is spent on."""
-        parts = {
-            "matrix products": self.products,
-            "memory": self.memory,
-            "launch overhead": self.launches,
-            "communication": self.exposed,
-        }
-        return max(parts, key=lambda name: parts[name])
+        return max(self.parts, key=lambda limit: self.parts[limit]).removeprefix("exposed ")
 
 
 @dataclasses.dataclass
@@ -81,7 +80,7 @@ class _Clock:
     launches: float = 0.0
     exposed: float = 0.0
     communicated: float = 0.0
-    flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    flops: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = dataclasses.field(default_factory=list)
 
 
@@ -89,25 +88,13 @@ def timeline_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tup
     """Simulate a program's schedule. `widened`: the target's dtype of products that another compiler has widened to float32."""
     clock = _Schedule(module, mesh, cluster, data_axes, widened).run(module.entry)
     most = max(clock.flops, key=lambda dtype: clock.flops[dtype], default="float32")
-    return Timeline(
-        clock.compute,
-        clock.products,
-        clock.memory,
-        clock.launches,
-        clock.exposed,
-        max(clock.communicated - clock.exposed, 0.0),
-        sum(clock.flops.values()),
-        cluster.target.rate(most),
-        tuple(clock.spans),
-    )
+    hidden, flops, peak = max(clock.communicated - clock.exposed, 0.0), sum(clock.flops.values()), cluster.target.rate(most)
+    computing = clock.products, clock.memory, clock.launches
+    return Timeline(clock.compute, *computing, clock.exposed, hidden, flops, peak, tuple(clock.spans))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Schedule:
-    module: Module
-    mesh: MeshSpec
-    cluster: Cluster
-    data_axes: tuple[str, ...]
+class _Schedule(Partitioned):
     widened: str = ""
 
     def run(self, name: str) -> _Clock:
@@ -119,15 +106,18 @@ class _Schedule:
                 self._begin(clock, pending, name, instr)
             elif instr.op.endswith("-done"):
                 self._end(clock, pending, instr)
-            elif instr.op in ("while", "conditional", "call", "async-start"):
-                self._nested(clock, name, instr)
-            elif instr.op not in FREE and not instr.op.endswith(("-update",)):
-                self._compute(clock, cost_of(self.module, name, instr), launch=instr.op not in ("iota",))
-            if clock.compute > began and not instr.op.endswith("-done") and not collective_kind(instr.op):
-                clock.spans.append(Span(instr.name, instr.scope, began, clock.compute, False))
+            else:
+                if instr.op in ("while", "conditional", "call", "async-start"):
+                    self._nested(clock, name, instr)
+                elif instr.op not in FREE and not instr.op.endswith("-update"):
+                    launch = 0.0 if instr.op == "iota" else self.cluster.target.achieved.launch
+                    self._compute(clock, cost_of(self.module, name, instr), launch)
+                if clock.compute > began:
+                    clock.spans.append(Span(instr.name, instr.scope, began, clock.compute, False))
         return clock
 
-    def _compute(self, clock: _Clock, cost: Cost, *, launch: bool) -> None:
+    def _compute(self, clock: _Clock, cost: Cost, launch: float) -> None:
+        """Advance by an instruction's time and its launch overhead."""
         target, reached = self.cluster.target, self.cluster.target.achieved
         if self.widened and "float32" in cost.flops:
             cost = Cost({self.widened: sum(cost.flops.values())}, cost.bytes)
@@ -135,13 +125,13 @@ class _Schedule:
         memory = cost.bytes / (target.memory_bandwidth * reached.memory)
         clock.products += products if products >= memory else 0.0
         clock.memory += memory if memory > products else 0.0
-        clock.launches += reached.launch if launch else 0.0
-        clock.compute += max(products, memory) + (reached.launch if launch else 0.0)
+        clock.launches += launch
+        clock.compute += max(products, memory) + launch
         for dtype, count in cost.flops.items():
-            clock.flops[dtype] = clock.flops.get(dtype, 0.0) + count
+            clock.flops[dtype] += count
 
     def _begin(self, clock: _Clock, pending: dict[str, float], name: str, instr: Instruction) -> None:
-        transfer = transfer_of(self.module, name, instr, 1, self.mesh, self.cluster, self.data_axes)
+        transfer = self.transfer(name, instr)
         if transfer.group <= 1:
             return
         begin = max(clock.compute, clock.link)
@@ -168,7 +158,7 @@ class _Schedule:
             setattr(clock, field, getattr(clock, field) + times * getattr(inner, field))
         clock.link = max(clock.link, clock.compute if inner.communicated else clock.link)
         for dtype, count in inner.flops.items():
-            clock.flops[dtype] = clock.flops.get(dtype, 0.0) + times * count
+            clock.flops[dtype] += times * count
 
 
 def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
@@ -185,13 +175,7 @@ def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
     return target.achieved.launch + seconds + between / (target.between.bandwidth * target.achieved.link) + far * target.between.latency
 
 
-def asynchronous(module: Module) -> Iterator[tuple[str, int]]:
-    """Every asynchronous collective: its name, and the number of computing operations between its start and its end."""
-    for lines in module.computations.values():
-        for number, instr in enumerate(lines):
-            if collective_kind(instr.op) and instr.op.endswith("-start"):
-                end = next((at for at, other in enumerate(lines) if other.op.endswith("-done") and instr.name in other.operands), number)
-                between = [
-                    other for other in lines[number + 1 : end] if other.op not in FREE and not re.search(r"-(start|done)$", other.op)
-                ]
-                yield instr.name, len(between)
+def reduction_time(kind: str, size: int, group: int, per_node: int, cluster: Cluster) -> float:
+    """Seconds to reduce gradients of `size` bytes on each device in one collective over `group` devices, `per_node` of them on a node."""
+    array = Array("uint8", (size if kind == "all_reduce" else size // group,), 8)
+    return transfer_time(Transfer(kind, "gradients", (), group, per_node, (array,), 1, "", "", asynchronous=True), cluster)

@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.hlo import Array, Instruction, Module, collective_kind, groups, payload
 from spmd.planner.target import Cluster
@@ -94,9 +94,13 @@ class Traffic:
         """Bytes that one device sends in a step, for one purpose or all."""
         return sum(transfer.sent * transfer.times for transfer in self.transfers if purpose in (None, transfer.purpose))
 
+    def dtypes(self, purpose: str) -> set[str]:
+        """Dtypes of the arrays that are sent for a purpose."""
+        return {array.dtype for transfer in self.transfers if transfer.purpose == purpose for array in transfer.arrays}
+
     @property
     def between(self) -> float:
-        """Of these, bytes that leave the node."""
+        """Bytes that one device sends to other nodes in a step."""
         return sum(transfer.levels[1] * transfer.times for transfer in self.transfers)
 
     def __str__(self) -> str:
@@ -114,15 +118,15 @@ def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...
     counts = Counter(dataclasses.replace(transfer, name="") for transfer in traffic.transfers)
     rows = [
         (
-            one.purpose,
-            one.kind + ("" if one.asynchronous else " (waits)") + (" (in some steps)" if one.conditional else ""),
-            f"{', '.join(one.axes) or 'parts of axes'} ({one.group})",
-            _payload(one.arrays),
-            f"{one.times}{f' in {count}' if count > 1 else ''}",
-            format_bytes(one.sent * one.times * count),
-            one.where,
+            transfer.purpose,
+            transfer.kind + ("" if transfer.asynchronous else " (waits)") + (" (in some steps)" if transfer.conditional else ""),
+            f"{', '.join(transfer.axes) or 'parts of axes'} ({transfer.group})",
+            _payload(transfer.arrays),
+            f"{transfer.times}{f' in {count}' if count > 1 else ''}",
+            format_bytes(transfer.sent * transfer.times * count),
+            transfer.where,
         )
-        for one, count in sorted(counts.items(), key=lambda item: -item[0].sent * item[0].times * item[1])
+        for transfer, count in sorted(counts.items(), key=lambda item: -item[0].sent * item[0].times * item[1])
     ]
     return ("what", "collective", "over", "payload", "times", "sent/device", "where"), rows
 
@@ -132,50 +136,59 @@ def _payload(arrays: tuple[Array, ...]) -> str:
     return str(largest) + (f" and {len(arrays) - 1} more" if len(arrays) > 1 else "")
 
 
+@dataclasses.dataclass(frozen=True)
+class Partitioned:
+    """A program on a mesh whose devices fill the nodes of a cluster in order."""
+
+    module: Module
+    mesh: MeshSpec
+    cluster: Cluster
+    data_axes: tuple[str, ...]
+
+    def transfers(self, name: str, times: int = 1) -> Iterator[Transfer]:
+        """The collectives of a computation that runs `times` times."""
+        for instr in self.module.computations.get(name, ()):
+            if collective_kind(instr.op):
+                transfer = self.transfer(name, instr, times)
+                if transfer.group > 1:
+                    yield transfer
+            elif instr.op == "while":
+                yield from self.transfers(instr.called_as("body"), times * (self.module.trip_count(name, instr) or 1))
+            elif instr.op == "conditional":  # the branch that sends the most
+                branches = [tuple(self.transfers(branch, times)) for branch in instr.called]
+                most = max(branches, key=lambda branch: sum(part.sent * part.times for part in branch), default=())
+                always = len({tuple(dataclasses.replace(part, name="") for part in branch) for branch in branches}) == 1
+                yield from (part if always else dataclasses.replace(part, conditional=True) for part in most)
+            elif instr.op in ("call", "async-start"):
+                for called in instr.called:
+                    yield from self.transfers(called, times)
+
+    def transfer(self, computation: str, instr: Instruction, times: int = 1) -> Transfer:
+        """A collective, or its start, as a `Transfer`."""
+        kind, members = collective_kind(instr.op) or "", groups(instr, self.module.partitions)
+        differing = {_differing_axes(group, self.mesh) for group in members}
+        if kind == "collective_permute":
+            moved = tuple(set(itertools.chain.from_iterable(differing)))
+            axes, size = (moved, self.mesh.sizes[moved[0]]) if len(moved) == 1 else ((), len(members))
+            per_node = size if all(devices_per_node(pair, self.cluster) == 2 for pair in members) else 1
+        else:
+            axes, size, per_node = differing.pop(), len(members[0]), devices_per_node(members[0], self.cluster)
+            axes = () if differing or num_shards(axes, self.mesh) != size else axes
+        purposes = [(_purpose(where, kind, axes, self.data_axes), where) for where in self.module.scopes(computation, instr)]
+        purpose, where = min(purposes, key=lambda pair: PURPOSES.index(pair[0]))
+        asynchronous = instr.op.endswith("-start") and '"is_sync":true' not in instr.rest
+        return Transfer(kind, purpose, axes, size, per_node, payload(instr), times, _short(where), instr.name, asynchronous)
+
+
 def traffic_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...]) -> Traffic:
-    """The collectives of a program on a mesh whose devices fill the nodes of a cluster in order."""
-    return Traffic(tuple(_transfers(module, module.entry, 1, mesh, cluster, data_axes)))
+    """The collectives of a program."""
+    return Traffic(tuple(Partitioned(module, mesh, cluster, data_axes).transfers(module.entry)))
 
 
-def _transfers(module: Module, name: str, times: int, mesh: MeshSpec, cluster: Cluster, data: tuple[str, ...]) -> Iterator[Transfer]:
-    for instr in module.computations.get(name, ()):
-        if collective_kind(instr.op):
-            transfer = transfer_of(module, name, instr, times, mesh, cluster, data)
-            if transfer.group > 1:
-                yield transfer
-        elif instr.op == "while":
-            repeats = times * (module.trip_count(name, instr) or 1)
-            yield from _transfers(module, instr.called_as("body"), repeats, mesh, cluster, data)
-        elif instr.op == "conditional":  # the branch that sends the most
-            branches = [tuple(_transfers(module, branch, times, mesh, cluster, data)) for branch in instr.called]
-            most = max(branches, key=lambda branch: sum(part.sent * part.times for part in branch), default=())
-            always = len({tuple(dataclasses.replace(part, name="") for part in branch) for branch in branches}) == 1
-            yield from (part if always else dataclasses.replace(part, conditional=True) for part in most)
-        elif instr.op in ("call", "async-start"):
-            for called in instr.called:
-                yield from _transfers(module, called, times, mesh, cluster, data)
-
-
-def transfer_of(
-    module: Module, computation: str, instr: Instruction, times: int, mesh: MeshSpec, cluster: Cluster, data: tuple[str, ...]
-) -> Transfer:
-    """A collective, or its start, as a `Transfer`."""
-    kind, members, scopes = collective_kind(instr.op) or "", groups(instr, module.partitions), module.scopes(computation, instr)
-    if kind == "collective_permute":
-        axes = _along(members, mesh)
-        size = math.prod(mesh.sizes[axis] for axis in axes) if axes else len(members)
-        crosses = any(a // cluster.devices != b // cluster.devices for a, b in members)
-        shape = {"group": size, "per_node": 1 if crosses else size}
-    else:
-        axes = _axes(members, mesh)
-        per_node = max(Counter(device // cluster.devices for device in members[0]).values())
-        size = len(members[0])
-        shape = {"group": size, "per_node": per_node if size % per_node == 0 else 1}
-    purposes = [(_purpose(where, kind, axes, data), where) for where in scopes]
-    purpose, where = min(purposes, key=lambda pair: PURPOSES.index(pair[0]))
-    asynchronous = instr.op.endswith("-start") and '"is_sync":true' not in instr.rest
-    more = {"arrays": payload(instr), "times": times, "where": _short(where), "name": instr.name, "asynchronous": asynchronous}
-    return Transfer(kind, purpose, axes, **shape, **more)
+def devices_per_node(group: Sequence[int], cluster: Cluster) -> int:
+    """How many devices of a group share a node; 1 if they cannot be divided evenly."""
+    most = max(Counter(device // cluster.devices for device in group).values())
+    return most if len(group) % most == 0 else 1
 
 
 def _purpose(where: str, kind: str, axes: tuple[str, ...], data: tuple[str, ...]) -> str:
@@ -198,26 +211,7 @@ def _short(where: str) -> str:
     return "/".join([*(["backward"] if backward else []), *parts]) or "step"
 
 
-def _axes(members: list[list[int]], mesh: MeshSpec) -> tuple[str, ...]:
-    """The mesh axes of these groups; () if they are only parts of axes."""
-    ids, wanted = np.arange(mesh.size).reshape([size for _, size in mesh.axes]), {frozenset(group) for group in members}
-    large = [index for index, (_, size) in enumerate(mesh.axes) if size > 1]
-    for count in range(1, len(large) + 1):
-        for inner in itertools.combinations(large, count):
-            outer = [index for index in range(len(mesh.axes)) if index not in inner]
-            size = math.prod(mesh.axes[index][1] for index in inner)
-            if size == len(members[0]) and {frozenset(row) for row in ids.transpose([*outer, *inner]).reshape(-1, size).tolist()} == wanted:
-                return tuple(mesh.axes[index][0] for index in inner)
-    return ()
-
-
-def _along(pairs: list[list[int]], mesh: MeshSpec) -> tuple[str, ...]:
-    """The one axis along which all these pairs send; () if there is none."""
-    shape = [size for _, size in mesh.axes]
-    moved = {
-        index
-        for a, b in pairs
-        for index, (x, y) in enumerate(zip(np.unravel_index(a, shape), np.unravel_index(b, shape), strict=True))
-        if x != y
-    }
-    return (mesh.axes[moved.pop()][0],) if len(moved) == 1 else ()
+def _differing_axes(devices: Sequence[int], mesh: MeshSpec) -> tuple[str, ...]:
+    """The mesh axes along which these devices differ."""
+    positions = np.unravel_index(devices, [size for _, size in mesh.axes])
+    return tuple(name for name, along in zip(mesh.names, positions, strict=True) if len(np.unique(along)) > 1)

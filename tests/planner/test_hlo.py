@@ -1,12 +1,15 @@
 """Reading XLA's text: the four ways of writing who takes part, loops, and starts and ends."""
 
+import re
+
 import numpy as np
 import pytest
 
 from spmd.mesh import MeshSpec
-from spmd.planner.hlo import arrays_of, groups, parse, payload
+from spmd.planner.cost import FREE
+from spmd.planner.hlo import arrays_of, collective_kind, groups, parse, payload
 from spmd.planner.target import Cluster
-from spmd.planner.timeline import asynchronous, timeline_of, transfer_time
+from spmd.planner.timeline import timeline_of, transfer_time
 from spmd.planner.traffic import traffic_of
 
 CLUSTER = Cluster.parse("2x4xh100")
@@ -17,6 +20,16 @@ def line(rest, op="all-reduce", kind="f32[4,2]{1,0}"):
     text = "HloModule m, num_partitions=8\n\nENTRY %main (a: f32[4,2]) -> f32[4,2] {\n  %a = f32[4,2]{1,0} parameter(0)\n"
     module = parse(f"{text}  ROOT %r = {kind} {op}(%a), {rest}\n}}\n")
     return module, module.computations["main"][-1]
+
+
+def asynchronous(module):
+    """Every asynchronous collective: its name, and the number of computing operations between its start and its end."""
+    for lines in module.computations.values():
+        for start, instr in enumerate(lines):
+            if collective_kind(instr.op) and instr.op.endswith("-start"):
+                end = next((at for at, other in enumerate(lines) if other.op.endswith("-done") and instr.name in other.operands), start)
+                between = [other.op for other in lines[start + 1 : end] if not re.search(r"-(start|done)$", other.op)]
+                yield instr.name, sum(op not in FREE for op in between)
 
 
 @pytest.mark.parametrize(
@@ -35,15 +48,15 @@ def line(rest, op="all-reduce", kind="f32[4,2]{1,0}"):
     ],
 )
 def test_groups_in_every_spelling(spelling, wanted):
-    _, one = line(f"{spelling}, to_apply=%add")
-    assert sorted(groups(one, 8)) == sorted(wanted)
+    _, instr = line(f"{spelling}, to_apply=%add")
+    assert sorted(groups(instr, 8)) == sorted(wanted)
 
 
 def test_pairs_of_a_permutation():
-    module, one = line("source_target_pairs={{0,2},{2,4},{4,6},{1,3},{3,5},{5,7}}", "collective-permute")
-    assert groups(one, 8)[:3] == [[0, 2], [2, 4], [4, 6]]
-    (found,) = traffic_of(module, MESH, CLUSTER, ("data",)).transfers
-    assert (found.kind, found.axes, found.sent, found.levels) == ("collective_permute", ("data",), 32, (0.0, 32.0)), (
+    module, instr = line("source_target_pairs={{0,2},{2,4},{4,6},{1,3},{3,5},{5,7}}", "collective-permute")
+    assert groups(instr, 8)[:3] == [[0, 2], [2, 4], [4, 6]]
+    (transfer,) = traffic_of(module, MESH, CLUSTER, ("data",)).transfers
+    assert (transfer.kind, transfer.axes, transfer.sent, transfer.levels) == ("collective_permute", ("data",), 32, (0.0, 32.0)), (
         "2 to 4 leaves the node"
     )
 
@@ -104,8 +117,8 @@ def test_loops_are_multiplied_and_scopes_found():
 
 def test_levels_add_up_to_a_ring():
     """`data` has 4 devices, two on each node; the bytes inside and between nodes add up to those of a ring."""
-    for one in traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers:
-        assert sum(one.levels) == one.sent
+    for transfer in traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers:
+        assert sum(transfer.levels) == transfer.sent
     gather, reduce = traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers
     assert (gather.per_node, gather.levels) == (2, (2 * 4096.0, 4096.0))
     assert reduce.levels[1] == 0, "neighbours on `model` share a node"
