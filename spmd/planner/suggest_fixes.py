@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Generic
+from typing import Any, Generic
 
 from spmd.errors import SpmdError
-from spmd.layout.schema import Default, Layout, OptimizerState
+from spmd.layout.schema import Default, OptimizerState
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.candidates import REMAT_SAVES, microbatches, remats
 from spmd.planner.plan_data import PlanData, PlanT, build_plan
-from spmd.planner.target import LARGEST, MIN_SAVING, Cluster
+from spmd.planner.target import LARGEST, MIN_SAVING
 from spmd.planner.text_report import seconds
 from spmd.tree import format_bytes
 
@@ -41,16 +41,6 @@ class Fix(Generic[PlanT]):
         return f"{self.change}: {verdict}, {format_bytes(memory.peak)} of {format_bytes(memory.capacity)}, {step}"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Variant:
-    """What is planned next."""
-
-    layout: Layout
-    mesh: MeshSpec
-    accumulate: int
-    cluster: Cluster
-
-
 def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> tuple[Fix[PlanT], ...]:
     """Plan one change after the other, each on top of the earlier ones that helped, until the step fits.
 
@@ -60,76 +50,73 @@ def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] 
     Returns:
       All changes that were tried; the last one fits if any does. () for a plan that fits.
     """
-    placed = plan.program.placed
     fixes: list[Fix[PlanT]] = []
-    current = _Variant(plan.layout, plan.mesh, placed.config.accumulate, plan.cluster)
     best = plan
     for step in (_remat, _microbatches, _shard_optimizer, _shard_parameters, _more_devices):
-        for change, variant in step(current, best):
+        before = best
+        for change, changes in step(before):
             if best.fits:
                 break
             say(f"planning with {change}")
-            changed = placed.with_layout(abstract_mesh(variant.mesh), variant.layout, accumulate=variant.accumulate)
+            variant = {"layout": before.layout, "mesh": before.mesh, "cluster": before.cluster} | changes
+            mesh, accumulate = abstract_mesh(variant["mesh"]), variant.get("accumulate")
+            changed = before.program.placed.with_layout(mesh, variant["layout"], accumulate=accumulate)
             try:
-                planned = build_plan(type(plan), changed, plan.program.sample, variant.cluster, timeout=timeout)
+                planned = build_plan(type(plan), changed, plan.program.sample, variant["cluster"], timeout=timeout)
             except SpmdError as error:
                 fixes.append(Fix(change, None, error.summary))
                 break  # more of the same would be rejected too
             fixes.append(Fix(change, planned))
             if planned.memory.peak < best.memory.peak * (MIN_SAVING if step is _more_devices else 1.0):
-                current, best = variant, planned
+                best = planned
             elif step is _more_devices:
                 break
     return tuple(fixes)
 
 
-_Variants = Iterator[tuple[str, _Variant]]
+_Changes = Iterator[tuple[str, dict[str, Any]]]  # as text, and the layout, mesh, cluster and number of microbatches that it changes
 
 
-def _remat(current: _Variant, best: PlanData) -> _Variants:
-    for remat in remats(best.program.placed):
-        if REMAT_SAVES.index(remat.saves) > REMAT_SAVES.index(current.layout.remat.saves):
+def _remat(plan: PlanData) -> _Changes:
+    for remat in remats(plan.program.placed):
+        if REMAT_SAVES.index(remat.saves) > REMAT_SAVES.index(plan.layout.remat.saves):
             where = f" modules = {list(remat.modules)}".replace("'", '"') if remat.modules else ""
-            layout = dataclasses.replace(current.layout, remat=remat)
-            yield f'[remat] save = "{remat.saves}"{where}', dataclasses.replace(current, layout=layout)
+            yield f'[remat] save = "{remat.saves}"{where}', {"layout": dataclasses.replace(plan.layout, remat=remat)}
 
 
-def _microbatches(current: _Variant, best: PlanData) -> _Variants:
+def _microbatches(plan: PlanData) -> _Changes:
     """The smallest numbers of microbatches that might be enough."""
-    parts = best.program.placed.exchange.worker_count * (current.layout.pipeline.microbatches or 1)
-    counts = [count for count in microbatches(best.rows, parts) if count > current.accumulate]
-    possible = [count for count in counts if best.least_peak(count) <= best.memory.capacity]
+    placed = plan.program.placed
+    parts = placed.exchange.worker_count * (plan.layout.pipeline.microbatches or 1)
+    counts = [count for count in microbatches(plan.rows, parts) if count > placed.config.accumulate]
+    possible = [count for count in counts if plan.least_peak(count) <= plan.memory.capacity]
     for count in (possible or counts[-1:])[:3]:
-        yield f"accumulate={count}", dataclasses.replace(current, accumulate=count)
+        yield f"accumulate={count}", {"accumulate": count}
 
 
-def _shard_optimizer(current: _Variant, best: PlanData) -> _Variants:
-    del best
-    layout = current.layout
+def _shard_optimizer(plan: PlanData) -> _Changes:
+    layout = plan.layout
     replicated = layout.default.params == "replicate" and layout.gradients.reduction in ("all_reduce", "compiler")
     if replicated and layout.data_axes() and layout.optimizer.shard is None:
         axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")
         layout = dataclasses.replace(layout, optimizer=OptimizerState(axis), gradients=gradients)
-        yield f'[optimizer] shard = "{axis}", reduction = "reduce_scatter"', dataclasses.replace(current, layout=layout)
+        yield f'[optimizer] shard = "{axis}", reduction = "reduce_scatter"', {"layout": layout}
 
 
-def _shard_parameters(current: _Variant, best: PlanData) -> _Variants:
-    del best
-    layout = current.layout
+def _shard_parameters(plan: PlanData) -> _Changes:
+    layout = plan.layout
     if layout.default.params == "replicate" and layout.data_axes() and layout.gradients.reduction != "parameter_server":
         axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")
         default = Default(f"shard:{axis}")
         layout = dataclasses.replace(layout, optimizer=OptimizerState(), default=default, gradients=gradients)
-        yield f'[default] params = "shard:{axis}", reduction = "reduce_scatter"', dataclasses.replace(current, layout=layout)
+        yield f'[default] params = "shard:{axis}", reduction = "reduce_scatter"', {"layout": layout}
 
 
-def _more_devices(current: _Variant, best: PlanData) -> _Variants:
-    del best
-    axes, cluster, mesh = current.layout.data_axes(), current.cluster, current.mesh
+def _more_devices(plan: PlanData) -> _Changes:
+    axes, cluster, mesh, accumulate = plan.layout.data_axes(), plan.cluster, plan.mesh, plan.program.placed.config.accumulate
     while axes and 2 * cluster.count <= LARGEST:
         cluster = cluster.doubled()
         mesh = MeshSpec(tuple((name, 2 * size if name == axes[-1] else size) for name, size in mesh.axes))
-        accumulate = max(current.accumulate // 2, 1)  # the same number of rows per microbatch and device
-        current = dataclasses.replace(current, mesh=mesh, cluster=cluster, accumulate=accumulate)
+        accumulate = max(accumulate // 2, 1)  # the same number of rows per microbatch and device
         fewer = f", accumulate={accumulate}" if accumulate > 1 else ""
-        yield f'target "{cluster}", mesh "{mesh}"{fewer}', current
+        yield f'target "{cluster}", mesh "{mesh}"{fewer}', {"mesh": mesh, "cluster": cluster, "accumulate": accumulate}
