@@ -6,6 +6,7 @@ Their order is deterministic. With the model, a candidate is all that a plan nee
 import dataclasses
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from spmd.errors import OptionError, type_name
 from spmd.layout.schema import Layout, Remat
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec
-from spmd.specs import entry_axes, spec_axes
+from spmd.specs import spec_axes
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import flatten
 
@@ -85,7 +86,8 @@ class CandidateSpace:
         """Every mesh of a layout's axes that uses all devices, nearest to its own first; a sharded axis has at least two devices."""
         declared = _axes(self.layouts[family])
         names, wanted = zip(*declared, strict=True)
-        possible = [sizes for sizes in _factors(self.devices, len(names)) if all(map(_is_sharded, sizes, declared))]
+        least = [min(size, 2) for size in wanted]  # a sharded axis of size 1 would make another layout
+        possible = [sizes for sizes in _factors(self.devices, len(names)) if all(map(operator.ge, sizes, least))]
         ordered = sorted(possible, key=lambda sizes: (_doublings(sizes, wanted), sizes))
         return [MeshSpec(tuple(zip(names, sizes, strict=True))) for sizes in ordered]
 
@@ -145,18 +147,9 @@ def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
         return layout.mesh
     data = layout.data_axes()
     rules = (layout.batch, *layout.batch.rules, *layout.params, *layout.activations)
-    axes = [
-        *data,
-        *(axis for rule in rules for axis in spec_axes(rule.spec)),
-        *(axis for _, entry in layout.axes for axis in entry_axes(entry)),
-    ]
-    axes += [axis for axis in (layout.pipeline.axis, layout.sequence.axis) if axis]
+    entries = (*(entry for rule in rules for entry in rule.spec), *(entry for _, entry in layout.axes))
+    axes = [*data, *spec_axes((*entries, layout.pipeline.axis, layout.sequence.axis))]
     return tuple((axis, -1 if axis in data[:1] else 2) for axis in dict.fromkeys(axes)) or (("data", -1),)
-
-
-def _is_sharded(size: int, declared: tuple[str, int]) -> bool:
-    """Whether an axis has enough devices: an axis of size 1 would make another layout, unless it takes what the others leave."""
-    return size >= min(declared[1], 2)
 
 
 def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -165,12 +158,8 @@ def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
     >>> list(_factors(4, 2))
     [(1, 4), (2, 2), (4, 1)]
     """
-    if parts == 1:
-        yield (count,)
-        return
-    for first in range(1, count + 1):
-        if count % first == 0:
-            yield from ((first, *rest) for rest in _factors(count // first, parts - 1))
+    divisors = [number for number in range(1, count + 1) if count % number == 0]
+    return (sizes for sizes in itertools.product(divisors, repeat=parts) if math.prod(sizes) == count)
 
 
 def _reductions(layout: Layout) -> tuple[str, ...]:
@@ -185,12 +174,11 @@ def microbatches(rows: int, parts: int) -> list[int]:
     >>> microbatches(32, 2), microbatches(450, 2), microbatches(3, 2)
     ([2, 4, 8, 16], [3, 9, 25, 75, 225], [])
     """
-    counts, last = [], 1
+    counts = [1]
     for count in range(2, rows // parts + 1) if rows % parts == 0 else ():
-        if rows // parts % count == 0 and count >= 2 * last:
+        if rows // parts % count == 0 and count >= 2 * counts[-1]:
             counts.append(count)
-            last = count
-    return counts
+    return counts[1:]
 
 
 def remats(placed: PlacedModel) -> tuple[Remat, ...]:
@@ -198,7 +186,7 @@ def remats(placed: PlacedModel) -> tuple[Remat, ...]:
     paths = list(flatten(placed.abstract_state.params))
     stacks = {path.partition("/layers/")[0] + "/layers" for path in placed.model.stacks() if "/layers/" in path}
     rest = [path for path in paths if not any(path.startswith(stack) for stack in stacks)]
-    numbered = {found.group(1) + "*" for path in rest if (found := re.match(r"(.*?[/_])\d+/.+/", path))}  # blocks/0/up/kernel
+    numbered = {match.group(1) + "*" for path in rest if (match := re.match(r"(.*?[/_])\d+/.+/", path))}  # blocks/0/up/kernel
     modules = tuple(sorted(stacks | numbered))
     return tuple(Remat(save, modules) for save in REMAT_SAVES[1:])
 

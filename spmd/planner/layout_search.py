@@ -6,6 +6,7 @@ Candidates near the fastest plan so far are compiled first.
 """
 
 import dataclasses
+import functools
 import html
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,11 +72,16 @@ class Search:
         return self.plans[0][1] if self.plans else None
 
     @property
-    def _nothing(self) -> str:
+    def _why_nothing(self) -> str:
         if all(why.kind != "memory" for why in self.rejected.values()):
             first = next(iter([*self.rejected.values(), *self.left_out.values()]), "there are no candidates")
             return f"no candidate could be planned for {self.cluster}: {first}"
         return f"nothing fits {self.cluster}" if self.complete else f"nothing that was compiled fits {self.cluster}"
+
+    @property
+    def _larger_mesh(self) -> str:
+        plan = self.would_hold
+        return f"{plan.layout.name} on mesh {plan.mesh} of {plan.cluster} would hold it: {plan.memory.verdict}" if plan is not None else ""
 
     @property
     def layout(self) -> Layout:
@@ -85,8 +91,8 @@ class Search:
           OptionError: nothing fits.
         """
         if not self.plans:
-            fix = _hold(self) or ("a smaller model or batch" if self.complete else "more compiles")
-            raise OptionError(f"search: {self._nothing}.", fix=f"{fix}.")
+            fix = self._larger_mesh or ("a smaller model or batch" if self.complete else "more compiles")
+            raise OptionError(f"search: {self._why_nothing}.", fix=f"{fix}.")
         return self.plans[0][0].layout
 
     def to_toml(self) -> str:
@@ -97,13 +103,11 @@ class Search:
         """
         layout, best = self.layout, self.plans[0][1]
         config = best.program.placed.config
-        arguments = [f"batch_size={best.rows}", *([f"accumulate={config.accumulate}"] if config.accumulate > 1 else [])]
-        arguments += [f'precision="{config.precision}"'] if config.precision != "float32" else []
-        lines = [
-            f"# Found by spmd.search for {self.cluster}: {seconds(best.timeline.seconds)} per step predicted, {best.memory.verdict}",
-            f"# fit(..., layout=<this file>, {', '.join(arguments)})",
-        ]
-        return "\n".join([*lines, "", layout.to_toml()])
+        arguments = f"batch_size={best.rows}"
+        arguments += f", accumulate={config.accumulate}" if config.accumulate > 1 else ""
+        arguments += f', precision="{config.precision}"' if config.precision != "float32" else ""
+        step = f"{seconds(best.timeline.seconds)} per step predicted, {best.memory.verdict}"
+        return f"# Found by spmd.search for {self.cluster}: {step}\n# fit(..., layout=<this file>, {arguments})\n\n{layout.to_toml()}"
 
     def save(self, path: str | Path) -> Path:
         """Write the best layout as a TOML file; its folder is made if it is not there.
@@ -114,8 +118,7 @@ class Search:
         path = as_path(path, "path")
         if path.suffix != ".toml":
             raise OptionError(f'"{path}" is no name for a layout.', fix="one that ends in .toml.")
-        text = self.to_toml()
-        return write_text(path, text)
+        return write_text(path, self.to_toml())
 
     @property
     def head(self) -> str:
@@ -126,26 +129,31 @@ class Search:
     @property
     def verdict(self) -> str:
         """A sentence that says that nothing fits, and on which mesh the step would."""
-        return self._nothing[0].upper() + self._nothing[1:] + (f"; {_hold(self)}" if self.would_hold else "")
+        return self._why_nothing[0].upper() + self._why_nothing[1:] + (f"; {self._larger_mesh}" if self.would_hold else "")
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table: its header, then every plan, fastest first."""
         fastest = self.plans[0][1].timeline.seconds if self.plans else 0.0
         rows = [("", "candidate", "step", "", "peak", "waits", "sent/device")]
         for number, (candidate, plan) in enumerate(self.plans, 1):
-            times, share = plan.timeline, f"{plan.timeline.seconds / fastest:.2f}"
-            waits = f"{times.exposed / times.seconds:.0%}"
-            sent = format_bytes(plan.traffic.bytes())
-            rows.append((str(number), str(candidate), seconds(times.seconds), share, format_bytes(plan.memory.peak), waits, sent))
+            step, share, waits = plan.timeline.seconds, plan.timeline.seconds / fastest, plan.timeline.exposed / plan.timeline.seconds
+            peak, sent = format_bytes(plan.memory.peak), format_bytes(plan.traffic.bytes())
+            rows.append((str(number), str(candidate), seconds(step), f"{share:.2f}", peak, f"{waits:.0%}", sent))
         return rows
 
     def reasons(self) -> list[str]:
         """One line for each reason for rejecting candidates of a layout, however many they are."""
-        return _reasons(self.rejected, self.left_out)
+        by_reason: dict[tuple[str, str], list[Candidate]] = {}
+        for candidate, why in self.rejected.items():
+            by_reason.setdefault((candidate.layout.name, why), []).append(candidate)
+        lines = [
+            f"  {group[0] if len(group) == 1 else f'{name}, {len(group)} candidates such as {group[0]}'}: {why}"
+            for (name, why), group in by_reason.items()
+        ]
+        return [*lines, *(f"  {name}: {why}" for name, why in self.left_out.items())]
 
     def __str__(self) -> str:
-        rows = self.rows()
-        lines = aligned(rows) if self.plans else [self.verdict]
+        lines = aligned(self.rows()) if self.plans else [self.verdict]
         return filled("\n".join([self.head, "", *lines, "", "rejected", *self.reasons()]))
 
     __repr__ = __str__
@@ -157,22 +165,6 @@ class Search:
         reasons = "\n".join(line.strip() for line in self.reasons())
         rejected = folded(f"{len(self.rejected) + len(self.left_out)} rejected, and why", f"<pre>{html.escape(reasons)}</pre>")
         return framed(f"<p>{html.escape(self.head)}</p>{fits}{best}{rejected if reasons else ''}")
-
-
-def _hold(search: Search) -> str:
-    plan = search.would_hold
-    return f"{plan.layout.name} on mesh {plan.mesh} of {plan.cluster} would hold it: {plan.memory.verdict}" if plan is not None else ""
-
-
-def _reasons(rejected: Mapping[Candidate, str], left_out: Mapping[str, str]) -> list[str]:
-    by_reason: dict[tuple[str, str], list[Candidate]] = {}
-    for candidate, why in rejected.items():
-        by_reason.setdefault((candidate.layout.name, why), []).append(candidate)
-    lines = [
-        f"  {group[0] if len(group) == 1 else f'{name}, {len(group)} candidates such as {group[0]}'}: {why}"
-        for (name, why), group in by_reason.items()
-    ]
-    return [*lines, *(f"  {name}: {why}" for name, why in left_out.items())]
 
 
 def search(
@@ -212,8 +204,8 @@ def search(
       >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
       >>> batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
       >>> options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1), "target": "2xcpu"}
-      >>> found = search(model, batch, candidates=["data_parallel", "fsdp"], compiles=2, **options)
-      >>> found.layout.name, found.best.fits
+      >>> result = search(model, batch, candidates=["data_parallel", "fsdp"], compiles=2, **options)
+      >>> result.layout.name, result.best.fits
       ('data_parallel', True)
     """
     if compiles is not None and (isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1):
@@ -252,7 +244,7 @@ def _larger(run: "SearchRun") -> Plan | None:
         larger = SearchRun(run.alone, cluster, space, run.timeout, run.say, lightest_first=True)
         larger.compile_candidates(COMPILES_PER_MESH)
         if larger.best is not None:
-            return next(plan for plan in larger.plans.values() if plan.fits)
+            return larger.best
         peak = min((plan.memory.peak for plan in larger.plans.values()), default=math.inf)
         if larger.failed or peak > MIN_SAVING * least:
             return None
@@ -260,28 +252,26 @@ def _larger(run: "SearchRun") -> Plan | None:
     return None
 
 
+@dataclasses.dataclass(eq=False)
 class SearchRun:
     """The state of a search: the queue of candidates, the plans so far, and the reasons for rejections."""
 
-    def __init__(
-        self,
-        alone: Plan,
-        cluster: Cluster,
-        space: CandidateSpace,
-        timeout: float,
-        say: Callable[[str], None],
-        *,
-        lightest_first: bool = False,
-    ):
-        self.alone, self.cluster, self.space, self.timeout, self.say = alone, cluster, space, timeout, say
-        self.lightest_first = lightest_first
-        self._trainable = trainable_paths(alone.program.placed)
-        self.plans: dict[Candidate, Plan] = {}
-        self.reasons: dict[Candidate, Reason] = {}
-        self._queue: dict[Candidate, None] = {}  # in order of arrival
-        self._bounds: dict[Candidate, LowerBounds | Reason] = {}  # by group
-        self.failed = 0  # programs that did not compile
-        self._refused: dict[int, list[Reason]] = {}  # errors while tracing, by family
+    alone: Plan
+    cluster: Cluster
+    space: CandidateSpace
+    timeout: float
+    say: Callable[[str], None]
+    lightest_first: bool = False
+    plans: dict[Candidate, Plan] = dataclasses.field(default_factory=dict)
+    reasons: dict[Candidate, Reason] = dataclasses.field(default_factory=dict)
+    failed: int = 0  # programs that did not compile
+    _queue: dict[Candidate, None] = dataclasses.field(default_factory=dict)  # in order of arrival
+    _bounds: dict[Candidate, LowerBounds | Reason] = dataclasses.field(default_factory=dict)  # by group
+    _refused: dict[int, list[Reason]] = dataclasses.field(default_factory=dict)  # errors while tracing, by family
+
+    @functools.cached_property
+    def _trainable(self) -> set[str]:
+        return trainable_paths(self.alone.program.placed)
 
     @property
     def best(self) -> Plan | None:
@@ -348,8 +338,7 @@ class SearchRun:
         if group not in self._bounds:
             try:
                 placed = self._placed(group)
-                resolved = placed.resolved
-                check_batch(self.alone.program.sample, resolved.layout, resolved.mesh, 1)
+                check_batch(self.alone.program.sample, placed.resolved.layout, placed.resolved.mesh, 1)
                 self._bounds[group] = lower_bounds_of(placed, self.cluster, self.alone.timeline, self._trainable)
             except SpmdError as error:
                 self._bounds[group] = Reason(error.summary)
