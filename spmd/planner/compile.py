@@ -20,16 +20,17 @@ from typing import Any
 import jax
 import jaxlib
 
-from spmd.errors import CompileError, OptionError, how_to_install
+from spmd.errors import CompileError, OptionError, first_line, how_to_install
 from spmd.mesh import MeshSpec
 from spmd.planner import compile_client
 from spmd.planner.target import Cluster, Target
 from spmd.train.compiled_step import Program
 
 PLUGIN = "jax_cuda13_plugin"
-COMPILERS = {  # by platform: the compiler's module, its distribution, our extra, its name, and the kind of device
-    "cuda": (PLUGIN, "jax-cuda13-plugin", "gpu-compiler", "XLA:GPU", "GPU"),
-    "tpu": ("libtpu", "libtpu", "tpu-compiler", "XLA:TPU", "TPU"),
+COMPILERS = {  # by platform: the compiler's module, its distribution, our extra, and the kind of device
+    "cuda": (PLUGIN, "jax-cuda13-plugin", "gpu-compiler", "GPU"),
+    "tpu": ("libtpu", "libtpu", "tpu-compiler", "TPU"),
+    "cpu": ("jaxlib", "jaxlib", "", "CPU"),
 }
 FILES = ("program.hlo", "memory.json", "buffers.txt")
 _HOST = re.sub(r"\W", "_", socket.gethostname())
@@ -60,11 +61,11 @@ def compiler_of(target: Target, nodes: int = 1) -> tuple[str, str]:
     """The platform whose compiler is used for a target, and a description of it."""
     if target.platform == "cpu":
         return "cpu", "XLA:CPU, on simulated devices"
-    module, _, extra, name, kind = COMPILERS[target.platform]
+    module, _, extra, kind = COMPILERS[target.platform]
     if target.platform == "tpu" and nodes > 1:
         return "cpu", "an ESTIMATE by XLA:CPU: XLA:TPU does not express communication between slices as collectives, only within one"
     if importlib.util.find_spec(module) is not None:
-        return target.platform, f"{name} with a description of {target.title}; no {kind} was needed"
+        return target.platform, f"XLA:{kind} with a description of {target.title}; no {kind} was needed"
     return "cpu", f"an ESTIMATE by XLA:CPU: the compiler for {target.title} is not installed ({how_to_install(extra)})"
 
 
@@ -76,28 +77,31 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
       say: called once a second with a line on how long it has taken.
 
     Raises:
-      CompileError: the compiler fails, or takes too long.
+      CompileError: a part of the step runs in this process only, or the compiler fails, or takes too long.
     """
     platform, compiler = compiler_of(cluster.target, cluster.nodes)
-    exported, donated = _exported(program, platform)
+    try:
+        exported, donated = program.export(platform)
+    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:  # jax.export raises all of these
+        raise CompileError(
+            f"the step cannot be exported to another process: {first_line(error)}",
+            fix="plan it without code that needs the host or its devices: jax.debug.print, jax.pure_callback, a mesh of your own.",
+        ) from error
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
+    _, distribution, _, kind = COMPILERS[platform]
     request = {
         "exported": fields | {"_get_vjp": None},  # a function, which cannot be pickled and is not called
         "donated": donated,
         "mesh": MeshSpec.parse(program.placed.mesh).axes,
-        "platform": platform,
         "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
-        "nodes": cluster.nodes,
-        "devices": cluster.devices,
         "topology": topology(cluster) if platform != "cpu" else {},
+        "compiler": (jax.__version__, jaxlib.__version__, importlib.metadata.version(distribution), _flags()),  # part of the cache's key
     }
     blob = pickle.dumps(request)
-    key = [blob, *(text.encode() for text in (jax.__version__, jaxlib.__version__, _plugin(platform), _flags()))]
-    folder = cache_folder() / hashlib.sha256(b"\0".join(key)).hexdigest()[:32]
+    folder = cache_folder() / hashlib.sha256(blob).hexdigest()[:32]
     files = _cached(folder)
     if files is None:
-        name = "XLA:CPU" if platform == "cpu" else COMPILERS[platform][3]
-        _compile(blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with {name}", timeout, say)
+        _compile(blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with XLA:{kind}", timeout, say)
         files = _cached(folder)
     if files is None:
         raise CompileError(f"the compiled program is no longer in {folder}.", fix="try again; or another folder, in $SPMD_CACHE.")
@@ -114,22 +118,6 @@ def check_timeout(timeout: float) -> None:
     """
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not timeout > 0:
         raise OptionError(f"timeout={timeout!r}.", fix="a positive number of seconds.")
-
-
-def _exported(program: Program, platform: str) -> tuple[Any, tuple[int, ...]]:
-    """The exported step, and its donated arguments.
-
-    Raises:
-      CompileError: something in it runs in this process only.
-    """
-    try:
-        return program.export(platform)
-    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:  # jax.export raises all of these
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise CompileError(
-            f"the step cannot be exported to another process: {type(error).__name__}: {first}",
-            fix="plan it without code that needs the host or its devices: jax.debug.print, jax.pure_callback, a mesh of your own.",
-        ) from error
 
 
 def _cached(folder: Path) -> tuple[str, ...] | None:
@@ -149,7 +137,7 @@ def cache_folder() -> Path:
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd" / "plans"
 
 
-def _compile(blob: bytes, folder: Path, devices: int, what: str, timeout: float, say: Callable[[str], None]) -> None:
+def _compile(blob: bytes, folder: Path, devices: int, target: str, timeout: float, say: Callable[[str], None]) -> None:
     """Compile a request in the compile server, and store the results in the cache."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -157,9 +145,9 @@ def _compile(blob: bytes, folder: Path, devices: int, what: str, timeout: float,
         with tempfile.TemporaryDirectory(prefix=f"plan-{os.getpid()}-{_HOST}-", dir=folder.parent, ignore_cleanup_errors=True) as name:
             work = Path(name)
             (work / "request.pickle").write_bytes(blob)
-            compile_client.compile_request(work, _environment(), devices, what, timeout, say)
+            compile_client.compile_request(work, _environment(), devices, target, timeout, say)
             if not (work / "memory.json").is_file():
-                failed, log = f"compiling for {what} failed:", _last(work / compile_client.LOG)
+                failed, log = f"compiling for {target} failed:", _last(work / compile_client.LOG)
                 raise CompileError(f"{failed}\n{log}", summary=f"{failed} {log.splitlines()[0].strip()}")
             _store(work, folder)
     except OSError as error:
@@ -193,10 +181,8 @@ def _evict(folder: Path) -> None:
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)  # sends no signal
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -207,10 +193,6 @@ def _environment() -> dict[str, str]:
     variables = {"XLA_FLAGS": _flags(), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": paths}
     variables |= dict.fromkeys(("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"), "")  # programs from that cache have no buffer report
     return variables | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # no query of a cloud's metadata, and no lock file
-
-
-def _plugin(platform: str) -> str:
-    return importlib.metadata.version(COMPILERS[platform][1]) if platform in COMPILERS else ""
 
 
 def _flags() -> str:

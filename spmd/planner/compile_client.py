@@ -50,14 +50,14 @@ _lock, _owner = threading.Lock(), 0
 _server: CompileServer | None = None
 
 
-def compile_request(folder: Path, changes: dict[str, str], devices: int, what: str, timeout: float, say: Callable[[str], None]) -> None:
+def compile_request(folder: Path, changes: dict[str, str], devices: int, target: str, timeout: float, say: Callable[[str], None]) -> None:
     """Compile the request in a folder; the results and the log are then in that folder.
 
     Args:
       folder: holds `request.pickle`, and gets the results.
       changes: environment variables of the server in addition to the caller's; "" removes one.
       devices: the number of devices it must simulate.
-      what: a description of the program, for messages.
+      target: a description of the target and its compiler, for messages.
       timeout: seconds after which it is stopped, including the time to wait for another thread's program.
       say: called once a second with a line on how long it has taken.
 
@@ -67,23 +67,23 @@ def compile_request(folder: Path, changes: dict[str, str], devices: int, what: s
     global _server, _owner
     began = time.monotonic()
     if _owner == threading.get_ident():
-        raise CompileError(f"planning for {what} while another plan is compiled in the same thread.", fix="one after the other.")
+        raise CompileError(f"planning for {target} while another plan is compiled in the same thread.", fix="one after the other.")
     while not _lock.acquire(timeout=REPORT_INTERVAL):
-        _check_time(began, timeout, what, say)
+        _check_time(began, timeout, target, say)
     try:
         _owner = threading.get_ident()
         environment = {name: value for name, value in (os.environ | changes).items() if value}
         server = _server if _server is not None and _server.serves(environment, devices) else None
-        if server is None or not _answered(server, folder, began, what, timeout, say):
+        if server is None or not _answered(server, folder, began, target, timeout, say):
             # it does not serve this request, or it exited: after a minute idle, or because of this program, which a new one will show
             _end()
             server = _server = _start(folder, environment, max(devices, MIN_DEVICES))
-            if not _answered(server, folder, began, what, timeout, say):
+            if not _answered(server, folder, began, target, timeout, say):
                 code = _end()
                 if not (folder / LOG).stat().st_size:
                     why = f"signal {-code}; the system sends 9 when memory runs out" if code < 0 else f"code {code}"
                     fix = "run `spmd plan` on another machine."
-                    raise CompileError(f"compiling for {what}: the compiler's process ended with {why}.", fix=fix)
+                    raise CompileError(f"compiling for {target}: the compiler's process ended with {why}.", fix=fix)
     except BaseException:
         _end()  # its current work is no longer needed
         raise
@@ -147,7 +147,7 @@ def _start(folder: Path, environment: dict[str, str], devices: int) -> CompileSe
     return CompileServer(process, requests, replies, environment, devices)
 
 
-def _answered(server: CompileServer, folder: Path, began: float, what: str, timeout: float, say: Callable[[str], None]) -> bool:
+def _answered(server: CompileServer, folder: Path, began: float, target: str, timeout: float, say: Callable[[str], None]) -> bool:
     """Whether the server has completed a request, successfully or not; False if it ended first, for whatever reason."""
     try:
         os.write(server.requests, os.fsencode(folder.resolve()) + b"\n")
@@ -156,15 +156,15 @@ def _answered(server: CompileServer, folder: Path, began: float, what: str, time
     with selectors.DefaultSelector() as selector:
         selector.register(server.replies, selectors.EVENT_READ)
         while not selector.select(min(REPORT_INTERVAL, max(0.0, began + timeout - time.monotonic()))):
-            _check_time(began, timeout, what, say)
+            _check_time(began, timeout, target, say)
     return bool(os.read(server.replies, 1))
 
 
-def _check_time(began: float, timeout: float, what: str, say: Callable[[str], None]) -> None:
+def _check_time(began: float, timeout: float, target: str, say: Callable[[str], None]) -> None:
     spent = time.monotonic() - began
     if spent >= timeout:
         raise CompileError(
-            f"compiling for {what} took more than {timeout:g} s.",
+            f"compiling for {target} took more than {timeout:g} s.",
             fix="a larger timeout, or spmd.nn.LayerStack for a list of layers: it compiles like a single layer.",
         )
-    say(f"compiling for {what}: {spent:.0f} s of at most {timeout:.0f}")
+    say(f"compiling for {target}: {spent:.0f} s of at most {timeout:.0f}")

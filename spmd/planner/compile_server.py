@@ -8,6 +8,7 @@ when its input is closed, when its parent exits, even while it compiles, and aft
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import sys
@@ -16,11 +17,11 @@ import time
 import traceback
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import jax
 import jax.export
 import numpy as np
+from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh
 
 from spmd.planner.compile_client import LOG
@@ -66,8 +67,8 @@ def _compile(folder: Path) -> None:
     jax.config.update("jax_enable_x64", request["x64"])
     exported = jax.export.Exported(**request["exported"])
     names, sizes = zip(*request["mesh"], strict=True)
-    devices = np.array(_devices(request)).reshape(sizes)
-    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    devices = get_topology_desc(**request["topology"]).devices if request["topology"] else jax.devices()[: math.prod(sizes)]
+    mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
     places = exported.in_shardings_jax(mesh)
     arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=at) for aval, at in zip(exported.in_avals, places, strict=True)]
     lowered = jax.jit(exported.call, donate_argnums=request["donated"]).lower(*arguments)
@@ -77,11 +78,10 @@ def _compile(folder: Path) -> None:
     memory = compiled.memory_analysis()
     sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp", "generated_code")}
     (folder / "program.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
-    for found in (folder / "dump").glob("*after_optimizations-buffer-assignment.txt"):
-        found.replace(folder / "buffers.txt")
-    (folder / "memory.json").write_text(
-        json.dumps(sizes | {"seconds": seconds}), encoding="utf-8"
-    )  # last: it marks the results as complete
+    for report in (folder / "dump").glob("*after_optimizations-buffer-assignment.txt"):
+        report.replace(folder / "buffers.txt")
+    # last: it marks the results as complete
+    (folder / "memory.json").write_text(json.dumps(sizes | {"seconds": seconds}), encoding="utf-8")
 
 
 def _listen(folders: SimpleQueue[Path]) -> None:
@@ -96,15 +96,6 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
-
-
-def _devices(request: dict[str, Any]) -> list[Any]:
-    """Simulated devices, or those of a topology."""
-    if request["platform"] == "cpu":
-        return jax.devices()[: request["nodes"] * request["devices"]]
-    from jax.experimental import topologies
-
-    return list(topologies.get_topology_desc(**request["topology"]).devices)
 
 
 if __name__ == "__main__":

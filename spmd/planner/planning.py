@@ -41,8 +41,8 @@ class Plan(PlanData):
       >>> import jax.numpy as jnp
       >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
       >>> batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
-      >>> found = spmd.plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu")
-      >>> print(found.explain("w"))
+      >>> plan = spmd.plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu")
+      >>> print(plan.explain("w"))
       w  float32[64, 8], 2.0 KiB
         replicated, chosen by default replicate
         on each device [64, 8], 2.0 KiB; copies of each: 4
@@ -143,8 +143,8 @@ def plan(
       >>> import jax.numpy as jnp
       >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
       >>> batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
-      >>> found = plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), target="4xcpu")
-      >>> found.memory.parameters, found.memory.optimizer, found.traffic.bytes("gradients")  # XLA sends the loss along
+      >>> result = plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), target="4xcpu")
+      >>> result.memory.parameters, result.memory.optimizer, result.traffic.bytes("gradients")  # XLA sends the loss along
       (2048, 4100, 3084)
     """
     check_timeout(timeout)

@@ -119,10 +119,9 @@ class Cluster:
         if isinstance(value, Cluster):
             return value
         match = _CLUSTER.fullmatch(value.strip()) if isinstance(value, str) else None
-        if value == "":
-            raise OptionError("the target is empty.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         if match is None:
-            raise OptionError(f"target={value!r} is {type_name(value)}.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
+            why = "the target is empty" if isinstance(value, str) else f"target={value!r} is {type_name(value)}"
+            raise OptionError(f"{why}.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         first, second, name = match.groups()
         nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
         if nodes < 1 or devices < 1:
@@ -130,9 +129,8 @@ class Cluster:
         target = load(name)
         most = target.devices_per_node
         if not second and target.platform == "cuda" and devices > most:
-            near = f"{max(devices // most, 1)}x{most}x{name}"
             why = f"a node has only {most} devices, and links between nodes are slower"
-            raise OptionError(f'target "{value}": {why}.', fix=f'nodes x devices, such as "{near}".')
+            raise OptionError(f'target "{value}": {why}.', fix=f'nodes x devices, such as "{devices // most}x{most}x{name}".')
         return Cluster(nodes, devices, target)
 
 
@@ -165,18 +163,14 @@ def load(name: str) -> Target:
 def _problems(table: dict[str, Any]) -> list[Problem]:
     """Missing and unknown keys and wrong values in a target's file."""
     fields = {field.name: field for field in dataclasses.fields(Target) if field.name != "name"}
-    needed = [
-        name
-        for name in fields
-        if name not in ("devices_per_node", "compiler", "sources") or (name == "compiler" and table.get("platform") in ("cuda", "tpu"))
-    ]
+    optional = {"devices_per_node", "sources"} | ({"compiler"} if table.get("platform") not in ("cuda", "tpu") else set())
+    needed = [name for name in fields if name not in optional]
     problems = [Problem(name, ["it is missing."]) for name in needed if name not in table]
     problems += [Problem(name, ["unknown key."], did_you_mean(name, fields)) for name in table if name not in fields]
     if table.get("platform", PLATFORMS[0]) not in PLATFORMS:
         fix = did_you_mean(str(table["platform"]), PLATFORMS)
         problems.append(Problem("platform", [f"{table['platform']!r} is not a platform."], fix))
-    numbers = ("memory", "memory_bandwidth", "devices_per_node")
-    problems += [_not_positive(name, table[name]) for name in numbers if name in table and not _is_positive(table[name])]
+    problems += _not_positive({name: table[name] for name in ("memory", "memory_bandwidth", "devices_per_node") if name in table})
     slices = table.get("platform") == "tpu"
     for name, wanted in (_TABLES | ({"compiler": ("name", "dims")} if slices else {})).items():
         part = table.get(name)
@@ -188,19 +182,16 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
         problems += [Problem(f"[{name}] {key}", ["it is missing."]) for key in wanted if key not in part]
         unknown = [] if name == "flops" else [key for key in part if key not in wanted]  # [flops] may have any dtype
         problems += [Problem(f"[{name}] {key}", ["unknown key."], did_you_mean(key, wanted)) for key in unknown]
-        figures = {key: value for key, value in part.items() if key not in ("name", "compute_capability")}
-        problems += [_not_positive(f"[{name}] {key}", value) for key, value in figures.items() if not _is_positive(value)]
-        shares = [key for key in ("matmul", "memory", "link") if name == "achieved" and _is_positive(part.get(key)) and part[key] > 1]
-        problems += [Problem(f"[{name}] {key}", [f"{part[key]} is a share above 1."], "such as 0.6.") for key in shares]
-    capability = table.get("compiler", {}).get("compute_capability", [0, 0]) if isinstance(table.get("compiler", {}), dict) else [0, 0]
-    if not slices and not (isinstance(capability, list) and len(capability) == 2 and all(isinstance(part, int) for part in capability)):
-        problems.append(Problem("[compiler] compute_capability", [f"{capability!r} is not two integers."], "such as [9, 0]."))
+        problems += _not_positive({f"[{name}] {key}": part[key] for key in part if key not in ("name", "compute_capability")})
+        shares = ("matmul", "memory", "link") if name == "achieved" else ()
+        large = [key for key in shares if isinstance(part.get(key), int | float) and part[key] > 1]
+        problems += [Problem(f"[{name}] {key}", [f"{part[key]} is a share above 1."], "such as 0.6.") for key in large]
+        version = part.get("compute_capability", [0, 0])
+        if name == "compiler" and not slices and not (isinstance(version, list) and [type(number) for number in version] == [int, int]):
+            problems.append(Problem("[compiler] compute_capability", [f"{version!r} is not two integers."], "such as [9, 0]."))
     return problems
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _not_positive(where: str, value: Any) -> Problem:
-    return Problem(where, [f"{value!r} is not a positive number."])
+def _not_positive(figures: Mapping[str, Any]) -> list[Problem]:
+    positive = {name for name, value in figures.items() if isinstance(value, int | float) and value > 0 and not isinstance(value, bool)}
+    return [Problem(name, [f"{value!r} is not a positive number."]) for name, value in figures.items() if name not in positive]
