@@ -1,7 +1,7 @@
 """Drawings as SVG: the shards of an array on a mesh, and throughput by number of devices."""
 
+import functools
 import html
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from spmd.mesh import MeshSpec
 from spmd.render.html import Html, framed
-from spmd.render.svg import WIDTH, box, on_box, svg
+from spmd.render.svg import WIDTH, box, caption, legend, on_box, svg
 from spmd.specs import entry_axes, spec_text
 from spmd.tree import describe
 
@@ -32,19 +32,19 @@ def shards_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
     {(0, 0): [0, 2], (0, 1): [1, 3]}
     """
     mesh = MeshSpec.parse(leaf.sharding.mesh)
-    spec = (*leaf.sharding.spec, *[None] * (len(leaf.shape) - len(leaf.sharding.spec)))
+    dims = [entry_axes(entry) for entry in leaf.sharding.spec] + [()] * (len(leaf.shape) - len(leaf.sharding.spec))
     holders: dict[tuple[int, ...], list[int]] = {}
     ids = [device.id for device in leaf.sharding.mesh.devices.flat] if isinstance(leaf.sharding.mesh, Mesh) else range(mesh.size)
-    for device, coordinates in zip(ids, itertools.product(*(range(size) for _, size in mesh.axes)), strict=True):
+    for device, coordinates in zip(ids, np.ndindex(*mesh.sizes.values()), strict=True):
         at = dict(zip(mesh.names, coordinates, strict=True))
-        index = []
-        for entry in spec:
-            number = 0
-            for axis in entry_axes(entry):
-                number = number * mesh.sizes[axis] + at[axis]
-            index.append(number)
-        holders.setdefault(tuple(index), []).append(device)
+        index = tuple(_position([(at[axis], mesh.sizes[axis]) for axis in axes]) for axes in dims)
+        holders.setdefault(index, []).append(device)
     return {index: sorted(devices) for index, devices in holders.items()}
+
+
+def _position(digits: Iterable[tuple[int, int]]) -> int:
+    """The number whose digits, each with its base, are these; the last one counts single units."""
+    return functools.reduce(lambda number, digit: number * digit[1] + digit[0], digits, 0)
 
 
 def array_drawing(path: str, leaf: Any) -> Html:
@@ -56,25 +56,21 @@ def array_drawing(path: str, leaf: Any) -> Html:
     gap = min(1.0, width / 8)
     parts = []
     for number, (index, devices) in enumerate(sorted(shards.items())[:SHARDS]):
-        row, column = 0, index[-1] if index else 0
-        for position, count in zip(index[:-1], counts[:-1], strict=True):
-            row = row * count + position
-        ranges = [_range(index[dim], counts[dim], size) for dim, size in enumerate(leaf.shape)]
-        text = _ranges(devices)
-        title = f"[{', '.join(ranges)}] on device{'s' * (len(devices) > 1)} {text}"
+        row, column = _position(zip(index[:-1], counts[:-1], strict=True)), index[-1] if index else 0
+        sizes = [size // count for size, count in zip(leaf.shape, counts, strict=True)]
+        ends = zip(index, counts, sizes, strict=True)
+        ranges = [":" if count == 1 else f"{at * size}:{(at + 1) * size}" for at, count, size in ends]
+        names = _ranges(devices)
+        title = f"[{', '.join(ranges)}] on device{'s' * (len(devices) > 1)} {names}"
         x, y = column * width, row * height
         parts.append(box(x + gap, y + gap, width - 2 * gap, height - 2 * gap, COLOURS[number % len(COLOURS)], title))
-        if 7 * len(text) < width:
-            parts.append(on_box(x + width / 2, y + height / 2 + 4, text))
+        if 7 * len(names) < width:
+            parts.append(on_box(x + width / 2, y + height / 2 + 4, names))
     more = f"; {len(shards) - SHARDS} more shards are not drawn" if len(shards) > SHARDS else ""
     spec = tuple(leaf.sharding.spec)
     label = f"{path}  " if path else ""
     label += f"{describe(leaf)}, {f'spec {spec_text(spec)}' if any(spec) else 'replicated'}: the devices that hold each shard{more}"
     return framed(f"<p>{html.escape(label)}</p>{svg((row + 1) * height, parts, label)}")
-
-
-def _range(index: int, count: int, size: int) -> str:
-    return ":" if count == 1 else f"{index * (size // count)}:{(index + 1) * (size // count)}"
 
 
 def _ranges(devices: Iterable[int]) -> str:
@@ -86,10 +82,10 @@ def _ranges(devices: Iterable[int]) -> str:
     runs: list[list[int]] = []
     for device in devices:
         if runs and device == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], device]
+            runs[-1].append(device)
         else:
             runs.append([device])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[1]}" for run in runs)
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def throughput_chart(devices: Sequence[int], rates: Mapping[str, Sequence[float]], knees: Mapping[str, int], label: str) -> str:
@@ -108,18 +104,17 @@ def throughput_chart(devices: Sequence[int], rates: Mapping[str, Sequence[float]
     for position, count in enumerate(devices):
         at = f"{x(position):.1f}"
         parts.append(f'<line x1="{at}" y1="12" x2="{at}" y2="{bottom}" stroke="var(--soft)"/>')
-        parts.append(f'<text x="{at}" y="{bottom + 18}" text-anchor="middle">{count}</text>')
-    for power in np.arange(math.ceil(low), math.floor(top) + 1, max(1, math.ceil((top - low) / 10))):
+        parts.append(caption(x(position), bottom + 18, str(count), "middle"))
+    for power in range(math.ceil(low), math.floor(top) + 1, max(1, math.ceil((top - low) / 10))):
         rate = 2.0**power
         parts.append(f'<line x1="{left}" y1="{y(rate):.1f}" x2="{right}" y2="{y(rate):.1f}" stroke="var(--soft)"/>')
-        parts.append(f'<text x="{left - 8}" y="{y(rate) + 4:.1f}" text-anchor="end">{rate:,.0f}</text>')
+        parts.append(caption(left - 8, y(rate) + 4, f"{rate:,.0f}", "end"))
     for number, (codec, line) in enumerate(rates.items()):
-        colour = f"var(--{'acefd'[number % 5]})"
+        colour = "acefd"[number % 5]
         points = " ".join(f"{x(position):.1f},{y(rate):.1f}" for position, rate in enumerate(line))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<polyline points="{points}" fill="none" stroke="var(--{colour})" stroke-width="2"/>')
         knee = devices.index(knees[codec])
         title = html.escape(f"{codec}: doubling {knees[codec]} devices gains little; {line[knee]:,.0f} rows/s")
-        parts.append(f'<circle cx="{x(knee):.1f}" cy="{y(line[knee]):.1f}" r="6" fill="{colour}"><title>{title}</title></circle>')
-        parts.append(f'<rect x="{right + 20}" y="{22 + 22 * number}" width="11" height="11" fill="{colour}"/>')
-        parts.append(f'<text x="{right + 37}" y="{32 + 22 * number}">{html.escape(codec)}, from {knees[codec]}</text>')
+        parts.append(f'<circle cx="{x(knee):.1f}" cy="{y(line[knee]):.1f}" r="6" fill="var(--{colour})"><title>{title}</title></circle>')
+        parts.append(legend(right + 20, 32 + 22 * number, colour, f"{codec}, from {knees[codec]}"))
     return svg(bottom + 26, parts, label)

@@ -3,18 +3,22 @@
 import html
 from collections.abc import Sequence
 
+import numpy as np
+
 from spmd.layout.summary import COLUMNS, rows as layout_rows
 from spmd.planner.plan_data import PlanData
 from spmd.planner.text_report import headline, seconds, timeline_text
 from spmd.planner.timeline import Span
 from spmd.planner.traffic import traffic_rows
 from spmd.render.html import Html, document, folded, framed, table
-from spmd.render.svg import WIDTH, box, on_box, svg
+from spmd.render.svg import WIDTH, box, caption, legend, on_box, svg
 from spmd.tree import format_bytes
 
 SHOWN = 64  # at most this many nodes, and devices of a node, are drawn
-MEMORY = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "gradients", "activations and copies")
-COLOURS = dict(zip(MEMORY, "acdfegh", strict=False)) | {"fresh": "h", "gradients": "i", "activations and copies": "b"}
+MEMORY = {  # in a device's memory: what is drawn, and its colour
+    "parameters": "a", "optimizer": "c", "exchange": "d", "statistics": "f", "batch": "e", "constants": "g", "fresh": "h", "gradients": "i",
+    "activations and copies": "b",
+}  # fmt: skip
 
 
 def page(plan: PlanData) -> str:
@@ -24,12 +28,12 @@ def page(plan: PlanData) -> str:
 
 def fragment(plan: PlanData) -> Html:
     """The report for a notebook's cell."""
-    compiler, what, _ = map(html.escape, headline(plan).split("\n"))
+    compiler, title, _ = map(html.escape, headline(plan).split("\n"))
     kind = "bad" if not plan.fits else "tight" if plan.memory.verdict.startswith("tight") else ""
     pipelines = "".join(f"<h2>{html.escape(name)}</h2><pre>{html.escape(str(schedule))}</pre>" for name, schedule in plan.schedules.items())
     communication = f'<div class="wide">{table(*traffic_rows(plan.traffic))}</div>'
     lines = [
-        f"<h1>{html.escape(plan.layout.name)} on {html.escape(str(plan.cluster))}</h1><p>{what}<br>{compiler}</p>",
+        f"<h1>{html.escape(plan.layout.name)} on {html.escape(str(plan.cluster))}</h1><p>{title}<br>{compiler}</p>",
         f'<p class="verdict {kind}">{html.escape(plan.memory.verdict)}</p>',
         f"<p>{seconds(plan.timeline.seconds)} per step, {plan.rows_per_second:,.0f} rows/s (predicted); "
         f"{format_bytes(plan.traffic.bytes())} sent by each device per step.</p>",
@@ -49,18 +53,16 @@ def memory_bar(plan: PlanData) -> str:
     """What a device holds, to scale, and its capacity."""
     memory = plan.memory
     gradients = min(memory.gradients, memory.temporaries)
-    sizes = {name: getattr(memory, name) for name in MEMORY[:7]} | {"gradients": gradients, MEMORY[-1]: memory.temporaries - gradients}
+    sizes = memory.per_device | {"gradients": gradients, "activations and copies": memory.temporaries - gradients}
     scale = WIDTH / max(memory.capacity, memory.peak)
     x, parts = 0.0, []
-    shown = [(name, size) for name, size in sizes.items() if size]
-    for name, size in shown:
-        parts.append(box(x, 8, size * scale, 26, COLOURS[name], f"{name}: {format_bytes(size)}"))
-        x += size * scale
+    shown = [name for name in MEMORY if sizes[name]]
+    for number, name in enumerate(shown):
+        title = f"{name}: {format_bytes(sizes[name])}"
+        parts.append(box(x, 8, sizes[name] * scale, 26, MEMORY[name], title))
+        parts.append(legend(number % 3 * 320, 58 + number // 3 * 20, MEMORY[name], title))
+        x += sizes[name] * scale
     parts.append(f'<rect x="0" y="8" width="{memory.capacity * scale:.1f}" height="26" fill="none" stroke="var(--ink)"/>')
-    for number, (name, size) in enumerate(shown):
-        left, y = number % 3 * 320, 58 + number // 3 * 20
-        parts.append(f'<rect x="{left}" y="{y - 10}" width="11" height="11" fill="var(--{COLOURS[name]})"/>')
-        parts.append(f'<text x="{left + 17}" y="{y}">{html.escape(name)}: {format_bytes(size)}</text>')
     return svg(66 + (len(shown) - 1) // 3 * 20, parts, f"memory: {memory.verdict}")
 
 
@@ -75,21 +77,18 @@ def mesh_drawing(plan: PlanData) -> str:
     for node in range(nodes):
         x, y = node % columns * (width + 12), node // columns * (height + 8)
         parts.append(f'<rect x="{x + 1}" y="{y + 18}" width="{width}" height="{height - 22}" fill="none" stroke="var(--line)" rx="5"/>')
-        parts.append(f'<text x="{x + 4}" y="{y + 13}">node {node}</text>')
+        parts.append(caption(x + 4, y + 13, f"node {node}"))
         for device in range(devices):
             left, top = x + 7 + device % per_row * side, y + 24 + device // per_row * side
-            coordinates, rest = [], node * cluster.devices + device
-            for _, size in reversed(axes):
-                coordinates.insert(0, rest % size)
-                rest //= size
-            where = ", ".join(f"{name} {number}" for (name, _), number in zip(axes, coordinates, strict=True))
-            parts.append(box(left, top, side - 6, side - 6, "b", f"device {node * cluster.devices + device}: {where}"))
+            number = node * cluster.devices + device
+            coordinates = np.unravel_index(number, [size for _, size in axes])
+            where = ", ".join(f"{name} {at}" for (name, _), at in zip(axes, coordinates, strict=True))
+            parts.append(box(left, top, side - 6, side - 6, "b", f"device {number}: {where}"))
             parts.append(on_box(left + (side - 6) / 2, top + (side - 6) / 2 + 4, ",".join(map(str, coordinates))))
     left_out = [f"{cluster.nodes - nodes} more nodes"] * (nodes < cluster.nodes)
     left_out += [f"{cluster.devices - devices} more devices on each"] * (devices < cluster.devices)
-    names = ", ".join(f"{name}={size}" for name, size in axes)
-    text = f"<p>{html.escape(names)}{html.escape('; not drawn: ' + ', '.join(left_out) if left_out else '')}</p>"
-    return text + svg(-(-nodes // columns) * (height + 8), parts, f"mesh {names}")
+    line = str(plan.mesh) + ("; not drawn: " + ", ".join(left_out) if left_out else "")
+    return f"<p>{html.escape(line)}</p>" + svg(-(-nodes // columns) * (height + 8), parts, f"mesh {plan.mesh}")
 
 
 def timeline_drawing(plan: PlanData) -> str:
@@ -99,15 +98,15 @@ def timeline_drawing(plan: PlanData) -> str:
     parts = []
     for row, (name, communicates, colour) in enumerate((("computation", False, "a"), ("communication", True, "c"))):
         top = 18 + row * 40
-        parts.append(f'<text x="0" y="{top + 17}">{name}</text><rect x="{left}" y="{top}" width="{width}" height="26" fill="var(--soft)"/>')
-        spans = _merged([span for span in plan.timeline.spans if span.communicates is communicates], total / width)
-        for span in spans:
-            seconds_long = span.end - span.begin
-            title = f"{span.name}: {seconds(seconds_long)} {span.where}"
-            parts.append(box(left + span.begin / total * width, top, max(seconds_long / total * width, 0.4), 26, colour, title))
+        parts.append(caption(0, top + 17, name))
+        parts.append(f'<rect x="{left}" y="{top}" width="{width}" height="26" fill="var(--soft)"/>')
+        for span in _merged([span for span in plan.timeline.spans if span.communicates is communicates], total / width):
+            duration = span.end - span.begin
+            title = f"{span.name}: {seconds(duration)} {span.where}"
+            parts.append(box(left + span.begin / total * width, top, max(duration / total * width, 0.4), 26, colour, title))
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x, anchor = left + share * width, "end" if share == 1 else "start" if share == 0 else "middle"
-        parts.append(f'<text x="{x}" y="104" text-anchor="{anchor}">{seconds(share * total) if share else "0"}</text>')
+        anchor = "end" if share == 1 else "start" if share == 0 else "middle"
+        parts.append(caption(left + share * width, 104, seconds(share * total) if share else "0", anchor))
     return svg(110, parts, f"a step of {seconds(total)}")
 
 

@@ -21,6 +21,8 @@ STYLE = """
 .spmd-cell table tr :is(td, th) { border: 0; border-bottom: 1px solid var(--soft) }
 .spmd-cell :is(td, pre) { font-family: ui-monospace, monospace }
 .spmd-cell table tr:nth-child(n) { background: none }
+.spmd-cell table.mesh tr :is(td, th) { text-align: center !important; padding: .3rem .9rem }
+.spmd-cell table.mesh tr td + td { border: 1px solid var(--a) }
 .spmd-cell pre { background: var(--soft); padding: .7rem; white-space: pre-wrap; font-size: .88em }
 .spmd-cell .wide { overflow-x: auto }
 .spmd-cell svg { display: block; width: 100%; max-width: 960px }

@@ -4,6 +4,8 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
+from spmd.render.svg import caption
+
 BARS = "▁▂▃▄▅▆▇█"
 LOG_RANGE = 30.0  # a curve that spans more than this factor is drawn on a logarithmic scale
 MOST = 240  # points of a curve; longer curves are averaged to this many
@@ -37,7 +39,8 @@ def spark(values: Sequence[float], width: int = 16) -> str:
 
 def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float], width: int = 420, height: int = 150) -> str:
     """One metric over steps as SVG: a line for training, dots for evaluations; readable on white and on black."""
-    line = thinned_pairs({step: value for step, value in trained.items() if math.isfinite(value)})
+    finite = {step: value for step, value in trained.items() if math.isfinite(value)}
+    line = list(zip(thinned(list(finite), MOST), thinned(list(finite.values()), MOST), strict=True))
     dots = [(step, value) for step, value in evaluated.items() if math.isfinite(value)]
     points = [*line, *dots]
     if not points:
@@ -53,25 +56,17 @@ def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float
     def y(value: float) -> float:
         return height - 25 - (height - 50) * ((scale(value) - low) / (high - low) if high > low else 0.5)
 
-    def text(left: float, baseline: float, label: str, anchor: str) -> str:
-        return f'<text x="{left}" y="{baseline:.0f}" text-anchor="{anchor}">{html.escape(label)}</text>'
-
     path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in line)
     circles = "".join(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3" fill="{COLOURS[1]}"/>' for step, value in dots)
     labels = [
-        text(64, 14, name + (", logarithmic" if log else ""), "start"),
-        text(60, y(max(values)) + 4, f"{max(values):.3g}", "end"),
-        text(60, y(min(values)) + 4, f"{min(values):.3g}", "end") if high > low else "",
-        text(64, height - 8, f"step {min(steps)}", "start"),
-        text(width - 10, height - 8, f"{max(steps)}", "end"),
+        caption(64, 14, name + (", logarithmic" if log else "")),
+        caption(60, y(max(values)) + 4, f"{max(values):.3g}", "end"),
+        caption(60, y(min(values)) + 4, f"{min(values):.3g}", "end") if high > low else "",
+        caption(64, height - 8, f"step {min(steps)}"),
+        caption(width - 10, height - 8, f"{max(steps)}", "end"),
     ]
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" style="font:12px system-ui,sans-serif" fill="currentColor" role="img" '
         f'aria-label="{html.escape(name)}"><polyline points="{path}" fill="none" stroke="{COLOURS[0]}" stroke-width="1.6"/>{circles}'
         f"{''.join(labels)}</svg>"
     )
-
-
-def thinned_pairs(values: Mapping[int, float]) -> list[tuple[float, float]]:
-    """Steps and values of a curve, at most `MOST`."""
-    return list(zip(thinned(list(values), MOST), thinned(list(values.values()), MOST), strict=True))

@@ -12,9 +12,19 @@ def box(x: float, y: float, width: float, height: float, colour: str, title: str
     return f'<rect {shape} fill="var(--{colour})"><title>{html.escape(title)}</title></rect>'
 
 
-def on_box(x: float, y: float, text: str) -> str:
+def on_box(x: float, y: float, words: str) -> str:
     """A line of text centred on a filled rectangle, readable on every colour."""
-    return f'<text class="on" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{html.escape(text)}</text>'
+    return f'<text class="on" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{html.escape(words)}</text>'
+
+
+def caption(x: float, y: float, words: str, anchor: str = "start") -> str:
+    """A line of text that begins, has its middle or ends (`anchor`) at x."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'
+
+
+def legend(x: float, y: float, colour: str, words: str) -> str:
+    """A square of a colour of the style, and what it stands for."""
+    return box(x, y - 10, 11, 11, colour, words) + caption(x + 17, y, words)
 
 
 def svg(height: float, parts: Iterable[str], label: str) -> str:

@@ -6,25 +6,14 @@ from pathlib import Path
 
 from spmd.api import Result
 from spmd.layout.summary import COLUMNS, notes, rows
-from spmd.render.html import document, folded, table
+from spmd.render.html import document, folded, framed, table
 from spmd.user_paths import as_path, write_text
 from spmd.viz.device_map import mesh_table
 from spmd.viz.history_plot import curve
 
 STYLE = """
-:root { --line: #8884; --soft: #8882; --mark: #3566c0 }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem }
-h1 { font-size: 1.6rem; margin: 0 }
-h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; border-bottom: 1px solid var(--line) }
-table { border-collapse: collapse; font-size: .9em }
-td, th { padding: .2rem .9rem .2rem 0; text-align: left; border-bottom: 1px solid var(--soft) }
-td, code, pre { font-family: ui-monospace, monospace; font-variant-numeric: tabular-nums }
-pre { background: var(--soft); padding: .8rem; white-space: pre-wrap }
+body { max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem }
 img { max-width: 100%; background: #fff; border-radius: 4px }
-.wide { overflow-x: auto }
-.mesh td, .mesh th { text-align: center; padding: .3rem .9rem }
-.mesh td { border: 1px solid var(--mark) }
-.mesh td:first-child, .mesh th { border: 0; font: 600 1em system-ui, sans-serif }
 """
 
 
@@ -52,10 +41,12 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
     """
     path, resolved = as_path(path, "path"), result.trainer.resolved
     layout = resolved.layout
-    lead = f"{layout.source}: {layout.description} {_steps(result)} on {resolved.mesh.size} devices, {resolved.workers} workers"
+    stopped = f", stopped because {result.stop_reason}," if result.stop_reason else ""
+    steps = f"{int(result.state.step):,} steps{stopped} on {resolved.mesh.size} devices, {resolved.workers} workers"
+    lead = f"{layout.source}: {layout.description} {steps}; gradients are reduced by {layout.gradients.reduction}."
     image = base64.b64encode(curve(result.history).png()).decode("ascii")
     sections = [
-        f"<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}; gradients are reduced by {html.escape(layout.gradients.reduction)}.</p>",
+        f"<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}</p>",
         f"<h2>Metrics</h2>\n{_metrics(result)}",
         f'<h2>Curve</h2>\n<img alt="metrics over steps" src="data:image/png;base64,{image}">',
         f"<h2>Mesh</h2>\n{mesh_table(result.trainer.mesh)}",
@@ -64,12 +55,7 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
         folded("The layout as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>"),
         f"<h2>Checkpoints</h2>\n{_checkpoints(checkpoint)}",
     ]
-    return write_text(path, document(title, "\n".join(sections), style=STYLE))
-
-
-def _steps(result: Result) -> str:
-    stopped = f", stopped because {result.stop_reason}," if result.stop_reason else ""
-    return f"{int(result.state.step):,} steps{stopped}"
+    return write_text(path, document(title, framed("\n".join(sections)), style=STYLE))
 
 
 def _metrics(result: Result) -> str:
