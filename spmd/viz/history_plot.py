@@ -7,10 +7,10 @@ import numpy as np
 
 from spmd.errors import import_extra
 from spmd.render.picture import Picture
+from spmd.render.sparkline import LOG_RANGE
 from spmd.run.history import History
 
 COLOURS = ("#3566c0", "#c4571f")  # training, evaluation: they differ in lightness too
-LOG_RANGE = 30  # a loss that spans more than this factor is drawn on a logarithmic scale
 
 
 @overload

@@ -44,35 +44,35 @@ def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path | None =
 
 def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
     """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
-    several = given if isinstance(given, Mapping) else {"": given}
-    if not several or not all(isinstance(one, Schedule) for one in several.values()):
+    schedules = given if isinstance(given, Mapping) else {"": given}
+    if not schedules or not all(isinstance(part, Schedule) for part in schedules.values()):
         raise OptionError(f"schedule: {given!r} is not a schedule.", fix="what make_schedule returns, or a dict of these by title.")
     make = import_extra("matplotlib.figure", "examples").Figure
-    ticks = max(one.ticks for one in several.values())
-    heights = [one.stages + 1.6 for one in several.values()]
-    drawn = make(figsize=(min(16.0, max(6.0, 0.26 * ticks + 1)), 0.5 + 0.26 * sum(heights)), layout="constrained")
-    panels = drawn.subplots(len(several), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (title, one) in zip(panels, several.items(), strict=True):
-        _panel(axes, one, numbered=ticks <= LEGIBLE)
-        axes.set_title(title or one.name, loc="left", fontsize=11)
-        what = "microbatches" if one.groups == 1 else "activations of a group"
-        kept = f", at most {max(one.in_flight)} {what} kept" if any(w and w.backward for tick in one.table for w in tick) else ""
-        axes.set_title(f"{one.ticks} ticks, {one.bubble:.1%} idle{kept}", loc="right", fontsize=9, color="#555555")
+    ticks = max(pipeline.ticks for pipeline in schedules.values())
+    heights = [pipeline.stages + 1.6 for pipeline in schedules.values()]
+    figure = make(figsize=(min(16.0, max(6.0, 0.26 * ticks + 1)), 0.5 + 0.26 * sum(heights)), layout="constrained")
+    panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, pipeline) in zip(panels, schedules.items(), strict=True):
+        _panel(axes, pipeline, numbered=ticks <= LEGIBLE)
+        axes.set_title(title or pipeline.name, loc="left", fontsize=11)
+        unit = "microbatches" if pipeline.groups == 1 else "activations of a group"
+        kept = f", at most {max(pipeline.in_flight)} {unit} kept" if any(w and w.backward for tick in pipeline.table for w in tick) else ""
+        axes.set_title(f"{pipeline.ticks} ticks, {pipeline.bubble:.1%} idle{kept}", loc="right", fontsize=9, color="#555555")
     panels[-1].set_xlim(0, ticks)
     panels[-1].set_xlabel("tick", fontsize=9)
-    return drawn
+    return figure
 
 
-def _panel(axes: Any, one: Schedule, *, numbered: bool) -> None:
-    for tick, row in enumerate(one.table):
+def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
+    for tick, row in enumerate(pipeline.table):
         for stage, work in enumerate(row):
-            pair = IDLE if work is None else _between(BACKWARD if work.backward else FORWARD, work.group, one.groups)
-            axes.broken_barh([(tick, 1)], (stage - 0.45, 0.9), facecolor=pair, edgecolor="white", linewidth=0.8)
+            colour = IDLE if work is None else _between(BACKWARD if work.backward else FORWARD, work.group, pipeline.groups)
+            axes.broken_barh([(tick, 1)], (stage - 0.45, 0.9), facecolor=colour, edgecolor="white", linewidth=0.8)
             if work is not None and numbered:
-                ink = "white" if work.group == 0 or one.groups == 1 else "#222222"
+                ink = "white" if work.group == 0 or pipeline.groups == 1 else "#222222"
                 axes.text(tick + 0.5, stage, str(work.microbatch), ha="center", va="center", fontsize=7, color=ink)
-    axes.set_ylim(one.stages - 0.4, -0.6)
-    axes.set_yticks(range(one.stages))
+    axes.set_ylim(pipeline.stages - 0.4, -0.6)
+    axes.set_yticks(range(pipeline.stages))
     axes.set_ylabel("stage", fontsize=9)
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
@@ -81,5 +81,5 @@ def _panel(axes: Any, one: Schedule, *, numbered: bool) -> None:
 def _between(pair: tuple[str, str], group: int, groups: int) -> tuple[float, ...]:
     """The colour of a group, from the first's to the last's."""
     share = group / (groups - 1) if groups > 1 else 0.0
-    one, other = (tuple(int(text[at : at + 2], 16) / 255 for at in (1, 3, 5)) for text in pair)
-    return tuple(a + share * (b - a) for a, b in zip(one, other, strict=True))
+    first, last = (tuple(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)) for colour in pair)
+    return tuple(a + share * (b - a) for a, b in zip(first, last, strict=True))

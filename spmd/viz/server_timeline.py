@@ -1,7 +1,7 @@
 """The simulated timeline of a parameter server as a picture: when workers compute, send and wait."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -15,32 +15,15 @@ COMPUTES, SENDS, WAITS, DROPPED, UPDATE = "#3566c0", "#c4571f", "#e4e4e4", "#b9c
 GRADIENTS = 16  # of a worker by default; more are hard to distinguish
 BAR_HEIGHT = 0.72  # of a line
 
+Accounts = ServerStatistics | Mapping[str, ServerStatistics]  # one, or several by title
+
 
 @overload
-def timeline(
-    account: ServerStatistics | Mapping[str, ServerStatistics],
-    path: None = None,
-    *,
-    begin: float = ...,
-    seconds: float | None = ...,
-    workers: int = ...,
-) -> Picture: ...
+def timeline(account: Accounts, path: None = None, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16) -> Picture: ...
 @overload
+def timeline(account: Accounts, path: str | Path, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16) -> Path: ...
 def timeline(
-    account: ServerStatistics | Mapping[str, ServerStatistics],
-    path: str | Path,
-    *,
-    begin: float = ...,
-    seconds: float | None = ...,
-    workers: int = ...,
-) -> Path: ...
-def timeline(
-    account: ServerStatistics | Mapping[str, ServerStatistics],
-    path: str | Path | None = None,
-    *,
-    begin: float = 0.0,
-    seconds: float | None = None,
-    workers: int = 16,
+    account: Accounts, path: str | Path | None = None, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16
 ) -> Picture | Path:
     """Draw a parameter server's simulated timeline: a picture for a notebook's cell, or a file (.png, .svg, .pdf).
 
@@ -69,43 +52,42 @@ def timeline(
     return picture if path is None else picture.save(path)
 
 
-def timeline_figure(
-    account: ServerStatistics | Mapping[str, ServerStatistics], *, begin: float = 0.0, seconds: float | None = None, workers: int = 16
-) -> Any:
+def timeline_figure(account: Accounts, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16) -> Any:
     """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     make = import_extra("matplotlib.figure", "examples").Figure
-    several = account if isinstance(account, Mapping) else {"": account}
-    if not several or not all(isinstance(one, ServerStatistics) for one in several.values()):
+    by_title = account if isinstance(account, Mapping) else {"": account}
+    if not by_title or not all(isinstance(part, ServerStatistics) for part in by_title.values()):
         raise OptionError(f"timeline: {account!r} is not a simulation.", fix="what spmd.simulate returns, or a dict of these by title.")
-    accounts = {title or _title(one): one for title, one in several.items()}
+    accounts = list(by_title.values())
     end = _end(accounts, begin, seconds, workers)
-    lines = [min(one.workers, workers) for one in accounts.values()]
+    lines = [min(account.workers, workers) for account in accounts]
     figure = make(figsize=(11, 0.9 + sum(0.55 + 0.2 * count for count in lines)), layout="constrained")
     panels = figure.subplots(len(accounts), 1, sharex=True, squeeze=False, height_ratios=[count + 1.5 for count in lines])[:, 0]
-    for axes, (title, one), count in zip(panels, accounts.items(), lines, strict=True):
-        _panel(axes, one, begin, end, count)
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_title(_summary(one, count), loc="right", fontsize=9, color="#555555")
-    longest = max(one.seconds for one in accounts.values())
+    for axes, (title, account), count in zip(panels, by_title.items(), lines, strict=True):
+        _panel(axes, account, begin, end, count)
+        axes.set_title(title or _title(account), loc="left", fontsize=11)
+        axes.set_title(_summary(account, count), loc="right", fontsize=9, color="#555555")
+    longest = max(account.seconds for account in accounts)
     part = f": {begin:.4g} to {end:.4g}, of up to {longest:,.4g}" if end - begin < longest else ""
     panels[-1].set_xlabel(f"simulated seconds{part}", fontsize=9)
     figure.legend(handles=_legend(accounts), loc="outside upper center", ncols=5, frameon=False, fontsize=9, handlelength=1.6)
     return figure
 
 
-def _end(accounts: Mapping[str, ServerStatistics], begin: float, seconds: float | None, workers: int) -> float:
+def _end(accounts: Sequence[ServerStatistics], begin: float, seconds: float | None, workers: int) -> float:
     """The end of the time axis."""
+    interval = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}"
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (begin, 0.0 if seconds is None else seconds))
     if not numbers or isinstance(workers, bool) or not isinstance(workers, int):
-        why = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}: expected two numbers and an integer."
-        raise OptionError(f"timeline: {why}", fix="such as begin=0, seconds=20, workers=8.")
-    longest = max((one.seconds for one in accounts.values()), default=0.0)
+        fix = "such as begin=0, seconds=20, workers=8."
+        raise OptionError(f"timeline: {interval}: expected two numbers and an integer.", fix=fix)
+    longest = max(account.seconds for account in accounts)
     if seconds is None:
-        each = [float(np.median((one.spans.done - one.spans.began)[one.spans.arrived])) for one in accounts.values()]
-        seconds = min(longest - begin, GRADIENTS * max(each, default=0.0)) if begin < longest else 0.0
+        each = max(float(np.median((account.spans.done - account.spans.began)[account.spans.arrived])) for account in accounts)
+        seconds = min(longest - begin, GRADIENTS * each)
     if not (math.isfinite(seconds) and seconds > 0 and 0 <= begin < longest) or workers < 1:
-        why = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}: nothing would be drawn of {longest:,.4g} simulated seconds."
-        raise OptionError(f"timeline: {why}", fix="an interval within these, and at least one worker.")
+        fix = "an interval within these, and at least one worker."
+        raise OptionError(f"timeline: {interval}: nothing would be drawn of {longest:,.4g} simulated seconds.", fix=fix)
     return begin + seconds
 
 
@@ -153,12 +135,12 @@ def _bars(start: np.ndarray, stop: np.ndarray, begin: float, end: float) -> list
     return [(a, b - a) for a, b in zip(left.tolist(), right.tolist(), strict=True) if b > a]
 
 
-def _legend(accounts: Mapping[str, ServerStatistics]) -> list[Any]:
+def _legend(accounts: Sequence[ServerStatistics]) -> list[Any]:
     patch, line = (import_extra(module, "examples") for module in ("matplotlib.patches", "matplotlib.lines"))
     handles = [patch.Patch(facecolor=COMPUTES, label="computes")]
-    if any(one.dropped.any() for one in accounts.values()):
+    if any(account.dropped.any() for account in accounts):
         handles.append(patch.Patch(facecolor=DROPPED, edgecolor=COMPUTES, linewidth=0, hatch="/////", label="computes a dropped gradient"))
-    if any(one.send_seconds.any() for one in accounts.values()):
+    if any(account.send_seconds.any() for account in accounts):
         handles.append(patch.Patch(facecolor=SENDS, label="waits for a link, and sends"))
     handles.append(patch.Patch(facecolor=WAITS, label="waits"))
     return [*handles, line.Line2D([], [], color=UPDATE, marker="|", linestyle="", markersize=8, label="update")]
