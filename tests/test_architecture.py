@@ -262,13 +262,9 @@ def test_no_imports_go_round():
     assert len(list(graphlib.TopologicalSorter(needs).static_order())) == len(FILES)
 
 
-KNOWN_CIRCLES = ("planner/",)  # folders whose modules still import each other in a circle; take one out when its circles are gone
-
-
 def test_no_imports_go_round_inside_functions():
     """Every module stands on its own, imports inside functions included; `if TYPE_CHECKING` does not count."""
     needs = {name: {file_of(module) for _, module in imports(name)} - {name} for name in FILES}
-    needs = {name: {other for other in needs[name] if not other.startswith(KNOWN_CIRCLES)} for name in FILES}
     assert len(list(graphlib.TopologicalSorter(needs).static_order())) == len(FILES)
 
 

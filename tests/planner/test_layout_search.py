@@ -62,9 +62,9 @@ def device(tmp_path):
 
 def placed(mesh, layout, **options):
     spec = MeshSpec.parse(mesh)
-    found = PlacedModel(TrainConfig(MODEL, **TRAINS, **options), abstract_mesh(spec), spmd.Layout.load(layout), platform="cpu")
-    found.learn(BATCH)
-    return found
+    placed_model = PlacedModel(TrainConfig(MODEL, **TRAINS, **options), abstract_mesh(spec), spmd.Layout.load(layout), platform="cpu")
+    placed_model.learn(BATCH)
+    return placed_model
 
 
 LESS = (Remat("dots"), Remat("nothing"))
@@ -93,29 +93,32 @@ def test_meshes_use_all_devices_and_each_sharded_axis_has_two(layout, devices, w
 
 def test_candidates_are_all_that_can_be_said():
     """2 ways to reduce, 3 that keep less and less, and 1, 2, 4 … 64 microbatches of 256 rows on 4 workers; in a pipeline its own too."""
-    found = list(space("data_parallel").all())
-    assert len(found) == len(set(found)) == 2 * 3 * 7
-    assert {(one.layout.gradients.reduction, one.layout.remat.saves, one.accumulate) for one in found} == set(
+    candidates = list(space("data_parallel").all())
+    assert len(candidates) == len(set(candidates)) == 2 * 3 * 7
+    assert {(candidate.layout.gradients.reduction, candidate.layout.remat.saves, candidate.accumulate) for candidate in candidates} == set(
         itertools.product(("all_reduce", "compiler"), ("everything", "dots", "nothing"), (2**power for power in range(7)))
     )
     piped = list(space("pipeline", rows=64, remats=()).groups(0))
-    assert {one.layout.pipeline.microbatches for one in piped if one.mesh == MeshSpec.parse("data=1,stage=4")} == {None, 4, 8, 32}
-    own = dataclasses.replace(spmd.Layout.load("fsdp"), remat=Remat("dots"))
-    assert {one.layout.remat.saves for one in space(own).all()} == {"dots", "nothing"}, "never less than the layout asks for"
+    four_stages = [candidate for candidate in piped if candidate.mesh == MeshSpec.parse("data=1,stage=4")]
+    assert {candidate.layout.pipeline.microbatches for candidate in four_stages} == {None, 4, 8, 32}
+    layout = dataclasses.replace(spmd.Layout.load("fsdp"), remat=Remat("dots"))
+    assert {candidate.layout.remat.saves for candidate in space(layout).all()} == {"dots", "nothing"}, "never less than the layout asks for"
 
 
 def test_what_may_be_recomputed_is_what_repeats():
     def of(model, batch):
         config = TrainConfig(model, spmd.losses.cross_entropy, optax.sgd(0.1))
-        found = PlacedModel(config, abstract_mesh(MeshSpec.parse("data=1")), spmd.Layout())
-        found.learn(batch)
-        return [(remat.save, remat.modules) for remat in remats(found)]
+        placed_model = PlacedModel(config, abstract_mesh(MeshSpec.parse("data=1")), spmd.Layout())
+        placed_model.learn(batch)
+        return [(remat.save, remat.modules) for remat in remats(placed_model)]
 
-    layers = lambda: nnx.Dict(stack=spmd.nn.LayerStack([nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(2)]))
-    assert of(layers, {}) == [("dots", ("stack/layers",)), ("nothing", ("stack/layers",))]
-    blocks = lambda: nnx.Dict(blocks=nnx.List([nnx.Dict(up=nnx.Linear(4, 4, rngs=nnx.Rngs(seed))) for seed in range(2)]))
-    assert of(blocks, {})[0] == ("dots", ("blocks/*",))
-    assert of(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {})[0] == ("dots", ()), "nothing repeats: the whole forward pass"
+    def linear(seed=0):
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(seed))
+
+    stacked = of(lambda: nnx.Dict(stack=spmd.nn.LayerStack([linear(seed) for seed in range(2)])), {})
+    assert stacked == [("dots", ("stack/layers",)), ("nothing", ("stack/layers",))]
+    assert of(lambda: nnx.Dict(blocks=nnx.List([nnx.Dict(up=linear(seed)) for seed in range(2)])), {})[0] == ("dots", ("blocks/*",))
+    assert of(linear, {})[0] == ("dots", ()), "nothing repeats: the whole forward pass"
 
 
 def test_layouts_that_change_the_updates_are_left_out_with_the_reason():
@@ -169,21 +172,21 @@ def test_search_finds_the_best_of_all_candidates(device):
     batch = {name: jax.ShapeDtypeStruct((32, *leaf.shape[1:]), leaf.dtype) for name, leaf in BATCH.items()}
     layouts = ("data_parallel", "fsdp", TENSOR)
     run = search_run(f"4x{device(10**9)}", *layouts, batch=batch)
-    everything = {one: build_plan(Plan, run._placed(one), batch, run.cluster) for one in run.space.all()}
-    for one, plan in everything.items():
-        bounds = run._bounds_of(one)
-        assert bounds.seconds <= plan.timeline.seconds and bounds.state <= plan.memory.peak, one
+    everything = {candidate: build_plan(Plan, run._placed(candidate), batch, run.cluster) for candidate in run.space.all()}
+    for candidate, plan in everything.items():
+        bounds = run._bounds_of(candidate)
+        assert bounds.seconds <= plan.timeline.seconds and bounds.state <= plan.memory.peak, candidate
     peaks = sorted({plan.memory.peak for plan in everything.values()})
     assert len(everything) >= 90 and len(peaks) >= 9
     for memory in (peaks[-1], peaks[len(peaks) // 2], peaks[2], peaks[0]):
         best = min(plan.timeline.seconds for plan in everything.values() if plan.memory.peak <= memory)
-        found = spmd.search(MODEL, batch, target=f"4x{device(memory)}", candidates=layouts, compiles=None, **TRAINS)
-        assert found.complete and found.best.timeline.seconds == pytest.approx(best, rel=1e-12), "the same terms, in another order"
-        assert set(everything) == {one for one, _ in found.plans} | set(found.rejected)
-        compiled = len(found.plans) + sum("compiled, and" in why for why in found.rejected.values())
+        search = spmd.search(MODEL, batch, target=f"4x{device(memory)}", candidates=layouts, compiles=None, **TRAINS)
+        assert search.complete and search.best.timeline.seconds == pytest.approx(best, rel=1e-12), "the same terms, in another order"
+        assert set(everything) == {candidate for candidate, _ in search.plans} | set(search.rejected)
+        compiled = len(search.plans) + sum("compiled, and" in why for why in search.rejected.values())
         print(f"{memory} bytes: {compiled} of {len(everything)} compiled")
         assert compiled < len(everything)
-    assert peaks[0] < peaks[-1] and found.best.memory.peak == peaks[0]
+    assert peaks[0] < peaks[-1] and search.best.memory.peak == peaks[0]
 
 
 THREE = {
@@ -200,7 +203,7 @@ def test_the_winner_is_at_least_as_fast_as_every_shipped_layout(name, target):
     model, batch, loss = THREE[name]
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
     options = {"loss": loss, "optimizer": optax.adamw(1e-3), "target": target}
-    found = spmd.search(model, batch, candidates="all", **options)
+    search = spmd.search(model, batch, candidates="all", **options)
     planned_too = 0
     for layout in shipped():
         try:
@@ -208,7 +211,7 @@ def test_the_winner_is_at_least_as_fast_as_every_shipped_layout(name, target):
         except SpmdError:
             continue  # it does not fit the model
         planned_too += 1
-        assert found.best.timeline.seconds <= plan.timeline.seconds, layout
+        assert search.best.timeline.seconds <= plan.timeline.seconds, layout
     assert planned_too >= 8
 
 
@@ -217,41 +220,41 @@ def test_a_search_as_a_user_sees_it(device, tmp_path, monkeypatch):
     target = f"2x{device(600 * KIB)}"
     options = {"target": target, "candidates": ["data_parallel", "fsdp", "pipeline"], "compiles": 3, **TRAINS}
     said = []
-    found = spmd.search(MODEL, BATCH, say=said.append, **options)
+    search = spmd.search(MODEL, BATCH, say=said.append, **options)
     assert said[0] == f"compiling for one device, of 1x2x{Path(target).stem}" and len(said) == 6, "and two that are refused"
-    assert found.best.fits and found.best.timeline.seconds == min(plan.timeline.seconds for _, plan in found.plans)
-    assert len(found.plans) + len(found.rejected) == len(list(space("data_parallel", "fsdp", "pipeline", devices=2).all()))
-    assert str(found) == str(spmd.search(MODEL, BATCH, **options))
+    assert search.best.fits and search.best.timeline.seconds == min(plan.timeline.seconds for _, plan in search.plans)
+    assert len(search.plans) + len(search.rejected) == len(list(space("data_parallel", "fsdp", "pipeline", devices=2).all()))
+    assert str(search) == str(spmd.search(MODEL, BATCH, **options))
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, str(found).splitlines())) <= 80
+    assert max(map(len, str(search).splitlines())) <= 80
     monkeypatch.delenv("COLUMNS")
-    path = found.save(tmp_path / "deep" / "mine.toml")
-    assert spmd.Layout.load(path) == found.layout and dict(found.layout.mesh) == {"data": 2}
+    path = search.save(tmp_path / "deep" / "mine.toml")
+    assert spmd.Layout.load(path) == search.layout and dict(search.layout.mesh) == {"data": 2}
     first, second = path.read_text(encoding="utf-8").splitlines()[:2]
     assert (
         first.startswith(f"# Found by spmd.search for 1x2x{Path(target).stem}: ")
         and second == "# fit(..., layout=<this file>, batch_size=256)"
     )
     with pytest.raises(SpmdError, match=r"fix: one that ends in \.toml"):
-        found.save(tmp_path / "mine.txt")
+        search.save(tmp_path / "mine.txt")
     again = spmd.plan(MODEL, BATCH, layout=path, target=target, **TRAINS)
-    assert again.timeline.seconds == found.best.timeline.seconds and again.memory == found.best.memory
-    pipeline = {why for one, why in found.rejected.items() if one.layout.name == "pipeline"}
+    assert again.timeline.seconds == search.best.timeline.seconds and again.memory == search.best.memory
+    pipeline = {why for candidate, why in search.rejected.items() if candidate.layout.name == "pipeline"}
     assert len(pipeline) == 1 and "calls none" in pipeline.pop()
-    shown = dataclasses.replace(found, left_out={"<b>odd</b>": "why"})._repr_html_()
-    assert shown.count("<tr>") == 1 + len(found.plans) and "&lt;b&gt;odd&lt;/b&gt;: why" in shown and "<b>odd" not in shown
-    assert repr(found.best).startswith(f"Plan of {found.best.layout.name} on mesh data=2 of 1x2x") and "\n" not in repr(found.best)
+    shown = dataclasses.replace(search, left_out={"<b>odd</b>": "why"})._repr_html_()
+    assert shown.count("<tr>") == 1 + len(search.plans) and "&lt;b&gt;odd&lt;/b&gt;: why" in shown and "<b>odd" not in shown
+    assert repr(search.best).startswith(f"Plan of {search.best.layout.name} on mesh data=2 of 1x2x") and "\n" not in repr(search.best)
 
 
 def test_nothing_fits_and_the_smallest_mesh_that_would_hold_it(device):
     """Under fsdp a device of two needs 511 KiB and one of four 322; with one more doubling nothing would change, so that is not tried."""
     target = f"2x{device(340 * KIB)}"
-    found = spmd.search(MODEL, BATCH, target=target, candidates=["fsdp"], compiles=1, **TRAINS)
-    assert found.best is None and not found.plans and found.would_hold.fits and found.would_hold.cluster.count == 4
-    assert f"Nothing that was compiled fits 1x2xsmall{340 * KIB}; fsdp on mesh data={found.would_hold.cluster.count}" in str(found)
-    assert "Nothing that was compiled fits" in found._repr_html_() and "<table" not in found._repr_html_()
+    search = spmd.search(MODEL, BATCH, target=target, candidates=["fsdp"], compiles=1, **TRAINS)
+    assert search.best is None and not search.plans and search.would_hold.fits and search.would_hold.cluster.count == 4
+    assert f"Nothing that was compiled fits 1x2xsmall{340 * KIB}; fsdp on mesh data={search.would_hold.cluster.count}" in str(search)
+    assert "Nothing that was compiled fits" in search._repr_html_() and "<table" not in search._repr_html_()
     with pytest.raises(SpmdError, match="nothing that was compiled fits") as caught:
-        found.layout  # noqa: B018
+        search.layout  # noqa: B018
     assert "would hold it" in str(caught.value)
     nowhere = spmd.search(MODEL, BATCH, target=f"4x{device(120 * KIB)}", candidates=["data_parallel"], compiles=1, **TRAINS)
     assert nowhere.would_hold is None and nowhere.complete
@@ -311,9 +314,9 @@ def test_a_mesh_that_is_ruled_out_does_not_rule_out_the_others(device):
     )
     batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
     layout = spmd.Layout(mesh=(("data", -1), ("model", 2)), params=(spmd.Rule("up", (None, "model")), spmd.Rule("down", ("model",))))
-    found = spmd.search(model, batch, candidates=layout, **more, **TRAINS)
-    assert found.best.fits and str(found.best.mesh) == "data=1, model=8"
-    assert any("state alone" in why for one, why in found.rejected.items() if one.mesh == MeshSpec.parse("data=4,model=2"))
+    search = spmd.search(model, batch, candidates=layout, **more, **TRAINS)
+    assert search.best.fits and str(search.best.mesh) == "data=1, model=8"
+    assert any("state alone" in why for candidate, why in search.rejected.items() if candidate.mesh == MeshSpec.parse("data=4,model=2"))
 
 
 def test_lower_bounds_leave_out_frozen_parameters(device):
@@ -324,15 +327,16 @@ def test_lower_bounds_leave_out_frozen_parameters(device):
     batch = {"x": jax.ShapeDtypeStruct((32,), "int32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
     frozen = optax.multi_transform({"train": optax.adam(0.1), "keep": optax.set_to_zero()}, {"table": "keep", "head": "train"})
     options = {"loss": spmd.losses.mean_squared_error, "optimizer": frozen, "target": f"4x{device(10**9)}"}
-    found = spmd.search(model, batch, candidates=["data_parallel", "fsdp"], compiles=2, **options)
-    assert found.layout.name == "data_parallel"
-    assert found.best.timeline.seconds == spmd.plan(model, batch, layout="data_parallel", **options).timeline.seconds
+    search = spmd.search(model, batch, candidates=["data_parallel", "fsdp"], compiles=2, **options)
+    assert search.layout.name == "data_parallel"
+    assert search.best.timeline.seconds == spmd.plan(model, batch, layout="data_parallel", **options).timeline.seconds
 
 
 def test_microbatches_divide_the_rows_evenly():
-    counts = lambda rows: [one.accumulate for one in space("data_parallel", devices=2, rows=rows, remats=()).all()][
-        : len(microbatches(rows, 2)) + 1
-    ]
+    def counts(rows):
+        candidates = space("data_parallel", devices=2, rows=rows, remats=()).all()
+        return [candidate.accumulate for candidate in candidates][: len(microbatches(rows, 2)) + 1]
+
     assert counts(450) == [1, 3, 9, 25, 75, 225] and counts(32) == [1, 2, 4, 8, 16]
 
 
@@ -356,13 +360,13 @@ spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(
 def test_the_command(tmp_path, capsys, device):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    given = ["search", str(script), "--target", f"2x{device(10**6)}", "--candidates", "data_parallel,fsdp", "--compiles", "1"]
-    assert main([*given, "--save", str(tmp_path / "best.toml")]) == 0
+    command = ["search", str(script), "--target", f"2x{device(10**6)}", "--candidates", "data_parallel,fsdp", "--compiles", "1"]
+    assert main([*command, "--save", str(tmp_path / "best.toml")]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^1 +data_parallel on data=2, reduction all_reduce +[\d.]+ us +1\.00", shown, re.MULTILINE)
     assert spmd.Layout.load(tmp_path / "best.toml").name == "best"
-    assert main([*given, "--save", "best.html"]) == 2 and "fix: a name that ends in .toml" in capsys.readouterr().err
-    assert main([*given[:4], "--candidates", "nothing_like_it"]) == 2
+    assert main([*command, "--save", "best.html"]) == 2 and "fix: a name that ends in .toml" in capsys.readouterr().err
+    assert main([*command[:4], "--candidates", "nothing_like_it"]) == 2
     plan = ["plan", str(script), "--target", f"2x{device(13_000)}", "--layout", "data_parallel", "--fixes"]
     assert main(plan) == 0
     shown = capsys.readouterr().out

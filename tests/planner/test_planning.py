@@ -46,7 +46,7 @@ LAYOUT = spmd.Layout(
 )
 
 
-def made(**options):
+def make_plan(**options):
     options = {"target": "8xcpu", "mesh": "data=4,model=2", "layout": LAYOUT, "optimizer": optax.adam(0.1)} | options
     return spmd.plan(MODEL, options.pop("batch", BATCH), loss=spmd.losses.mean_squared_error, **options)
 
@@ -83,12 +83,12 @@ def small(tmp_path, monkeypatch):
 
 def test_plan_of_small_model_by_hand():
     """Two layers, sharded over `model`; 8 rows on each worker."""
-    plan = made()
+    plan = make_plan()
     up, down = 64 * 256 * 4 // 2, 256 * 8 * 4 // 2
     assert plan.memory.parameters == plan.memory.gradients == up + down
     assert plan.memory.optimizer == 2 * (up + down) + 4
     assert plan.memory.batch == 8 * (64 + 8 + 1) * 4
-    (sent,) = (one for one in plan.traffic.transfers if one.purpose == "gradients")
+    (sent,) = (transfer for transfer in plan.traffic.transfers if transfer.purpose == "gradients")
     assert sent.axes == ("data",) and {str(array) for array in sent.arrays} > {"float32[64, 128]", "float32[128, 8]"}
     assert sent.sent == 2 * 3 * (up + down + 8) // 4, "XLA sends the loss and the count along"
     assert plan.timeline.flops == 2 * 8 * (2 * 64 * 128 + 3 * 128 * 8), "up needs no gradient of its input"
@@ -101,7 +101,7 @@ fits: """
 
 
 def test_report_has_its_sections():
-    text = str(made())
+    text = str(make_plan())
     assert text.startswith(REPORT)
     titles = [line for line in text.splitlines() if line.isupper() or line == "TIME OF A STEP (PREDICTED)"]
     assert titles == ["MEMORY ON EACH DEVICE", "COMMUNICATION", "TIME OF A STEP (PREDICTED)"]
@@ -121,13 +121,16 @@ def test_explain_lists_moments_of_that_parameter_alone():
     batch = {name: jax.ShapeDtypeStruct((32, 8), "float32") for name in "xy"}
     options = {"target": "8xcpu", "mesh": "data=8", "optimizer": optax.adam(0.1), "loss": spmd.losses.mean_squared_error}
     plan = spmd.plan(model, batch, **options)
-    moments = lambda path: [line.split(":")[0].strip() for line in plan.explain(path).splitlines() if line.startswith("  0/")]
+
+    def moments(path):
+        return [line.split(":")[0].strip() for line in plan.explain(path).splitlines() if line.startswith("  0/")]
+
     assert moments("norm/scale") == ["0/mu/norm/scale", "0/nu/norm/scale"]
     assert moments("blocks/norm/scale") == ["0/mu/blocks/norm/scale", "0/nu/blocks/norm/scale"]
 
 
 def test_explain_and_placements():
-    plan = made()
+    plan = make_plan()
     assert plan.explain("up").splitlines() == [
         "up  float32[64, 256], 64.0 KiB",
         '  spec ["-", "model"], chosen by rule 1',
@@ -142,21 +145,21 @@ def test_explain_and_placements():
 
 
 def test_all_figures_as_json():
-    plan = made()
-    found = json.loads(plan.to_json())
-    assert found["memory"]["peak"] == plan.memory.peak and found["mesh"] == {"data": 4, "model": 2}
-    assert sum(one["sent"] * one["times"] for one in found["traffic"]) == plan.traffic.bytes()
-    assert found["timeline"]["seconds"] == plan.timeline.seconds
+    plan = make_plan()
+    figures = json.loads(plan.to_json())
+    assert figures["memory"]["peak"] == plan.memory.peak and figures["mesh"] == {"data": 4, "model": 2}
+    assert sum(transfer["sent"] * transfer["times"] for transfer in figures["traffic"]) == plan.traffic.bytes()
+    assert figures["timeline"]["seconds"] == plan.timeline.seconds
 
 
 def test_equal_plan_comes_from_the_cache(monkeypatch):
-    first = made()
+    first = make_plan()
     monkeypatch.setattr("spmd.planner.compile._compile", lambda *args: pytest.fail("compiled again"))
-    assert made().memory == first.memory
+    assert make_plan().memory == first.memory
 
 
 def test_plan_says_that_step_does_not_fit(small):
-    plan = made(target=f"8x{small}")
+    plan = make_plan(target=f"8x{small}")
     assert not plan.fits and plan.memory.headroom < 0
     assert "DOES NOT FIT: " in str(plan) and f"of {60_000 / 1024:.1f} KiB" in plan.memory.verdict
     assert plan.timeline.limit == "communication", "of this one's figures"
@@ -175,7 +178,7 @@ def test_every_target_is_complete(name):
 
 def test_report_begins_with_missing_compiler(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    text = str(made(target="2x4xh100"))
+    text = str(make_plan(target="2x4xh100"))
     assert text.splitlines()[0] == (
         "an ESTIMATE by XLA:CPU: the compiler for NVIDIA H100 SXM5 80 GB is not installed "
         "(in the checkout of spmd: pip install '.[gpu-compiler]')"
@@ -187,7 +190,7 @@ def test_report_begins_with_missing_compiler(monkeypatch):
 def new(tmp_path, monkeypatch):
     """Plans that no cache has."""
     monkeypatch.setenv("SPMD_CACHE", str(tmp_path / "plans"))
-    return lambda target="2xcpu", **options: made(**{"target": target, "mesh": "data=-1,model=2"} | options)
+    return lambda target="2xcpu", **options: make_plan(**{"target": target, "mesh": "data=-1,model=2"} | options)
 
 
 @pytest.fixture
@@ -196,11 +199,11 @@ def stopped(monkeypatch):
     start, processes = compile_client._start, []
     late = threading.Timer(60, lambda: [process.send_signal(signal.SIGCONT) for process in processes])
 
-    def stop(*given):
-        found = start(*given)
-        found.process.send_signal(signal.SIGSTOP)
-        processes.append(found.process)
-        return found
+    def stop(*arguments):
+        server = start(*arguments)
+        server.process.send_signal(signal.SIGSTOP)
+        processes.append(server.process)
+        return server
 
     compile_client.stop()
     monkeypatch.setattr(compile_client, "_start", stop)
@@ -238,41 +241,41 @@ def test_nothing_is_allocated_at_the_models_size():
 
 ERRORS = {
     "target": (
-        lambda: made(target="8xh1000"),
+        lambda: make_plan(target="8xh1000"),
         """there is no target "h1000".
     fix: did you mean "h100"? Paths of TOML files end in .toml.""",
     ),
     "no devices": (
-        lambda: made(target="0xh100"),
+        lambda: make_plan(target="0xh100"),
         """target "0xh100": 1 x 0 devices are none.
     fix: at least one, such as "h100".""",
     ),
     "more than a node has": (
-        lambda: made(target="64xh100"),
+        lambda: make_plan(target="64xh100"),
         """target "64xh100": a node has only 8 devices, and links between nodes are slower.
     fix: nodes x devices, such as "8x8xh100".""",
     ),
     "no text": (
-        lambda: made(target=8),
+        lambda: make_plan(target=8),
         """target=8 is an int.
     fix: such as "8xh100", or "4x8xh100" for 4 nodes of 8.""",
     ),
     "mesh": (
-        lambda: made(target="2x8xh100"),
+        lambda: make_plan(target="2x8xh100"),
         """mesh data=4, model=2 does not use the 16 devices of target 2x8xh100 exactly.
     fix: mesh="data=8, model=2", or target="8xh100".""",
     ),
     "mesh that does not divide": (
-        lambda: made(target="6xcpu", mesh="data=-1,model=4"),
+        lambda: make_plan(target="6xcpu", mesh="data=-1,model=4"),
         """mesh data=-1, model=4 does not use the 6 devices of target 1x6xcpu exactly.
     fix: mesh="data=-1, model=3".""",
     ),
     "batch": (
-        lambda: made(batch={"x": np.zeros((30, 64), "f"), "y": np.zeros((30, 8), "f")}),
+        lambda: make_plan(batch={"x": np.zeros((30, 64), "f"), "y": np.zeros((30, 8), "f")}),
         None,  # `fit`'s own
     ),
     "parameter": (
-        lambda: made().explain("upp"),
+        lambda: make_plan().explain("upp"),
         """there is no parameter "upp".
     fix: did you mean "up"?""",
     ),
@@ -354,9 +357,9 @@ def run(capsys, *words):
 
 def test_the_command_plans_what_a_script_trains(script, capsys):
     code, out, err = run(capsys, "plan", "train.py", "--target", "4xcpu", "--layout", "fsdp", "--json", "--", "--width", "512")
-    found = json.loads(out)
-    assert (code, err, found["rows"], found["mesh"]) == (0, "", 32, {"data": 4})
-    assert found["memory"]["parameters"] == 64 * 512 * 4 // 4
+    figures = json.loads(out)
+    assert (code, err, figures["rows"], figures["mesh"]) == (0, "", 32, {"data": 4})
+    assert figures["memory"]["parameters"] == 64 * 512 * 4 // 4
     code, out, _ = run(capsys, "plan", "train.py", "--target", "8xcpu", "--explain", "w")
     assert code == 0 and out.startswith("w  float32[64, 256], 64.0 KiB")
     assert spmd.fit.__module__ == "spmd.api", "the real one is back"
@@ -384,19 +387,19 @@ def test_the_list_of_targets(capsys):
 
 
 def test_plans_side_by_side():
-    one, other = made(), made(layout=dataclasses.replace(LAYOUT, gradients=spmd.Gradients("reduce_scatter")))
-    wide = made(mesh="data=8,model=1")
-    found = spmd.compare(one, wide)
-    assert found.names == ("mesh data=4, model=2", "mesh data=8, model=1")
-    assert found.figures["parameters"] == (one.memory.parameters, 2 * one.memory.parameters)
-    line = next(line for line in str(found).splitlines() if line.startswith("parameters"))
+    first, other = make_plan(), make_plan(layout=dataclasses.replace(LAYOUT, gradients=spmd.Gradients("reduce_scatter")))
+    wide = make_plan(mesh="data=8,model=1")
+    comparison = spmd.compare(first, wide)
+    assert comparison.names == ("mesh data=4, model=2", "mesh data=8, model=1")
+    assert comparison.figures["parameters"] == (first.memory.parameters, 2 * first.memory.parameters)
+    line = next(line for line in str(comparison).splitlines() if line.startswith("parameters"))
     assert line.split() == ["parameters", "36.0", "KiB", "72.0", "KiB", "(2.00)"]
-    assert spmd.compare(one, other).names == ("all_reduce", "reduce_scatter")
+    assert spmd.compare(first, other).names == ("all_reduce", "reduce_scatter")
 
 
 def test_compare_wants_plans():
     with pytest.raises(SpmdError, match=r"compare\(a Plan\)\.\n    fix: two plans or more"):
-        spmd.compare(made())
+        spmd.compare(make_plan())
 
 
 def test_constants_of_the_program_count():
@@ -407,10 +410,10 @@ def test_constants_of_the_program_count():
 
 
 def test_plan_notes_communication_in_some_steps_only():
-    plan = made(layout="diloco", mesh=None)
-    assert any(one.conditional for one in plan.traffic.transfers) and "(in some steps)" in str(plan.traffic)
+    plan = make_plan(layout="diloco", mesh=None)
+    assert any(transfer.conditional for transfer in plan.traffic.transfers) and "(in some steps)" in str(plan.traffic)
     assert any("sent only in steps that synchronize workers" in note for note in plan.notes)
-    assert not any(one.conditional for one in made().traffic.transfers)
+    assert not any(transfer.conditional for transfer in make_plan().traffic.transfers)
 
 
 def looping(params, x):
@@ -438,13 +441,13 @@ def test_what_runs_on_the_host_cannot_be_planned():
 @pytest.mark.parametrize("damage", ["program.hlo", "memory.json", "folder"])
 def test_a_damaged_cache_is_made_anew(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("SPMD_CACHE", str(tmp_path))
-    before = made().memory
+    before = make_plan().memory
     (folder,) = tmp_path.iterdir()
     if damage == "folder":
         (folder / "memory.json").unlink()
     else:
         (folder / damage).write_text("")
-    assert made().memory == before and [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert make_plan().memory == before and [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
 @pytest.mark.system
@@ -529,10 +532,10 @@ def test_a_process_that_dies_is_replaced_and_errors_are_no_reason_to_end(new, mo
 def test_plan_raises_when_server_is_killed_twice(new, monkeypatch):
     start = compile_client._start
 
-    def killed(*given):
-        found = start(*given)
-        found.process.kill()
-        return found
+    def killed(*arguments):
+        server = start(*arguments)
+        server.process.kill()
+        return server
 
     monkeypatch.setattr(compile_client, "_start", killed)
     compile_client.stop()
@@ -558,8 +561,8 @@ def test_what_is_printed_when_python_starts_is_no_answer(new, monkeypatch, tmp_p
 def test_plans_of_threads_wait_for_each_other(new):
     optimizers = [optax.adam(0.3), optax.adam(0.4), optax.adam(0.6)]
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda optimizer: new(optimizer=optimizer), optimizers))
-    assert len({str(plan.memory) for plan in found}) == 1
+        plans = list(pool.map(lambda optimizer: new(optimizer=optimizer), optimizers))
+    assert len({str(plan.memory) for plan in plans}) == 1
 
 
 @pytest.mark.system
@@ -631,7 +634,7 @@ def test_a_script_that_prints_moves_and_catches_everything(script, capsys):
 
 def test_page_is_self_contained_and_escaped(tmp_path):
     odd = dataclasses.replace(LAYOUT, name="<b>odd</b> & more")
-    plan = made(layout=odd, target="2x4xcpu")
+    plan = make_plan(layout=odd, target="2x4xcpu")
     text = plan.save(tmp_path / "new" / "plan.html").read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>") and "<b>odd" not in text and "&lt;b&gt;odd&lt;/b&gt; &amp; more" in text
     assert not re.findall(r"(?:src|href)=|url\(|@import", text), "nothing is fetched"
@@ -647,7 +650,7 @@ def test_page_is_self_contained_and_escaped(tmp_path):
 
 
 def test_the_bar_of_memory_is_to_scale(small):
-    plan = made(target=f"8x{small}")
+    plan = make_plan(target=f"8x{small}")
     boxes = re.findall(r'width="([\d.]+)" height="26.0" fill="var\(--\w\)"><title>([^:]+):', plan._repr_html_())
     drawn = {name: float(width) for width, name in boxes if name in ("parameters", "optimizer")}
     peak = plan.memory.peak  # more than the capacity, so the full bar
@@ -661,53 +664,54 @@ def test_saturation_finds_the_knee():
     wide = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((1024, 1024))}, lambda params, x: x @ params["w"])
     batch = {name: jax.ShapeDtypeStruct((4096, 1024), "float32") for name in "xy"}
     plan = spmd.plan(wide, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu")
-    found = spmd.saturation(plan)
-    assert found.devices == tuple(2**power for power in range(11)) and found.rows == 4096
-    assert found.shares["exact"] == 1.0 and found.shares["bfloat16"] == 0.5
-    assert found.shares["int8"] == (1 + 4 / 256) / 4, "a byte, and a float32 of scale for each block, where float32 takes four"
+    curve = spmd.saturation(plan)
+    assert curve.devices == tuple(2**power for power in range(11)) and curve.rows == 4096
+    assert curve.shares["exact"] == 1.0 and curve.shares["bfloat16"] == 0.5
+    assert curve.shares["int8"] == (1 + 4 / 256) / 4, "a byte, and a float32 of scale for each block, where float32 takes four"
     times = plan.timeline
-    assert found.rates["exact"][0] == pytest.approx(4096 / (times.launches + 4 * (times.products + times.memory)))
-    assert 1 < found.knee("exact") <= found.knee("bfloat16") <= found.knee("int8") < 1024, "codecs that send less scale further"
-    assert found.rates["exact"][-1] < found.rates["bfloat16"][-1] < found.rates["int8"][-1]
-    assert all(a <= b <= c for a, b, c in zip(*(found.rates[name] for name in ("exact", "bfloat16", "int8")), strict=True))
-    text = str(found).splitlines()
-    assert text[0].split() == ["devices", "exact", "(1.00)", "bfloat16", "(0.50)", "int8", f"({found.shares['int8']:.2f})"]
+    assert curve.rates["exact"][0] == pytest.approx(4096 / (times.launches + 4 * (times.products + times.memory)))
+    assert 1 < curve.knee("exact") <= curve.knee("bfloat16") <= curve.knee("int8") < 1024, "codecs that send less scale further"
+    assert curve.rates["exact"][-1] < curve.rates["bfloat16"][-1] < curve.rates["int8"][-1]
+    assert all(a <= b <= c for a, b, c in zip(*(curve.rates[name] for name in ("exact", "bfloat16", "int8")), strict=True))
+    text = str(curve).splitlines()
+    assert text[0].split() == ["devices", "exact", "(1.00)", "bfloat16", "(0.50)", "int8", f"({curve.shares['int8']:.2f})"]
     assert sum(line.count("<") for line in text[1:12]) == 3
 
 
 def test_saturation_is_of_data_parallelism():
     with pytest.raises(SpmdError, match=r"this layout shards parameters, but data parallelism replicates them on every worker\."):
-        spmd.saturation(made())
+        spmd.saturation(make_plan())
 
 
 def test_a_curve_is_drawn():
     """One line for each codec, a point for each number of devices, and a circle where its knee is; more rows per second lie higher."""
     wide = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((512, 512))}, lambda params, x: x @ params["w"])
     batch = {name: jax.ShapeDtypeStruct((1024, 512), "float32") for name in "xy"}
-    found = spmd.saturation(spmd.plan(wide, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu"))
-    text = found._repr_html_()
+    curve = spmd.saturation(spmd.plan(wide, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu"))
+    text = curve._repr_html_()
     root = xml.etree.ElementTree.fromstring(re.search(r"<svg.*?</svg>", text, re.DOTALL).group())
-    name = lambda part: part.tag.partition("}")[2]
-    lines = [[tuple(map(float, point.split(","))) for point in part.get("points").split()] for part in root if name(part) == "polyline"]
-    knees = [(float(part.get("cx")), float(part.get("cy"))) for part in root if name(part) == "circle"]
-    for line, knee, (codec, rates) in zip(lines, knees, found.rates.items(), strict=True):
-        assert len(line) == len(rates) == 11 and knee == line[found.devices.index(found.knee(codec))]
-        ranks = lambda values: sorted(range(len(values)), key=lambda at: values[at])
+    lines = [
+        [tuple(map(float, point.split(","))) for point in part.get("points").split()] for part in root if part.tag.endswith("}polyline")
+    ]
+    knees = [(float(part.get("cx")), float(part.get("cy"))) for part in root if part.tag.endswith("}circle")]
+    for line, knee, (codec, rates) in zip(lines, knees, curve.rates.items(), strict=True):
+        assert len(line) == len(rates) == 11 and knee == line[curve.devices.index(curve.knee(codec))]
         heights = [-y for _, y in line]
-        assert all(a <= b + 0.2 for a, b in itertools.pairwise(heights[at] for at in ranks(rates)))
-    assert html.escape(str(found)) in text
+        slowest_first = sorted(range(len(rates)), key=lambda at: rates[at])
+        assert all(a <= b + 0.2 for a, b in itertools.pairwise(heights[at] for at in slowest_first))
+    assert html.escape(str(curve)) in text
 
 
 def test_an_array_is_drawn_over_its_mesh():
     """A piece is a square with its range and its devices; four devices have one half of "up" each, and four the other."""
-    plan = made()
+    plan = make_plan()
     text = plan.drawing("up")
     titles = re.findall(r"<title>(.*?)</title>", text)
     assert titles == ["[:, 0:128] on devices 0, 2, 4, 6", "[:, 128:256] on devices 1, 3, 5, 7"]
     assert "float32[64, 256]" in text
     (left, top), (right, below) = re.findall(r'<rect x="([^"]+)" y="([^"]+)"', text)
     assert left != right and top == below, "columns are sharded, so side by side"
-    spread = made(layout="fsdp", mesh="data=8").drawing("up")
+    spread = make_plan(layout="fsdp", mesh="data=8").drawing("up")
     assert re.findall(r"<title>(.*?)</title>", spread) == [f"[:, {32 * at}:{32 * at + 32}] on device {at}" for at in range(8)]
     with pytest.raises(SpmdError, match='did you mean "up"'):
         plan.drawing("upp")
@@ -725,18 +729,19 @@ def test_plan_rejects_model_with_data_dependent_shapes():
 
 def test_the_steps_own_log_is_held_against_the_program():
     """Under a manual reduction the step's collectives are sent; the report says what XLA adds or merges."""
-    plan = made(layout="data_parallel", mesh="data=8")
+    plan = make_plan(layout="data_parallel", mesh="data=8")
     assert plan.requested_bytes == plan.program.wire.bytes() > 0
     line = str(plan).partition("The step's own collectives (`trainer.wire`) ")[2].split("\n")[0]
     assert (
         line == "send exactly this." if plan.requested_bytes == plan.traffic.bytes() else f"ask for {plan.requested_bytes:,} bytes" in line
     )
-    alone = made(layout=dataclasses.replace(LAYOUT, gradients=spmd.Gradients("compiler")))
+    alone = make_plan(layout=dataclasses.replace(LAYOUT, gradients=spmd.Gradients("compiler")))
     assert alone.requested_bytes is None and "own collectives" not in str(alone)
 
 
 def test_plan_notes_operations_without_flops():
-    solve = lambda params, x: x @ jnp.linalg.inv(params["w"] + jnp.eye(64))[:, :8]
-    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 64))}, solve)
+    model = spmd.FunctionalModel(
+        lambda key: {"w": jnp.zeros((64, 64))}, lambda params, x: x @ jnp.linalg.inv(params["w"] + jnp.eye(64))[:, :8]
+    )
     plan = spmd.plan(model, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="2xcpu")
     assert re.search(r"note: the FLOPs of lapack\w+.* are not counted", str(plan))

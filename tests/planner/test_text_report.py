@@ -34,7 +34,7 @@ CASES = {
 }
 
 
-def made(name):
+def make_plan(name):
     return spmd.plan(MODEL, BATCH, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), **CASES[name])
 
 
@@ -42,13 +42,13 @@ def made(name):
 def test_report_is_as_recorded(name, monkeypatch):
     compiled = Compiled(**json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8")))
     monkeypatch.setattr(plan_data, "compile_step", lambda *args, **options: compiled)
-    assert f"{made(name)}\n" == (KEPT / f"{name}.txt").read_text(encoding="utf-8")
+    assert f"{make_plan(name)}\n" == (KEPT / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def test_report_fits_the_terminal(monkeypatch):
     compiled = Compiled(**json.loads((KEPT / "tensor.json").read_text(encoding="utf-8")))
     monkeypatch.setattr(plan_data, "compile_step", lambda *args, **options: compiled)
-    plan = made("tensor")
+    plan = make_plan("tensor")
     side_by_side = spmd.compare(plan, plan, plan)
     assert max(map(len, str(plan).splitlines())) > 90 and max(map(len, str(side_by_side).splitlines())) > 60
     for width in (60, 80):
@@ -59,7 +59,7 @@ def test_report_fits_the_terminal(monkeypatch):
 
 if __name__ == "__main__":
     for case in CASES:
-        plan = made(case)
+        plan = make_plan(case)
         tables = r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*"  # of whose machine this was
         compiled = dataclasses.replace(plan.compiled, hlo=re.sub(tables, "", plan.compiled.hlo, flags=re.MULTILINE), seconds=0.0)
         (KEPT / f"{case}.json").write_text(json.dumps(dataclasses.asdict(compiled), indent=1) + "\n", encoding="utf-8")

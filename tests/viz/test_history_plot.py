@@ -10,12 +10,12 @@ from spmd.viz.history_plot import figure
 
 
 def history(steps, *, evaluated=True):
-    made = History(("loss", "accuracy"))
+    drawn = History(("loss", "accuracy"))
     for step in range(1, steps + 1):
-        made.add_steps(step, np.array([[[5.0 / step, step / steps], [1.0, 1.0]]]))
+        drawn.add_steps(step, np.array([[[5.0 / step, step / steps], [1.0, 1.0]]]))
         if evaluated and step % 10 == 0:
-            made.add_evaluation(step, {"eval_loss": 6.0 / step, "eval_speed": 2.0})
-    return made
+            drawn.add_evaluation(step, {"eval_loss": 6.0 / step, "eval_speed": 2.0})
+    return drawn
 
 
 def test_writes_a_png(tmp_path):

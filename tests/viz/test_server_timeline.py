@@ -22,12 +22,12 @@ def bars(axes, colour):
     """(left, right, line) of every bar of a colour, in order."""
     import matplotlib.colors
 
-    found = []
+    intervals = []
     for drawn in axes.collections:
         if len(drawn.get_facecolor()) and tuple(drawn.get_facecolor()[0]) == matplotlib.colors.to_rgba(colour):
             ends = [(path.vertices[:, 0].min(), path.vertices[:, 0].max(), round(path.vertices[:, 1].mean())) for path in drawn.get_paths()]
-            found += ends
-    return sorted(found)
+            intervals += ends
+    return sorted(intervals)
 
 
 @pytest.mark.parametrize("words", [{"spares": 1}, {"mode": "asynchronous", "max_staleness": 3}, {"mode": "local", "every": 4}], ids=str)
@@ -35,9 +35,11 @@ def test_every_gradient_is_where_the_clock_has_it(words):
     account = simulated(**words)
     axes, spans = timeline_figure(account, seconds=account.seconds).axes[0], account.spans
     lost, end = spans.arrived & ~spans.applied, account.seconds
-    inside = lambda a, b, which: sorted(
-        (left, min(right, end), line) for left, right, line in zip(a[which], b[which], spans.worker[which], strict=True) if left < end
-    )
+
+    def inside(starts, stops, which):
+        intervals = zip(starts[which], stops[which], spans.worker[which], strict=True)
+        return sorted((left, min(right, end), line) for left, right, line in intervals if left < end)
+
     assert bars(axes, COMPUTES) == inside(spans.began, spans.done, ~lost)
     assert bars(axes, DROPPED) == inside(spans.began, spans.done, lost) and lost.any() == (words.get("mode") != "local")
     assert bars(axes, SENDS) == inside(spans.queued, spans.time, spans.time > spans.queued) != []
