@@ -81,10 +81,13 @@ class GPT(nnx.Module):
         return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places(jnp.arange(tokens.shape[1])))))
 
 
-model = lambda: GPT(rngs=nnx.Rngs(0))
+def make_model():
+    return GPT(rngs=nnx.Rngs(0))
+
+
 tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32")  # shapes are enough: nothing is allocated
 batch = {"tokens": tokens, "targets": tokens}
-what = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(3e-4), "precision": "bfloat16"}
+training = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(3e-4), "precision": "bfloat16"}
 
 target = "4xl4"
 if SMALL:  # the L4's file, with so little memory that the small model does not fit either
@@ -92,8 +95,8 @@ if SMALL:  # the L4's file, with so little memory that the small model does not 
     (folder / "small.toml").write_text(re.sub(r"^memory = \S+", f"memory = {12 * 2**20}", text, count=1, flags=re.MULTILINE))
     target = f"4x{folder}/small.toml"
 
-sizes = jax.tree.leaves(nnx.eval_shape(model))
-print(f"{sum(np.prod(leaf.shape) for leaf in sizes) / 1e6:.1f} million parameters")
+leaves = jax.tree.leaves(nnx.eval_shape(make_model))
+print(f"{sum(np.prod(leaf.shape) for leaf in leaves) / 1e6:.1f} million parameters")
 
 # %% [markdown]
 # ## It does not fit
@@ -102,7 +105,7 @@ print(f"{sum(np.prod(leaf.shape) for leaf in sizes) / 1e6:.1f} million parameter
 # terminal shows it as text, and `plan.save("plan.html")` writes the page to a file.
 
 # %%
-first = spmd.plan(model, batch, target=target, layout="data_parallel", **what)
+first = spmd.plan(make_model, batch, target=target, layout="data_parallel", **training)
 first
 
 # %% [markdown]
@@ -123,13 +126,12 @@ for fix in fixes:
 # rule most of them out; the promising ones are compiled. Every rejected candidate has a reason.
 
 # %%
-found = spmd.search(
-    model, batch, target=target, candidates=["data_parallel", "zero1", "fsdp", "pipeline"], compiles=12 if SMALL else 16, **what
-)
-found
+candidates = ["data_parallel", "zero1", "fsdp", "pipeline"]
+search = spmd.search(make_model, batch, target=target, candidates=candidates, compiles=12 if SMALL else 16, **training)
+search
 
 # %%
-best = found.best
+best = search.best
 spmd.compare(first, best)
 
 # %% [markdown]
@@ -158,9 +160,9 @@ curve
 # The best layout is a TOML file like those shipped with the library, complete with its mesh.
 
 # %%
-path = found.save(folder / "my_gpt.toml")
+path = search.save(folder / "my_gpt.toml")
 print(path.read_text())
-assert spmd.Layout.load(path) == found.layout
+assert spmd.Layout.load(path) == search.layout
 
 # %% [markdown]
 # Training uses the file. Here a small model of the same kind trains a few steps with it on four simulated CPU devices; on the
@@ -170,10 +172,9 @@ assert spmd.Layout.load(path) == found.layout
 rng = np.random.default_rng(0)
 text = rng.integers(0, 256, (256, 65)) % 7  # seven letters
 data = {"tokens": text[:, :-1].astype(np.int32), "targets": text[:, 1:].astype(np.int32)}
-tiny = lambda: GPT(256, 64, 4, 4, 64, rngs=nnx.Rngs(0))
-config = found.best.program.placed.config
+config = best.program.placed.config
 result = spmd.fit(
-    tiny,
+    lambda: GPT(256, 64, 4, 4, 64, rngs=nnx.Rngs(0)),
     data,
     layout=path,
     loss=spmd.losses.cross_entropy,
@@ -190,13 +191,17 @@ print(f"loss from {losses[0]:.2f} to {losses[-1]:.2f}")
 # %% [markdown]
 # ## Summary
 
+
 # %%
-memory = lambda plan: f"{plan.memory.peak / 2**30:.3g} GiB of {plan.memory.capacity / 2**30:.3g}"
+def memory(plan):
+    return f"{plan.memory.peak / 2**30:.3g} GiB of {plan.memory.capacity / 2**30:.3g}"
+
+
 lines = [
     f"- Data-parallel training **does not fit**: {memory(first)} on each of {first.cluster.count} devices.",
     f"- The first fix that does: {fixes[-1].change} ({memory(fixes[-1].plan)}, {1e3 * fixes[-1].plan.timeline.seconds:.3g} ms per step).",
-    f"- The fastest that was found: {found.plans[0][0]} ({memory(best)}, {1e3 * best.timeline.seconds:.3g} ms per step).",
-    f"- Of {len(found.plans) + len(found.rejected)} candidates {len(found.plans)} were compiled and fit.",
+    f"- The fastest that was found: {search.plans[0][0]} ({memory(best)}, {1e3 * best.timeline.seconds:.3g} ms per step).",
+    f"- Of {len(search.plans) + len(search.rejected)} candidates {len(search.plans)} were compiled and fit.",
     f"- Data-parallel training of {first.rows} rows stops gaining at {curve.knee('exact')} devices with exact gradients.",
 ]
 assert not first.fits and fixes[-1].fits and best.timeline.seconds <= fixes[-1].plan.timeline.seconds
