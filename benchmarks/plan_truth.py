@@ -38,21 +38,25 @@ def case_of(name: str, rows: int) -> tuple:
     from examples.char_lstm import CharLSTM
     from examples.gpt import GPT
 
-    rngs = lambda: nnx.Rngs(0)
-    if name in SIZES:
+    def gpt():
         depth, width, heads = SIZES[name]
-        tokens = jax.ShapeDtypeStruct((rows, 1024), "int32")
-        model = lambda: GPT(vocab=50304, width=width, depth=depth, heads=heads, length=1024, rngs=rngs())
-        return model, {"tokens": tokens, "targets": tokens}, "bfloat16"
-    if name == "lstm":
-        tokens = jax.ShapeDtypeStruct((rows, 128), "int32")
-        return lambda: CharLSTM(width=256, hidden=1024, rngs=rngs()), {"tokens": tokens, "targets": tokens}, "float32"
-    layers = lambda: nnx.Sequential(
-        *(nnx.Conv(3, 64, (3, 3), rngs=rngs()), nnx.relu, nnx.Conv(64, 128, (3, 3), strides=2, rngs=rngs()), nnx.relu),
-        *(lambda x: x.reshape(x.shape[0], -1), nnx.Linear(16 * 16 * 128, 256, rngs=rngs()), nnx.relu, nnx.Linear(256, 10, rngs=rngs())),
-    )
-    batch = {"image": jax.ShapeDtypeStruct((rows, 32, 32, 3), "float32"), "label": jax.ShapeDtypeStruct((rows,), "int32")}
-    return layers, batch, "float32"
+        return GPT(vocab=50304, width=width, depth=depth, heads=heads, length=1024, rngs=nnx.Rngs(0))
+
+    def lstm():
+        return CharLSTM(width=256, hidden=1024, rngs=nnx.Rngs(0))
+
+    def cnn():
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(
+            *(nnx.Conv(3, 64, (3, 3), rngs=rngs), nnx.relu, nnx.Conv(64, 128, (3, 3), strides=2, rngs=rngs), nnx.relu),
+            *(lambda x: x.reshape(x.shape[0], -1), nnx.Linear(16 * 16 * 128, 256, rngs=rngs), nnx.relu, nnx.Linear(256, 10, rngs=rngs)),
+        )
+
+    if name == "cnn":
+        batch = {"image": jax.ShapeDtypeStruct((rows, 32, 32, 3), "float32"), "label": jax.ShapeDtypeStruct((rows,), "int32")}
+        return cnn, batch, "float32"
+    tokens = jax.ShapeDtypeStruct((rows, 128 if name == "lstm" else 1024), "int32")
+    return lstm if name == "lstm" else gpt, {"tokens": tokens, "targets": tokens}, "float32" if name == "lstm" else "bfloat16"
 
 
 def measure(name: str, rows: int, target: str) -> dict:
@@ -67,8 +71,7 @@ def measure(name: str, rows: int, target: str) -> dict:
     options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), "precision": precision}
     plan = spmd.plan(model, shapes, target=target, **options)
     trainer = spmd.Trainer(model, mesh=spmd.make_mesh("data=1", devices=jax.devices()[:1]), **options)
-    draw = lambda leaf: np.ones(leaf.shape, leaf.dtype) if leaf.dtype == "float32" else np.zeros(leaf.shape, leaf.dtype)
-    batch = trainer.place(jax.tree.map(draw, shapes))
+    batch = trainer.place(jax.tree.map(lambda leaf: np.full(leaf.shape, leaf.dtype == "float32", leaf.dtype), shapes))
     state, times = trainer.init(), []
     for _ in range(25):
         begun = time.perf_counter()
@@ -76,11 +79,9 @@ def measure(name: str, rows: int, target: str) -> dict:
         metrics.wait()
         times.append(time.perf_counter() - begun)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    seconds = statistics.median(times[5:])
-    device = jax.devices()[0].device_kind
-    return {"seconds": seconds, "plan_seconds": plan.timeline.seconds, "peak": peak, "plan_peak": plan.memory.peak, "device": device} | {
-        "compiler": plan.compiled.compiler
-    }
+    seconds, device = statistics.median(times[5:]), jax.devices()[0].device_kind
+    measured = {"seconds": seconds, "peak": peak, "device": device}
+    return measured | {"plan_seconds": plan.timeline.seconds, "plan_peak": plan.memory.peak, "compiler": plan.compiled.compiler}
 
 
 def main() -> None:
@@ -93,15 +94,11 @@ def main() -> None:
     if options.case:
         print(json.dumps(measure(options.case[0], int(options.case[1]), options.target)))
         return
-    lines, found = [], {}
+    lines, result = [], {}
     for name in options.only.split(",") if options.only else CASES:
         title, sizes = CASES[name]
-        lines += [
-            f"### {name}: {title}",
-            "",
-            "| rows | step | plan | plan / step | peak | plan | plan / peak |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        header = "| rows | step | plan | plan / step | peak | plan | plan / peak |"
+        lines += [f"### {name}: {title}", "", header, "|---|---|---|---|---|---|---|"]
         for rows in sizes:
             command = [sys.executable, __file__, "--target", options.target, "--case", name, str(rows)]
             done = subprocess.run(
@@ -110,17 +107,14 @@ def main() -> None:
             if done.returncode:
                 lines.append(f"| {rows} | failed: {done.stderr.strip().splitlines()[-1][:100]} | | | | | |")
                 continue
-            found = json.loads(done.stdout.splitlines()[-1])
-            memory = " | ".join(f"{size / 2**30:.3f} GiB" for size in (found["peak"], found["plan_peak"])) if found["peak"] else " | "
-            share = f"{found['plan_peak'] / found['peak']:.3f}" if found["peak"] else ""
-            times = (
-                f"{1e3 * found['seconds']:.2f} ms | {1e3 * found['plan_seconds']:.2f} ms | {found['plan_seconds'] / found['seconds']:.2f}"
-            )
-            lines.append(f"| {rows} | {times} | {memory} | {share} |")
+            result = json.loads(done.stdout.splitlines()[-1])
+            seconds, planned, peak, planned_peak = (result[key] for key in ("seconds", "plan_seconds", "peak", "plan_peak"))
+            memory = f"{peak / 2**30:.3f} GiB | {planned_peak / 2**30:.3f} GiB | {planned_peak / peak:.3f}" if peak else " |  | "
+            lines.append(f"| {rows} | {1e3 * seconds:.2f} ms | {1e3 * planned:.2f} ms | {planned / seconds:.2f} | {memory} |")
             print(lines[-1], flush=True)
         lines.append("")
-    head = f"`{' '.join(['python', 'benchmarks/plan_truth.py', *sys.argv[1:]])}`, {datetime.date.today()}, {found.get('device')}, "
-    head += f"Python {platform.python_version()}; plans compiled by {found.get('compiler')}."
+    head = f"`{' '.join(['python', 'benchmarks/plan_truth.py', *sys.argv[1:]])}`, {datetime.date.today()}, {result.get('device')}, "
+    head += f"Python {platform.python_version()}; plans compiled by {result.get('compiler')}."
     options.write.write_text("\n".join(["# Plans against the device", "", head, "", *lines]), encoding="utf-8")
 
 
