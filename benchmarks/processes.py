@@ -92,12 +92,12 @@ def make_mlp(width: int) -> Any:
 def steps_of_fit(turn: Turn) -> None:
     """Turns of steps, the guard's threads as the word says; between them it rests."""
     import spmd
-    from spmd import api, resume
+    from spmd import api
 
     def lower(program: Any, *_: Any) -> None:  # which a process that is alone does as well
         program.text(), program.placed.init_facts()
 
-    once = {"consistency": timed(api, "_check_processes_agree", lower), "replicas": timed(resume, "check_replicas")}
+    once = {"consistency": timed(api, "_check_processes_agree", lower), "replicas": timed(api, "check_replicas")}
     watched = Watched()
     began = [time.perf_counter()]
 
