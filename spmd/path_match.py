@@ -3,9 +3,8 @@
 import functools
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
-from spmd.errors import LayoutError, OptionError, closest
+from spmd.errors import LayoutError, closest
 
 MAX_LENGTH = 400  # a pattern is data from a file: bounded, and compiled to a regex without nested repeats
 
@@ -26,24 +25,14 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise LayoutError(f"path pattern of {len(pattern)} characters: at most {MAX_LENGTH} are allowed.")
     if re.search(r"[{}]", re.sub(r"\{[^{}]*\}", "", pattern)):
         raise LayoutError(f'path "{pattern}": braces must close and cannot be nested.')
-    out, index, braces = [], 0, False
-    while index < len(pattern):
-        char = pattern[index]
-        if pattern.startswith("**/", index):
-            out.append("(?:[^/]+/)*")
-            index += 3
-            continue
-        if pattern.startswith("**", index):
-            out.append(".*")
-            index += 2
-            continue
-        out.append(_CHARS.get(char, re.escape(char)) if char != "," else "|" if braces else ",")
-        braces = char == "{" or (braces and char != "}")
-        index += 1
-    return re.compile("".join(out))
+    regex, inside_braces = [], False
+    for token in re.split(r"(\*\*/|\*\*|[*?{},])", pattern):
+        regex.append("|" if token == "," and inside_braces else _REGEX_OF_TOKEN.get(token, re.escape(token)))
+        inside_braces = token == "{" or (inside_braces and token != "}")
+    return re.compile("".join(regex))
 
 
-_CHARS = {"*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
+_REGEX_OF_TOKEN = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
 
 
 def matches(pattern: str, paths: Iterable[str]) -> list[str]:
@@ -68,9 +57,9 @@ def suggest(pattern: str, paths: Iterable[str]) -> tuple[str, int] | None:
         plain = word and word not in levels and not re.search(r"[*?/{},]", word)
         words.append((closest(word, levels) or word) if plain else word)
     for candidate in ("".join(words), f"**/{''.join(words)}", f"{''.join(words)}/**"):
-        found = matches(candidate, paths)
-        if found and candidate != pattern:
-            return candidate, len(found)
+        matched = matches(candidate, paths)
+        if matched and candidate != pattern:
+            return candidate, len(matched)
     return None
 
 
@@ -98,15 +87,3 @@ def covering(some: Sequence[str], all_paths: Collection[str]) -> str | None:
     wanted = [path for path in all_paths if path in set(some)]
     # names may contain pattern characters, so each candidate is verified
     return next((pattern for pattern in candidates if len(pattern) <= MAX_LENGTH and matches(pattern, all_paths) == wanted), None)
-
-
-def names(given: Any) -> tuple[str, ...]:
-    """One name or several, as a tuple.
-
-    >>> names("data"), names(["node", "data"])
-    (('data',), ('node', 'data'))
-    """
-    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, tuple | list) else (given,)
-    if not all(isinstance(name, str) for name in found):
-        raise OptionError(f"{given!r} is no name, and no tuple of names.")
-    return found

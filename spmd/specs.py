@@ -1,5 +1,7 @@
 """Specs: over which mesh axes each dim of an array is sharded."""
 
+import json
+
 from jax.sharding import PartitionSpec
 
 Entry = str | tuple[str, ...] | None  # one dim: replicated (None), sharded over one mesh axis, or over several (outermost first)
@@ -24,6 +26,15 @@ def entry_axes(entry: Entry) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry
 
 
+def make_entry(axes: tuple[str, ...]) -> Entry:
+    """The entry with these mesh axes.
+
+    >>> make_entry(()), make_entry(("data",)), make_entry(("data", "model"))
+    (None, 'data', ('data', 'model'))
+    """
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
 def spec_axes(spec: Spec) -> tuple[str, ...]:
     """All mesh axes of a spec, in order."""
     return tuple(axis for entry in spec for axis in entry_axes(entry))
@@ -35,8 +46,7 @@ def keep_axes(spec: Spec, axes: tuple[str, ...]) -> Spec:
     >>> keep_axes(("data", ("data", "model")), ("model",))
     (None, 'model')
     """
-    kept = (tuple(axis for axis in entry_axes(entry) if axis in axes) for entry in spec)
-    return tuple(None if not entry else entry[0] if len(entry) == 1 else entry for entry in kept)
+    return tuple(make_entry(tuple(axis for axis in entry_axes(entry) if axis in axes)) for entry in spec)
 
 
 def mixes_data_axes(spec: Spec, data_axes: tuple[str, ...]) -> bool:
@@ -54,12 +64,4 @@ def spec_text(spec: Spec) -> str:
     >>> spec_text((None, ("data", "model")))
     '["-", ["data", "model"]]'
     """
-    return "[" + ", ".join(_entry_text(entry) for entry in spec) + "]"
-
-
-def _entry_text(entry: Entry) -> str:
-    if entry is None:
-        return f'"{REPLICATED}"'
-    if isinstance(entry, str):
-        return f'"{entry}"'
-    return "[" + ", ".join(f'"{axis}"' for axis in entry) + "]"
+    return json.dumps([REPLICATED if entry is None else entry for entry in spec], ensure_ascii=False)

@@ -9,7 +9,7 @@ PATHS = ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel", "blocks/10/m
 
 
 @pytest.mark.parametrize(
-    "pattern, found",
+    "pattern, expected",
     [
         ("kernel", ["kernel"]),
         ("*/kernel", ["head/kernel"]),
@@ -32,8 +32,8 @@ PATHS = ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel", "blocks/10/m
         ("", []),
     ],
 )
-def test_pattern_matches(pattern, found):
-    assert matches(pattern, PATHS) == found
+def test_pattern_matches(pattern, expected):
+    assert matches(pattern, PATHS) == expected
 
 
 def test_double_star_matches_full_levels_only_before_slash():

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
 from spmd.errors import DataError, Problem, first_line, join_names, raise_problems, short_repr, type_name
-from spmd.layout.check import spec_problems
+from spmd.layout.fixes import spec_problems
 from spmd.layout.resolve import matching_rules, rule_name
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import jax
 
 from spmd.errors import Problem
-from spmd.layout.fixes import except_text, first_names, fitting_spec, overlap_fix, path_fix, rule_fix, spec_problems
+from spmd.layout import fixes
 from spmd.layout.resolve import matching_rules, num_shards, rule_name
-from spmd.layout.schema import Layout
+from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
-from spmd.path_match import covering, matches
-from spmd.specs import Spec, entry_axes, keep_axes, spec_axes, spec_text
+from spmd.path_match import covering
+from spmd.specs import Spec, entry_axes, keep_axes, make_entry, spec_text
 from spmd.tree import describe
 
 
@@ -41,7 +41,7 @@ def activation_spec(model_spec: Spec, data_axes: tuple[str, ...], shape: tuple[i
     rows = (*data_axes, *(entry_axes(model_spec[0]) if model_spec else ()))
     while rows and shape[0] % num_shards((rows,), mesh):
         rows = rows[:-1]
-    return (rows[0] if len(rows) == 1 else rows or None, *fitting_spec((None, *model_spec[1:]), shape, mesh)[1:])
+    return (make_entry(rows), *fixes.fitting_spec((None, *model_spec[1:]), shape, mesh)[1:])
 
 
 def data_axis_problems(layout: Layout) -> Iterator[Problem]:
@@ -66,29 +66,38 @@ def output_problems(layout: Layout, mesh: MeshSpec, modules: Sequence[str], outp
     rules = layout.activations
     claims = {path: tuple(matching_rules(rules, path)) for path in modules}
     for number, rule in enumerate(rules):
-        where, found = f'[[activations]] {rule_name(rules, number)}: path "{rule.path}"', matches(rule.path, modules)
-        at = {"rule": number + 1, "line": rule.line, "kind": "no_match"}
+        where, at = f'[[activations]] {rule_name(rules, number)}: path "{rule.path}"', {"rule": number + 1, "line": rule.line}
         if not modules:
             fix = "remove the rule, or call jax.lax.with_sharding_constraint in apply."
-            yield Problem(where, ["names submodules; a FunctionalModel has none."], fix, **at)
+            yield Problem(where, ["names submodules; a FunctionalModel has none."], fix, **at, kind="no_match")
             continue
-        if not found:
-            fix = path_fix(rule.path, [path for path in modules if path])
-            yield Problem(f"{where} matches no callable submodule.", [], fix, **at)
-        for other in (other for other in rule.except_ if found and not matches(other, found)):
-            yield Problem(f'{where}, except "{other}"', ["matches no submodule of this rule."], path_fix(other, found), **at)
-        claimed = [path for path in found if number in claims[path]]
-        if found and not claimed:
-            why = "excludes every submodule of this rule."
-            yield Problem(f"{where}, except {', '.join(rule.except_)}", [why], "remove the rule.", **at)
+        yield from fixes.match_problems(where, rule, modules, "callable submodule", at)
+        claimed = [path for path in modules if number in claims[path]]
         if claimed and not any(path in outputs for path in claimed):
-            why = f"matches {first_names(claimed)}, which the model never calls as module(x), so nothing is sharded."
-            yield Problem(where, [why], "a pattern for modules that are called.", **at)
+            why = f"matches {fixes.first_names(claimed)}, which the model never calls as module(x), so nothing is sharded."
+            yield Problem(where, [why], "a pattern for modules that are called.", **at, kind="no_match")
     for path in (path for path in modules if len(claims[path]) > 1):
-        why = [f'{rule_name(rules, index)} claims it: path "{rules[index].path}"' for index in claims[path]]
-        why = [f"{len(why)} [[activations]] rules match this module.", *why]
-        yield Problem(_module(path), why, overlap_fix(rules, claims[path], claims), path=path, kind="overlap")
+        why = fixes.claim_lines(rules, claims[path], "[[activations]] rules match this module")
+        yield Problem(_module(path), why, fixes.overlap_fix(rules, claims[path], claims), path=path, kind="overlap")
     yield from _misfits(layout, mesh, claims, outputs, rows, parts)
+
+
+class _Misfit(NamedTuple):
+    """What is wrong with an array of a module's output; `spec` is its rule's, without data axes."""
+
+    rule: int
+    inside: str
+    array: str
+    shape: tuple[int, ...]
+    spec: Spec
+    rows: int
+    parts: int
+    why: tuple[str, ...]
+
+    @property
+    def at_once(self) -> tuple[int, ...]:
+        """The shape in one call of the model."""
+        return (self.shape[0] // self.parts, *self.shape[1:])
 
 
 def _misfits(
@@ -96,73 +105,57 @@ def _misfits(
 ) -> Iterator[Problem]:
     """Arrays that do not fit their rule; modules that share a rule and a shape are reported as one problem."""
     rules, misfits = layout.activations, {}
+    other_axes = tuple(axis for axis in mesh.names if axis not in layout.data_axes())
     for path, arrays in outputs.items():
         for output in arrays if len(claims[path]) == 1 else ():
-            spec, counts = _without_data_axes(layout, rules[claims[path][0]].spec), (rows, parts)
+            spec, counts = keep_axes(rules[claims[path][0]].spec, other_axes), (rows, parts)
             if output.part:  # how many of the batch's rows it has is unknown
                 spec, counts = (None, *spec[1:]), (1, 1)
-            why = tuple(_why(spec, output.leaf.shape, mesh, *counts))
+            misfit = _Misfit(claims[path][0], output.inside, describe(output.leaf), output.leaf.shape, spec, *counts, ())
+            why = tuple(_why(misfit, mesh))
             if why:
-                key = (claims[path][0], output.inside, describe(output.leaf), output.leaf.shape, spec, counts, why)
-                misfits.setdefault(key, []).append(path)
-    for (number, inside, array, shape, spec, counts, why), paths in misfits.items():
-        first = f"{_module(paths[0])}{f', {inside} of its output' if inside else ''}   {array}"
+                misfits.setdefault(misfit._replace(why=why), []).append(path)
+    for misfit, paths in misfits.items():
+        first = f"{_module(paths[0])}{f', {misfit.inside} of its output' if misfit.inside else ''}   {misfit.array}"
+        rule = rules[misfit.rule]
         yield Problem(
-            f"{first}   [[activations]] {rule_name(rules, number)}: spec {spec_text(rules[number].spec)}",
-            why,
-            _fix(layout, number, paths, spec, shape, claims, mesh, *counts),
-            also=f"and {len(paths) - 1} more: {first_names(paths[1:])}." if len(paths) > 1 else "",
+            f"{first}   [[activations]] {rule_name(rules, misfit.rule)}: spec {spec_text(rule.spec)}",
+            misfit.why,
+            _fix(rules, misfit, paths, claims, mesh),
+            also=fixes.more_names(paths),
             path=paths[0],
-            rule=number + 1,
-            line=rules[number].line,
-            kind="wrong_rank" if len(spec) > len(shape) else "not_divisible",
+            rule=misfit.rule + 1,
+            line=rule.line,
+            kind="wrong_rank" if len(misfit.spec) > len(misfit.shape) else "not_divisible",
         )
 
 
-def _why(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec, rows: int, parts: int) -> Iterator[str]:
-    """Why `spec` does not fit an array of this shape."""
+def _why(misfit: _Misfit, mesh: MeshSpec) -> Iterator[str]:
+    """Why the spec does not fit the array; nothing if it does."""
+    spec, shape, rows, parts = misfit.spec, misfit.shape, misfit.rows, misfit.parts
     if not shape or shape[0] % rows:
         yield f"dim 0 is not the batch, of which there are {rows} rows." if shape else "a scalar has no dim to shard."
         return
-    at_once = (shape[0] // parts, *shape[1:])
-    if parts > 1 and len(spec) <= len(shape) and at_once[0] % num_shards(spec[:1], mesh):
-        yield f"of {shape[0]} rows, {at_once[0]} are computed at once (parts: {parts}, workers times microbatches)."
-    yield from spec_problems(spec, at_once, mesh)
+    if parts > 1 and len(spec) <= len(shape) and misfit.at_once[0] % num_shards(spec[:1], mesh):
+        yield f"of {shape[0]} rows, {misfit.at_once[0]} are computed at once (parts: {parts}, workers times microbatches)."
+    yield from fixes.spec_problems(spec, misfit.at_once, mesh)
 
 
-def _without_data_axes(layout: Layout, spec: Spec) -> Spec:
-    """The spec without the data axes."""
-    return keep_axes(spec, tuple(axis for axis in spec_axes(spec) if axis not in layout.data_axes()))
-
-
-def _fix(
-    layout: Layout,
-    number: int,
-    paths: list[str],
-    spec: Spec,
-    shape: tuple[int, ...],
-    claims: Mapping[str, tuple[int, ...]],
-    mesh: MeshSpec,
-    rows: int,
-    parts: int,
-) -> str:
+def _fix(rules: tuple[Rule, ...], misfit: _Misfit, paths: list[str], claims: Mapping[str, tuple[int, ...]], mesh: MeshSpec) -> str:
     """A spec that fits these modules, and sizes that would fit the rule's spec."""
-    rules, pattern = layout.activations, covering(paths, claims)
-    alone = sum(claimed == (number,) for claimed in claims.values()) == len(paths)
-    if not shape or shape[0] % rows:
+    number, spec, shape, pattern = misfit.rule, misfit.spec, misfit.shape, covering(paths, claims)
+    all_of_rule = sum(claimed == (number,) for claimed in claims.values()) == len(paths)
+    if not shape or shape[0] % misfit.rows:
         others = "a pattern for modules that return rows."
-        return others if alone or not pattern else f"{except_text(rules[number], [pattern])}  in {rule_name(rules, number)}."
-    at_once = (shape[0] // parts, *shape[1:])
-    fixed = spec_text(fitting_spec(spec, at_once, mesh))
-    fix = f"spec {fixed}" if alone else rule_fix(rules, number, pattern, fixed)
-    sizes = []
+        return others if all_of_rule or not pattern else f"{fixes.except_text(rules[number], [pattern])}  in {rule_name(rules, number)}."
+    fitting = spec_text(fixes.fitting_spec(spec, misfit.at_once, mesh))
+    fix, sizes = f"spec {fitting}" if all_of_rule else fixes.rule_fix(rules, number, pattern, fitting), []
     for dim, entry in enumerate(spec) if len(spec) <= len(shape) else ():
-        pieces, size = num_shards((entry,), mesh), at_once[dim]
-        if size % pieces:
-            near = sorted({max(pieces, size // pieces * pieces), -(-size // pieces) * pieces})
-            batch = dim == 0 and shape[0] == rows
-            shown = " or ".join(str(one * parts if batch else one) for one in near)
-            sizes.append(f"batch_size={shown}" if batch else f"dim {dim} of {shown}")
+        pieces, size = num_shards((entry,), mesh), misfit.at_once[dim]
+        if size % pieces and dim == 0 and shape[0] == misfit.rows:
+            sizes.append(f"batch_size={fixes.near_multiples(size * misfit.parts, pieces * misfit.parts)}")
+        elif size % pieces:
+            sizes.append(f"dim {dim} of {fixes.near_multiples(size, pieces)}")
     return fix + (f", or {', '.join(sizes)}." if sizes else ".")
 
 

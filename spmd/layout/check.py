@@ -2,20 +2,21 @@
 
 import dataclasses
 import types
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from spmd.errors import LayoutError, Problem, closest, raise_problems
+from spmd.layout import fixes
 from spmd.layout.activations import data_axis_problems
 from spmd.layout.check_resolved import resolved_problems
-from spmd.layout.fixes import first_names, fitting_spec, overlap_fix, path_fix, rule_fix, spec_fix, spec_problems
 from spmd.layout.resolve import Names, Resolved, choose, each_name, matching_rules, named_spec, names_text, one_layer, resolve, rule_name
-from spmd.layout.schema import Layout, Rule
+from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, axis_problem
-from spmd.path_match import covering, matches
-from spmd.specs import REPLICATED, Entry, Spec, entry_axes, keep_axes, spec_axes, spec_text
+from spmd.path_match import covering
+from spmd.specs import REPLICATED, Entry, Spec, entry_axes, keep_axes, make_entry, spec_axes, spec_text
 from spmd.tree import describe
 
 Params = Mapping[str, jax.ShapeDtypeStruct]
@@ -61,17 +62,16 @@ def fit_layout(
         return True
 
     stacked_params, params = params, one_layer(params, stacks)
-    claims = {path: tuple(matching_rules(layout.params, path)) for path in params}
-    problems = [*_layout_problems(layout, mesh), *_rule_problems(layout.params, params, mesh), *_codec_problems(layout, params, mesh)]
+    problems = [*_layout_problems(layout, mesh), *_rule_problems(layout, params, mesh), *_codec_problems(layout, params, mesh)]
     problems += _pipeline_problems(layout, stacks, mesh)
     misfits: dict[Misfit, list[str]] = {}
     for path, leaf in params.items():
-        misfit = _misfit(layout, claims[path], path, leaf, names.get(path), mesh, stacked=path in stacks)
+        misfit = _misfit(layout, path, leaf, names.get(path), mesh, stacked=path in stacks)
         if misfit:
             misfits.setdefault(misfit, []).append(path)
     fitting = len(params) - sum(map(len, misfits.values()))
     misfits.pop(REPORTED, None)
-    problems += [_misfit_problem(layout, misfit, paths, params, claims, mesh) for misfit, paths in misfits.items()]
+    problems += [_misfit_problem(layout, misfit, paths, params, mesh) for misfit, paths in misfits.items()]
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = resolve(layout, params, names, mesh, stacks)
@@ -81,150 +81,110 @@ def fit_layout(
 
 def _axis_lines(spec: Spec, mesh: MeshSpec) -> tuple[list[str], str]:
     """What is wrong with a spec for every array, and a fix: unknown axes, and axes used more than once."""
-    lines, fix = [], ""
-    for axis in dict.fromkeys(spec_axes(spec)):
-        unknown = axis_problem(axis, mesh)
-        if unknown:
-            lines += unknown[0]
-            fix = unknown[1]
-        repeated = _repeated_lines(spec, axis)
-        lines += repeated
-        if repeated:
-            fix = fix or f'keep "{axis}" in one place and write "-" in the other.'
-    return lines, fix
+    unknown = [problem for axis in dict.fromkeys(spec_axes(spec)) if (problem := axis_problem(axis, mesh))]
+    repeated = _repeated_axes(spec)
+    fix = unknown[-1][1] if unknown else f'keep "{next(iter(repeated), "")}" in one place and write "-" in the other.'
+    return [*(line for lines, _ in unknown for line in lines), *repeated.values()], fix
 
 
-def _repeated_lines(spec: Spec, axis: str) -> list[str]:
-    count = spec_axes(spec).count(axis)
-    return [f'mesh axis "{axis}" is used {count} times; an array can be sharded over it once.'] if count > 1 else []
+def _repeated_axes(spec: Spec) -> dict[str, str]:
+    """What is wrong with every mesh axis that a spec has more than once."""
+    counts = Counter(spec_axes(spec))
+    why = 'mesh axis "{}" is used {} times; an array can be sharded over it once.'
+    return {axis: why.format(axis, count) for axis, count in counts.items() if count > 1}
 
 
-def _axis_kind(spec: Spec, mesh: MeshSpec) -> str:
-    return "unknown_axis" if set(spec_axes(spec)) - set(mesh.names) else "repeated_axis"
+def _axis_problems(where: str, spec: Spec, layout: Layout, mesh: MeshSpec, **at: Any) -> Iterator[Problem]:
+    """Unknown and repeated mesh axes of a spec, as one problem."""
+    lines, fix = _axis_lines(spec, mesh)
+    unknown = set(spec_axes(spec)) - set(mesh.names)
+    if unknown & dict(layout.mesh).keys():
+        fix = f'mesh="{",".join(f"{axis}={size}" for axis, size in layout.mesh)}", as the layout declares.'
+    if lines:
+        yield Problem(where, lines, fix, **at, kind="unknown_axis" if unknown else "repeated_axis")
 
 
 def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     """Problems of the layout itself, outside its parameter rules."""
-    where = {"[batch] spec": layout.batch.spec}
-    where |= {f"[[batch.rules]] {rule_name(layout.batch.rules, n)}": rule.spec for n, rule in enumerate(layout.batch.rules)}
-    where |= {f"[[activations]] {rule_name(layout.activations, n)}": rule.spec for n, rule in enumerate(layout.activations)}
-    where |= {f'[axes] "{name}"': (entry,) for name, entry in layout.axes}
-    where["[pipeline] axis"], where["[sequence] axis"] = (layout.pipeline.axis,), (layout.sequence.axis,)
-    where["[experts] axis"] = (layout.experts.axis,)
-    where["[optimizer] shard"] = (layout.optimizer.shard,)
-    where[f'[default] params = "{layout.default.params}"'] = (layout.default.params.partition(":")[2] or None,)
-    for name, spec in where.items():
-        lines, fix = _axis_lines(spec, mesh)
-        if any(axis in dict(layout.mesh) and axis not in mesh.names for axis in spec_axes(spec)):
-            fix = f'mesh="{",".join(f"{axis}={size}" for axis, size in layout.mesh)}", as the layout declares.'
-        if lines:
-            yield Problem(name, lines, fix, kind=_axis_kind(spec, mesh))
+    specs = {"[batch] spec": layout.batch.spec}
+    specs |= {f"[[batch.rules]] {rule_name(layout.batch.rules, n)}": rule.spec for n, rule in enumerate(layout.batch.rules)}
+    specs |= {f"[[activations]] {rule_name(layout.activations, n)}": rule.spec for n, rule in enumerate(layout.activations)}
+    specs |= {f'[axes] "{name}"': (entry,) for name, entry in layout.axes}
+    tables = {"pipeline": layout.pipeline.axis, "sequence": layout.sequence.axis, "experts": layout.experts.axis}
+    specs |= {f"[{table}] axis": (axis,) for table, axis in tables.items()}
+    specs["[optimizer] shard"] = (layout.optimizer.shard,)
+    specs[f'[default] params = "{layout.default.params}"'] = (layout.default.params.partition(":")[2] or None,)
+    for where, spec in specs.items():
+        yield from _axis_problems(where, spec, layout, mesh)
     yield from data_axis_problems(layout)
-    for section, axis in (("sequence", layout.sequence.axis), ("experts", layout.experts.axis)):
+    for table, axis in tables.items():
         if axis in layout.data_axes():
             why = f'"{axis}" is a data axis: it splits the batch among workers, and cannot shard the data of one.'
-            yield Problem(f"[{section}] axis", [why], f"another axis than {', '.join(layout.data_axes())}.", kind="conflict")
+            fix = f"another axis than {', '.join(layout.data_axes())}."
+            yield Problem(f"[{table}] axis", [why], fix, kind="conflict")
+        if axis is not None and axis == layout.pipeline.axis and table != "pipeline":
+            why = f'mesh axis "{axis}" shards the layers ([pipeline]), so nothing on one stage can be sharded over it.'
+            yield Problem(f"[{table}] axis", [why], "a separate axis.", kind="conflict")
 
 
 def _pipeline_problems(layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec) -> Iterator[Problem]:
-    """Stacks that the pipeline's stages do not divide, and a pipeline axis that is used elsewhere."""
+    """Numbers of layers and microbatches that the pipeline's stages do not divide, and remat that a schedule repeats."""
     axis, groups = layout.pipeline.axis, layout.pipeline.groups
     if axis is None or axis not in mesh.names:
         return
-    if axis in layout.data_axes():
-        why = f'mesh axis "{axis}" splits the batch; a stage sees all rows of its worker.'
-        yield Problem("[pipeline] axis", [why], 'a separate axis, such as "stage".', kind="conflict")
-    for section, other in (("sequence", layout.sequence.axis), ("experts", layout.experts.axis)):
-        if axis == other:
-            why = f'mesh axis "{axis}" shards the layers ([pipeline]), so nothing on one stage can be sharded over it.'
-            yield Problem(f"[{section}] axis", [why], "a separate axis.", kind="conflict")
     if layout.pipeline.schedule == "1f1b" and layout.remat.saves != "everything" and not layout.remat.modules:
         why = "a 1f1b stage keeps its input, and computes everything else again in any case."
         yield Problem("[remat] save", [why], 'leave it out, or name the layers: modules = ["**/layers"].')
     parts, stages, count = mesh.sizes[axis] * groups, mesh.sizes[axis], layout.pipeline.microbatches or 0
     if groups > 1 and count % stages:
         why = f"{count} microbatches, {stages} at a time through each group; {count} / {stages} leaves {count % stages}."
-        near = " or ".join(map(str, sorted({max(stages, count // stages * stages), -(-count // stages) * stages})))
-        yield Problem("[pipeline] microbatches", [why], f"{near}.", kind="not_divisible")
+        yield Problem("[pipeline] microbatches", [why], f"{fixes.near_multiples(count, stages)}.", kind="not_divisible")
     for count in sorted(set(stacks.values())):
         if count % parts:
             paths = [path for path, layers in stacks.items() if layers == count]
             of = f'mesh axis "{axis}" has {stages} devices' + (f" of {groups} groups each" if groups > 1 else "")
-            near = " or ".join(map(str, sorted({max(parts, count // parts * parts), -(-count // parts) * parts})))
             sizes = [size for size in range(min(stages, count), 0, -1) if count % (size * groups) == 0]
-            fix = f"{near} layers" + (f', or mesh axis "{axis}" of size {sizes[0]}' if sizes else "")
+            fix = f"{fixes.near_multiples(count, parts)} layers" + (f', or mesh axis "{axis}" of size {sizes[0]}' if sizes else "")
             why = f"a stack of {count} layers; {of}; {count} / {parts} leaves {count % parts}."
-            yield Problem(f"[pipeline]   {first_names(paths)}", [why], f"{fix}.", path=paths[0], kind="not_divisible")
+            yield Problem(f"[pipeline]   {fixes.first_names(paths)}", [why], f"{fix}.", path=paths[0], kind="not_divisible")
 
 
-def _rule_problems(rules: tuple[Rule, ...], params: Params, mesh: MeshSpec) -> Iterator[Problem]:
+def _rule_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[Problem]:
     """Rules that match nothing, or have unknown or repeated mesh axes; `except` patterns that match nothing."""
-    for number, rule in enumerate(rules):
-        where = f'{rule_name(rules, number)}: path "{rule.path}"'
-        found = matches(rule.path, params)
-        at = {"rule": number + 1, "line": rule.line}
-        if not found:
-            yield Problem(f"{where} matches no parameter.", [], path_fix(rule.path, params), **at, kind="no_match")
-        lines, fix = _axis_lines(rule.spec, mesh)
-        if lines:
-            yield Problem(f"{where}, spec {spec_text(rule.spec)}", lines, fix, **at, kind=_axis_kind(rule.spec, mesh))
-        yield from _except_problems(where, rule.except_, found, at)
-
-
-def _except_problems(where: str, patterns: tuple[str, ...], found: list[str], at: Mapping[str, Any]) -> Iterator[Problem]:
-    for other in patterns if found else ():
-        if not matches(other, found):
-            why = "matches no parameter of this rule."
-            yield Problem(f'{where}, except "{other}"', [why], path_fix(other, found), **at, kind="no_match")
-    if found and {path for other in patterns for path in matches(other, found)} == set(found):
-        why = "excludes every parameter of this rule."
-        yield Problem(f"{where}, except {', '.join(patterns)}", [why], "remove the rule.", **at, kind="no_match")
+    for number, rule in enumerate(layout.params):
+        where, at = f'{rule_name(layout.params, number)}: path "{rule.path}"', {"rule": number + 1, "line": rule.line}
+        yield from fixes.match_problems(where, rule, params, "parameter", at)
+        yield from _axis_problems(f"{where}, spec {spec_text(rule.spec)}", rule.spec, layout, mesh, **at)
 
 
 def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[Problem]:
     """Rules of `[gradients]` that match nothing or overlap, and exact axes over which no gradients are reduced."""
     rules, data = layout.gradients.rules, layout.data_axes()
     for number, rule in enumerate(rules):
-        where, found = f'[[gradients.rules]] {rule_name(rules, number)}: path "{rule.path}"', matches(rule.path, params)
-        at = {"rule": number + 1, "line": rule.line}
-        if not found:
-            yield Problem(f"{where} matches no parameter.", [], path_fix(rule.path, params), **at, kind="no_match")
-        yield from _except_problems(where, rule.except_, found, at)
+        where = f'[[gradients.rules]] {rule_name(rules, number)}: path "{rule.path}"'
+        yield from fixes.match_problems(where, rule, params, "parameter", {"rule": number + 1, "line": rule.line})
     for path, leaf in params.items() if len(rules) > 1 else ():
         claimed = matching_rules(rules, path)
         if len(claimed) > 1:
-            why = [f'{rule_name(rules, index)} claims it: path "{rules[index].path}", codec {rules[index].codec}' for index in claimed]
-            why = [f"{len(claimed)} [[gradients.rules]] match this parameter.", *why]
-            fix = "add it to the  except  of one of them."
-            yield Problem(f"{path}   {describe(leaf)}", why, fix, path=path, kind="overlap")
-    inside = layout.gradients.exact_axes
-    for axis in inside:
+            why = fixes.claim_lines(rules, claimed, "[[gradients.rules]] match this parameter")
+            yield Problem(f"{path}   {describe(leaf)}", why, "add it to the  except  of one of them.", path=path, kind="overlap")
+    for axis in layout.gradients.exact_axes:
         if axis not in data:
             unknown = axis_problem(axis, mesh)
             lines, fix = unknown or ([f'"{axis}" is not a data axis.'], f"one of the data axes: {', '.join(data)}.")
             yield Problem("[gradients] exact_axes", lines, fix, kind="unknown_axis" if unknown else "conflict")
-    if inside and set(inside) >= set(data):
+    if layout.gradients.exact_axes and set(layout.gradients.exact_axes) >= set(data):
         why = f"every data axis ({', '.join(data)}) is reduced exactly, so no codec is used."
-        fix = 'leave it out, or shard the batch over two axes, such as ["node", "data"].'
-        fix = "leave out the axis that crosses nodes." if len(data) > 1 else fix
+        several = 'leave it out, or shard the batch over two axes, such as ["node", "data"].'
+        fix = "leave out the axis that crosses nodes." if len(data) > 1 else several
         yield Problem("[gradients] exact_axes", [why], fix, kind="conflict")
 
 
-def _misfit(
-    layout: Layout,
-    claimed: tuple[int, ...],
-    path: str,
-    leaf: jax.ShapeDtypeStruct,
-    names: Names | None,
-    mesh: MeshSpec,
-    *,
-    stacked: bool,
-) -> Misfit | None:
+def _misfit(layout: Layout, path: str, leaf: jax.ShapeDtypeStruct, names: Names | None, mesh: MeshSpec, *, stacked: bool) -> Misfit | None:
     """What is wrong with one parameter, or None."""
-    rules = layout.params
+    rules, claimed = layout.params, tuple(matching_rules(layout.params, path))
     if len(claimed) > 1:
-        why = [f'{rule_name(rules, index)} claims it: path "{rules[index].path}"' for index in claimed]
-        return Misfit((f"{len(claimed)} rules match this parameter.", *why), claimed=claimed, kind="overlap")
+        return Misfit(tuple(fixes.claim_lines(rules, claimed, "rules match this parameter")), claimed=claimed, kind="overlap")
     if not claimed and names and layout.axes:
         problem = _names_problem(layout, leaf, names, mesh)
         if problem:
@@ -237,7 +197,7 @@ def _misfit(
         return REPORTED  # the default names an unknown axis, which _layout_problems reports
     if _axis_lines(spec, mesh)[0]:
         return REPORTED  # with the rule
-    lines, where = spec_problems(spec, leaf.shape, mesh), f"{chosen_by}: spec {spec_text(spec)}"
+    lines, where = fixes.spec_problems(spec, leaf.shape, mesh), f"{chosen_by}: spec {spec_text(spec)}"
     kind = "wrong_rank" if len(spec) > len(leaf.shape) else "not_divisible"
     if stacked and layout.stage_axis in spec_axes(spec):
         kind = "not_divisible" if lines else "conflict"
@@ -246,29 +206,27 @@ def _misfit(
     return Misfit(tuple(lines), leaf.shape, describe(leaf), where, claimed, spec, kind=kind) if lines else None
 
 
-def _misfit_problem(
-    layout: Layout, misfit: Misfit, paths: list[str], params: Params, claims: Mapping[str, tuple[int, ...]], mesh: MeshSpec
-) -> Problem:
+def _misfit_problem(layout: Layout, misfit: Misfit, paths: list[str], params: Params, mesh: MeshSpec) -> Problem:
     """The problem of all parameters that share a misfit, with a fix for all of them."""
     where = f"{paths[0]}   {describe(params[paths[0]])}" + (f"   {misfit.chosen_by}" if misfit.chosen_by else "")
-    also = f"and {len(paths) - 1} more: {first_names(paths[1:])}." if len(paths) > 1 else ""
     fix, rules, pattern = misfit.fix, layout.params, covering(paths, params)
+    claims = {path: tuple(matching_rules(rules, path)) for path in params}
     if misfit.spec is not None and misfit.fix:  # of logical axis names
-        fitted = spec_text(fitting_spec(misfit.spec, misfit.shape, mesh))
-        fix = f"{misfit.fix}, or {rule_fix(rules, None, pattern, fitted)}."
+        fitted = spec_text(fixes.fitting_spec(misfit.spec, misfit.shape, mesh))
+        fix = f"{misfit.fix}, or {fixes.rule_fix(rules, None, pattern, fitted)}."
     elif misfit.spec is not None:
-        spec, width = spec_fix(misfit.spec, misfit.shape, mesh)
+        spec, width = fixes.spec_fix(misfit.spec, misfit.shape, mesh)
         index = misfit.claimed[0] if misfit.claimed else None
         all_of_rule = index is not None and sum(claimed == (index,) for claimed in claims.values()) == len(paths)
-        fix = (f"spec {spec}" if all_of_rule else rule_fix(rules, index, pattern, spec)) + (f", or {width}." if width else ".")
+        fix = (f"spec {spec}" if all_of_rule else fixes.rule_fix(rules, index, pattern, spec)) + (f", or {width}." if width else ".")
     elif misfit.claimed:
-        fix = overlap_fix(rules, misfit.claimed, claims)
+        fix = fixes.overlap_fix(rules, misfit.claimed, claims)
     elif not fix:
         rule = f'a rule with  path = "{pattern}"' if pattern else "a rule for each"
         fix = f'{rule}, or  [default] params = "replicate".'
     number = misfit.claimed[0] if len(misfit.claimed) == 1 else None
     at = {} if number is None else {"rule": number + 1, "line": rules[number].line}
-    return Problem(where, misfit.why, fix, also, paths[0], **at, kind=misfit.kind)
+    return Problem(where, misfit.why, fix, fixes.more_names(paths), paths[0], **at, kind=misfit.kind)
 
 
 def _names_problem(layout: Layout, leaf: jax.ShapeDtypeStruct, names: Names, mesh: MeshSpec) -> Misfit | None:
@@ -284,11 +242,11 @@ def _names_problem(layout: Layout, leaf: jax.ShapeDtypeStruct, names: Names, mes
         spec, fix = _with_names(axes, names, missing, shape, mesh)
         return Misfit(why, shape, array, chosen_by, spec=spec, fix=fix, kind="unknown_axis")
     spec = named_spec(names, axes)
-    lines = [line for axis in dict.fromkeys(spec_axes(spec)) for line in _repeated_lines(spec, axis)]
-    if lines:
+    repeated = _repeated_axes(spec)
+    if repeated:
         fix = 'map one of its logical axes to another mesh axis, or to "-"'
         chosen_by = f"{chosen_by}: spec {spec_text(spec)}"
-        return Misfit(tuple(lines), shape, array, chosen_by, spec=_first_uses(spec), fix=fix, kind="repeated_axis")
+        return Misfit(tuple(repeated.values()), shape, array, chosen_by, spec=_first_uses(spec), fix=fix, kind="repeated_axis")
     return None
 
 
@@ -296,27 +254,22 @@ def _with_names(axes: Mapping[str, Entry], names: Names, missing: list[str], sha
     """The spec if `[axes]` replicates the names that it lacks, and verified changes to `[axes]`; "" if none of them fits."""
 
     def fits(entries: Mapping[str, Entry]) -> bool:
-        return not _spec_lines(named_spec(names, {**axes, **entries}), shape, mesh)
+        spec = named_spec(names, {**axes, **entries})
+        return not (_axis_lines(spec, mesh)[0] or fixes.spec_problems(spec, shape, mesh))
 
-    replicated, fixes = dict.fromkeys(missing), []
+    replicated, changes = dict.fromkeys(missing), []
     near = {name: close for name in missing if (close := closest(name, axes))}
     if len(near) == len(missing) and fits({name: axes[close] for name, close in near.items()}):
-        fixes.append("did you mean " + " and ".join(f'"{close}"' for close in near.values()) + "?")
+        changes.append("did you mean " + " and ".join(f'"{close}"' for close in near.values()) + "?")
     same = {name: name for name in missing if name in mesh.names}
     added = {**replicated, **same} if fits({**replicated, **same}) else replicated
     if fits(added):
         entries = "  and  ".join(f'{name} = "{axis or REPLICATED}"' for name, axis in added.items())
-        fixes.append(f"{'Or add' if fixes else 'add'}  {entries}  to [axes]")
-    return _first_uses(named_spec(names, {**axes, **replicated})), " ".join(fixes)
-
-
-def _spec_lines(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> list[str]:
-    """What is wrong with a spec for an array of this shape."""
-    return _axis_lines(spec, mesh)[0] or spec_problems(spec, shape, mesh)
+        changes.append(f"{'Or add' if changes else 'add'}  {entries}  to [axes]")
+    return _first_uses(named_spec(names, {**axes, **replicated})), " ".join(changes)
 
 
 def _first_uses(spec: Spec) -> Spec:
     """The spec with only the first use of every mesh axis."""
     seen: set[str] = set()
-    kept = [tuple(axis for axis in entry_axes(entry) if not (axis in seen or seen.add(axis))) for entry in spec]
-    return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in kept)
+    return tuple(make_entry(tuple(axis for axis in entry_axes(entry) if not (axis in seen or seen.add(axis)))) for entry in spec)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 
 from spmd.errors import Problem
-from spmd.layout.fixes import first_names
+from spmd.layout.fixes import first_names, more_names
 from spmd.layout.gradients import GradientRule
 from spmd.layout.resolve import Names, Resolved, codec_rule, default_origin, each_name, resolve
 from spmd.mesh import MeshSpec
@@ -44,17 +44,11 @@ def _idle_problems(resolved: Resolved, names: Mapping[str, Names], fits: Callabl
             lines.append(f'[axes] shards {logical} over "{axis}", and no parameter has such a logical axis name: {have}.')
         fixes = [f"logical axis names ({logical}) on the model's parameters"] if logical else []
         fixes.append(f'[[params]] rules with "{axis}"')
-        merged = _without(mesh, axis, layout.data_axes())
+        target = layout.data_axes()[-1] if layout.data_axes() else mesh.names[0]  # the innermost data axis, to which its devices go
+        merged = MeshSpec(tuple((mesh.sizes | {axis: 1, target: mesh.sizes[target] * mesh.sizes[axis]}).items()))
         if fits(merged):
             fixes.insert(0, f'mesh="{str(merged).replace(" ", "")}"')
         yield Problem(f'mesh axis "{axis}"', lines, ", or ".join(fixes) + ".", kind="unused_axis")
-
-
-def _without(mesh: MeshSpec, axis: str, data: tuple[str, ...]) -> MeshSpec:
-    """The mesh with the devices of one axis moved to the innermost data axis."""
-    sizes, target = mesh.sizes, data[-1] if data else mesh.names[0]
-    sizes |= {axis: 1, target: sizes[target] * sizes[axis]}
-    return MeshSpec(tuple(sizes.items()))
 
 
 def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
@@ -65,7 +59,7 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
     for place in resolved.placements.values():
         spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
         source = codec_rule(declared, place.path)
-        codec, where = source.codec, f"{place.path}   {place.dtype}[{', '.join(map(str, place.shape))}]"
+        codec, where = source.codec, f"{place.path}   {describe(place)}"
         rule = f'[[gradients.rules]]  path = "{place.path}"'
         if isinstance(source, GradientRule):
             rule = f'except = ["{place.path}"]  in the rule for "{source.path}", and  {rule}'
@@ -92,13 +86,14 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
     for place in resolved.placements.values():
         if spec_axes(place.spec):
             by_origin.setdefault(place.chosen_by, []).append(place)
-    for origin, (place, *others) in by_origin.items():
+    for origin, places in by_origin.items():
+        place = places[0]
         if origin == default_origin(layout):
             yield Problem(f'[default] params = "{layout.default.params}"', [why], '[default] params = "replicate".', kind="conflict")
             continue
         fix = 'remove the rule, or [gradients] reduction = "reduce_scatter", which shards parameters as the rules say.'
-        also = f"and {len(others)} more: {first_names([other.path for other in others])}." if others else ""
-        yield Problem(f"{place.path}   spec {spec_text(place.spec)}   {origin}", [why], fix, also, place.path, kind="conflict")
+        where, also = f"{place.path}   spec {spec_text(place.spec)}   {origin}", more_names([place.path for place in places])
+        yield Problem(where, [why], fix, also, place.path, kind="conflict")
     if layout.optimizer.shard:
         yield Problem("[optimizer] shard", ["the servers keep the optimizer state."], "leave it out.", kind="conflict")
     if layout.gradients.rules and server.placement != "sliced":
@@ -145,10 +140,8 @@ def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Name
     """More replicated bytes than the layout's `max_replicated` allows."""
     layout, mesh = resolved.layout, resolved.mesh
     limit, share = layout.default.max_replicated, _replicated_share(resolved)
-    if layout.gradients.reduction == "parameter_server":
-        return  # the servers shard all of them
-    if limit is None or mesh.size == 1 or share <= limit:
-        return
+    if layout.gradients.reduction == "parameter_server" or limit is None or mesh.size == 1 or share <= limit:
+        return  # a parameter server shards all of them
     replicated = [place for place in resolved.placements.values() if not spec_axes(place.spec)]
     largest = sorted(replicated, key=lambda place: -place.nbytes)[:5]
     used = {axis for place in resolved.placements.values() for axis in spec_axes(place.spec)}
@@ -159,7 +152,8 @@ def _share_problems(resolved: Resolved, params: Params, names: Mapping[str, Name
         f"largest: {place.path}   {describe(params[place.path])}   {format_bytes(place.nbytes)}   {place.chosen_by}" for place in largest
     ]
     lines.append(f"mesh axes that no parameter uses: {', '.join(f'{axis} ({mesh.sizes[axis]} devices)' for axis in free) or 'none'}.")
-    fix = f"rules or logical axis names for the largest, or max_replicated = {_round_up(share):g}."
+    enough = min(1.0, int(share * 100 + 1) / 100)
+    fix = f"rules or logical axis names for the largest, or max_replicated = {enough:g}."
     for axis in sorted((axis for axis, size in mesh.axes if size > 1), key=lambda axis: (axis not in free, axis in layout.data_axes())):
         sharded = dataclasses.replace(layout, default=dataclasses.replace(layout.default, params=f"shard:{axis}"))
         left = _replicated_share(resolve(sharded, params, names, mesh, stacks))
@@ -173,7 +167,3 @@ def _replicated_share(resolved: Resolved) -> float:
     """The share of parameter bytes that no mesh axis shards."""
     total = sum(place.nbytes for place in resolved.placements.values())
     return sum(place.nbytes for place in resolved.placements.values() if not spec_axes(place.spec)) / total if total else 0.0
-
-
-def _round_up(share: float) -> float:
-    return min(1.0, int(share * 100 + 1) / 100)

@@ -1,9 +1,10 @@
 """A layout in a line of text, and as a table for a notebook's cell."""
 
-import dataclasses
 import html
 from typing import Any
 
+from spmd.layout.fields import changed_values
+from spmd.layout.gradients import GradientRule
 from spmd.layout.schema import Layout, Rule
 from spmd.render.html import Html, folded, framed, table
 from spmd.specs import spec_text
@@ -44,28 +45,24 @@ def _rows(layout: Layout) -> list[tuple[str, ...]]:
     rows += [_rule("activations", rule) for rule in layout.activations]
     rows += [*(_rule("batch", rule) for rule in layout.batch.rules), ("batch", "all others", spec_text(layout.batch.spec), "", "")]
     for rule in layout.gradients.rules:
-        rows.append(("gradients", rule.path, _said(rule.codec, dict(rule.options)), ", ".join(rule.except_), str(rule.line or "")))
-    rows.append(("gradients", "all others" if layout.gradients.rules else "all", _part(layout.gradients, ("rules",)), "", ""))
-    return [*rows, *((name, "", said, "", "") for name in OTHERS if (said := _part(getattr(layout, name))))]
+        rows.append(("gradients", rule.path, ", ".join(filter(None, [rule.codec, _words(dict(rule.options))])), *_origin(rule)))
+    gradients = {"reduction": layout.gradients.reduction, "codec": layout.gradients.codec, **changed_values(layout.gradients)}
+    rows.append(("gradients", "all others" if layout.gradients.rules else "all", _words(gradients), "", ""))
+    changed = {name: _words(changed_values(getattr(layout, name))) for name in OTHERS}
+    return [*rows, *((name, "", words, "", "") for name, words in changed.items() if words)]
 
 
 def _rule(kind: str, rule: Rule) -> tuple[str, ...]:
-    return (kind, rule.path, spec_text(rule.spec), ", ".join(rule.except_), str(rule.line or ""))
+    return (kind, rule.path, spec_text(rule.spec), *_origin(rule))
 
 
-def _part(part: Any, without: tuple[str, ...] = ()) -> str:
-    """What a section says that differs from its defaults, and its reduction and codec in any case."""
-    always = ("reduction", "codec")
-    differ = {
-        field.name: getattr(part, field.name)
-        for field in dataclasses.fields(part)
-        if field.name not in (*without, "options") and (field.name in always or getattr(part, field.name) != field.default)
-    }
-    return _said("", {**differ, **dict(getattr(part, "options", ()))})
+def _origin(rule: Rule | GradientRule) -> tuple[str, str]:
+    """Exceptions and line."""
+    return ", ".join(rule.except_), str(rule.line or "")
 
 
-def _said(word: str, options: dict[str, Any]) -> str:
-    return ", ".join([*([word] if word else []), *(f"{name} {_word(value)}" for name, value in options.items())])
+def _words(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_word(value)}" for name, value in options.items())
 
 
 def _word(value: Any) -> str:

@@ -1,12 +1,15 @@
 """Fixes for layouts that do not fit: specs and patterns, verified on the model."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+from spmd.errors import Problem
+from spmd.layout.gradients import GradientRule
 from spmd.layout.resolve import num_shards, rule_name
 from spmd.layout.schema import Rule
 from spmd.mesh import MeshSpec
-from spmd.path_match import suggest
+from spmd.path_match import matches, suggest
 from spmd.specs import Spec, entry_axes, spec_axes, spec_text
 
 SHOWN = 3  # names in a list before "and N more"
@@ -41,17 +44,23 @@ def fitting_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
 def spec_fix(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> tuple[str, str]:
     """A spec near to `spec` that fits, with its arithmetic; and a width that would fit `spec` itself, or ""."""
     fixed = fitting_spec(spec, shape, mesh)
-    sums = [
-        f"{shape[dim]} / {num_shards((entry,), mesh)} = {shape[dim] // num_shards((entry,), mesh)}"
-        for dim, entry in enumerate(fixed)
-        if entry
-    ]
+    pieces = [num_shards((entry,), mesh) for entry in fixed]
+    sums = [f"{shape[dim]} / {pieces[dim]} = {shape[dim] // pieces[dim]}" for dim, entry in enumerate(fixed) if entry]
     text = spec_text(fixed) + (f" ({', '.join(sums)})" if sums else "")
     bad = [dim for dim, entry in enumerate(spec[: len(shape)]) if shape[dim] % num_shards((entry,), mesh)]
     if len(spec) > len(shape) or len(bad) != 1:
         return text, ""
-    pieces = num_shards((spec[bad[0]],), mesh)
-    return text, f"a width divisible by {pieces}, such as {-(-shape[bad[0]] // pieces) * pieces}"
+    unit = num_shards((spec[bad[0]],), mesh)
+    return text, f"a width divisible by {unit}, such as {-(-shape[bad[0]] // unit) * unit}"
+
+
+def near_multiples(size: int, unit: int) -> str:
+    """The multiples of `unit` next to a size that it does not divide.
+
+    >>> near_multiples(10, 4), near_multiples(3, 4)
+    ('8 or 12', '4')
+    """
+    return " or ".join(map(str, dict.fromkeys((max(unit, size // unit * unit), -(-size // unit) * unit))))
 
 
 def rule_fix(rules: tuple[Rule, ...], number: int | None, pattern: str | None, spec: str) -> str:
@@ -66,6 +75,32 @@ def rule_fix(rules: tuple[Rule, ...], number: int | None, pattern: str | None, s
 def except_text(rule: Rule, patterns: Iterable[str]) -> str:
     """The `except` line of a rule, with more patterns added."""
     return "except = [" + ", ".join(f'"{pattern}"' for pattern in (*rule.except_, *patterns)) + "]"
+
+
+def match_problems(where: str, rule: Rule | GradientRule, paths: Iterable[str], noun: str, at: Mapping[str, Any]) -> Iterator[Problem]:
+    """A rule or an `except` pattern of it that matches none of the paths, and a rule whose `except` matches all that it does.
+
+    Args:
+      noun: what the paths are of; `at`: fields of the problems that say which rule it is.
+    """
+    matched = matches(rule.path, paths)
+    if not matched:
+        yield Problem(f"{where} matches no {noun}.", [], path_fix(rule.path, paths), **at, kind="no_match")
+        return
+    excepted = {pattern: matches(pattern, matched) for pattern in rule.except_}
+    for pattern in (pattern for pattern in excepted if not excepted[pattern]):
+        why, fix = f"matches no {noun} of this rule.", path_fix(pattern, matched)
+        yield Problem(f'{where}, except "{pattern}"', [why], fix, **at, kind="no_match")
+    if set().union(*excepted.values()) == set(matched):
+        why = f"excludes every {noun} of this rule."
+        yield Problem(f"{where}, except {', '.join(rule.except_)}", [why], "remove the rule.", **at, kind="no_match")
+
+
+def claim_lines(rules: Sequence[Rule] | Sequence[GradientRule], claimed: Sequence[int], headline: str) -> list[str]:
+    """Why an array has no spec or codec: several rules match it."""
+    lines = [f'{rule_name(rules, index)} claims it: path "{rules[index].path}"' for index in claimed]
+    codecs = [f", codec {rule.codec}" if isinstance(rule := rules[index], GradientRule) else "" for index in claimed]
+    return [f"{len(claimed)} {headline}.", *(line + codec for line, codec in zip(lines, codecs, strict=True))]
 
 
 def overlap_fix(rules: tuple[Rule, ...], claimed: Sequence[int], claims: Mapping[str, Sequence[int]]) -> str:
@@ -84,11 +119,16 @@ def overlap_fix(rules: tuple[Rule, ...], claimed: Sequence[int], claims: Mapping
 
 def path_fix(pattern: str, paths: Iterable[str]) -> str:
     """The nearest pattern that matches something, with the number of matches; else the first paths."""
-    paths = list(paths)
+    paths = [path for path in paths if path]
     near = suggest(pattern, paths)
     if near:
         return f'did you mean "{near[0]}"? It matches {near[1]}.'
     return f"remove the pattern, or match one of: {first_names(paths)}."
+
+
+def more_names(paths: Sequence[str]) -> str:
+    """The line of a problem about paths other than the first; "" if there is one."""
+    return f"and {len(paths) - 1} more: {first_names(paths[1:])}." if len(paths) > 1 else ""
 
 
 def first_names(names: Sequence[str]) -> str:

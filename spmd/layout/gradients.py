@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.errors import OptionError, type_name
-from spmd.path_match import names
+from spmd.layout.fields import Conflict, check_types, names
 from spmd.wire.codec import CODECS
 
 Options = tuple[tuple[str, Any], ...]
@@ -27,7 +27,7 @@ class GradientRule:
     line: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
-        _check(self, "GradientRule", {"path": str, "codec": str})
+        check_types(self)
         object.__setattr__(self, "options", _pairs(self.options, "GradientRule", ("path", "codec", "except")))
         object.__setattr__(self, "except_", names(self.except_))
 
@@ -67,11 +67,7 @@ class Gradients:
     rules: tuple[GradientRule, ...] = ()
 
     def __post_init__(self):
-        _check(
-            self,
-            "Gradients",
-            {f.name: type(f.default) for f in dataclasses.fields(self) if f.name not in ("options", "exact_axes", "rules")},
-        )
+        check_types(self)
         reserved = tuple(f.name for f in dataclasses.fields(self))
         object.__setattr__(self, "options", _pairs(self.options, "Gradients", reserved))
         object.__setattr__(self, "exact_axes", names(self.exact_axes))
@@ -81,9 +77,15 @@ class Gradients:
         object.__setattr__(self, "rules", tuple(rules))
 
     @property
+    def choices(self) -> list[tuple[int | None, str, Options]]:
+        """Every rule, from 0, with its codec and options; None: the table itself."""
+        rules = [(number, rule.codec, rule.options) for number, rule in enumerate(self.rules)]
+        return [(None, self.codec, self.options), *rules]
+
+    @property
     def codecs(self) -> tuple[str, ...]:
         """Every codec that the table or a rule names."""
-        return tuple(dict.fromkeys([self.codec, *(rule.codec for rule in self.rules)]))
+        return tuple(dict.fromkeys(codec for _, codec, _ in self.choices))
 
     @property
     def compressed(self) -> bool:
@@ -91,23 +93,16 @@ class Gradients:
         return self.codecs != ("exact",)
 
 
-def _check(declared: Any, what: str, kinds: Mapping[str, type]) -> None:
-    for name, kind in kinds.items():
-        value = getattr(declared, name)
-        if type(value) is not kind:
-            raise OptionError(f"{what}: {name}={value!r} is {type_name(value)}; wanted {type_name(kind())}.")
-
-
-def _pairs(options: Any, what: str, reserved: tuple[str, ...]) -> Options:
-    """A codec's options as pairs that TOML can hold next to `reserved`, the keys of `what` itself."""
+def _pairs(options: Any, owner: str, reserved: tuple[str, ...]) -> Options:
+    """A codec's options as pairs that TOML can hold next to `reserved`, the keys of `owner` itself."""
     pairs = tuple(options.items()) if isinstance(options, Mapping) else options
     if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise OptionError(f"a codec's options are a dict, not {options!r}.", fix='such as {"block": 128}.')
     for key, value in pairs:
         if key in reserved:
-            raise OptionError(f"{what}: {key} is not an option of a codec.", fix=f"{what}({key}=...), next to the options.")
+            raise OptionError(f"{owner}: {key} is not an option of a codec.", fix=f"{owner}({key}=...), next to the options.")
         if not isinstance(key, str) or type(value) not in (bool, int, float, str):
-            raise OptionError(f"{what}: option {key!r} is {value!r}, {type_name(value)}.", fix="a number, a string, True or False.")
+            raise OptionError(f"{owner}: option {key!r} is {value!r}, {type_name(value)}.", fix="a number, a string, True or False.")
     return pairs
 
 
@@ -115,27 +110,15 @@ def _biased(codec: str) -> bool:
     return codec in CODECS and CODECS[codec].biased
 
 
-@dataclasses.dataclass(frozen=True)
-class Conflict:
-    """Keys that contradict each other: at which key, or in which rule (from 0), why, a fix, and the problem's kind."""
-
-    key: str
-    why: str
-    fix: str
-    rule: int | None = None
-    kind: str = "conflict"
-
-
 def gradient_problems(gradients: Gradients) -> list[Conflict]:
     """Conflicts that exist for every model."""
     conflicts: list[Conflict] = []
-    codecs = [(None, gradients.codec, gradients.options), *((n, rule.codec, rule.options) for n, rule in enumerate(gradients.rules))]
     auto = gradients.reduction == "compiler"
-    for rule, codec, _ in codecs if auto else ():
+    for rule, codec, _ in gradients.choices if auto else ():
         if codec != "exact":
             why = f'"{codec}" under reduction "compiler": XLA reduces gradients itself, in their own dtype.'
             conflicts.append(Conflict("codec", why, 'reduction = "all_reduce", or "reduce_scatter".', rule))
-    for rule, codec, options in codecs:
+    for rule, codec, options in gradients.choices:
         if _biased(codec) and not gradients.error_feedback and not gradients.allow_biased:
             why = f"{codec} without error feedback: what it drops is lost, and training may not converge."
             conflicts.append(Conflict("codec", why, "[gradients] error_feedback = true, or allow_biased = true to go without.", rule))
@@ -144,11 +127,8 @@ def gradient_problems(gradients: Gradients) -> list[Conflict]:
                 why = "a ring rounds at every hop, where no worker can keep the error for error feedback."
                 conflicts.append(Conflict("reduce", why, 'reduce = "one_shot", or error_feedback = false.', rule))
             if gradients.exact_axes:
-                conflicts.append(
-                    Conflict(
-                        "reduce", "a ring reduces over all data axes at once, so exact_axes has no effect.", 'reduce = "one_shot".', rule
-                    )
-                )
+                why = "a ring reduces over all data axes at once, so exact_axes has no effect."
+                conflicts.append(Conflict("reduce", why, 'reduce = "one_shot".', rule))
     repeated = [axis for axis in dict.fromkeys(gradients.exact_axes) if gradients.exact_axes.count(axis) > 1]
     if repeated:
         conflicts.append(Conflict("exact_axes", f"names {', '.join(repeated)} more than once.", "each axis once."))
@@ -158,7 +138,6 @@ def gradient_problems(gradients: Gradients) -> list[Conflict]:
     for field in dataclasses.fields(gradients):
         if field.name in unread and getattr(gradients, field.name) != field.default:
             why = "nothing reads it: " + ('under reduction "compiler" XLA reduces gradients itself.' if auto else "no codec here does.")
-            conflicts.append(
-                Conflict(field.name, why, 'leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16".', kind="unread_key")
-            )
+            fix = 'leave it out, or such as  reduction = "all_reduce"  codec = "bfloat16".'
+            conflicts.append(Conflict(field.name, why, fix, kind="unread_key"))
     return conflicts

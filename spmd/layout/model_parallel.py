@@ -1,9 +1,11 @@
 """Model parallelism of the forward pass: `[pipeline]`, `[sequence]`, `[experts]`, and their own consistency checks."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+
+from spmd.layout.fields import Conflict
 
 SCHEDULES = ("gpipe", "circular", "1f1b")
 ORDERS = ("balanced", "contiguous")
@@ -84,35 +86,23 @@ class Experts:
     axis: str | None = None
 
 
-class Conflict(NamedTuple):
-    """What is wrong with a key of a section, and a fix."""
-
-    section: str
-    key: str
-    why: str
-    fix: str
-
-
 def model_parallel_problems(pipeline: Pipeline, sequence: Sequence) -> list[Conflict]:
-    """What cannot be, whatever the model and the mesh."""
-    found = []
+    """Keys of `[pipeline]` and `[sequence]` that cannot be valid, whatever the model and the mesh."""
+    conflicts = []
     for key in ("microbatches", "groups", "time_chunk"):
         value: Any = getattr(pipeline, key)
         if value is not None and value < 1:
-            found.append(Conflict("pipeline", key, f"{value}.", "a whole number from 1."))
+            conflicts.append(Conflict(key, f"{value}.", "a whole number from 1.", kind="invalid_value"))
     if pipeline.axis is None and pipeline != Pipeline():
-        found.append(Conflict("pipeline", "axis", "there is none, so nothing is split into stages.", 'such as axis = "stage".'))
+        conflicts.append(Conflict("axis", "there is none, so nothing is split into stages.", 'such as axis = "stage".'))
     if pipeline.schedule == "circular" and pipeline.groups == 1:
-        found.append(Conflict("pipeline", "groups", "1 with a circular schedule is gpipe.", 'groups = 2, or schedule = "gpipe".'))
+        conflicts.append(Conflict("groups", "1 with a circular schedule is gpipe.", 'groups = 2, or schedule = "gpipe".'))
     if pipeline.schedule != "circular" and pipeline.groups > 1:
         why = f"{pipeline.groups}, of which {pipeline.schedule} has one on each stage."
-        found.append(Conflict("pipeline", "groups", why, 'leave it out, or schedule = "circular".'))
+        conflicts.append(Conflict("groups", why, 'leave it out, or schedule = "circular".'))
     if pipeline.overlap and pipeline.schedule != "gpipe":
-        found.append(
-            Conflict(
-                "pipeline", "overlap", f"a {pipeline.schedule} schedule hands over in every tick.", 'leave it out, or schedule = "gpipe".'
-            )
-        )
+        why = f"a {pipeline.schedule} schedule hands over in every tick."
+        conflicts.append(Conflict("overlap", why, 'leave it out, or schedule = "gpipe".'))
     if sequence.axis is None and sequence != Sequence():
-        found.append(Conflict("sequence", "axis", "there is none, so no sequence is sharded.", 'such as axis = "context".'))
-    return found
+        conflicts.append(Conflict("sequence.axis", "there is none, so no sequence is sharded.", 'such as axis = "context".'))
+    return conflicts

@@ -11,7 +11,7 @@ from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
 from spmd.path_match import compiled
-from spmd.specs import Entry, Spec, entry_axes, spec_axes
+from spmd.specs import Entry, Spec, entry_axes, make_entry, spec_axes
 from spmd.tree import nbytes
 
 Names = tuple[str | tuple[str, ...] | None, ...]  # a parameter's logical axis names, one or several per dim; dims after the last have none
@@ -152,8 +152,7 @@ def named_spec(names: Names, axes: Mapping[str, Entry]) -> Spec:
     >>> named_spec(("mlp", None, ("heads", "kv")), {"mlp": "model", "heads": "data", "kv": None})
     ('model', None, 'data')
     """
-    mapped = (tuple(axis for name in entry_axes(entry) for axis in entry_axes(axes.get(name))) for entry in names)
-    return tuple(None if not entry else entry[0] if len(entry) == 1 else entry for entry in mapped)
+    return tuple(make_entry(tuple(axis for name in entry_axes(entry) for axis in entry_axes(axes.get(name)))) for entry in names)
 
 
 def each_name(names: Names) -> tuple[str, ...]:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, type_name
+from spmd.layout.fields import names
 from spmd.layout.gradients import Gradients
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.layout.server import ParameterServer
-from spmd.path_match import names
 from spmd.specs import Entry, Spec, entry_axes
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # behind `Layout`'s methods; `spmd.layout` fills it, since their modules import this one
@@ -121,10 +121,10 @@ class Layout:
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
 
     def __post_init__(self):
-        for name in ("batch", "default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts"):
-            value, kind = getattr(self, name), type(getattr(Layout, name))
-            if not isinstance(value, kind):
-                raise OptionError(f"Layout: {name}={value!r} is {type_name(value)}.", fix=f"a {kind.__name__}.")
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
+                raise OptionError(f"Layout: {field.name}={value!r} is {type_name(value)}.", fix=f"a {kind.__name__}.")
 
     @staticmethod
     def load(source: "str | Path | Layout") -> "Layout":

@@ -5,8 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.errors import OptionError, type_name
-from spmd.layout.gradients import Conflict, Gradients
+from spmd.errors import OptionError
+from spmd.layout.fields import Conflict, as_toml, check_types, plain_types, wrong_type
+from spmd.layout.gradients import Gradients
 from spmd.layout.timing import LINK, SECONDS, Network, parse_compute_time, parse_staleness_scale
 
 ASYNCHRONOUS, LOCAL = ("asynchronous", "bounded", "softsync"), ("local", "elastic")
@@ -84,12 +85,12 @@ class ParameterServer:
     seed: int = 0
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, kinds = getattr(self, field.name), KINDS.get(field.name)
-            if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
-                wanted = "a str or a list" if field.name == "compute_time" else type_name(kinds[0]())
-                raise OptionError(f"ParameterServer: {field.name}={value!r} is {type_name(value)}; wanted {wanted}.")
+        check_types(self)
+        if not isinstance(self.network, Mapping | tuple):
+            raise wrong_type(self, "network", "a dict")
         object.__setattr__(self, "network", _pairs(self.network))
+        if not isinstance(self.compute_time, str | list | tuple):
+            raise wrong_type(self, "compute_time", "a str or a list")
         if not isinstance(self.compute_time, str):
             object.__setattr__(self, "compute_time", tuple(_number("compute_time", value, SECONDS) for value in self.compute_time))
         for key, fix in FRACTIONS.items():
@@ -113,9 +114,10 @@ class ParameterServer:
 
 def _pairs(network: Any) -> tuple[tuple[str, str], ...]:
     pairs = tuple(network.items()) if isinstance(network, Mapping) else network
-    simple = lambda key, value: isinstance(key, str) and key.isidentifier() and isinstance(value, str | int | float)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 and simple(*pair) for pair in pairs):
-        raise OptionError(f"ParameterServer: network={network!r} is no table of words.", fix=LINK)
+    for pair in pairs:
+        key, value = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+        if not isinstance(key, str) or not key.isidentifier() or not isinstance(value, str | int | float):
+            raise OptionError(f"ParameterServer: network={network!r} is no table of words.", fix=LINK)
     return pairs
 
 
@@ -128,34 +130,6 @@ def _number(key: str, value: Any, fix: str) -> float:
         raise OptionError(f"ParameterServer: {key}: {value!r} is no number that float holds.", fix=fix) from None
 
 
-NUMBER, NUMBER_OR_NONE = (int,), (int, type(None))
-FRACTION, FRACTION_OR_NONE = (float, int), (float, int, type(None))
-KINDS: dict[str, tuple[type, ...]] = {
-    "placement": (str,),
-    "servers": NUMBER_OR_NONE,
-    "workers": NUMBER_OR_NONE,
-    "mode": (str,),
-    "bound": NUMBER_OR_NONE,
-    "splits": NUMBER_OR_NONE,
-    "spares": NUMBER,
-    "compute_time": (str, list, tuple),
-    "network": (dict, tuple),
-    "staleness_scale": (str,),
-    "max_staleness": NUMBER_OR_NONE,
-    "delay_compensation": FRACTION,
-    "warmup_steps": NUMBER,
-    "fetch_every": NUMBER,
-    "delay_decay": FRACTION_OR_NONE,
-    "every": NUMBER_OR_NONE,
-    "fragments": NUMBER,
-    "overlap": NUMBER,
-    "mix": FRACTION,
-    "outer_rate": FRACTION,
-    "outer_momentum": FRACTION,
-    "moving_rate": FRACTION_OR_NONE,
-    "drop_remainder": (bool,),
-    "seed": NUMBER,
-}
 LEAST = {"servers": 1, "workers": 1, "bound": 0, "splits": 1, "fetch_every": 1, "every": 1, "fragments": 1}  # others from 0
 FRACTIONS = {  # what is not a whole number, and a fix
     "delay_compensation": "such as 0.04.",
@@ -194,86 +168,80 @@ def server_problems(server: ParameterServer, gradients: Gradients) -> list[Confl
             return []
         why = f'nothing reads it: gradients use reduction "{gradients.reduction}".'
         return [Conflict("", why, '[gradients] reduction = "parameter_server", or leave it out.')]
-    found = [*_number_problems(server), *_text_problems(server)]
+    conflicts = [*_number_problems(server), *_text_problems(server)]
     for key, modes in OF_MODE.items():
-        default = next(field.default for field in dataclasses.fields(server) if field.name == key)
-        if getattr(server, key) != default and server.mode not in modes:
-            fix = f"leave it out, or mode = {' or '.join(map(_quoted, modes))}."
-            found.append(Conflict(key, f'nothing reads it in mode "{server.mode}".', fix))
+        if getattr(server, key) != getattr(ParameterServer(), key) and server.mode not in modes:
+            fix = f"leave it out, or mode = {' or '.join(map(as_toml, modes))}."
+            conflicts.append(Conflict(key, f'nothing reads it in mode "{server.mode}".', fix))
     needed = NEEDS.get(server.mode)
     if needed and getattr(server, needed) is None:
-        found.append(
-            Conflict("mode", f'"{server.mode}" needs {needed}.', f"such as  {needed} = {10 if server.local else LEAST[needed] + 1}.")
-        )
+        example = 10 if server.local else LEAST[needed] + 1
+        conflicts.append(Conflict("mode", f'"{server.mode}" needs {needed}.', f"such as  {needed} = {example}."))
     if server.delay_decay is not None and not server.delay_compensation:
-        found.append(Conflict("delay_decay", "nothing reads it: delay_compensation is 0.", "delay_compensation = 2.0, or leave it out."))
+        fix = "delay_compensation = 2.0, or leave it out."
+        conflicts.append(Conflict("delay_decay", "nothing reads it: delay_compensation is 0.", fix))
     if server.asynchronous and not isinstance(server.compute_time, str) and 0 in server.compute_time:
-        found.append(Conflict("compute_time", "a worker that takes no time leaves none to the others.", "seconds above 0."))
+        conflicts.append(Conflict("compute_time", "a worker that takes no time leaves none to the others.", "seconds above 0."))
     if server.asynchronous:
-        return found + _codec_problems(gradients)
-    return found + (_local_problems(server, gradients) if server.local else [])
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
+        return conflicts + _codec_problems(gradients)
+    return conflicts + (_local_problems(server, gradients) if server.local else [])
 
 
 def _number_problems(server: ParameterServer) -> list[Conflict]:
-    found = []
-    for key, kinds in KINDS.items():
-        value, least = getattr(server, key), LEAST.get(key, 0)
-        if kinds in (NUMBER, NUMBER_OR_NONE) and value is not None and not least <= value < 2**31:
-            found.append(Conflict(key, f"{value}.", f"a whole number from {least}." if value < least else "below 2**31."))
+    conflicts = []
+    for field in dataclasses.fields(server):
+        key, value, least = field.name, getattr(server, field.name), LEAST.get(field.name, 0)
+        if int in plain_types(field) and value is not None and not least <= value < 2**31:
+            conflicts.append(Conflict(key, f"{value}.", f"a whole number from {least}." if value < least else "below 2**31."))
     for key in FRACTIONS:
         value, least = getattr(server, key), "above 0" if key == "outer_rate" else "from 0"
         fine = value is None or (math.isfinite(value) and value >= 0 and (value > 0 or key != "outer_rate"))
         if not fine or (key in BELOW_ONE and value is not None and value >= 1):
-            found.append(Conflict(key, f"{value}.", f"a number {least}{' to below 1' if key in BELOW_ONE else ''}."))
-    return found
+            conflicts.append(Conflict(key, f"{value}.", f"a number {least}{' to below 1' if key in BELOW_ONE else ''}."))
+    return conflicts
 
 
 def _local_problems(server: ParameterServer, gradients: Gradients) -> list[Conflict]:
     """Synchronizations that overlap each other."""
-    found, every, parts = [], server.every or 0, server.fragments
+    conflicts, every, parts = [], server.every or 0, server.fragments
     if every >= 1 and parts >= 1 and every % parts:
         why = f"{every} steps between synchronizations, for {parts} fragments in turn; {every} / {parts} leaves {every % parts}."
-        found.append(Conflict("fragments", why, f"every = {-(-every // parts) * parts}."))
+        conflicts.append(Conflict("fragments", why, f"every = {-(-every // parts) * parts}."))
     elif every >= 1 and parts >= 1 and server.overlap >= every // parts:
         why = f"{server.overlap} steps, and the next synchronization is {every // parts} steps later."
-        found.append(Conflict("overlap", why, f"at most {every // parts - 1}."))
+        conflicts.append(Conflict("overlap", why, f"at most {every // parts - 1}."))
     if gradients.diagnostics:
-        found.append(Conflict("gradients.diagnostics", "nothing reads it: in most steps nothing is exchanged.", "leave it out."))
-    return found
+        conflicts.append(Conflict("gradients.diagnostics", "nothing reads it: in most steps nothing is exchanged.", "leave it out."))
+    return conflicts
 
 
 def _text_problems(server: ParameterServer) -> list[Conflict]:
-    found = []
+    conflicts = []
     if parse_staleness_scale(server.staleness_scale) is None:
         fix = '"none", "inverse", "power(a)" or "exp(b)", of numbers from 0.'
-        found.append(Conflict("staleness_scale", f'no scale "{server.staleness_scale}".', fix))
+        conflicts.append(Conflict("staleness_scale", f'no scale "{server.staleness_scale}".', fix))
     try:
         parse_compute_time(server.compute_time)
     except ValueError as error:
-        found.append(Conflict("compute_time", str(error), SECONDS))
+        conflicts.append(Conflict("compute_time", str(error), SECONDS))
     try:
         Network.parse(server.network)
     except ValueError as error:
-        found.append(Conflict("network", str(error), LINK))
-    return found
+        conflicts.append(Conflict("network", str(error), LINK))
+    return conflicts
 
 
 def _codec_problems(gradients: Gradients) -> list[Conflict]:
     """Codecs that work on a mean of gradients: an asynchronous server applies each gradient separately."""
-    found, separate = [], "an asynchronous server applies each gradient separately."
-    for rule, (codec, options) in enumerate([(gradients.codec, gradients.options), *((r.codec, r.options) for r in gradients.rules)], -1):
-        number = None if rule < 0 else rule
+    conflicts, separate = [], "an asynchronous server applies each gradient separately."
+    for rule, codec, options in gradients.choices:
         if codec == "power_sgd":
             why = f"{codec} approximates a mean over workers; {separate}"
-            found.append(Conflict("gradients.codec", why, 'codec = "bfloat16", or mode = "synchronous".', number))
+            conflicts.append(Conflict("gradients.codec", why, 'codec = "bfloat16", or mode = "synchronous".', rule))
         if dict(options).get("reduce") == "ring":
             why = f"a ring makes the mean of workers; {separate}"
-            found.append(Conflict("gradients.reduce", why, 'reduce = "one_shot", or mode = "synchronous".', number))
+            conflicts.append(Conflict("gradients.reduce", why, 'reduce = "one_shot", or mode = "synchronous".', rule))
     for key in ("start_step", "exact_axes", "diagnostics") if gradients.compressed else ():
-        if getattr(gradients, key) != next(field.default for field in dataclasses.fields(gradients) if field.name == key):
-            found.append(Conflict(f"gradients.{key}", "nothing reads it: an asynchronous server makes no mean.", "leave it out."))
-    return found
+        if getattr(gradients, key) != getattr(Gradients(), key):
+            conflicts.append(Conflict(f"gradients.{key}", "nothing reads it: an asynchronous server makes no mean.", "leave it out."))
+    return conflicts

@@ -5,7 +5,7 @@ import html
 from spmd.layout.resolve import Resolved
 from spmd.render.html import Text, aligned, filled, framed, table
 from spmd.specs import spec_text
-from spmd.tree import format_bytes
+from spmd.tree import describe, format_bytes
 
 COLUMNS = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
 
@@ -15,7 +15,7 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
     return [
         (
             place.path,
-            f"{place.dtype}[{', '.join(map(str, place.shape))}]",
+            describe(place),
             spec_text(place.spec) if any(place.spec) else "replicated",
             place.chosen_by,
             format_bytes(place.bytes_per_device(resolved.mesh)),
@@ -27,29 +27,29 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
 
 def summary(resolved: Resolved) -> Text:
     """The table, its totals and notes, as text, or as HTML in a notebook."""
-    header = COLUMNS
     body = rows(resolved)
     declared = resolved.layout.gradients
     gradients = f"gradients by {declared.reduction}, codec {declared.codec}"
     gradients += f" ({len(declared.rules)} rules)" if declared.rules else ""
     gradients += ", error feedback" if declared.error_feedback else ""
     title = f"{resolved.layout.source} on mesh {resolved.mesh}: {resolved.workers} worker{'s' * (resolved.workers != 1)}, {gradients}"
-    said = notes(resolved)
-    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in said)
-    shown = framed(f'<p>{html.escape(title)}</p><div class="wide">{table(header, body)}</div>{paragraphs}')
-    return Text(filled("\n".join([title, "", *aligned([header, *body], ruled=True), "", *said])), shown)
+    lines = notes(resolved)
+    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    shown = framed(f'<p>{html.escape(title)}</p><div class="wide">{table(COLUMNS, body)}</div>{paragraphs}')
+    return Text(filled("\n".join([title, "", *aligned([COLUMNS, *body], ruled=True), "", *lines])), shown)
 
 
 def notes(resolved: Resolved) -> list[str]:
     """Totals, replication waste, and mesh axes along which devices repeat the same work."""
     mesh, places = resolved.mesh, resolved.placements.values()
     total = sum(place.nbytes for place in places)
-    here = sum(place.bytes_per_device(mesh) for place in places)
+    per_device = sum(place.bytes_per_device(mesh) for place in places)
     least = total / mesh.size
     count = f"{len(places)} parameter{'s' * (len(places) != 1)}"
-    lines = [f"{count}, {format_bytes(total)}; {format_bytes(here)} on each of {mesh.size} devices"]
-    if mesh.size > 1 and here:
-        lines[0] += f" ({format_bytes(least)} if nothing were replicated: {here - least:,.0f} bytes, {1 - least / here:.0%}, are copies)."
+    lines = [f"{count}, {format_bytes(total)}; {format_bytes(per_device)} on each of {mesh.size} devices"]
+    if mesh.size > 1 and per_device:
+        copies = per_device - least
+        lines[0] += f" ({format_bytes(least)} if nothing were replicated: {copies:,.0f} bytes, {copies / per_device:.0%}, are copies)."
     for axis in resolved.idle_axes():
         lines.append(f'note: nothing in the layout names mesh axis "{axis}": its {mesh.sizes[axis]} devices repeat the same work.')
     return lines

@@ -1,13 +1,13 @@
 """The words of a layout that are about the simulated clock: how long things take, and what lateness is worth."""
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 from spmd.errors import did_you_mean
+from spmd.layout.fields import as_toml
 
 SECONDS = "constant(seconds), exponential(mean seconds), lognormal(median seconds, sigma), a list of seconds, or the path of a trace."
 LINK = 'such as { bandwidth = "10Gb/s", latency = "50us" }.'
@@ -24,25 +24,33 @@ def parse_compute_time(declared: str | tuple[float, ...]) -> tuple[str, tuple[fl
     Raises:
       ValueError: a distribution with the wrong numbers.
     """
-    fine = lambda values: all(math.isfinite(value) and value >= 0 for value in values)
     if not isinstance(declared, str):
-        if not declared or not fine(declared):
+        if not declared or not _all_from_zero(declared):
             raise ValueError(f"{list(declared)} are no seconds.")
         return "list", declared
-    found = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", declared)
-    if not found or (found[1] not in FORMS and found[2] is None):
+    call = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", declared)
+    if not call or (call[1] not in FORMS and call[2] is None):
         return "trace", ()
-    if found[1] not in FORMS:
-        raise ValueError(f'no distribution "{found[1]}".')
-    inside = found[2].split(",") if found[2] and found[2].strip() else []
-    least, most = COUNTS[found[1]]
+    if call[1] not in FORMS:
+        raise ValueError(f'no distribution "{call[1]}".')
+    values = _numbers(*call[2].split(",")) if call[2] and call[2].strip() else ()
+    least, most = COUNTS[call[1]]
+    if values is None or not least <= len(values) <= most:
+        raise ValueError(f'"{declared}" is not {FORMS[call[1]]}.')
+    return call[1], values or (1.0,)
+
+
+def _numbers(*texts: str) -> tuple[float, ...] | None:
+    """The numbers from 0 that these texts spell; None if one of them spells none."""
     try:
-        values = tuple(map(float, inside))
+        values = tuple(map(float, texts))
     except ValueError:
-        values = (math.nan,)
-    if not least <= len(inside) <= most or not fine(values):
-        raise ValueError(f'"{declared}" is not {FORMS[found[1]]}.')
-    return found[1], values or (1.0,)
+        return None
+    return values if _all_from_zero(values) else None
+
+
+def _all_from_zero(values: tuple[float, ...]) -> bool:
+    return all(math.isfinite(value) and value >= 0 for value in values)
 
 
 def parse_staleness_scale(declared: str) -> Callable[[int], float] | None:
@@ -55,14 +63,12 @@ def parse_staleness_scale(declared: str) -> Callable[[int], float] | None:
         return lambda tau: 1.0
     if declared == "inverse":
         return lambda tau: 1.0 / max(tau, 1)
-    found = re.fullmatch(r"(power|exp)\(([\d.eE+-]+)\)", declared.replace(" ", ""))
-    try:
-        value = float(found[2]) if found else math.nan
-    except ValueError:
-        value = math.nan
-    if not found or not math.isfinite(value) or value < 0:
+    call = re.fullmatch(r"(power|exp)\(([\d.eE+-]+)\)", declared.replace(" ", ""))
+    values = _numbers(call[2]) if call else None
+    if call is None or values is None:
         return None
-    return (lambda tau: (1.0 + tau) ** -value) if found[1] == "power" else (lambda tau: math.exp(-value * tau))
+    (value,) = values
+    return (lambda tau: (1.0 + tau) ** -value) if call[1] == "power" else (lambda tau: math.exp(-value * tau))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,21 +95,13 @@ class Network:
             if key not in ("bandwidth", "latency"):
                 raise ValueError(f"nothing reads {key}: {did_you_mean(key, ('bandwidth', 'latency'))}")
             pattern = r"([\d.eE+-]+)\s*([kMGT]?)([bB])/s" if key == "bandwidth" else r"([\d.eE+-]+)\s*(s|ms|us|ns)"
-            found = re.fullmatch(pattern, text.strip()) if isinstance(text, str) else None
-            try:
-                number = float(found[1]) if found else math.nan
-            except ValueError:
-                number = math.nan
-            if not found or not math.isfinite(number) or number < 0 or (key == "bandwidth" and number == 0):
+            parts = re.fullmatch(pattern, text.strip()) if isinstance(text, str) else None
+            number = _numbers(parts[1]) if parts else None
+            if not parts or number is None or (key == "bandwidth" and number == (0.0,)):
                 unit = "a number and bits or bytes per second" if key == "bandwidth" else "a number and a unit of time"
                 raise ValueError(f"{key} = {as_toml(text)} is not {unit}.")
             if key == "bandwidth":
-                values[key] = number * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]] / (8 if found[3] == "b" else 1)
+                values[key] = number[0] * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[parts[2]] / (8 if parts[3] == "b" else 1)
             else:
-                values[key] = number / {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[found[2]]
+                values[key] = number[0] / {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[parts[2]]
         return cls(**values)
-
-
-def as_toml(value: Any) -> str:
-    """A value as a TOML file spells it."""
-    return json.dumps(value, default=str, ensure_ascii=False)

@@ -374,9 +374,9 @@ def test_wrong_type_raises_option_error(make):
 
 
 def test_single_name_or_rule_becomes_tuple():
-    one = GradientRule("**/kernel", "int8", except_="up/kernel")
-    assert one.except_ == ("up/kernel",) and Rule("**", (), except_="a").except_ == ("a",)
-    assert Gradients("all_reduce", rules=one, exact_axes="data") == Gradients("all_reduce", rules=(one,), exact_axes=("data",))
+    rule = GradientRule("**/kernel", "int8", except_="up/kernel")
+    assert rule.except_ == ("up/kernel",) and Rule("**", (), except_="a").except_ == ("a",)
+    assert Gradients("all_reduce", rules=rule, exact_axes="data") == Gradients("all_reduce", rules=(rule,), exact_axes=("data",))
 
 
 UNREAD_UNDER_COMPILER = ("start_step = 4", "bucket_bytes = 4", "allow_biased = true", 'exact_axes = ["data"]')

@@ -71,8 +71,8 @@ def test_optimizer_state_follows_parameter_by_default():
 
 def test_except_leaves_parameter_to_another_rule():
     rules = (Rule("**/kernel", ("data",), ("head/*",)), Rule("head/kernel", (None, "model")))
-    found = placed(Layout(params=rules), shapes(**{"up/kernel": (8, 8), "head/kernel": (8, 8)}))
-    assert {path: (place.spec, place.chosen_by) for path, place in found.items()} == {
+    placements = placed(Layout(params=rules), shapes(**{"up/kernel": (8, 8), "head/kernel": (8, 8)}))
+    assert {path: (place.spec, place.chosen_by) for path, place in placements.items()} == {
         "up/kernel": (("data",), "rule 1"),
         "head/kernel": ((None, "model"), "rule 2"),
     }
@@ -81,8 +81,8 @@ def test_except_leaves_parameter_to_another_rule():
 def test_precedence_path_rule_logical_axes_default():
     layout = Layout(params=(Rule("ruled", (None, "data")),), axes=(("mlp", "model"), ("embed", None)), default=Default("shard:data"))
     names = {"ruled": ("mlp", "embed"), "named": ("mlp", "embed"), "half": (None, "mlp")}
-    found = placed(layout, shapes(ruled=(8, 8), named=(8, 8), half=(8, 8), plain=(8, 8)), names)
-    assert {path: (place.spec, place.chosen_by) for path, place in found.items()} == {
+    placements = placed(layout, shapes(ruled=(8, 8), named=(8, 8), half=(8, 8), plain=(8, 8)), names)
+    assert {path: (place.spec, place.chosen_by) for path, place in placements.items()} == {
         "ruled": ((None, "data"), "rule 1"),
         "named": (("model", None), "axes (mlp, embed)"),
         "half": ((None, "model"), "axes (-, mlp)"),
@@ -92,8 +92,8 @@ def test_precedence_path_rule_logical_axes_default():
 
 def test_fewer_logical_names_than_dims():
     layout = Layout(axes=(("embed", None), ("heads", "model")))
-    found = placed(layout, shapes(query=(8, 4, 6), bias=(4, 6)), {"query": ("embed", "heads"), "bias": ("heads",)})
-    assert {path: (place.spec, place.chosen_by) for path, place in found.items()} == {
+    placements = placed(layout, shapes(query=(8, 4, 6), bias=(4, 6)), {"query": ("embed", "heads"), "bias": ("heads",)})
+    assert {path: (place.spec, place.chosen_by) for path, place in placements.items()} == {
         "query": ((None, "model"), "axes (embed, heads)"),
         "bias": (("model",), "axes (heads)"),
     }
@@ -138,9 +138,9 @@ def test_logical_names_are_ignored_without_axes():
 
 def test_bytes_per_device_and_copies():
     layout = Layout(params=(Rule("a", ("data", "model")), Rule("b", ("model",)), Rule("c", ())))
-    found = placed(layout, shapes(a=(8, 8), b=(8, 8), c=(8, 8)))
-    assert [place.bytes_per_device(MESH) for place in found.values()] == [32, 128, 256]
-    assert [place.copies(MESH) for place in found.values()] == [1, 4, 8]
+    placements = placed(layout, shapes(a=(8, 8), b=(8, 8), c=(8, 8)))
+    assert [place.bytes_per_device(MESH) for place in placements.values()] == [32, 128, 256]
+    assert [place.copies(MESH) for place in placements.values()] == [1, 4, 8]
 
 
 def test_summary_lists_specs_and_origins(golden):

@@ -1,5 +1,6 @@
 """What is wrong with a `[parameter_server]` table, word for word, in both spellings; each concrete fix is applied."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -9,11 +10,13 @@ import spmd
 from spmd.errors import LayoutError, OptionError, SpmdError
 from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule
-from spmd.layout.server import FRACTIONS, KINDS, OF_MODE, ParameterServer
+from spmd.layout.server import FRACTIONS, OF_MODE, ParameterServer
 from spmd.layout.timing import Network
 from spmd.layout.toml_reader import loads
 from spmd.sync.param_server.clock import Times
 from tests.layout.applied import X, Y, error_text, fits, unreadable
+
+KEYS = [field.name for field in dataclasses.fields(ParameterServer)]
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +130,7 @@ def test_toml_round_trip(options, text):
 
 
 def test_toml_round_trip_covers_every_option():
-    assert {key for options, _ in WRITTEN.values() for key in options} == set(KINDS) == set(ParameterServer.__dataclass_fields__)
+    assert {key for options, _ in WRITTEN.values() for key in options} == set(KEYS)
 
 
 def test_nested_network_table():
@@ -165,7 +168,10 @@ def problem(key, why, fix, line=4):
 
 def number(key, value, least, mode="synchronous", **more):
     """A whole number that is too small, in a mode that reads it; `least` is not too small."""
-    write = lambda value: "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in more.items()), f"{key} = {value}"])
+
+    def write(value):
+        return "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in more.items()), f"{key} = {value}"])
+
     said = problem(key, f"{value}.", f"a whole number from {least}.", 5 + len(more))
     fixes = [write(4 if key == "workers" else least)]
     return write(value), {"mode": mode, key: value, **more}, said, fixes
@@ -241,7 +247,7 @@ def toml(value):
     return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@pytest.mark.parametrize("key", KINDS)
+@pytest.mark.parametrize("key", KEYS)
 def test_misspelt_option(key):
     misspelt, value = LIKE[key]
     said = f'  line 4: unknown key: [parameter_server] {misspelt}\n      nothing reads it.\n      fix: did you mean "{key}"?'
@@ -251,7 +257,7 @@ def test_misspelt_option(key):
 
 
 def test_unknown_option():
-    said = f"  line 4: unknown key: [parameter_server] queue\n      nothing reads it.\n      fix: known: {', '.join(KINDS)}."
+    said = f"  line 4: unknown key: [parameter_server] queue\n      nothing reads it.\n      fix: known: {', '.join(KEYS)}."
     assert error_text(table("queue = 3")) == unreadable(said)
 
 
@@ -447,7 +453,7 @@ SPELT = {"compute_time": "a list", "network": "a table", "staleness_scale": "a s
 
 
 def test_wrong_types_cover_every_option():
-    assert list(WRONG_TYPES) == list(KINDS)
+    assert list(WRONG_TYPES) == KEYS
 
 
 @pytest.mark.parametrize("key, value", FLAT, ids=str)
@@ -533,7 +539,10 @@ def test_compute_time_accepts_any_sequence(seconds):
 
 def idle(key, value, mode, readers):
     """An option that nothing reads in this mode is reported; other modes read it."""
-    write = lambda mode: "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in NEEDED.get(mode, {}).items())])
+
+    def write(mode):
+        return "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in NEEDED.get(mode, {}).items())])
+
     lines = write(mode)
     said = problem(key, f'nothing reads it in mode "{mode}".', MODES_FIX[readers], 5 + lines.count("\n"))
     fixes = [lines, *(f"{write(reader)}\n{key} = {toml(value)}" for reader in readers if key not in NEEDED.get(reader, {}))]
@@ -619,8 +628,8 @@ def test_option_of_another_mode(text, python, said, fixes):
 def test_options_common_to_all_modes(mode):
     options = {"servers": 2, "workers": 8, "warmup_steps": 0 if mode in LOCAL else 3, "seed": 7, "compute_time": "exponential(1)"}
     options |= {"mode": mode, "network": LINK, **NEEDED.get(mode, {})}
-    found = fits(in_python(**options)).layout.parameter_server
-    assert {key: getattr(found, key) for key in options} == options | {"network": tuple(LINK.items())}
+    server = fits(in_python(**options)).layout.parameter_server
+    assert {key: getattr(server, key) for key in options} == options | {"network": tuple(LINK.items())}
 
 
 # each: lines of [gradients], the same in Python, the error of the file, fixes

@@ -46,10 +46,10 @@ GENERATED = {
     "sequence and experts": Layout(sequence=spmd.Sequence("context", "contiguous"), experts=spmd.Experts("expert")),
 }
 GENERATED |= {
-    f"{one} and {two}": dataclasses.replace(
-        GENERATED[one], **{f.name: getattr(GENERATED[two], f.name) for f in dataclasses.fields(Layout) if f.name in two}
+    f"{first} and {second}": dataclasses.replace(
+        GENERATED[first], **{f.name: getattr(GENERATED[second], f.name) for f in dataclasses.fields(Layout) if f.name in second}
     )
-    for one, two in itertools.permutations(("mesh", "batch", "axes", "default", "optimizer", "gradients", "remat"), 2)
+    for first, second in itertools.permutations(("mesh", "batch", "axes", "default", "optimizer", "gradients", "remat"), 2)
 }
 
 

@@ -1,0 +1,78 @@
+"""What the dataclasses of a layout share: the types of their fields, checks of what a program passes, and conflicts between keys."""
+
+import dataclasses
+import json
+import types
+from typing import Any
+
+from spmd.errors import OptionError, type_name
+
+PLAIN = (str, int, float, bool, type(None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Conflict:
+    """Keys that contradict each other: at which key, or in which rule (from 0), why, a fix, and the problem's kind.
+
+    A key of another table than the one that is checked includes its table: "gradients.codec".
+    """
+
+    key: str
+    why: str
+    fix: str
+    rule: int | None = None
+    kind: str = "conflict"
+
+
+def plain_types(field: dataclasses.Field) -> tuple[Any, ...]:
+    """The types that a field declares, if all its values are words, numbers or switches; () for lists and tables."""
+    declared = field.type.__args__ if isinstance(field.type, types.UnionType) else (field.type,)
+    return declared if all(kind in PLAIN for kind in declared) else ()
+
+
+def is_one_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a value has one of these types; a whole number is a float, True is not a whole number."""
+    accepted = (*kinds, int) if float in kinds else kinds
+    return isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool))
+
+
+def check_types(declared: Any) -> None:
+    """Check the plain fields of a dataclass that a program makes.
+
+    Raises:
+      OptionError: the first that has a value of another type than it declares.
+    """
+    for field in dataclasses.fields(declared):
+        kinds = plain_types(field)
+        if kinds and not is_one_of(getattr(declared, field.name), kinds):
+            raise wrong_type(declared, field.name, type_name(kinds[0]()))
+
+
+def wrong_type(declared: Any, name: str, wanted: str) -> OptionError:
+    """The error for a field whose value has the wrong type."""
+    value = getattr(declared, name)
+    return OptionError(f"{type(declared).__name__}: {name}={value!r} is {type_name(value)}; wanted {wanted}.")
+
+
+def names(value: Any) -> tuple[str, ...]:
+    """One name or several, as a tuple.
+
+    >>> names("data"), names(["node", "data"])
+    (('data',), ('node', 'data'))
+    """
+    several = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if not all(isinstance(name, str) for name in several):
+        raise OptionError(f"{value!r} is no name, and no tuple of names.")
+    return several
+
+
+def changed_values(table: Any) -> dict[str, Any]:
+    """The keys of a table that differ from their defaults, without rules; and the options of its codec."""
+    keys = [field for field in dataclasses.fields(table) if field.name not in ("options", "rules")]
+    changed = {field.name: getattr(table, field.name) for field in keys if getattr(table, field.name) != field.default}
+    return {**changed, **dict(getattr(table, "options", ()))}
+
+
+def as_toml(value: Any) -> str:
+    """A value as a TOML file spells it."""
+    return json.dumps(value, default=str, ensure_ascii=False)

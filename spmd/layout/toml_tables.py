@@ -1,0 +1,142 @@
+"""Reads the tables and values of a TOML text, and collects every problem with its line."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from spmd.errors import Problem, closest, did_you_mean
+from spmd.layout.fields import Conflict, as_toml, is_one_of, plain_types
+from spmd.layout.gradients import GradientRule
+from spmd.layout.model_parallel import ORDERS, SCHEDULES
+from spmd.layout.server import MODES, PLACEMENTS
+from spmd.wire.codec import CODECS
+
+CHOICES = {
+    "gradients.reduction": ("compiler", "all_reduce", "reduce_scatter", "parameter_server"),
+    "gradients.codec": CODECS,
+    "gradients.weights": ("exact", "bfloat16"),
+    "parameter_server.placement": PLACEMENTS,
+    "parameter_server.mode": MODES,
+    "pipeline.schedule": SCHEDULES,
+    "sequence.order": ORDERS,
+    "remat.save": ("everything", "dots", "nothing"),
+}
+KINDS = {  # Python types: how errors name them, and an example
+    str: ("a string", '"data"'),
+    bool: ("true or false", "true"),
+    int: ("a whole number", "2"),
+    float: ("a number", "0.5"),
+    list: ("a list", '["a", "b"]'),
+    dict: ("a table", '{ key = "value" }'),
+}
+
+
+class Tables:
+    """The lines of a TOML text, and the problems that were found in its tables."""
+
+    def __init__(self, text: str):
+        self.lines = text.splitlines()
+        self.problems: list[Problem] = []
+        self.places: set[str] = set()  # where the problems are, without line numbers
+        self.rule_number: int | None = None  # of the rule that is being read, from 1
+
+    def problem(self, where: str, why: str, fix: str = "", line: int | None = None, kind: str = "invalid_value") -> None:
+        """Collect a problem."""
+        self.places.add(where)
+        text = f"line {line}: {where}" if line else where
+        self.problems.append(Problem(text, [why], fix, rule=self.rule_number, line=line, kind=kind))
+
+    def key_problem(self, section: str, key: str, why: str, fix: str, kind: str = "invalid_value") -> None:
+        """Collect a problem of a key inside `[section]`; of the top of the file when section is empty, of the section when key is."""
+        where = f"[{section}] {key}".strip() if section else key
+        self.problem(where, why, fix, (self.key_line(section, key) if key else None) or self.key_line("", section), kind)
+
+    def conflicts(self, section: str, conflicts: list[Conflict], rules: Sequence[GradientRule] = ()) -> None:
+        """Collect conflicts between the keys of a section, except at keys whose value is a problem already."""
+        reported = set(self.places)
+        for conflict in conflicts:
+            if conflict.rule is not None:
+                self.rule_number = conflict.rule + 1
+                where, line = f"[[gradients.rules]] rule {self.rule_number}", rules[conflict.rule].line
+                self.problem(where, conflict.why, conflict.fix, line, conflict.kind)
+                self.rule_number = None
+                continue
+            table, _, key = conflict.key.rpartition(".")
+            if f"[{table or section}] {key}" not in reported:
+                self.key_problem(table or section, key, conflict.why, conflict.fix, conflict.kind)
+
+    def key_line(self, section: str, key: str) -> int | None:
+        """The line of `key` inside `[section]` (the top of the file when section is empty)."""
+        inside = not section
+        for number, line in enumerate(self.lines, 1):
+            header = re.match(r"""\s*\[+\s*["']?([\w.]+)["']?\s*\]+""", line)
+            if header:
+                inside = header.group(1) == section
+                if header.group(1) == (f"{section}.{key}" if section else key):
+                    return number
+            elif inside and re.match(rf'\s*"?{re.escape(key)}"?\s*[=.]', line):
+                return number
+        return None
+
+    def unknown(self, table: dict[str, Any], known: Sequence[str], section: str) -> None:
+        """Collect keys of a table that nothing reads."""
+        for key in table:
+            if key not in known:
+                where, line = f"[{section}] {key}" if section else key, self.key_line(section, key)
+                self.problem(f"unknown key: {where}", "nothing reads it.", did_you_mean(key, known), line, "unknown_key")
+
+    def table(self, data: dict[str, Any], key: str) -> dict[str, Any]:
+        """The table `[key]`; an empty one if there is none."""
+        table = data.get(key, {})
+        if isinstance(table, dict):
+            return table
+        self.key_problem("", key, f"{as_toml(table)} is not a table.", f"write [{key}] on a line of its own.")
+        return {}
+
+    def value(self, table: dict[str, Any], section: str, key: str, default: Any, *kinds: type, fix: str = "") -> Any:
+        """A value of one of these types."""
+        value, why = table.get(key, default), ""
+        if key in table and not is_one_of(value, kinds):
+            why = f"{as_toml(value)} is not {' or '.join(KINDS[kind][0] for kind in kinds)}."
+        elif float in kinds and isinstance(value, int) and not is_number(value):
+            why = "the number is too large."
+        if why:
+            self.key_problem(section, key, why, fix or f"such as {KINDS[kinds[0]][1]}.")
+        return default if why else value
+
+    def choice(self, table: dict[str, Any], section: str, key: str, default: str | None, fix: str = "") -> str | None:
+        """A string, one of `CHOICES` if they list the key."""
+        known = CHOICES.get(f"{section}.{key}")
+        if known and key in table and not isinstance(table[key], str):
+            table = {**table, key: as_toml(table[key])}  # reported below, with the known values
+        value = self.value(table, section, key, default, str, fix=fix)
+        if known and value is not None and value not in known:
+            near = closest(value, known)
+            fix = (f'did you mean "{near}"? This' if near else "this") + f" version knows: {', '.join(known)}."
+            self.key_problem(section, key, f'no {key} "{value}".', fix)
+            return near or default  # the value that was probably meant, so that no further problem follows from it
+        return value
+
+    def fields(self, table: dict[str, Any], section: str, kind: type, fixes: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+        """The fields of a dataclass that are words, numbers or switches. Other keys are problems, unless it has options of codecs.
+
+        Args:
+          fixes: examples of valid values, by key.
+        """
+        if not hasattr(kind, "options"):
+            self.unknown(table, [field.name for field in dataclasses.fields(kind)], section)
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(kind):
+            kinds, fix = plain_types(field), fixes.get(field.name, "")
+            if str in kinds:
+                values[field.name] = self.choice(table, section, field.name, field.default, fix)
+            elif kinds:
+                values[field.name] = self.value(table, section, field.name, field.default, kinds[0], fix=fix)
+        return values
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of at most 64 bits."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
