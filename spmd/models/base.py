@@ -5,14 +5,15 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
-from spmd.errors import ModelError, SpmdError, first_line, user_line
-from spmd.tree import Tree
+from spmd.errors import ModelError, Problem, SpmdError, first_line, user_line
+from spmd.tree import Tree, describe
 
 STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0
 
@@ -34,7 +35,7 @@ class Call:
     `key` is the same on all workers; `localize` turns it into the key that draws this worker's rows. `sync_axes` are
     the mesh axes over which batch statistics are averaged (empty where the compiler sees the whole batch). `dtype` is that
     of the computation, set on every layer that has no dtype: one float32 array among its inputs (BatchNorm's
-    averages, an embedding) would otherwise turn it, and all layers after it, into float32. `returned` is asked by path of every
+    averages, an embedding) would otherwise turn it, and all layers after it, into float32. `output_hook` is asked by path of every
     submodule that can be called, and gives what its outputs go through, or None.
     """
 
@@ -93,7 +94,7 @@ class Model(abc.ABC):
         """The user's own kind of object, holding these arrays."""
 
 
-def trace_abstractly(function: Callable[..., Any], what: str, *args: Any) -> Any:
+def trace_abstractly(function: Callable[..., Any], subject: str, *args: Any) -> Any:
     """`jax.eval_shape` with our own error: nothing is allocated, nothing is compiled."""
     try:
         with nnx.use_eager_sharding(False):
@@ -101,7 +102,16 @@ def trace_abstractly(function: Callable[..., Any], what: str, *args: Any) -> Any
     except (SpmdError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise ModelError(explain_jax_error(error) or (_untraceable if _needs_values(error) else _failed)(what, error)) from error
+        explanation = explain_jax_error(error)
+        if explanation:
+            raise ModelError(explanation) from error
+        if _needs_values(error):
+            why = f"{subject} cannot be traced without data: {first_line(error)}\n"
+            why += "    It is traced with abstract arrays, to know every shape before anything is allocated."
+            fix = "use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value; "
+            raise ModelError(why, fix=f"{fix}the error above has the line.") from error
+        why = f"{subject} raises {first_line(error)}{user_line(error)}"
+        raise ModelError(why, fix="fix that line; the error above has the whole traceback.") from error
 
 
 VALUE_ERRORS = (  # what JAX raises where a program needs the value of an abstract array
@@ -116,19 +126,6 @@ VALUE_ERRORS = (  # what JAX raises where a program needs the value of an abstra
 def _needs_values(error: BaseException | None) -> bool:
     """Whether an exception is one of these, or was raised because of one, as numpy does."""
     return error is not None and (isinstance(error, VALUE_ERRORS) or _needs_values(error.__cause__))
-
-
-def _untraceable(what: str, error: Exception) -> str:
-    return (
-        f"{what} cannot be traced without data: {first_line(error)}\n"
-        "    It is traced with abstract arrays, to know every shape before anything is allocated.\n"
-        "    fix: use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value; "
-        "the error above has the line."
-    )
-
-
-def _failed(what: str, error: Exception) -> str:
-    return f"{what} raises {first_line(error)}{user_line(error)}\n    fix: fix that line; the error above has the whole traceback."
 
 
 def explain_jax_error(error: Exception) -> str:
@@ -160,7 +157,21 @@ def with_train_flag(function: Callable[..., Any], kwargs: dict[str, Any], *, tra
     return {**{name: value for name, value in switches.items() if name in known}, **kwargs}
 
 
+def shape_text(arrays: Mapping[str, Any], path: str) -> str:
+    """Dtype and shape of an array, or "nothing"."""
+    return describe(arrays[path]) if path in arrays else "nothing"
+
+
+def shape_problems(given: Mapping[str, Any], made: Mapping[str, Any], maker: str) -> list[Problem]:
+    """Arrays by path whose shapes are not those that `maker` makes; dtypes may differ."""
+    return [
+        Problem(path, [f"given {shape_text(given, path)}, {maker} makes {shape_text(made, path)}"])
+        for path in dict.fromkeys([*made, *given])
+        if path not in given or path not in made or np.shape(given[path]) != np.shape(made[path])
+    ]
+
+
 def no_such_module(pattern: str, known: list[str]) -> ModelError:
     """The error for a remat pattern that names nothing."""
-    fix = f"\n    fix: one of {', '.join(known[:12])}" if known else ""
-    return ModelError(f'[remat] modules: "{pattern}" matches no submodule of the model.{fix}')
+    fix = f"one of {', '.join(known[:12])}" if known else ""
+    return ModelError(f'[remat] modules: "{pattern}" matches no submodule of the model.', fix=fix)

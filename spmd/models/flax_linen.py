@@ -7,10 +7,10 @@ import jax
 from flax import linen
 from flax.core import unfreeze
 
-from spmd.errors import ModelError, Problem, raise_problems
-from spmd.models.base import Call, Model, Variables, no_such_module, trace_abstractly, with_train_flag
+from spmd.errors import ModelError, raise_problems
+from spmd.models.base import Call, Model, Variables, no_such_module, shape_problems, trace_abstractly, with_train_flag
 from spmd.path_match import matches
-from spmd.tree import Tree, describe, flatten, path_of
+from spmd.tree import Tree, flatten, path_of
 
 
 class LinenModel(Model):
@@ -32,14 +32,8 @@ class LinenModel(Model):
         made = _split(self._boxed(key, run))
         if self._given is None:
             return made
-        shapes = lambda it: {path.removeprefix("stats/"): describe(leaf).partition("[")[2] for path, leaf in flatten(it).items()}
-        has, needs = shapes(self._given), shapes(made)
-        shape = lambda known, path: f"[{known[path]}" if path in known else "nothing"
-        problems = [
-            Problem(path, [f"given {shape(has, path)}, the module makes {shape(needs, path)}"])
-            for path in dict.fromkeys([*needs, *has])
-            if has.get(path) != needs.get(path)
-        ]
+        by_path = [{path.removeprefix("stats/"): leaf for path, leaf in flatten(arrays).items()} for arrays in (self._given, made)]
+        problems = shape_problems(*by_path, "the module")
         raise_problems(ModelError, "the linen module is bound to other arrays than its `init` makes", problems)
         return self._given
 
@@ -51,15 +45,15 @@ class LinenModel(Model):
         return dict(probe.variables)
 
     def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
-        found: dict[str, tuple] = {}
+        names: dict[str, tuple] = {}
 
         def visit():
             specs = linen.get_partition_spec(self._boxed(key, run).get("params", {}))
             leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
-            found.update({path_of(keys): tuple(spec) for keys, spec in leaves if len(spec)})
+            names.update({path_of(keys): tuple(spec) for keys, spec in leaves if len(spec)})
 
         trace_abstractly(visit, "the model")
-        return found
+        return names
 
     def bind(self, variables: Variables, call: Call) -> "LinenCall":
         return LinenCall(self._module, variables, call, self._rematerialised)

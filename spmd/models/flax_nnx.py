@@ -36,12 +36,12 @@ class NnxModel(Model):
 
     def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
         del key, run
-        found: dict[str, tuple] = {}
+        names_by_path: dict[str, tuple] = {}
         for path, metadata in self._metadata.items():
             names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
             if names:
-                found[path] = tuple(names)[STACKED in metadata :]  # of one layer
-        return found
+                names_by_path[path] = tuple(names)[STACKED in metadata :]  # of one layer
+        return names_by_path
 
     def stacks(self) -> dict[str, int]:
         return {path: metadata[STACKED] for path, metadata in self._metadata.items() if STACKED in metadata}
@@ -49,22 +49,21 @@ class NnxModel(Model):
     @functools.cached_property
     def _metadata(self) -> dict[str, dict[str, Any]]:
         """What flax knows of each parameter beside its value, by path."""
-        found: dict[str, dict[str, Any]] = {}
+        metadata: dict[str, dict[str, Any]] = {}
 
         def visit():
             for path, variable in nnx.to_flat_state(nnx.state(self._factory(), nnx.Param)):
-                found["/".join(map(str, path))] = dict(variable.get_metadata())
+                metadata["/".join(map(str, path))] = dict(variable.get_metadata())
 
         trace_abstractly(visit, "the model")
-        return found
+        return metadata
 
     def notes(self) -> list[str]:
         if not self._frozen:
             return []
         undo = " If .eval() set that, call model.train() first." if self._given else ""
         more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
-        first = next(iter(self._frozen))
-        return [f"note: batch statistics are frozen, by use_running_average=True: {first}{more}.{undo}"]
+        return [f"note: batch statistics are frozen, by use_running_average=True: {self._frozen[0]}{more}.{undo}"]
 
     def _split(self, module: nnx.Module) -> Variables:
         self._frozen = _frozen(module, given=self._given)
@@ -75,9 +74,10 @@ class NnxModel(Model):
         return Variables(params, stats, jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, rngs))
 
     def bind(self, variables: Variables, call: Call) -> nnx.Module:
-        rngs = self._keys(
-            variables.rngs, lambda key: key if call.key is None else call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
-        )
+        def change(key: Any) -> Any:
+            return key if call.key is None else call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
+
+        rngs = self._keys(variables.rngs, change)
         module = nnx.merge(self._graphdef, variables.params, rngs, variables.stats)
         module.train() if call.training else module.eval()
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
@@ -89,14 +89,15 @@ class NnxModel(Model):
             if call.dtype is not None and _follows_inputs(sub):
                 sub.dtype = call.dtype  # type: ignore[attr-defined]
         for pattern in call.remat_modules:
-            for path in _matching_modules(pattern, modules):
-                modules[path].__class__ = _rematerialised(
-                    type(modules[path]), call.remat_policy, functools.partial(self._called.add, pattern)
-                )
+            matched = [modules[path] for path in matches(pattern, modules) if callable(modules[path])]
+            if not matched:
+                raise no_such_module(pattern, sorted(filter(None, modules)))
+            for sub in matched:
+                sub.__class__ = _rematerialised(type(sub), call.remat_policy, functools.partial(self._called.add, pattern))
         for path, sub in modules.items():
             change = call.output_hook(path) if callable(sub) else None
             if change is not None:
-                sub.__class__ = _changed(type(sub), change)
+                sub.__class__ = _with_changed_outputs(type(sub), change)
             if callable(sub) and path:
                 sub.__class__ = _scoped(type(sub), path.rpartition("/")[2])
         return module
@@ -104,10 +105,8 @@ class NnxModel(Model):
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         for pattern in patterns:  # one that matches no submodule is refused by `bind` already
             if pattern not in self._called:
-                raise ModelError(
-                    f'[remat] modules: "{pattern}" matches submodules that the model never calls as module(x), so nothing is recomputed.\n'
-                    "    fix: a pattern for the modules that are called."
-                )
+                why = f'[remat] modules: "{pattern}" matches submodules that the model never calls as module(x), so nothing is recomputed.'
+                raise ModelError(why, fix="a pattern for the modules that are called.")
 
     def get_stats(self, bound: nnx.Module) -> Tree:
         flat = dict(nnx.to_flat_state(nnx.state(bound)))
@@ -118,9 +117,11 @@ class NnxModel(Model):
             impl = self._impls.get(path_of(keys))
             if impl is None:
                 return data
+            change_all = change
             wrapped: Any = jax.random.wrap_key_data(data, impl=impl)
-            each = functools.reduce(lambda function, _: jax.vmap(function), range(wrapped.ndim), change)  # a stack has one for every layer
-            return each(wrapped)
+            for _ in range(wrapped.ndim):  # a stack has a key for every layer
+                change_all = jax.vmap(change_all)
+            return change_all(wrapped)
 
         return jax.tree_util.tree_map_with_path(leaf, rngs)
 
@@ -155,13 +156,13 @@ def _rematerialised(kind: type, policy: Callable[..., bool] | None, note: Callab
     return _subclass(kind, "Remat", __call__)
 
 
-def _changed(kind: type, change: Callable[[Any], Any]) -> type:
+def _with_changed_outputs(kind: type, change: Callable[[Any], Any]) -> type:
     """A subclass of an nnx module that gives what its call returned through `change`."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return change(kind.__call__(self, *args, **kwargs))  # type: ignore[operator]
 
-    return _subclass(kind, "PlacedModel", __call__)
+    return _subclass(kind, "Changed", __call__)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -177,13 +178,6 @@ def _scoped(kind: type, name: str) -> type:
 
 def _subclass(kind: type, prefix: str, call: Callable[..., Any]) -> type:
     return type(kind)(f"{prefix}{kind.__name__}", (kind,), {"__call__": call, "__module__": kind.__module__})
-
-
-def _matching_modules(pattern: str, modules: dict[str, Any]) -> list[str]:
-    found = [path for path in matches(pattern, modules) if callable(modules[path])]
-    if not found:
-        raise no_such_module(pattern, sorted(path for path in modules if path))
-    return found
 
 
 def _follows_inputs(module: Any) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from spmd.errors import ModelError, Problem, problems_text, type_name
-from spmd.models.base import Call, Model, Variables, trace_abstractly, with_train_flag
-from spmd.tree import Tree, describe, flatten
+from spmd.errors import ModelError, problems_text, type_name
+from spmd.models.base import Call, Model, Variables, shape_problems, shape_text, trace_abstractly, with_train_flag
+from spmd.tree import Tree, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,22 +37,19 @@ class FunctionalModel:
     def bind(self, params: Tree, state: Tree = None) -> "FunctionCall":
         """The model with these parameters: to be called, or to be trained from there, by `fit(model.bind(params), ...)`."""
         if self.stateful != (state is not None):
-            raise ModelError(f"bind: the model is {'' if self.stateful else 'not '}stateful.", fix=f"{self._bound}.")
-        given = {"params": params, "state": state} if self.stateful else {"params": params}
-        made = given
+            fix = "model.bind(params, state)." if self.stateful else "model.bind(params), or FunctionalModel(..., stateful=True)."
+            raise ModelError(f"bind: the model is {'' if self.stateful else 'not '}stateful.", fix=fix)
+        arrays = {"params": params, "state": state} if self.stateful else {"params": params}
+        made = arrays
         with contextlib.suppress(ModelError):  # arrays that are given need no init that can be traced
             made = trace_abstractly(self._made, "the model", jax.eval_shape(lambda: jax.random.key(0)))
-        _check_given(given, made)
+        _check_shapes(arrays, made)
         return FunctionCall(self, params, state, Call(training=False))
 
     def _made(self, key: Any) -> dict[str, Tree]:
         """What `init` makes, by name."""
         made = self.init(key)
         return dict(zip(("params", "state"), _pair(made, "init", "(params, state)"), strict=True)) if self.stateful else {"params": made}
-
-    @property
-    def _bound(self) -> str:
-        return "model.bind(params, state)" if self.stateful else "model.bind(params), or FunctionalModel(..., stateful=True)"
 
 
 class FunctionModel(Model):
@@ -78,21 +75,17 @@ class FunctionModel(Model):
 
     def check_workers(self) -> None:
         if self._model.stateful and "axis_name" not in inspect.signature(self._model.apply).parameters:
-            raise ModelError(
-                "the model has state, and each worker calls it with its own rows: batch statistics would be of these rows alone.\n"
-                "    fix: a keyword axis_name=None of apply, over which batch statistics are averaged (jax.lax.pmean, or BatchNorm's own "
-                'option), and which other state may ignore; or  [gradients] reduction = "compiler".'
-            )
+            why = "the model has state, and each worker calls it with its own rows: batch statistics would be of these rows alone."
+            fix = "a keyword axis_name=None of apply, over which batch statistics are averaged (jax.lax.pmean, or BatchNorm's own option), "
+            raise ModelError(why, fix=f'{fix}and which other state may ignore; or  [gradients] reduction = "compiler".')
 
     def bind(self, variables: Variables, call: Call) -> "FunctionCall":
         return FunctionCall(self._model, variables.params, variables.stats, call)
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         if patterns:
-            raise ModelError(
-                "[remat] modules names submodules; a FunctionalModel has none.\n"
-                "    fix: take `modules` out, or call jax.checkpoint in apply."
-            )
+            fix = "take `modules` out, or call jax.checkpoint in apply."
+            raise ModelError("[remat] modules names submodules; a FunctionalModel has none.", fix=fix)
 
     def get_stats(self, bound: "FunctionCall") -> Tree:
         return bound.state
@@ -138,15 +131,9 @@ def _pair(made: Any, function: str, wanted: str) -> tuple:
     return made
 
 
-def _check_given(given: Mapping[str, Tree], made: Mapping[str, Tree]) -> None:
-    """Arrays that a model is bound to must have the shapes of those that it makes; dtypes may differ."""
-    here, there = flatten(given), flatten(made)
-    shape = lambda arrays, path: describe(arrays[path]) if path in arrays else "nothing"
-    problems = [
-        Problem(path, [f"given {shape(here, path)}, init makes {shape(there, path)}"])
-        for path in dict.fromkeys([*there, *here])
-        if shape(here, path).partition("[")[2] != shape(there, path).partition("[")[2]
-    ]
+def _check_shapes(arrays: Mapping[str, Tree], made: Mapping[str, Tree]) -> None:
+    """Arrays that a model is bound to must have the shapes of those that it makes."""
+    problems = shape_problems(flatten(arrays), flatten(made), "init")
     if problems:
         text = problems_text("bind: the arrays that are given are not of the shapes that init makes", problems)
         raise ModelError(f"{text}\n", fix="arrays of the shapes that init makes; or a FunctionalModel whose init makes these.")
@@ -157,9 +144,7 @@ def _check_state(before: Tree, after: Tree) -> None:
     old, new = flatten(before), flatten(after)
     for path in [*old, *new]:
         if path not in old or path not in new or old[path].shape != new[path].shape:
-            here, there = (describe(arrays[path]) if path in arrays else "nothing" for arrays in (old, new))
-            raise ModelError(
-                f"apply was given a state with {path} = {here}, and returned one with {there}.", fix="a state of equal shapes."
-            )
+            why = f"apply was given a state with {path} = {shape_text(old, path)}, and returned one with {shape_text(new, path)}."
+            raise ModelError(why, fix="a state of equal shapes.")
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise ModelError("apply returned a state in another kind of tree than it was given.", fix="the same dicts, lists and tuples.")

@@ -21,9 +21,8 @@ def wrap(model: Any) -> Model:
     """
     _check_library(model if isinstance(model, type) else type(model))
     if isinstance(model, type):
-        raise ModelError(
-            f"model={model.__name__} is a class.", fix=f"pass a function that builds it: lambda: {model.__name__}(rngs=nnx.Rngs(0))."
-        )
+        fix = f"pass a function that builds it: lambda: {model.__name__}(rngs=nnx.Rngs(0))."
+        raise ModelError(f"model={model.__name__} is a class.", fix=fix)
     if isinstance(model, Model):
         return model
     if isinstance(model, nnx.Module):
@@ -37,10 +36,8 @@ def wrap(model: Any) -> Model:
     if callable(model):
         kind = _built_kind(model)
         return NnxModel(cast(Callable[[], nnx.Module], model)) if issubclass(kind, nnx.Module) else wrap(model())
-    raise ModelError(
-        f"model={short_repr(model)} is {type_name(model)}.",
-        fix=("an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), or a function of no arguments that returns one."),
-    )
+    fix = "an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), or a function of no arguments that returns one."
+    raise ModelError(f"model={short_repr(model)} is {type_name(model)}.", fix=fix)
 
 
 LIBRARIES = {  # by package: its name, why its models cannot be trained as they are, and what can be done
@@ -83,20 +80,18 @@ def _check_library(kind: type) -> None:
 
 def _built_kind(factory: Callable[[], Any]) -> type:
     """The type that a factory returns, found by tracing it without allocating anything."""
-    found: list[Any] = []
+    built: list[Any] = []
     missing = missing_arguments(factory)
     if missing:
-        raise ModelError(
-            f"the model's factory takes arguments: {', '.join(missing)}.", fix=f"a function of none: lambda: factory({missing[0]}=...)."
-        )
-    trace_abstractly(lambda: found.append(factory()), "the model's factory")
-    _check_library(type(found[0]))
-    if not isinstance(found[0], nnx.Module | linen.Module | FunctionalModel):
-        raise ModelError(
-            f"the model's factory returned {type_name(found[0])}.",
-            fix="return an nnx.Module, a linen.Module or a spmd.FunctionalModel.",
-        )
-    return type(found[0])
+        fix = f"a function of none: lambda: factory({missing[0]}=...)."
+        raise ModelError(f"the model's factory takes arguments: {', '.join(missing)}.", fix=fix)
+    trace_abstractly(lambda: built.append(factory()), "the model's factory")
+    (model,) = built
+    _check_library(type(model))
+    if not isinstance(model, nnx.Module | linen.Module | FunctionalModel):
+        fix = "return an nnx.Module, a linen.Module or a spmd.FunctionalModel."
+        raise ModelError(f"the model's factory returned {type_name(model)}.", fix=fix)
+    return type(model)
 
 
 def missing_arguments(factory: Callable[..., Any]) -> list[str]:

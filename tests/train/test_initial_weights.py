@@ -105,10 +105,10 @@ def test_arrays_that_a_bound_module_lacks_are_a_table():
         fit(module.bind({"params": params}))
     assert str(raised.value) == (
         "the linen module is bound to other arrays than its `init` makes\n4 problems:\n\n"
-        "  params/Dense_1/bias\n      given nothing, the module makes [8]\n\n"
-        "  params/Dense_1/kernel\n      given [8, 5], the module makes [4, 8]\n\n"
-        "  batch_stats/BatchNorm_0/mean\n      given nothing, the module makes [8]\n\n"
-        "  batch_stats/BatchNorm_0/var\n      given nothing, the module makes [8]"
+        "  params/Dense_1/bias\n      given nothing, the module makes float32[8]\n\n"
+        "  params/Dense_1/kernel\n      given float32[8, 5], the module makes float32[4, 8]\n\n"
+        "  batch_stats/BatchNorm_0/mean\n      given nothing, the module makes float32[8]\n\n"
+        "  batch_stats/BatchNorm_0/var\n      given nothing, the module makes float32[8]"
     )
 
 
