@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import DataError, OptionError
+from spmd.layout.fixes import near_multiples
 from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.ring_attention import Ring, into_ring, out_of_ring, ring_attention
 from spmd.tree import describe
@@ -61,8 +62,8 @@ def attention(
     _check_lengths(parallel, ring, query, key)
     (rows, length, _, size), groups = query.shape, key.shape[2]
     arrays = (query.reshape(rows, length, groups, -1, size), key, value, key_mask)
-    out: Any = ring_attention(ring, *(into_ring(ring, *arrays) if balanced else arrays))
-    return (out_of_ring(ring, out) if balanced else out).reshape(query.shape)
+    out: Any = ring_attention(ring, *(ring.run(into_ring, *arrays) if balanced else arrays))
+    return (ring.run(out_of_ring, out) if balanced else out).reshape(query.shape)
 
 
 def _unsharded(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, mask: jax.Array | None, scale: float) -> jax.Array:
@@ -82,11 +83,8 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array |
     matches = matches and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3] and query.shape[2] % max(key.shape[2], 1) == 0
     if not matches:
         shown = f"query {describe(query)}, key {describe(key)}, value {describe(value)}"
-        raise OptionError(
-            f"attention: {shown}.\n"
-            "    fix: [rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, and heads that "
-            "divide the query's."
-        )
+        fix = "[rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, "
+        raise OptionError(f"attention: {shown}.", fix=f"{fix}and heads that divide the query's.")
     if mask is not None and (mask.shape != key.shape[:2] or mask.dtype != bool):
         raise OptionError(f"attention: key_mask is {describe(mask)}.", fix=f"bool[{key.shape[0]}, {key.shape[1]}], one for each key.")
 
@@ -95,15 +93,10 @@ def _check_lengths(parallel: ParallelConfig, ring: Ring, query: jax.Array, key: 
     """Check that the ring can shard the lengths."""
     where, unit = f'[sequence] axis = "{ring.axis}", {ring.count} devices', ring.count * ring.parts
     if ring.causal and query.shape[1] != key.shape[1]:
-        raise DataError(
-            f"attention ({where}): {query.shape[1]} queries and {key.shape[1]} keys under a causal mask.\n"
-            "    fix: as many of each, or a layout that does not shard sequences."
-        )
+        why = f"attention ({where}): {query.shape[1]} queries and {key.shape[1]} keys under a causal mask."
+        raise DataError(why, fix="as many of each, or a layout that does not shard sequences.")
     for length in (query.shape[1], key.shape[1]):
         if length % unit:
-            near = sorted({max(unit, length // unit * unit), -(-length // unit) * unit})
             parts = f"{unit} parts, two for each device in balanced order" if ring.parts == 2 else f"{unit} devices"
-            raise DataError(
-                f"attention ({where}): a sequence of {length} is not divisible by {parts}: {length} / {unit} leaves {length % unit}.\n"
-                f"    fix: sequences of {' or '.join(map(str, near))}, padded if need be."
-            )
+            why = f"a sequence of {length} is not divisible by {parts}: {length} / {unit} leaves {length % unit}."
+            raise DataError(f"attention ({where}): {why}", fix=f"sequences of {near_multiples(length, unit)}, padded if need be.")

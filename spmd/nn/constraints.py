@@ -17,6 +17,7 @@ from flax.linen import spmd as logical
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import ModelError, did_you_mean
+from spmd.specs import entry_axes
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -73,14 +74,12 @@ def _auto_entry(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | Abs
     """One entry of a spec reduced to auto mesh axes, for a dim of this size."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return entry
-    axes = (entry,) if isinstance(entry, str) else tuple(entry)
+    axes = entry_axes(entry)
     for axis in axes:
         if axis not in mesh.shape:
             known = ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
-            raise ModelError(
-                f'the model calls with_sharding_constraint with mesh axis "{axis}", which mesh {known} does not have.\n'
-                f"    fix: {did_you_mean(axis, mesh.shape)} Or a mesh and a layout with that axis."
-            )
+            why = f'the model calls with_sharding_constraint with mesh axis "{axis}", which mesh {known} does not have.'
+            raise ModelError(why, fix=f"{did_you_mean(axis, mesh.shape)} Or a mesh and a layout with that axis.")
     free = tuple(axis for axis in axes if axis not in manual)
     return free if size % math.prod(mesh.shape[axis] for axis in free) == 0 else PartitionSpec.UNCONSTRAINED
 

@@ -27,8 +27,8 @@ class Embed(nnx.Embed):
         """Rows of the table, [*inputs.shape, features]."""
         parallel = current()
         axis = parallel.sequence.axis
-        is_sharded = axis is not None and inputs.ndim == 2 and jnp.issubdtype(inputs.dtype, jnp.integer)
-        if axis is None or not is_sharded or inputs.shape[1] % parallel.axis_size(axis) or out_sharding is not None:
+        is_tokens = inputs.ndim == 2 and jnp.issubdtype(inputs.dtype, jnp.integer)
+        if axis is None or not is_tokens or inputs.shape[1] % parallel.axis_size(axis) or out_sharding is not None:
             return super().__call__(inputs, out_sharding)
         row_axes = parallel.auto_row_axes(inputs.shape[0])
         spec = PartitionSpec(row_axes or None, axis)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from spmd.errors import ModelError
+from spmd.layout.fixes import near_multiples
 from spmd.nn.layer_order import stage_order
 from spmd.nn.parallel_context import ParallelConfig, current, row_spec
 from spmd.nn.pipeline_executor import from_last_stage, run_schedule
@@ -124,10 +125,8 @@ def split_microbatches(parallel: ParallelConfig, trees: Tree) -> Microbatches:
     leaves = jax.tree.leaves(trees)
     if not leaves or any(np.ndim(leaf) == 0 or leaf.shape[0] != leaves[0].shape[0] for leaf in leaves):
         inputs = ", ".join(map(describe, leaves)) or "no arrays"
-        raise ModelError(
-            f"a stack of layers was called with {inputs}; a pipeline splits rows, which must be dim 0 of all.\n"
-            "    fix: pass arrays without rows by name: stack(x, table=...)."
-        )
+        why = f"a stack of layers was called with {inputs}; a pipeline splits rows, which must be dim 0 of all."
+        raise ModelError(why, fix="pass arrays without rows by name: stack(x, table=...).")
     rows, stages, declared = leaves[0].shape[0], parallel.stages, parallel.pipeline
     free = parallel.auto_row_axes(rows)
     rows //= math.prod(map(parallel.axis_size, free))
@@ -151,8 +150,8 @@ def layers_per_stage(parallel: ParallelConfig, count: int) -> int:
     declared, parts = parallel.pipeline, parallel.stages * parallel.pipeline.groups
     if count % parts:
         of = f'{parallel.stages} stages (mesh axis "{declared.axis}")' + (f" of {declared.groups} groups" if declared.groups > 1 else "")
-        near = " or ".join(map(str, sorted({max(parts, count // parts * parts), -(-count // parts) * parts})))
-        raise ModelError(f"a stack of {count} layers over {of}: {count} / {parts} leaves {count % parts}.", fix=f"{near} layers.")
+        why = f"a stack of {count} layers over {of}: {count} / {parts} leaves {count % parts}."
+        raise ModelError(why, fix=f"{near_multiples(count, parts)} layers.")
     return count // parallel.stages
 
 

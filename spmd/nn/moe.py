@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from spmd.errors import DataError, OptionError
+from spmd.layout.fixes import near_multiples
 from spmd.nn.parallel_context import MIXTURE, ParallelConfig, current, manual_axes
 from spmd.tree import describe
 from spmd.wire import collectives
@@ -78,10 +79,10 @@ class MixtureOfExperts(nnx.Module):
         if not capacity_factor > 0:
             raise OptionError(f"MixtureOfExperts: capacity_factor={capacity_factor}.", fix="above 0, such as 1.25.")
         init = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
-        named = lambda value, *names: nnx.Param(value, out_sharding=names, eager_sharding=False)
-        self.router = named(init(rngs.params(), (1, features, experts))[0], "embed", None)
-        self.up = named(init(rngs.params(), (experts, features, hidden)), "expert", "embed", "mlp")
-        self.down = named(init(rngs.params(), (experts, hidden, features)), "expert", "mlp", "embed")
+        param = functools.partial(nnx.Param, eager_sharding=False)
+        self.router = param(init(rngs.params(), (1, features, experts))[0], out_sharding=("embed", None))
+        self.up = param(init(rngs.params(), (experts, features, hidden)), out_sharding=("expert", "embed", "mlp"))
+        self.down = param(init(rngs.params(), (experts, hidden, features)), out_sharding=("expert", "mlp", "embed"))
         self.k, self.capacity_factor, self.activation = k, capacity_factor, activation
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
@@ -116,22 +117,16 @@ def _token_axes(parallel: ParallelConfig, axis: str | None, x: jax.Array, expert
     wanted = (parallel.sequence.axis if x.ndim == 3 else None, axis)
     along = tuple(name for name in dict.fromkeys(wanted) if name is not None and parallel.axis_size(name) > 1)
     rows, parts = parallel.auto_row_axes(x.shape[0]), math.prod(map(parallel.axis_size, along))
-    if axis is not None and experts % parallel.axis_size(axis):
-        count = parallel.axis_size(axis)
-        raise OptionError(
-            f'MixtureOfExperts ([experts] axis = "{axis}"): {experts} experts are not divisible by {count} devices: '
-            f"{experts} / {count} leaves {experts % count}.",
-            fix=f"{-(-experts // count) * count} experts.",
-        )
+    count = parallel.axis_size(axis)
+    if experts % count:
+        why = f"{experts} experts are not divisible by {count} devices: {experts} / {count} leaves {experts % count}."
+        raise OptionError(f'MixtureOfExperts ([experts] axis = "{axis}"): {why}', fix=f"{-(-experts // count) * count} experts.")
     dim = x.ndim - 2
     size = x.shape[dim] // (1 if dim else math.prod(map(parallel.axis_size, rows)))
     if size % parts:
-        near = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
-        what, names = "a sequence of" if dim else "rows of each worker:", " and ".join(f'"{name}"' for name in along)
-        raise DataError(
-            f"MixtureOfExperts: {what} {size}, not divisible by {parts} devices along {names}: {size} / {parts} leaves {size % parts}.\n"
-            f"    fix: {' or '.join(map(str, near))}."
-        )
+        sized, names = "a sequence of" if dim else "rows of each worker:", " and ".join(f'"{name}"' for name in along)
+        why = f"{sized} {size}, not divisible by {parts} devices along {names}: {size} / {parts} leaves {size % parts}."
+        raise DataError(f"MixtureOfExperts: {why}", fix=f"{near_multiples(size, parts)}.")
     spec = PartitionSpec(rows or None, along or None) if dim else PartitionSpec((*rows, *along) or None)
     return (*rows, *along), spec
 

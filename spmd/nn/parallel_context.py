@@ -17,6 +17,7 @@ from spmd.errors import LayoutError
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.nn.constraints import constraints_on, manual_axes
 from spmd.nn.schedule import Schedule
+from spmd.specs import spec_axes
 from spmd.xla import shard_map
 
 MIXTURE = "mixture"  # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
@@ -54,16 +55,13 @@ class ParallelConfig:
         Raises:
           LayoutError: the devices of an axis would all do the same work.
         """
-        wanted = {
-            "sequence": (self.sequence.axis, "spmd.nn.attention"),
-            "experts": (self.experts.axis, "spmd.nn.MixtureOfExperts"),
-        }
-        for section, (axis, calls) in wanted.items():
-            if axis is not None and section not in self.used:
-                raise LayoutError(
-                    f'{source}: [{section}] axis = "{axis}", but the loss never calls {calls}, so nothing is sharded over "{axis}".\n'
-                    f"    fix: {calls} in the model, or a layout without [{section}]."
-                )
+        for table, axis, function in (
+            ("sequence", self.sequence.axis, "spmd.nn.attention"),
+            ("experts", self.experts.axis, "spmd.nn.MixtureOfExperts"),
+        ):
+            if axis is not None and table not in self.used:
+                why = f'[{table}] axis = "{axis}", but the loss never calls {function}, so nothing is sharded over "{axis}".'
+                raise LayoutError(f"{source}: {why}", fix=f"{function} in the model, or a layout without [{table}].")
 
     def axis_size(self, axis: str | None) -> int:
         """The number of devices along a mesh axis; 1 for None."""
@@ -106,6 +104,9 @@ class ParallelConfig:
         """
         mesh = None if manual_axes() else self.mesh  # inside a manual region jax knows the mesh
 
+        def names_all_axes(spec: Any) -> bool:
+            return isinstance(spec, PartitionSpec) and set(spec_axes(tuple(spec))) >= set(axes)  # else specs of several arrays
+
         def call(*inputs: Any) -> Any:
             dtypes = jax.tree.map(lambda leaf: leaf.dtype, inputs)
 
@@ -115,15 +116,9 @@ class ParallelConfig:
             run = shard_map(restore_dtypes, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
             specs = [in_specs] * len(inputs) if isinstance(in_specs, PartitionSpec) else in_specs
             pairs = zip(inputs, specs, strict=True)
-            return run(*(tree if _names_all(spec, axes) else jax.tree.map(_widened, tree) for tree, spec in pairs))
+            return run(*(tree if names_all_axes(spec) else jax.tree.map(_widened, tree) for tree, spec in pairs))
 
         return call
-
-
-def _names_all(spec: Any, axes: tuple[str, ...]) -> bool:
-    if not isinstance(spec, PartitionSpec):
-        return False  # of several arrays
-    return {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)} >= set(axes)
 
 
 def _widened(leaf: jax.Array) -> jax.Array:

@@ -54,10 +54,8 @@ class Tap:
         """In place of a stack."""
         self.calls += 1
         if self.calls > 1:
-            raise ModelError(
-                "the loss calls stacks of layers more than once, and a 1f1b pipeline is made of one.\n"
-                '    fix: one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.'
-            )
+            fix = 'one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.'
+            raise ModelError("the loss calls stacks of layers more than once, and a 1f1b pipeline is made of one.", fix=fix)
         if self.y is not None:
             return self.y
         self.seen = x
@@ -91,9 +89,8 @@ class SplitLoss:
     def _traced(self, tap: Tap, params: Tree, rows: Tree, number: Any) -> tuple[jax.Array, Tree]:
         value_and_aux = self.loss(params, rows, number, dataclasses.replace(self.parallel, tap=tap), self.consts)
         if not tap.calls:
-            raise ModelError(
-                "the loss calls no spmd.nn.LayerStack, of which a 1f1b pipeline is made.", fix="one, or another [pipeline] schedule."
-            )
+            why = "the loss calls no spmd.nn.LayerStack, of which a 1f1b pipeline is made."
+            raise ModelError(why, fix="one, or another [pipeline] schedule.")
         return value_and_aux
 
     def before(self, params: Tree, rows: Tree, number: Any) -> Tree:
@@ -161,7 +158,6 @@ def _run(schedule: Schedule, loss: SplitLoss, params: Tree, microbatches: Tree, 
     parallel, axis = loss.parallel, str(loss.parallel.pipeline.axis)
     choose = functools.partial(one_of, branchless=parallel.branchless)
     stage, last, slots = collectives.worker_index((axis,)), schedule.stages - 1, min(schedule.stages, schedule.microbatches)
-    table = Table.of(schedule)
 
     def pick(number: Any) -> tuple[Tree, jax.Array]:
         return jax.tree.map(lambda x: x[number], microbatches), first + number
@@ -221,7 +217,7 @@ def _run(schedule: Schedule, loss: SplitLoss, params: Tree, microbatches: Tree, 
         return (grads, aux, jax.tree.map(put, inputs, y), dy), None
 
     inputs = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), input_shapes)
-    columns = jnp.asarray(table.columns)[:, stage]
+    columns = jnp.asarray(tick_table(schedule))[:, stage]
     carry = (zeros(params), zeros(aux), inputs, nothing)
     (grads, aux, _, _), _ = lax.scan(tick, carry, columns, unroll=len(columns) if parallel.unroll else 1)
     return grads, aux
@@ -247,35 +243,32 @@ def one_of(which: jax.Array, work: list[Callable[[], Tree]], *, branchless: bool
     return result
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A schedule as int32[ticks, stages, 3]: what a stage does, with which microbatch, and whose input arrives at the end of the tick."""
+@functools.cache
+def tick_table(schedule: Schedule) -> np.ndarray:
+    """A schedule as int32[ticks, stages, 3]: what a stage does, with which microbatch, and whose input arrives at the end of the tick.
 
-    columns: np.ndarray
-
-    @staticmethod
-    @functools.cache
-    def of(schedule: Schedule) -> "Table":
-        """The table of a schedule that uses gradients in the tick after they were made, and puts no input into a slot that is in use."""
-        columns = np.full((schedule.ticks, schedule.stages, 3), -1, np.int32)
-        slots = min(schedule.stages, schedule.microbatches)
-        waiting: list[set[int]] = [set() for _ in range(schedule.stages)]  # inputs that a stage still needs
-        for at, tick in enumerate(schedule.table):
-            for stage, work in enumerate(tick):
-                kind = IDLE if work is None else BACKWARD if work.backward else FORWARD
-                number = 0 if work is None else work.microbatch
-                columns[at, stage, :2] = kind, number
-                if kind == FORWARD and stage == 0:
-                    waiting[0].add(number)
-                if kind == FORWARD and stage < schedule.stages - 1:
-                    columns[at, stage + 1, 2] = number
-                if kind == BACKWARD and stage > 0 and schedule.table[at + 1][stage - 1] != work:
-                    raise RuntimeError("a gradient has to wait")
-            for stage, work in enumerate(tick):
-                if work is not None and work.backward:
-                    waiting[stage].remove(work.microbatch)
-                if columns[at, stage, 2] >= 0:
-                    waiting[stage].add(int(columns[at, stage, 2]))
-                if len({number % slots for number in waiting[stage]}) != len(waiting[stage]):
-                    raise RuntimeError("a stage receives more inputs than it has slots")
-        return Table(columns)
+    Raises:
+      RuntimeError: a schedule in which a gradient waits longer than a tick, or an input arrives in a slot that is in use.
+    """
+    table = np.full((schedule.ticks, schedule.stages, 3), -1, np.int32)
+    slots = min(schedule.stages, schedule.microbatches)
+    waiting: list[set[int]] = [set() for _ in range(schedule.stages)]  # inputs that a stage still needs
+    for at, tick in enumerate(schedule.table):
+        for stage, work in enumerate(tick):
+            kind = IDLE if work is None else BACKWARD if work.backward else FORWARD
+            number = 0 if work is None else work.microbatch
+            table[at, stage, :2] = kind, number
+            if kind == FORWARD and stage == 0:
+                waiting[0].add(number)
+            if kind == FORWARD and stage < schedule.stages - 1:
+                table[at, stage + 1, 2] = number
+            if kind == BACKWARD and stage > 0 and schedule.table[at + 1][stage - 1] != work:
+                raise RuntimeError("a gradient has to wait")
+        for stage, work in enumerate(tick):
+            if work is not None and work.backward:
+                waiting[stage].remove(work.microbatch)
+            if table[at, stage, 2] >= 0:
+                waiting[stage].add(int(table[at, stage, 2]))
+            if len({number % slots for number in waiting[stage]}) != len(waiting[stage]):
+                raise RuntimeError("a stage receives more inputs than it has slots")
+    return table

@@ -9,7 +9,6 @@ are unrolled: XLA:CPU runs a convolution inside a loop some 40 times slower.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +62,7 @@ def masked(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
     """`work`, run in any case; if not `live` the state does not change, and gradients are zero even if the result is NaN."""
 
     def run(live: jax.Array, params: Tree, state: Tree, number: jax.Array, group: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        gated = functools.partial(jax.tree.map, lambda leaf: gate(live, leaf) if _has_gradient(leaf) else leaf)
+        gated = functools.partial(jax.tree.map, lambda leaf: gate(live, leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf)
         after, y = work(gated(params), gated(state), jnp.maximum(number, 0), group, gated(x))
         return jax.tree.map(functools.partial(jnp.where, live), after, state), y  # an unchanged state keeps its gradient
 
@@ -86,10 +85,6 @@ def _gate_backward(live: jax.Array, cotangent: jax.Array) -> tuple[None, jax.Arr
 
 
 gate.defvjp(_gate_forward, _gate_backward)
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def from_last_stage(y: Tree, axis: str, *, scatter: bool) -> Tree:

@@ -104,7 +104,7 @@ def ring_attention(ring: Ring, query: jax.Array, key: jax.Array, value: jax.Arra
 
 def _forward_vjp(ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, tuple]:
     out, log_total = ring.run(_forward, query, key, value, mask)
-    return out, (query, key, value, mask, out, log_total)
+    return out, ((query, key, value, mask), out, log_total)
 
 
 def _gradients(ring: Ring, residuals: tuple, grad: jax.Array) -> tuple:
@@ -178,17 +178,9 @@ def _forward(ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, mas
     return out, jnp.moveaxis(jnp.where(all_masked, 0.0, highest + jnp.log(total)), QUERIES, 1)
 
 
-def _backward(
-    ring: Ring,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array | None,
-    out: jax.Array,
-    log_total: jax.Array,
-    grad: jax.Array,
-) -> tuple[jax.Array, ...]:
+def _backward(ring: Ring, inputs: tuple, out: jax.Array, log_total: jax.Array, grad: jax.Array) -> tuple[jax.Array, ...]:
     """Gradients of queries, keys and values. Those of keys and values follow the keys one turn later, so that no turn waits for a sum."""
+    query, key, value, mask = inputs
     inner = jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), axis=-1)
     by_score = tuple(jnp.moveaxis(x, 1, QUERIES) for x in (log_total, inner))
 
@@ -241,16 +233,6 @@ def _add(tree: Any, values: Any, start: jax.Array) -> Any:
     return _put(tree, jax.tree.map(jnp.add, old, values), start, 1)
 
 
-def into_ring(ring: Ring, *arrays: Any) -> Any:
-    """Arrays in ring order: device i has parts i and 2n - 1 - i of 2n, concatenated. Gradients are sent back the same way."""
-    return ring.run(_into, *arrays)
-
-
-def out_of_ring(ring: Ring, x: jax.Array) -> jax.Array:
-    """The sequence in its original order."""
-    return ring.run(_out_of, x)
-
-
 def _homes(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The devices to which each device sends its first part and its second part; both are permutations.
 
@@ -261,7 +243,8 @@ def _homes(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(homes[::2]), tuple(homes[1::2])
 
 
-def _into(ring: Ring, *arrays: Any) -> Any:
+def into_ring(ring: Ring, *arrays: Any) -> Any:
+    """Arrays in ring order: device i has parts i and 2n - 1 - i of 2n, concatenated. Gradients are sent back the same way."""
     firsts, seconds = _homes(ring.count)
 
     def exchange(x: jax.Array) -> jax.Array:
@@ -271,7 +254,8 @@ def _into(ring: Ring, *arrays: Any) -> Any:
     return jax.tree.map(exchange, arrays)
 
 
-def _out_of(ring: Ring, x: jax.Array) -> jax.Array:
+def out_of_ring(ring: Ring, x: jax.Array) -> jax.Array:
+    """The sequence in its original order."""
     parts = _sorted(ring, *ring.split(x))
     back = [tuple(homes.index(i) for i in range(ring.count)) for homes in _homes(ring.count)]
     return jnp.concatenate([collectives.permute(part, ring.axis, to) for part, to in zip(ring.split(parts), back, strict=True)], axis=1)

@@ -87,18 +87,18 @@ class RNNStack(nnx.Module):
         layers, parallel = Layers(self.cells), current()
         parallel.used.update(("pipeline", "time_chunk"))
         if parallel.tap is not None:
-            raise ModelError(
-                "a 1f1b pipeline is made of one spmd.nn.LayerStack, but the loss calls an RNNStack.\n"
-                '    fix: [pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.'
-            )
+            fix = '[pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.'
+            raise ModelError("a 1f1b pipeline is made of one spmd.nn.LayerStack, but the loss calls an RNNStack.", fix=fix)
         check_inputs("RNNStack", x, lengths, beside)
         drop = self.dropout if not self.deterministic else 0.0
         cells = Cells(layers, layers.count if self.residual_from is None else self.residual_from, drop)
         initial = cells.initial_carries(x) if initial is None else cells.checked(initial, x)
         key = self.rngs() if drop and self.rngs is not None else None
         along = {"x": jnp.swapaxes(x, 0, 1)} | ({} if beside is None else {"beside": jnp.swapaxes(beside, 0, 1)})
-        run = _one_device if parallel.stages == 1 else _wavefront
-        y, carry = run(parallel, cells, layers.variables, initial, along, lengths, key)
+        if parallel.stages == 1:
+            y, carry = cells.run((layers.variables, initial), 0, along, 0, lengths, key, unroll=parallel.unroll)
+        else:
+            y, carry = _wavefront(parallel, cells, layers.variables, initial, along, lengths, key)
         return (jnp.swapaxes(y, 0, 1), carry) if return_carry else jnp.swapaxes(y, 0, 1)
 
     def cell(self, number: int) -> nnx.Module:
@@ -133,7 +133,7 @@ class Cells:
         wanted = jax.eval_shape(self.initial_carries, x)
 
         def shown(tree: Tree) -> str:
-            arrays = ", ".join(f"[{', '.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(tree)) or "nothing"
+            arrays = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(tree)) or "nothing"
             return f"{type_name(tree)} of {arrays}" if isinstance(tree, list | tuple | dict) else arrays
 
         same_structure = jax.tree.structure(initial) == jax.tree.structure(wanted)
@@ -195,12 +195,8 @@ class Cells:
         return jnp.where(jax.vmap(draw)(steps), x / (1 - self.dropout), jnp.zeros_like(x))
 
 
-def _one_device(parallel: ParallelConfig, cells: Cells, variables: tuple, initial: Tree, along: dict, lengths: Any, key: Any) -> tuple:
-    return cells.run((variables, initial), 0, along, 0, lengths, key, unroll=parallel.unroll)
-
-
 def _wavefront(parallel: ParallelConfig, cells: Cells, variables: tuple, initial: Tree, along: dict, lengths: Any, key: Any) -> tuple:
-    """The same with the layers on stages, chunk after chunk."""
+    """As `Cells.run`, with the layers on stages, chunk after chunk."""
     axis, stages = str(parallel.pipeline.axis), parallel.stages
     stage_layers, (time, rows) = layers_per_stage(parallel, cells.layers.count), along["x"].shape[:2]
     chunk = min(parallel.pipeline.time_chunk or best_chunk(time, stages), time)
@@ -247,17 +243,19 @@ def _wavefront(parallel: ParallelConfig, cells: Cells, variables: tuple, initial
     return y[:time], carry
 
 
-def check_inputs(what: str, x: Any, lengths: Any, beside: Any) -> None:
+def check_inputs(layer: str, x: Any, lengths: Any, beside: Any) -> None:
     """Check that shapes match.
 
     Raises:
       ModelError: they do not.
     """
+
+    def shown(value: Any) -> str:
+        return describe(value) if hasattr(value, "dtype") else type_name(value)
+
     if not hasattr(x, "ndim") or x.ndim < 3:
-        raise ModelError(f"{what}: x is {describe(x) if hasattr(x, 'shape') else type_name(x)}.", fix="[rows, time, features].")
+        raise ModelError(f"{layer}: x is {shown(x)}.", fix="[rows, time, features].")
     if lengths is not None and (getattr(lengths, "shape", ()) != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer)):
-        shown = describe(lengths) if hasattr(lengths, "dtype") else type_name(lengths)
-        raise ModelError(f"{what}: lengths is {shown} for {x.shape[0]} rows.", fix=f"an array, int32[{x.shape[0]}].")
+        raise ModelError(f"{layer}: lengths is {shown(lengths)} for {x.shape[0]} rows.", fix=f"an array, int32[{x.shape[0]}].")
     if beside is not None and getattr(beside, "shape", ())[:2] != x.shape[:2]:
-        shown = describe(beside) if hasattr(beside, "dtype") else type_name(beside)
-        raise ModelError(f"{what}: beside is {shown} and x {describe(x)}.", fix="an array of the same rows and time.")
+        raise ModelError(f"{layer}: beside is {shown(beside)} and x {describe(x)}.", fix="an array of the same rows and time.")

@@ -10,10 +10,11 @@ arXiv:2006.09503); interleaved stages (Narayanan et al., arXiv:2104.04473); the 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from spmd.errors import OptionError, did_you_mean
+from spmd.errors import OptionError, check_integer, did_you_mean
+from spmd.layout.fixes import near_multiples
 
 
 class Work(NamedTuple):
@@ -108,14 +109,12 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1,
     if not isinstance(name, str) or name not in ORDERS:
         raise OptionError(f'schedule: no schedule "{name}".', fix=f"{did_you_mean(str(name), ORDERS)}")
     for key, value in (("stages", stages), ("microbatches", microbatches), ("groups", groups), ("hop", hop)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"schedule: {key}={value!r}: a whole number from 1.")
+        check_integer(value, f"schedule: {key}")
     if name != "circular" and groups > 1:
         raise OptionError(f'schedule: groups={groups}: "{name}" has one on each stage.', fix='"circular", or groups=1.')
     if groups > 1 and microbatches % stages:
-        near = " or ".join(map(str, sorted({max(stages, microbatches // stages * stages), -(-microbatches // stages) * stages})))
         why = f"{microbatches} microbatches, {stages} at a time; {microbatches} / {stages} leaves {microbatches % stages}"
-        raise OptionError(f"schedule: {why}.", fix=f"microbatches = {near}.")
+        raise OptionError(f"schedule: {why}.", fix=f"microbatches = {near_multiples(microbatches, stages)}.")
     orders = [ORDERS[name](stage, stages, microbatches, groups) for stage in range(stages)]
     return Schedule(name, stages, microbatches, groups, _timed(orders, groups, hop), hop)
 
@@ -142,11 +141,7 @@ def _1f1b_order(stage: int, stages: int, microbatches: int, groups: int) -> list
     return forward[:ahead] + steady + backward[microbatches - ahead :]
 
 
-ORDERS: dict[str, Callable[[int, int, int, int], list[Work]]] = {
-    "gpipe": _gpipe_order,
-    "circular": _gpipe_order,
-    "1f1b": _1f1b_order,
-}
+ORDERS = {"gpipe": _gpipe_order, "circular": _gpipe_order, "1f1b": _1f1b_order}
 
 
 def _timed(orders: Sequence[Sequence[Work]], groups: int, hop: int) -> tuple[tuple[Work | None, ...], ...]:

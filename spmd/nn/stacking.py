@@ -66,36 +66,34 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
     except (TraceContextError, ValueError) as error:
         if "trace level" not in str(error):
             raise
-        raise ModelError(
-            "repeat: make uses a module or random streams that were made outside of it.\n"
-            "    fix: a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs)."
-        ) from error
+        fix = "a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs)."
+        raise ModelError("repeat: make uses a module or random streams that were made outside of it.", fix=fix) from error
     _with_arrays(module, "repeat")
     return Repeated(int(count), module)
 
 
-def _with_arrays(layer: nnx.Module, what: str) -> tuple[Any, Any]:
+def _with_arrays(layer: nnx.Module, caller: str) -> tuple[Any, Any]:
     """`nnx.split` of a module that has arrays to stack."""
     graphdef, state = nnx.split(layer)
     if not jax.tree.leaves(state):
-        raise ModelError(f"{what}: its layers have no arrays to stack.", fix="call them one after the other.")
+        raise ModelError(f"{caller}: its layers have no arrays to stack.", fix="call them one after the other.")
     return graphdef, state
 
 
-def stack_modules(layers: Sequence[nnx.Module] | Repeated, what: str) -> nnx.Module:
+def stack_modules(layers: Sequence[nnx.Module] | Repeated, caller: str) -> nnx.Module:
     """`join_modules`, marked as a stack: a layout shards its layers over the axis of `[pipeline]`, and rules describe one layer."""
     if not isinstance(layers, Repeated):
         if not hasattr(layers, "__iter__"):
-            raise ModelError(f"{what}({type_name(layers)}).", fix="a list of layers, or spmd.nn.repeat.")
+            raise ModelError(f"{caller}({type_name(layers)}).", fix="a list of layers, or spmd.nn.repeat.")
         layers = list(layers)
-        layers = Repeated(len(layers), join_modules(layers, what))
+        layers = Repeated(len(layers), join_modules(layers, caller))
     module = nnx.clone(layers.module)
     for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         variable.set_metadata(STACKED, layers.count)
     return module
 
 
-def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
+def join_modules(layers: Sequence[nnx.Module], caller: str) -> nnx.Module:
     """One module with the arrays of all `layers`, [layers, ...] each; all else is taken from the first layer.
 
     Raises:
@@ -103,17 +101,17 @@ def join_modules(layers: Sequence[nnx.Module], what: str) -> nnx.Module:
     """
     layers = list(layers)
     if not layers:
-        raise ModelError(f"{what} of no layers.", fix="a list of at least one.")
+        raise ModelError(f"{caller} of no layers.", fix="a list of at least one.")
     for number, layer in enumerate(layers):
         if not isinstance(layer, nnx.Module):
-            raise ModelError(f"{what}: layer {number} is {type_name(layer)}.", fix="an nnx.Module.")
+            raise ModelError(f"{caller}: layer {number} is {type_name(layer)}.", fix="an nnx.Module.")
         differences = _differences(layers[0], layer)
         if differences:
             shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    ..." if len(differences) > 8 else "")
-            different = f"{what}: layers 0 and {number} differ, and only equal ones can be stacked:"
+            different = f"{caller}: layers 0 and {number} differ, and only equal ones can be stacked:"
             fix = "call the layer that differs before or after the stack; an nnx.Linear first changes the width of inputs."
             raise ModelError(f"{different}\n{shown}", fix=fix, summary=f"{different} {differences[0]}")
-    graphdef, first = _with_arrays(layers[0], what)
+    graphdef, first = _with_arrays(layers[0], caller)
     rest = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers[1:]]
     ours, *others = (dict(nnx.iter_graph(layer)) for layer in layers)
     flat = []
@@ -144,9 +142,9 @@ def unstack_module(module: nnx.Module, number: int) -> nnx.Module:
     return layer
 
 
-def _differences(one: nnx.Module, other: nnx.Module) -> list[str]:
+def _differences(first: nnx.Module, other: nnx.Module) -> list[str]:
     """Descriptions of how two modules differ, which keeps them from one stack; functions in them are compared by name."""
-    ours, theirs = (dict(nnx.iter_modules(module)) for module in (one, other))
+    ours, theirs = (dict(nnx.iter_modules(module)) for module in (first, other))
 
     def name(path: Any) -> str:
         return "/".join(map(str, path)) or "the layer itself"
@@ -162,11 +160,13 @@ def _differences(one: nnx.Module, other: nnx.Module) -> list[str]:
             x, y = _setting(vars(a).get(key)), _setting(vars(b).get(key))
             if UNKNOWN not in (x, y) and x != y:
                 differences.append(f"{name(path)}: {key} is {x!r} and {y!r}.")
-    arrays = [{path: variable for path, variable in nnx.to_flat_state(nnx.state(module))} for module in (one, other)]
+    arrays = [
+        {path: describe(variable.get_value()) for path, variable in nnx.to_flat_state(nnx.state(module))} for module in (first, other)
+    ]
     for path in arrays[0].keys() | arrays[1].keys():
-        x, y = (None if path not in side else describe(side[path].get_value()) for side in arrays)
+        x, y = (described.get(path, "missing") for described in arrays)
         if x != y:
-            differences.append(f"{name(path)}: {x or 'missing'} and {y or 'missing'}.")
+            differences.append(f"{name(path)}: {x} and {y}.")
     return sorted(differences)
 
 
@@ -223,9 +223,8 @@ class Layers:
         before = flatten(kept)
         created = sorted(flatten(after).keys() - before.keys())
         if created:
-            raise ModelError(
-                f"a layer of a stack creates {first_names(created)} when called, which a stack cannot store.", fix="return it."
-            )
+            why = f"a layer of a stack creates {first_names(created)} when called, which a stack cannot store."
+            raise ModelError(why, fix="return it.")
         self._changed |= {path for path, leaf in flatten(after).items() if leaf is not before[path]}
         return result, after
 
@@ -236,10 +235,8 @@ class Layers:
           ModelError: it keeps some.
         """
         if self._changed:
-            raise ModelError(
-                f"a recurrent cell changes {first_names(sorted(self._changed))} when it is called, once for every time step.\n"
-                "    fix: RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm."
-            )
+            why = f"a recurrent cell changes {first_names(sorted(self._changed))} when it is called, once for every time step."
+            raise ModelError(why, fix="RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm.")
         return result
 
     def unchanged(self, result: Any, kept: Tree) -> tuple[Any, Tree]:
@@ -250,20 +247,18 @@ class Layers:
         """
         changed = self._changed - self._counts
         if changed:
-            raise ModelError(
-                f"a layer of a pipelined stack changes {first_names(sorted(changed))} when it is called, "
-                "and it is called once for every microbatch.\n"
-                "    fix: LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline]."
-            )
+            when = "when it is called, and it is called once for every microbatch."
+            fix = "LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline]."
+            raise ModelError(f"a layer of a pipelined stack changes {first_names(sorted(changed))} {when}", fix=fix)
         return result, kept
 
     def keep(self, kept: Tree) -> None:
         """Store in the module what its layers have changed."""
         if self._changed:
-            flat = nnx.to_flat_state(nnx.state(self._module))
-            changed = {path for path, _ in flat if "/".join(map(str, path)) in self._changed}
             values = flatten(kept)
-            nnx.update(self._module, nnx.from_flat_state([(path, values["/".join(map(str, path))]) for path, _ in flat if path in changed]))
+            names = {path: "/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(self._module))}
+            changed = [(path, values[name]) for path, name in names.items() if name in self._changed]
+            nnx.update(self._module, nnx.from_flat_state(changed))
 
 
 def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:
@@ -275,12 +270,10 @@ def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bo
 def _same_shape(function: Callable[..., tuple], x: Tree, part: Tree) -> tuple:
     """`function`, checked to return the shapes and dtypes that it takes."""
     y, kept = function(x, part)
-    before, after = (jax.tree.map(lambda leaf: describe(leaf), tree) for tree in (x, y))
+    before, after = (jax.tree.map(describe, tree) for tree in (x, y))
     if before != after:
-        raise ModelError(
-            f"a layer of a stack takes {_shown(before)} and returns {_shown(after)}; the output of a layer is the input of the next one.\n"
-            "    fix: layers that keep shape and dtype."
-        )
+        why = f"a layer of a stack takes {_shown(before)} and returns {_shown(after)}; the output of a layer is the input of the next one."
+        raise ModelError(why, fix="layers that keep shape and dtype.")
     return y, kept
 
 

@@ -40,7 +40,10 @@ class Conv(nnx.Module):
 def layers(kind, count=8, dropout=0.0):
     """A stack of this kind, and an input of 16 rows."""
     rngs, rows = nnx.Rngs(0), np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rows.normal(size=(16, *shape)), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(rows.normal(size=(16, *shape)), jnp.float32)
+
     if kind in ("lstm", "gru"):
         cell = {"lstm": nnx.OptimizedLSTMCell, "gru": nnx.GRUCell}[kind]
         cells = [cell(WIDTH, WIDTH, rngs=rngs) for _ in range(count)]
@@ -57,28 +60,28 @@ def parallel_config(mesh, unroll=False, **pipeline):
     return ParallelConfig(made, ("data",), spmd.Pipeline("stage", **pipeline), unroll=unroll)
 
 
-def loss_of(stack, how, **given):
+def loss_of(stack, how, **inputs):
     """(params, x) -> a number that depends on every output, and the outputs."""
     graphdef, *parts = nnx.split(stack, nnx.Param, ...)
     params, rest = (nnx.to_pure_dict(part) for part in parts)
 
     def loss(params, x):
         with parallel_scope(how):
-            y = nnx.merge(graphdef, params, rest)(x, **given)
+            y = nnx.merge(graphdef, params, rest)(x, **inputs)
         weights = [jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape) for leaf in jax.tree.leaves(y)]
         return sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(y), weights, strict=True)), y
 
     return loss, params
 
 
-def run(stack, x, how, **given):
+def run(stack, x, how, **inputs):
     """Outputs, and gradients of parameters and of x."""
-    loss, params = loss_of(stack, how, **given)
+    loss, params = loss_of(stack, how, **inputs)
     (_, y), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
     return jax.device_get(y), jax.device_get(grads)
 
 
-def relative_difference(one, other):
+def relative_difference(actual, expected):
     """The largest difference, relative to the largest value of each array."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return max(float(np.abs(np.float64(a) - b).max() / (np.abs(b).max() + 1e-30)) for a, b in pairs)

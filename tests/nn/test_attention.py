@@ -41,7 +41,10 @@ def program(parallel, **options):
 
 def worst(ours, theirs):
     """The largest difference, as a share of the largest number in each array."""
-    exact = lambda x: np.asarray(x).astype("float32")
+
+    def exact(x):
+        return np.asarray(x).astype("float32")
+
     return max(np.abs(exact(a) - exact(b)).max() / np.abs(exact(b)).max() for a, b in zip(ours, theirs, strict=True))
 
 
@@ -69,13 +72,13 @@ def test_equals_attention_on_one_device(mesh, causal, order):
     """To a few float32 rounding errors: sums are taken in another order."""
     parallel = parallel_config(mesh, order)
     sharded = program(parallel, causal=causal)
-    found = sharded(*inputs())
-    assert worst(found, unsharded(causal)) < 2e-6
+    outputs = sharded(*inputs())
+    assert worst(outputs, unsharded(causal)) < 2e-6
     assert parallel.used == {"sequence"}
     jaxpr = str(sharded.trace(*inputs()).jaxpr)
     assert "ppermute" in jaxpr, "the arms differ"
     assert "all_gather" not in jaxpr
-    assert not set(found[0].sharding.spec) - {"data", "context", ("data",), ("context",), None}
+    assert not set(outputs[0].sharding.spec) - {"data", "context", ("data",), ("context",), None}
 
 
 def test_padding_and_rows_that_see_nothing():
@@ -147,7 +150,10 @@ def flops(jaxpr):
 
 def test_balanced_causal_attention_does_half_the_work():
     """Read from the program: of n devices each computes 2n + 1 blocks, where without a mask it would be 4n."""
-    work = lambda order, causal: flops(program(parallel_config("context=8", order), causal=causal).trace(*inputs()).jaxpr.jaxpr)
+
+    def work(order, causal):
+        return flops(program(parallel_config("context=8", order), causal=causal).trace(*inputs()).jaxpr.jaxpr)
+
     everything, balanced, contiguous = work("balanced", False), work("balanced", True), work("contiguous", True)
     assert balanced * 4 * 8 == everything * (2 * 8 + 1)
     assert contiguous == everything, "the last device's share, for which all wait"
@@ -168,8 +174,8 @@ def test_memory_grows_as_the_shard():
 
 @pytest.mark.slow
 def test_memory_grows_with_the_length_of_the_shard_and_not_its_square():
-    one, four = (temporaries(parallel_config("context=2"), length) for length in (4096, 16384))
-    assert four < 4.2 * one
+    short, long = (temporaries(parallel_config("context=2"), length) for length in (4096, 16384))
+    assert long < 4.2 * short
 
 
 def test_a_single_device_along_the_axis_is_plain_attention():

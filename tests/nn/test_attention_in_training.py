@@ -84,22 +84,25 @@ SPELLED = {"[2,4]<=[8]": CONTEXT, "mesh['data'=2,'context'=4] {'context'}": CONT
 @pytest.mark.system
 def test_collectives_of_compiled_step():
     """Keys and values around the ring, one reduction of gradients over `context` and one over `data`; no activation is gathered."""
-    shallow = lambda: gpt.GPT(vocab=128, width=32, depth=1, heads=4, length=LENGTH, rngs=nnx.Rngs(0))
+
+    def shallow():
+        return gpt.GPT(vocab=128, width=32, depth=1, heads=4, length=LENGTH, rngs=nnx.Rngs(0))
+
     trainer = trainer_of("data=2,context=4", spmd.Gradients("all_reduce"), model=shallow)
-    found = collections.defaultdict(collections.Counter)  # (kind, devices) -> how often each number of floats is sent
+    sizes_sent = collections.defaultdict(collections.Counter)  # (kind, devices) -> how often each number of floats is sent
     for shape, kind, groups in re.findall(
         r" = (.+?) (all-gather|all-to-all|all-reduce)\(.*?replica_groups=(mesh\[.*?\] \{.*?\}|\S+?),? ", compiled(trainer)
     ):
         sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", shape)]
-        found[kind, SPELLED.get(groups, groups)].update(sizes)
+        sizes_sent[kind, SPELLED.get(groups, groups)].update(sizes)
     context, data, positions = CONTEXT, DATA, LENGTH * 32
-    assert found.pop(("all-gather", context)) == {positions: 1}, "of the table of positions, as long as a sequence, and no rows"
+    assert sizes_sent.pop(("all-gather", context)) == {positions: 1}, "of the table of positions, as long as a sequence, and no rows"
     gradients = collections.Counter(leaf.size for leaf in jax.tree.leaves(trainer.init().params))
-    assert found.pop(("all-reduce", context)) == gradients - collections.Counter([positions]) + collections.Counter([ROWS // 2]), (
+    assert sizes_sent.pop(("all-reduce", context)) == gradients - collections.Counter([positions]) + collections.Counter([ROWS // 2]), (
         "each gradient once, and the losses of a worker's rows"
     )
-    assert found.pop(("all-reduce", data)) == gradients + collections.Counter([2]), "and the metrics"
-    assert not found
+    assert sizes_sent.pop(("all-reduce", data)) == gradients + collections.Counter([2]), "and the metrics"
+    assert not sizes_sent
     ring = [op for op in trainer.wire.ops if op.where.endswith("/ring")]
     assert {(op.kind, op.axes, op.group) for op in ring} == {("collective_permute", ("context",), 4)}
     moves = 2 * (3 + 1)  # query, key and value in two parts each into the order of the ring, the result out of it; gradients likewise
@@ -149,10 +152,13 @@ def test_invalid_axes_raise(axis, expected):
 def test_a_leaf_without_a_sequence_needs_a_rule():
     """One number per row raises an error; adding the rule that it suggests fixes it."""
     batch = {**batches("gpt")[0], "weight": np.ones(ROWS, np.float32)}
-    loss = lambda model, batch: (
-        optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"]).mean(1) * batch["weight"]
-    )
-    make = lambda layout: spmd.Trainer(MODELS["gpt"], loss=loss, optimizer=OPTIMIZER, mesh="data=4,context=2", layout=layout)
+
+    def loss(model, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"]).mean(1) * batch["weight"]
+
+    def make(layout):
+        return spmd.Trainer(MODELS["gpt"], loss=loss, optimizer=OPTIMIZER, mesh="data=4,context=2", layout=layout)
+
     with pytest.raises(DataError) as caught:
         make(LAYOUT).prepare(batch)
     assert 'fix: add [[batch.rules]]  path = "weight"  spec = ["data"].' in str(caught.value)
@@ -186,12 +192,12 @@ def test_context_parallel_inside_a_pipeline(schedule):
     """Idle stages take part in the ring: in a separate branch, the ring would exchange wrong numbers."""
     pipe = spmd.Pipeline("stage", schedule, microbatches=2)
     pipelined = dataclasses.replace(LAYOUT, pipeline=pipe)
-    found = []
+    results = []
     for mesh, layout in (("data=2,stage=2,context=2", pipelined), ("data=1", spmd.Layout.load("data_parallel"))):
         trainer = trainer_of(mesh, spmd.Gradients("all_reduce"), layout, model=lambda: Stacked())
         state, metrics = trainer.step(trainer.init(), batches("gpt")[0])
-        found.append((metrics["loss"], leaves(state.params)))
-    (ours, params), (loss, plain) = found
+        results.append((metrics["loss"], leaves(state.params)))
+    (ours, params), (loss, plain) = results
     np.testing.assert_allclose(ours, loss, rtol=1e-5)
     for path, value in params.items():
         np.testing.assert_allclose(value, plain[path], rtol=0, atol=1e-5 * np.abs(plain[path]).max(), err_msg=path)

@@ -126,7 +126,10 @@ def test_dropped_tokens_get_zeros():
 def test_collectives_of_compiled_program():
     """Tokens that are already sharded go to the experts and back, also in the backward pass. Neither tokens nor weights are gathered."""
     parallel, moe = parallel_config("data=2,expert=4"), moe_of()
-    at = lambda *spec: NamedSharding(parallel.mesh, PartitionSpec(*spec))
+
+    def at(*spec):
+        return NamedSharding(parallel.mesh, PartitionSpec(*spec))
+
     run = program(parallel, moe)
     params = jax.tree.map(lambda x: jax.device_put(x, at("expert") if x.ndim == 3 else at()), run.args[0])
     lowered = run.func.lower(params, jax.device_put(tokens(), at("data", "expert")))

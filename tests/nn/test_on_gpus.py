@@ -46,7 +46,10 @@ def scheduled(overlap):
     program, _ = trainer.prepare({"x": np.zeros((rows, 64, 512), np.float32)})
 
     replicated = NamedSharding(trainer.mesh, PartitionSpec())
-    at = lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=replicated)
+
+    def at(shape):
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=replicated)
+
     step = program._function(("step", rows, True))
     traced = step.trace(trainer.abstract_state, {"x": at((rows, 64, 512))}, at((rows,)), {})
     return traced.lower().compile().as_text().splitlines()
@@ -54,15 +57,15 @@ def scheduled(overlap):
 
 def hidden(lines):
     """For every permute, how many loops over a chunk's steps are scheduled between its start and its end."""
-    found, open_ = [], {}
+    loops_inside, open_ = [], {}
     for line in lines:
         if start := re.match(r"\s*(%?[\w.-]+) = .* collective-permute-start\(", line):
             open_[start.group(1)] = 0
         elif done := re.search(r" collective-permute-done\((%?[\w.-]+)\)", line):
-            found.append(open_.pop(done.group(1)))
+            loops_inside.append(open_.pop(done.group(1)))
         elif " while(" in line:
             open_ = {name: count + 1 for name, count in open_.items()}
-    return found
+    return loops_inside
 
 
 def test_permutes_overlap_compute():

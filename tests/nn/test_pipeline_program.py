@@ -28,8 +28,8 @@ def equations(jaxpr, times=1):
 
 def shifts(jaxpr):
     """How often stages send to a neighbour, and the (source, target) pairs."""
-    found = [(equation.params["perm"], times) for equation, times in equations(jaxpr) if equation.primitive.name == "ppermute"]
-    return sum(times for _, times in found), {pair for pairs, _ in found for pair in pairs}
+    permutes = [(equation.params["perm"], times) for equation, times in equations(jaxpr) if equation.primitive.name == "ppermute"]
+    return sum(times for _, times in permutes), {pair for pairs, _ in permutes for pair in pairs}
 
 
 def traced(kind, how, grad=False):
@@ -78,7 +78,9 @@ class Wide(nnx.Module):
     """An MLP."""
 
     def __init__(self, width, rngs):
-        named = lambda *names: nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+        def named(*names):
+            return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
         self.up = nnx.Linear(width, 4 * width, use_bias=False, kernel_init=named("embed", "mlp"), rngs=rngs)
         self.down = nnx.Linear(4 * width, width, use_bias=False, kernel_init=named("mlp", "embed"), rngs=rngs)
 
@@ -161,22 +163,22 @@ def collectives(text):
     """(kind, elements, dims) of every collective of a compiled program."""
     import re
 
-    found = []
+    operations = []
     for shape, kind in re.findall(r"= (\S+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text):
         dims = [int(size) for size in re.findall(r"\d+", (re.search(r"\[([\d,]*)\]", shape) or [0, ""])[1])]
-        found.append((kind, int(np.prod(dims)), tuple(dims)))
-    return found
+        operations.append((kind, int(np.prod(dims)), tuple(dims)))
+    return operations
 
 
 def test_nothing_gathers_weights_or_logits():
     """What is gathered belongs to activations that come back from the last stage; no weight, no logits [rows, length, words]."""
     trainer, step = step_of("data=2,stage=4", piped(microbatches=4), 16)
-    found = collectives(step.lower().compile().as_text())
-    kinds = {kind for kind, _, _ in found}
+    operations = collectives(step.lower().compile().as_text())
+    kinds = {kind for kind, _, _ in operations}
     assert "collective-permute" in kinds and "all-reduce" in kinds
     weights = {leaf.shape for leaf in jax.tree.leaves(trainer.abstract_state.params)}
     weights |= {shape[1:] for shape in weights} | {(shape[0] // 4, *shape[1:]) for shape in weights}
-    gathered = [dims for kind, _, dims in found if kind == "all-gather"]
+    gathered = [dims for kind, _, dims in operations if kind == "all-gather"]
     assert not [dims for dims in gathered if dims in weights or (dims and dims[-1] == 16)]
 
 

@@ -19,9 +19,9 @@ def made(name, stages, microbatches, groups=1):
 
 @every_schedule
 def test_every_work_item_runs_once_and_after_its_inputs(name, stages, microbatches, groups):
-    found = made(name, stages, microbatches, groups)
+    schedule = made(name, stages, microbatches, groups)
     when = {}
-    for tick, row in enumerate(found.table):
+    for tick, row in enumerate(schedule.table):
         assert len(row) == stages
         for stage, work in enumerate(row):
             if work is not None:
@@ -40,10 +40,10 @@ def test_every_work_item_runs_once_and_after_its_inputs(name, stages, microbatch
 @every_schedule
 def test_ticks_and_idle_time_are_those_of_the_literature(name, stages, microbatches, groups):
     """(p - 1) / (v m + p - 1) of the time, for GPipe and 1F1B with v = 1."""
-    found = made(name, stages, microbatches, groups)
+    schedule = made(name, stages, microbatches, groups)
     ticks = groups * microbatches + stages - 1
-    assert found.ticks == 2 * ticks and found.forward.ticks == ticks
-    assert found.bubble == (stages - 1) / ticks
+    assert schedule.ticks == 2 * ticks and schedule.forward.ticks == ticks
+    assert schedule.bubble == (stages - 1) / ticks
 
 
 @pytest.mark.parametrize("stages, microbatches", SIZES)
@@ -86,7 +86,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("given, said", REFUSED.values(), ids=REFUSED)
-def test_invalid_schedules_raise(given, said):
+@pytest.mark.parametrize("arguments, said", REFUSED.values(), ids=REFUSED)
+def test_invalid_schedules_raise(arguments, said):
     with pytest.raises(OptionError, match=said):
-        made(*given)
+        made(*arguments)

@@ -49,7 +49,10 @@ def test_layers_that_are_repeated_draw_as_a_list_of_them_and_are_one_program_how
         at_once = spmd.nn.LayerStack(spmd.nn.repeat(3, make, nnx.Rngs(0, dropout=1)))
         keys = {name: jax.random.split(stream(), 3) for name, stream in nnx.Rngs(params=0, dropout=1).items()}
         listed = spmd.nn.LayerStack([make(nnx.Rngs(**{name: key[number] for name, key in keys.items()})) for number in range(3)])
-        size = lambda count: len(jax.make_jaxpr(lambda: nnx.state(spmd.nn.repeat(count, make, nnx.Rngs(0)).module))().eqns)
+
+        def size(count):
+            return len(jax.make_jaxpr(lambda: nnx.state(spmd.nn.repeat(count, make, nnx.Rngs(0)).module))().eqns)
+
         assert size(6) == size(48)
     ours, theirs = (dict(nnx.to_flat_state(nnx.state(stack, nnx.Param))) for stack in (at_once, listed))
     assert ours.keys() == theirs.keys()
@@ -87,9 +90,9 @@ def test_layers_that_keep_their_streams_draw_different_values(repeated):
 
 def test_two_stacks_of_what_was_repeated_once_have_weights_of_their_own():
     made = spmd.nn.repeat(2, lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0))
-    one, other = spmd.nn.LayerStack(made), spmd.nn.LayerStack(made)
-    assert one.layers.kernel is not other.layers.kernel
-    np.testing.assert_array_equal(one.layers.kernel[...], other.layers.kernel[...])
+    first, second = spmd.nn.LayerStack(made), spmd.nn.LayerStack(made)
+    assert first.layers.kernel is not second.layers.kernel
+    np.testing.assert_array_equal(first.layers.kernel[...], second.layers.kernel[...])
 
 
 @pytest.mark.system
@@ -223,7 +226,10 @@ def test_a_wavefront_in_the_order_of_a_circular_pipeline(plain):
     how = dataclasses.replace(parallel_config((2, 4), schedule="circular", groups=2, time_chunk=3), in_stage_order=True)
     y, grads = run(stack, x, how)
     assert relative_difference(y, plain["lstm"][0]) == 0
-    back = lambda tree: jax.tree.map(lambda leaf: leaf[np.argsort(order)], tree)
+
+    def back(tree):
+        return jax.tree.map(lambda leaf: leaf[np.argsort(order)], tree)
+
     assert relative_difference((back(grads[0]), grads[1]), plain["lstm"][1]) <= 1e-5
 
 
@@ -232,8 +238,8 @@ def test_layers_keep_the_input_dtype():
     for stack in (layers("gru", 4)[0], spmd.nn.Bidirectional(*(nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(2)))):
         x = layers("gru", 4)[1].astype(jnp.bfloat16)
         for how in (UNSHARDED, parallel_config((2, 4), time_chunk=5)):
-            for given in ({}, {"lengths": jnp.full(16, 7)}):
-                loss, params = loss_of(stack, how, **given)
+            for options in ({}, {"lengths": jnp.full(16, 7)}):
+                loss, params = loss_of(stack, how, **options)
                 assert jax.eval_shape(loss, params, x)[1].dtype == jnp.bfloat16
 
 
@@ -242,7 +248,10 @@ def test_extracted_layer_has_no_stack_metadata():
     with nnx.use_eager_sharding(False):
         stack = spmd.nn.LayerStack([nnx.Linear(4, 4, kernel_init=named, rngs=nnx.Rngs(0)) for _ in range(2)])
         both = spmd.nn.Bidirectional(*(nnx.GRUCell(4, 4, kernel_init=named, rngs=nnx.Rngs(0)) for _ in range(2)))
-    sharding_and_depth = lambda variable: (variable.get_metadata().get("out_sharding"), variable.get_metadata().get(STACKED))
+
+    def sharding_and_depth(variable):
+        return (variable.get_metadata().get("out_sharding"), variable.get_metadata().get(STACKED))
+
     assert sharding_and_depth(stack.layers.kernel) == ((None, "embed", "mlp"), 2) and sharding_and_depth(stack.layer(1).kernel) == (
         ("embed", "mlp"),
         None,
@@ -269,9 +278,9 @@ def test_extra_arguments_reach_every_layer():
     graphdef, params = nnx.split(stack)
 
     def grads(how):
-        def loss(params, *given):
+        def loss(params, *inputs):
             with parallel_scope(how):
-                return jnp.sum(jnp.cos(nnx.merge(graphdef, params)(given[0], given[1], table=given[2], double=True)))
+                return jnp.sum(jnp.cos(nnx.merge(graphdef, params)(inputs[0], inputs[1], table=inputs[2], double=True)))
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(params, x, scale, table)
 
