@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from spmd.data.batches import check_leaves
 from spmd.data.sources import as_source, is_arrays
-from spmd.errors import DataError, EnsembleError, OptionError, did_you_mean, type_name
+from spmd.errors import DataError, EnsembleError, OptionError, check_integer, did_you_mean, type_name
 from spmd.inference import uncertainty
-from spmd.inference.forward import call_in_chunks, check_batch_size, check_inputs, concatenated, forward_of, to_host
+from spmd.inference.forward import call_in_chunks, check_inputs, concatenated, forward_of, to_host
 from spmd.inference.loader import ExportedModel, load_exported
 from spmd.inference.stacked import NET, ROWS, Net, Stacked, common_batch, group_members, table
 from spmd.inference.uncertainty import COMBINE
@@ -79,9 +79,9 @@ class Ensemble:
     Example:
       >>> import optax, spmd
       >>> data = {"x": np.eye(4, dtype=np.float32).repeat(4, 0), "y": np.arange(4).repeat(4)}
-      >>> start = lambda size: lambda key: {"w": size * np.eye(4, dtype=np.float32)}
-      >>> model = lambda size: spmd.FunctionalModel(start(size), lambda params, x: x @ params["w"])
-      >>> train = lambda size: spmd.fit(model(size), data, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), batch_size=8, steps=1)
+      >>> def train(size):
+      ...     model = spmd.FunctionalModel(lambda key: {"w": size * np.eye(4, dtype=np.float32)}, lambda params, x: x @ params["w"])
+      ...     return spmd.fit(model, data, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), batch_size=8, steps=1)
       >>> ensemble = Ensemble([train(1), train(2)])
       >>> ensemble
       Ensemble of 2: mean; 2 members stacked over net=2
@@ -139,7 +139,7 @@ class Ensemble:
           OptionError: a `batch_size` below 1.
         """
         if self.temperature == 1.0:
-            return concatenated(np.asarray(probabilities) for probabilities, _ in self._chunks(inputs, batch_size))
+            return self._in_chunks(inputs, batch_size, lambda probabilities, _: probabilities)
         return np.exp(self._log_probabilities(self._logits(inputs, batch_size))).astype(np.float32)  # float32 would underflow before
 
     def members(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
@@ -165,9 +165,10 @@ class Ensemble:
           DataError: it is not clear which arrays are inputs and which labels, or labels do not fit the logits.
           OptionError: a `batch_size` below 1.
         """
-        check_batch_size(batch_size)
+        check_integer(batch_size, "batch_size")
         batches = [(self._logits(inputs, batch_size), np.asarray(labels)) for inputs, labels in _pairs(data)]
-        logits, labels = np.concatenate([each for each, _ in batches], axis=1), np.concatenate([each for _, each in batches])
+        logits = np.concatenate([batch_logits for batch_logits, _ in batches], axis=1)
+        labels = np.concatenate([batch_labels for _, batch_labels in batches])
         _check_labels(labels, logits)
         ensemble = _metrics(self._log_probabilities(logits), labels)
         ensemble["disagreement"] = float(uncertainty.disagreement(logits).mean())
@@ -192,16 +193,12 @@ class Ensemble:
         uncalibrated = uncertainty.log_combined(logits, self.combine)
         impossible = int(np.isneginf(np.take_along_axis(uncalibrated, labels[..., None], axis=-1)).sum())
         if impossible:
-            raise EnsembleError(
-                f"{impossible} of {labels.size} labels have probability 0, so the log loss is infinite at any temperature.",
-                fix="members that give these classes finite logits, or rows without them.",
-            )
+            why = f"{impossible} of {labels.size} labels have probability 0, so the log loss is infinite at any temperature."
+            raise EnsembleError(why, fix="members that give these classes finite logits, or rows without them.")
         self.temperature = uncertainty.fit_temperature(uncalibrated, labels)
-        before, after = (
-            {name: value for name, value in _metrics(log_probabilities, labels).items() if name in ("log loss", "calibration error")}
-            for log_probabilities in (uncalibrated, self._log_probabilities(logits))
-        )
-        return Calibration(self.temperature, before, after)
+        before, after = (_metrics(log_probabilities, labels) for log_probabilities in (uncalibrated, self._log_probabilities(logits)))
+        names = ("log loss", "calibration error")
+        return Calibration(self.temperature, *({name: metrics[name] for name in names} for metrics in (before, after)))
 
     def ask(self, inputs: Tree, *, deadline: float | None = None) -> Answer:
         """Run each member in its own thread, on a device of its own, and combine the answers that arrive in time.
@@ -244,23 +241,20 @@ class Ensemble:
         return uncertainty.with_temperature(uncertainty.log_combined(logits, self.combine), self.temperature)
 
     def _logits(self, inputs: Tree, batch_size: int) -> np.ndarray:
-        chunks = (np.asarray(logits) for _, logits in self._chunks(inputs, batch_size))
-        return concatenated(chunks, functools.partial(np.concatenate, axis=1))
+        return self._in_chunks(inputs, batch_size, lambda _, logits: logits.swapaxes(0, 1)).swapaxes(0, 1)
 
-    def _chunks(self, inputs: Tree, batch_size: int) -> Iterator[tuple[Any, Any]]:
-        """Combined probabilities and members' logits, a chunk of rows at a time."""
-        check_batch_size(batch_size)
+    def _in_chunks(self, inputs: Tree, batch_size: int, output: Callable[[jax.Array, jax.Array], jax.Array]) -> np.ndarray:
+        """`output(combined probabilities, members' logits)` [rows, ...], on the host, a chunk of rows at a time."""
+        check_integer(batch_size, "batch_size")
         if len(self._nets) < len(self):
             functions = [name for name, member in self._members.items() if not isinstance(member, Net)]
             raise EnsembleError(f"members that are functions cannot be compiled: {', '.join(functions)}.", fix="ensemble.ask(x).")
         rows = check_inputs(inputs, self._nets[0].inputs)
-        size, host_inputs = self._batch or batch_size, jax.tree.map(np.asarray, inputs)
-        for first in range(0, rows, size):
-            count = min(size, rows - first)
-            padded = self._batch is not None or rows > size
-            at = np.minimum(np.arange(first, first + (size if padded else count)), rows - 1)
-            probabilities, logits = self._stacked(jax.tree.map(lambda x: x[at], host_inputs))
-            yield probabilities[:count], logits[:, :count]
+
+        def call(chunk: Tree) -> np.ndarray:
+            return np.asarray(output(*self._stacked(chunk)))
+
+        return concatenated(call_in_chunks(call, jax.tree.map(np.asarray, inputs), rows, batch=self._batch, most=batch_size))
 
     def _worker_function(self, at: int, member: Any) -> Callable[[Tree], Any]:
         """The member as a function for a thread, with its weights on a device of its own."""
@@ -275,8 +269,8 @@ class Ensemble:
         def answer(inputs: Tree) -> np.ndarray:
             inputs = jax.tree.map(np.asarray, inputs)
             rows = len(jax.tree.leaves(inputs)[0])
-            parts = call_in_chunks(lambda chunk: call(arrays(), chunk), inputs, rows, member.batch or rows, pad=member.batch is not None)
-            return concatenated(np.asarray(part).astype(np.float32) for part in parts)
+            chunks = call_in_chunks(lambda chunk: call(arrays(), chunk), inputs, rows, batch=member.batch, most=rows)
+            return concatenated(np.asarray(logits).astype(np.float32) for logits in chunks)
 
         return answer
 
@@ -296,10 +290,8 @@ def _member(name: str, member: Any) -> Net | Callable[[Tree], Any]:
         return Net(name, forward.function, forward.arrays, forward.inputs)
     if callable(member):
         return member
-    raise OptionError(
-        f"member {name} is {type_name(member)}.",
-        fix=("a Result of fit, an exported model or its folder, (trainer, state), (trainer, a folder of checkpoints), or a function."),
-    )
+    fix = "a Result of fit, an exported model or its folder, (trainer, state), (trainer, a folder of checkpoints), or a function."
+    raise OptionError(f"member {name} is {type_name(member)}.", fix=fix)
 
 
 def _mesh(mesh: str | Mesh | None, largest: int) -> Mesh:

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 import jax.export
 
 from spmd.distributed.consistency import first_nonempty
-from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, import_extra
+from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, first_line, import_extra
 from spmd.inference.forward import Forward, forward_of, to_host, traced, with_rows
 from spmd.inference.weights import Stored, Writer, dequantize, quantize, should_quantize, stored_shape
 from spmd.mesh import MeshSpec
@@ -113,8 +113,8 @@ def export(
     import_extra("flatbuffers", "export")
     _raise_everywhere(lambda: _check_free(target) if jax.process_index() == 0 else None)
     forward = forward_of(trainer, state, inputs)
-    low = [weights == "int8" and should_quantize(path, leaf, stacked=path in forward.stacked) for path, leaf in _named(forward)]
-    exported = _exported(forward, low, chosen, batch)
+    int8 = {path for path, leaf in forward.named if weights == "int8" and should_quantize(path, leaf, stacked=path in forward.stacked)}
+    exported = _exported(forward, int8, chosen, batch)
     about = {
         "format": FORMAT,
         "platforms": list(chosen),
@@ -129,14 +129,10 @@ def export(
         "versions": _versions(),
     }
     before = trainer.evaluate(state, check) if check is not None else {}
-    arrays, size = _write(target, forward, low, exported, about)
-    after = trainer.evaluate(_state_as_written(trainer, state, forward, low), check) if check is not None else {}
+    arrays, size = _write(target, forward, int8, exported, about)
+    after = trainer.evaluate(_state_as_written(trainer, state, forward, int8), check) if check is not None else {}
     exact = sum(leaf.size * leaf.dtype.itemsize for leaf in forward.arrays)
     return ExportReport(target, tuple(arrays), size, exact, before, after)
-
-
-def _named(forward: Forward) -> Iterator[tuple[str, Any]]:
-    return zip(forward.paths, forward.arrays, strict=True)
 
 
 def _platforms(platforms: Sequence[str] | None) -> tuple[str, ...]:
@@ -152,20 +148,18 @@ def _platforms(platforms: Sequence[str] | None) -> tuple[str, ...]:
     return chosen
 
 
-def _exported(forward: Forward, low: list[bool], platforms: tuple[str, ...], batch: int | None) -> jax.export.Exported:
+def _exported(forward: Forward, int8: Collection[str], platforms: tuple[str, ...], batch: int | None) -> jax.export.Exported:
     """The program, which takes the arrays as they are stored.
 
     Raises:
       ExportError: jax cannot export it; if it can with a fixed number of rows, the fix names one that works.
     """
-    dtypes = [leaf.dtype for leaf in forward.arrays]
-    stored = [
-        stored_shape(leaf, int8=small, stacked=path in forward.stacked) for (path, leaf), small in zip(_named(forward), low, strict=True)
-    ]
+    stored = [stored_shape(leaf, int8=path in int8, stacked=path in forward.stacked) for path, leaf in forward.named]
+    dtypes = [(path in int8, leaf.dtype) for path, leaf in forward.named]
 
     def function(arrays: list, inputs: Tree) -> Tree:
-        stored = zip(arrays, low, dtypes, strict=True)
-        return forward.function([dequantize(array[0], array[1], dtype) if small else array for array, small, dtype in stored], inputs)
+        pairs = zip(arrays, dtypes, strict=True)
+        return forward.function([dequantize(*array, dtype) if is_int8 else array for array, (is_int8, dtype) in pairs], inputs)
 
     rows = batch or jax.tree.leaves(forward.inputs)[0].shape[0]
     fixed = traced(forward.function, forward.arrays, with_rows(forward.inputs, rows))
@@ -179,15 +173,16 @@ def _exported(forward: Forward, low: list[bool], platforms: tuple[str, ...], bat
     except SpmdError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        on_platforms = f"the model cannot be exported for {', '.join(platforms)}: {first_line(error)}"
         if batch is not None:
-            raise ExportError(f"the model cannot be exported for {', '.join(platforms)}: {why}") from error
+            raise ExportError(on_platforms) from error
         try:
-            _exported(forward, low, platforms, rows)
+            _exported(forward, int8, platforms, rows)
         except ExportError:
-            raise ExportError(f"the model cannot be exported for {', '.join(platforms)}: {why}") from error
-        fix = f"batch={rows}, or another number: the program is then called in chunks of that size"
-        raise ExportError(f"the model cannot be exported for any number of rows: {why}", fix=f"{fix}.") from error
+            raise ExportError(on_platforms) from error
+        why = f"the model cannot be exported for any number of rows: {first_line(error)}"
+        fix = f"batch={rows}, or another number: the program is then called in chunks of that size."
+        raise ExportError(why, fix=fix) from error
     return exported
 
 
@@ -225,26 +220,25 @@ def _raise_everywhere(action: Any) -> Any:
 
 
 def _write(
-    target: Path, forward: Forward, low: list[bool], exported: jax.export.Exported, about: dict[str, Any]
+    target: Path, forward: Forward, int8: Collection[str], exported: jax.export.Exported, about: dict[str, Any]
 ) -> tuple[list[Stored], int]:
     """Write the folder, by process 0, with the shards of all processes; how each array is stored, and the bytes of the weights."""
     working, writes = target.with_name(f".{target.name}.{os.getpid()}.tmp"), jax.process_index() == 0
     arrays: list[Stored] = []
     failed: list[Exception] = []
 
-    def begin(opened: contextlib.ExitStack) -> Writer:
+    def begin() -> Writer:
         if writes:
             make_folder(working, ExportError)
-        return opened.enter_context(Writer(working / WEIGHTS if writes else None))
+        return Writer(working / WEIGHTS if writes else None)
 
     try:
-        with contextlib.ExitStack() as opened:
-            writer = _raise_everywhere(lambda: begin(opened))
-            for (path, leaf), small in zip(_named(forward), low, strict=True):
+        with _raise_everywhere(begin) as writer:
+            for path, leaf in forward.named:
                 values = to_host(leaf)  # in all processes, even after one has failed, since this is collective
                 try:
                     if not failed:
-                        arrays.append(writer.add(path, values, int8=small, stacked=path in forward.stacked))
+                        arrays.append(writer.add(path, values, int8=path in int8, stacked=path in forward.stacked))
                 except (OSError, SpmdError) as error:
                     failed.append(error)
         size = _raise_everywhere(lambda: _finish(target, working, exported, {**about, "arrays": arrays}, failed) if writes else "")
@@ -267,10 +261,10 @@ def _finish(target: Path, working: Path, exported: jax.export.Exported, about: d
     return str((target / WEIGHTS).stat().st_size)
 
 
-def _state_as_written(trainer: Trainer, state: State, forward: Forward, low: list[bool]) -> State:
+def _state_as_written(trainer: Trainer, state: State, forward: Forward, int8: Collection[str]) -> State:
     """The state with the weights that were written, with the original shardings."""
     placed = trainer.placed
-    values = {path: leaf for (path, leaf), small in zip(_named(forward), low, strict=True) if small}
+    values = {path: leaf for path, leaf in forward.named if path in int8}
 
     def as_written(path: str, leaf: Any) -> Any:
         name = f"params/{path}"

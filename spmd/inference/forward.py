@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from spmd.data.batches import check_leaves
-from spmd.errors import DataError, ExportError, OptionError, SpmdError
+from spmd.errors import DataError, ExportError, OptionError, SpmdError, first_line
 from spmd.models.base import Call, Variables
 from spmd.nn.parallel_context import UNSHARDED, parallel_scope
 from spmd.train.model_setup import PlacedModel
@@ -37,6 +37,11 @@ class Forward:
     inputs: Tree
     stacked: frozenset[str] = frozenset()
 
+    @property
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Path and array."""
+        return zip(self.paths, self.arrays, strict=True)
+
 
 def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     """The forward pass of a trained model.
@@ -51,23 +56,21 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     check_alive(state)
     placed = trainer.placed
     variables = Variables(placed.unpacked(state.params), state.stats, state.rngs)
-    named, tree = jax.tree_util.tree_flatten(variables)
+    leaves, tree = jax.tree_util.tree_flatten(variables)
     paths = tuple(flatten(variables))
-    if len(paths) != len(named):
-        raise ExportError(f"{len(named)} arrays of the model have {len(paths)} paths.", fix="no key with a slash in it.")
+    if len(paths) != len(leaves):
+        raise ExportError(f"{len(leaves)} arrays of the model have {len(paths)} paths.", fix="no key with a slash in it.")
     dtype = compute_dtype(placed.config.precision)
 
     def function(arrays: list, inputs: Tree) -> Tree:
         unflattened = jax.tree.unflatten(tree, arrays)
-        bound = placed.given.bind(
-            dataclasses.replace(unflattened, params=cast(unflattened.params, dtype)), Call(training=False, dtype=dtype)
-        )
+        computed = dataclasses.replace(unflattened, params=cast(unflattened.params, dtype))
         with parallel_scope(UNSHARDED):
-            return bound(inputs)
+            return placed.given.bind(computed, Call(training=False, dtype=dtype))(inputs)
 
-    wanted = abstract(_model_inputs(placed, abstract(variables)) if inputs is None else inputs)
-    check_leaves(wanted, "the inputs")
-    return Forward(function, paths, named, wanted, frozenset(f"params/{path}" for path in placed.given.stacks()))
+    shapes = abstract(_model_inputs(placed, abstract(variables)) if inputs is None else inputs)
+    check_leaves(shapes, "the inputs")
+    return Forward(function, paths, leaves, shapes, frozenset(f"params/{path}" for path in placed.given.stacks()))
 
 
 class _CallRecorder:
@@ -124,11 +127,11 @@ def check_inputs(inputs: Tree, wanted: Tree) -> int:
     Raises:
       DataError: another tree, other shapes or dtypes, or no rows; with the actual and the expected inputs.
     """
-    expected = ", ".join(f"{path} {_any_rows(leaf)}".strip() for path, leaf in flatten(wanted).items())
+    expected = describe_tree(with_rows(wanted, "rows"))
     if isinstance(inputs, list) and not isinstance(wanted, list):
         raise DataError(f"the inputs are a list; the model takes {expected}.", fix="numpy.asarray(inputs, ...), with that dtype.")
     rows = check_leaves(inputs, "the inputs")
-    actual = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(inputs).items())
+    actual = describe_tree(inputs)
     if jax.tree.structure(inputs) != jax.tree.structure(wanted):
         raise DataError(f"the inputs are {actual}; the model takes {expected}, in that kind of tree.")
     for path, want in flatten(wanted).items():
@@ -141,25 +144,18 @@ def check_inputs(inputs: Tree, wanted: Tree) -> int:
     return rows
 
 
-def check_batch_size(batch_size: Any) -> None:
-    """Check that a batch size is a positive integer.
+def describe_tree(tree: Tree) -> str:
+    """Path, dtype and shape of every leaf."""
+    return ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(tree).items())
 
-    Raises:
-      OptionError: it is not.
+
+def call_in_chunks(function: Callable[[Tree], Tree], inputs: Tree, rows: int, *, batch: int | None, most: int) -> Iterator[Tree]:
+    """Call a function on some rows at a time: on `batch` rows if that is fixed, else on all, or on `most` if there are more.
+
+    Of several chunks the last is padded with copies of the last row. The outputs have the rows of the inputs, without padding.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise OptionError(f"batch_size={batch_size!r}.", fix="a positive integer.")
-
-
-def _any_rows(leaf: Any) -> str:
-    return f"{leaf.dtype}[{', '.join(['rows', *map(str, leaf.shape[1:])])}]"
-
-
-def call_in_chunks(function: Callable[[Tree], Tree], inputs: Tree, rows: int, size: int, *, pad: bool) -> Iterator[Tree]:
-    """Call a function on `size` rows at a time; `pad` pads a short last chunk with copies of the last row.
-
-    The outputs have the rows of the inputs, without padding.
-    """
+    size = batch or most
+    pad = batch is not None or rows > size
     for first in range(0, rows, size):
         count = min(size, rows - first)
         at = np.minimum(np.arange(first, first + (size if pad else count)), rows - 1)
@@ -167,9 +163,9 @@ def call_in_chunks(function: Callable[[Tree], Tree], inputs: Tree, rows: int, si
         yield jax.tree.map(lambda x: x if x.shape[0] == count else x[:count], function(chunk))
 
 
-def concatenated(parts: Iterable[Tree], concatenate: Callable[[list], Any] = np.concatenate) -> Tree:
+def concatenated(chunks: Iterable[Tree], concatenate: Callable[[list], Any] = np.concatenate) -> Tree:
     """Chunks of rows, concatenated."""
-    first, *rest = parts
+    first, *rest = chunks
     return jax.tree.map(lambda *leaves: concatenate(list(leaves)), first, *rest) if rest else first
 
 
@@ -184,11 +180,8 @@ def traced(function: Callable[..., Any], arrays: Iterable[Any], inputs: Tree) ->
     except SpmdError:
         raise
     except Exception as error:
-        shapes = ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(inputs).items())
-        why = next(iter(str(error).strip().splitlines()), "")
-        raise ExportError(
-            f"the model fails on {shapes}: {type(error).__name__}: {why}", fix="inputs=, an example of the model's inputs."
-        ) from error
+        why = f"the model fails on {describe_tree(inputs)}: {first_line(error)}"
+        raise ExportError(why, fix="inputs=, an example of the model's inputs.") from error
 
 
 def with_rows(inputs: Tree, rows: Any) -> Tree:

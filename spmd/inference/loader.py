@@ -11,9 +11,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import ExportError, OptionError, import_extra, short_repr, type_name
+from spmd.errors import ExportError, OptionError, check_integer, import_extra, short_repr, type_name
 from spmd.inference.exporter import ABOUT, FORMAT, PROGRAM, WEIGHTS
-from spmd.inference.forward import call_in_chunks, check_batch_size, check_inputs, concatenated
+from spmd.inference.forward import call_in_chunks, check_inputs, concatenated, describe_tree, with_rows
 from spmd.inference.weights import Stored, read_arrays
 from spmd.run.manifest import find_damage, read_json
 from spmd.tree import Tree, describe
@@ -71,12 +71,8 @@ class ExportedModel:
     program: jax.export.Exported = dataclasses.field(repr=False)
 
     def __repr__(self) -> str:
-        inputs, outputs = (
-            ", ".join(
-                f"{path} {dtype}[{', '.join(['rows', *map(str, dims)])}]".strip() for path, (dtype, _, *dims) in self.about[key].items()
-            )
-            for key in ("inputs", "outputs")
-        )
+        outputs = jax.tree.unflatten(self.program.out_tree, self.program.out_avals)
+        inputs, outputs = (describe_tree(with_rows(tree, "rows")) for tree in (self.inputs, outputs))
         rows = "" if self.batch is None else f", rows in chunks of {self.batch}"
         return f"ExportedModel({inputs} -> {outputs}{rows}; weights {self.about['weights']}, for {', '.join(self.about['platforms'])})"
 
@@ -99,7 +95,7 @@ class ExportedModel:
         """
         rows = check_inputs(inputs, self.inputs)
         call = functools.partial(self._call, self.arrays)
-        return concatenated(call_in_chunks(call, inputs, rows, self.batch or rows, pad=self.batch is not None), jnp.concatenate)
+        return concatenated(call_in_chunks(call, inputs, rows, batch=self.batch, most=rows), jnp.concatenate)
 
     def predict(self, inputs: Tree, *, batch_size: int = 1024) -> Tree:
         """The model's outputs for all rows, as numpy arrays; at most two programs are compiled for any number of rows.
@@ -110,10 +106,10 @@ class ExportedModel:
         Raises:
           DataError: another tree, other shapes or dtypes, or no rows.
         """
-        check_batch_size(batch_size)
+        check_integer(batch_size, "batch_size")
         rows = check_inputs(inputs, self.inputs)
-        size = self.batch or batch_size
-        chunks = call_in_chunks(functools.partial(self._call, self.arrays), inputs, rows, size, pad=self.batch is not None or rows > size)
+        call = functools.partial(self._call, self.arrays)
+        chunks = call_in_chunks(call, inputs, rows, batch=self.batch, most=batch_size)
         return concatenated(jax.device_get(chunk) for chunk in chunks)
 
 
@@ -142,7 +138,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     about = _about(place)
     why = find_damage(place)
     if why is not None:
-        raise ExportError(f"the exported model in {folder} is damaged: {why}.", fix="export it again, or another copy.")
+        raise _damaged(place, why)
     if device is not None and not isinstance(device, jax.Device):
         raise OptionError(f"device={device!r} is {type_name(device)}.", fix="one of jax.devices().")
     platform = jax.export.default_export_platform() if device is None else {"gpu": "cuda"}.get(device.platform, device.platform)
@@ -159,8 +155,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
         arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
         inputs = _inputs(program, arrays, about["batch"])
     except Exception as error:
-        why = f"{WEIGHTS} does not hold what {ABOUT} says: {type(error).__name__}: {error}"
-        raise ExportError(f"the exported model in {folder} is damaged: {why}.", fix="export it again, or another copy.") from error
+        raise _damaged(place, f"{WEIGHTS} does not hold what {ABOUT} says: {type(error).__name__}: {error}") from error
     return ExportedModel(place, about, inputs, arrays, program)
 
 
@@ -194,13 +189,16 @@ def _about(place: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ExportError(f"{place} is not an exported model: it has no {ABOUT}.") from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise ExportError(f"the exported model in {place} is damaged: {ABOUT} cannot be read: {type(error).__name__}.") from error
+        raise _damaged(place, f"{ABOUT} cannot be read: {type(error).__name__}") from error
     if missing:
-        raise ExportError(f"the exported model in {place} is damaged: {ABOUT} lacks {', '.join(missing)}.", fix="export it again.")
+        raise _damaged(place, f"{ABOUT} lacks {', '.join(missing)}")
     if wrong:
-        why = f"{ABOUT}: {wrong[0]} is {short_repr(about[wrong[0]])}"
-        raise ExportError(f"the exported model in {place} is damaged: {why}.", fix="export it again, or another copy.")
+        raise _damaged(place, f"{ABOUT}: {wrong[0]} is {short_repr(about[wrong[0]])}")
     if version != FORMAT:
         fix = "the version of spmd that wrote it, or a later one."
         raise ExportError(f"the exported model in {place} has format {version}; this version reads {FORMAT}.", fix=fix)
     return about
+
+
+def _damaged(place: Path, why: str) -> ExportError:
+    return ExportError(f"the exported model in {place} is damaged: {why}.", fix="export it again, or another copy.")

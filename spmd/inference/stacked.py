@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import EnsembleError, Problem, raise_problems
-from spmd.inference.forward import to_host, traced, with_rows
+from spmd.inference.forward import describe_tree, to_host, traced, with_rows
 from spmd.train.accumulate import equations, has_convolution
 from spmd.tree import Tree, abstract, describe, flatten
 from spmd.xla import shard_map
@@ -59,9 +59,7 @@ def common_batch(nets: Sequence[Net]) -> int | None:
     shapes = [{path: (leaf.dtype, leaf.shape[1:]) for path, leaf in flatten(net.inputs).items()} for net in nets]
     differs = any(other != shapes[0] for other in shapes) or len({jax.tree.structure(net.inputs) for net in nets}) > 1
     if differs or len(fixed) > 1:
-        problems = [
-            Problem(net.name, [f"takes {', '.join(f'{p} {describe(x)}'.strip() for p, x in flatten(net.inputs).items())}"]) for net in nets
-        ]
+        problems = [Problem(net.name, [f"takes {describe_tree(net.inputs)}"]) for net in nets]
         raise_problems(EnsembleError, "the members of the ensemble take different inputs", problems)
     return next(iter(fixed), None)
 

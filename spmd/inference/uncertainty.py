@@ -43,8 +43,8 @@ def disagreement(logits: np.ndarray) -> np.ndarray:
 
     0 if all members agree, however uncertain. Source: Houlsby et al. 2011, arXiv:1112.5745, equation 2.
     """
-    each = np.exp(log_softmax(logits))
-    return np.maximum(entropy(each.mean(axis=0)) - entropy(each).mean(axis=0), 0.0)
+    probabilities = np.exp(log_softmax(logits))
+    return np.maximum(entropy(probabilities.mean(axis=0)) - entropy(probabilities).mean(axis=0), 0.0)
 
 
 def log_loss(logs: np.ndarray, labels: np.ndarray) -> float:

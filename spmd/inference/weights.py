@@ -106,9 +106,8 @@ class Writer:
         if self._file is None:
             return
         plain = values if values.dtype.kind in "biufc" else values.view(f"u{values.dtype.itemsize}")
-        with self._file.open(
-            zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True
-        ) as file:  # without a date, so that equal weights give equal files
+        entry = zipfile.ZipInfo(f"{name}.npy")  # without a date, so that equal weights give equal files
+        with self._file.open(entry, "w", force_zip64=True) as file:
             np.lib.format.write_array(file, np.ascontiguousarray(plain).reshape(plain.shape), allow_pickle=False)
 
 

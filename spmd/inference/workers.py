@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import queue
 import threading
 import time
 from collections import Counter
@@ -36,20 +37,14 @@ class _Request:
     """One request, and the results that arrive until it is over; later ones are discarded."""
 
     def __init__(self, inputs: Tree, names: tuple[str, ...]):
-        self.inputs, self._names = inputs, names
+        self.inputs, self._names = inputs, names  # inputs are None when it is over
         self._results: dict[str, Any] = {}
-        self._over, self._changed = False, threading.Condition()
-
-    @property
-    def over(self) -> bool:
-        """Whether results are no longer wanted."""
-        with self._changed:
-            return self._over
+        self._changed = threading.Condition()
 
     def respond(self, name: str, result: Any) -> None:
         """Record a member's logits, or the error it raised."""
         with self._changed:
-            if not self._over:
+            if self.inputs is not None:
                 self._results[name] = result
                 self._changed.notify_all()
 
@@ -59,47 +54,30 @@ class _Request:
             try:
                 self._changed.wait_for(lambda: len(self._results) == len(self._names), seconds)
             finally:
-                self._over = True
+                self.inputs = None
             return dict(self._results)
 
 
 class _Worker:
-    """A thread that runs one member. In addition to the current request it holds at most one other, the newest."""
+    """A thread that runs one member on one request after the other, without those that are over, until it gets None."""
 
     def __init__(self, name: str, function: Callable[[Tree], Any]):
         self.name, self._function = name, function
-        self._next: _Request | None = None
-        self._closed, self._changed = False, threading.Condition()
+        self.requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"spmd member {name}", daemon=True)
         self.thread.start()
 
-    def put(self, request: _Request) -> None:
-        """Set the next request."""
-        with self._changed:
-            self._next = request
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """Exit after the request that it holds."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._next is not None or self._closed)
-                request, self._next = self._next, None
-            if request is None:
-                return
-            if request.over:
+        while (request := self.requests.get()) is not None:
+            inputs = request.inputs
+            if inputs is None:
                 continue
             try:
-                result = np.asarray(self._function(request.inputs))
+                result = np.asarray(self._function(inputs))
             except BaseException as error:  # must not affect other members
                 result = error
             request.respond(self.name, result)
-            del request, result  # release the arrays while it waits
+            del request, inputs, result  # release the arrays while it waits
 
 
 class Workers:
@@ -125,28 +103,28 @@ class Workers:
                 if self._closed:
                     raise EnsembleError("closed before this request was sent.", fix="ask again, which starts new threads.")
                 for worker in self._workers:
-                    worker.put(request)
+                    worker.requests.put(request)
             results = request.wait(None if deadline is None else max(0.0, deadline - (time.monotonic() - began)))
         finally:
             self._busy.release()
         failed = {name: f"{type(result).__name__}: {result}" for name, result in results.items() if isinstance(result, BaseException)}
         logits = {name: results[name] for name in names if name in results and name not in failed}
-        for name, each in list(logits.items()):
-            if _fits(each, rows) and (invalid := _invalid_rows(each)):
-                failed[name] = f"it returned {describe(each)}, {invalid} of {math.prod(each.shape[:-1])} rows without finite numbers"
+        for name, array in list(logits.items()):
+            if _fits(array, rows) and (invalid := _invalid_rows(array)):
+                failed[name] = f"it returned {describe(array)}, {invalid} of {math.prod(array.shape[:-1])} rows without finite numbers"
                 del logits[name]
-        shape = Counter(each.shape for each in logits.values() if _fits(each, rows)).most_common(1)
-        for name, each in list(logits.items()):
-            if not shape or each.shape != shape[0][0] or not _fits(each, rows):
+        shape = Counter(array.shape for array in logits.values() if _fits(array, rows)).most_common(1)
+        for name, array in list(logits.items()):
+            if not shape or array.shape != shape[0][0] or not _fits(array, rows):
                 expected = f"the others {list(shape[0][0])}" if shape else f"expected logits [{rows}, ..., classes]"
-                failed[name] = f"it returned {describe(each)}; {expected}"
+                failed[name] = f"it returned {describe(array)}; {expected}"
                 del logits[name]
         late = tuple(name for name in names if name not in results)
         if not logits:
-            why = [f"\n    {name} {what}" for name, what in failed.items()]
-            why += [f"\n    {', '.join(late)}: late"] if late else []
+            reasons = [f"\n    {name} {why}" for name, why in failed.items()]
+            reasons += [f"\n    {', '.join(late)}: late"] if late else []
             limit = "" if deadline is None else f" in {deadline:g} s"
-            raise EnsembleError(f"none of the {len(names)} members answered{limit}:{''.join(why)}")
+            raise EnsembleError(f"none of the {len(names)} members answered{limit}:{''.join(reasons)}")
         return logits, late, failed, time.monotonic() - began
 
     def close(self, seconds: float) -> None:
@@ -155,7 +133,7 @@ class Workers:
         with self._lifetime:
             self._closed = True
             for worker in self._workers:
-                worker.end()
+                worker.requests.put(None)
         for worker in self._workers:
             worker.thread.join(max(0.0, until - time.monotonic()))
         busy = [worker.name for worker in self._workers if worker.thread.is_alive()]

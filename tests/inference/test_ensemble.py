@@ -57,18 +57,18 @@ def test_what_the_members_say_together(three, digits, combine):
     images = digits[1]["image"]
     ensemble = spmd.Ensemble(three, combine=combine)
     logits = np.stack([result.predict(images) for result in three])
-    each, found = ensemble.members(images), ensemble.predict(images)
-    assert each.shape == (3, 297, 10) and found.shape == (297, 10) and each.dtype == found.dtype == np.float32
-    np.testing.assert_allclose(each, softmax(logits), atol=1e-6)
+    members, together = ensemble.members(images), ensemble.predict(images)
+    assert members.shape == (3, 297, 10) and together.shape == (297, 10) and members.dtype == together.dtype == np.float32
+    np.testing.assert_allclose(members, softmax(logits), atol=1e-6)
     wanted = {
         "mean": softmax(logits).mean(0),
         "logits": softmax(logits.mean(0)),
         "vote": np.stack([(logits.argmax(-1) == at).mean(0) for at in range(10)], -1),
     }
-    np.testing.assert_allclose(found, wanted[combine], atol=1e-6)
+    np.testing.assert_allclose(together, wanted[combine], atol=1e-6)
     others = [wanted[other] for other in wanted if other != combine]
-    assert all(np.abs(found - other).max() > 1e-3 for other in others), "the three ways differ here"
-    np.testing.assert_allclose(np.exp(uncertainty.log_combined(logits, combine)), found, atol=1e-6)  # the host's arithmetic
+    assert all(np.abs(together - other).max() > 1e-3 for other in others), "the three ways differ here"
+    np.testing.assert_allclose(np.exp(uncertainty.log_combined(logits, combine)), together, atol=1e-6)  # the host's arithmetic
 
 
 @pytest.mark.parametrize("combine", ["mean", "logits"])
@@ -76,9 +76,9 @@ def test_what_the_members_say_together(three, digits, combine):
 def test_duplicates_say_what_the_member_says(three, digits, combine, count):
     images = digits[1]["image"]
     ensemble = spmd.Ensemble([three[0]] * count, combine=combine)
-    found, each = ensemble.predict(images), ensemble.members(images)
-    assert np.array_equal(each[0], each[1])
-    np.testing.assert_allclose(found, each[0], atol=5e-7)  # float32 on the devices, float64 on the host
+    together, members = ensemble.predict(images), ensemble.members(images)
+    assert np.array_equal(members[0], members[1])
+    np.testing.assert_allclose(together, members[0], atol=5e-7)  # float32 on the devices, float64 on the host
     np.testing.assert_allclose(ensemble.uncertainty(images)["disagreement"], 0, atol=1e-12)
     values = jnp.asarray(np.stack([three[0].predict(images)] * count))
     wanted = jax.nn.softmax(values)[0] if combine == "mean" else jax.nn.softmax(values[0])
@@ -131,7 +131,10 @@ def test_convolutions_are_not_vectorised_and_dense_layers_are(three, mixed, digi
 def test_members_with_other_constants_are_not_stacked(digits):
     def member(value):
         shift = np.full((100, 10), value, np.float32)
-        apply = lambda params, x: x.reshape(len(x), -1) @ params["w"] + shift[7]
+
+        def apply(params, x):
+            return x.reshape(len(x), -1) @ params["w"] + shift[7]
+
         return untrained(spmd.FunctionalModel(lambda key: {"w": jnp.ones((64, 10))}, apply), digits[0])
 
     assert repr(spmd.Ensemble([member(1.0), member(2.0)])).endswith("2 run separately")
@@ -139,17 +142,17 @@ def test_members_with_other_constants_are_not_stacked(digits):
 
 
 def test_three_are_better_than_the_best_of_them(three, digits):
-    found = spmd.Ensemble(three).evaluate(digits[1])
-    best = min(member["log loss"] for member in found.members.values())
-    assert 0.1 < found.ensemble["log loss"] < best < 1.0
-    assert found.ensemble["disagreement"] > 0.01 and found.ensemble["entropy"] > found.ensemble["disagreement"]
-    for at, member in enumerate(found.members.values()):
+    evaluation = spmd.Ensemble(three).evaluate(digits[1])
+    best = min(member["log loss"] for member in evaluation.members.values())
+    assert 0.1 < evaluation.ensemble["log loss"] < best < 1.0
+    assert evaluation.ensemble["disagreement"] > 0.01 and evaluation.ensemble["entropy"] > evaluation.ensemble["disagreement"]
+    for at, member in enumerate(evaluation.members.values()):
         measured = three[at].evaluate(digits[1])
         np.testing.assert_allclose([member["log loss"], member["accuracy"]], [measured["loss"], measured["accuracy"]], rtol=1e-5)
-    lines = str(found).splitlines()
+    lines = str(evaluation).splitlines()
     assert lines[0].split("  ")[-1] == "disagreement" and [line.split()[0] for line in lines[1:]] == ["ensemble", "0", "1", "2"]
     batches = [{name: values[at : at + 99] for name, values in digits[1].items()} for at in (0, 99, 198)]
-    np.testing.assert_allclose(spmd.Ensemble(three).evaluate(batches).ensemble["log loss"], found.ensemble["log loss"], rtol=1e-6)
+    np.testing.assert_allclose(spmd.Ensemble(three).evaluate(batches).ensemble["log loss"], evaluation.ensemble["log loss"], rtol=1e-6)
 
 
 def test_a_temperature_is_fitted_to_held_out_data(three, digits):
@@ -161,8 +164,8 @@ def test_a_temperature_is_fitted_to_held_out_data(three, digits):
     np.testing.assert_allclose(
         calibrated[1].temperature / calibrated[0].temperature, 5, rtol=0.01
     )  # training has moved `w` for all classes
-    for each in calibrated:
-        assert each.after["log loss"] < each.before["log loss"] and "temperature" in str(each)
+    for calibration in calibrated:
+        assert calibration.after["log loss"] < calibration.before["log loss"] and "temperature" in str(calibration)
     assert calibrated[1].after["calibration error"] < calibrated[1].before["calibration error"]
     assert sharper.temperature == calibrated[1].temperature and "at temperature" in repr(sharper)
     np.testing.assert_allclose(sharper.predict(images), plain.predict(images), atol=2e-3)
@@ -229,8 +232,8 @@ def test_labels_and_inputs_that_do_not_fit(three, digits):
 def test_a_checkpoint_is_a_member(digits, tmp_path):
     result = train(mlp(), digits[0], steps=4, checkpoint=tmp_path / "run")
     images = digits[1]["image"]
-    found = spmd.Ensemble([(result.trainer, tmp_path / "run")]).members(images)
-    np.testing.assert_allclose(found[0], softmax(result.predict(images)), atol=1e-6)
+    probabilities = spmd.Ensemble([(result.trainer, tmp_path / "run")]).members(images)
+    np.testing.assert_allclose(probabilities[0], softmax(result.predict(images)), atol=1e-6)
 
 
 class Slow:
@@ -338,7 +341,10 @@ def test_close_names_members_that_do_not_end(caplog, monkeypatch):
 
 def test_models_are_asked_on_devices_of_their_own(mixed, digits):
     images = digits[1]["image"][:32]
-    far = lambda inputs: np.log(spmd.Ensemble([mixed["one"]]).predict(inputs))
+
+    def far(inputs):
+        return np.log(spmd.Ensemble([mixed["one"]]).predict(inputs))
+
     with spmd.Ensemble({**mixed, "far": far}, combine="mean") as ensemble:
         answer = ensemble.ask(images)
     assert answer.members == (*mixed, "far")

@@ -53,9 +53,9 @@ def test_any_number_of_rows_as_the_trained_model(results, folders, digits, kind)
     wanted = results[kind].predict(images)
     assert wanted.std() > 0.1, "a model that says something"
     for rows in ROWS:
-        found = loaded(images[:rows])
-        assert isinstance(found, jax.Array) and found.shape == (rows, 10)
-        np.testing.assert_allclose(found, wanted[:rows], atol=2e-6)  # another batch size, other sums
+        outputs = loaded(images[:rows])
+        assert isinstance(outputs, jax.Array) and outputs.shape == (rows, 10)
+        np.testing.assert_allclose(outputs, wanted[:rows], atol=2e-6)  # another batch size, other sums
     chunked = loaded.predict(jnp.asarray(images), batch_size=128)  # 297 rows, the last chunk is short
     assert isinstance(chunked, np.ndarray) and chunked.shape == (297, 10)
     np.testing.assert_allclose(chunked, wanted, atol=2e-6)
@@ -67,11 +67,11 @@ import numpy as np
 import spmd
 assert not [name for name in sys.modules if name in ("trained", "digits_cnn")]
 images = np.load(sys.argv[1])
-found = {}
+outputs = {}
 for folder in sys.argv[3:]:
     loaded = spmd.load_exported(folder)
-    found |= {f"{folder}:{rows}": np.asarray(loaded(images[:rows])) for rows in (1, 7, 128)}
-np.savez(sys.argv[2], **found)
+    outputs |= {f"{folder}:{rows}": np.asarray(loaded(images[:rows])) for rows in (1, 7, 128)}
+np.savez(sys.argv[2], **outputs)
 """
 
 
@@ -79,17 +79,17 @@ np.savez(sys.argv[2], **found)
 def test_another_process_that_has_no_code_says_the_same_to_the_bit(folders, digits, tmp_path):
     images = digits[1]["image"]
     np.save(tmp_path / "images.npy", images)
-    words = [str(tmp_path / "images.npy"), str(tmp_path / "found.npz"), *map(str, folders.values())]
+    words = [str(tmp_path / "images.npy"), str(tmp_path / "outputs.npz"), *map(str, folders.values())]
     flags = os.environ["SPMD_TEST_FLAGS"]  # compiled as here
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run([sys.executable, "-c", ALONE, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    with np.load(tmp_path / "found.npz") as found:
-        assert len(found) == len(KINDS) * len(ROWS)
+    with np.load(tmp_path / "outputs.npz") as outputs:
+        assert len(outputs) == len(KINDS) * len(ROWS)
         for folder in folders.values():
             loaded = spmd.load_exported(folder)
             for rows in ROWS:
-                assert np.array_equal(found[f"{folder}:{rows}"], np.asarray(loaded(images[:rows])))
+                assert np.array_equal(outputs[f"{folder}:{rows}"], np.asarray(loaded(images[:rows])))
 
 
 def test_weights_are_arguments_and_not_in_the_program(tmp_path):
@@ -113,16 +113,16 @@ def test_what_stands_beside_it(results, folders):
         ("params/two", "float32", [32, 10]),
     ]
     loaded = spmd.load_exported(folders["functional"])
-    for own, read in zip(jax.tree.leaves(results["functional"].state.params), loaded.arrays, strict=True):
-        assert own.dtype == read.dtype and np.array_equal(np.asarray(own), np.asarray(read))
+    for trained, read in zip(jax.tree.leaves(results["functional"].state.params), loaded.arrays, strict=True):
+        assert trained.dtype == read.dtype and np.array_equal(np.asarray(trained), np.asarray(read))
 
 
 def test_export_gathers_sharded_arrays(digits, tmp_path):
     trainer, state = untrained("functional", digits[0], mesh="data=8", layout="fsdp")
     assert not state.params["one"].sharding.is_fully_replicated
     loaded = spmd.load_exported(spmd.export(trainer, state, tmp_path / "model").folder)
-    for own, read in zip(jax.tree.leaves(state.params), loaded.arrays, strict=True):
-        assert np.array_equal(np.asarray(own), np.asarray(read)) and len(read.sharding.device_set) == 1
+    for trained, read in zip(jax.tree.leaves(state.params), loaded.arrays, strict=True):
+        assert np.array_equal(np.asarray(trained), np.asarray(read)) and len(read.sharding.device_set) == 1
     np.testing.assert_allclose(loaded.predict(digits[1]["image"]), trainer.predict(state, digits[1]["image"]), atol=2e-6)
 
 
@@ -133,7 +133,10 @@ def test_what_servers_have_packed_is_written_as_the_model_has_it(digits, tmp_pat
     assert [stored.path for stored in report.arrays] == ["params/bias", "params/one", "params/two"]
     exact, small = (spmd.load_exported(folder) for folder in (spmd.export(trainer, state, tmp_path / "exact").folder, report.folder))
     bias, one, two = exact.arrays
-    start = lambda key: {"one": jnp.asarray(by_hand(one)), "two": jnp.asarray(by_hand(two)), "bias": bias}
+
+    def start(key):
+        return {"one": jnp.asarray(by_hand(one)), "two": jnp.asarray(by_hand(two)), "bias": bias}
+
     plain, rounded = untrained(spmd.FunctionalModel(start, KINDS["functional"]().apply), digits[0], mesh="data=8")
     same = spmd.load_exported(spmd.export(plain, rounded, tmp_path / "by hand").folder)
     says_what(small, same, exact, digits[1]["image"])
@@ -141,14 +144,16 @@ def test_what_servers_have_packed_is_written_as_the_model_has_it(digits, tmp_pat
 
 
 def test_bfloat16_as_it_was_trained(digits, tmp_path):
-    one = spmd.make_mesh("data=1", devices=jax.devices()[:1])
-    trainer, state = untrained("nnx", digits[0], precision="bfloat16", mesh=one)
+    mesh = spmd.make_mesh("data=1", devices=jax.devices()[:1])
+    trainer, state = untrained("nnx", digits[0], precision="bfloat16", mesh=mesh)
     loaded = spmd.load_exported(spmd.export(trainer, state, tmp_path / "model").folder)
-    found = loaded.predict(digits[1]["image"])
-    assert found.dtype == jnp.bfloat16 and all(leaf.dtype != jnp.bfloat16 for leaf in loaded.arrays)
-    assert np.array_equal(found, trainer.predict(state, digits[1]["image"]))
-    full, same = untrained("nnx", digits[0], mesh=one)
-    assert not np.array_equal(found, full.predict(same, digits[1]["image"]).astype(jnp.bfloat16)), "rounded on the way, not at the end"
+    predictions = loaded.predict(digits[1]["image"])
+    assert predictions.dtype == jnp.bfloat16 and all(leaf.dtype != jnp.bfloat16 for leaf in loaded.arrays)
+    assert np.array_equal(predictions, trainer.predict(state, digits[1]["image"]))
+    full, same = untrained("nnx", digits[0], mesh=mesh)
+    assert not np.array_equal(predictions, full.predict(same, digits[1]["image"]).astype(jnp.bfloat16)), (
+        "rounded on the way, not at the end"
+    )
 
 
 def test_a_program_for_other_platforms_is_made_here(results, tmp_path):
@@ -179,25 +184,31 @@ def test_export_suggests_batch_for_model_that_needs_its_rows(tmp_path):
 
 
 def test_inputs_are_those_of_the_loss_or_are_given(tmp_path):
-    model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((4, 2))}, lambda params, given: given["a"] @ params["w"] + given["b"])
-    loss = lambda model, batch: jnp.square(model({"a": batch["a"][:, 1:], "b": batch["b"]}) - batch["y"]).mean(1)
+    model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((4, 2))}, lambda params, inputs: inputs["a"] @ params["w"] + inputs["b"])
+
+    def loss(model, batch):
+        return jnp.square(model({"a": batch["a"][:, 1:], "b": batch["b"]}) - batch["y"]).mean(1)
+
     batch = {"a": np.ones((8, 5), np.float32), "b": np.ones((8, 2), np.float32), "y": np.ones((8, 2), np.float32)}
     trainer = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.1))
     loaded = spmd.load_exported(spmd.export(trainer, trainer.init(batch), tmp_path / "model").folder)
-    given = {"a": np.ones((3, 4), np.float32), "b": np.ones((3, 2), np.float32)}
-    assert loaded(given).tolist() == [[5.0, 5.0]] * 3
+    inputs = {"a": np.ones((3, 4), np.float32), "b": np.ones((3, 2), np.float32)}
+    assert loaded(inputs).tolist() == [[5.0, 5.0]] * 3
     unseen = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.1))
     with pytest.raises(OptionError, match=r"the model's inputs are not known before the first batch\.\n    fix: inputs="):
         spmd.export(unseen, unseen.init(), tmp_path / "unseen")
-    assert spmd.load_exported(spmd.export(unseen, unseen.init(), tmp_path / "unseen", inputs=given).folder)(given).shape == (3, 2)
-    rowwise = lambda model, batch: jax.vmap(lambda a, b: model({"a": a[1:], "b": b}).sum())(batch["a"], batch["b"])
+    assert spmd.load_exported(spmd.export(unseen, unseen.init(), tmp_path / "unseen", inputs=inputs).folder)(inputs).shape == (3, 2)
+
+    def rowwise(model, batch):
+        return jax.vmap(lambda a, b: model({"a": a[1:], "b": b}).sum())(batch["a"], batch["b"])
+
     strange = spmd.Trainer(model, loss=rowwise, optimizer=optax.sgd(0.1))
     with pytest.raises(OptionError, match=r"calls it 1 times, not always with one array or tree of all rows\.\n    fix: inputs="):
         spmd.export(strange, strange.init(batch), tmp_path / "strange")
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("inputs", "words"),
     [
         (np.ones((2, 8, 8), np.float32), r"the inputs are float32\[2, 8, 8\]; the model takes float32\[rows, 8, 8, 1\]"),
         (np.ones((2, 8, 8, 1), np.int32), r"takes float32\[rows, 8, 8, 1\]\.\n    fix: astype\('float32'\)"),
@@ -208,11 +219,11 @@ def test_inputs_are_those_of_the_loss_or_are_given(tmp_path):
     ],
     ids=["shape", "dtype", "tree", "no rows", "scalar", "list"],
 )
-def test_inputs_that_do_not_fit(folders, given, words):
+def test_inputs_that_do_not_fit(folders, inputs, words):
     loaded = spmd.load_exported(folders["functional"])
     for call in (loaded, loaded.predict):
         with pytest.raises(DataError, match=words):
-            call(given)
+            call(inputs)
 
 
 def harm(place, kind):
@@ -388,6 +399,6 @@ def test_what_is_not_int8_is_measured_as_it_is(results):
     """It is not brought to one host, which no process can do with what others hold."""
     trainer, state = results["functional"].trainer, results["functional"].state
     forward = forward_of(trainer, state)
-    rounded = _state_as_written(trainer, state, forward, [path.endswith("one") for path in forward.paths]).params
+    rounded = _state_as_written(trainer, state, forward, {path for path in forward.paths if path.endswith("one")}).params
     assert rounded["bias"] is state.params["bias"] and rounded["two"] is state.params["two"]
     assert rounded["one"] is not state.params["one"] and rounded["one"].sharding == state.params["one"].sharding

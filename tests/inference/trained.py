@@ -12,7 +12,10 @@ from spmd.inference import workers
 
 def init(key):
     first, second = jax.random.split(key)
-    dense = lambda key, rows, columns: jax.random.normal(key, (rows, columns)) / np.sqrt(rows)
+
+    def dense(key, rows, columns):
+        return jax.random.normal(key, (rows, columns)) / np.sqrt(rows)
+
     return {"one": dense(first, 64, 32), "two": dense(second, 32, 10), "bias": jnp.zeros(10, jnp.bfloat16)}
 
 
