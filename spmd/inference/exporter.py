@@ -159,7 +159,7 @@ def _exported(forward: Forward, int8: Collection[str], platforms: tuple[str, ...
 
     def function(arrays: list, inputs: Tree) -> Tree:
         pairs = zip(arrays, dtypes, strict=True)
-        return forward.function([dequantize(*array, dtype) if is_int8 else array for array, (is_int8, dtype) in pairs], inputs)
+        return forward.function([dequantize(array[0], array[1], dtype) if is_int8 else array for array, (is_int8, dtype) in pairs], inputs)
 
     rows = batch or jax.tree.leaves(forward.inputs)[0].shape[0]
     fixed = traced(forward.function, forward.arrays, with_rows(forward.inputs, rows))

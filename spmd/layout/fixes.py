@@ -96,7 +96,7 @@ def match_problems(where: str, rule: Rule | GradientRule, paths: Iterable[str], 
         yield Problem(f"{where}, except {', '.join(rule.except_)}", [why], "remove the rule.", **at, kind="no_match")
 
 
-def claim_lines(rules: Sequence[Rule] | Sequence[GradientRule], claimed: Sequence[int], headline: str) -> list[str]:
+def claim_lines(rules: tuple[Rule, ...] | tuple[GradientRule, ...], claimed: Sequence[int], headline: str) -> list[str]:
     """Why an array has no spec or codec: several rules match it."""
     lines = [f'{rule_name(rules, index)} claims it: path "{rules[index].path}"' for index in claimed]
     codecs = [f", codec {rule.codec}" if isinstance(rule := rules[index], GradientRule) else "" for index in claimed]

@@ -77,7 +77,7 @@ class Gradients:
         object.__setattr__(self, "rules", tuple(rules))
 
     @property
-    def choices(self) -> list[tuple[int | None, str, Options]]:
+    def choices(self) -> list[tuple[int | None, str, Any]]:
         """Every rule, from 0, with its codec and options; None: the table itself."""
         rules = [(number, rule.codec, rule.options) for number, rule in enumerate(self.rules)]
         return [(None, self.codec, self.options), *rules]

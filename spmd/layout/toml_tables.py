@@ -106,7 +106,7 @@ class Tables:
             self.key_problem(section, key, why, fix or f"such as {KINDS[kinds[0]][1]}.")
         return default if why else value
 
-    def choice(self, table: dict[str, Any], section: str, key: str, default: str | None, fix: str = "") -> str | None:
+    def choice(self, table: dict[str, Any], section: str, key: str, default: Any, fix: str = "") -> str | None:
         """A string, one of `CHOICES` if they list the key."""
         known = CHOICES.get(f"{section}.{key}")
         if known and key in table and not isinstance(table[key], str):

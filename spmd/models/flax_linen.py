@@ -32,8 +32,10 @@ class LinenModel(Model):
         made = _split(self._boxed(key, run))
         if self._given is None:
             return made
-        by_path = [{path.removeprefix("stats/"): leaf for path, leaf in flatten(arrays).items()} for arrays in (self._given, made)]
-        problems = shape_problems(*by_path, "the module")
+        given_by_path, made_by_path = (
+            {path.removeprefix("stats/"): leaf for path, leaf in flatten(arrays).items()} for arrays in (self._given, made)
+        )
+        problems = shape_problems(given_by_path, made_by_path, "the module")
         raise_problems(ModelError, "the linen module is bound to other arrays than its `init` makes", problems)
         return self._given
 

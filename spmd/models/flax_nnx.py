@@ -59,7 +59,7 @@ class NnxModel(Model):
         return metadata
 
     def notes(self) -> list[str]:
-        if not self._frozen:
+        if len(self._frozen) == 0:
             return []
         undo = " If .eval() set that, call model.train() first." if self._given else ""
         more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
@@ -74,10 +74,10 @@ class NnxModel(Model):
         return Variables(params, stats, jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, rngs))
 
     def bind(self, variables: Variables, call: Call) -> nnx.Module:
-        def change(key: Any) -> Any:
+        def localize(key: Any) -> Any:
             return key if call.key is None else call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
 
-        rngs = self._keys(variables.rngs, change)
+        rngs = self._keys(variables.rngs, localize)
         module = nnx.merge(self._graphdef, variables.params, rngs, variables.stats)
         module.train() if call.training else module.eval()
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
