@@ -117,12 +117,15 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     for where, spec in specs.items():
         yield from _axis_problems(where, spec, layout, mesh)
     yield from data_axis_problems(layout)
-    for table, axis in tables.items():
+    if layout.pipeline.axis in layout.data_axes():
+        why = f'mesh axis "{layout.pipeline.axis}" splits the batch; a stage sees all rows of its worker.'
+        yield Problem("[pipeline] axis", [why], 'a separate axis, such as "stage".', kind="conflict")
+    for table in ("sequence", "experts"):
+        axis = tables[table]
         if axis in layout.data_axes():
             why = f'"{axis}" is a data axis: it splits the batch among workers, and cannot shard the data of one.'
-            fix = f"another axis than {', '.join(layout.data_axes())}."
-            yield Problem(f"[{table}] axis", [why], fix, kind="conflict")
-        if axis is not None and axis == layout.pipeline.axis and table != "pipeline":
+            yield Problem(f"[{table}] axis", [why], f"another axis than {', '.join(layout.data_axes())}.", kind="conflict")
+        if axis is not None and axis == layout.pipeline.axis:
             why = f'mesh axis "{axis}" shards the layers ([pipeline]), so nothing on one stage can be sharded over it.'
             yield Problem(f"[{table}] axis", [why], "a separate axis.", kind="conflict")
 
