@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd.layout.summary import COLUMNS, rows as layout_rows
+from spmd.planner.memory import TITLES
 from spmd.planner.plan_data import PlanData
 from spmd.planner.text_report import headline, seconds, timeline_text
 from spmd.planner.timeline import Span
@@ -58,7 +59,7 @@ def memory_bar(plan: PlanData) -> str:
     x, parts = 0.0, []
     shown = [name for name in MEMORY if sizes[name]]
     for number, name in enumerate(shown):
-        title = f"{name}: {format_bytes(sizes[name])}"
+        title = f"{TITLES.get(name, name)}: {format_bytes(sizes[name])}"
         parts.append(box(x, 8, sizes[name] * scale, 26, MEMORY[name], title))
         parts.append(legend(number % 3 * 320, 58 + number // 3 * 20, MEMORY[name], title))
         x += sizes[name] * scale

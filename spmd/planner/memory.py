@@ -19,6 +19,12 @@ from spmd.tree import Tree, flatten, format_bytes, nbytes
 TIGHT = 0.92  # of a device's memory; above it, drivers, NCCL and fragmentation may need the rest
 PREALLOCATED = 0.75  # of a GPU's memory, by JAX, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 LARGEST = 8  # temporaries that are listed
+TITLES = {  # of fields of `Memory` in reports, where they differ from the field's name
+    "exchange": "codecs and servers",
+    "statistics": "statistics, keys, step",
+    "constants": "constants in the program",
+    "fresh": "results not in the state",
+}
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)\{?[\d, ]*\}? @\d+> \(size=(\d+),offset=(\d+)\): ([a-z].*)")
 
 
@@ -81,9 +87,7 @@ class Memory:
 
     def __str__(self) -> str:
         parts = ("parameters", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")
-        titles = {"exchange": "codecs and servers", "statistics": "statistics, keys, step", "constants": "constants in the program"}
-        titles["fresh"] = "results not in the state"
-        rows = [(titles.get(name, name), getattr(self, name)) for name in parts if getattr(self, name)]
+        rows = [(TITLES.get(name, name), getattr(self, name)) for name in parts if getattr(self, name)]
         rows += [("  of which gradients", self.gradients), ("peak", self.peak)]
         lines = [*(f"{title:<26}{format_bytes(size):>12}" for title, size in rows), self.verdict]
         if self.largest:

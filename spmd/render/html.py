@@ -23,6 +23,7 @@ STYLE = """
 .spmd-cell table tr:nth-child(n) { background: none }
 .spmd-cell table.mesh tr :is(td, th) { text-align: center !important; padding: .3rem .9rem }
 .spmd-cell table.mesh tr td + td { border: 1px solid var(--a) }
+.spmd-cell table.mesh tr th + th { border-bottom-color: var(--a) }
 .spmd-cell pre { background: var(--soft); padding: .7rem; white-space: pre-wrap; font-size: .88em }
 .spmd-cell .wide { overflow-x: auto }
 .spmd-cell svg { display: block; width: 100%; max-width: 960px }
@@ -31,6 +32,7 @@ STYLE = """
 .spmd-cell .verdict { font-weight: 600; color: var(--good) }
 .spmd-cell .verdict.bad { color: var(--bad) }
 .spmd-cell .verdict.tight { color: var(--tight) }
+@media (max-width: 45em) { .spmd-cell { overflow-x: auto } .spmd-cell svg { min-width: 40rem } .spmd-cell pre { font-size: .74em } }
 """
 
 

@@ -14,6 +14,7 @@ from spmd.viz.history_plot import curve
 STYLE = """
 body { max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem }
 img { max-width: 100%; background: #fff; border-radius: 4px }
+@media (max-width: 45em) { img { max-width: none; width: 40rem } }
 """
 
 
