@@ -84,8 +84,7 @@ class CandidateSpace:
 
     def meshes(self, family: int) -> list[MeshSpec]:
         """Every mesh of a layout's axes that uses all devices, nearest to its own first; a sharded axis has at least two devices."""
-        declared = _axes(self.layouts[family])
-        names, wanted = zip(*declared, strict=True)
+        names, wanted = zip(*_axes(self.layouts[family]), strict=True)
         least = [min(size, 2) for size in wanted]  # a sharded axis of size 1 would make another layout
         possible = [sizes for sizes in _factors(self.devices, len(names)) if all(map(operator.ge, sizes, least))]
         ordered = sorted(possible, key=lambda sizes: (_doublings(sizes, wanted), sizes))

@@ -107,8 +107,7 @@ def _shard_parameters(plan: PlanData) -> _Changes:
     layout = plan.layout
     if layout.default.params == "replicate" and layout.data_axes() and layout.gradients.reduction != "parameter_server":
         axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")
-        default = Default(f"shard:{axis}")
-        layout = dataclasses.replace(layout, optimizer=OptimizerState(), default=default, gradients=gradients)
+        layout = dataclasses.replace(layout, optimizer=OptimizerState(), default=Default(f"shard:{axis}"), gradients=gradients)
         yield f'[default] params = "shard:{axis}", reduction = "reduce_scatter"', {"layout": layout}
 
 
