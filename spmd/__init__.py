@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_MODULES = ("callbacks", "data", "errors", "launch", "loggers", "losses", "metrics", "nn", "viz")
+_MODULES = ("callbacks", "data", "errors", "launch", "loggers", "losses", "metrics", "nn", "viz", "wire")
 _NAMES = {
     "spmd.api": ("Result", "fit"),
     "spmd.distributed.initialize": ("join",),
@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
         metrics as metrics,
         nn as nn,
         viz as viz,
+        wire as wire,
     )
     from spmd.api import Result as Result, fit as fit
     from spmd.distributed.initialize import join as join

@@ -13,6 +13,7 @@
     ├── CompileError         the compiler fails on a planned step, or takes too long
     ├── DeviceMemoryError    a step needs more memory than a device has
     ├── CodecError           this backend cannot encode gradients as the codec requires
+    ├── CommunicationError   a transformation of `spmd.wire` is used where it cannot work
     ├── ClusterError         the processes of a run cannot connect, or their settings differ
     │   └── RendezvousTimeout  some processes did not connect in time; a restart may help
     ├── CallbackError        a callback or a logger raises something else
@@ -124,6 +125,10 @@ class DeviceMemoryError(SpmdError):
 
 class CodecError(SpmdError):
     """A codec does not work as specified on this backend."""
+
+
+class CommunicationError(SpmdError):
+    """A transformation of `spmd.wire` is used where it cannot work, or with a state that is not its own."""
 
 
 class ClusterError(SpmdError):

@@ -55,6 +55,12 @@ def move_bits(move: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(lambda leaf, like: from_bits(leaf, like.dtype), moved, jax.eval_shape(move, tree))
 
 
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes along which `jax.shard_map` takes an array to vary; none under `check_vma=False`. (`vma` before jax 0.10.)"""
+    kind = jax.typeof(x)
+    return kind.mat.varying if hasattr(kind, "mat") else kind.vma
+
+
 def replicate(x: jax.Array) -> jax.Array:
     """The array replicated over its mesh, bit for bit; all processes call this."""
     sharding = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]

@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 from spmd.layout.resolve import Resolved
 from spmd.specs import Spec, keep_axes, pspec, spec_axes
 from spmd.sync.gradient_plan import GradientSpec, devices_along, plan_gradients
-from spmd.sync.param_server.placement import assign
 from spmd.sync.strategies import REDUCTIONS, MeshAxes, Reduction, constrain
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
+from spmd.wire.assignment import assign
 from spmd.wire.codec.bfloat16 import self_test
 from spmd.wire.codec.exact import exact_mean
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, RESIDUAL, Memory, make_buckets, reduce_mean

@@ -1,1 +1,54 @@
-"""Gradient communication: collectives, reductions and codecs."""
+"""Gradient communication for any `jax.shard_map` loop: optax transformations that average gradients over workers.
+
+    tx = optax.chain(wire.all_reduce("data", wire.int8(block=256), error_feedback=True), optax.adamw(1e-3))
+
+`spmd.fit` builds the same from a layout's `[gradients]`. This package imports no layout, loop or launcher.
+"""
+
+from spmd.wire.check_codec import check
+from spmd.wire.codec import CODECS, register
+from spmd.wire.codec.base import Codec, RowCodec, option
+from spmd.wire.codec.bfloat16 import Bfloat16 as bfloat16
+from spmd.wire.codec.exact import Exact as exact
+from spmd.wire.codec.float8 import Float8 as float8
+from spmd.wire.codec.int8 import Int8 as int8
+from spmd.wire.codec.power_sgd import PowerSgd as power_sgd
+from spmd.wire.codec.sign import Sign as sign
+from spmd.wire.codec.top_k import TopK as top_k
+from spmd.wire.count import bytes_sent
+from spmd.wire.count import comm_log as log
+from spmd.wire.local_steps import LocalState, local_params, local_sgd
+from spmd.wire.sharded import ZeroState, all_gather, gather, residual_like, zero1
+from spmd.wire.transformations import WireState, all_reduce, hierarchical, init, reduce_scatter, specs
+
+__all__ = [
+    "CODECS",
+    "Codec",
+    "LocalState",
+    "RowCodec",
+    "WireState",
+    "ZeroState",
+    "all_gather",
+    "all_reduce",
+    "bfloat16",
+    "bytes_sent",
+    "check",
+    "exact",
+    "float8",
+    "gather",
+    "hierarchical",
+    "init",
+    "int8",
+    "local_params",
+    "local_sgd",
+    "log",
+    "option",
+    "power_sgd",
+    "reduce_scatter",
+    "register",
+    "residual_like",
+    "sign",
+    "specs",
+    "top_k",
+    "zero1",
+]

@@ -15,8 +15,8 @@ from spmd.layout.server import PLACEMENTS
 from spmd.mesh import MeshSpec
 from spmd.specs import pspec
 from spmd.sync.param_server.packing import Storage
-from spmd.sync.param_server.placement import STRATEGIES, assign
 from spmd.tree import flatten
+from spmd.wire.assignment import STRATEGIES, assign
 
 pytestmark = pytest.mark.optimized
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from spmd.layout.resolve import Placement, Resolved
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
-from spmd.sync.param_server.placement import Assignment, assign
 from spmd.tree import Tree, flatten, map_paths, nbytes
+from spmd.wire.assignment import Assignment, assign
 from spmd.xla import move_bits
 
 

@@ -132,6 +132,11 @@ class Codec(abc.ABC):
         return {}
 
     @property
+    def reports_loss(self) -> bool:
+        """Whether `mean` says what was lost of a worker's own gradient, as error feedback needs."""
+        return True
+
+    @property
     @abc.abstractmethod
     def error(self) -> float:
         """A bound on |x - decoded x| / |x| (Euclidean) for one encoding; the contract suite checks it."""

@@ -30,6 +30,11 @@ class Bfloat16(RowCodec):
     reduce: str = option("one_shot", lambda value: value in ("one_shot", "ring"), '"one_shot" or "ring"')
 
     @property
+    def reports_loss(self) -> bool:
+        """A ring rounds at every hop, where no worker can keep the error."""
+        return self.reduce == "one_shot"
+
+    @property
     def error(self) -> float:
         """Eight bits of significand."""
         return 2.0**-8

@@ -43,6 +43,9 @@ class Exact(Codec):
         return [exact_mean(layout, grad) for layout, grad in zip(layouts, grads, strict=True)], grads, states
 
 
+EXACT = Exact()
+
+
 def exact_mean(layout: ShardLayout, grad: jax.Array) -> jax.Array:
     """This worker's shard of the exact mean."""
     total = grad

@@ -1,0 +1,226 @@
+"""Workers that train alone and synchronize now and then: local SGD, DiLoCo and its streaming form, as an optax transformation."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from spmd.errors import CommunicationError, OptionError, check_integer
+from spmd.tree import Tree, flatten, map_paths, nbytes
+from spmd.wire.assignment import assign
+from spmd.wire.codec.base import Codec
+from spmd.wire.codec.exact import EXACT
+from spmd.wire.region import axis_sizes, bound_sizes
+from spmd.wire.transformations import Axes, WireState, make_communication
+
+DATA = ("step", "params", "inner", "outer", "pending", "fresh", "wire")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=("axes", "mix"))
+@dataclasses.dataclass(frozen=True)
+class LocalState:
+    """The state of `local_sgd`.
+
+    Attributes:
+      step: int32, updates so far.
+      params: each worker's parameters, [workers, ...], sharded over workers.
+      inner: each worker's optimizer state, [workers, ...], sharded likewise.
+      outer: the state of the outer optimizer, equal on all workers.
+      pending: outer updates that were computed and are not applied yet (`overlap`); None without overlap.
+      fresh: bool[fragments], whether the last update changed the global parameters of a fragment, which workers then take.
+      wire: of the communication of the outer gradients.
+    """
+
+    step: jax.Array
+    params: Tree
+    inner: Any
+    outer: Any
+    pending: Tree
+    fresh: jax.Array
+    wire: WireState
+    axes: tuple[str, ...]
+    mix: float
+
+    def specs(self) -> "LocalState":
+        """The spec of every leaf."""
+        of_worker, replicated = PartitionSpec(self.axes), PartitionSpec()
+
+        def every(spec: PartitionSpec, tree: Tree) -> Tree:
+            return jax.tree.map(lambda _: spec, tree)
+
+        return dataclasses.replace(
+            every(replicated, self), params=every(of_worker, self.params), inner=every(of_worker, self.inner), wire=self.wire.specs()
+        )
+
+
+def split_fragments(params: Tree, fragments: int) -> dict[str, int]:
+    """The fragment of each parameter, so that fragments are of nearly equal size.
+
+    >>> split_fragments({"a": jnp.zeros(6), "b": jnp.zeros(4), "c": jnp.zeros(3)}, 2)
+    {'a': 0, 'b': 1, 'c': 1}
+    """
+    return dict(assign("largest_first", {path: nbytes(leaf) for path, leaf in flatten(params).items()}, fragments).owner)
+
+
+def local_params(state: LocalState, params: Tree) -> Tree:
+    """The parameters that this worker computes its gradients at, inside the region.
+
+    Args:
+      state: this worker's.
+      params: the global ones, which the loop carries.
+    """
+    owner = split_fragments(params, state.fresh.shape[0])
+
+    def take(path: str, whole: jax.Array, own: jax.Array) -> jax.Array:
+        taken = (state.mix * own[0] + (1 - state.mix) * whole).astype(whole.dtype) if state.mix else whole
+        return jnp.where(state.fresh[owner[path]], taken, own[0])
+
+    return map_paths(take, params, state.params)
+
+
+def local_sgd(
+    axes: Axes,
+    *,
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+    every: int,
+    fragments: int = 1,
+    overlap: int = 0,
+    mix: float = 0.0,
+    codec: Codec = EXACT,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Each worker takes steps of its own, and every few steps they synchronize (DiLoCo, Douillard et al. 2023, arXiv:2311.08105).
+
+    The loop carries the global parameters, equal on all workers. It computes gradients at `wire.local_params(state, params)`. In most
+    steps the updates are zero. In every `every`-th step the mean over workers of (global - local parameters) is a gradient for `outer`,
+    whose updates the loop applies as any others; then all workers continue from the result.
+
+    Args:
+      axes: mesh axes of the workers.
+      inner: each worker's optimizer.
+      outer: any optax optimizer; DiLoCo's is `optax.sgd(0.7, momentum=0.9, nesterov=True)`, plain averaging is `optax.sgd(1.0)`.
+      every: steps between synchronizations of the same parameters.
+      fragments: parameters are split into this many parts, which take turns (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512).
+      overlap: steps between sending a fragment and applying the result, for the network to hide behind computation.
+      mix: the share of its own parameters that a worker keeps when it takes the global ones (alpha of Streaming DiLoCo).
+      codec: of the outer gradients, and `options` as for `all_reduce`.
+
+    Raises:
+      OptionError: the options contradict each other.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from spmd import wire
+      >>> mesh, params = jax.make_mesh((1,), ("data",)), {"w": jnp.ones(2)}
+      >>> tx = wire.local_sgd("data", inner=optax.sgd(0.1), outer=optax.sgd(1.0), every=2)
+      >>> def step(params, state):
+      ...     grads = jax.tree.map(jnp.ones_like, wire.local_params(state, params))
+      ...     updates, state = tx.update(grads, state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> state = wire.init(tx, params, mesh)
+      >>> specs = (P(), wire.specs(state))
+      >>> step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False))
+      >>> for _ in range(2):
+      ...     params, state = step(params, state)
+      ...     print(params["w"].round(3).tolist())
+      [1.0, 1.0]
+      [0.8..., 0.8...]
+    """
+    communication = make_communication(axes, codec, **options)
+    for name, value, least in (("every", every, 1), ("fragments", fragments, 1), ("overlap", overlap, 0)):
+        check_integer(value, name, least)
+    if fragments > every or overlap >= every:
+        raise OptionError(
+            f"local_sgd: every={every}, fragments={fragments}, overlap={overlap}.",
+            fix="fragments at most every, so that each has a turn; overlap below every, so that a result arrives before the next is sent.",
+        )
+    if not 0 <= mix < 1:
+        raise OptionError(f"local_sgd: mix={mix}.", fix="a share from 0 to below 1.")
+    inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
+
+    def init(params: Tree) -> LocalState:
+        sizes, in_region = axis_sizes(communication.axes, params)
+        workers = 1
+        for size in () if in_region else sizes.values():
+            workers *= size
+        stacked = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), params)
+        return LocalState(
+            step=jnp.zeros((), jnp.int32),
+            params=stacked,
+            inner=jax.vmap(inner.init)(stacked),
+            outer=tuple(outer.init(part) for part in _split(params, fragments)),
+            pending=jax.tree.map(jnp.zeros_like, params) if overlap else None,
+            fresh=jnp.zeros(fragments, bool),
+            wire=communication.init(params),
+            axes=communication.axes,
+            mix=mix,
+        )
+
+    def update(grads: Tree, state: LocalState, params: Tree = None, **extra: Any) -> tuple[Tree, LocalState]:
+        if params is None:
+            raise OptionError("wire.local_sgd: update without params.", fix="update(grads, state, params), with the global parameters.")
+        bound_sizes(communication.axes)
+        if jax.tree.map(jnp.shape, state.params) != jax.tree.map(lambda leaf: (1, *leaf.shape), params):
+            raise CommunicationError(
+                "the state is not that of these parameters, or is not split over workers.",
+                fix="init with these parameters, and wire.specs(state) among the in_specs and out_specs of jax.shard_map.",
+            )
+        local = local_params(state, params)
+        stacked = jax.tree.map(lambda x: x[None], (grads, local))
+        updates, inner_state = jax.vmap(lambda g, s, p: inner.update(g, s, p, **extra))(stacked[0], state.inner, stacked[1])
+        local = optax.apply_updates(local, jax.tree.map(lambda x: x[0], updates))
+        number = state.step + 1
+        parts = list(zip(_split(params, fragments), _split(local, fragments), strict=True))
+        outer_updates, pending, outer_states, memory, fresh = {}, {}, [], dict(state.wire.memory), []
+        waiting = flatten(state.pending) if overlap else {}
+        for turn, (whole, own) in enumerate(parts):
+            sent_at = (turn + 1) * (every // fragments)
+            send, receive = (number - sent_at) % every == 0, ((number - overlap - sent_at) % every == 0) & (number > overlap)
+            part_memory = {path: memory[path] for path in whole if path in memory}
+
+            def synchronize(part_memory: dict, outer_state: Any, whole: dict = whole, own: dict = own) -> tuple:
+                deltas = {path: (whole[path] - own[path]).astype(whole[path].dtype) for path in whole}
+                mean, after = communication.update(deltas, WireState(state.wire.step, part_memory, state.axes))
+                outer_part, outer_state = outer.update(mean, outer_state, whole)
+                return outer_part, after.memory, outer_state
+
+            def nothing(part_memory: dict, outer_state: Any, whole: dict = whole, turn: int = turn) -> tuple:
+                return {path: waiting[path] if overlap else jnp.zeros_like(leaf) for path, leaf in whole.items()}, part_memory, outer_state
+
+            with jax.named_scope(f"synchronize/{turn}"):
+                computed, part_memory, outer_state = lax.cond(send, synchronize, nothing, part_memory, state.outer[turn])
+            memory |= part_memory
+            outer_states.append(outer_state)
+            pending |= computed
+            outer_updates |= {path: jnp.where(receive, leaf, jnp.zeros_like(leaf)) for path, leaf in computed.items()}
+            fresh.append(receive)
+        after = LocalState(
+            step=number,
+            params=jax.tree.map(lambda x: x[None], local),
+            inner=inner_state,
+            outer=tuple(outer_states),
+            pending=_unflatten(params, pending) if overlap else None,
+            fresh=jnp.stack(fresh),
+            wire=WireState(state.wire.step + 1, memory, state.axes),
+            axes=state.axes,
+            mix=state.mix,
+        )
+        return _unflatten(params, outer_updates), after
+
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+
+
+def _split(params: Tree, fragments: int) -> list[dict[str, Any]]:
+    """The parameters of each fragment, by path."""
+    owner, flat = split_fragments(params, fragments), flatten(params)
+    return [{path: leaf for path, leaf in flat.items() if owner[path] == part} for part in range(fragments)]
+
+
+def _unflatten(like: Tree, flat: dict[str, Any]) -> Tree:
+    return map_paths(lambda path, _: flat[path], like)

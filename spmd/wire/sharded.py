@@ -1,0 +1,265 @@
+"""Arrays sharded over workers: an optimizer that works on shards (ZeRO-1), and parameters that are gathered where they are used (FSDP)."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from spmd.errors import CommunicationError, OptimizerError, OptionError
+from spmd.specs import Spec, entry_axes
+from spmd.tree import Tree, describe, flatten
+from spmd.wire import collectives
+from spmd.wire.codec.base import Bucket, Codec, packed_collective
+from spmd.wire.codec.bfloat16 import Bfloat16
+from spmd.wire.codec.exact import EXACT, Exact
+from spmd.wire.reduction import RESIDUAL, Transfer, reduce_bucket
+from spmd.wire.region import axis_sizes, bound_sizes, check_grads
+from spmd.wire.shard_layout import ShardLayout
+from spmd.wire.transformations import Axes, Communication, WireState, make_communication, shard_spec
+
+NOT_ELEMENTWISE = ("reduce_", "dot_general", "sort", "cum", "arg", "conv_", "svd", "eigh", "qr", "cholesky", "triangular_solve")
+WHOLE_GRADIENTS = "optax.chain(wire.all_reduce(...), optimizer), which gives each worker whole gradients."
+
+
+def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
+    """Whole arrays from this worker's shards, as `reduce_scatter` and `zero1` split them.
+
+    Args:
+      like: the whole arrays, or their shapes.
+    """
+    sizes = bound_sizes((axes,) if isinstance(axes, str) else tuple(axes))
+    return jax.tree.map(lambda shard, whole: _join(shard, shard_spec(whole.shape, sizes)), shards, like)
+
+
+def _join(shard: jax.Array, spec: Spec) -> jax.Array:
+    for dim, entry in enumerate(spec):
+        shard = collectives.all_gather(shard, entry_axes(entry), dim)
+    return shard
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("wire", "inner"), meta_fields=("inner_specs",))
+@dataclasses.dataclass(frozen=True)
+class ZeroState:
+    """The state of `zero1`: that of the communication, and that of the optimizer, whose moments are sharded over workers."""
+
+    wire: WireState
+    inner: Any
+    inner_specs: tuple[PartitionSpec, ...]  # of the leaves of `inner`
+
+    def specs(self) -> "ZeroState":
+        """The spec of every leaf."""
+        return ZeroState(self.wire.specs(), jax.tree.unflatten(jax.tree.structure(self.inner), self.inner_specs), self.inner_specs)
+
+
+def zero1(
+    axes: Axes, inner: optax.GradientTransformation, codec: Codec = EXACT, *, max_norm: float | None = None, **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose state is sharded over workers (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054).
+
+    Gradients are reduce-scattered; each worker updates its shards; updates are all-gathered. The parameters stay whole. `update` needs
+    `params`. Memory for moments falls by the number of workers.
+
+    Args:
+      inner: an optimizer that works element by element, such as adamw: on shards, a norm or a factored moment would be a shard's.
+      codec: of the gradients; updates are gathered exactly.
+      max_norm: gradients are scaled so that the norm of all of them is at most this, as `optax.clip_by_global_norm` does.
+      options: as for `all_reduce`.
+
+    Raises:
+      OptimizerError: in `update`: `inner` does not work element by element.
+    """
+    communication = make_communication(axes, codec, scatter=True, **options)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Tree) -> ZeroState:
+        sizes, in_region = axis_sizes(communication.axes, params)
+        start = _own_shards(communication, params, sizes) if in_region else params
+        state = inner.init(start)
+
+        def moment_spec(moment: jax.Array, param: jax.Array, whole: jax.Array) -> PartitionSpec:
+            if moment.shape != param.shape and moment.size > 1:
+                raise OptimizerError(
+                    f"wire.zero1: the optimizer keeps {describe(moment)} for a parameter {describe(param)}: it combines elements of "
+                    "an array, and each worker has only its shard.",
+                    fix=WHOLE_GRADIENTS,
+                )
+            return PartitionSpec(*shard_spec(whole.shape, sizes)) if moment.shape == param.shape else PartitionSpec()
+
+        tree = optax.tree_utils.tree_map_params(inner, moment_spec, state, start, params, transform_non_params=lambda _: PartitionSpec())
+        inner_specs = tuple(jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, PartitionSpec)))
+        return ZeroState(communication.init(params), state, inner_specs)
+
+    def update(grads: Tree, state: ZeroState, params: Tree = None, **extra: Any) -> tuple[Tree, ZeroState]:
+        if params is None:
+            raise OptionError("wire.zero1: update without params.", fix="update(grads, state, params): shards are those of the parameters.")
+        sizes = bound_sizes(communication.axes)
+        shards, wire_state = communication.update(grads, state.wire)
+        if max_norm is not None:
+            shards = _clip(shards, params, sizes, max_norm)
+        own = _own_shards(communication, params, sizes)
+        _check_elementwise(inner, shards, state.inner, own, extra)
+        updates, inner_state = inner.update(shards, state.inner, own, **extra)
+        return all_gather(updates, communication.axes, params), ZeroState(wire_state, inner_state, state.inner_specs)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+
+
+def _own_shards(communication: Communication, params: Tree, sizes: dict[str, int]) -> Tree:
+    """This worker's shards of whole arrays."""
+    counts = tuple(sizes[axis] for axis in communication.axes)
+
+    def own(leaf: jax.Array) -> jax.Array:
+        return ShardLayout(leaf.shape, shard_spec(leaf.shape, sizes), communication.axes, counts).local_shard(leaf)
+
+    return jax.tree.map(own, params)
+
+
+def _clip(shards: Tree, params: Tree, sizes: dict[str, int], max_norm: float) -> Tree:
+    """Scaled so that the norm over all workers' shards is at most `max_norm`; an array that is whole on each counts once."""
+    squares = [jnp.zeros(()), jnp.zeros(())]  # of sharded arrays, and of whole ones
+    for shard, whole in zip(jax.tree.leaves(shards), jax.tree.leaves(params), strict=True):
+        squares[not shard_spec(whole.shape, sizes)] += jnp.sum(jnp.square(shard.astype(jnp.float32)))
+    norm = jnp.sqrt(collectives.all_reduce(squares[0], tuple(sizes)) + squares[1])
+    return jax.tree.map(lambda shard: jnp.where(norm < max_norm, shard, (shard / norm.astype(shard.dtype)) * max_norm), shards)
+
+
+def _check_elementwise(inner: Any, shards: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> None:
+    """Refuse an optimizer that combines elements of an array: of a shard it would see only this worker's part."""
+    program = jax.make_jaxpr(lambda *trees: inner.update(*trees, **extra))(shards, state, params)
+    for name, shape in _operations(program.jaxpr):
+        if name.startswith(NOT_ELEMENTWISE) and shape:
+            raise OptimizerError(
+                f"wire.zero1: the optimizer combines the elements of an array ({name} of {list(shape)}); each worker has only its shard.",
+                fix=f"for clipping: wire.zero1(..., max_norm=1.0); else {WHOLE_GRADIENTS}",
+            )
+
+
+def _operations(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name of every operation, with the shape of its first operand."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name, equation.invars[0].aval.shape if equation.invars else ()
+        for value in equation.params.values():
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inside := getattr(item, "jaxpr", item), "eqns"):
+                    yield from _operations(inside)
+
+
+def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 0, residual: Tree = None, weights: str = "exact") -> Tree:
+    """Whole parameters from this worker's shards, where they are used; their gradients are reduce-scattered in the backward pass (FSDP).
+
+    Under `jax.checkpoint` they are gathered again in the backward pass instead of being kept. In a `lax.scan` over layers, whole
+    parameters of one layer exist at a time. All arrays of `shards` are sent in one bucket.
+
+    Error feedback works through the gradient: `jax.grad` with respect to `(shards, residual)` gives the mean gradient of this worker's
+    shards, and **the next residual in place of the residual's gradient** (Karimireddy et al. 2019, arXiv:1901.09847, applied in the
+    backward pass).
+
+    Args:
+      shards: this worker's; a tree, such as a layer's parameters.
+      codec: of the gradients. One that does not make a gradient smaller is not used for it.
+      dim: the dim along which arrays are sharded, one for all or a tree of them.
+      residual: `residual_like(shards, ...)`, float32 of the whole shapes; None: no error feedback.
+      weights: "exact" or "bfloat16", the format in which parameters are gathered.
+
+    Returns:
+      Whole arrays. The gradient of a shard is the mean over workers of their gradients.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> def loss(shard, x):
+      ...     return jnp.sum(x @ gather(shard, "data"))
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> grad = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+      >>> grad(jnp.ones((4, 2)), jnp.ones((3, 4))).shape
+      (4, 2)
+    """
+    communication = make_communication(axes, codec, error_feedback=residual is not None)
+    if weights not in ("exact", "bfloat16"):
+        raise OptionError(f"weights={weights!r}.", fix='"exact" or "bfloat16".')
+    sizes = bound_sizes(communication.axes)
+    leaves, structure = jax.tree.flatten(shards)
+    dims = [dim] * len(leaves) if isinstance(dim, int) else structure.flatten_up_to(dim)
+    transfers = []
+    for leaf, along in zip(leaves, dims, strict=True):
+        if not 0 <= along < leaf.ndim:
+            raise CommunicationError(f"gather: dim={along} of a shard {describe(leaf)}.", fix="a dim of the array.")
+        transfers.append(_transfer(communication, leaf, along, sizes, residual is not None))
+    residuals = [None] * len(leaves) if residual is None else structure.flatten_up_to(residual)
+    for path, transfer, kept in zip(flatten(shards), transfers, residuals, strict=True):
+        if kept is not None and kept.shape != transfer.shard_layout.shape:
+            raise CommunicationError(
+                f"gather: the residual of {path} is {describe(kept)}; its whole gradient is {list(transfer.shard_layout.shape)}.",
+                fix="wire.residual_like(shards, axes, dim=dim).",
+                path=path,
+            )
+    whole = _gather(tuple(transfers), weights == "bfloat16", leaves, [kept for kept in residuals if kept is not None])
+    return jax.tree.unflatten(structure, whole)
+
+
+def residual_like(shards: Tree, axes: Axes, *, dim: int | Tree = 0) -> Tree:
+    """Zero residuals for `gather`: float32 of the whole shapes, each worker's own."""
+    sizes = bound_sizes((axes,) if isinstance(axes, str) else tuple(axes))
+    workers = collectives.worker_count(tuple(sizes))
+    dims = jax.tree.map(lambda _: dim, shards) if isinstance(dim, int) else dim
+    return jax.tree.map(lambda leaf, along: jnp.zeros(_whole_shape(leaf.shape, along, workers), jnp.float32), shards, dims)
+
+
+def _whole_shape(shape: tuple[int, ...], dim: int, workers: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] * workers, *shape[dim + 1 :])
+
+
+def _transfer(communication: Communication, leaf: jax.Array, dim: int, sizes: dict[str, int], feedback: bool) -> Transfer:
+    axes, counts = communication.axes, tuple(sizes.values())
+    workers = collectives.worker_count(axes)
+    shape = _whole_shape(leaf.shape, dim, workers)
+    layout = ShardLayout(shape, (*[None] * dim, axes if len(axes) > 1 else axes[0]), axes, counts)
+    codec = communication.codec if workers > 1 and all(shape) and communication.codec.compresses(layout, shape) else Exact()
+    return Transfer(layout, codec, feedback and not codec.lossless)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(transfers: tuple[Transfer, ...], rounded: bool, shards: list[jax.Array], residuals: list[jax.Array]) -> list[jax.Array]:
+    del residuals
+    with jax.named_scope("gather_params"):
+        axes = transfers[0].shard_layout.axes
+        sent = [Bfloat16().encode(x) if rounded and x.dtype == jnp.float32 else x for x in shards]
+        joined = packed_collective([x[None] for x in sent], 1, lambda part: collectives.all_gather(part, axes, 0))
+        whole = []
+        for x, transfer, parts in zip(shards, transfers, joined, strict=True):
+            if parts.dtype != x.dtype:
+                parts = Bfloat16().decode(parts, 0)
+            dim = len(transfer.shard_layout.spec) - 1
+            whole.append(jnp.moveaxis(parts, 0, dim).reshape(transfer.shard_layout.shape))
+        return whole
+
+
+def _gather_forward(transfers: tuple[Transfer, ...], rounded: bool, shards: list[jax.Array], residuals: list[jax.Array]) -> tuple:
+    return _gather(transfers, rounded, shards, residuals), residuals
+
+
+def _gather_backward(transfers: tuple[Transfer, ...], rounded: bool, residuals: list[jax.Array], grads: list[jax.Array]) -> tuple:
+    del rounded
+    axes = transfers[0].shard_layout.axes
+    check_grads(axes, {str(number): grad for number, grad in enumerate(grads)}, lossless=all(t.codec.lossless for t in transfers))
+    means: dict[int, jax.Array] = {}
+    after = list(residuals)
+    for codec in dict.fromkeys(transfer.codec for transfer in transfers):
+        numbers = [number for number, transfer in enumerate(transfers) if transfer.codec == codec]
+        chosen = [transfers[number] for number in numbers]
+        memory = [{RESIDUAL: residuals[number][None]} if transfers[number].error_feedback else {} for number in numbers]
+        with jax.named_scope(f"reduce_gradients/{chosen[0].codec_name}"):
+            bucket = Bucket(tuple(transfer.shard_layout for transfer in chosen))
+            reduced, entries = reduce_bucket(chosen, [grads[number] for number in numbers], memory, bucket)
+        for number, mean, entry in zip(numbers, reduced, entries, strict=True):
+            means[number] = mean.astype(grads[number].dtype)
+            if RESIDUAL in entry:
+                after[number] = entry[RESIDUAL][0]
+    return [means[number] for number in range(len(transfers))], after
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
