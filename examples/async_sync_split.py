@@ -56,10 +56,10 @@ class Net(nnx.Module):
 
 def ways(devices: int, times: str) -> dict[str, tuple[str, spmd.Layout]]:
     """The mesh and the layout of each of the three ways, for this many devices."""
-    synchronous, asynchronous = (
-        spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=spmd.ParameterServer(compute_time=times, **options))
-        for options in ({}, {"mode": "asynchronous", "staleness_scale": "inverse"})
-    )
+    gradients = spmd.Gradients("parameter_server")
+    synchronous = spmd.Layout(gradients=gradients, parameter_server=spmd.ParameterServer(compute_time=times))
+    server = spmd.ParameterServer(compute_time=times, mode="asynchronous", staleness_scale="inverse")
+    asynchronous = spmd.Layout(gradients=gradients, parameter_server=server)
     split = spmd.Layout(pipeline=spmd.Pipeline("stage", microbatches=8), gradients=spmd.Gradients("all_reduce"))
     return {
         "synchronous": (f"data={devices}", synchronous),

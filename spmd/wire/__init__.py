@@ -6,7 +6,7 @@
 """
 
 from spmd.wire.check_codec import check
-from spmd.wire.codec import CODECS, register
+from spmd.wire.codec import register
 from spmd.wire.codec.base import Codec, RowCodec, option
 from spmd.wire.codec.bfloat16 import Bfloat16 as bfloat16
 from spmd.wire.codec.exact import Exact as exact
@@ -15,14 +15,12 @@ from spmd.wire.codec.int8 import Int8 as int8
 from spmd.wire.codec.power_sgd import PowerSgd as power_sgd
 from spmd.wire.codec.sign import Sign as sign
 from spmd.wire.codec.top_k import TopK as top_k
-from spmd.wire.count import bytes_sent
-from spmd.wire.count import comm_log as log
+from spmd.wire.count import bytes_sent, comm_log as log
 from spmd.wire.local_steps import LocalState, local_params, local_sgd
 from spmd.wire.sharded import ZeroState, all_gather, gather, residual_like, zero1
 from spmd.wire.transformations import WireState, all_reduce, hierarchical, init, reduce_scatter, specs
 
 __all__ = [
-    "CODECS",
     "Codec",
     "LocalState",
     "RowCodec",

@@ -119,8 +119,8 @@ def _mean_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
             yield f"finite gradients {list(SHAPES[name])} have a mean that is not finite."
             continue
         if not (of_worker == of_worker[:1]).all():
-            apart = np.abs(of_worker - of_worker[:1]).max()
-            yield f"workers get different means of a gradient {list(SHAPES[name])}, up to {apart:.3g} apart."
+            spread = np.abs(of_worker - of_worker[:1]).max()
+            yield f"workers get different means of a gradient {list(SHAPES[name])}, with differences up to {spread:.3g}."
         rest = np.asarray(after[name]["residual"], np.float64).mean(0)[0] if transfers[name].error_feedback else 0.0
         lost = np.abs(of_worker[0].sum(0) + rest - true.sum(0)).max()
         if codec.reports_loss and lost > 1e-3:

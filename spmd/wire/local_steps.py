@@ -76,8 +76,8 @@ def local_params(state: LocalState, params: Tree) -> Tree:
     """
     owner = split_fragments(params, state.fresh.shape[0])
 
-    def take(path: str, whole: jax.Array, own: jax.Array) -> jax.Array:
-        taken = (state.mix * own[0] + (1 - state.mix) * whole).astype(whole.dtype) if state.mix else whole
+    def take(path: str, full: jax.Array, own: jax.Array) -> jax.Array:
+        taken = (state.mix * own[0] + (1 - state.mix) * full).astype(full.dtype) if state.mix else full
         return jnp.where(state.fresh[owner[path]], taken, own[0])
 
     return map_paths(take, params, state.params)
@@ -179,19 +179,19 @@ def local_sgd(
         parts = list(zip(_split(params, fragments), _split(local, fragments), strict=True))
         outer_updates, pending, outer_states, memory, fresh = {}, {}, [], dict(state.wire.memory), []
         waiting = flatten(state.pending) if overlap else {}
-        for turn, (whole, own) in enumerate(parts):
+        for turn, (full, own) in enumerate(parts):
             sent_at = (turn + 1) * (every // fragments)
             send, receive = (number - sent_at) % every == 0, ((number - overlap - sent_at) % every == 0) & (number > overlap)
-            part_memory = {path: memory[path] for path in whole if path in memory}
+            part_memory = {path: memory[path] for path in full if path in memory}
 
-            def synchronize(part_memory: dict, outer_state: Any, whole: dict = whole, own: dict = own) -> tuple:
-                deltas = {path: (whole[path] - own[path]).astype(whole[path].dtype) for path in whole}
+            def synchronize(part_memory: dict, outer_state: Any, full: dict = full, own: dict = own) -> tuple:
+                deltas = {path: (full[path] - own[path]).astype(full[path].dtype) for path in full}
                 mean, after = communication.update(deltas, WireState(state.wire.step, part_memory, state.axes))
-                outer_part, outer_state = outer.update(mean, outer_state, whole)
+                outer_part, outer_state = outer.update(mean, outer_state, full)
                 return outer_part, after.memory, outer_state
 
-            def nothing(part_memory: dict, outer_state: Any, whole: dict = whole, turn: int = turn) -> tuple:
-                return {path: waiting[path] if overlap else jnp.zeros_like(leaf) for path, leaf in whole.items()}, part_memory, outer_state
+            def nothing(part_memory: dict, outer_state: Any, full: dict = full, turn: int = turn) -> tuple:
+                return {path: waiting[path] if overlap else jnp.zeros_like(leaf) for path, leaf in full.items()}, part_memory, outer_state
 
             with jax.named_scope(f"synchronize/{turn}"):
                 computed, part_memory, outer_state = lax.cond(send, synchronize, nothing, part_memory, state.outer[turn])

@@ -23,17 +23,17 @@ from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.transformations import Axes, Communication, WireState, make_communication, shard_spec
 
 NOT_ELEMENTWISE = ("reduce_", "dot_general", "sort", "cum", "arg", "conv_", "svd", "eigh", "qr", "cholesky", "triangular_solve")
-WHOLE_GRADIENTS = "optax.chain(wire.all_reduce(...), optimizer), which gives each worker whole gradients."
+FULL_GRADIENTS = "optax.chain(wire.all_reduce(...), optimizer), which gives each worker full gradients."
 
 
 def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
-    """Whole arrays from this worker's shards, as `reduce_scatter` and `zero1` split them.
+    """Full arrays from this worker's shards, as `reduce_scatter` and `zero1` split them.
 
     Args:
-      like: the whole arrays, or their shapes.
+      like: the full arrays, or their shapes.
     """
     sizes = bound_sizes((axes,) if isinstance(axes, str) else tuple(axes))
-    return jax.tree.map(lambda shard, whole: _join(shard, shard_spec(whole.shape, sizes)), shards, like)
+    return jax.tree.map(lambda shard, full: _join(shard, shard_spec(full.shape, sizes)), shards, like)
 
 
 def _join(shard: jax.Array, spec: Spec) -> jax.Array:
@@ -61,7 +61,7 @@ def zero1(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose state is sharded over workers (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054).
 
-    Gradients are reduce-scattered; each worker updates its shards; updates are all-gathered. The parameters stay whole. `update` needs
+    Gradients are reduce-scattered; each worker updates its shards; updates are all-gathered. The parameters stay full. `update` needs
     `params`. Memory for moments falls by the number of workers.
 
     Args:
@@ -81,14 +81,14 @@ def zero1(
         start = _own_shards(communication, params, sizes) if in_region else params
         state = inner.init(start)
 
-        def moment_spec(moment: jax.Array, param: jax.Array, whole: jax.Array) -> PartitionSpec:
+        def moment_spec(moment: jax.Array, param: jax.Array, full: jax.Array) -> PartitionSpec:
             if moment.shape != param.shape and moment.size > 1:
                 raise OptimizerError(
                     f"wire.zero1: the optimizer keeps {describe(moment)} for a parameter {describe(param)}: it combines elements of "
                     "an array, and each worker has only its shard.",
-                    fix=WHOLE_GRADIENTS,
+                    fix=FULL_GRADIENTS,
                 )
-            return PartitionSpec(*shard_spec(whole.shape, sizes)) if moment.shape == param.shape else PartitionSpec()
+            return PartitionSpec(*shard_spec(full.shape, sizes)) if moment.shape == param.shape else PartitionSpec()
 
         tree = optax.tree_utils.tree_map_params(inner, moment_spec, state, start, params, transform_non_params=lambda _: PartitionSpec())
         inner_specs = tuple(jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, PartitionSpec)))
@@ -110,7 +110,7 @@ def zero1(
 
 
 def _own_shards(communication: Communication, params: Tree, sizes: dict[str, int]) -> Tree:
-    """This worker's shards of whole arrays."""
+    """This worker's shards of full arrays."""
     counts = tuple(sizes[axis] for axis in communication.axes)
 
     def own(leaf: jax.Array) -> jax.Array:
@@ -120,10 +120,10 @@ def _own_shards(communication: Communication, params: Tree, sizes: dict[str, int
 
 
 def _clip(shards: Tree, params: Tree, sizes: dict[str, int], max_norm: float) -> Tree:
-    """Scaled so that the norm over all workers' shards is at most `max_norm`; an array that is whole on each counts once."""
-    squares = [jnp.zeros(()), jnp.zeros(())]  # of sharded arrays, and of whole ones
-    for shard, whole in zip(jax.tree.leaves(shards), jax.tree.leaves(params), strict=True):
-        squares[not shard_spec(whole.shape, sizes)] += jnp.sum(jnp.square(shard.astype(jnp.float32)))
+    """Scaled so that the norm over all workers' shards is at most `max_norm`; an array that is full on each counts once."""
+    squares = [jnp.zeros(()), jnp.zeros(())]  # of sharded arrays, and of full ones
+    for shard, full in zip(jax.tree.leaves(shards), jax.tree.leaves(params), strict=True):
+        squares[not shard_spec(full.shape, sizes)] += jnp.sum(jnp.square(shard.astype(jnp.float32)))
     norm = jnp.sqrt(collectives.all_reduce(squares[0], tuple(sizes)) + squares[1])
     return jax.tree.map(lambda shard: jnp.where(norm < max_norm, shard, (shard / norm.astype(shard.dtype)) * max_norm), shards)
 
@@ -135,7 +135,7 @@ def _check_elementwise(inner: Any, shards: Tree, state: Any, params: Tree, extra
         if name.startswith(NOT_ELEMENTWISE) and shape:
             raise OptimizerError(
                 f"wire.zero1: the optimizer combines the elements of an array ({name} of {list(shape)}); each worker has only its shard.",
-                fix=f"for clipping: wire.zero1(..., max_norm=1.0); else {WHOLE_GRADIENTS}",
+                fix=f"for clipping: wire.zero1(..., max_norm=1.0); else {FULL_GRADIENTS}",
             )
 
 
@@ -150,9 +150,9 @@ def _operations(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 0, residual: Tree = None, weights: str = "exact") -> Tree:
-    """Whole parameters from this worker's shards, where they are used; their gradients are reduce-scattered in the backward pass (FSDP).
+    """Full parameters from this worker's shards, where they are used; their gradients are reduce-scattered in the backward pass (FSDP).
 
-    Under `jax.checkpoint` they are gathered again in the backward pass instead of being kept. In a `lax.scan` over layers, whole
+    Under `jax.checkpoint` they are gathered again in the backward pass instead of being kept. In a `lax.scan` over layers, full
     parameters of one layer exist at a time. All arrays of `shards` are sent in one bucket.
 
     Error feedback works through the gradient: `jax.grad` with respect to `(shards, residual)` gives the mean gradient of this worker's
@@ -163,11 +163,11 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
       shards: this worker's; a tree, such as a layer's parameters.
       codec: of the gradients. One that does not make a gradient smaller is not used for it.
       dim: the dim along which arrays are sharded, one for all or a tree of them.
-      residual: `residual_like(shards, ...)`, float32 of the whole shapes; None: no error feedback.
+      residual: `residual_like(shards, ...)`, float32 of the full shapes; None: no error feedback.
       weights: "exact" or "bfloat16", the format in which parameters are gathered.
 
     Returns:
-      Whole arrays. The gradient of a shard is the mean over workers of their gradients.
+      Full arrays. The gradient of a shard is the mean over workers of their gradients.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
@@ -193,31 +193,31 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
     for path, transfer, kept in zip(flatten(shards), transfers, residuals, strict=True):
         if kept is not None and kept.shape != transfer.shard_layout.shape:
             raise CommunicationError(
-                f"gather: the residual of {path} is {describe(kept)}; its whole gradient is {list(transfer.shard_layout.shape)}.",
+                f"gather: the residual of {path} is {describe(kept)}; its full gradient is {list(transfer.shard_layout.shape)}.",
                 fix="wire.residual_like(shards, axes, dim=dim).",
                 path=path,
             )
-    whole = _gather(tuple(transfers), weights == "bfloat16", leaves, [kept for kept in residuals if kept is not None])
-    return jax.tree.unflatten(structure, whole)
+    full: list[jax.Array] = _gather(tuple(transfers), weights == "bfloat16", leaves, [kept for kept in residuals if kept is not None])  # type: ignore[assignment]
+    return jax.tree.unflatten(structure, full)
 
 
 def residual_like(shards: Tree, axes: Axes, *, dim: int | Tree = 0) -> Tree:
-    """Zero residuals for `gather`: float32 of the whole shapes, each worker's own."""
+    """Zero residuals for `gather`: float32 of the full shapes, each worker's own."""
     sizes = bound_sizes((axes,) if isinstance(axes, str) else tuple(axes))
     workers = collectives.worker_count(tuple(sizes))
     dims = jax.tree.map(lambda _: dim, shards) if isinstance(dim, int) else dim
-    return jax.tree.map(lambda leaf, along: jnp.zeros(_whole_shape(leaf.shape, along, workers), jnp.float32), shards, dims)
+    return jax.tree.map(lambda leaf, along: jnp.zeros(_full_shape(leaf.shape, along, workers), jnp.float32), shards, dims)
 
 
-def _whole_shape(shape: tuple[int, ...], dim: int, workers: int) -> tuple[int, ...]:
+def _full_shape(shape: tuple[int, ...], dim: int, workers: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] * workers, *shape[dim + 1 :])
 
 
 def _transfer(communication: Communication, leaf: jax.Array, dim: int, sizes: dict[str, int], feedback: bool) -> Transfer:
     axes, counts = communication.axes, tuple(sizes.values())
     workers = collectives.worker_count(axes)
-    shape = _whole_shape(leaf.shape, dim, workers)
-    layout = ShardLayout(shape, (*[None] * dim, axes if len(axes) > 1 else axes[0]), axes, counts)
+    shape = _full_shape(leaf.shape, dim, workers)
+    layout = ShardLayout(shape, (*[None] * dim, axes[0] if len(axes) == 1 else axes), axes, counts)
     codec = communication.codec if workers > 1 and all(shape) and communication.codec.compresses(layout, shape) else Exact()
     return Transfer(layout, codec, feedback and not codec.lossless)
 
@@ -229,13 +229,13 @@ def _gather(transfers: tuple[Transfer, ...], rounded: bool, shards: list[jax.Arr
         axes = transfers[0].shard_layout.axes
         sent = [Bfloat16().encode(x) if rounded and x.dtype == jnp.float32 else x for x in shards]
         joined = packed_collective([x[None] for x in sent], 1, lambda part: collectives.all_gather(part, axes, 0))
-        whole = []
+        full = []
         for x, transfer, parts in zip(shards, transfers, joined, strict=True):
             if parts.dtype != x.dtype:
                 parts = Bfloat16().decode(parts, 0)
             dim = len(transfer.shard_layout.spec) - 1
-            whole.append(jnp.moveaxis(parts, 0, dim).reshape(transfer.shard_layout.shape))
-        return whole
+            full.append(jnp.moveaxis(parts, 0, dim).reshape(transfer.shard_layout.shape))
+        return full
 
 
 def _gather_forward(transfers: tuple[Transfer, ...], rounded: bool, shards: list[jax.Array], residuals: list[jax.Array]) -> tuple:

@@ -121,7 +121,7 @@ class Communication:
 
 
 def _check_memory(transfers: Mapping[str, Transfer], memory: Memory) -> None:
-    """Refuse the state of another tree, or one that `jax.shard_map` was not told to split over workers."""
+    """Refuse the state of another tree, or one that `jax.shard_map` did not split over workers."""
     wanted = {path: (1, *transfer.shard_layout.shape) for path, transfer in transfers.items() if transfer.error_feedback}
     kept = {path: entry[RESIDUAL].shape for path, entry in memory.items() if RESIDUAL in entry}
     if kept == wanted:
@@ -156,7 +156,7 @@ def make_communication(
         if not isinstance(value, Codec):
             raise OptionError(f"{name}={short_repr(value)} is {type_name(value)}.", fix="a codec, such as wire.int8(block=256).")
         if error_feedback and not value.reports_loss:
-            raise OptionError(f"{name}={value} with error feedback: nobody knows what it loses.", fix="error_feedback=False.")
+            raise OptionError(f"{name}={value} with error feedback: no worker knows what it loses.", fix="error_feedback=False.")
         if value.biased and not error_feedback:
             raise OptionError(f"{name}={value} without error feedback: what it drops is lost.", fix="error_feedback=True.")
     if memory_dtype not in ("float32", "bfloat16"):
@@ -202,7 +202,7 @@ def all_reduce(axes: Axes, codec: Codec = EXACT, **options: Any) -> optax.Gradie
 def reduce_scatter(axes: Axes, codec: Codec = EXACT, **options: Any) -> optax.GradientTransformationExtraArgs:
     """This worker's shards of the mean gradients; `all_gather` is the opposite. Options as for `all_reduce`.
 
-    A gradient is sharded along its largest dim that the workers divide; one without such a dim is whole on every worker.
+    A gradient is sharded along its largest dim that the workers divide; one without such a dim is full on every worker.
     `zero1` is an optimizer that works on these shards.
     """
     return make_communication(axes, codec, scatter=True, **options).transformation
@@ -213,7 +213,7 @@ def hierarchical(
 ) -> optax.GradientTransformationExtraArgs:
     """The mean in two stages: exactly `inside` a host, where links are fast, then `across` hosts with a codec. Options as for `all_reduce`.
 
-    Inside, each worker sums the elements that it owns for the whole host, so that between hosts each sends only its part.
+    Inside, each worker sums the elements that it owns for the full host, so that between hosts each sends only its part.
 
     Args:
       inside: axes, and `wire.exact()`: the codec's bound on errors is that of one encoding, so nothing is rounded here.

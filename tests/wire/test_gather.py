@@ -38,7 +38,7 @@ def gathered_loss(codec, shards, residuals, batch):
     return jnp.mean((x[:, :1] - batch[1]) ** 2)
 
 
-def whole_loss(layers, batch):
+def full_loss(layers, batch):
     x, _ = jax.lax.scan(lambda x, layer: (apply_layer(layer, x), None), batch[0], layers)
     return jnp.mean((x[:, :1] - batch[1]) ** 2)
 
@@ -62,17 +62,17 @@ def zero_residuals(layers=LAYERS, width=WIDTH):
     return jax.tree.map(lambda leaf: jnp.zeros((8, *leaf.shape)), make_stack(layers, width))
 
 
-def test_exact_gradients_are_the_means_of_whole_ones():
+def test_exact_gradients_are_the_means_of_full_ones():
     batch = make_batches(1)[0]
     grads, _ = grads_of(wire.exact(), feedback=False)(make_stack(), zero_residuals(), batch)
-    whole = jax.grad(whole_loss)(make_stack(), batch)
-    for path, grad in whole.items():
+    full = jax.grad(full_loss)(make_stack(), batch)
+    for path, grad in full.items():
         np.testing.assert_allclose(grads[path], grad, atol=1e-7)
-    assert max(np.abs(grad).max() for grad in jax.tree.leaves(whole)) > 1e-3
+    assert max(np.abs(grad).max() for grad in jax.tree.leaves(full)) > 1e-3
 
 
 def test_int8_with_feedback_in_a_scanned_checkpointed_stack_equals_the_exchange_after_the_fact():
-    """Three steps of gradients at fixed parameters: the same bits as whole local gradients, exchanged per layer by `reduce_bucket`."""
+    """Three steps of gradients at fixed parameters: the same bits as full local gradients, exchanged per layer by `reduce_bucket`."""
     codec = wire.int8(block=16)
     stack, batches = make_stack(), make_batches(3)
 
@@ -81,7 +81,7 @@ def test_int8_with_feedback_in_a_scanned_checkpointed_stack_equals_the_exchange_
         from spmd.wire.reduction import Transfer, reduce_bucket
         from spmd.wire.shard_layout import ShardLayout
 
-        grads = jax.grad(whole_loss)(layers, batch)
+        grads = jax.grad(full_loss)(layers, batch)
         transfers = []
         for path in ("bias", "kernel"):
             layout = ShardLayout(layers[path].shape[1:], ("data",), ("data",), (8,))
@@ -126,7 +126,7 @@ def test_temporaries_do_not_grow_with_the_number_of_layers():
     few, many = temporaries(4), temporaries(32)
     layer = 64 * 64 * 4
     carried = 28 * 4 * 64 * 4  # the activation [4 rows, 64] of each further layer, kept for the backward pass
-    assert many - few < carried + layer, (few, many)  # 28 further layers; their whole gradients would be 28 * 16 KiB
+    assert many - few < carried + layer, (few, many)  # 28 further layers; their full gradients would be 28 * 16 KiB
     assert 28 * layer > 5 * (carried + layer)
 
 
@@ -142,22 +142,22 @@ def test_parameters_may_be_gathered_as_bfloat16():
         return wire.gather(shard, "data", weights="bfloat16")
 
     shard = jax.random.normal(jax.random.key(0), (16, 4))
-    whole = jax.jit(jax.shard_map(gather, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False))(shard)
-    np.testing.assert_array_equal(whole, shard.astype(jnp.bfloat16).astype(jnp.float32))
+    full = jax.jit(jax.shard_map(gather, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False))(shard)
+    np.testing.assert_array_equal(full, shard.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_any_dim_may_be_sharded(dim):
-    whole = jax.random.normal(jax.random.key(0), (8, 16, 24))
+    full = jax.random.normal(jax.random.key(0), (8, 16, 24))
     spec = jax.P(*[None] * dim, "data")
-    weight = jax.random.normal(jax.random.key(1), (8, *whole.shape))
+    weight = jax.random.normal(jax.random.key(1), (8, *full.shape))
 
     def run(shard, weight):
         return jax.grad(lambda shard: jnp.sum(wire.gather(shard, "data", dim=dim) * weight[0]))(shard), wire.gather(shard, "data", dim=dim)
 
     mapped = jax.jit(jax.shard_map(run, mesh=MESH, in_specs=(spec, jax.P("data")), out_specs=(spec, jax.P()), check_vma=False))
-    grad, back = mapped(whole, weight)
-    np.testing.assert_array_equal(back, whole)
+    grad, back = mapped(full, weight)
+    np.testing.assert_array_equal(back, full)
     np.testing.assert_allclose(grad, weight.mean(0), atol=1e-6)
 
 
@@ -168,7 +168,7 @@ def test_bad_input_is_named():
 
     with pytest.raises(CommunicationError, match=r"dim=2 of a shard float32\[2, 4\]"):
         run(lambda shard: wire.gather(shard, "data", dim=2), jnp.ones((16, 4)))
-    with pytest.raises(CommunicationError, match=r"the residual of w is float32\[2, 4\]; its whole gradient is \[16, 4\]"):
+    with pytest.raises(CommunicationError, match=r"the residual of w is float32\[2, 4\]; its full gradient is \[16, 4\]"):
         run(lambda shard: wire.gather({"w": shard}, "data", wire.int8(), residual={"w": shard})["w"], jnp.ones((16, 4)))
     with pytest.raises(OptionError, match='"exact" or "bfloat16"'):
         run(lambda shard: wire.gather(shard, "data", weights="int8"), jnp.ones((16, 4)))

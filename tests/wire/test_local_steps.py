@@ -86,8 +86,8 @@ def test_parameters_stay_equal_on_all_workers_and_change_only_when_synchronized(
         history.append(jax.tree.map(np.asarray, params))
     moved = [distance(before, after) > 0 for before, after in itertools.pairwise(history)]
     assert moved == [False, False, True, False, False, True]
-    apart = np.asarray(state.params["up"])
-    assert (apart[0] != apart[1]).any()
+    of_workers = np.asarray(state.params["up"])
+    assert (of_workers[0] != of_workers[1]).any()
 
 
 def test_every_1_with_plain_averaging_is_data_parallel_sgd():

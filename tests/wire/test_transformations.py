@@ -50,7 +50,7 @@ def loss_of(params, batch):
 
 
 def make_step(tx, state, mesh, axes="data", *, at=lambda state, params: params, check_vma=False):
-    """A step of somebody's own: shard_map, value_and_grad, tx.update, apply_updates."""
+    """A step written by hand: shard_map, value_and_grad, tx.update, apply_updates."""
 
     def step(params, state, batch):
         grads = jax.grad(loss_of)(at(state, params), batch)
@@ -103,9 +103,9 @@ def test_exact_all_reduce_works_where_shard_map_tracks_replication():
         return wire.all_reduce("data").update(grads, wire.all_reduce("data").init(params))[0]
 
     tracked = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P()))
-    whole = jax.grad(loss_of)(make_params(), make_batches(1)[0])
+    full = jax.grad(loss_of)(make_params(), make_batches(1)[0])
     for path, grad in tracked(make_params(), make_batches(1)[0]).items():
-        np.testing.assert_allclose(grad, whole[path], atol=1e-6)
+        np.testing.assert_allclose(grad, full[path], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -169,10 +169,10 @@ def test_reduce_scatter_gives_each_worker_its_shard_and_all_gather_joins_them():
         return wire.all_gather(shards, "data", like=own), jax.tree.map(lambda x: jnp.array(x), shapes)
 
     mapped = jax.jit(jax.shard_map(run, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False))
-    whole, shapes = mapped(grads)
+    full, shapes = mapped(grads)
     assert [int(n) for n in shapes["up"]] == [16, 4] and [int(n) for n in shapes["bias"]] == [3]  # no dim of 3 to shard
     for path, grad in grads.items():
-        np.testing.assert_allclose(whole[path], grad.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(full[path], grad.mean(0), rtol=1e-6)
 
 
 def test_hierarchical_sends_less_between_hosts_and_reaches_the_mean():
@@ -264,7 +264,7 @@ def test_wrappers_that_decide_on_each_workers_own_gradients_are_refused(wrap, fi
 # ZeRO-1 -----------------------------------------------------------------------------------------------------------------
 
 
-def test_zero1_equals_the_whole_optimizer_with_moments_sharded():
+def test_zero1_equals_the_full_optimizer_with_moments_sharded():
     ours, state = train(wire.zero1("data", optax.adamw(1e-2)))
     plain, _ = train(optax.chain(wire.all_reduce("data"), optax.adamw(1e-2)))
     assert distance(ours, plain) < 1e-6
@@ -295,7 +295,7 @@ def test_zero1_refuses_an_optimizer_that_combines_elements(inner):
 @pytest.mark.parametrize("make, said", [
     (lambda: wire.all_reduce("data", "int8"), "codec='int8' is a str"),
     (lambda: wire.all_reduce("data", wire.sign()), "without error feedback: what it drops is lost"),
-    (lambda: wire.all_reduce("data", wire.bfloat16(reduce="ring"), error_feedback=True), "nobody knows what it loses"),
+    (lambda: wire.all_reduce("data", wire.bfloat16(reduce="ring"), error_feedback=True), "no worker knows what it loses"),
     (lambda: wire.all_reduce(()), r"axes=\(\)"),
     (lambda: wire.all_reduce(("data", "data")), "axes="),
     (lambda: wire.all_reduce("data", memory_dtype="float16"), '"float32" or "bfloat16"'),

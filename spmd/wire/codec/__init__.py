@@ -81,7 +81,7 @@ def codec_options(name: str) -> tuple[str, ...]:
     >>> codec_options("power_sgd")
     ('rank', 'min_compression', 'warm_start')
     """
-    return tuple(field.name for field in dataclasses.fields(codec_class(name)))
+    return tuple(field.name for field in dataclasses.fields(codec_class(name)))  # type: ignore[arg-type]
 
 
 def make_codec(name: str, options: Mapping[str, Any] | tuple[tuple[str, Any], ...]) -> Codec:

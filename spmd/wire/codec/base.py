@@ -100,7 +100,7 @@ def whole_number(default: int) -> Any:
 
 def option_problem(codec: "type[Codec]", name: str, value: Any) -> str:
     """What a value of an option must be; "" if it is valid. An option declared without `option` takes values of its default's type."""
-    declared = next(field for field in dataclasses.fields(codec) if field.name == name)
+    declared = next(field for field in dataclasses.fields(codec) if field.name == name)  # type: ignore[arg-type]
     if "valid" in declared.metadata:
         return "" if declared.metadata["valid"](value) else declared.metadata["wanted"]
     kind = type(declared.default)
