@@ -23,13 +23,10 @@ from spmd.wire.assignment import assign
 from spmd.wire.codec.bfloat16 import self_test
 from spmd.wire.codec.exact import exact_mean
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, RESIDUAL, Memory, make_buckets, reduce_mean
+from spmd.wire.server.arrivals import GATHERED, HELD, SQUARES, SUM
 from spmd.xla import shard_map
 
-# keys of the communication state, as stored in checkpoints; with those of `spmd.wire.reduction`
-HELD = "held"  # the parameters that each worker has read: [positions, workers, row], sharded over the servers' positions on dim 0
-SUM = "sum"  # sum of the weighted gradients of the next update: [positions, row], likewise
-GATHERED = "gathered"  # the sum of their weights, and their number: [2]
-SQUARES = "squares"  # the servers' moving mean of squared gradients: [positions, row], sharded over positions
+# keys of the communication state, as stored in checkpoints; with those of `spmd.wire.reduction` and `spmd.wire.server.arrivals`
 OWN = "own"  # each worker's local parameters: [workers, positions, row], sharded over workers
 READ = "read"  # the parameters that workers last read from the servers: [positions, row], replicated
 OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], sharded over positions

@@ -1,0 +1,143 @@
+"""What the servers of an asynchronous parameter server do: gradients are applied one after the other, in order of arrival.
+
+The order, who reads when, and what counts are data; the updates are real. Algorithms: Downpour (Dean et al. 2012), staleness-aware and
+n-softsync (Zhang et al., arXiv:1511.05950), SSP (Ho et al. 2013), DC-ASGD (Zheng et al., arXiv:1609.08326).
+
+Arrays are [servers, ...]: global ones that are sharded over the servers, or those of one server, [1, ...].
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from spmd.tree import Tree, flatten
+from spmd.wire.reduction import Memory
+
+# keys of a parameter's memory, as stored in checkpoints; with those of `spmd.wire.reduction`
+HELD = "held"  # the parameters that each worker has read: [positions, workers, row], sharded over the servers' positions on dim 0
+SUM = "sum"  # sum of the weighted gradients of the next update: [positions, row], likewise
+GATHERED = "gathered"  # the sum of their weights, and their number: [2]
+SQUARES = "squares"  # the servers' moving mean of squared gradients: [positions, row], sharded over positions
+
+Leaves = dict[str, jax.Array]
+
+
+def apply_arrivals(
+    params: Tree,
+    optimizer: optax.GradientTransformationExtraArgs,
+    opt: Any,
+    memory: Memory,
+    arrived: Leaves,
+    losses: jax.Array,
+    events: Tree,
+    *,
+    share: float = 1.0,
+    per_update: int = 1,
+    scaled: bool = False,
+    delay_compensation: float = 0.0,
+    delay_decay: float | None = None,
+) -> tuple[Tree, Any, Memory]:
+    """The parameters, the optimizer's state and the memory after a round.
+
+    Args:
+      params: the servers', leaves [servers, width].
+      arrived: by path [servers, workers, width], the gradient of each worker.
+      losses: [workers], passed to the optimizer as `value`.
+      events: of the round (`Events.step_inputs`).
+      share: of each update that is applied.
+      per_update: gradients of one update.
+      scaled: whether the weight of a gradient scales the rate of its update.
+      delay_compensation, delay_decay: of DC-ASGD.
+    """
+    compensate = functools.partial(_compensate_delay, strength=delay_compensation, decay=delay_decay)
+
+    def apply_arrival(carry: tuple, event: Tree) -> tuple[tuple, None]:
+        params, opt, memory = carry
+        worker, flat = event["worker"], flatten(params)
+
+        def of_worker(x: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(x, worker, 1, keepdims=False)
+
+        grads = {path: of_worker(arrived[path]) for path in flat}
+        if delay_compensation:
+            read = {path: of_worker(memory[path][HELD]) for path in flat}
+            grads, memory = compensate(grads, flat, read, memory, event["applied"])
+        # 1. accumulate until an update is complete; where every gradient is an update, that is at once
+        mean, rate, due, left = (_accumulate if per_update > 1 else _single_gradient)(memory, grads, event)
+        # 2. the update, which counts when it is due
+        mean = jax.tree.unflatten(jax.tree.structure(params), list(mean.values()))
+        mean = lax.optimization_barrier(mean)  # fused with it, the update would be rounded otherwise
+        updates, new_opt = optimizer.update(mean, opt, params, value=losses[worker])
+        if scaled or share < 1:
+            updates = jax.tree.map(lambda u: (rate * share * u).astype(u.dtype), updates)
+
+        def commit(new: Tree, old: Tree) -> Tree:
+            return jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)
+
+        params, opt = commit(optax.apply_updates(params, updates), params), commit(new_opt, opt)
+        memory = {path: entry | left.get(path, {}) for path, entry in memory.items()}
+        # 3. workers that read now read these parameters
+        return (params, opt, read_params(memory, params, event["reads"])), None
+
+    inputs = {name: events[name] for name in ("worker", "applied", "weight", "commit")}
+    inputs |= {"reads": events["reads"][1:]}
+    carry, _ = lax.scan(apply_arrival, (params, opt, memory), inputs)
+    return carry
+
+
+def read_params(memory: Memory, params: Tree, readers: jax.Array) -> Memory:
+    """These workers now hold the servers' parameters. One at a time: there are rarely several."""
+    flat, order = flatten(params), jnp.argsort(~readers)
+
+    def read(number: Any, held: Leaves) -> Leaves:
+        return {path: lax.dynamic_update_index_in_dim(x, flat[path], order[number], 1) for path, x in held.items()}
+
+    held = lax.fori_loop(0, readers.sum(), read, {path: entry[HELD] for path, entry in memory.items()})
+    return {path: entry | {HELD: held[path]} for path, entry in memory.items()}
+
+
+def _compensate_delay(
+    grads: Leaves, params: Leaves, read: Leaves, memory: Memory, applied: Any, *, strength: float, decay: float | None
+) -> tuple[Leaves, Memory]:
+    """g + lambda g g (w - w_read), by path: to first order the gradient at today's parameters (Zheng et al., eq. 10).
+
+    Adaptive, lambda is divided by the root of the servers' moving mean of g g, this one included (their DC-ASGD-a).
+    """
+    compensated, after = {}, dict(memory)
+    for path, g in grads.items():
+        scale = jnp.asarray(strength, g.dtype)
+        if decay is not None:
+            old = memory[path][SQUARES]
+            squares = decay * old + (1 - decay) * jnp.square(g.astype(jnp.float32))
+            scale = (scale / jnp.sqrt(squares + 1e-7)).astype(g.dtype)
+            after[path] = memory[path] | {SQUARES: jnp.where(applied, squares, old)}
+        compensated[path] = g + scale * g * g * (params[path] - read[path])
+    return compensated, after
+
+
+def _single_gradient(memory: Memory, grads: Leaves, event: Tree) -> tuple[Leaves, Any, Any, Memory]:
+    """`_accumulate` where every gradient is an update, and no sum is kept; the same products, and so the same bits."""
+    del memory
+    weight = event["weight"]
+    mean = {path: (1 / weight * (weight * g.astype(jnp.float32))).astype(g.dtype) for path, g in grads.items()}
+    return mean, weight, event["applied"] & event["commit"], {}
+
+
+def _accumulate(memory: Memory, grads: Leaves, event: Tree) -> tuple[Leaves, Any, Any, Memory]:
+    """The weighted mean of the accumulated gradients, the rate for their mean weight, whether it is due, and what is left."""
+    added = {path: memory[path][SUM] + event["weight"] * g.astype(jnp.float32) for path, g in grads.items()}
+    total = {path: jnp.where(event["applied"], x, memory[path][SUM]) for path, x in added.items()}
+    this = jnp.where(event["applied"], jnp.stack([event["weight"], jnp.float32(1)]), 0.0)
+    weight, count = weight_and_count = next(iter(memory.values()))[GATHERED] + this
+    due = event["commit"] & (count > 0)  # where the data ends there may be nothing
+    norm, rate = 1 / jnp.where(weight == 0, 1.0, weight), weight / jnp.maximum(count, 1)
+
+    def left(x: jax.Array) -> jax.Array:
+        return jnp.where(due, jnp.zeros_like(x), x)
+
+    mean = {path: (norm * total[path]).astype(g.dtype) for path, g in grads.items()}
+    return mean, rate, due, {path: {SUM: left(x), GATHERED: left(weight_and_count)} for path, x in total.items()}
