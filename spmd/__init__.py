@@ -19,7 +19,6 @@ _NAMES = {
     "spmd.layout.gradients": ("GradientRule", "Gradients"),
     "spmd.layout.model_parallel": ("Experts", "Pipeline", "Sequence"),
     "spmd.layout.schema": ("Default", "Layout", "OptimizerState", "Remat", "Rule"),
-    "spmd.layout.server": ("ParameterServer",),
     "spmd.mesh": ("MeshSpec", "make_mesh", "simulate_devices"),
     "spmd.models.functional": ("FunctionalModel",),
     "spmd.planner.comparison": ("compare",),
@@ -34,6 +33,7 @@ _NAMES = {
     "spmd.sync.param_server.simulation": ("simulate",),
     "spmd.train.state": ("State",),
     "spmd.trainer": ("Trainer",),
+    "spmd.wire.server.declaration": ("ParameterServer",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -61,7 +61,6 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.layout.gradients import GradientRule as GradientRule, Gradients as Gradients
     from spmd.layout.model_parallel import Experts as Experts, Pipeline as Pipeline, Sequence as Sequence
     from spmd.layout.schema import Default as Default, Layout as Layout, OptimizerState as OptimizerState, Remat as Remat, Rule as Rule
-    from spmd.layout.server import ParameterServer as ParameterServer
     from spmd.mesh import MeshSpec as MeshSpec, make_mesh as make_mesh, simulate_devices as simulate_devices
     from spmd.models.functional import FunctionalModel as FunctionalModel
     from spmd.planner.comparison import compare as compare
@@ -76,6 +75,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.sync.param_server.simulation import simulate as simulate
     from spmd.train.state import State as State
     from spmd.trainer import Trainer as Trainer
+    from spmd.wire.server.declaration import ParameterServer as ParameterServer
 
 
 def __getattr__(name: str):

@@ -25,7 +25,6 @@ from spmd.distributed.watchdog import TERMINATED, current
 from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
-from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
 from spmd.planner.memory_check import check_step_memory
 from spmd.resume import CHANGED_DATA, open_store, start, wants_resume
@@ -39,12 +38,13 @@ from spmd.run.progress import NoProgress, make_progress
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON
 from spmd.specs import spec_text
-from spmd.sync.param_server.sync_schedule import unsynced_steps
 from spmd.train.compiled_step import Program
 from spmd.train.state import State
 from spmd.trainer import Trainer
 from spmd.tree import Tree, describe, flatten
 from spmd.user_paths import wrap_os_errors
+from spmd.wire.server.declaration import ParameterServer
+from spmd.wire.server.sync_schedule import unsynced_steps
 
 
 @dataclasses.dataclass(frozen=True)

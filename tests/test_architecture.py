@@ -22,7 +22,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FIL
 
 LEVELS = [
     {"errors.py", "tree.py", "rng.py", "checksummed_files.py", "xla.py", "deprecated.py", "specs.py"},
-    {"user_paths.py", "render", "path_match.py"},
+    {"user_paths.py", "render", "path_match.py", "fields.py"},
     {"wire"},
     {"mesh.py", "models", "layout"},
     {"nn", "sync"},

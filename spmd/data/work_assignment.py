@@ -15,7 +15,7 @@ import numpy as np
 from spmd.data.batches import Batch, HostBatch
 from spmd.data.sources import ArraySource, Source
 from spmd.errors import DataError, OptionError
-from spmd.sync.param_server.events import Events
+from spmd.wire.server.events import Events
 
 
 @dataclasses.dataclass

@@ -3,7 +3,7 @@
 import html
 from typing import Any
 
-from spmd.layout.fields import changed_values
+from spmd.fields import changed_values
 from spmd.layout.gradients import GradientRule
 from spmd.layout.schema import Layout, Rule
 from spmd.render.html import Html, folded, framed, table

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.errors import OptionError, type_name
-from spmd.layout.fields import Conflict, check_types, names
+from spmd.fields import Conflict, check_types, names
 from spmd.wire.codec import CODECS
 
 Options = tuple[tuple[str, Any], ...]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.layout.fields import Conflict
+from spmd.fields import Conflict
 
 SCHEDULES = ("gpipe", "circular", "1f1b")
 ORDERS = ("balanced", "contiguous")

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, type_name
-from spmd.layout.fields import names
+from spmd.fields import names
 from spmd.layout.gradients import Gradients
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
-from spmd.layout.server import ParameterServer
 from spmd.specs import Entry, Spec, entry_axes
+from spmd.wire.server.declaration import ParameterServer
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # behind `Layout`'s methods; `spmd.layout` fills it, since their modules import this one
 

@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import LayoutError, closest, did_you_mean, raise_problems, short_repr, type_name
-from spmd.layout.fields import as_toml
+from spmd.fields import as_toml
 from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parallel_problems
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
-from spmd.layout.server import FRACTIONS, NEEDS, ParameterServer, server_problems
-from spmd.layout.timing import LINK, SECONDS
+from spmd.layout.server import server_problems
 from spmd.layout.toml_tables import CHOICES as CHOICES, Tables, is_number
 from spmd.layout.toml_writer import dumps
 from spmd.path_match import compiled
 from spmd.specs import REPLICATED, Entry, Spec, make_entry
 from spmd.wire.codec import CODECS, codec_options
 from spmd.wire.codec.base import option_problem
+from spmd.wire.server.declaration import FRACTIONS, NEEDS, ParameterServer
+from spmd.wire.server.timing import LINK, SECONDS
 
 
 def shipped_folder() -> Path:

@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd.errors import Problem, closest, did_you_mean
-from spmd.layout.fields import Conflict, as_toml, is_one_of, plain_types
+from spmd.fields import Conflict, as_toml, is_one_of, plain_types
 from spmd.layout.gradients import GradientRule
 from spmd.layout.model_parallel import ORDERS, SCHEDULES
-from spmd.layout.server import MODES, PLACEMENTS
 from spmd.wire.codec import CODECS
+from spmd.wire.server.declaration import MODES, PLACEMENTS
 
 CHOICES = {
     "gradients.reduction": ("compiler", "all_reduce", "reduce_scatter", "parameter_server"),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spmd.layout.fields import as_toml, changed_values
+from spmd.fields import as_toml, changed_values
 from spmd.layout.gradients import GradientRule
 from spmd.layout.schema import Batch, Layout, Rule
 from spmd.specs import spec_text

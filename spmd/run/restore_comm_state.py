@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import CheckpointError
-from spmd.layout.server import ParameterServer
 from spmd.run.reshard_checkpoint import abstract_from_text, parse_dtype, parse_shape
 from spmd.specs import spec_axes
 from spmd.sync.gradient_sync import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
-from spmd.sync.param_server.sync_schedule import has_pending_sync
 from spmd.tree import describe
+from spmd.wire.server.declaration import ParameterServer
+from spmd.wire.server.sync_schedule import has_pending_sync
 
 STATE = "state"
 COMM_STATE = {  # items of a checkpoint, and how reports name them

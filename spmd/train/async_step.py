@@ -1,7 +1,7 @@
 """A step of the asynchronous parameter server: every worker computes at the parameters it last read, and every gradient is an
 update of its own.
 
-The order of arrival, who reads when, and what counts are data (`spmd.sync.param_server.events`). `spmd.wire.server.arrivals` does the
+The order of arrival, who reads when, and what counts are data (`spmd.wire.server.events`). `spmd.wire.server.arrivals` does the
 servers' part.
 """
 

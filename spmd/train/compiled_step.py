@@ -20,7 +20,6 @@ from spmd.models.base import Call, Variables
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.specs import Spec, keep_axes, pspec
-from spmd.sync.param_server.events import Events
 from spmd.sync.strategies import constrain
 from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
@@ -42,6 +41,7 @@ from spmd.train.step import Step, batch_spec, scan_steps
 from spmd.train.whole_batch import Comparison, parts_of
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 from spmd.wire.comm_log import CommLog, read
+from spmd.wire.server.events import Events
 
 
 class Program:

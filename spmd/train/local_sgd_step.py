@@ -1,7 +1,7 @@
 """A step of workers that train independently and synchronize with the servers now and then: local SGD, DiLoCo and EASGD.
 
 Each worker has its own parameters and optimizer state. When they synchronize, and which parameters, is data
-(`spmd.sync.param_server.sync_schedule`). They send a difference of parameters, with the codecs that gradients use.
+(`spmd.wire.server.sync_schedule`). They send a difference of parameters, with the codecs that gradients use.
 """
 
 import dataclasses

@@ -25,7 +25,6 @@ from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.notes import server_bytes
-from spmd.sync.param_server.events import Events
 from spmd.sync.param_server.packed_model import PackedModel
 from spmd.sync.param_server.packing import Storage
 from spmd.sync.strategies import MeshAxes
@@ -46,6 +45,7 @@ from spmd.train.state import (
     state_shardings,
 )
 from spmd.tree import Tree, flatten
+from spmd.wire.server.events import Events
 
 
 @dataclasses.dataclass(frozen=True)

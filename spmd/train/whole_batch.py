@@ -19,7 +19,6 @@ from jax.experimental import multihost_utils
 
 from spmd.errors import LossError
 from spmd.layout.gradients import Gradients
-from spmd.layout.server import ParameterServer
 from spmd.models.base import Call, Variables
 from spmd.nn.layer_stack import split_microbatches
 from spmd.nn.parallel_context import MIXTURE, UNSHARDED, parallel_scope
@@ -34,6 +33,7 @@ from spmd.train.row_values import KEY, Fixed, PerRow
 from spmd.train.state import State
 from spmd.train.step import Step
 from spmd.tree import Tree, abstract
+from spmd.wire.server.declaration import ParameterServer
 
 COARSE = (jnp.bfloat16, jnp.float16)
 RELATIVE = 1e-4  # of loss and gradients, below which nothing is a difference

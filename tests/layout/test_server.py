@@ -10,10 +10,10 @@ import spmd
 from spmd.errors import LayoutError, OptionError, SpmdError
 from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule
-from spmd.layout.server import FRACTIONS, OF_MODE, ParameterServer
-from spmd.layout.timing import Network
 from spmd.layout.toml_reader import loads
-from spmd.sync.param_server.clock import Times
+from spmd.wire.server.declaration import FRACTIONS, OF_MODE, ParameterServer
+from spmd.wire.server.times import Times
+from spmd.wire.server.timing import Network
 from tests.layout.applied import X, Y, error_text, fits, unreadable
 
 KEYS = [field.name for field in dataclasses.fields(ParameterServer)]

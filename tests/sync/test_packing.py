@@ -11,12 +11,12 @@ from jax.sharding import NamedSharding
 
 import spmd
 from spmd.layout.schema import Batch, Layout
-from spmd.layout.server import PLACEMENTS
 from spmd.mesh import MeshSpec
 from spmd.specs import pspec
 from spmd.sync.param_server.packing import Storage
 from spmd.tree import flatten
 from spmd.wire.assignment import STRATEGIES, assign
+from spmd.wire.server.declaration import PLACEMENTS
 
 pytestmark = pytest.mark.optimized
 

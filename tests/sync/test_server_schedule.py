@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from spmd.errors import OptionError
-from spmd.layout.server import MODES, ParameterServer
-from spmd.layout.timing import Network, parse_staleness_scale
-from spmd.sync.param_server.clock import Times
-from spmd.sync.param_server.events import MAX_KEPT_ROUNDS, Events, rounds
+from spmd.wire.server.declaration import MODES, ParameterServer
+from spmd.wire.server.events import MAX_KEPT_ROUNDS, Events, rounds
+from spmd.wire.server.times import Times
+from spmd.wire.server.timing import Network, parse_staleness_scale
 
 TIMES = ("constant", "exponential(1)", "lognormal(1.0, 0.3)")
 SENT = (1e6, 1e6)  # bytes; at 80Mb/s 0.1 seconds each way

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from spmd.layout.server import ParameterServer
-from spmd.layout.timing import Network
-from spmd.sync.param_server.clock import Times
-from spmd.sync.param_server.events import Events, rounds
+from spmd.wire.server.declaration import ParameterServer
+from spmd.wire.server.events import Events, rounds
+from spmd.wire.server.times import Times
+from spmd.wire.server.timing import Network
 
 SENT = (1e6, 2e6)  # bytes; at 80Mb/s 0.1 and 0.2 seconds
 LINK = {"bandwidth": "80Mb/s", "latency": "50ms"}

@@ -13,8 +13,8 @@ from flax import nnx
 import spmd
 from spmd.data.device_dataset import resident
 from spmd.errors import DataError, OptimizerError, OptionError
-from spmd.layout.timing import parse_staleness_scale
 from spmd.tree import flatten
+from spmd.wire.server.timing import parse_staleness_scale
 from tests.train.served import (
     ADAMW,
     ALL_REDUCE,

@@ -8,11 +8,11 @@ from spmd.errors import OptionError, type_name
 from spmd.layout.check import fit_layout
 from spmd.layout.gradients import Gradients
 from spmd.layout.schema import Layout
-from spmd.layout.server import ParameterServer
 from spmd.mesh import MeshSpec
-from spmd.sync.param_server.events import Events
 from spmd.sync.param_server.statistics import ServerStatistics
 from spmd.sync.param_server.timeline import check_number
+from spmd.wire.server.declaration import ParameterServer
+from spmd.wire.server.events import Events
 
 
 def simulate(

@@ -6,11 +6,11 @@ import math
 import numpy as np
 
 from spmd.deprecated import warn
-from spmd.layout.server import ParameterServer
-from spmd.layout.timing import Network
-from spmd.sync.param_server.events import Events
 from spmd.sync.param_server.timeline import GradientSpans, spans
 from spmd.tree import format_bytes
+from spmd.wire.server.declaration import ParameterServer
+from spmd.wire.server.events import Events
+from spmd.wire.server.timing import Network
 
 MAX_ROWS = 10  # printed workers; of more, those that compute least and most
 

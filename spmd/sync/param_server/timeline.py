@@ -6,9 +6,9 @@ import math
 import numpy as np
 
 from spmd.errors import OptionError
-from spmd.sync.param_server.clock import Times
-from spmd.sync.param_server.events import Events
-from spmd.sync.param_server.schedule import Round
+from spmd.wire.server.events import Events
+from spmd.wire.server.schedule import Round
+from spmd.wire.server.times import Times
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What the dataclasses of a layout share: the types of their fields, checks of what a program passes, and conflicts between keys."""
+"""What dataclasses that a layout file spells share: types of fields, checks of what a program passes, and conflicts between keys."""
 
 import dataclasses
 import json

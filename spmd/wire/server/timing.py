@@ -1,4 +1,4 @@
-"""The words of a layout that are about the simulated clock: how long things take, and what lateness is worth."""
+"""The words that declare the simulated clock: how long things take, and what lateness is worth."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.errors import did_you_mean
-from spmd.layout.fields import as_toml
+from spmd.fields import as_toml
 
 SECONDS = "constant(seconds), exponential(mean seconds), lognormal(median seconds, sigma), a list of seconds, or the path of a trace."
 LINK = 'such as { bandwidth = "10Gb/s", latency = "50us" }.'

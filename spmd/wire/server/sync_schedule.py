@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from spmd.layout.server import ParameterServer
-from spmd.sync.param_server.clock import Times
-from spmd.sync.param_server.schedule import Round
+from spmd.wire.server.declaration import ParameterServer
+from spmd.wire.server.schedule import Round
+from spmd.wire.server.times import Times
 
 
 def sync_steps(declared: ParameterServer, workers: int, times: Times, send: float, receive: float, latency: float) -> Iterator[Round]:

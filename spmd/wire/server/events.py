@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import OptionError
-from spmd.layout.server import ParameterServer
-from spmd.layout.timing import Network
-from spmd.sync.param_server.clock import Times
-from spmd.sync.param_server.schedule import Asynchronous, Round, synchronous
-from spmd.sync.param_server.sync_schedule import sync_steps
+from spmd.wire.server.declaration import ParameterServer
+from spmd.wire.server.schedule import Asynchronous, Round, synchronous
+from spmd.wire.server.sync_schedule import sync_steps
+from spmd.wire.server.times import Times
+from spmd.wire.server.timing import Network
 
 MAX_KEPT_ROUNDS = 4096  # an earlier round is simulated again from the start
 MAX_WORKERS = 2**14  # in asynchronous modes

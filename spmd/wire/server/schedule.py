@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from spmd.layout.server import ParameterServer
-from spmd.layout.timing import parse_staleness_scale
-from spmd.sync.param_server.clock import Times
+from spmd.wire.server.declaration import ParameterServer
+from spmd.wire.server.times import Times
+from spmd.wire.server.timing import parse_staleness_scale
 
 MIN_WEIGHT = 1e-20  # of a gradient: float32 must be able to divide by it
 # Kinds of events. At one instant arrivals come before reads. QUEUES: a gradient reaches the server's link. TRACE_ENDS: a worker

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd.errors import OptionError
-from spmd.layout.timing import parse_compute_time
+from spmd.wire.server.timing import parse_compute_time
 
 BLOCK = 1024  # times drawn in one call for a worker
 
