@@ -23,7 +23,7 @@ from spmd.wire.assignment import assign
 from spmd.wire.codec.bfloat16 import self_test
 from spmd.wire.codec.exact import exact_mean
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, RESIDUAL, Memory, make_buckets, reduce_mean
-from spmd.wire.server.arrivals import GATHERED, HELD, SQUARES, SUM
+from spmd.wire.server.arrivals import GATHERED, HELD, SQUARES, SUM, init_memory
 from spmd.xla import shard_map
 
 # keys of the communication state, as stored in checkpoints; with those of `spmd.wire.reduction` and `spmd.wire.server.arrivals`
@@ -114,13 +114,9 @@ class GradientSync:
 
     def _init_async(self, path: str, leaf: jax.Array) -> dict[str, jax.Array]:
         """Every worker has read the initial parameters."""
-        positions, width = leaf.shape
-        declared, zeros = self.resolved.layout.parameter_server, jnp.zeros(leaf.shape, jnp.float32)
-        entry = {HELD: jnp.broadcast_to(leaf[:, None], (positions, self.worker_count, width))}
-        entry |= {SUM: zeros, GATHERED: jnp.zeros(2, jnp.float32)} if declared.per_update(self.worker_count) > 1 else {}
-        entry |= {SQUARES: zeros} if declared.delay_decay is not None else {}
+        entry = init_memory(self.resolved.layout.parameter_server, leaf, self.worker_count)
         if self.gradient_specs[path].error_feedback:
-            entry[RESIDUAL] = jnp.zeros((self.worker_count, positions, width), jnp.float32)
+            entry[RESIDUAL] = jnp.zeros((self.worker_count, *leaf.shape), jnp.float32)
         return entry
 
     def specs(self, comm_state: Tree) -> Tree:

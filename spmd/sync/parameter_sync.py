@@ -1,6 +1,5 @@
 """Parameter communication: gather parameters from shards for use, and gather sharded updates."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,8 +11,8 @@ from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.strategies import MeshAxes, constrain
 from spmd.tree import Tree, flatten
 from spmd.wire import collectives
-from spmd.wire.codec.base import packed_collective
 from spmd.wire.codec.bfloat16 import Bfloat16
+from spmd.wire.server.exchange import gather_rows
 from spmd.xla import shard_map
 
 
@@ -38,27 +37,7 @@ def gather_packed_params(sync: GradientSync, rows: dict[str, jax.Array]) -> dict
 
     All of them, or those of some fragments.
     """
-    gathered: dict[str, jax.Array] = {}
-
-    def all_gather(x: jax.Array) -> jax.Array:
-        return collectives.all_gather(x, sync.mesh_axes.data_axes, 0)
-
-    with jax.named_scope("gather_params"):
-        for paths in sync.buckets:
-            if paths[0] in rows:
-                gathered |= dict(zip(paths, communicate_params(sync, [rows[path] for path in paths], 1, all_gather), strict=True))
-    return {path: gathered[path] for path in rows}
-
-
-def communicate_params(
-    sync: GradientSync, params: list[jax.Array], rows: int, collective: Callable[[jax.Array], jax.Array]
-) -> list[jax.Array]:
-    """Send parameters [rows, ...] in one collective, as bfloat16 where the layout says so."""
-    bfloat16 = sync.resolved.layout.gradients.weights == "bfloat16"
-    rounded = [bfloat16 and leaf.dtype == jnp.float32 for leaf in params]
-    sent = [Bfloat16().encode(leaf) if is_rounded else leaf for leaf, is_rounded in zip(params, rounded, strict=True)]
-    received = packed_collective(sent, rows, collective)
-    return [Bfloat16().decode(leaf, 0) if is_rounded else leaf for leaf, is_rounded in zip(received, rounded, strict=True)]
+    return gather_rows(rows, sync.buckets, sync.mesh_axes.data_axes, rounded=sync.resolved.layout.gradients.weights == "bfloat16")
 
 
 def gather_updates(sync: GradientSync, updates: Tree) -> Tree:

@@ -50,18 +50,5 @@ class AsyncStep(PerWorkerStep):
 
     def _apply_arrivals(self, state: State, arrived: Tree, memory: Tree, losses: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
         """The servers' part, one arrival after the other, on global arrays, which are sharded over the servers."""
-        declared, workers = self.resolved.layout.parameter_server, self.exchange.worker_count
-        return apply_arrivals(
-            state.params,
-            self.optimizer,
-            state.opt,
-            memory,
-            arrived,
-            losses,
-            events,
-            share=1 / workers if declared.mode == "bounded" else 1.0,
-            per_update=declared.per_update(workers),
-            scaled=declared.staleness_scale != "none",
-            delay_compensation=declared.delay_compensation,
-            delay_decay=declared.delay_decay,
-        )
+        declared = self.resolved.layout.parameter_server
+        return apply_arrivals(declared, self.optimizer, state.params, state.opt, memory, arrived=arrived, events=events, losses=losses)

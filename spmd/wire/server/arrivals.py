@@ -6,7 +6,6 @@ n-softsync (Zhang et al., arXiv:1511.05950), SSP (Ho et al. 2013), DC-ASGD (Zhen
 Arrays are [servers, ...]: global ones that are sharded over the servers, or those of one server, [1, ...].
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax import lax
 
 from spmd.tree import Tree, flatten
 from spmd.wire.reduction import Memory
+from spmd.wire.server.declaration import ParameterServer
 
 # keys of a parameter's memory, as stored in checkpoints; with those of `spmd.wire.reduction`
 HELD = "held"  # the parameters that each worker has read: [positions, workers, row], sharded over the servers' positions on dim 0
@@ -26,34 +26,36 @@ SQUARES = "squares"  # the servers' moving mean of squared gradients: [positions
 Leaves = dict[str, jax.Array]
 
 
+def init_memory(declared: ParameterServer, rows: jax.Array, workers: int) -> dict[str, jax.Array]:
+    """What is kept for a parameter [servers, width]: every worker has read its initial value."""
+    servers, width = rows.shape
+    zeros = jnp.zeros(rows.shape, jnp.float32)
+    entry = {HELD: jnp.broadcast_to(rows[:, None], (servers, workers, width))}
+    entry |= {SUM: zeros, GATHERED: jnp.zeros(2, jnp.float32)} if declared.per_update(workers) > 1 else {}
+    return entry | ({SQUARES: zeros} if declared.delay_decay is not None else {})
+
+
 def apply_arrivals(
-    params: Tree,
+    declared: ParameterServer,
     optimizer: optax.GradientTransformationExtraArgs,
+    params: Tree,
     opt: Any,
     memory: Memory,
-    arrived: Leaves,
-    losses: jax.Array,
-    events: Tree,
     *,
-    share: float = 1.0,
-    per_update: int = 1,
-    scaled: bool = False,
-    delay_compensation: float = 0.0,
-    delay_decay: float | None = None,
+    arrived: Leaves,
+    events: Tree,
+    losses: jax.Array | None = None,
 ) -> tuple[Tree, Any, Memory]:
     """The parameters, the optimizer's state and the memory after a round.
 
     Args:
       params: the servers', leaves [servers, width].
       arrived: by path [servers, workers, width], the gradient of each worker.
-      losses: [workers], passed to the optimizer as `value`.
       events: of the round (`Events.step_inputs`).
-      share: of each update that is applied.
-      per_update: gradients of one update.
-      scaled: whether the weight of a gradient scales the rate of its update.
-      delay_compensation, delay_decay: of DC-ASGD.
+      losses: [workers], passed to the optimizer as `value`; None: no `value`.
     """
-    compensate = functools.partial(_compensate_delay, strength=delay_compensation, decay=delay_decay)
+    workers = events["worker"].shape[0]
+    accumulates, share = declared.per_update(workers) > 1, 1 / workers if declared.mode == "bounded" else 1.0
 
     def apply_arrival(carry: tuple, event: Tree) -> tuple[tuple, None]:
         params, opt, memory = carry
@@ -63,16 +65,17 @@ def apply_arrivals(
             return lax.dynamic_index_in_dim(x, worker, 1, keepdims=False)
 
         grads = {path: of_worker(arrived[path]) for path in flat}
-        if delay_compensation:
+        if declared.delay_compensation:
             read = {path: of_worker(memory[path][HELD]) for path in flat}
-            grads, memory = compensate(grads, flat, read, memory, event["applied"])
+            grads, memory = _compensate_delay(declared, grads, flat, read, memory, event["applied"])
         # 1. accumulate until an update is complete; where every gradient is an update, that is at once
-        mean, rate, due, left = (_accumulate if per_update > 1 else _single_gradient)(memory, grads, event)
+        mean, rate, due, left = (_accumulate if accumulates else _single_gradient)(memory, grads, event)
         # 2. the update, which counts when it is due
         mean = jax.tree.unflatten(jax.tree.structure(params), list(mean.values()))
         mean = lax.optimization_barrier(mean)  # fused with it, the update would be rounded otherwise
-        updates, new_opt = optimizer.update(mean, opt, params, value=losses[worker])
-        if scaled or share < 1:
+        value = {} if losses is None else {"value": losses[worker]}
+        updates, new_opt = optimizer.update(mean, opt, params, **value)
+        if declared.staleness_scale != "none" or share < 1:
             updates = jax.tree.map(lambda u: (rate * share * u).astype(u.dtype), updates)
 
         def commit(new: Tree, old: Tree) -> Tree:
@@ -101,7 +104,7 @@ def read_params(memory: Memory, params: Tree, readers: jax.Array) -> Memory:
 
 
 def _compensate_delay(
-    grads: Leaves, params: Leaves, read: Leaves, memory: Memory, applied: Any, *, strength: float, decay: float | None
+    declared: ParameterServer, grads: Leaves, params: Leaves, read: Leaves, memory: Memory, applied: Any
 ) -> tuple[Leaves, Memory]:
     """g + lambda g g (w - w_read), by path: to first order the gradient at today's parameters (Zheng et al., eq. 10).
 
@@ -109,13 +112,13 @@ def _compensate_delay(
     """
     compensated, after = {}, dict(memory)
     for path, g in grads.items():
-        scale = jnp.asarray(strength, g.dtype)
-        if decay is not None:
-            old = memory[path][SQUARES]
-            squares = decay * old + (1 - decay) * jnp.square(g.astype(jnp.float32))
-            scale = (scale / jnp.sqrt(squares + 1e-7)).astype(g.dtype)
+        strength = jnp.asarray(declared.delay_compensation, g.dtype)
+        if declared.delay_decay is not None:
+            old, m = memory[path][SQUARES], declared.delay_decay
+            squares = m * old + (1 - m) * jnp.square(g.astype(jnp.float32))
+            strength = (strength / jnp.sqrt(squares + 1e-7)).astype(g.dtype)
             after[path] = memory[path] | {SQUARES: jnp.where(applied, squares, old)}
-        compensated[path] = g + scale * g * g * (params[path] - read[path])
+        compensated[path] = g + strength * g * g * (params[path] - read[path])
     return compensated, after
 
 
