@@ -238,13 +238,6 @@ def test_every_key_of_a_layout_is_read(section):
     assert not unread, f"{section.__name__}: nothing reads {unread}"
 
 
-def test_every_reduction_a_layout_may_name_exists():
-    from spmd.layout.toml_reader import CHOICES
-    from spmd.sync.strategies import REDUCTIONS
-
-    assert set(CHOICES["gradients.reduction"]) == set(REDUCTIONS)
-
-
 def test_no_word_of_a_machine_in_the_sources():
     files = [name for name, path in FILES.items() if re.search(r"/(home|Users|work|root)/", path.read_text(encoding="utf-8"))]
     assert not files

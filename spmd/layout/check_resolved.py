@@ -12,6 +12,7 @@ from spmd.layout.resolve import Names, Resolved, codec_rule, default_origin, eac
 from spmd.mesh import MeshSpec
 from spmd.specs import entry_axes, mixes_data_axes, spec_axes, spec_text
 from spmd.tree import describe, format_bytes
+from spmd.wire.reduction_registry import REDUCTIONS
 
 Params = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -56,6 +57,9 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
     layout, data, declared = resolved.layout, resolved.data_axes, resolved.layout.gradients
     if declared.reduction == "compiler" or resolved.workers == 1:
         return
+    if REDUCTIONS[declared.reduction].make:
+        why = f'reduction "{declared.reduction}" is a registered function, which is given full gradients.'
+        yield from _sharded_problems(resolved, why)
     for place in resolved.placements.values():
         spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
         source = codec_rule(declared, place.path)
@@ -82,18 +86,7 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
     layout, server, positions = resolved.layout, resolved.layout.parameter_server, resolved.workers
     if layout.gradients.reduction != "parameter_server":
         return
-    why, by_origin = "the servers keep all parameters, packed, and workers use them unsharded.", {}
-    for place in resolved.placements.values():
-        if spec_axes(place.spec):
-            by_origin.setdefault(place.chosen_by, []).append(place)
-    for origin, places in by_origin.items():
-        place = places[0]
-        if origin == default_origin(layout):
-            yield Problem(f'[default] params = "{layout.default.params}"', [why], '[default] params = "replicate".', kind="conflict")
-            continue
-        fix = 'remove the rule, or [gradients] reduction = "reduce_scatter", which shards parameters as the rules say.'
-        where, also = f"{place.path}   spec {spec_text(place.spec)}   {origin}", more_names([place.path for place in places])
-        yield Problem(where, [why], fix, also, place.path, kind="conflict")
+    yield from _sharded_problems(resolved, "the servers keep all parameters, packed, and workers use them unsharded.")
     if layout.optimizer.shard:
         yield Problem("[optimizer] shard", ["the servers keep the optimizer state."], "leave it out.", kind="conflict")
     if layout.gradients.rules and server.placement != "sliced":
@@ -124,6 +117,22 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
     if isinstance(server.compute_time, tuple) and len(server.compute_time) != workers:
         why = f"{len(server.compute_time)} numbers for {workers} workers."
         yield Problem("[parameter_server] compute_time", [why], "one for each.", kind="invalid_value")
+
+
+def _sharded_problems(resolved: Resolved, why: str) -> Iterator[Problem]:
+    """Parameters that are sharded where the reduction has only replicated ones; one problem for each rule."""
+    layout, by_origin = resolved.layout, {}
+    for place in resolved.placements.values():
+        if spec_axes(place.spec):
+            by_origin.setdefault(place.chosen_by, []).append(place)
+    for origin, places in by_origin.items():
+        place = places[0]
+        if origin == default_origin(layout):
+            yield Problem(f'[default] params = "{layout.default.params}"', [why], '[default] params = "replicate".', kind="conflict")
+            continue
+        fix = 'remove the rule, or [gradients] reduction = "reduce_scatter", which shards parameters as the rules say.'
+        where, also = f"{place.path}   spec {spec_text(place.spec)}   {origin}", more_names([place.path for place in places])
+        yield Problem(where, [why], fix, also, place.path, kind="conflict")
 
 
 def _expert_problems(resolved: Resolved) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from typing import Any
 from spmd.errors import OptionError, type_name
 from spmd.fields import Conflict, check_types, names
 from spmd.wire.codec import CODECS
+from spmd.wire.reduction_registry import REDUCTIONS
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -37,7 +38,7 @@ class Gradients:
     """How gradients are reduced over workers, and with which codec they are sent.
 
     Attributes:
-      reduction: "compiler", "all_reduce" or "reduce_scatter".
+      reduction: "compiler", "all_reduce", "reduce_scatter", "parameter_server", or one registered with `spmd.wire.register_reduction`.
       codec: the codec of gradients that no rule matches; `options` are its options (a dict is accepted).
       error_feedback: keep what a codec lost, per worker, and add it to the next gradient (float32, the size of a gradient).
       allow_biased: allow a biased codec without error feedback.
@@ -110,6 +111,27 @@ def _biased(codec: str) -> bool:
     return codec in CODECS and CODECS[codec].biased
 
 
+def _is_registered(gradients: Gradients) -> bool:
+    return gradients.reduction in REDUCTIONS and REDUCTIONS[gradients.reduction].make is not None
+
+
+def _registered_problems(gradients: Gradients) -> list[Conflict]:
+    """Options that the function of a registered reduction does not take."""
+    if not _is_registered(gradients):
+        return []
+    taken, unread = REDUCTIONS[gradients.reduction].options, []
+    for option in ("codec", "error_feedback", "start_step", "bucket_bytes", "exact_axes", "diagnostics"):
+        if option not in taken and getattr(gradients, option) != getattr(Gradients, option):
+            unread.append((option, None))
+    unread += [("codec", number) for number in range(len(gradients.rules))] if "codecs" not in taken else []
+    why = f'reduction "{gradients.reduction}" does not read it; of [gradients] it reads {", ".join(taken) or "nothing else"}.'
+    fix = "leave it out, or a parameter {} of the registered function."
+    return [
+        Conflict(key, why, "leave it out." if key == "diagnostics" else fix.format(key if rule is None else "codecs"), rule, "unread_key")
+        for key, rule in unread
+    ]
+
+
 def gradient_problems(gradients: Gradients) -> list[Conflict]:
     """Conflicts that exist for every model."""
     conflicts: list[Conflict] = []
@@ -132,8 +154,9 @@ def gradient_problems(gradients: Gradients) -> list[Conflict]:
     repeated = [axis for axis in dict.fromkeys(gradients.exact_axes) if gradients.exact_axes.count(axis) > 1]
     if repeated:
         conflicts.append(Conflict("exact_axes", f"names {', '.join(repeated)} more than once.", "each axis once."))
+    conflicts += _registered_problems(gradients)
     unread = ["weights", "diagnostics"] if auto else []
-    unread += ["start_step", "exact_axes", "bucket_bytes", "diagnostics"] if not gradients.compressed else []
+    unread += ["start_step", "exact_axes", "bucket_bytes", "diagnostics"] if not (gradients.compressed or _is_registered(gradients)) else []
     unread += ["allow_biased"] if gradients.error_feedback or not any(map(_biased, gradients.codecs)) else []
     for field in dataclasses.fields(gradients):
         if field.name in unread and getattr(gradients, field.name) != field.default:

@@ -15,7 +15,7 @@ from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_pro
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parallel_problems
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
 from spmd.layout.server import server_problems
-from spmd.layout.toml_tables import CHOICES as CHOICES, Tables, is_number
+from spmd.layout.toml_tables import CHOICES as CHOICES, Tables, is_number, register_hint
 from spmd.layout.toml_writer import dumps
 from spmd.path_match import compiled
 from spmd.specs import REPLICATED, Entry, Spec, make_entry
@@ -206,7 +206,7 @@ class _Reader(Tables):
         if not isinstance(codec, str) or codec not in CODECS:
             why, fix = ("has no codec.", 'codec = "exact".')
             if "codec" in item:
-                why, fix = f'no codec "{codec}".', did_you_mean(str(codec), CODECS)
+                why, fix = f'no codec "{codec}".', did_you_mean(str(codec), CODECS) + register_hint("gradients.codec", str(codec))
             self.problem(where, why, fix, line)
             return GradientRule(path, "exact", (), excepted, line)
         options = {key: value for key, value in item.items() if key not in known}

@@ -11,10 +11,11 @@ from spmd.fields import Conflict, as_toml, is_one_of, plain_types
 from spmd.layout.gradients import GradientRule
 from spmd.layout.model_parallel import ORDERS, SCHEDULES
 from spmd.wire.codec import CODECS
+from spmd.wire.reduction_registry import REDUCTIONS
 from spmd.wire.server.declaration import MODES, PLACEMENTS
 
 CHOICES = {
-    "gradients.reduction": ("compiler", "all_reduce", "reduce_scatter", "parameter_server"),
+    "gradients.reduction": REDUCTIONS,
     "gradients.codec": CODECS,
     "gradients.weights": ("exact", "bfloat16"),
     "parameter_server.placement": PLACEMENTS,
@@ -23,6 +24,7 @@ CHOICES = {
     "sequence.order": ORDERS,
     "remat.save": ("everything", "dots", "nothing"),
 }
+ADDED_BY = {"gradients.reduction": "register_reduction", "gradients.codec": "register"}  # functions of spmd.wire that add a choice
 KINDS = {  # Python types: how errors name them, and an example
     str: ("a string", '"data"'),
     bool: ("true or false", "true"),
@@ -114,7 +116,11 @@ class Tables:
         value = self.value(table, section, key, default, str, fix=fix)
         if known and value is not None and value not in known:
             near = closest(value, known)
-            fix = (f'did you mean "{near}"? This' if near else "this") + f" version knows: {', '.join(known)}."
+            fix = (
+                (f'did you mean "{near}"? This' if near else "this")
+                + f" version knows: {', '.join(known)}."
+                + register_hint(f"{section}.{key}", value)
+            )
             self.key_problem(section, key, f'no {key} "{value}".', fix)
             return near or default  # the value that was probably meant, so that no further problem follows from it
         return value
@@ -135,6 +141,11 @@ class Tables:
             elif kinds:
                 values[field.name] = self.value(table, section, field.name, field.default, kinds[0], fix=fix)
         return values
+
+
+def register_hint(key: str, name: str) -> str:
+    """How to add a value of `[gradients]` of one's own, as the end of a fix; "" for keys whose values are fixed."""
+    return f' One of your own: @wire.{ADDED_BY[key]}("{name}"), before the layout is read.' if key in ADDED_BY else ""
 
 
 def is_number(value: Any) -> bool:

@@ -16,13 +16,15 @@ from jax.sharding import PartitionSpec
 from spmd.layout.resolve import Resolved
 from spmd.specs import Spec, keep_axes, pspec, spec_axes
 from spmd.sync.gradient_plan import GradientSpec, devices_along, plan_gradients
-from spmd.sync.strategies import REDUCTIONS, MeshAxes, Reduction, constrain
+from spmd.sync.registered_reduction import RegisteredReduction
+from spmd.sync.strategies import MeshAxes, constrain
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
 from spmd.wire.assignment import assign
 from spmd.wire.codec.bfloat16 import self_test
 from spmd.wire.codec.exact import exact_mean
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, RESIDUAL, Memory, make_buckets, reduce_mean
+from spmd.wire.reduction_registry import REDUCTIONS, Reduction
 from spmd.wire.server.arrivals import GATHERED, HELD, SQUARES, SUM, init_memory
 from spmd.xla import shard_map
 
@@ -44,6 +46,11 @@ class GradientSync:
         """A single worker has nothing to reduce, and the auto step is faster."""
         manual = self.resolved.workers > 1 or self.local
         return REDUCTIONS[self.resolved.layout.gradients.reduction if manual else "compiler"]
+
+    @functools.cached_property
+    def registered(self) -> RegisteredReduction | None:
+        """The user's reduction, if the layout names one."""
+        return RegisteredReduction(self.reduction, self.resolved, self.mesh_axes) if self.reduction.make else None
 
     @functools.cached_property
     def gradient_specs(self) -> dict[str, GradientSpec]:
@@ -90,6 +97,8 @@ class GradientSync:
         """The state at step 0, by path: zero residuals, each codec's own state, and that of the servers. Works under a trace."""
         if self.asynchronous:
             return {path: self._init_async(path, leaf) for path, leaf in flatten(params).items()}
+        if self.registered:
+            return self.registered.init(params)
         comm_state: dict[str, dict[str, Any]] = {}
         for number, (path, spec) in enumerate(self.gradient_specs.items() if self.reduction.manual else ()):
             entry: dict[str, Any] = {}
@@ -121,6 +130,8 @@ class GradientSync:
 
     def specs(self, comm_state: Tree) -> Tree:
         """The spec of every leaf of the state."""
+        if self.registered:
+            return self.registered.specs
         return {
             path: {kind: jax.tree.map(lambda _, k=kind, p=path: self._spec(p, k), part) for kind, part in entry.items()}
             for path, entry in comm_state.items()
@@ -154,6 +165,9 @@ class GradientSync:
             means = map_paths(lambda path, grad: constrain(self.mesh_axes, placements[path].state_spec, grad), grads)
             return means, comm_state, jnp.zeros((2, 0))
         flat, structure = flatten(grads), jax.tree.structure(grads)
+        if self.registered:
+            flat, next_state = self.registered.reduce(flat, comm_state)
+            return jax.tree.unflatten(structure, list(flat.values())), next_state, jnp.zeros((2, 0))
         means, next_state, measured = {}, {}, jnp.zeros(3)
         for nested in (False, True):
             part = {path: grad.astype(spec.dtype) for path, grad in flat.items() if (spec := self.gradient_specs[path]).nested == nested}

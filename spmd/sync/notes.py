@@ -12,6 +12,7 @@ from spmd.sync.param_server.statistics import ServerStatistics
 from spmd.tree import format_bytes, nbytes
 from spmd.wire.codec.base import RowCodec
 from spmd.wire.comm_log import SENT
+from spmd.wire.reduction_registry import REDUCTIONS
 from spmd.wire.server.events import Events
 
 PREVIEW_ROUNDS = 200  # rounds that are simulated ahead of a run
@@ -21,6 +22,9 @@ def notes(sync: GradientSync) -> list[str]:
     """The codec of each gradient, the size of the residuals, and settings of the layout that have no effect."""
     declared, manual = sync.resolved.layout.gradients, sync.reduction.manual
     codecs, lines = ", ".join(codec for codec in declared.codecs if codec != "exact"), []
+    if reduction := REDUCTIONS[declared.reduction].make:
+        name = f'reduction "{declared.reduction}" ({reduction.__module__}.{reduction.__qualname__})'
+        return [f"gradients are reduced by {name}." if manual else f"note: one worker, nothing is sent: {name} is not used."]
     specs = sync.gradient_specs.values()
     if declared.compressed and manual:
         lines.append(f"gradients are sent as {'; '.join(_codec_shares(sync))}.")

@@ -17,8 +17,8 @@ from docpages import PAGES, ROOT, blocks, blocks_of, prose
 from spmd.launch import cli
 from spmd.launch.hostfile import read_hosts
 from spmd.layout import toml_reader
-from spmd.sync.strategies import REDUCTIONS
 from spmd.wire.codec import CODECS
+from spmd.wire.reduction_registry import REDUCTIONS
 
 pytestmark = pytest.mark.system
 
@@ -31,7 +31,7 @@ MARKS = ("", "hidden", "tensorflow")
 @pytest.fixture
 def registries():
     """Pages that add a codec or a reduction of their own leave none behind."""
-    kept = [(table, dict(table)) for table in (CODECS, REDUCTIONS, toml_reader.CHOICES)]
+    kept = [(table, dict(table)) for table in (CODECS, REDUCTIONS)]
     yield
     for table, before in kept:
         table.clear()

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from spmd.errors import OptionError, did_you_mean, type_name
+from spmd.errors import OptionError, did_you_mean, short_repr, type_name
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.bfloat16 import Bfloat16
 from spmd.wire.codec.exact import Exact
@@ -42,6 +42,9 @@ def register(name: str) -> Callable[[CodecClass], CodecClass]:
       >>> make_codec("halved", {}), CODECS.pop("halved") is Halved
       (Halved(reduce='one_shot'), True)
     """
+
+    if not isinstance(name, str) or not name:
+        raise OptionError(f"register({short_repr(name)}): the name is {type_name(name)}.", fix='such as @wire.register("ternary").')
 
     def add(codec: CodecClass) -> CodecClass:
         if not (isinstance(codec, type) and issubclass(codec, Codec) and dataclasses.is_dataclass(codec)):
