@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import CheckpointError
@@ -16,6 +15,7 @@ from spmd.run.reshard_checkpoint import abstract_from_text, parse_dtype, parse_s
 from spmd.specs import spec_axes
 from spmd.sync.gradient_sync import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
 from spmd.tree import describe
+from spmd.wire.resplit import resplit_rows
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.sync_schedule import has_pending_sync
 
@@ -111,18 +111,8 @@ def _as_saved(wanted: Any, saved: str, mesh: Mesh, item: str) -> tuple[jax.Shape
 
 
 def resplit_residuals(residual: jax.Array, wanted: Any) -> jax.Array:
-    """Residuals [workers, ...] for another number of workers, with the same mean, which is all that error feedback needs.
-
-    Fewer workers: each gets the mean of a group. More: each of a group gets a copy. If neither number divides the other, all get the mean.
-    """
-    before, now = residual.shape[0], wanted.shape[0]
-
-    def split(x: jax.Array) -> jax.Array:
-        if before % now == 0:
-            return x.reshape(now, before // now, *x.shape[1:]).mean(1)
-        return jnp.repeat(x if now % before == 0 else x.mean(0, keepdims=True), now // before if now % before == 0 else now, axis=0)
-
-    return jax.jit(split, out_shardings=wanted.sharding)(residual)
+    """Residuals [workers, ...] for another number of workers, with the same mean, which is all that error feedback needs."""
+    return jax.jit(resplit_rows, static_argnums=1, out_shardings=wanted.sharding)(residual, wanted.shape[0])
 
 
 def check_sync_schedule(before: ParameterServer, now: ParameterServer, step: int) -> None:
