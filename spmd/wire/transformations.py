@@ -6,6 +6,7 @@ mesh axes. Its state is ordinary optimizer state, keyed by parameter path; `spec
 
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmd.errors import CommunicationError, OptionError, check_integer, short_repr, type_name
 from spmd.path_match import compiled
 from spmd.specs import Spec
-from spmd.tree import Tree, flatten
+from spmd.tree import Tree, path_of
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT, Exact
 from spmd.wire.reduction import BUCKET_BYTES, CODEC, RESIDUAL, Memory, Transfer, reduce_mean
@@ -89,7 +90,7 @@ class Communication:
         lossless = self.codec.lossless and all(codec.lossless for _, codec in self.codecs)
         memory: Memory = {}
         if not lossless:
-            arrays = flatten(params)
+            arrays = arrays_by_path(params)
             sizes, in_region = axis_sizes(self.axes, params)
             for number, (path, transfer) in enumerate(self.transfers(arrays, sizes).items()):
                 shape, entry = arrays[path].shape, {}
@@ -103,7 +104,7 @@ class Communication:
     def update(self, grads: Tree, state: WireState, params: Tree = None, **extra: Any) -> tuple[Tree, WireState]:
         """The mean gradients, and the next state."""
         del params, extra
-        flat, sizes = flatten(grads), bound_sizes(self.axes)
+        flat, sizes = arrays_by_path(grads), bound_sizes(self.axes)
         transfers = self.transfers(flat, sizes)
         check_grads(self.axes, flat, lossless=all(transfer.codec.lossless for transfer in transfers.values()))
         _check_memory(transfers, state.memory)
@@ -118,6 +119,14 @@ class Communication:
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """As optax knows it."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)  # type: ignore[arg-type]
+
+
+def arrays_by_path(tree: Tree) -> dict[str, jax.Array]:
+    """Arrays by parameter path, with or without `nnx.Variable` around them: `nnx.Optimizer` passes them to `init` only."""
+    nnx = sys.modules.get("flax.nnx")
+    kinds = (nnx.Variable,) if nnx else ()
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))
+    return dict(zip((path_of(keys) for keys, _ in nodes), jax.tree.leaves(tree), strict=True))
 
 
 def _check_memory(transfers: Mapping[str, Transfer], memory: Memory) -> None:
