@@ -1,5 +1,6 @@
 """What a transformation sends, counted from its traced program."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,14 +13,17 @@ from spmd.wire.comm_log import CommLog, read
 from spmd.xla import shard_map
 
 
-def comm_log(tx: optax.GradientTransformation, shapes: Tree, mesh: Mesh | AbstractMesh) -> CommLog:
+def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Mesh | AbstractMesh) -> CommLog:
     """Every collective of one update; prints as a table. Nothing is compiled, and no device is needed.
 
     Args:
       tx: one of `spmd.wire`, or an optimizer that contains some. For `local_sgd` it is a step in which all fragments are synchronized.
-      shapes: of the parameters on one worker (arrays, or `jax.ShapeDtypeStruct`).
+        Or a function that calls `jax.shard_map`, such as a step with `gather` in its model.
+      shapes: of the parameters on one worker (arrays, or `jax.ShapeDtypeStruct`); for a function, the tuple of its arguments.
       mesh: with the axes that `tx` names. A `jax.sharding.AbstractMesh` will do.
     """
+    if callable(tx):
+        return read(jax.make_jaxpr(tx)(*shapes).jaxpr, dict(mesh.shape))
 
     def update(params: Tree) -> Any:
         return tx.update(params, tx.init(params), params)[0]
@@ -30,8 +34,8 @@ def comm_log(tx: optax.GradientTransformation, shapes: Tree, mesh: Mesh | Abstra
     return read(program.jaxpr, dict(mesh.shape))
 
 
-def bytes_sent(tx: optax.GradientTransformation, shapes: Tree, mesh: Mesh | AbstractMesh) -> int:
-    """Bytes that one device sends in one update (in one synchronization of all parameters, for `local_sgd`); see `comm_log`.
+def bytes_sent(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Mesh | AbstractMesh) -> int:
+    """Bytes that one device sends in one update (in one synchronization of all parameters, for `local_sgd`); arguments as for `log`.
 
     >>> from spmd import wire
     >>> mesh = AbstractMesh((8,), ("data",))

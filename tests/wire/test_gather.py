@@ -9,7 +9,6 @@ import pytest
 
 from spmd import wire
 from spmd.errors import CommunicationError, OptionError
-from spmd.wire.comm_log import read
 from tests.wire.test_transformations import MESH, make_batches
 
 LAYERS, WIDTH = 4, 16
@@ -43,7 +42,7 @@ def full_loss(layers, batch):
     return jnp.mean((x[:, :1] - batch[1]) ** 2)
 
 
-def grads_of(codec, feedback, *, layers=LAYERS, width=WIDTH, jit=True):
+def grads_of(codec, feedback):
     """Gradients of the shards, joined, and the next residuals of each worker, [workers, layers, ...]."""
 
     def run(shards, residuals, batch):
@@ -54,8 +53,7 @@ def grads_of(codec, feedback, *, layers=LAYERS, width=WIDTH, jit=True):
         return grads, jax.tree.map(lambda x: x[None], after)
 
     specs = (SPEC, jax.P("data"))
-    mapped = jax.shard_map(run, mesh=MESH, in_specs=(*specs, jax.P("data")), out_specs=specs, check_vma=False)
-    return jax.jit(mapped) if jit else mapped
+    return jax.jit(jax.shard_map(run, mesh=MESH, in_specs=(*specs, jax.P("data")), out_specs=specs, check_vma=False))
 
 
 def zero_residuals(layers=LAYERS, width=WIDTH):
@@ -131,9 +129,11 @@ def test_temporaries_do_not_grow_with_the_number_of_layers():
 
 
 def test_all_arrays_of_a_layer_are_sent_in_one_bucket():
-    program = jax.make_jaxpr(grads_of(wire.exact(), feedback=False, jit=False))(make_stack(), zero_residuals(), make_batches(1)[0])
-    ops = read(program.jaxpr, {"data": 8}).ops
+    arguments = (make_stack(), zero_residuals(), make_batches(1)[0])
+    ops = wire.log(grads_of(wire.exact(), feedback=False), arguments, MESH).ops
     counts = {kind: sum(op.count for op in ops if op.kind == kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    layer = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of its parameters, and of their gradients
+    assert wire.bytes_sent(grads_of(wire.exact(), feedback=False), arguments, MESH) == LAYERS * 3 * layer * 7 // 8
     assert counts == {"all_gather": 2 * LAYERS, "reduce_scatter": LAYERS, "all_reduce": 0}  # gathered again in the backward pass
 
 
