@@ -1,0 +1,45 @@
+"""The scripts of `examples/wire`, as a person runs them."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "examples" / "wire").glob("*.py"))
+LINE = re.compile(r"(.+): loss ([\d.]+) to ([\d.]+), ([\d,]+) bytes sent per device and step")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_is_short_and_shows_what_changes(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 80
+    docstring = text.split('"""')[1]
+    assert re.search(r"^    -", docstring, re.M) and re.search(r"^    \+.*wire\.", docstring, re.M)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_learns_as_well_with_fewer_bytes(path, tmp_path):
+    if path.name == "keras_loop.py" and not importlib.util.find_spec("keras"):
+        pytest.skip('needs Keras 3: pip install "keras>=3.10"')
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(path.parents[2])}
+    environment.pop("XLA_FLAGS", None)  # a script asks for its devices itself
+    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    exact, encoded = (LINE.fullmatch(line) for line in done.stdout.splitlines())
+    assert exact and encoded and exact[1].startswith("Exact()") and encoded[1].startswith("Int8")
+    first, last, loss = float(exact[2]), float(exact[3]), float(encoded[3])
+    assert last < first / 2 and abs(loss - last) < 0.05 * first
+    sent, before = (int(found[4].replace(",", "")) for found in (encoded, exact))
+    assert sent < before / 2
+
+
+def test_keras_loop_says_what_to_install(tmp_path):
+    script = "import runpy, sys; sys.modules['keras'] = None; runpy.run_path(sys.argv[1])"
+    path = next(path for path in SCRIPTS if path.name == "keras_loop.py")
+    done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr.strip() == 'This example needs Keras 3: pip install "keras>=3.10"'
