@@ -18,7 +18,7 @@ from spmd.wire.codec.top_k import TopK as top_k
 from spmd.wire.count import bytes_sent, comm_log as log
 from spmd.wire.local_steps import LocalState, local_params, local_sgd
 from spmd.wire.reduction_registry import register_reduction
-from spmd.wire.resplit import resplit
+from spmd.wire.resplit_state import resplit
 from spmd.wire.sharded import ZeroState, all_gather, gather, residual_like, zero1
 from spmd.wire.transformations import WireState, all_reduce, hierarchical, init, reduce_scatter, specs
 

@@ -10,7 +10,7 @@ import pytest
 
 from spmd import wire
 from spmd.errors import CommunicationError
-from spmd.wire.resplit import resplit_rows
+from spmd.wire.resplit_state import resplit_rows
 from tests.wire.test_transformations import distance, make_batches, make_params, make_step
 
 INT8 = {"codec": wire.int8(block=16), "error_feedback": True}
