@@ -36,7 +36,6 @@ from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, means
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.state import State, check_alive, replicated_moments
-from spmd.train.step import batch_spec
 from spmd.tree import Tree, abstract
 from spmd.wire.comm_log import CommLog
 
@@ -249,7 +248,7 @@ class Trainer:
 
     def _make_placer(self, program: Program, *, pad: bool, workers: int | None = None) -> Placer:
         resolved = self.resolved
-        return Placer(self.mesh, lambda path: batch_spec(resolved, path), resolved.data_axes, program.rows, pad=pad, workers=workers)
+        return Placer(self.mesh, resolved.batch_spec, resolved.data_axes, program.rows, pad=pad, workers=workers)
 
     def place(self, batch: Tree) -> Batch:
         """A host batch on the mesh. Buffers are copied, so they may be reused at once."""

@@ -16,15 +16,15 @@ ROW_1, ROW_2, ROW_3 = 10.5, 27.5, 47.5
 # kind, left, top, title, where in the code
 BOXES = {
     "params": ("array", 3, ROW_1, "parameter shards", "State.params"),
-    "gather": ("communication", 22.5, ROW_1, "1 gather parameters", "sync/parameter_sync.py\ngather_params"),
-    "forward": ("compute", 42, ROW_1, "2 loss on local rows", "train/step.py\n_loss"),
-    "backward": ("compute", 61.5, ROW_1, "3 backward pass", "train/step.py\n_microbatch_grads"),
+    "gather": ("communication", 22.5, ROW_1, "1 gather parameters", "sync/parameter_sync.py\ngather_all"),
+    "forward": ("compute", 42, ROW_1, "2 loss on local rows", "train/worker_gradients.py\n_loss"),
+    "backward": ("compute", 61.5, ROW_1, "3 backward pass", "train/worker_gradients.py\n_of_microbatch"),
     "local": ("array", 81, ROW_1, "local gradients", "full shape,\nsummed over microbatches"),
     "residual": ("compute", 81, ROW_2, "4 add the residual", "sync/gradient_sync.py\nreduce_gradients"),
     "encode": ("compute", 61.5, ROW_2, "5 encode, per bucket", "wire/codec/\nencode"),
     "exchange": ("communication", 42, ROW_2, "6 reduce over workers", "wire/collectives.py\nall_to_all or reduce_scatter"),
     "means": ("array", 22.5, ROW_2, "mean gradient shards", "new residual =\ngradient - kept"),
-    "optimizer": ("compute", 22.5, ROW_3, "7 optimizer", "train/step.py\n_apply_updates"),
+    "optimizer": ("compute", 22.5, ROW_3, "7 optimizer", "train/synchronous.py\nupdate"),
     "updates": ("communication", 42, ROW_3, "8 gather updates", "sync/parameter_sync.py\ngather_updates (ZeRO-1)"),
     "state": ("array", 61.5, ROW_3, "next state", "same shards,\nsame memory (donated)"),
 }

@@ -56,6 +56,11 @@ class Resolved:
         """Positions along the data axes."""
         return math.prod(self.mesh.sizes[axis] for axis in self.data_axes)
 
+    def batch_spec(self, path: str) -> Spec:
+        """The spec of one leaf of a batch: its rule's, or the batch's default."""
+        claimed = matching_rules(self.layout.batch.rules, path)
+        return self.layout.batch.rules[claimed[0]].spec if claimed else self.layout.batch.spec
+
     def idle_axes(self) -> tuple[str, ...]:
         """Mesh axes of size > 1 along which every device repeats the same work, because neither specs nor tables use them."""
         used = {axis for place in self.placements.values() for axis in spec_axes(place.spec) + spec_axes(place.state_spec)}

@@ -148,6 +148,18 @@ class GradientSync:
         axes = spec_axes(spec.model_spec) if spec.nested else ()
         return (axes or None,)
 
+    def map_params(self, function: Callable[..., Any], *trees: Tree) -> Tree:
+        """`function(placement, leaf, ...)` over trees of parameters."""
+        return map_paths(lambda path, *leaves: function(self.resolved.placements[path], *leaves), *trees)
+
+    def data_spec(self, spec: Spec) -> PartitionSpec:
+        """The part of a spec that `jax.shard_map` over the data axes may name."""
+        return pspec(keep_axes(spec, self.mesh_axes.data_axes))
+
+    def data_specs(self, comm_state: Tree) -> Tree:
+        """`data_spec` of every leaf of the state."""
+        return jax.tree.map(self.data_spec, self.specs(comm_state), is_leaf=lambda x: isinstance(x, tuple))
+
     # communication ---------------------------------------------------------------------------------------------------
 
     def reduce_gradients(self, grads: Tree, comm_state: Tree, step: Any) -> tuple[Tree, Tree, Any]:

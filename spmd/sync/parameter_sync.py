@@ -32,6 +32,28 @@ def gather_params(sync: GradientSync, placement: Placement, shard: Any) -> Any:
         return _gather(sync, placement.spec, shard, mesh_axes.data_axes)
 
 
+def gather_all(sync: GradientSync, params: Tree) -> Tree:
+    """Every parameter, replicated over the workers, from this worker's shards."""
+    if sync.reduction.keeps_params:
+        return jax.tree.unflatten(jax.tree.structure(params), list(gather_packed_params(sync, flatten(params)).values()))
+    return sync.map_params(lambda placement, shard: gather_params(sync, placement, shard), params)
+
+
+def gather_again(sync: GradientSync, backward: Callable, gathered: Tree, params: Tree) -> Callable:
+    """`backward` with those of its residuals that are gathered parameters gathered anew from `params`.
+
+    What `jax.vjp` returns is a pytree of its residuals, and a parameter among them is the array that was passed in.
+    """
+    kept = {id(residual) for residual in jax.tree.leaves(backward)}
+
+    def gather(placement: Placement, old: jax.Array, shard: jax.Array) -> jax.Array:
+        return gather_params(sync, placement, shard) if id(old) in kept and needs_gather(placement, sync.mesh_axes) else old
+
+    again = sync.map_params(gather, gathered, params)
+    replaced = {id(old): new for old, new in zip(jax.tree.leaves(gathered), jax.tree.leaves(again), strict=True)}
+    return jax.tree.map(lambda residual: replaced.get(id(residual), residual), backward)
+
+
 def gather_packed_params(sync: GradientSync, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Packed parameters, by path [positions, width], from this server's row of them, [1, width]: one all-gather per bucket.
 

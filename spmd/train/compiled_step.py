@@ -23,10 +23,10 @@ from spmd.specs import Spec, keep_axes, pspec
 from spmd.sync.strategies import constrain
 from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
-from spmd.train.async_step import AsyncStep
+from spmd.train.asynchronous import Asynchronous
 from spmd.train.export_step import export_step
 from spmd.train.gradient import check_gradient
-from spmd.train.local_sgd_step import LocalSGDStep
+from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import check_pipeline, trace_objective
 from spmd.train.losses import nan_causes
 from spmd.train.metric_rows import MetricRows
@@ -37,8 +37,10 @@ from spmd.train.packing_check import check_update
 from spmd.train.precision import cast, compute_dtype
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
-from spmd.train.step import Step, batch_spec, scan_steps
+from spmd.train.step import Step, UpdateRule, already_in_shard_map, scan_steps, train_step
+from spmd.train.synchronous import Synchronous
 from spmd.train.whole_batch import Comparison, parts_of
+from spmd.train.worker_gradients import WorkerGradients
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 from spmd.wire.comm_log import CommLog, read
 from spmd.wire.server.events import Events
@@ -98,17 +100,16 @@ class Program:
         return all(leaf.shape == (self.rows,) for leaf in jax.tree.leaves(self._eval_outputs))
 
     def make_step(self, rows: int, split: bool) -> Step:
-        """The step for a batch of `rows` rows; see `Step.split`."""
+        """The step for a batch of `rows` rows; see `WorkerGradients.split`."""
         placed, exchange = self.placed, self.placed.exchange
+        rule: type[UpdateRule] = Asynchronous if exchange.asynchronous else LocalSGD if exchange.local else Synchronous
         worker_rows = rows // exchange.worker_count if split else rows
-        variant = AsyncStep if exchange.asynchronous else LocalSGDStep if exchange.local else Step
-        return variant(
+        worker = WorkerGradients(
             placed.model,
             self._train_objective,
-            placed.optimizer,
-            placed.resolved,
-            exchange,
             self._loss_names,
+            exchange,
+            gathers=not rule.per_worker,
             microbatches=max(count for count in range(1, placed.config.accumulate + 1) if worker_rows % count == 0),
             workers_per_position=exchange.worker_count // placed.resolved.workers if split else 1,
             unroll=self._unroll,
@@ -117,6 +118,7 @@ class Program:
             split=split,
             parallel=self._parallel,
         )
+        return Step(worker, rule(exchange, placed.optimizer))
 
     def map_trials(self, run: Callable, *trees: Tree, vectorize: bool) -> Tree:
         """`run` on each entry along dim 0 of trees.
@@ -135,10 +137,11 @@ class Program:
     def scan_steps_in_shard_map(
         self, optimizer: Any, state: State, data: Tree, rows: jax.Array, weights: jax.Array
     ) -> tuple[State, jax.Array]:
-        """`rows.shape[0]` updates with another optimizer, inside a `jax.shard_map` over all axes (`Step.update_in_shard_map`): `data` is
-        replicated, `rows` and `weights` are this worker's, [steps, rows]."""
-        step = dataclasses.replace(self.make_step(rows.shape[1] * self.placed.resolved.workers, True), optimizer=optimizer)
-        return scan_steps(step.update_in_shard_map, state, data, rows, weights, {}, unroll=self._unroll)
+        """`rows.shape[0]` updates with another optimizer, inside a `jax.shard_map` over all axes: `data` is replicated, `rows` and
+        `weights` are this worker's, [steps, rows]."""
+        step = self.make_step(rows.shape[1] * self.placed.resolved.workers, True)
+        step = Step(step.worker, Synchronous(self.placed.exchange, optimizer), already_in_shard_map)
+        return scan_steps(functools.partial(train_step, step), state, data, rows, weights, {}, unroll=self._unroll)
 
     def evaluate_in_trace(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
         """`evaluate`, called inside another trace."""
@@ -229,13 +232,12 @@ class Program:
     def _build(self, key: tuple) -> Callable:
         placed, replicated = self.placed, NamedSharding(self.placed.mesh, PartitionSpec())
         if key[0] == "step":
-            return jax.jit(
-                self.make_step(key[1], key[2]).update, donate_argnums=self.donate_argnums, out_shardings=(placed.shardings, replicated)
-            )
+            step = functools.partial(train_step, self.make_step(key[1], key[2]))
+            return jax.jit(step, donate_argnums=self.donate_argnums, out_shardings=(placed.shardings, replicated))
         if key[0] == "scan_steps":
-            step = self.make_step(key[1], key[2])
+            step = functools.partial(train_step, self.make_step(key[1], key[2]))
             steps = functools.partial(
-                scan_steps, lambda s, b, w, e: self._constrain_state(step.update(s, self._constrain_batch(b), w, e)), unroll=self._unroll
+                scan_steps, lambda s, b, w, e: self._constrain_state(step(s, self._constrain_batch(b), w, e)), unroll=self._unroll
             )
             return jax.jit(steps, donate_argnums=self.donate_argnums, out_shardings=(placed.shardings, replicated))
         return jax.jit(self._evaluate if key[0] == "evaluate" else self._predict, out_shardings=replicated)
@@ -245,7 +247,7 @@ class Program:
         return jax.lax.with_sharding_constraint(result[0], self.placed.shardings), result[1]
 
     def _constrain_batch(self, batch: Tree) -> Tree:
-        return map_paths(lambda path, x: jax.lax.with_sharding_constraint(x, self._sharding(batch_spec(self.placed.resolved, path))), batch)
+        return map_paths(lambda path, x: jax.lax.with_sharding_constraint(x, self._sharding(self.placed.resolved.batch_spec(path))), batch)
 
     def _sharding(self, spec: Spec) -> NamedSharding:
         return NamedSharding(self.placed.mesh, pspec(spec))
@@ -256,8 +258,8 @@ class Program:
         return self.placed.model.bind(variables, Call(training=False, dtype=self._dtype, output_hook=activations))
 
     def _gather_params(self, params: Tree) -> Tree:
-        step = self.make_step(self.rows, True)
-        return step.map_params(lambda place, p: constrain(step.mesh_axes, keep_axes(place.spec, step.mesh_axes.model_axes), p), params)
+        sync, mesh_axes = self.placed.exchange, self.placed.exchange.mesh_axes
+        return sync.map_params(lambda place, p: constrain(mesh_axes, keep_axes(place.spec, mesh_axes.model_axes), p), params)
 
     def _evaluate(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
         with parallel_scope(self._parallel):
@@ -274,7 +276,7 @@ class Program:
         resolved = self.placed.resolved
 
         def with_sharding(path: str, x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(batch_spec(resolved, path)))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(resolved.batch_spec(path)))
 
         weights = jax.ShapeDtypeStruct((self.rows,), jnp.float32, sharding=self._sharding((resolved.data_axes,)))
         return self.placed.abstract_state, map_paths(with_sharding, self.sample), weights, self.abstract_events
@@ -299,7 +301,8 @@ class Program:
     def export(self, platform: str) -> tuple[jax.export.Exported, tuple[int, ...]]:
         """A step on a full batch for a platform, as `export_step` returns it, and which of its flat arguments are donated."""
         out_shardings = (self.placed.shardings, NamedSharding(self.placed.mesh, PartitionSpec()))
-        exported = export_step(self.make_step(self.rows, True).update, self.arguments, out_shardings, platform)
+        step = functools.partial(train_step, self.make_step(self.rows, True))
+        exported = export_step(step, self.arguments, out_shardings, platform)
         return exported, tuple(range(len(jax.tree.leaves(self.arguments[0])) if self.donate_argnums else 0))
 
     @functools.cached_property

@@ -31,7 +31,7 @@ from spmd.train.precision import cast, compute_dtype
 from spmd.train.row_proof import proved
 from spmd.train.row_values import KEY, Fixed, PerRow
 from spmd.train.state import State
-from spmd.train.step import Step
+from spmd.train.step import Step, mean_loss, reduced_gradients
 from spmd.tree import Tree, abstract
 from spmd.wire.server.declaration import ParameterServer
 
@@ -82,7 +82,7 @@ def parts_of(placed: PlacedModel, step: Step) -> Parts:
     """The parts of a step of this model under its layout."""
     exchange, positions = placed.exchange, placed.resolved.workers
     workers = positions if exchange.reduction.manual else 1
-    return Parts(workers, exchange.worker_count // positions, step.microbatches, placed.parallel.manual_backward)
+    return Parts(workers, exchange.worker_count // positions, step.worker.microbatches, placed.parallel.manual_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +285,8 @@ class Comparison:
         layout = dataclasses.replace(layout, gradients=Gradients(reduction), parameter_server=ParameterServer(), pipeline=pipeline)
         placed = self.placed.with_layout(self.placed.mesh, layout, accumulate=1, precision="float32")
         step = self.step(placed, given["weights"].shape[0])
-        step = dataclasses.replace(step, microbatches=parts.microbatches, workers_per_position=parts.simulated, training=training)
+        worker = dataclasses.replace(step.worker, microbatches=parts.microbatches, workers_per_position=parts.simulated, training=training)
+        step = dataclasses.replace(step, worker=worker)
         return functools.partial(jax.jit(functools.partial(_loss_and_gradients, step)), **given)
 
     def figures(self, one: Way, other: Way, state: State) -> Figures:
@@ -332,7 +333,8 @@ def _coarse(way: Way, state: State) -> bool:
 
 def _loss_and_gradients(step: Step, state: State, *, batch: Tree, weights: jax.Array) -> tuple[jax.Array, Tree]:
     with jax.default_matmul_precision("highest"):
-        return step.loss_and_gradients(state, batch, weights)
+        reduced, _ = reduced_gradients(step, state, batch, weights, {})
+        return mean_loss(reduced.metrics), reduced.values
 
 
 @jax.jit

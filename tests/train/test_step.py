@@ -1,6 +1,7 @@
 """What a step promises beyond equalling one device: random numbers, short batches, microbatches, precision, donation."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -13,6 +14,7 @@ from flax import linen, nnx
 
 import spmd
 from spmd.errors import DivergedError, LossError, ModelError
+from spmd.train.step import train_step
 from spmd.tree import flatten
 
 ROWS = 32
@@ -258,7 +260,7 @@ def test_accumulation_equals_the_whole_batch(layout, loss):
 def collectives(trainer, kind):
     program = trainer.prepare(data())[0]
     batch = trainer.place(data())
-    step = jax.jit(program.make_step(ROWS, True).update)
+    step = jax.jit(functools.partial(train_step, program.make_step(ROWS, True)))
     return len(re.findall(rf"stablehlo.{kind}\"", step.lower(trainer.init(), batch.leaves, batch.weights, {}).as_text()))
 
 
@@ -269,8 +271,8 @@ def test_gradients_are_reduced_once_per_step_not_once_per_microbatch():
     for layout, kind in [("data_parallel", "all_reduce"), ("fsdp", "reduce_scatter")]:
         once, four = (collectives(trainer_of(make, layout, accumulate=count), kind) for count in (1, 4))
         assert once == four > 0
-    step = trainer_of(make, accumulate=4).prepare(data())[0].make_step(ROWS, True).update
-    jaxpr = jax.make_jaxpr(step)(trainer_of(make).init(), data(), np.ones(ROWS, np.float32), {})
+    step = trainer_of(make, accumulate=4).prepare(data())[0].make_step(ROWS, True)
+    jaxpr = jax.make_jaxpr(functools.partial(train_step, step))(trainer_of(make).init(), data(), np.ones(ROWS, np.float32), {})
     loops = [str(body) for body in scans(jaxpr.jaxpr) if "dot_general" in str(body)]
     assert loops and not any("psum" in body or "reduce_scatter" in body for body in loops), "no collective inside the loop"
 
@@ -322,8 +324,8 @@ def test_remat_changes_memory_not_results(kind, layout):
     chosen = dataclasses.replace(spmd.Layout.load(layout), remat=remat)
     plain, saved = trainer_of(make, layout), trainer_of(make, chosen)
     assert_close(train(plain)[0].params, train(saved)[0].params, 1e-6)
-    programs = [t.prepare(data())[0].make_step(ROWS, True) for t in (plain, saved)]
-    counts = [str(jax.make_jaxpr(p.update)(plain.init(), data(), np.ones(ROWS, np.float32), {})).count("remat") for p in programs]
+    programs = [functools.partial(train_step, t.prepare(data())[0].make_step(ROWS, True)) for t in (plain, saved)]
+    counts = [str(jax.make_jaxpr(p)(plain.init(), data(), np.ones(ROWS, np.float32), {})).count("remat") for p in programs]
     assert counts[1] > 0 and (counts[1] > counts[0] or kind != "modules")
 
 
@@ -337,8 +339,8 @@ def test_fsdp_gathers_again_in_the_backward_pass():
     """A gathered weight is not kept from the forward to the backward pass: it is gathered twice."""
     trainer = trainer_of(lambda: MLP(rngs=nnx.Rngs(0)), "fsdp")
     program = trainer.prepare(data())[0]
-    step = program.make_step(ROWS, True)
-    jaxpr = str(jax.make_jaxpr(step.update)(trainer.init(), data(), np.ones(ROWS, np.float32), {}))
+    step = functools.partial(train_step, program.make_step(ROWS, True))
+    jaxpr = str(jax.make_jaxpr(step)(trainer.init(), data(), np.ones(ROWS, np.float32), {}))
     sharded = sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(trainer.init().params))
     assert jaxpr.count("all_gather[") > sharded
 

@@ -23,7 +23,6 @@ from spmd.layout.gradients import GradientRule
 from spmd.layout.schema import Batch, Default, OptimizerState
 from spmd.run.callbacks import Callback
 from spmd.run.loggers import JsonLines
-from spmd.train.step import batch_spec
 from spmd.tree import flatten, map_paths
 from spmd.wire.comm_log import read
 
@@ -96,7 +95,7 @@ def lowered(trainer):
         return NamedSharding(trainer.mesh, PartitionSpec(*spec))
 
     def at(path, x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(batch_spec(trainer.resolved, path)))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(trainer.resolved.batch_spec(path)))
 
     weights = jax.ShapeDtypeStruct((program.rows,), jnp.float32, sharding=place((trainer.resolved.data_axes,)))
     return program._function(("step", program.rows, True)).lower(trainer.abstract_state, map_paths(at, program.sample), weights, {})
@@ -402,7 +401,7 @@ def test_bucket_is_filled_up_to_bucket_bytes():
 @pytest.mark.parametrize("codec", ["exact", "bfloat16", "int8", "power_sgd"])
 def test_microbatches_do_not_multiply_gradient_bytes(codec):
     single, four = (trainer_of(gradients(codec), rows=64, accumulate=count) for count in (1, 4))
-    assert four._program.make_step(64, True).microbatches == 4
+    assert four._program.make_step(64, True).worker.microbatches == 4
     assert single.wire.bytes(where="reduce_gradients") == four.wire.bytes(where="reduce_gradients") > 0
     assert single.wire.bytes(where="gather_params") == four.wire.bytes(where="gather_params") == 0
 

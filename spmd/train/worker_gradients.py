@@ -1,0 +1,228 @@
+"""The forward and backward pass of a worker: from parameters and rows to gradients and metric sums.
+
+`WorkerGradients` reads from top to bottom: the workers of a position, one worker's microbatches, one microbatch, its loss.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd.models.base import Call, Model, Variables
+from spmd.nn.layer_stack import layers_per_stage, split_microbatches
+from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
+from spmd.nn.pipeline_1f1b import run_1f1b
+from spmd.rng import part_key, worker_key
+from spmd.sync.gradient_sync import GradientSync
+from spmd.sync.parameter_sync import gather_again, gather_all
+from spmd.train.accumulate import accumulate, microbatches, split_workers
+from spmd.train.activations import Activations
+from spmd.train.metrics import Sums, pack
+from spmd.train.objective import LOSS, Objective, check_worker
+from spmd.train.precision import cast, cast_like
+from spmd.train.state import State
+from spmd.tree import Tree, map_paths
+from spmd.wire import collectives
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerGradients:
+    """Everything about the forward and backward pass that is known before it is compiled."""
+
+    model: Model
+    objective: Objective
+    names: tuple[str, ...]  # of the loss and the metrics, the loss first
+    sync: GradientSync
+    gathers: bool = True  # whether parameters are this worker's shards; False: full, and layers average no batch statistics
+    microbatches: int = 1
+    workers_per_position: int = 1  # simulated workers at each position along the data axes
+    unroll: bool = False
+    dtype: Any = None
+    rowwise: bool = False  # the loss gives one value per row
+    split: bool = True  # False: every worker computes all rows (a last batch that the workers do not divide)
+    parallel: ParallelConfig = UNSHARDED  # how the forward pass is sharded
+    training: bool = True  # False: the model in evaluation mode
+
+    def mean(
+        self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
+    ) -> tuple[Tree, Tree, jax.Array]:
+        """Of one position: gradients, the next stats, and metrics float32[2, names], which are those of the batch.
+
+        The gradients are full and not yet averaged: their mean over workers is the gradient of the mean loss over the batch.
+        """
+        first = collectives.worker_index(axes) * self.workers_per_position
+
+        def worker_grads(stats: Tree, rows: tuple, index: jax.Array) -> tuple[tuple, Tree]:
+            grads, after = self._of_worker(params, state, stats, rows, first + index, axes)
+            if "present" not in events:
+                return grads, after
+            kept = functools.partial(jnp.where, events["present"][first + index])  # never by multiplying: 0 * NaN
+            return jax.tree.map(lambda x: kept(x, jnp.zeros_like(x)), grads), jax.tree.map(kept, after, stats)
+
+        if self.workers_per_position == 1:
+            (grads, sums), stats = worker_grads(state.stats, (batch, weights), jnp.int32(0))
+        else:
+            rows = split_workers((batch, weights), self.workers_per_position)
+            (grads, sums), stats = accumulate(worker_grads, state.stats, rows, self.workers_per_position, unroll=self.unroll)
+        # a sum over rows was differentiated: divided by the workers' mean count, its average over workers is the mean
+        with jax.named_scope("metrics"):
+            count = nonzero(collectives.all_reduce(sums[LOSS][1], axes) / (collectives.worker_count(axes) if axes else 1))
+            metrics = collectives.all_reduce(pack(sums, self.names), axes) if self.split else pack(sums, self.names)
+        return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, metrics
+
+    def of_each(
+        self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
+    ) -> tuple[Tree, Tree, jax.Array]:
+        """Of each simulated worker of one position, at parameters [m, ...] of its own: mean gradients over its rows, [m, ...]; the next
+        stats; and metrics float32[m, 2, names]. An absent worker has gradients of zero and counts for nothing."""
+        count = self.workers_per_position
+        first = collectives.worker_index(axes) * count
+
+        def worker_grads(stats: Tree, inputs: tuple) -> tuple[Tree, tuple]:
+            index, present, params, rows = inputs
+            (grads, sums), after = self._of_worker(params, state, stats, rows, first + index, axes)
+
+            def kept(x: jax.Array) -> jax.Array:
+                return jnp.where(present, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
+
+            rows_counted = nonzero(sums[LOSS][1])
+            grads = jax.tree.map(lambda g: kept((g / rows_counted).astype(g.dtype)), grads)
+            after = jax.tree.map(lambda new, old: jnp.where(present, new, old), after, stats)
+            return after, (grads, kept(pack(sums, self.names)))
+
+        inputs = (jnp.arange(count), present_workers(events, axes, count), params, split_workers((batch, weights), count))
+        stats, (grads, metrics) = lax.scan(worker_grads, state.stats, inputs, unroll=count if self.unroll else 1)
+        return grads, stats, metrics
+
+    def _of_worker(
+        self, params: Tree, state: State, stats: Tree, rows: tuple, worker: Any, axes: tuple[str, ...]
+    ) -> tuple[tuple[Tree, Sums], Tree]:
+        """Of one worker, by its number over all workers: gradients of the loss summed over its rows, and metric sums; the next stats."""
+        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
+        localize = self._localizer(worker, rows[1].shape[0] // self.microbatches, axes)
+        loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, sync_axes=axes if self.gathers else ())
+        remat = self.sync.resolved.layout.remat
+        if remat.saves != "everything" and not remat.modules:
+            loss = jax.checkpoint(loss, policy=remat_policy(remat.saves))
+
+        def microbatch_grads(stats: Tree, rows: tuple, index: jax.Array) -> tuple[tuple, Tree]:
+            key = jax.random.fold_in(step_key, index)
+            if self.parallel.manual_backward:
+                return self._of_pipeline(params, state, rows, key, worker, axes), stats
+            return self._of_microbatch(loss, params, stats, rows, key)
+
+        if self.microbatches == 1:
+            return microbatch_grads(stats, rows, jnp.int32(0))
+        parts = microbatches(rows, self.microbatches)
+        return accumulate(microbatch_grads, stats, parts, self.microbatches, unroll=self.unroll)
+
+    def _of_microbatch(self, loss: Callable, params: Tree, stats: Tree, rows: tuple, key: Any) -> tuple[tuple[Tree, Sums], Tree]:
+        """Gradients with respect to the full parameters, and metric sums; the next stats."""
+        gathered = self._gather(params)
+        value, backward, (sums, stats) = jax.vjp(functools.partial(loss, stats=stats, rows=rows, key=key), gathered, has_aux=True)
+        if self.gathers and not self.sync.reduction.keeps_params:
+            # Gathered parameters are not kept from the forward to the backward pass. They are gathered again from values that
+            # depend on the loss, so the compiler cannot merge the two gathers into one.
+            sharded, value = lax.optimization_barrier((params, value))
+            backward = gather_again(self.sync, backward, gathered, cast(sharded, self.dtype))
+        (grads,) = backward(jnp.ones_like(value))
+        return (cast_like(grads, params), sums), stats
+
+    def _gather(self, params: Tree) -> Tree:
+        """Full parameters in the dtype of the computation; cast before they are sent, so they are sent in that dtype."""
+        params = cast(params, self.dtype)
+        return gather_all(self.sync, params) if self.gathers else params
+
+    def _of_pipeline(self, params: Tree, state: State, rows: tuple, key: Any, worker: Any, axes: tuple[str, ...]) -> tuple[Tree, Sums]:
+        """`_of_microbatch` of a 1F1B pipeline, which splits the rows into microbatches of its own and keeps no stats."""
+        parts = split_microbatches(self.parallel, rows)
+        count = parts.count * math.prod(map(self.parallel.axis_size, parts.row_axes))
+
+        def loss(params: Tree, rows: tuple, part: Any, parallel: ParallelConfig, consts: Tree) -> tuple[jax.Array, Sums]:
+            stats, rngs, key_data, worker = consts
+            worker_localize = self._localizer(worker, parts.rows * parts.count, axes)
+            value, (sums, _) = self._loss(
+                params,
+                stats=stats,
+                rngs=rngs,
+                rows=rows,
+                key=jax.random.wrap_key_data(key_data, impl="threefry2x32"),
+                localize=lambda k: part_key(worker_localize(k), part, count, rows=parts.rows),
+                sync_axes=(),
+                parallel=parallel,
+            )
+            return value, sums
+
+        sharded, stacks = self.sync.resolved.layout.stage_axis is not None, self.model.stacks()
+        grads, sums = run_1f1b(
+            self.parallel,
+            loss,
+            self._gather(params),
+            rows,
+            (state.stats, state.rngs, jax.random.key_data(key), jnp.asarray(worker)),
+            map_paths(lambda path, _: sharded and path in stacks, params),
+            parts,
+            layers_per_stage=None if sharded else functools.partial(layers_per_stage, self.parallel),
+        )
+        return cast_like(grads, params), sums
+
+    def _loss(
+        self,
+        params: Tree,
+        *,
+        stats: Tree,
+        rngs: Tree,
+        rows: tuple,
+        key: Any,
+        localize: Callable[[Any], Any],
+        sync_axes: tuple[str, ...],
+        parallel: ParallelConfig | None = None,
+    ) -> tuple[jax.Array, tuple[Sums, Tree]]:
+        """The loss summed over these rows; beside it all metric sums and the next stats."""
+        batch, weights = rows
+        remat = self.sync.resolved.layout.remat
+        model_key, loss_key = jax.random.split(key)
+        policy, activations = remat_policy(remat.saves), Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
+        call = Call(self.training, model_key, localize, sync_axes, remat.modules, policy, self.dtype, activations)
+        with parallel_scope(parallel or self.parallel):
+            bound = self.model.bind(Variables(params, stats, rngs), call)
+            value, extra = self.objective(bound, batch, localize(loss_key))
+        check_worker(value, weights.shape[0], rowwise=self.rowwise)
+        sums = self.objective.sums(value, extra, weights)
+        return sums[LOSS][0], (sums, cast_like(self.model.get_stats(bound), stats))
+
+    def _localizer(self, worker: Any, rows: int, axes: tuple[str, ...]) -> Callable[[Any], Any]:
+        """From a dropout key that is the same on all workers to that of `worker`, which has this many rows."""
+        workers = (collectives.worker_count(axes) if axes else 1) * self.workers_per_position
+        if workers == 1 or not self.split:
+            return lambda key: key
+        return functools.partial(worker_key, worker=worker, rows=rows, workers=workers)
+
+
+def present_workers(events: Tree, axes: tuple[str, ...], count: int) -> jax.Array:
+    """bool[m], which of the `count` workers of this position take part in the step."""
+    return lax.dynamic_slice_in_dim(events["present"], collectives.worker_index(axes) * count, count)
+
+
+def mean(total: jax.Array, count: jax.Array) -> jax.Array:
+    """`total / count`, and zero where the count is zero: a gradient of 0 / 0 would make every parameter NaN."""
+    return total / nonzero(count)
+
+
+def nonzero(count: jax.Array) -> jax.Array:
+    """A count to divide by, with infinity in place of zero.
+
+    The choice is made here and not in the quotient, so the division rounds as it does by any number.
+    """
+    return lax.optimization_barrier(jnp.where(count == 0, jnp.inf, count))
+
+
+def remat_policy(save: str) -> Callable[..., bool] | None:
+    """The `jax.checkpoint` policy of a layout's `[remat] save`; None keeps nothing."""
+    policies = {"everything": jax.checkpoint_policies.everything_saveable, "dots": jax.checkpoint_policies.dots_saveable}
+    return policies.get(save)
