@@ -11,6 +11,7 @@ step in a ring, from the collectives of the compiled program.
 import argparse
 import dataclasses
 import datetime
+import functools
 import math
 import re
 import sys
@@ -25,9 +26,10 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import spmd
+from spmd.sync import parameter_sync
 from spmd.sync.gradient_sync import GradientSync
-from spmd.train import step as step_module
 from spmd.train.compiled_step import Program
+from spmd.train.step import train_step
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.tree import map_paths
 
@@ -103,7 +105,9 @@ def program(devices: list, arm: str):
     batch = map_paths(lambda _, s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=over_data), ready.sample)
     weights = jax.ShapeDtypeStruct((rows,), np.float32, sharding=over_data)
     jitted = jax.jit(
-        ready.make_step(rows, True).update, donate_argnums=0, out_shardings=(placed.shardings, NamedSharding(mesh, PartitionSpec()))
+        functools.partial(train_step, ready.make_step(rows, True)),
+        donate_argnums=0,
+        out_shardings=(placed.shardings, NamedSharding(mesh, PartitionSpec())),
     )
     return jitted.lower(placed.abstract_state, batch, weights)
 
@@ -122,13 +126,13 @@ def main() -> None:
     lines += [__doc__.strip().split("\n\n")[-1], ""]
     header = ("GPUs", "program", "MB sent per GPU and step", "of which", "memory: arguments + temporaries, GB", "compile s")
     lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    gather_params, needs_gather, reduce_gradients = step_module.gather_params, step_module.needs_gather, GradientSync.reduce_gradients
+    gather_params, needs_gather, reduce_gradients = parameter_sync.gather_params, parameter_sync.needs_gather, GradientSync.reduce_gradients
     for count in map(int, options.gpus.split(",")):
         topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x{max(1, count // 8)}x{min(8, count)}")
         for arm in ("naive", "auto", "manual"):
             # naive: the partitioner knows how arrays are stored, and not where parameters are used replicated
-            step_module.needs_gather = (lambda placement, mesh_axes: False) if arm == "naive" else needs_gather
-            step_module.gather_params = (lambda sync, placement, shard: shard) if arm == "naive" else gather_params
+            parameter_sync.needs_gather = (lambda placement, mesh_axes: False) if arm == "naive" else needs_gather
+            parameter_sync.gather_params = (lambda sync, placement, shard: shard) if arm == "naive" else gather_params
             GradientSync.reduce_gradients = (
                 (lambda self, grads, memory, step: (grads, memory, jnp.zeros((2, 0)))) if arm == "naive" else reduce_gradients
             )

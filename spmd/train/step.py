@@ -110,7 +110,7 @@ def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array,
         # 1. parameters: this worker's shards, which each microbatch gathers; or a full copy of its own
         params = rule.params(state)
         # 2. value and gradient of the loss on this worker's rows, summed over microbatches
-        gradients = worker.of_each if rule.per_worker else worker.mean
+        gradients = worker.worker_gradients if rule.per_worker else worker.position_gradients
         grads, stats, metrics = gradients(params, state, batch, weights, events, rule.axes)
         with jax.named_scope("stats"):
             if rule.axes:

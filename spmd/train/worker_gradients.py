@@ -48,7 +48,7 @@ class WorkerGradients:
     parallel: ParallelConfig = UNSHARDED  # how the forward pass is sharded
     training: bool = True  # False: the model in evaluation mode
 
-    def mean(
+    def position_gradients(
         self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
     ) -> tuple[Tree, Tree, jax.Array]:
         """Of one position: gradients, the next stats, and metrics float32[2, names], which are those of the batch.
@@ -75,7 +75,7 @@ class WorkerGradients:
             metrics = collectives.all_reduce(pack(sums, self.names), axes) if self.split else pack(sums, self.names)
         return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, metrics
 
-    def of_each(
+    def worker_gradients(
         self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
     ) -> tuple[Tree, Tree, jax.Array]:
         """Of each simulated worker of one position, at parameters [m, ...] of its own: mean gradients over its rows, [m, ...]; the next
