@@ -1,5 +1,6 @@
 """Parameter communication: gather parameters from shards for use, and gather sharded updates."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
