@@ -1,7 +1,7 @@
 """JAX's coordination service. Everything private to JAX that concerns several processes is in this file.
 
 The service runs in process 0 and stores short texts by path; all processes see the same ones. Tested with each supported release of JAX
-(`tests/distributed/test_local_launcher.py`).
+(`tests/distributed/test_coordination.py`).
 """
 
 import os
