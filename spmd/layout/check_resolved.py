@@ -13,6 +13,7 @@ from spmd.mesh import MeshSpec
 from spmd.specs import entry_axes, mixes_data_axes, spec_axes, spec_text
 from spmd.tree import describe, format_bytes
 from spmd.wire.reduction_registry import REDUCTIONS
+from spmd.wire.server.declaration import worker_problems
 
 Params = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -109,14 +110,11 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
         why += f"1 - {server.moving_rate:g} ({workers} + 1) = {factor:.3g}."
         fix = f"below 2 / {workers + 1}, such as {0.9 / workers:.3g}."
         yield Problem("[parameter_server] moving_rate", [why], fix, kind="invalid_value")
-    for key, most in (("spares", workers - 1), ("splits", workers), ("fragments", len(resolved.placements))):
-        value = getattr(server, key)
-        if value is not None and value > most:
-            of = f"{most} parameters" if key == "fragments" else f"{workers} workers"
-            yield Problem(f"[parameter_server] {key}", [f"{value}, of {of}."], f"at most {most}.", kind="invalid_value")
-    if isinstance(server.compute_time, tuple) and len(server.compute_time) != workers:
-        why = f"{len(server.compute_time)} numbers for {workers} workers."
-        yield Problem("[parameter_server] compute_time", [why], "one for each.", kind="invalid_value")
+    if server.fragments > len(resolved.placements):
+        why, most = f"{server.fragments}, of {len(resolved.placements)} parameters.", f"at most {len(resolved.placements)}."
+        yield Problem("[parameter_server] fragments", [why], most, kind="invalid_value")
+    for conflict in worker_problems(server, workers):
+        yield Problem(f"[parameter_server] {conflict.key}", [conflict.why], conflict.fix, kind="invalid_value")
 
 
 def _sharded_problems(resolved: Resolved, why: str) -> Iterator[Problem]:

@@ -16,16 +16,19 @@ from spmd.wire.codec.power_sgd import PowerSgd as power_sgd
 from spmd.wire.codec.sign import Sign as sign
 from spmd.wire.codec.top_k import TopK as top_k
 from spmd.wire.count import bytes_sent, comm_log as log
-from spmd.wire.local_steps import LocalState, local_params, local_sgd
+from spmd.wire.local_steps import LocalState, local_sgd
 from spmd.wire.reduction_registry import register_reduction
 from spmd.wire.resplit_state import resplit
+from spmd.wire.server.clock import server_clock
+from spmd.wire.server.transformation import ServerState, parameter_server
 from spmd.wire.sharded import ZeroState, all_gather, gather, residual_like, zero1
-from spmd.wire.transformations import WireState, all_reduce, hierarchical, init, reduce_scatter, specs
+from spmd.wire.transformations import WireState, all_reduce, hierarchical, init, local_params, reduce_scatter, specs
 
 __all__ = [
     "Codec",
     "LocalState",
     "RowCodec",
+    "ServerState",
     "WireState",
     "ZeroState",
     "all_gather",
@@ -43,12 +46,14 @@ __all__ = [
     "local_sgd",
     "log",
     "option",
+    "parameter_server",
     "power_sgd",
     "reduce_scatter",
     "register",
     "register_reduction",
     "residual_like",
     "resplit",
+    "server_clock",
     "sign",
     "specs",
     "top_k",

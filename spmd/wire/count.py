@@ -10,10 +10,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from spmd.tree import Tree
 from spmd.wire.comm_log import CommLog, read
+from spmd.wire.transformations import local_params
 from spmd.xla import shard_map
 
 
-def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Mesh | AbstractMesh) -> CommLog:
+def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Mesh | AbstractMesh, **extra: Any) -> CommLog:
     """Every collective of one update; prints as a table. Nothing is compiled, and no device is needed.
 
     Args:
@@ -21,12 +22,14 @@ def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Me
         Or a function that calls `jax.shard_map`, such as a step with `gather` in its model.
       shapes: of the parameters on one worker (arrays, or `jax.ShapeDtypeStruct`); for a function, the tuple of its arguments.
       mesh: with the axes that `tx` names. A `jax.sharding.AbstractMesh` will do.
+      extra: what `tx.update` needs beside, such as `events=clock.step_inputs(0)` for `parameter_server`.
     """
     if callable(tx):
         return read(jax.make_jaxpr(tx)(*shapes).jaxpr, dict(mesh.shape))
 
     def update(params: Tree) -> Any:
-        return tx.update(params, tx.init(params), params)[0]
+        state = tx.init(params)
+        return tx.update(local_params(state, params), state, params, **extra)[0]
 
     replicated = PartitionSpec()
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), shapes)
@@ -34,7 +37,7 @@ def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Me
     return read(program.jaxpr, dict(mesh.shape))
 
 
-def bytes_sent(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Mesh | AbstractMesh) -> int:
+def bytes_sent(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Mesh | AbstractMesh, **extra: Any) -> int:
     """Bytes that one device sends in one update (in one synchronization of all parameters, for `local_sgd`); arguments as for `log`.
 
     >>> from spmd import wire
@@ -44,4 +47,4 @@ def bytes_sent(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: 
     >>> exact, int8, round(exact / int8, 2)
     (7340032, 1863680, 3.94)
     """
-    return comm_log(tx, shapes, mesh).bytes()
+    return comm_log(tx, shapes, mesh, **extra).bytes()

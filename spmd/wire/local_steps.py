@@ -57,6 +57,16 @@ class LocalState:
             every(replicated, self), params=every(of_worker, self.params), inner=every(of_worker, self.inner), wire=self.wire.specs()
         )
 
+    def local_params(self, params: Tree) -> Tree:
+        """This worker's own parameters, or those that it takes from the servers now."""
+        owner = split_fragments(params, self.fresh.shape[0])
+
+        def take(path: str, full: jax.Array, own: jax.Array) -> jax.Array:
+            taken = (self.mix * own[0] + (1 - self.mix) * full).astype(full.dtype) if self.mix else full
+            return jnp.where(self.fresh[owner[path]], taken, own[0])
+
+        return map_paths(take, params, self.params)
+
 
 def split_fragments(params: Tree, fragments: int) -> dict[str, int]:
     """The fragment of each parameter, so that fragments are of nearly equal size.
@@ -65,22 +75,6 @@ def split_fragments(params: Tree, fragments: int) -> dict[str, int]:
     {'a': 0, 'b': 1, 'c': 1}
     """
     return dict(assign("largest_first", {path: nbytes(leaf) for path, leaf in flatten(params).items()}, fragments).owner)
-
-
-def local_params(state: LocalState, params: Tree) -> Tree:
-    """The parameters that this worker computes its gradients at, inside the region.
-
-    Args:
-      state: this worker's.
-      params: the global ones, which the loop carries.
-    """
-    owner = split_fragments(params, state.fresh.shape[0])
-
-    def take(path: str, full: jax.Array, own: jax.Array) -> jax.Array:
-        taken = (state.mix * own[0] + (1 - state.mix) * full).astype(full.dtype) if state.mix else full
-        return jnp.where(state.fresh[owner[path]], taken, own[0])
-
-    return map_paths(take, params, state.params)
 
 
 def local_sgd(
@@ -171,7 +165,7 @@ def local_sgd(
                 "the state is not that of these parameters, or is not split over workers.",
                 fix="init with these parameters, and wire.specs(state) among the in_specs and out_specs of jax.shard_map.",
             )
-        local = local_params(state, params)
+        local = state.local_params(params)
         stacked = jax.tree.map(lambda x: x[None], (grads, local))
         updates, inner_state = jax.vmap(lambda g, s, p: inner.update(g, s, p, **extra))(stacked[0], state.inner, stacked[1])
         local = optax.apply_updates(local, jax.tree.map(lambda x: x[0], updates))

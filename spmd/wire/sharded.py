@@ -81,17 +81,8 @@ def zero1(
         start = _own_shards(communication, params, sizes) if in_region else params
         state = inner.init(start)
 
-        def moment_spec(moment: jax.Array, param: jax.Array, full: jax.Array) -> PartitionSpec:
-            if moment.shape != param.shape and moment.size > 1:
-                raise OptimizerError(
-                    f"wire.zero1: the optimizer keeps {describe(moment)} for a parameter {describe(param)}: it combines elements of "
-                    "an array, and each worker has only its shard.",
-                    fix=FULL_GRADIENTS,
-                )
-            return PartitionSpec(*shard_spec(full.shape, sizes)) if moment.shape == param.shape else PartitionSpec()
-
-        tree = optax.tree_utils.tree_map_params(inner, moment_spec, state, start, params, transform_non_params=lambda _: PartitionSpec())
-        inner_specs = tuple(jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, PartitionSpec)))
+        full = jax.tree.map(lambda leaf: PartitionSpec(*shard_spec(leaf.shape, sizes)), params)
+        inner_specs = moment_specs("wire.zero1", inner, state, start, full)
         return ZeroState(communication.init(params), state, inner_specs)
 
     def update(grads: Tree, state: ZeroState, params: Tree = None, **extra: Any) -> tuple[Tree, ZeroState]:
@@ -102,7 +93,8 @@ def zero1(
         if max_norm is not None:
             shards = _clip(shards, params, sizes, max_norm)
         own = _own_shards(communication, params, sizes)
-        _check_elementwise(inner, shards, state.inner, own, extra)
+        fix = f"for clipping: wire.zero1(..., max_norm=1.0); else {FULL_GRADIENTS}"
+        check_elementwise("wire.zero1", fix, inner, shards, state.inner, own, extra)
         updates, inner_state = inner.update(shards, state.inner, own, **extra)
         return all_gather(updates, communication.axes, params), ZeroState(wire_state, inner_state, state.inner_specs)
 
@@ -128,14 +120,30 @@ def _clip(shards: Tree, params: Tree, sizes: dict[str, int], max_norm: float) ->
     return jax.tree.map(lambda shard: jnp.where(norm < max_norm, shard, (shard / norm.astype(shard.dtype)) * max_norm), shards)
 
 
-def _check_elementwise(inner: Any, shards: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> None:
+def moment_specs(where: str, inner: Any, state: Any, params: Tree, specs: Tree) -> tuple[PartitionSpec, ...]:
+    """The spec of every leaf of an optimizer's state: moments are sharded as their parameters, all else is replicated."""
+
+    def moment_spec(moment: jax.Array, param: jax.Array, spec: PartitionSpec) -> PartitionSpec:
+        if moment.shape != param.shape and moment.size > 1:
+            raise OptimizerError(
+                f"{where}: the optimizer keeps {describe(moment)} for a parameter {describe(param)}: it combines elements of an array, "
+                "and each worker has only its shard.",
+                fix=FULL_GRADIENTS,
+            )
+        return spec if moment.shape == param.shape else PartitionSpec()
+
+    tree = optax.tree_utils.tree_map_params(inner, moment_spec, state, params, specs, transform_non_params=lambda _: PartitionSpec())
+    return tuple(jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, PartitionSpec)))
+
+
+def check_elementwise(where: str, fix: str, inner: Any, shards: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> None:
     """Refuse an optimizer that combines elements of an array: of a shard it would see only this worker's part."""
     program = jax.make_jaxpr(lambda *trees: inner.update(*trees, **extra))(shards, state, params)
     for name, shape in _operations(program.jaxpr):
         if name.startswith(NOT_ELEMENTWISE) and shape:
             raise OptimizerError(
-                f"wire.zero1: the optimizer combines the elements of an array ({name} of {list(shape)}); each worker has only its shard.",
-                fix=f"for clipping: wire.zero1(..., max_norm=1.0); else {FULL_GRADIENTS}",
+                f"{where}: the optimizer combines the elements of an array ({name} of {list(shape)}); each worker has only its shard.",
+                fix=fix,
             )
 
 

@@ -59,7 +59,8 @@ class WireState:
 class Communication:
     """A mean over workers, with its options: what `all_reduce`, `reduce_scatter`, `hierarchical`, `zero1` and `local_sgd` are made of.
 
-    With `scatter`, each worker gets a shard of the mean, along the dim that `shard_spec` chooses; else all of it.
+    With `scatter`, each worker gets a shard of the mean, along the dim that `shard_spec` chooses; with `rows` its row of gradients that
+    are packed as [workers, ...]; else all of it.
     """
 
     axes: tuple[str, ...]
@@ -71,13 +72,14 @@ class Communication:
     bucket_bytes: int = BUCKET_BYTES
     inside: tuple[str, ...] = ()
     scatter: bool = False
+    rows: bool = False
 
     def transfers(self, arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Transfer]:
         """How each gradient is communicated, from its shape on one worker."""
         return {path: self._transfer(path, leaf.shape, sizes) for path, leaf in arrays.items()}
 
     def _transfer(self, path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Transfer:
-        spec = shard_spec(shape, sizes) if self.scatter else ()
+        spec = shard_spec(shape, sizes) if self.scatter else (self.axes,) if self.rows else ()
         layout = ShardLayout(shape, spec, self.axes, tuple(sizes[axis] for axis in self.axes))
         codec = next((codec for pattern, codec in self.codecs if compiled(pattern).fullmatch(path)), self.codec)
         sent = any(size > 1 for axis, size in sizes.items() if axis not in self.inside)
@@ -88,18 +90,20 @@ class Communication:
     def init(self, params: Tree) -> WireState:
         """The state at step 0: zero residuals, and the codecs' own arrays. Gradients have the shapes of `params`."""
         lossless = self.codec.lossless and all(codec.lossless for _, codec in self.codecs)
-        memory: Memory = {}
-        if not lossless:
-            arrays = arrays_by_path(params)
-            sizes, in_region = axis_sizes(self.axes, params)
-            for number, (path, transfer) in enumerate(self.transfers(arrays, sizes).items()):
-                shape, entry = arrays[path].shape, {}
-                if transfer.error_feedback:
-                    entry[RESIDUAL] = jnp.zeros((1 if in_region else transfer.shard_layout.workers, *shape), self.memory_dtype)
-                codec_state = transfer.codec.init(jax.random.fold_in(jax.random.key(0), number), shape, shape)
-                entry |= {CODEC: {name: leaf[None] for name, leaf in codec_state.items()}} if codec_state else {}
-                memory |= {path: entry} if entry else {}
+        memory = {} if lossless else self.init_memory(arrays_by_path(params), *axis_sizes(self.axes, params))
         return WireState(jnp.zeros((), jnp.int32), memory, self.axes)
+
+    def init_memory(self, arrays: Mapping[str, Any], sizes: Mapping[str, int], in_region: bool) -> Memory:
+        """Zero residuals, and the codecs' own arrays, of gradients with the shapes of `arrays`."""
+        memory: Memory = {}
+        for number, (path, transfer) in enumerate(self.transfers(arrays, sizes).items()):
+            shape, entry = arrays[path].shape, {}
+            if transfer.error_feedback:
+                entry[RESIDUAL] = jnp.zeros((1 if in_region else transfer.shard_layout.workers, *shape), self.memory_dtype)
+            codec_state = transfer.codec.init(jax.random.fold_in(jax.random.key(0), number), shape, shape)
+            entry |= {CODEC: {name: leaf[None] for name, leaf in codec_state.items()}} if codec_state else {}
+            memory |= {path: entry} if entry else {}
+        return memory
 
     def update(self, grads: Tree, state: WireState, params: Tree = None, **extra: Any) -> tuple[Tree, WireState]:
         """The mean gradients, and the next state."""
@@ -155,6 +159,7 @@ def make_communication(
     bucket_bytes: int = BUCKET_BYTES,
     inside: tuple[str, ...] = (),
     scatter: bool = False,
+    rows: bool = False,
 ) -> Communication:
     """A `Communication` from options that are checked."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -172,7 +177,7 @@ def make_communication(
         raise OptionError(f"memory_dtype={short_repr(memory_dtype)}.", fix='"float32" or "bfloat16".')
     check_integer(start_step, "start_step", 0)
     check_integer(bucket_bytes, "bucket_bytes")
-    return Communication(names, codec, pairs, error_feedback, memory_dtype, start_step, bucket_bytes, inside, scatter)
+    return Communication(names, codec, pairs, error_feedback, memory_dtype, start_step, bucket_bytes, inside, scatter, rows)
 
 
 def all_reduce(axes: Axes, codec: Codec = EXACT, **options: Any) -> optax.GradientTransformationExtraArgs:
@@ -277,6 +282,23 @@ def specs(state: Tree) -> Tree:
                     fix=fix,
                 )
     return jax.tree.map(lambda node: node.specs() if _has_specs(node) else PartitionSpec(), state, is_leaf=_has_specs)
+
+
+def local_params(state: Tree, params: Tree) -> Tree:
+    """The parameters that this worker computes its gradients at, inside the region.
+
+    Under `local_sgd` they are its own, under an asynchronous `parameter_server` those that it last read; otherwise `params`.
+
+    Args:
+      state: this worker's, of the transformation or of a chain with it.
+      params: the global ones, which the loop carries.
+    """
+    states = [node for node in jax.tree.leaves(state, is_leaf=_has_local_params) if _has_local_params(node)]
+    return states[0].local_params(params) if states else params
+
+
+def _has_local_params(node: Any) -> bool:
+    return hasattr(node, "local_params")
 
 
 _DECIDE_ALONE = (

@@ -179,6 +179,18 @@ def declared_problems(server: ParameterServer) -> list[Conflict]:
     return conflicts + (_local_problems(server) if server.local else [])
 
 
+def worker_problems(server: ParameterServer, workers: int) -> list[Conflict]:
+    """Which values do not fit this number of workers."""
+    conflicts = []
+    for key, most in (("spares", workers - 1), ("splits", workers)):
+        value = getattr(server, key)
+        if value is not None and value > most:
+            conflicts.append(Conflict(key, f"{value}, of {workers} workers.", f"at most {most}."))
+    if isinstance(server.compute_time, tuple) and len(server.compute_time) != workers:
+        conflicts.append(Conflict("compute_time", f"{len(server.compute_time)} numbers for {workers} workers.", "one for each."))
+    return conflicts
+
+
 def _number_problems(server: ParameterServer) -> list[Conflict]:
     conflicts = []
     for field in dataclasses.fields(server):

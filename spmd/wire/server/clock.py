@@ -1,0 +1,58 @@
+"""`server_clock`: the simulated clock of a parameter server, for a loop of one's own."""
+
+import dataclasses
+import math
+from typing import Any
+
+from spmd.errors import OptionError, check_integer, did_you_mean, short_repr
+from spmd.wire.server.declaration import ASYNCHRONOUS, MODES, ParameterServer, declared_problems, worker_problems
+from spmd.wire.server.events import Events
+
+ELSEWHERE = ("placement", "servers", "drop_remainder")  # options that say where a layout stores parameters, and how `fit` reads data
+
+
+def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **options: Any) -> Events:
+    """The simulated clock of a parameter server: which gradients arrive when, and who reads which version of the parameters.
+
+    `clock.step_inputs(n)` are the events of step `n`, from 0, as data for `parameter_server`; `clock.metrics(n)` is the simulated time.
+    The same options always give the same events, so a resumed loop continues with the next number.
+
+    Args:
+      workers: positions along the axes of `parameter_server`.
+      bytes: bytes that a worker sends to one server with a gradient, and receives from it, for `network`.
+      options: as of `spmd.ParameterServer`: `mode` "synchronous", "asynchronous", "bounded" or "softsync", with `spares`, `bound`,
+        `splits`, `compute_time`, `network`, `staleness_scale`, `max_staleness`, `delay_compensation`, `delay_decay`, `warmup_steps`,
+        `fetch_every` and `seed`.
+
+    Raises:
+      OptionError: an option that is unknown, has an invalid value, or contradicts another. All are reported at once.
+
+    Example:
+      >>> clock = server_clock(workers=3, spares=1, compute_time=(3.0, 1.0, 2.0))
+      >>> clock.step_inputs(0)["present"].tolist(), clock.metrics(0)["simulated_seconds"]
+      ([False, True, True], 2.0)
+    """
+    check_integer(workers, "workers")
+    known = [field.name for field in dataclasses.fields(ParameterServer) if field.name not in (*ELSEWHERE, "workers")]
+    for name in options:
+        if name not in known:
+            raise OptionError(f"server_clock: nothing reads {name}.", fix=did_you_mean(name, known))
+    declared = ParameterServer(workers=int(workers), **options)
+    if declared.mode not in MODES:
+        raise OptionError(
+            f"server_clock: mode={short_repr(declared.mode)}.", fix=did_you_mean(declared.mode, ("synchronous", *ASYNCHRONOUS))
+        )
+    if declared.local:
+        fix = "wire.local_sgd(axes, inner=..., outer=..., every=...)."
+        raise OptionError(f'server_clock: in mode "{declared.mode}" workers have optimizers of their own, and no clock is needed.', fix=fix)
+    if problems := [*declared_problems(declared), *worker_problems(declared, workers)]:
+        lines = [f"{problem.key}: {problem.why}\n    fix: {problem.fix}" for problem in problems]
+        raise OptionError("server_clock: " + "\n  ".join(lines))
+    if not isinstance(bytes, tuple | list) or len(bytes) != 2 or not all(map(_is_size, bytes)):
+        fix = "bytes=(sent, received), such as (4e6, 4e6)."
+        raise OptionError(f"server_clock: bytes={short_repr(bytes)} is not a pair of numbers from 0.", fix=fix)
+    return Events(declared, int(workers), (float(bytes[0]), float(bytes[1])))
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
