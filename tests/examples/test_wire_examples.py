@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted((Path(__file__).parents[2] / "examples" / "wire").glob("*.py"))
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "examples" / "wire").glob("*.py"))
 LINE = re.compile(r"(.+): loss ([\d.]+) to ([\d.]+), ([\d,]+) bytes sent per device and step")
 
 
@@ -21,12 +23,20 @@ def test_is_short_and_shows_what_changes(path):
     assert re.search(r"^    -", docstring, re.M) and re.search(r"^    \+.*wire\.", docstring, re.M)
 
 
+def test_page_shows_the_diff_of_each_script():
+    page = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\(\.\./examples/wire/(\w+\.py)\).*?```diff\n(.*?)```", page, re.S)
+    assert sorted(name for name, _ in shown) == [path.name for path in SCRIPTS]
+    for name, diff in shown:
+        assert textwrap.indent(diff, "    ") in (ROOT / "examples" / "wire" / name).read_text(encoding="utf-8"), name
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_learns_as_well_with_fewer_bytes(path, tmp_path):
     if path.name == "keras_loop.py" and not importlib.util.find_spec("keras"):
         pytest.skip('needs Keras 3: pip install "keras>=3.10"')
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(path.parents[2])}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     environment.pop("XLA_FLAGS", None)  # a script asks for its devices itself
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

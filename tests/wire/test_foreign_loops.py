@@ -71,7 +71,7 @@ class NnxOptimizer:
 
     @property
     def state(self):
-        return nnx.as_pure(self.optimizer.opt_state)
+        return jax.tree.map(lambda leaf: leaf[...], self.optimizer.opt_state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 class Linen(linen.Module):
