@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from spmd.tree import Tree
 from spmd.wire.comm_log import CommLog, read
-from spmd.wire.transformations import local_params
+from spmd.wire.transformations import check_transformation, local_params
 from spmd.xla import shard_map
 
 
@@ -26,6 +26,8 @@ def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Me
     """
     if callable(tx):
         return read(jax.make_jaxpr(tx)(*shapes).jaxpr, dict(mesh.shape))
+
+    check_transformation("tx", tx)
 
     def update(params: Tree) -> Any:
         state = tx.init(params)

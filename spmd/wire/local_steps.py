@@ -10,13 +10,13 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd.errors import CommunicationError, OptionError, check_integer
+from spmd.errors import CommunicationError, OptionError, check_integer, short_repr
 from spmd.tree import Tree, flatten, map_paths, nbytes
 from spmd.wire.assignment import assign
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT
-from spmd.wire.region import axis_sizes, bound_sizes
-from spmd.wire.transformations import Axes, WireState, make_communication
+from spmd.wire.region import Axes, axis_sizes, bound_sizes
+from spmd.wire.transformations import WireState, check_no_communication, check_state, check_transformation, make_communication
 
 DATA = ("step", "params", "inner", "outer", "pending", "fresh", "wire")
 
@@ -126,7 +126,7 @@ def local_sgd(
       [1.0, 1.0]
       [0.8..., 0.8...]
     """
-    communication = make_communication(axes, codec, **options)
+    communication = make_communication(axes, codec, options)
     for name, value, least in (("every", every, 1), ("fragments", fragments, 1), ("overlap", overlap, 0)):
         check_integer(value, name, least)
     if fragments > every or overlap >= every:
@@ -134,8 +134,10 @@ def local_sgd(
             f"local_sgd: every={every}, fragments={fragments}, overlap={overlap}.",
             fix="fragments at most every, so that each has a turn; overlap below every, so that a result arrives before the next is sent.",
         )
-    if not 0 <= mix < 1:
-        raise OptionError(f"local_sgd: mix={mix}.", fix="a share from 0 to below 1.")
+    if type(mix) not in (int, float) or not 0 <= mix < 1:
+        raise OptionError(f"local_sgd: mix={short_repr(mix)}.", fix="a share from 0 to below 1.")
+    check_transformation("inner", inner)
+    check_transformation("outer", outer)
     inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
 
     def init(params: Tree) -> LocalState:
@@ -143,12 +145,18 @@ def local_sgd(
         workers = 1
         for size in () if in_region else sizes.values():
             workers *= size
-        stacked = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), params)
+        stacked = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *jnp.shape(leaf))), params)
+        inner_state, outer_state = (
+            jax.vmap(inner.init, axis_size=workers)(stacked),
+            tuple(outer.init(part) for part in _split(params, fragments)),
+        )
+        check_no_communication("inner", inner_state)
+        check_no_communication("outer", outer_state)
         return LocalState(
             step=jnp.zeros((), jnp.int32),
             params=stacked,
-            inner=jax.vmap(inner.init)(stacked),
-            outer=tuple(outer.init(part) for part in _split(params, fragments)),
+            inner=inner_state,
+            outer=outer_state,
             pending=jax.tree.map(jnp.zeros_like, params) if overlap else None,
             fresh=jnp.zeros(fragments, bool),
             wire=communication.init(params),
@@ -160,6 +168,7 @@ def local_sgd(
         if params is None:
             raise OptionError("wire.local_sgd: update without params.", fix="update(grads, state, params), with the global parameters.")
         bound_sizes(communication.axes)
+        check_state(state, LocalState, communication.axes)
         if jax.tree.map(jnp.shape, state.params) != jax.tree.map(lambda leaf: (1, *leaf.shape), params):
             raise CommunicationError(
                 "the state is not that of these parameters, or is not split over workers.",
@@ -167,7 +176,7 @@ def local_sgd(
             )
         local = state.local_params(params)
         stacked = jax.tree.map(lambda x: x[None], (grads, local))
-        updates, inner_state = jax.vmap(lambda g, s, p: inner.update(g, s, p, **extra))(stacked[0], state.inner, stacked[1])
+        updates, inner_state = jax.vmap(lambda g, s, p: inner.update(g, s, p, **extra), axis_size=1)(stacked[0], state.inner, stacked[1])
         local = optax.apply_updates(local, jax.tree.map(lambda x: x[0], updates))
         number = state.step + 1
         parts = list(zip(_split(params, fragments), _split(local, fragments), strict=True))

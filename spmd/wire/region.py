@@ -1,15 +1,31 @@
 """The region in which a transformation runs: `jax.shard_map` with the workers' axes manual."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from spmd.errors import CommunicationError
-from spmd.tree import Tree
+from spmd.errors import CommunicationError, OptionError, closest, short_repr
+from spmd.tree import Tree, describe, dtype_of
 from spmd.wire import collectives
+from spmd.wire.reduction import Transfer
 from spmd.xla import varying_axes
+
+Axes = str | Sequence[str]
+
+
+def as_axes(axes: Axes) -> tuple[str, ...]:
+    """The names of mesh axes, outermost first.
+
+    Raises:
+      OptionError: they are no names, or one is given twice.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, Sequence) else ()
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise OptionError(f"axes={short_repr(axes)}.", fix='the name of a mesh axis, or several: "data", or ("host", "gpu").')
+    return names
 
 
 def bound_sizes(axes: tuple[str, ...]) -> dict[str, int]:
@@ -23,10 +39,10 @@ def bound_sizes(axes: tuple[str, ...]) -> dict[str, int]:
         try:
             sizes[axis] = collectives.worker_count((axis,))
         except NameError:
-            raise CommunicationError(
-                f'"{axis}" is not a manual mesh axis here.',
-                fix=f'jax.shard_map(..., axis_names={{"{axis}"}}, check_vma=False) around it; without axis_names every axis is manual.',
-            ) from None
+            near = closest(axis, jax.sharding.get_abstract_mesh().manual_axes)
+            fix = f'did you mean "{near}"? Else ' if near else ""
+            fix += f'jax.shard_map(..., axis_names={{"{axis}"}}, check_vma=False) around it; without axis_names every axis is manual.'
+            raise CommunicationError(f'"{axis}" is not a manual mesh axis here.', fix=fix) from None
     return sizes
 
 
@@ -43,6 +59,32 @@ def axis_sizes(axes: tuple[str, ...], params: Tree) -> tuple[dict[str, int], boo
         f"how many workers there are along {', '.join(axes)} is not known here: the state has a residual for each of them.",
         fix="wire.init(tx, params, mesh), or tx.init inside jax.shard_map.",
     )
+
+
+def check_dtypes(grads: Mapping[str, Any]) -> None:
+    """Refuse gradients of dtypes whose mean is of another.
+
+    Raises:
+      CommunicationError: names the first of them.
+    """
+    for path, grad in grads.items():
+        if not jnp.issubdtype(dtype_of(grad), jnp.inexact):
+            dtype = "float0" if dtype_of(grad) == jax.dtypes.float0 else str(dtype_of(grad))
+            why = f"the gradient {path} is {dtype}{list(jnp.shape(grad))}: its mean is no {dtype}."
+            fix = "gradients of floating-point parameters only: optax.partition, with optax.set_to_zero() for all others."
+            raise CommunicationError(why, fix=fix, path=path)
+
+
+def check_encodable(grads: Mapping[str, Any], transfers: Mapping[str, Transfer]) -> None:
+    """Refuse gradients of dtypes that a codec cannot represent.
+
+    Raises:
+      CommunicationError: names the first of them.
+    """
+    for path, grad in grads.items():
+        if not transfers[path].codec.lossless and grad.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            why = f"the gradient {path} is {describe(grad)}, and codec {transfers[path].codec_name} computes in float32."
+            raise CommunicationError(why, fix=f'codecs={{"{path}": wire.exact()}}.', path=path)
 
 
 def check_grads(axes: tuple[str, ...], grads: Mapping[str, Any], *, lossless: bool) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from spmd.errors import CommunicationError, OptimizerError, OptionError
+from spmd.errors import CommunicationError, OptimizerError, OptionError, short_repr, type_name
 from spmd.specs import Spec, entry_axes
 from spmd.tree import Tree, describe, flatten
 from spmd.wire import collectives
@@ -18,9 +18,16 @@ from spmd.wire.codec.base import Bucket, Codec, packed_collective
 from spmd.wire.codec.bfloat16 import Bfloat16
 from spmd.wire.codec.exact import EXACT, Exact
 from spmd.wire.reduction import RESIDUAL, Transfer, reduce_bucket
-from spmd.wire.region import axis_sizes, bound_sizes, check_grads
+from spmd.wire.region import Axes, as_axes, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
 from spmd.wire.shard_layout import ShardLayout
-from spmd.wire.transformations import Axes, Communication, WireState, make_communication, shard_spec
+from spmd.wire.transformations import (
+    Communication,
+    WireState,
+    check_no_communication,
+    check_transformation,
+    make_communication,
+    shard_spec,
+)
 
 NOT_ELEMENTWISE = ("reduce_", "dot_general", "sort", "cum", "arg", "conv_", "svd", "eigh", "qr", "cholesky", "triangular_solve")
 FULL_GRADIENTS = "optax.chain(wire.all_reduce(...), optimizer), which gives each worker full gradients."
@@ -32,7 +39,7 @@ def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
     Args:
       like: the full arrays, or their shapes.
     """
-    sizes = bound_sizes((axes,) if isinstance(axes, str) else tuple(axes))
+    sizes = bound_sizes(as_axes(axes))
     return jax.tree.map(lambda shard, full: _join(shard, shard_spec(full.shape, sizes)), shards, like)
 
 
@@ -73,13 +80,17 @@ def zero1(
     Raises:
       OptimizerError: in `update`: `inner` does not work element by element.
     """
-    communication = make_communication(axes, codec, scatter=True, **options)
+    communication = make_communication(axes, codec, options, scatter=True)
+    check_transformation("inner", inner)
+    if max_norm is not None and not (type(max_norm) in (int, float) and max_norm > 0):
+        raise OptionError(f"max_norm={short_repr(max_norm)}.", fix="a number above 0.")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Tree) -> ZeroState:
         sizes, in_region = axis_sizes(communication.axes, params)
         start = _own_shards(communication, params, sizes) if in_region else params
         state = inner.init(start)
+        check_no_communication("inner", state)
 
         full = jax.tree.map(lambda leaf: PartitionSpec(*shard_spec(leaf.shape, sizes)), params)
         inner_specs = moment_specs("wire.zero1", inner, state, start, full)
@@ -89,6 +100,8 @@ def zero1(
         if params is None:
             raise OptionError("wire.zero1: update without params.", fix="update(grads, state, params): shards are those of the parameters.")
         sizes = bound_sizes(communication.axes)
+        if not isinstance(state, ZeroState):
+            raise CommunicationError(f"wire.zero1 has a state ZeroState; it is given one {type_name(state)}.", fix="the state of its init.")
         shards, wire_state = communication.update(grads, state.wire)
         if max_norm is not None:
             shards = _clip(shards, params, sizes, max_norm)
@@ -123,7 +136,12 @@ def _clip(shards: Tree, params: Tree, sizes: dict[str, int], max_norm: float) ->
 def moment_specs(where: str, inner: Any, state: Any, params: Tree, specs: Tree) -> tuple[PartitionSpec, ...]:
     """The spec of every leaf of an optimizer's state: moments are sharded as their parameters, all else is replicated."""
 
-    def moment_spec(moment: jax.Array, param: jax.Array, spec: PartitionSpec) -> PartitionSpec:
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    def moment_spec(moment: jax.Array, param: jax.Array, spec: PartitionSpec) -> Any:
+        if is_masked(moment):  # a parameter of another part of optax.partition
+            return moment
         if moment.shape != param.shape and moment.size > 1:
             raise OptimizerError(
                 f"{where}: the optimizer keeps {describe(moment)} for a parameter {describe(param)}: it combines elements of an array, "
@@ -132,7 +150,9 @@ def moment_specs(where: str, inner: Any, state: Any, params: Tree, specs: Tree) 
             )
         return spec if moment.shape == param.shape else PartitionSpec()
 
-    tree = optax.tree_utils.tree_map_params(inner, moment_spec, state, params, specs, transform_non_params=lambda _: PartitionSpec())
+    tree = optax.tree_utils.tree_map_params(
+        inner, moment_spec, state, params, specs, transform_non_params=lambda _: PartitionSpec(), is_leaf=is_masked
+    )
     return tuple(jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, PartitionSpec)))
 
 
@@ -186,17 +206,21 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
       >>> grad(jnp.ones((4, 2)), jnp.ones((3, 4))).shape
       (4, 2)
     """
-    communication = make_communication(axes, codec, error_feedback=residual is not None)
+    communication = make_communication(axes, codec, {"error_feedback": residual is not None})
     if weights not in ("exact", "bfloat16"):
         raise OptionError(f"weights={weights!r}.", fix='"exact" or "bfloat16".')
     sizes = bound_sizes(communication.axes)
     leaves, structure = jax.tree.flatten(shards)
+    if not leaves:
+        return shards
+    check_dtypes(flatten(shards))
     dims = [dim] * len(leaves) if isinstance(dim, int) else structure.flatten_up_to(dim)
     transfers = []
     for leaf, along in zip(leaves, dims, strict=True):
         if not 0 <= along < leaf.ndim:
             raise CommunicationError(f"gather: dim={along} of a shard {describe(leaf)}.", fix="a dim of the array.")
         transfers.append(_transfer(communication, leaf, along, sizes, residual is not None))
+    check_encodable(flatten(shards), dict(zip(flatten(shards), transfers, strict=True)))
     residuals = [None] * len(leaves) if residual is None else structure.flatten_up_to(residual)
     for path, transfer, kept in zip(flatten(shards), transfers, residuals, strict=True):
         if kept is not None and kept.shape != transfer.shard_layout.shape:
@@ -211,7 +235,7 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
 
 def residual_like(shards: Tree, axes: Axes, *, dim: int | Tree = 0) -> Tree:
     """Zero residuals for `gather`: float32 of the full shapes, each worker's own."""
-    sizes = bound_sizes((axes,) if isinstance(axes, str) else tuple(axes))
+    sizes = bound_sizes(as_axes(axes))
     workers = collectives.worker_count(tuple(sizes))
     dims = jax.tree.map(lambda _: dim, shards) if isinstance(dim, int) else dim
     return jax.tree.map(lambda leaf, along: jnp.zeros(_full_shape(leaf.shape, along, workers), jnp.float32), shards, dims)

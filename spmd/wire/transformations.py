@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,17 +17,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.errors import CommunicationError, OptionError, check_integer, short_repr, type_name
+from spmd.errors import CommunicationError, OptionError, check_integer, did_you_mean, short_repr, type_name
 from spmd.path_match import compiled
 from spmd.specs import Spec
-from spmd.tree import Tree, path_of
+from spmd.tree import Tree, describe, path_of
+from spmd.wire.codec import CODECS
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT, Exact
 from spmd.wire.reduction import BUCKET_BYTES, CODEC, RESIDUAL, Memory, Transfer, reduce_mean
-from spmd.wire.region import axis_sizes, bound_sizes, check_grads
+from spmd.wire.region import Axes, as_axes, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
 from spmd.wire.shard_layout import ShardLayout
 
-Axes = str | Sequence[str]
+OPTIONS = ("codecs", "error_feedback", "memory_dtype", "start_step", "bucket_bytes")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("step", "memory"), meta_fields=("axes",))
@@ -76,7 +78,7 @@ class Communication:
 
     def transfers(self, arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Transfer]:
         """How each gradient is communicated, from its shape on one worker."""
-        return {path: self._transfer(path, leaf.shape, sizes) for path, leaf in arrays.items()}
+        return {path: self._transfer(path, jnp.shape(leaf), sizes) for path, leaf in arrays.items()}
 
     def _transfer(self, path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Transfer:
         spec = shard_spec(shape, sizes) if self.scatter else (self.axes,) if self.rows else ()
@@ -97,7 +99,7 @@ class Communication:
         """Zero residuals, and the codecs' own arrays, of gradients with the shapes of `arrays`."""
         memory: Memory = {}
         for number, (path, transfer) in enumerate(self.transfers(arrays, sizes).items()):
-            shape, entry = arrays[path].shape, {}
+            shape, entry = jnp.shape(arrays[path]), {}
             if transfer.error_feedback:
                 entry[RESIDUAL] = jnp.zeros((1 if in_region else transfer.shard_layout.workers, *shape), self.memory_dtype)
             codec_state = transfer.codec.init(jax.random.fold_in(jax.random.key(0), number), shape, shape)
@@ -108,8 +110,12 @@ class Communication:
     def update(self, grads: Tree, state: WireState, params: Tree = None, **extra: Any) -> tuple[Tree, WireState]:
         """The mean gradients, and the next state."""
         del params, extra
-        flat, sizes = arrays_by_path(grads), bound_sizes(self.axes)
+        sizes, flat = bound_sizes(self.axes), arrays_by_path(grads)
+        check_state(state, WireState, self.axes)
+        check_dtypes(flat)
+        flat = {path: jnp.asarray(leaf) for path, leaf in flat.items()}
         transfers = self.transfers(flat, sizes)
+        check_encodable(flat, transfers)
         check_grads(self.axes, flat, lossless=all(transfer.codec.lossless for transfer in transfers.values()))
         _check_memory(transfers, state.memory)
         if not self.codec.lossless and all(size == 1 for size in sizes.values()):
@@ -133,12 +139,22 @@ def arrays_by_path(tree: Tree) -> dict[str, jax.Array]:
     return dict(zip((path_of(keys) for keys, _ in nodes), jax.tree.leaves(tree), strict=True))
 
 
+def check_state(state: Any, kind: type, axes: tuple[str, ...]) -> None:
+    """Refuse a state that is of no such communication."""
+    if not isinstance(state, kind) or state.axes != axes:
+        found = f"of workers along {', '.join(state.axes)}" if isinstance(state, kind) else type_name(state)
+        raise CommunicationError(
+            f"a communication along {', '.join(axes)} has a state {kind.__name__}; it is given one {found}.",
+            fix="the state that init of this transformation, or its last update, returned.",
+        )
+
+
 def _check_memory(transfers: Mapping[str, Transfer], memory: Memory) -> None:
     """Refuse the state of another tree, or one that `jax.shard_map` did not split over workers."""
     wanted = {path: (1, *transfer.shard_layout.shape) for path, transfer in transfers.items() if transfer.error_feedback}
     kept = {path: entry[RESIDUAL].shape for path, entry in memory.items() if RESIDUAL in entry}
     if kept == wanted:
-        return
+        return _check_codec_states(transfers, memory)
     path = next(path for path in (*wanted, *kept) if kept.get(path) != wanted.get(path))
     raise CommunicationError(
         f"the state is not that of these gradients: on each worker {path} needs the residual {wanted.get(path, 'none')}, "
@@ -148,36 +164,68 @@ def _check_memory(transfers: Mapping[str, Transfer], memory: Memory) -> None:
     )
 
 
+def _check_codec_states(transfers: Mapping[str, Transfer], memory: Memory) -> None:
+    """Refuse arrays of another codec, or of another shape."""
+    for path, transfer in transfers.items():
+        shapes = _codec_shapes(transfer.codec, transfer.shard_layout.shape)
+        kept = {name: describe(leaf[0]) for name, leaf in memory.get(path, {}).get(CODEC, {}).items()}
+        if kept != shapes:
+            raise CommunicationError(
+                f"the state is not that of these gradients: {transfer.codec} needs {shapes or 'no arrays'} for {path}, and the state has "
+                f"{kept or 'none'}.",
+                fix="init with these parameters.",
+                path=path,
+            )
+
+
+@functools.cache
+def _codec_shapes(codec: Codec, shape: tuple[int, ...]) -> dict[str, str]:
+    return {name: describe(leaf) for name, leaf in jax.eval_shape(lambda: codec.init(jax.random.key(0), shape, shape)).items()}
+
+
 def make_communication(
     axes: Axes,
     codec: Codec,
+    options: Mapping[str, Any] = MappingProxyType({}),
     *,
-    codecs: Mapping[str, Codec] | None = None,
-    error_feedback: bool = False,
-    memory_dtype: str = "float32",
-    start_step: int = 0,
-    bucket_bytes: int = BUCKET_BYTES,
     inside: tuple[str, ...] = (),
     scatter: bool = False,
     rows: bool = False,
 ) -> Communication:
-    """A `Communication` from options that are checked."""
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise OptionError(f"axes={short_repr(axes)}.", fix='the name of a mesh axis, or several: "data", or ("host", "gpu").')
+    """A `Communication` from `OPTIONS` that are checked."""
+    for name in options:
+        if name not in OPTIONS:
+            raise OptionError(f"no option {name}.", fix=did_you_mean(name, OPTIONS))
+    codecs, error_feedback = options.get("codecs"), options.get("error_feedback", False)
+    names = as_axes(axes)
+    if not isinstance(codecs or {}, Mapping) or not all(isinstance(pattern, str) for pattern in codecs or {}):
+        raise OptionError(f"codecs={short_repr(codecs)}.", fix='codecs by a pattern of parameter paths, such as {"**/bias": wire.exact()}.')
     pairs = tuple((codecs or {}).items())
+    if type(error_feedback) is not bool:
+        raise OptionError(f"error_feedback={short_repr(error_feedback)}.", fix="True or False.")
     for name, value in (("codec", codec), *((f'codecs["{pattern}"]', value) for pattern, value in pairs)):
-        if not isinstance(value, Codec):
-            raise OptionError(f"{name}={short_repr(value)} is {type_name(value)}.", fix="a codec, such as wire.int8(block=256).")
+        check_codec(name, value)
         if error_feedback and not value.reports_loss:
             raise OptionError(f"{name}={value} with error feedback: no worker knows what it loses.", fix="error_feedback=False.")
         if value.biased and not error_feedback:
             raise OptionError(f"{name}={value} without error feedback: what it drops is lost.", fix="error_feedback=True.")
-    if memory_dtype not in ("float32", "bfloat16"):
-        raise OptionError(f"memory_dtype={short_repr(memory_dtype)}.", fix='"float32" or "bfloat16".')
-    check_integer(start_step, "start_step", 0)
-    check_integer(bucket_bytes, "bucket_bytes")
-    return Communication(names, codec, pairs, error_feedback, memory_dtype, start_step, bucket_bytes, inside, scatter, rows)
+    for pattern, _ in pairs:
+        compiled(pattern)  # raises if it is none
+    communication = Communication(names, codec, inside=inside, scatter=scatter, rows=rows, **{**options, "codecs": pairs})
+    if communication.memory_dtype not in ("float32", "bfloat16"):
+        raise OptionError(f"memory_dtype={short_repr(communication.memory_dtype)}.", fix='"float32" or "bfloat16".')
+    check_integer(communication.start_step, "start_step", 0)
+    check_integer(communication.bucket_bytes, "bucket_bytes")
+    return communication
+
+
+def check_codec(name: str, codec: Any) -> None:
+    """Refuse what is no codec, such as a codec's name or its class."""
+    if isinstance(codec, Codec):
+        return
+    known = next((known for known, kind in CODECS.items() if codec in (kind, known)), None)
+    fix = f"wire.{known}()." if known in CODECS else "a codec, such as wire.int8(block=256)."
+    raise OptionError(f"{name}={codec.__name__ if isinstance(codec, type) else short_repr(codec)} is {type_name(codec)}.", fix=fix)
 
 
 def all_reduce(axes: Axes, codec: Codec = EXACT, **options: Any) -> optax.GradientTransformationExtraArgs:
@@ -210,7 +258,7 @@ def all_reduce(axes: Axes, codec: Codec = EXACT, **options: Any) -> optax.Gradie
       >>> step(params, state, {"w": jnp.ones(4)})[0]["w"].tolist()
       [0.5, 0.5, 0.5, 0.5]
     """
-    return make_communication(axes, codec, **options).transformation
+    return make_communication(axes, codec, options).transformation
 
 
 def reduce_scatter(axes: Axes, codec: Codec = EXACT, **options: Any) -> optax.GradientTransformationExtraArgs:
@@ -219,7 +267,7 @@ def reduce_scatter(axes: Axes, codec: Codec = EXACT, **options: Any) -> optax.Gr
     A gradient is sharded along its largest dim that the workers divide; one without such a dim is full on every worker.
     `zero1` is an optimizer that works on these shards.
     """
-    return make_communication(axes, codec, scatter=True, **options).transformation
+    return make_communication(axes, codec, options, scatter=True).transformation
 
 
 def hierarchical(
@@ -234,11 +282,15 @@ def hierarchical(
       across: axes, and a codec. They are the outer axes: the mesh's order is across, then inside.
       scatter: each worker gets its shard of the mean, as from `reduce_scatter`.
     """
+    for name, pair in (("inside", inside), ("across", across)):
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise OptionError(f"{name}={short_repr(pair)}.", fix=f'axes and a codec: {name}=("host", wire.exact()).')
+        check_codec(f"{name}: codec", pair[1])
     (inner, inner_codec), (outer, codec) = inside, across
-    inner, outer = ((axes,) if isinstance(axes, str) else tuple(axes) for axes in (inner, outer))
+    inner, outer = as_axes(inner), as_axes(outer)
     if not isinstance(inner_codec, Exact):
         raise OptionError(f"inside: {short_repr(inner_codec)}.", fix="wire.exact(): gradients are rounded only across hosts.")
-    return make_communication((*outer, *inner), codec, inside=inner, scatter=scatter, **options).transformation
+    return make_communication((*outer, *inner), codec, options, inside=inner, scatter=scatter).transformation
 
 
 def shard_spec(shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
@@ -261,9 +313,20 @@ def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh) -> Any:
     """`tx.init(params)`, with each part of the state on the devices that use it.
 
     `tx.init` alone will do where the state has no residuals, or inside `jax.shard_map`.
+
+    Raises:
+      CommunicationError: the mesh lacks an axis, or as `specs`.
     """
+    check_transformation("tx", tx)
+    if not isinstance(mesh, Mesh):
+        fix = 'a jax.sharding.Mesh, such as jax.make_mesh((8,), ("data",)).'
+        raise OptionError(f"mesh={short_repr(mesh)} is {type_name(mesh)}.", fix=fix)
     with jax.set_mesh(mesh):
         state = tx.init(params)
+    for node in jax.tree.leaves(state, is_leaf=_has_specs):
+        for axis in getattr(node, "axes", ()) if _has_specs(node) else ():
+            if axis not in mesh.axis_names:
+                raise CommunicationError(f'the mesh has no axis "{axis}".', fix=did_you_mean(axis, mesh.axis_names))
     return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, specs(state))
 
 
@@ -271,16 +334,20 @@ def specs(state: Tree) -> Tree:
     """The specs of an optimizer state for `jax.shard_map`: residuals are split over their workers, all else is replicated.
 
     Raises:
-      CommunicationError: the communication is inside an optax wrapper that decides on each worker's own gradients.
+      CommunicationError: the communication is inside an optax wrapper that decides on each worker's own gradients, or behind a
+        transformation with a state of each worker's own.
     """
+    if any(callable(leaf) for leaf in jax.tree.leaves(state)):
+        raise OptionError("specs: this is a transformation.", fix="wire.specs(state), of what wire.init(tx, params, mesh) returns.")
     for wrapper, name, fix in _DECIDE_ALONE:
         for node in jax.tree.leaves(state, is_leaf=lambda node, kind=wrapper: isinstance(node, kind)):
-            if isinstance(node, wrapper) and any(map(_has_specs, jax.tree.leaves(node, is_leaf=_has_specs))):
+            if isinstance(node, wrapper) and _communicates(node):
                 raise CommunicationError(
                     f"optax.{name} around a communication: it looks at each worker's own gradients, before they are reduced, so workers "
                     "would decide differently.",
                     fix=fix,
                 )
+    _check_order(state)
     return jax.tree.map(lambda node: node.specs() if _has_specs(node) else PartitionSpec(), state, is_leaf=_has_specs)
 
 
@@ -299,6 +366,43 @@ def local_params(state: Tree, params: Tree) -> Tree:
 
 def _has_local_params(node: Any) -> bool:
     return hasattr(node, "local_params")
+
+
+def _check_order(state: Tree) -> None:
+    """Refuse `optax.chain` with arrays of state before a communication: they would be each worker's own, and pass for replicated."""
+    parts = [part for part in jax.tree.leaves(state, is_leaf=lambda node: node is not state) if part is not state]
+    communications = [at for at, part in enumerate(parts) if _communicates(part)] if type(state) is tuple else []
+    for part in parts[: communications[-1]] if communications else ():
+        kept = [leaf for leaf in jax.tree.leaves(part) if jnp.ndim(leaf)]
+        if kept and not _communicates(part):
+            raise CommunicationError(
+                f"{type(part).__name__} comes before a communication in optax.chain and keeps {describe(kept[0])}: it would see each "
+                "worker's own gradients, and its state would differ between workers.",
+                fix="the communication first: optax.chain(wire.all_reduce(...), ...).",
+            )
+    for part in parts:
+        if not _has_specs(part):
+            _check_order(part)
+
+
+def _communicates(part: Tree) -> bool:
+    return any(map(_has_specs, jax.tree.leaves(part, is_leaf=_has_specs)))
+
+
+def check_transformation(name: str, value: Any) -> None:
+    """Refuse what is no optax transformation."""
+    if not isinstance(value, optax.GradientTransformation):
+        shown = getattr(value, "__name__", None) or short_repr(value)
+        fix = "an optax transformation, such as optax.adamw(1e-3); a function that makes one must be called."
+        raise OptionError(f"{name}={shown} is {type_name(value)}.", fix=fix)
+
+
+def check_no_communication(name: str, state: Tree) -> None:
+    """Refuse an optimizer that communicates inside another communication."""
+    if _communicates(state):
+        raise CommunicationError(
+            f"{name} communicates itself: it is given what is reduced already, or one worker's own.", fix=f"without it in {name}."
+        )
 
 
 _DECIDE_ALONE = (

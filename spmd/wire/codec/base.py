@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.errors import OptionError, short_repr, type_name
+from spmd.errors import OptionError, did_you_mean, short_repr, type_name
 from spmd.tree import nbytes
 from spmd.wire import collectives
 from spmd.wire.shard_layout import ShardLayout
@@ -115,6 +115,13 @@ class Codec(abc.ABC):
 
     lossless: ClassVar[bool] = False
     biased: ClassVar[bool] = False
+
+    def __new__(cls, *values: Any, **options: Any) -> "Codec":
+        """Refuse options that the codec does not have, by name."""
+        for name in options:
+            if name not in (known := [field.name for field in dataclasses.fields(cls)]):  # type: ignore[arg-type]
+                raise OptionError(f"codec {cls.__name__}: no option {name}.", fix=did_you_mean(name, known))
+        return super().__new__(cls)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):  # type: ignore[arg-type]

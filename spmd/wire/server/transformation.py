@@ -17,13 +17,13 @@ from spmd.wire import collectives
 from spmd.wire.codec.base import Codec, RowCodec
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, Memory, Transfer, make_buckets
-from spmd.wire.region import axis_sizes, bound_sizes
+from spmd.wire.region import Axes, axis_sizes, bound_sizes
 from spmd.wire.server.arrivals import GATHERED, HELD, apply_arrivals, init_memory
 from spmd.wire.server.events import Events
 from spmd.wire.server.exchange import Buckets, fetch_params, gather_rows, send_gradients
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.sharded import check_elementwise, moment_specs
-from spmd.wire.transformations import Axes, Communication, WireState, arrays_by_path, make_communication
+from spmd.wire.transformations import Communication, WireState, arrays_by_path, make_communication
 
 ROUNDING = "rounding"  # a server's parameters minus those that the loop carries: [servers, width], sharded over servers on dim 0
 EVENTS = "events=clock.step_inputs(n), of step n"
@@ -251,7 +251,7 @@ def parameter_server(
     """
     if not isinstance(clock, Events):
         raise OptionError(f"wire.parameter_server: clock={short_repr(clock)} is {type_name(clock)}.", fix="wire.server_clock(workers=...).")
-    communication = make_communication(axes, codec, rows=True, **options)
+    communication = make_communication(axes, codec, options, rows=True)
     if clock.declared.local:
         raise OptionError(
             f'wire.parameter_server: mode "{clock.declared.mode}".', fix="wire.local_sgd(axes, inner=..., outer=..., every=...)."
