@@ -391,7 +391,7 @@ def _communicates(part: Tree) -> bool:
 
 def check_transformation(name: str, value: Any) -> None:
     """Refuse what is no optax transformation."""
-    if not isinstance(value, optax.GradientTransformation):
+    if isinstance(value, type) or not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
         shown = getattr(value, "__name__", None) or short_repr(value)
         fix = "an optax transformation, such as optax.adamw(1e-3); a function that makes one must be called."
         raise OptionError(f"{name}={shown} is {type_name(value)}.", fix=fix)
