@@ -1,6 +1,6 @@
 """Whether the outer exchange of `wire.local_sgd` runs beside the products of inner steps, in programs that XLA:GPU compiles for 16 H100.
 
-    pip install "spmd[gpu-compiler]"; python benchmarks/outer_overlap.py        # writes benchmarks/results/outer_overlap.md
+    pip install '.[gpu-compiler]'; python benchmarks/outer_overlap.py        # writes benchmarks/results/outer_overlap.md
 
 No GPU is needed: the programs are compiled for a description of the cluster, and read. In the scheduled program of one device, a
 collective is in flight between its start and its done; the products (GEMMs) that stand there run beside it.
