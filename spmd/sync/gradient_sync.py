@@ -82,6 +82,11 @@ class GradientSync:
         return (declared.gradients.reduction == "parameter_server" and declared.parameter_server.workers) or self.resolved.workers
 
     @property
+    def rounds_params(self) -> bool:
+        """Whether float32 parameters are sent as bfloat16."""
+        return self.resolved.layout.gradients.weights == "bfloat16"
+
+    @property
     def asynchronous(self) -> bool:
         """Whether gradients are applied one by one, in order of arrival."""
         declared = self.resolved.layout

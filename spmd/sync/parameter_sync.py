@@ -60,7 +60,7 @@ def gather_packed_params(sync: GradientSync, rows: dict[str, jax.Array]) -> dict
 
     All of them, or those of some fragments.
     """
-    return gather_rows(rows, sync.buckets, sync.mesh_axes.data_axes, rounded=sync.resolved.layout.gradients.weights == "bfloat16")
+    return gather_rows(rows, sync.buckets, sync.mesh_axes.data_axes, rounded=sync.rounds_params)
 
 
 def gather_updates(sync: GradientSync, updates: Tree) -> Tree:
@@ -90,7 +90,7 @@ def gather_updates(sync: GradientSync, updates: Tree) -> Tree:
 
 def _gather(sync: GradientSync, spec: Spec, shard: Any, axes: tuple[str, ...]) -> Any:
     """All-gather along `axes`, in the dtype of the layout."""
-    if sync.resolved.layout.gradients.weights == "bfloat16" and shard.dtype == jnp.float32:
+    if sync.rounds_params and shard.dtype == jnp.float32:
         codec = Bfloat16()
         return codec.decode(_all_gather(sync.mesh_axes, spec, codec.encode(shard), axes), 0)
     return _all_gather(sync.mesh_axes, spec, shard, axes)

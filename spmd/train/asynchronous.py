@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spmd.sync.param_server.async_exchange import fetch_params, send_gradients
 from spmd.train.state import State
 from spmd.train.step import REPLICATED, Reduced, UpdateRule
 from spmd.train.worker_gradients import present_workers
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire.server.arrivals import apply_arrivals, read_params
+from spmd.wire.server.exchange import fetch_params, send_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Asynchronous(UpdateRule):
 
     def params(self, state: State) -> Tree:
         """The parameters that this position's workers have read, [m, ...]."""
-        fetched = fetch_params(self.sync, state.exchange)
+        fetched = fetch_params(state.exchange, self.sync.buckets, self.axes, rounded=self.sync.rounds_params)
         return map_paths(lambda path, _: fetched[path], state.params)
 
     def reduce(self, state: State, grads: Tree, metrics: jax.Array, events: Tree) -> Reduced:
         """What arrives at the servers, by path [D, W, width]; metrics of each worker, [W, 2, names]."""
         present = present_workers(events, self.axes, metrics.shape[0])
-        arrived, memory = send_gradients(self.sync, flatten(grads), state.exchange, present)
+        arrived, memory = send_gradients(flatten(grads), self.sync.gradient_specs, self.sync.buckets, state.exchange, present)
         return Reduced(arrived, memory, metrics, jnp.zeros((2, 0)))
 
     def specs(self, state: State) -> tuple[dict[str, Any], Reduced]:

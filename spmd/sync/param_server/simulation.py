@@ -1,7 +1,5 @@
 """`simulate`: the simulated clock of a parameter server, without a model."""
 
-import math
-
 import jax
 
 from spmd.errors import OptionError, type_name
@@ -11,6 +9,7 @@ from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
 from spmd.sync.param_server.statistics import ServerStatistics
 from spmd.sync.param_server.timeline import check_number
+from spmd.wire.server.clock import check_bytes
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.events import Events
 
@@ -47,17 +46,9 @@ def simulate(
         raise OptionError(
             f"simulate: workers={count}, and the server says {server.workers}.", fix="give only one of the two, or equal numbers."
         )
-    if not isinstance(bytes, tuple | list) or len(bytes) != 2 or not all(_is_size(part) for part in bytes):
-        raise OptionError(f"simulate: bytes={bytes!r} is not a pair of numbers from 0.", fix="bytes=(sent, received), such as (4e6, 4e6).")
+    check_bytes("simulate", bytes)
     source = f"a parameter server of {count} workers"
     layout = Layout(gradients=Gradients("parameter_server"), parameter_server=server, name=source, source=source)
     any_model = {str(number): jax.ShapeDtypeStruct((count,), "float32") for number in range(server.fragments)}
     fit_layout(Layout.load(layout), any_model, {}, MeshSpec.parse({"data": count}))
     return ServerStatistics.of(Events(server, count, (float(bytes[0]), float(bytes[1]))), steps)
-
-
-def _is_size(value: object) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-    except OverflowError:
-        return False

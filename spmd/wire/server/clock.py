@@ -48,11 +48,19 @@ def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **opt
     if problems := [*declared_problems(declared), *worker_problems(declared, workers)]:
         lines = [f"{problem.key}: {problem.why}\n    fix: {problem.fix}" for problem in problems]
         raise OptionError("server_clock: " + "\n  ".join(lines))
-    if not isinstance(bytes, tuple | list) or len(bytes) != 2 or not all(map(_is_size, bytes)):
-        fix = "bytes=(sent, received), such as (4e6, 4e6)."
-        raise OptionError(f"server_clock: bytes={short_repr(bytes)} is not a pair of numbers from 0.", fix=fix)
+    check_bytes("server_clock", bytes)
     return Events(declared, int(workers), (float(bytes[0]), float(bytes[1])))
 
 
+def check_bytes(where: str, value: Any) -> None:
+    """Refuse what is not bytes sent and received, two numbers from 0."""
+    if not isinstance(value, tuple | list) or len(value) != 2 or not all(map(_is_size, value)):
+        fix = "bytes=(sent, received), such as (4e6, 4e6)."
+        raise OptionError(f"{where}: bytes={short_repr(value)} is not a pair of numbers from 0.", fix=fix)
+
+
 def _is_size(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    except OverflowError:
+        return False
