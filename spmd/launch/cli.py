@@ -97,8 +97,8 @@ def _check(options: argparse.Namespace) -> str:
     from spmd.layout.summary import summary
     from spmd.models.wrap import wrap
     from spmd.sync.gradient_sync import GradientSync
+    from spmd.sync.mesh_axes import MeshAxes
     from spmd.sync.notes import notes
-    from spmd.sync.strategies import MeshAxes
     from spmd.tree import flatten
 
     layout = load(options.layout)

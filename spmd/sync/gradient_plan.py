@@ -7,7 +7,7 @@ import numpy as np
 
 from spmd.layout.resolve import Placement, Resolved, codec_rule
 from spmd.specs import Entry, Spec, entry_axes, keep_axes, mixes_data_axes
-from spmd.sync.strategies import MeshAxes
+from spmd.sync.mesh_axes import MeshAxes
 from spmd.wire.codec import make_codec
 from spmd.wire.codec.exact import Exact
 from spmd.wire.reduction import Transfer

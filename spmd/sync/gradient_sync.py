@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from spmd.layout.resolve import Resolved
 from spmd.specs import Spec, keep_axes, pspec, spec_axes
 from spmd.sync.gradient_plan import GradientSpec, devices_along, plan_gradients
+from spmd.sync.mesh_axes import MeshAxes, constrain
 from spmd.sync.registered_reduction import RegisteredReduction
-from spmd.sync.strategies import MeshAxes, constrain
 from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
 from spmd.wire.assignment import assign

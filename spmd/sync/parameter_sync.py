@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from spmd.layout.resolve import Placement
 from spmd.specs import Spec, entry_axes, keep_axes, mixes_data_axes, pspec, spec_axes
 from spmd.sync.gradient_sync import GradientSync
-from spmd.sync.strategies import MeshAxes, constrain
+from spmd.sync.mesh_axes import MeshAxes, constrain
 from spmd.tree import Tree, flatten
 from spmd.wire import collectives
 from spmd.wire.codec.bfloat16 import Bfloat16

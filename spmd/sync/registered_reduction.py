@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from spmd.errors import CommunicationError, OptionError, type_name
 from spmd.layout.resolve import Resolved, codec_rule
 from spmd.specs import Spec
-from spmd.sync.strategies import MeshAxes
+from spmd.sync.mesh_axes import MeshAxes
 from spmd.tree import Tree, describe, flatten, map_paths
 from spmd.wire.codec import make_codec
 from spmd.wire.reduction_registry import Reduction

@@ -1,4 +1,7 @@
-"""Microbatches: gradients of a large batch in the memory of a small one."""
+"""Microbatches: gradients of a large batch in the memory of a small one.
+
+They are only summed here, on each worker. The sum is reduced over workers once, by `reduced_gradients` in `spmd/train/step.py`.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

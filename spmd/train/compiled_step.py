@@ -20,12 +20,12 @@ from spmd.models.base import Call, Variables
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.specs import Spec, keep_axes, pspec
-from spmd.sync.strategies import constrain
+from spmd.sync.mesh_axes import constrain
 from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
+from spmd.train.differentiable import check_gradient
 from spmd.train.export_step import export_step
-from spmd.train.gradient import check_gradient
 from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import check_pipeline, trace_objective
 from spmd.train.losses import nan_causes

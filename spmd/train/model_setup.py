@@ -24,10 +24,10 @@ from spmd.models.wrap import wrap
 from spmd.nn.layer_order import StageOrder, StageOrderedModel, make_stage_order
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
 from spmd.sync.gradient_sync import GradientSync
+from spmd.sync.mesh_axes import MeshAxes
 from spmd.sync.notes import server_bytes
 from spmd.sync.param_server.packed_model import PackedModel
 from spmd.sync.param_server.packing import Storage
-from spmd.sync.strategies import MeshAxes
 from spmd.train.objective import Objective
 from spmd.train.packing_check import check_packed
 from spmd.train.precision import compute_dtype

@@ -3,6 +3,9 @@
     tx = optax.chain(wire.all_reduce("data", wire.int8(block=256), error_feedback=True), optax.adamw(1e-3))
 
 `spmd.fit` builds the same from a layout's `[gradients]`. This package imports no layout, loop or launcher.
+
+Begin with `all_reduce` in `transformations.py`. Its update goes through `reduce_mean` (`reduction.py`: buckets and error feedback) and a
+codec (`codec/`) to the collectives (`collectives.py`).
 """
 
 from spmd.wire.check_codec import check

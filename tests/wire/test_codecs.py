@@ -23,7 +23,7 @@ from spmd.mesh import MeshSpec
 from spmd.specs import keep_axes, pspec
 from spmd.sync import gradient_sync
 from spmd.sync.gradient_sync import RESIDUAL, GradientSync
-from spmd.sync.strategies import MeshAxes
+from spmd.sync.mesh_axes import MeshAxes
 from spmd.tree import flatten
 from spmd.wire.codec import CODECS, bfloat16, make_codec
 

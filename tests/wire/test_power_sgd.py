@@ -14,7 +14,7 @@ from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
 from spmd.specs import keep_axes, pspec
 from spmd.sync.gradient_sync import CODEC, RESIDUAL, GradientSync
-from spmd.sync.strategies import MeshAxes
+from spmd.sync.mesh_axes import MeshAxes
 from spmd.wire.codec.base import Bucket
 from spmd.wire.codec.power_sgd import PowerSgd, orthonormal
 from spmd.wire.shard_layout import ShardLayout
