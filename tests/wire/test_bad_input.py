@@ -210,18 +210,16 @@ def test_gather_of_an_empty_tree_is_empty():
 
 
 def test_arrays_without_elements_scalars_and_python_numbers_are_reduced():
-    grads = {"none": np.zeros((8, 0, 3), np.float32), "scalar": np.arange(8, dtype=np.float32)}
-    means = reduce(wire.all_reduce("data", INT8, error_feedback=True), grads)
-    assert means["none"].shape == (8, 0, 3) and np.asarray(means["scalar"]).tolist() == [3.5] * 8
     tx = wire.all_reduce("data", INT8, error_feedback=True)
-    run = jax.shard_map(
-        lambda x: tx.update({"x": 2.0 + 0 * x[0], "y": 3.0}, tx.init({"x": 2.0, "y": 3.0}))[0],
-        mesh=MESH,
-        in_specs=jax.P("data"),
-        out_specs=jax.P(),
-        check_vma=False,
-    )
-    assert jax.tree.map(float, run(jnp.zeros(8))) == {"x": 2.0, "y": 3.0}
+
+    def run(x):  # jaxlib 0.11 crashes if an array without elements enters or leaves a region
+        grads = {"none": jnp.zeros((0, 3)), "scalar": x[0], "python": 3.0}
+        means = tx.update(grads, tx.init(grads))[0]
+        assert means["none"].shape == (0, 3)
+        return means["scalar"], means["python"]
+
+    means = jax.shard_map(run, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False)(jnp.arange(8.0))
+    assert jax.tree.map(float, means) == (3.5, 3.0)
 
 
 @pytest.mark.parametrize("tx", [wire.zero1("data", SGD), wire.local_sgd("data", inner=SGD, outer=SGD, every=1)])
