@@ -13,6 +13,7 @@ from spmd.errors import CommunicationError
 from spmd.tree import Tree, describe, map_paths
 from spmd.wire.local_steps import LocalState
 from spmd.wire.reduction import CODEC, RESIDUAL, Memory
+from spmd.wire.server.transformation import ServerState
 from spmd.wire.sharded import ZeroState
 from spmd.wire.transformations import WireState, init, specs
 
@@ -49,7 +50,7 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
 
     Raises:
       CommunicationError: the state is of another `tx` or other parameters; it is partly in other processes; or a residual has no place,
-        because with this number of workers its gradient is sent exactly.
+        because with this number of workers its gradient is sent exactly; or the state is a parameter server's.
 
     Example:
       >>> from spmd import wire
@@ -59,6 +60,11 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
       >>> wire.resplit(tx, state, params, mesh_of_2).memory["w"]["residual"].shape
       (2, 64, 64)
     """
+    if any(isinstance(node, ServerState) for node in jax.tree.leaves(state, is_leaf=_is_ours)):
+        raise CommunicationError(
+            "resplit: the workers of a parameter server have read different versions of the parameters, and have no mean.",
+            fix="wire.init(tx, params, mesh), with a wire.server_clock of as many workers: all begin at the servers' parameters.",
+        )
     fresh = init(tx, params, mesh)
     if jax.tree.structure(state, is_leaf=_is_ours) != jax.tree.structure(fresh, is_leaf=_is_ours):
         raise CommunicationError("resplit: the state is not that of this transformation.", fix=FIX)
@@ -67,7 +73,7 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
 
 
 def _is_ours(node: Any) -> bool:
-    return isinstance(node, WireState | ZeroState | LocalState)
+    return isinstance(node, WireState | ZeroState | LocalState | ServerState)
 
 
 def _keep(old: Any, fresh: Any) -> Any:

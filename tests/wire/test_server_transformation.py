@@ -324,3 +324,14 @@ def test_a_state_that_is_not_split_or_of_other_parameters_is_refused(server):
     other = wire.init(tx, {"w": jnp.zeros((64, 64))}, MESH)
     with pytest.raises(CommunicationError, match="not that of these parameters"):
         run(other, wire.specs(other))
+
+
+def test_a_state_is_not_resplit_and_the_fix_works():
+    def make_tx(workers):
+        return wire.parameter_server("data", MOMENTUM, wire.server_clock(workers, mode="asynchronous"))
+
+    params, half = make_params(), make_mesh(data=4)
+    state = wire.init(make_tx(8), params, MESH)
+    with pytest.raises(CommunicationError, match="different versions of the parameters"):
+        wire.resplit(make_tx(4), state, params, half)
+    assert jax.tree.leaves(wire.init(make_tx(4), jax.device_get(params), half))
