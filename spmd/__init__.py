@@ -17,6 +17,7 @@ _NAMES = {
     "spmd.inference.exporter": ("export",),
     "spmd.inference.loader": ("ExportedModel", "load_exported"),
     "spmd.layout.gradients": ("GradientRule", "Gradients"),
+    "spmd.layout.compiler": ("Compiler",),
     "spmd.layout.model_parallel": ("Experts", "Pipeline", "Sequence"),
     "spmd.layout.schema": ("Default", "Layout", "OptimizerState", "Remat", "Rule"),
     "spmd.mesh": ("MeshSpec", "make_mesh", "simulate_devices"),
@@ -58,6 +59,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.inference.ensemble import Ensemble as Ensemble
     from spmd.inference.exporter import export as export
     from spmd.inference.loader import ExportedModel as ExportedModel, load_exported as load_exported
+    from spmd.layout.compiler import Compiler as Compiler
     from spmd.layout.gradients import GradientRule as GradientRule, Gradients as Gradients
     from spmd.layout.model_parallel import Experts as Experts, Pipeline as Pipeline, Sequence as Sequence
     from spmd.layout.schema import Default as Default, Layout as Layout, OptimizerState as OptimizerState, Remat as Remat, Rule as Rule

@@ -246,6 +246,7 @@ def _check_processes_agree(program: Program, hooks: list[Callback], options: Map
     if jax.process_count() == 1:
         return
     facts = {"devices of each process": str(jax.local_device_count())}
+    facts |= {f"compiler option {name}": str(value) for name, value in program.compiler_options.items()}
     together = {type(hook).__name__: hook.every for hook in hooks if hook.together}
     for name, value in {**options, "callbacks": together, "layout": tomllib.loads(options["layout"])}.items():
         leaves = tree_leaves_with_path(value, is_leaf=lambda node: not isinstance(node, dict))

@@ -67,10 +67,11 @@ def names(value: Any) -> tuple[str, ...]:
 
 
 def changed_values(table: Any) -> dict[str, Any]:
-    """The keys of a table that differ from their defaults, without rules; and the options of its codec."""
-    keys = [field for field in dataclasses.fields(table) if field.name not in ("options", "rules")]
+    """The keys of a table that differ from their defaults, without rules; options of a codec are keys of its table."""
+    beside = ("options", "rules") if hasattr(table, "codec") else ()
+    keys = [field for field in dataclasses.fields(table) if field.name not in beside]
     changed = {field.name: getattr(table, field.name) for field in keys if getattr(table, field.name) != field.default}
-    return {**changed, **dict(getattr(table, "options", ()))}
+    return {**changed, **(dict(table.options) if beside else {})}
 
 
 def as_toml(value: Any) -> str:

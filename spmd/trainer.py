@@ -19,6 +19,7 @@ from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import Position, check_participation, epoch_batches
 from spmd.distributed import uneven_batches, watchdog
 from spmd.errors import CheckpointError, DataError, OptionError, check_integer, did_you_mean, short_repr
+from spmd.layout.compiler import compiler_notes
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes, summary
@@ -148,7 +149,8 @@ class Trainer:
     def notes(self) -> list[str]:
         """Notes on what is replicated, repeated work, codec state, and moments that could not be sharded."""
         placed = self._placed
-        lines = [*notes(self.resolved), *placed.given.notes(), *exchange_notes(placed.exchange)]
+        compiler = compiler_notes(self.layout.compiler, placed.platform)
+        lines = [*notes(self.resolved), *placed.given.notes(), *exchange_notes(placed.exchange), *compiler]
         if placed.storage is not None and placed.events is not None:
             lines += server_notes(placed.storage, placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]

@@ -1,6 +1,7 @@
 """Paths, shapes and sizes of a pytree's leaves, as layouts, errors, plans and checkpoints write them."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,24 @@ def describe(leaf: Any) -> str:
     'float32[512, 10]'
     """
     return f"{dtype_of(leaf)}[{', '.join(map(str, np.shape(leaf)))}]"
+
+
+def parse_bytes(size: int | str) -> int:
+    """A number of bytes, or a text with a unit: B, KiB, MiB, GiB, TiB, or KB, MB, GB, TB in powers of 1000.
+
+    >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(80)
+    (1536, 2000000000, 80)
+
+    Raises:
+      ValueError: it is neither.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", size) if isinstance(size, str) else None
+    if isinstance(size, str) and not match:
+        raise ValueError(f"{size!r} is not a number of bytes")
+    if match is None:
+        return int(size)
+    number, prefix, binary = match.groups()
+    return round(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
 
 
 def format_bytes(count: float) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from spmd.errors import OptionError, type_name
 from spmd.fields import names
+from spmd.layout.compiler import Compiler
 from spmd.layout.gradients import Gradients
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.specs import Entry, Spec, entry_axes
@@ -117,6 +118,7 @@ class Layout:
     pipeline: Pipeline = Pipeline()  # noqa: RUF009
     sequence: Sequence = Sequence()  # noqa: RUF009
     experts: Experts = Experts()  # noqa: RUF009
+    compiler: Compiler = Compiler()  # noqa: RUF009
     name: str = dataclasses.field(default="layout", compare=False)
     source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
 

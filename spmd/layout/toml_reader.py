@@ -11,6 +11,7 @@ from typing import Any
 
 from spmd.errors import LayoutError, closest, did_you_mean, raise_problems, short_repr, type_name
 from spmd.fields import as_toml
+from spmd.layout.compiler import THRESHOLDS, Compiler, compiler_problems
 from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parallel_problems
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
@@ -119,6 +120,7 @@ class _Reader(Tables):
             pipeline=pipeline,
             sequence=sequence,
             experts=Experts(**self.fields(self.table(data, "experts"), "experts", Experts)),
+            compiler=self.compiler(self.table(data, "compiler")),
         )
 
     def mesh(self, table: dict[str, Any]) -> tuple[tuple[str, int], ...]:
@@ -162,6 +164,16 @@ class _Reader(Tables):
         for pattern in modules:
             self.pattern(pattern, "[remat] modules", self.key_line("remat", "modules"))
         return Remat(**values, modules=tuple(modules))
+
+    def compiler(self, table: dict[str, Any]) -> Compiler:
+        self.unknown(table, [field.name for field in dataclasses.fields(Compiler)], "compiler")
+        values = self.fields(table, "compiler", Compiler, dict.fromkeys(THRESHOLDS, 'such as "512 MiB".'))
+        options = self.value(table, "compiler", "options", {}, dict)
+        section, fix = "compiler.options", "true or false, a whole number, a string."
+        taken = {name: self.value(options, section, name, None, bool, int, str, fix=fix) for name in options}
+        compiler = Compiler(**values, options={name: value for name, value in taken.items() if value is not None})
+        self.conflicts("compiler", compiler_problems(compiler))
+        return compiler
 
     def parameter_server(self, table: dict[str, Any], gradients: Gradients) -> ParameterServer:
         section = "parameter_server"

@@ -53,7 +53,7 @@ class Tables:
     def key_problem(self, section: str, key: str, why: str, fix: str, kind: str = "invalid_value") -> None:
         """Collect a problem of a key inside `[section]`; of the top of the file when section is empty, of the section when key is."""
         where = f"[{section}] {key}".strip() if section else key
-        self.problem(where, why, fix, (self.key_line(section, key) if key else None) or self.key_line("", section), kind)
+        self.problem(where, why, fix, (self.key_line(section, key) if key else None) or self.key_line(*section.rpartition(".")[::2]), kind)
 
     def conflicts(self, section: str, conflicts: list[Conflict], rules: Sequence[GradientRule] = ()) -> None:
         """Collect conflicts between the keys of a section, except at keys whose value is a problem already."""
@@ -136,10 +136,11 @@ class Tables:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(kind):
             kinds, fix = plain_types(field), fixes.get(field.name, "")
-            if str in kinds:
+            if str in kinds and int not in kinds:
                 values[field.name] = self.choice(table, section, field.name, field.default, fix)
             elif kinds:
-                values[field.name] = self.value(table, section, field.name, field.default, kinds[0], fix=fix)
+                several = [kind for kind in kinds if kind is not type(None)]
+                values[field.name] = self.value(table, section, field.name, field.default, *several, fix=fix)
         return values
 
 

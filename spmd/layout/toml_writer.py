@@ -20,7 +20,7 @@ def dumps(layout: Layout) -> str:
     if layout.axes:
         blocks.append(["[axes]", *(f"{_value(name)} = {spec_text((entry,))[1:-1]}" for name, entry in layout.axes)])
     blocks += [_rule_lines("activations", rule) for rule in layout.activations]
-    for name in ("default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts"):
+    for name in ("default", "optimizer", "gradients", "parameter_server", "remat", "pipeline", "sequence", "experts", "compiler"):
         table = getattr(layout, name)
         if table != type(table)():
             blocks.append([f"[{name}]", *(f"{key} = {_value(value)}" for key, value in changed_values(table).items())])

@@ -47,6 +47,7 @@ class Compiled:
       sizes: bytes on one device according to XLA: argument, output, alias (outputs in donated arguments), temp, generated_code.
       buffers: XLA's buffer assignment report; "" if it writes none.
       seconds: compile time, without tracing.
+      options: the compiler options of the layout and of the platform, by XLA's names; an estimate by another compiler has none.
     """
 
     compiler: str
@@ -55,6 +56,7 @@ class Compiled:
     sizes: dict[str, int]
     buffers: str
     seconds: float
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def compiler_of(target: Target, nodes: int = 1) -> tuple[str, str]:
@@ -89,9 +91,13 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
         ) from error
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
     _, distribution, _, kind = COMPILERS[platform]
+    exact = platform == cluster.target.platform
+    options = program.compiler_options if exact else {}
     request = {
         "exported": fields | {"_get_vjp": None},  # a function, which cannot be pickled and is not called
         "donated": donated,
+        "options": options,
+        "layout": program.placed.resolved.layout.source if options else "",
         "mesh": MeshSpec.parse(program.placed.mesh).axes,
         "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
         "topology": topology(cluster) if platform != "cpu" else {},
@@ -107,7 +113,7 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
         raise CompileError(f"the compiled program is no longer in {folder}.", fix="try again; or another folder, in $SPMD_CACHE.")
     hlo, memory, buffers = files
     sizes = json.loads(memory)
-    return Compiled(compiler, platform == cluster.target.platform, hlo, sizes, buffers, sizes.pop("seconds"))
+    return Compiled(compiler, exact, hlo, sizes, buffers, sizes.pop("seconds"), options)
 
 
 def check_timeout(timeout: float) -> None:

@@ -22,9 +22,10 @@ import jax
 import jax.export
 import numpy as np
 from jax.experimental.topologies import get_topology_desc
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from spmd.planner.compile_client import LOG
+from spmd.train.compiler_options import check_compiler_options
 
 IDLE = 60.0  # seconds
 
@@ -68,12 +69,13 @@ def _compile(folder: Path) -> None:
     exported = jax.export.Exported(**request["exported"])
     names, sizes = zip(*request["mesh"], strict=True)
     devices = get_topology_desc(**request["topology"]).devices if request["topology"] else jax.devices()[: math.prod(sizes)]
+    check_compiler_options(request["options"], request["layout"], SingleDeviceSharding(devices[0]))
     mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
     places = exported.in_shardings_jax(mesh)
     arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=at) for aval, at in zip(exported.in_avals, places, strict=True)]
     lowered = jax.jit(exported.call, donate_argnums=request["donated"]).lower(*arguments)
     started = time.perf_counter()
-    compiled = lowered.compile(compiler_options={"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True})
+    compiled = lowered.compile(compiler_options=request["options"] | {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True})
     seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
     sizes = {name: getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp", "generated_code")}

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from spmd.errors import OptionError, did_you_mean
+from spmd.layout.compiler import compiler_notes
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
@@ -100,7 +101,8 @@ def build_plan(
     memory = memory_of(program, compiled, module, cluster.target)
     widened = precision if precision != "float32" and not compiled.exact else ""
     timeline = timeline_of(module, mesh, cluster, data_axes, widened)
-    notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *_warnings(program, traffic, memory, cluster)]
+    notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange)]
+    notes += [*compiler_notes(placed.resolved.layout.compiler, placed.platform), *_warnings(program, traffic, memory, cluster)]
     if widened:
         notes.append(f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more memory than the target would.")
     if unknown := uncounted(module):

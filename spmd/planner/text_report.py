@@ -4,6 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
+from spmd.fields import as_toml
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.memory import on_device
@@ -50,6 +51,8 @@ def headline(plan: PlanData) -> str:
         f"{layout.source} on mesh {plan.mesh}, {nodes}; batch of {plan.rows}",
         f"{plan.memory.verdict.rstrip('.')}; {sent} sent by each device per step; {step} per step, {plan.rows_per_second:,.0f} rows/s.",
     ]
+    if options := plan.compiled.options:
+        lines.insert(1, f"compiler options: {', '.join(f'{name}={as_toml(value)}' for name, value in options.items())}")
     return "\n".join(lines)
 
 
@@ -140,6 +143,7 @@ def to_json(plan: PlanData) -> str:
         "target": str(plan.cluster),
         "compiler": plan.compiled.compiler,
         "exact": plan.compiled.exact,
+        "compiler_options": plan.compiled.options,
         "mesh": plan.mesh.sizes,
         "layout": plan.layout.source,
         "rows": plan.rows,

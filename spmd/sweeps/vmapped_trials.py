@@ -218,7 +218,7 @@ class VmappedTrials:
         if key not in self._compiled:
             out = PartitionSpec(NET)
             mapped = shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=(out,) * outputs if outputs > 1 else out)
-            self._compiled[key] = jax.jit(mapped, donate_argnums=donated)
+            self._compiled[key] = jax.jit(mapped, donate_argnums=donated, compiler_options=self.program.compiler_options)
         return self._compiled[key]
 
     def compilations(self) -> int:

@@ -12,10 +12,11 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmd.data.batches import batch_signature, check_batch, check_leaves
 from spmd.errors import DataError, SpmdError, first_line
+from spmd.layout.compiler import xla_options
 from spmd.models.base import Call, Variables
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
@@ -24,6 +25,7 @@ from spmd.sync.mesh_axes import constrain
 from spmd.train.accumulate import equations, has_convolution
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
+from spmd.train.compiler_options import check_compiler_options
 from spmd.train.differentiable import check_gradient
 from spmd.train.export_step import export_step
 from spmd.train.local_sgd import LocalSGD
@@ -79,6 +81,8 @@ class Program:
         self._unroll = self.has_convolutions and placed.platform == "cpu"
         self.donate_argnums = () if self._unroll else (0,)  # of a step's arguments
         self._parallel = dataclasses.replace(placed.parallel, unroll=self._unroll, schedules={})
+        self.compiler_options = xla_options(placed.resolved.layout.compiler, placed.platform)  # by XLA's names
+        self._jit = functools.partial(jax.jit, compiler_options=self.compiler_options)
         self._compiled: dict[tuple, Callable] = {}
         self._traced_inputs: set[Any] = set()  # signatures of inputs that the model was traced on
 
@@ -233,14 +237,14 @@ class Program:
         placed, replicated = self.placed, NamedSharding(self.placed.mesh, PartitionSpec())
         if key[0] == "step":
             step = functools.partial(train_step, self.make_step(key[1], key[2]))
-            return jax.jit(step, donate_argnums=self.donate_argnums, out_shardings=(placed.shardings, replicated))
+            return self._jit(step, donate_argnums=self.donate_argnums, out_shardings=(placed.shardings, replicated))
         if key[0] == "scan_steps":
             step = functools.partial(train_step, self.make_step(key[1], key[2]))
             steps = functools.partial(
                 scan_steps, lambda s, b, w, e: self._constrain_state(step(s, self._constrain_batch(b), w, e)), unroll=self._unroll
             )
-            return jax.jit(steps, donate_argnums=self.donate_argnums, out_shardings=(placed.shardings, replicated))
-        return jax.jit(self._evaluate if key[0] == "evaluate" else self._predict, out_shardings=replicated)
+            return self._jit(steps, donate_argnums=self.donate_argnums, out_shardings=(placed.shardings, replicated))
+        return self._jit(self._evaluate if key[0] == "evaluate" else self._predict, out_shardings=replicated)
 
     def _constrain_state(self, result: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         """Inside a loop the state keeps its sharding from step to step."""
@@ -348,6 +352,9 @@ def prepare_program(placed: PlacedModel, sample: Tree) -> Program:
     sample = abstract(sample)
     check_leaves(sample, "the batch")
     placed.learn(sample)
+    if not isinstance(placed.mesh, AbstractMesh):
+        options = xla_options(placed.resolved.layout.compiler, placed.platform)
+        check_compiler_options(options, placed.resolved.layout.source, SingleDeviceSharding(placed.mesh.local_devices[0]))
     check_batch(sample, placed.resolved.layout, placed.resolved.mesh, placed.config.accumulate)  # after the layout's own problems
     program = Program(placed, sample)
     check_gradient(program._jaxpr.jaxpr, len(jax.tree.leaves(placed.abstract_state.params)))

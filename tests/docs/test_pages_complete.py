@@ -73,7 +73,8 @@ def keys():
         if field.name in not_keys:
             continue
         if dataclasses.is_dataclass(field.default):
-            yield f"[{field.name}]", [key.name for key in dataclasses.fields(field.default) if key.name != "options"]
+            inline = {"options"} if hasattr(field.default, "codec") else set()  # keys of the same table
+            yield f"[{field.name}]", [key.name for key in dataclasses.fields(field.default) if key.name not in inline]
         elif field.name in ("params", "activations"):
             yield f"[[{field.name}]]", ["path", "spec", "except"]
         elif field.name in ("mesh", "axes"):
@@ -92,7 +93,7 @@ def test_options_of_codecs_and_the_top_are_listed():
     below = sections("layouts")["[gradients]"]
     assert not [option for codec in CODECS for option in codec_options(codec) if f"`{option}`" not in below]
     assert not [codec for codec in CODECS if f'`"{codec}"`' not in below]
-    assert "`description`" in sections("layouts")["At the top"] and len(list(keys())) == 13 and Gradients().codec == "exact"
+    assert "`description`" in sections("layouts")["At the top"] and len(list(keys())) == 14 and Gradients().codec == "exact"
 
 
 RETURNED = {  # types that public functions return and that users do not construct

@@ -1,0 +1,137 @@
+"""The `[compiler]` table: options of XLA under plain names or their own, the defaults for GPUs, and which of them a platform has."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from spmd.errors import OptionError, type_name
+from spmd.fields import Conflict, as_toml, check_types
+from spmd.tree import parse_bytes
+
+GPU = ("gpu", "cuda", "rocm")  # platforms, as JAX and as targets of plans call them
+XLA_NAMES = {  # of each key: the options of XLA:GPU that it sets; other compilers have none of them
+    "latency_hiding": ("xla_gpu_enable_latency_hiding_scheduler",),
+    "combine_all_gather": ("xla_gpu_all_gather_combine_threshold_bytes",),
+    "combine_reduce_scatter": ("xla_gpu_reduce_scatter_combine_threshold_bytes",),
+    "combine_all_reduce": ("xla_gpu_all_reduce_combine_threshold_bytes",),
+    "pipelined_collectives": (
+        "xla_gpu_enable_pipelined_all_gather",
+        "xla_gpu_enable_pipelined_reduce_scatter",
+        "xla_gpu_enable_pipelined_all_reduce",
+    ),
+    "command_buffers": ("xla_gpu_enable_command_buffer",),
+    "deterministic": ("xla_gpu_deterministic_ops",),
+}
+THRESHOLDS = tuple(key for key in XLA_NAMES if key.startswith("combine_"))
+# What is recorded: all that jaxlib 0.10.2 records by default, or nothing.
+COMMAND_BUFFERS = {True: "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL", False: ""}
+# Defaults on GPUs; a layout's own value replaces one, and so does the option in $XLA_FLAGS. XLA's own default is off. The scheduler moves
+# collectives so that computation hides them: the one option that NVIDIA's images of JAX set for every model
+# (https://docs.nvidia.com/jax-toolbox/environment-variables), and a part of XLA's optimization level 1
+# (https://openxla.org/xla/gpu_optimization_levels). The others of that level cost memory, and stay choices of the layout.
+GPU_DEFAULTS = {"latency_hiding": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """Options of XLA with which the step, evaluation and prediction are compiled.
+
+    Plain names are for GPUs, and are not used elsewhere; None leaves the choice to the library (`latency_hiding`) or to XLA.
+
+    Attributes:
+      latency_hiding: schedule collectives early enough that computation hides them; on GPUs this is the default.
+      combine_all_gather, combine_reduce_scatter, combine_all_reduce: collectives are merged up to this size: bytes, or text such as
+        "512 MiB". Larger ones use links better, and hold more memory.
+      pipelined_collectives: move collectives of a loop's body into its iteration before or after, where computation hides them.
+      command_buffers: record sequences of kernels as CUDA graphs, which are launched at once.
+      deterministic: equal results in every run; some operations are slower, and some cannot be compiled.
+      options: further options by XLA's own names, which differ between releases of jaxlib, for any platform (a dict is accepted).
+
+    Example:
+      >>> from spmd import Layout
+      >>> print(Layout(compiler=Compiler(combine_all_gather="512 MiB", options={"xla_cpu_enable_fast_math": False})).to_toml(), end="")
+      [compiler]
+      combine_all_gather = "512 MiB"
+      options = { xla_cpu_enable_fast_math = false }
+    """
+
+    latency_hiding: bool | None = None
+    combine_all_gather: int | str | None = None
+    combine_reduce_scatter: int | str | None = None
+    combine_all_reduce: int | str | None = None
+    pipelined_collectives: bool | None = None
+    command_buffers: bool | None = None
+    deterministic: bool | None = None
+    options: tuple[tuple[str, Any], ...] | Mapping[str, Any] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        options = tuple(self.options.items() if isinstance(self.options, Mapping) else self.options)
+        for name, value in options:
+            if not isinstance(name, str) or type(value) not in (bool, int, str):
+                raise OptionError(
+                    f"Compiler: option {name!r} is {value!r}, {type_name(value)}.", fix="True or False, a whole number, a string."
+                )
+        object.__setattr__(self, "options", options)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The plain names that are set, with their values."""
+        return {key: value for key in XLA_NAMES if (value := getattr(self, key)) is not None}
+
+
+def compiler_problems(compiler: Compiler) -> list[Conflict]:
+    """Values of `[compiler]` that cannot be valid on any platform, and options that are set twice."""
+    conflicts = []
+    for key in THRESHOLDS:
+        if (value := getattr(compiler, key)) is not None and not _valid_size(value):
+            conflicts.append(
+                Conflict(key, f"{as_toml(value)} is not a size.", 'a number of bytes, or such as "512 MiB".', kind="invalid_value")
+            )
+    keys = {name: key for key in compiler.keys for name in XLA_NAMES[key]}
+    for name, _ in compiler.options:
+        if not re.fullmatch(r"\w+", name):
+            conflicts.append(
+                Conflict(f"compiler.options.{name}", "is not the name of an option of XLA.", "such as xla_gpu_autotune_level.")
+            )
+        elif name in keys:
+            conflicts.append(Conflict(f"compiler.options.{name}", f"[compiler] {keys[name]} sets it as well.", "leave one of them out."))
+    return conflicts
+
+
+def _valid_size(value: int | str) -> bool:
+    try:
+        return 0 <= parse_bytes(value) < 2**63
+    except ValueError:
+        return False
+
+
+def xla_options(compiler: Compiler, platform: str) -> dict[str, Any]:
+    """The options to compile with on a platform, by XLA's names, as Python values: defaults, then keys, then the layout's own options.
+
+    >>> xla_options(Compiler(combine_all_gather="1 GiB"), "cuda")["xla_gpu_all_gather_combine_threshold_bytes"]
+    1073741824
+    >>> xla_options(Compiler(latency_hiding=True), "cpu")
+    {}
+    """
+    chosen: dict[str, Any] = {}
+    if platform in GPU:
+        flags = re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", ""))
+        defaults = {key: value for key, value in GPU_DEFAULTS.items() if not set(XLA_NAMES[key]) & set(flags)}
+        for key, value in (defaults | compiler.keys).items():
+            chosen |= dict.fromkeys(XLA_NAMES[key], _xla_value(key, value))
+    return chosen | dict(compiler.options)
+
+
+def _xla_value(key: str, value: Any) -> Any:
+    """The value of a key as XLA takes it."""
+    return parse_bytes(value) if key in THRESHOLDS else COMMAND_BUFFERS[value] if key == "command_buffers" else value
+
+
+def compiler_notes(compiler: Compiler, platform: str) -> list[str]:
+    """Says which keys the platform has no option for."""
+    if platform in GPU or not compiler.keys:
+        return []
+    return [f"note: [compiler] {', '.join(compiler.keys)}: for GPUs, not used on {platform}."]

@@ -1,0 +1,188 @@
+"""The `[compiler]` table: from the file to the options that XLA is given, on each platform, and what is wrong with it."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import spmd
+from spmd import api
+from spmd.errors import CompileError, OptionError
+from spmd.layout.compiler import GPU_DEFAULTS, THRESHOLDS, XLA_NAMES, Compiler, compiler_notes, xla_options
+from spmd.layout.toml_reader import dumps, loads
+from tests.layout.applied import MODEL, X, Y, error_text, fits
+
+EVERY_KEY = Compiler(
+    latency_hiding=False,
+    combine_all_gather="512 MiB",
+    combine_reduce_scatter=2**28,
+    combine_all_reduce="1GB",
+    pipelined_collectives=True,
+    command_buffers=False,
+    deterministic=True,
+    options={"xla_gpu_autotune_level": 0, "xla_cpu_enable_fast_math": False, "xla_dump_to": "a folder"},
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def one(key, value):
+    return Compiler(**{key: value})
+
+
+def test_every_key_round_trips_and_reaches_xla_on_gpus(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    layout = spmd.Layout(compiler=EVERY_KEY)
+    assert loads(dumps(layout)) == layout != spmd.Layout()
+    assert set(EVERY_KEY.keys) == set(XLA_NAMES)
+    assert loads(dumps(layout).replace("options = {", "[compiler.options]\n").replace(", ", "\n").replace(" }", "")) == layout
+    assert xla_options(EVERY_KEY, "cuda") == {
+        "xla_gpu_enable_latency_hiding_scheduler": False,
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**29,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 10**9,
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_enable_pipelined_all_reduce": True,
+        "xla_gpu_enable_command_buffer": "",
+        "xla_gpu_deterministic_ops": True,
+        **dict(EVERY_KEY.options),
+    }
+
+
+def test_defaults_are_for_gpus_and_give_way_to_the_layout_and_to_xla_flags(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    (name,) = XLA_NAMES["latency_hiding"]
+    assert xla_options(Compiler(), "gpu") == {name: GPU_DEFAULTS["latency_hiding"]} == {name: True}
+    assert xla_options(Compiler(), "cpu") == xla_options(Compiler(), "tpu") == {}
+    assert xla_options(Compiler(latency_hiding=False), "gpu") == {name: False}
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
+    assert xla_options(Compiler(), "gpu") == {}
+    assert xla_options(Compiler(latency_hiding=True), "gpu") == {name: True}
+
+
+def test_plain_names_are_not_used_on_cpus_and_a_note_says_so():
+    trainer = fits("[compiler]\nlatency_hiding = true\ncommand_buffers = false\n")
+    assert trainer._program.compiler_options == {}
+    note = "note: [compiler] latency_hiding, command_buffers: for GPUs, not used on cpu."
+    assert [line for line in trainer.notes() if "[compiler]" in line] == [note]
+    assert not compiler_notes(EVERY_KEY, "gpu") and not compiler_notes(Compiler(options={"xla_cpu_enable_fast_math": True}), "cpu")
+
+
+def test_values_that_no_platform_can_take(golden):
+    golden(
+        "compiler_values_that_no_platform_can_take",
+        error_text(
+            '[compiler]\nlatency_hiding = 3\ncombine_all_gather = "5 apples"\ncombine_all_reduce = 4.5\ncombine_gather = 3\n'
+            "command_buffers = false\n\n[compiler.options]\n"
+            'xla_gpu_autotune_level = [3]\n"no name" = 3\nxla_gpu_enable_command_buffer = "FUSION"\n'
+        ),
+    )
+    fixed = '[compiler]\nlatency_hiding = true\ncombine_all_gather = "5 MiB"\ncommand_buffers = false\n'
+    assert loads(fixed).compiler == Compiler(latency_hiding=True, combine_all_gather="5 MiB", command_buffers=False)
+
+
+def test_python_table_is_checked():
+    with pytest.raises(OptionError, match="latency_hiding='yes' is"):
+        Compiler(latency_hiding="yes")
+    with pytest.raises(OptionError, match="option 'xla_dump_to' is None"):
+        Compiler(options={"xla_dump_to": None})
+    for key in THRESHOLDS:
+        assert "is not a size" in error_text(spmd.Layout(compiler=one(key, "5 apples")))
+        assert "-1 is not a size" in error_text(spmd.Layout(compiler=one(key, -1)))
+
+
+UNKNOWN = (
+    '[compiler.options]\nxla_cpu_enable_fast_maths = true\nxla_backend_optimization_level = "high"\nxla_cpu_enable_fast_math = false\n'
+)
+
+
+def test_options_that_xla_refuses_are_reported_before_the_first_step(golden):
+    text = error_text(UNKNOWN)
+    golden("compiler_options_that_xla_refuses", text.replace(jax.lib.__version__, "VERSION"))
+    fits(UNKNOWN.replace("maths", "math").replace('"high"', "1").replace("xla_cpu_enable_fast_math = false\n", ""))
+
+
+def fit(layout):
+    optimizer = optax.adam(1e-2)
+    mesh = {"mesh": "data=8", "layout": layout}
+    result = spmd.fit(MODEL, (X, Y), loss=spmd.losses.cross_entropy, optimizer=optimizer, batch_size=8, steps=3, progress=False, **mesh)
+    return jax.device_get(result.state.params), result
+
+
+def test_options_reach_the_program_that_trains(folder):
+    """XLA writes each program that it compiles, if asked by an option."""
+    dumps = {}
+    for level in (1, 2):
+        where = folder / str(level)
+        options = {"xla_dump_to": str(where), "xla_backend_optimization_level": level}
+        layout = spmd.Layout(compiler=Compiler(options=options), mesh=(("data", -1),))
+        fit(layout)
+        dumps[level] = [path.read_text() for path in where.glob("*train_step*.debug_options")]
+        assert len(dumps[level]) == 1, "one step, compiled once"
+        assert f"xla_backend_optimization_level: {level}" in dumps[level][0]
+    assert dumps[1] != dumps[2]
+
+
+def test_sweep_compiles_with_the_options(folder):
+    layout = spmd.Layout(compiler=Compiler(options={"xla_dump_to": str(folder / "dump")}))
+    spmd.sweep(
+        lambda: MODEL,
+        (X, Y),
+        loss=spmd.losses.cross_entropy,
+        optimizer=lambda rate: optax.sgd(rate),
+        space={"rate": [0.1, 0.2]},
+        search="grid",
+        batch_size=8,
+        steps=1,
+        layout=layout,
+        progress=False,
+    )
+    assert list((folder / "dump").glob("*.debug_options"))
+
+
+def test_training_with_the_table_gives_the_same_bits():
+    plain, _ = fit(spmd.Layout(mesh=(("data", -1),)))
+    keys = dataclasses.replace(EVERY_KEY, options={"xla_cpu_enable_fast_math": False})
+    tabled, result = fit(spmd.Layout(compiler=keys, mesh=(("data", -1),)))
+    assert result.trainer._program.compiler_options == {"xla_cpu_enable_fast_math": False}
+    jax.tree.map(np.testing.assert_array_equal, plain, tabled)
+
+
+def test_processes_compare_their_options(monkeypatch):
+    """Facts of two processes whose layouts differ in the table alone."""
+    facts = []
+    monkeypatch.setattr(api, "check_consistency", facts.append)
+    for fast in (True, False):
+        trainer = fits(
+            f"[compiler]\nlatency_hiding = {json.dumps(fast)}\n[compiler.options]\nxla_cpu_enable_fast_math = {json.dumps(fast)}\n"
+        )
+        with monkeypatch.context() as several:
+            several.setattr(jax, "process_count", lambda: 2)
+            api._check_processes_agree(trainer._program, [], {"layout": trainer.layout.to_toml()})
+    differing = {name: (facts[0][name], facts[1][name]) for name in facts[0] if facts[0][name] != facts[1].get(name)}
+    assert differing == {
+        "compiler option xla_cpu_enable_fast_math": ("True", "False"),
+        "layout compiler.latency_hiding": ("True", "False"),
+        "layout compiler.options.xla_cpu_enable_fast_math": ("True", "False"),
+    }
+
+
+def plan(layout, target="2xcpu"):
+    return spmd.plan(MODEL, (X, Y), loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), layout=layout, target=target)
+
+
+def test_plan_compiles_with_the_options_and_prints_them():
+    planned = plan(spmd.Layout(compiler=Compiler(latency_hiding=True, options={"xla_backend_optimization_level": 1})))
+    assert planned.compiled.options == {"xla_backend_optimization_level": 1} == json.loads(planned.to_json())["compiler_options"]
+    assert "\ncompiler options: xla_backend_optimization_level=1\n" in str(planned)
+    assert "note: [compiler] latency_hiding: for GPUs, not used on cpu." in planned.notes
+    with pytest.raises(CompileError, match=r"\[compiler.options\] xla_nope = 1\n +XLA refuses it: No such compile option"):
+        plan(spmd.Layout(compiler=Compiler(options={"xla_nope": 1})))
