@@ -17,7 +17,7 @@ from spmd.wire import collectives
 from spmd.wire.codec.base import Bucket, Codec, packed_collective
 from spmd.wire.codec.bfloat16 import Bfloat16
 from spmd.wire.codec.exact import EXACT, Exact
-from spmd.wire.reduction import RESIDUAL, Transfer, reduce_bucket
+from spmd.wire.reduction import BUCKET_BYTES, MAX_EXACT_BUCKET, RESIDUAL, Transfer, make_buckets, reduce_bucket
 from spmd.wire.region import Axes, as_axes, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.transformations import (
@@ -30,6 +30,7 @@ from spmd.wire.transformations import (
 )
 
 NOT_ELEMENTWISE = ("reduce_", "dot_general", "sort", "cum", "arg", "conv_", "svd", "eigh", "qr", "cholesky", "triangular_solve")
+FORMATS = ("exact", "bfloat16")
 FULL_GRADIENTS = "optax.chain(wire.all_reduce(...), optimizer), which gives each worker full gradients."
 
 
@@ -207,7 +208,7 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
       (4, 2)
     """
     communication = make_communication(axes, codec, {"error_feedback": residual is not None})
-    if weights not in ("exact", "bfloat16"):
+    if weights not in FORMATS:
         raise OptionError(f"weights={weights!r}.", fix='"exact" or "bfloat16".')
     sizes = bound_sizes(communication.axes)
     leaves, structure = jax.tree.flatten(shards)
@@ -229,7 +230,7 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
                 fix="wire.residual_like(shards, axes, dim=dim).",
                 path=path,
             )
-    full: list[jax.Array] = _gather(tuple(transfers), weights == "bfloat16", leaves, [kept for kept in residuals if kept is not None])  # type: ignore[assignment]
+    full: list[jax.Array] = gather_leaves(tuple(transfers), weights, leaves, [kept for kept in residuals if kept is not None])  # type: ignore[assignment]
     return jax.tree.unflatten(structure, full)
 
 
@@ -255,33 +256,56 @@ def _transfer(communication: Communication, leaf: jax.Array, dim: int, sizes: di
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(transfers: tuple[Transfer, ...], rounded: bool, shards: list[jax.Array], residuals: list[jax.Array]) -> list[jax.Array]:
+def gather_leaves(transfers: tuple[Transfer, ...], sent: str, shards: list[jax.Array], residuals: list[jax.Array]) -> list[jax.Array]:
+    """What `gather` does, for a list of arrays with their transfers.
+
+    Args:
+      sent: the format in which parameters are gathered: "exact", "bfloat16" (they stay float32), or the dtype that the full ones have.
+      residuals: of all arrays, or none.
+    """
     del residuals
     with jax.named_scope("gather_params"):
-        axes = transfers[0].shard_layout.axes
-        sent = [Bfloat16().encode(x) if rounded and x.dtype == jnp.float32 else x for x in shards]
-        joined = packed_collective([x[None] for x in sent], 1, lambda part: collectives.all_gather(part, axes, 0))
-        full = []
-        for x, transfer, parts in zip(shards, transfers, joined, strict=True):
-            if parts.dtype != x.dtype:
-                parts = Bfloat16().decode(parts, 0)
-            dim = len(transfer.shard_layout.spec) - 1
-            full.append(jnp.moveaxis(parts, 0, dim).reshape(transfer.shard_layout.shape))
+        dtypes = [shard.dtype if sent in FORMATS else jnp.dtype(sent) for shard in shards]
+        rounded = [sent == "bfloat16" and shard.dtype == jnp.float32 for shard in shards]
+        as_sent = [Bfloat16().encode(x) if r else x.astype(dtype) for x, r, dtype in zip(shards, rounded, dtypes, strict=True)]
+        full: list[Any] = [None] * len(shards)
+        for numbers in _small_together(as_sent):
+            chosen = [transfers[number].shard_layout for number in numbers]
+            for number, gathered in zip(numbers, _all_gather_together([as_sent[number] for number in numbers], chosen), strict=True):
+                full[number] = Bfloat16().decode(gathered, 0) if rounded[number] else gathered
         return full
 
 
-def _gather_forward(transfers: tuple[Transfer, ...], rounded: bool, shards: list[jax.Array], residuals: list[jax.Array]) -> tuple:
-    return _gather(transfers, rounded, shards, residuals), residuals
+def _small_together(arrays: list[jax.Array]) -> list[list[int]]:
+    """Their numbers: small ones are sent together, and each large one, which would be copied into a bucket, alone."""
+    small = [number for number, array in enumerate(arrays) if array.nbytes <= MAX_EXACT_BUCKET]
+    return [*([small] if small else []), *([number] for number in range(len(arrays)) if number not in small)]
 
 
-def _gather_backward(transfers: tuple[Transfer, ...], rounded: bool, residuals: list[jax.Array], grads: list[jax.Array]) -> tuple:
-    del rounded
+def _all_gather_together(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[jax.Array]:
+    axes, dims = layouts[0].axes, [len(layout.spec) - 1 for layout in layouts]
+    if len(shards) == 1:
+        return [collectives.all_gather(shards[0], axes, dims[0])]
+    joined = packed_collective([x[None] for x in shards], 1, lambda part: collectives.all_gather(part, axes, 0))
+    return [jnp.moveaxis(parts, 0, dim).reshape(layout.shape) for parts, dim, layout in zip(joined, dims, layouts, strict=True)]
+
+
+def _gather_forward(transfers: tuple[Transfer, ...], sent: str, shards: list[jax.Array], residuals: list[jax.Array]) -> tuple:
+    # of the shards only dtypes are needed: arrays without elements carry them
+    return gather_leaves(transfers, sent, shards, residuals), (residuals, [jnp.zeros(0, shard.dtype) for shard in shards])
+
+
+def _gather_backward(
+    transfers: tuple[Transfer, ...], sent: str, kept: tuple[list[jax.Array], list[jax.Array]], grads: list[jax.Array]
+) -> tuple:
+    residuals, dtypes = kept
+    grads = [grad.astype(dtype.dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
     axes = transfers[0].shard_layout.axes
     check_grads(axes, {str(number): grad for number, grad in enumerate(grads)}, lossless=all(t.codec.lossless for t in transfers))
-    means: dict[int, jax.Array] = {}
+    means: list[Any] = [None] * len(transfers)
     after = list(residuals)
-    for codec in dict.fromkeys(transfer.codec for transfer in transfers):
-        numbers = [number for number, transfer in enumerate(transfers) if transfer.codec == codec]
+    for paths in make_buckets({str(number): transfer for number, transfer in enumerate(transfers)}, BUCKET_BYTES):
+        numbers = list(map(int, paths))
         chosen = [transfers[number] for number in numbers]
         memory = [{RESIDUAL: residuals[number][None]} if transfers[number].error_feedback else {} for number in numbers]
         with jax.named_scope(f"reduce_gradients/{chosen[0].codec_name}"):
@@ -291,7 +315,7 @@ def _gather_backward(transfers: tuple[Transfer, ...], rounded: bool, residuals: 
             means[number] = mean.astype(grads[number].dtype)
             if RESIDUAL in entry:
                 after[number] = entry[RESIDUAL][0]
-    return [means[number] for number in range(len(transfers))], after
+    return means, after
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+gather_leaves.defvjp(_gather_forward, _gather_backward)
