@@ -151,6 +151,7 @@ class Trainer:
         placed = self._placed
         compiler = compiler_notes(self.layout.compiler, placed.platform)
         lines = [*notes(self.resolved), *placed.given.notes(), *exchange_notes(placed.exchange), *compiler]
+        lines += [] if self._program is None else self._program.notes
         if placed.storage is not None and placed.events is not None:
             lines += server_notes(placed.storage, placed.events)
         lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]

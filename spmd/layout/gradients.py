@@ -47,6 +47,8 @@ class Gradients:
       exact_axes: data axes over which gradients are reduced exactly first (inside a node); codecs are used over the others.
       diagnostics: measure the residuals' norm and the error of the mean; costs one more exact reduction per step.
       weights: "exact" or "bfloat16": the format in which sharded weights are gathered.
+      gather: when sharded weights of a stack of layers are gathered: "layer" by layer inside the loop over them, the "whole" stack before
+        it, or "auto": by layer from 128 MiB on. By layer, two layers are in memory at most, and accumulation reduces every microbatch.
       rules: codecs by path.
 
     Example:
@@ -65,6 +67,7 @@ class Gradients:
     exact_axes: tuple[str, ...] = ()
     diagnostics: bool = False
     weights: str = "exact"
+    gather: str = "auto"
     rules: tuple[GradientRule, ...] = ()
 
     def __post_init__(self):
@@ -155,7 +158,7 @@ def gradient_problems(gradients: Gradients) -> list[Conflict]:
     if repeated:
         conflicts.append(Conflict("exact_axes", f"names {', '.join(repeated)} more than once.", "each axis once."))
     conflicts += _registered_problems(gradients)
-    unread = ["weights", "diagnostics"] if auto else []
+    unread = ["weights", "gather", "diagnostics"] if auto else []
     unread += ["start_step", "exact_axes", "bucket_bytes", "diagnostics"] if not (gradients.compressed or _is_registered(gradients)) else []
     unread += ["allow_biased"] if gradients.error_feedback or not any(map(_biased, gradients.codecs)) else []
     for field in dataclasses.fields(gradients):

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from spmd.errors import ModelError
-from spmd.models.base import STACKED, Call, Model, Variables, no_such_module, trace_abstractly
+from spmd.models.base import PATH, STACKED, Call, Model, Variables, no_such_module, trace_abstractly
 from spmd.path_match import matches
 from spmd.tree import Tree, flatten, path_of
 
@@ -79,6 +79,8 @@ class NnxModel(Model):
 
         rngs = self._keys(variables.rngs, localize)
         module = nnx.merge(self._graphdef, variables.params, rngs, variables.stats)
+        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)) if self.stacks() else ():
+            variable.set_metadata(PATH, "/".join(map(str, path)))
         module.train() if call.training else module.eval()
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
         for path in self._frozen:

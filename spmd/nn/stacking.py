@@ -10,14 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
+from jax.ad_checkpoint import checkpoint_name
 
 from spmd.errors import ModelError, type_name
+from spmd.jaxpr import equations
 from spmd.layout.fixes import first_names
-from spmd.models.base import STACKED
+from spmd.models.base import PATH, STACKED
+from spmd.nn.parallel_context import ParallelConfig
 from spmd.tree import Tree, describe, flatten
 
 PLAIN = (bool, int, float, str, type(None))
 UNKNOWN = "..."
+MOVES = (
+    *("all_gather", "reshape", "transpose", "convert_element_type", "bitcast_convert_type", "reduce_precision", "concatenate", "split"),
+    *("slice", "squeeze", "broadcast_in_dim", "name"),
+)
+LAYER_PARAMS = "layer_params"  # names, in a traced loss, the parameters that a stack takes to its layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +197,7 @@ class Layers:
 
     Attributes:
       params: parameters.
+      paths: the path of each parameter in the model, by its path here; empty outside of a step.
       keys: keys of the random streams, as uint32 data.
       kept: state that a call of a layer changes: counts of random streams, averages of batch statistics.
     """
@@ -196,7 +205,13 @@ class Layers:
     def __init__(self, module: nnx.Module):
         self._module = module
         self._graphdef, *parts = nnx.split(module, nnx.Param, nnx.RngKey, ...)
-        self.params, keys, self.kept = (nnx.to_pure_dict(part) for part in parts)
+        self.paths = {
+            "/".join(map(str, path)): variable.get_metadata()[PATH]
+            for path, variable in nnx.to_flat_state(parts[0])
+            if PATH in variable.get_metadata()
+        }
+        params, keys, self.kept = (nnx.to_pure_dict(part) for part in parts)
+        self.params = jax.tree.map(lambda x: checkpoint_name(x, LAYER_PARAMS), params)
         self._impls = jax.tree.map(jax.random.key_impl, keys)
         self.keys = jax.tree.map(jax.random.key_data, keys)
         self._changed: set[str] = set()  # paths of `kept` that some call changed
@@ -259,6 +274,32 @@ class Layers:
             names = {path: "/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(self._module))}
             changed = [(path, values[name]) for path, name in names.items() if name in self._changed]
             nnx.update(self._module, nnx.from_flat_state(changed))
+
+
+def gather_in_turn(parallel: ParallelConfig, layers: Layers, run_layer: Callable[..., tuple]) -> tuple[Callable[..., tuple], Tree]:
+    """`run_layer(x, variables)` and the variables to scan; where the step says so, each layer gathers its parameters (FSDP).
+
+    The backward pass gathers them again: of what the forward pass computes it keeps all but gathered parameters and copies of them in other
+    dtypes or orders of dims.
+    """
+    gather = parallel.gather_layer
+    if gather is None:
+        return run_layer, layers.variables
+    residuals = {path: parallel.residuals[path] for path in layers.paths.values() if path in parallel.residuals}
+
+    sizes: set[int] = set()  # of the arrays that are met while gathering
+
+    def run(x: Tree, inputs: tuple) -> tuple[Any, Tree]:
+        (params, *rest), residuals = inputs
+        traced = jax.make_jaxpr(functools.partial(gather, layers.paths))(params, residuals)
+        sizes.update(v.aval.size for equation in equations(traced.jaxpr) for v in (*equation.invars, *equation.outvars))
+        return run_layer(x, (gather(layers.paths, params, residuals), *rest))
+
+    def keep(primitive: Any, *inputs: Any, **_: Any) -> bool:
+        return not (primitive.name in MOVES and any(x.size in sizes for x in inputs))
+
+    # inside a loop the compiler does not merge the two gathers
+    return jax.checkpoint(run, policy=keep, prevent_cse=parallel.unroll), (layers.variables, residuals)
 
 
 def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:

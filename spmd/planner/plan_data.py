@@ -101,7 +101,7 @@ def build_plan(
     memory = memory_of(program, compiled, module, cluster.target)
     widened = precision if precision != "float32" and not compiled.exact else ""
     timeline = timeline_of(module, mesh, cluster, data_axes, widened)
-    notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange)]
+    notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
     notes += [*compiler_notes(placed.resolved.layout.compiler, placed.platform), *_warnings(program, traffic, memory, cluster)]
     if widened:
         notes.append(f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more memory than the target would.")

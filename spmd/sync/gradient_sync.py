@@ -36,10 +36,14 @@ OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], shar
 
 @dataclasses.dataclass(frozen=True)
 class GradientSync:
-    """A layout's `[gradients]`, applied to a model on a mesh."""
+    """A layout's `[gradients]`, applied to a model on a mesh.
+
+    `layerwise`: paths of the parameters that are gathered one layer at a time, and whose gradients are reduced there (`layer_gather.py`).
+    """
 
     resolved: Resolved
     mesh_axes: MeshAxes
+    layerwise: frozenset[str] = frozenset()
 
     @functools.cached_property
     def reduction(self) -> Reduction:
@@ -119,6 +123,14 @@ class GradientSync:
             return {path: comm_state.get(path, {}) | self._init_local(leaf) for path, leaf in flatten(params).items()}
         return comm_state
 
+    def layer_residuals(self, comm_state: Memory) -> dict[str, jax.Array]:
+        """Of `layerwise`, this worker's residuals, in full shapes."""
+        return {path: entry[RESIDUAL][0] for path, entry in comm_state.items() if path in self.layerwise and RESIDUAL in entry}
+
+    def with_layer_residuals(self, comm_state: Memory, residuals: dict[str, jax.Array]) -> Memory:
+        """`comm_state` with these."""
+        return comm_state | {path: comm_state[path] | {RESIDUAL: leaf[None]} for path, leaf in residuals.items()}
+
     def _init_local(self, leaf: jax.Array) -> dict[str, jax.Array]:
         """Every worker starts with the servers' parameters."""
         declared = self.resolved.layout.parameter_server
@@ -171,7 +183,8 @@ class GradientSync:
         """This worker's shards of the mean gradients, the next state, and the step's measurements.
 
         Args:
-          grads: per worker, not sharded over workers, not yet averaged: the gradient of the mean loss over its rows.
+          grads: per worker, not sharded over workers, not yet averaged: the gradient of the mean loss over its rows. Those of `layerwise`
+            are reduced already.
           comm_state: this worker's: residuals [1, ...].
 
         Returns:
@@ -185,9 +198,11 @@ class GradientSync:
         if self.registered:
             flat, next_state = self.registered.reduce(flat, comm_state)
             return jax.tree.unflatten(structure, list(flat.values())), next_state, jnp.zeros((2, 0))
-        means, next_state, measured = {}, {}, jnp.zeros(3)
+        means = {path: grad for path, grad in flat.items() if path in self.layerwise}
+        next_state, measured = {path: entry for path, entry in comm_state.items() if path in self.layerwise}, jnp.zeros(3)
         for nested in (False, True):
-            part = {path: grad.astype(spec.dtype) for path, grad in flat.items() if (spec := self.gradient_specs[path]).nested == nested}
+            chosen = (path for path, spec in self.gradient_specs.items() if spec.nested == nested and path not in self.layerwise)
+            part = {path: flat[path].astype(self.gradient_specs[path].dtype) for path in chosen}
             if part:
                 part_state = {path: entry for path, entry in comm_state.items() if path in part}
                 sync = self._sync_nested(part, part_state) if nested else self._sync

@@ -23,14 +23,24 @@ def needs_gather(placement: Placement, mesh_axes: MeshAxes) -> bool:
 
 
 def gather_params(sync: GradientSync, placement: Placement, shard: Any) -> Any:
-    """The parameter, replicated over the workers, from this worker's shard; unchanged if it is replicated already."""
+    """The parameter, replicated over the workers, from this worker's shard; unchanged if it is replicated, or gathered by layer."""
     mesh_axes = sync.mesh_axes
-    if not needs_gather(placement, mesh_axes):
+    if not needs_gather(placement, mesh_axes) or placement.path in sync.layerwise:
         return shard
     if not sync.reduction.manual:
         return constrain(mesh_axes, keep_axes(placement.spec, mesh_axes.model_axes), shard)
     with jax.named_scope("gather_params"):
         return _gather(sync, placement.spec, shard, mesh_axes.data_axes)
+
+
+def gather_outside(sync: GradientSync, params: Tree) -> Tree:
+    """On global arrays, for evaluation: parameters replicated over the workers, but for those that are gathered by layer."""
+    axes = sync.mesh_axes
+
+    def gather(placement: Placement, leaf: Any) -> Any:
+        return leaf if placement.path in sync.layerwise else constrain(axes, keep_axes(placement.spec, axes.model_axes), leaf)
+
+    return sync.map_params(gather, params)
 
 
 def gather_all(sync: GradientSync, params: Tree) -> Tree:

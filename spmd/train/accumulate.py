@@ -3,7 +3,7 @@
 They are only summed here, on each worker. The sum is reduced over workers once, by `reduced_gradients` in `spmd/train/step.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,18 +45,3 @@ def accumulate(
 
     (total, carry), _ = lax.scan(body, (total, carry), (xs, jnp.arange(count)), unroll=count if unroll else 1)
     return total, carry
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, and of those inside it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
-def has_convolution(found: Iterable[Any]) -> bool:
-    """Whether one of these equations is a convolution."""
-    return any(equation.primitive.name == "conv_general_dilated" for equation in found)

@@ -16,13 +16,14 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 
 from spmd.data.batches import batch_signature, check_batch, check_leaves
 from spmd.errors import DataError, SpmdError, first_line
+from spmd.jaxpr import equations, has_convolution
 from spmd.layout.compiler import xla_options
 from spmd.models.base import Call, Variables
 from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
-from spmd.specs import Spec, keep_axes, pspec
-from spmd.sync.mesh_axes import constrain
-from spmd.train.accumulate import equations, has_convolution
+from spmd.specs import Spec, pspec
+from spmd.sync.layer_gather import LayerReplicate, choose_layerwise
+from spmd.sync.parameter_sync import gather_outside
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
 from spmd.train.compiler_options import check_compiler_options
@@ -71,6 +72,7 @@ class Program:
             placed.given.check_workers()
         placed.model.check_remat(placed.resolved.layout.remat.modules)
         seen.check(self.rows, placed.exchange.worker_count * placed.config.accumulate)
+        self.sync, self.notes = choose_layerwise(placed.exchange, placed.model, self._jaxpr.jaxpr, placed.abstract_state.params)
         self._loss_names = (LOSS, *extra)
         self.names = (*self._loss_names, *placed.exchange.metric_names, *(placed.events.metric_names if placed.events else ()))
         self._rowwise = check_loss(value, extra, self.rows)
@@ -81,6 +83,7 @@ class Program:
         self._unroll = self.has_convolutions and placed.platform == "cpu"
         self.donate_argnums = () if self._unroll else (0,)  # of a step's arguments
         self._parallel = dataclasses.replace(placed.parallel, unroll=self._unroll, schedules={})
+        self._outside = dataclasses.replace(self._parallel, gather_layer=LayerReplicate(self.sync) if self.sync.layerwise else None)
         self.compiler_options = xla_options(placed.resolved.layout.compiler, placed.platform)  # by XLA's names
         self._jit = functools.partial(jax.jit, compiler_options=self.compiler_options)
         self._compiled: dict[tuple, Callable] = {}
@@ -105,7 +108,7 @@ class Program:
 
     def make_step(self, rows: int, split: bool) -> Step:
         """The step for a batch of `rows` rows; see `WorkerGradients.split`."""
-        placed, exchange = self.placed, self.placed.exchange
+        placed, exchange = self.placed, self.sync
         rule: type[UpdateRule] = Asynchronous if exchange.asynchronous else LocalSGD if exchange.local else Synchronous
         worker_rows = rows // exchange.worker_count if split else rows
         worker = WorkerGradients(
@@ -144,7 +147,7 @@ class Program:
         """`rows.shape[0]` updates with another optimizer, inside a `jax.shard_map` over all axes: `data` is replicated, `rows` and
         `weights` are this worker's, [steps, rows]."""
         step = self.make_step(rows.shape[1] * self.placed.resolved.workers, True)
-        step = Step(step.worker, Synchronous(self.placed.exchange, optimizer), already_in_shard_map)
+        step = Step(step.worker, Synchronous(self.sync, optimizer), already_in_shard_map)
         return scan_steps(functools.partial(train_step, step), state, data, rows, weights, {}, unroll=self._unroll)
 
     def evaluate_in_trace(self, state: State, batch: Tree, weights: jax.Array) -> jax.Array:
@@ -257,21 +260,17 @@ class Program:
         return NamedSharding(self.placed.mesh, pspec(spec))
 
     def _bind_model(self, params: Tree, stats: Tree, rngs: Tree) -> Any:
-        variables = Variables(cast(self._gather_params(params), self._dtype), stats, rngs)
+        variables = Variables(cast(gather_outside(self.sync, params), self._dtype), stats, rngs)
         activations = Activations(self.placed.resolved, self.placed.mesh)
         return self.placed.model.bind(variables, Call(training=False, dtype=self._dtype, output_hook=activations))
 
-    def _gather_params(self, params: Tree) -> Tree:
-        sync, mesh_axes = self.placed.exchange, self.placed.exchange.mesh_axes
-        return sync.map_params(lambda place, p: constrain(mesh_axes, keep_axes(place.spec, mesh_axes.model_axes), p), params)
-
     def _evaluate(self, params: Tree, stats: Tree, rngs: Tree, batch: Tree, weights: jax.Array) -> jax.Array:
-        with parallel_scope(self._parallel):
+        with parallel_scope(self._outside):
             value, extra = self._eval_objective(self._bind_model(params, stats, rngs), batch, jax.random.key(0))
         return pack(self._eval_objective.sums(value, extra, weights), self.eval_names)
 
     def _predict(self, params: Tree, stats: Tree, rngs: Tree, inputs: Tree) -> Tree:
-        with parallel_scope(self._parallel):
+        with parallel_scope(self._outside):
             return self._bind_model(params, stats, rngs)(inputs)
 
     @property

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.errors import SpmdError
+from spmd.jaxpr import equations
 from spmd.nn.parallel_context import MIXTURE
-from spmd.train.accumulate import equations
 from spmd.train.losses import SHIPPED
 from spmd.train.metrics import PerExample, means
 from spmd.train.model_setup import PlacedModel

@@ -111,12 +111,14 @@ def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array,
         params = rule.params(state)
         # 2. value and gradient of the loss on this worker's rows, summed over microbatches
         gradients = worker.worker_gradients if rule.per_worker else worker.position_gradients
-        grads, stats, metrics = gradients(params, state, batch, weights, events, rule.axes)
+        grads, carried, metrics = gradients(params, state, batch, weights, events, rule.axes)
+        stats = carried.stats
         with jax.named_scope("stats"):
             if rule.axes:
                 present = present_workers(events, rule.axes, worker.workers_per_position).any() if "present" in events else None
                 stats = sync_stats(stats, rule.axes, present, state.stats)
         # 3. the mean over workers: encoded, in buckets, with error feedback
+        state = dataclasses.replace(state, exchange=rule.sync.with_layer_residuals(state.exchange, carried.residuals))
         return rule.reduce(state, grads, metrics, events), stats
 
     return (step.over_workers or shard_over_workers)(step, on_worker, state, batch, weights, events)

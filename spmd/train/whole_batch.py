@@ -18,11 +18,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from spmd.errors import LossError
+from spmd.jaxpr import equations
 from spmd.layout.gradients import Gradients
 from spmd.models.base import Call, Variables
 from spmd.nn.layer_stack import split_microbatches
 from spmd.nn.parallel_context import MIXTURE, UNSHARDED, parallel_scope
-from spmd.train.accumulate import equations
 from spmd.train.activations import Seen
 from spmd.train.losses import check_masks, check_targets
 from spmd.train.model_setup import PlacedModel

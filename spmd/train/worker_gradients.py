@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, parallel_scope
 from spmd.nn.pipeline_1f1b import run_1f1b
 from spmd.rng import part_key, worker_key
 from spmd.sync.gradient_sync import GradientSync
+from spmd.sync.layer_gather import LayerGather
 from spmd.sync.parameter_sync import gather_again, gather_all
 from spmd.train.accumulate import accumulate, microbatches, split_workers
 from spmd.train.activations import Activations
@@ -28,6 +29,18 @@ from spmd.train.precision import cast, cast_like
 from spmd.train.state import State
 from spmd.tree import Tree, map_paths
 from spmd.wire import collectives
+
+
+class Carried(NamedTuple):
+    """What one microbatch hands to the next.
+
+    Attributes:
+      stats: batch statistics.
+      residuals: of the gradients in `GradientSync.layerwise`, which are reduced in the backward pass: full shapes, by path.
+    """
+
+    stats: Tree
+    residuals: dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,59 +63,61 @@ class WorkerGradients:
 
     def position_gradients(
         self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
-    ) -> tuple[Tree, Tree, jax.Array]:
+    ) -> tuple[Tree, Carried, jax.Array]:
         """Of one position: gradients, the next stats, and metrics float32[2, names], which are those of the batch.
 
-        The gradients are full and not yet averaged: their mean over workers is the gradient of the mean loss over the batch.
+        The gradients are full and not yet averaged: their mean over workers is the gradient of the mean loss over the batch. Those of
+        `GradientSync.layerwise` are reduced already.
         """
         first = collectives.worker_index(axes) * self.workers_per_position
 
-        def worker_grads(stats: Tree, rows: tuple, index: jax.Array) -> tuple[tuple, Tree]:
-            grads, after = self._of_worker(params, state, stats, rows, first + index, axes)
+        def worker_grads(carried: Carried, rows: tuple, index: jax.Array) -> tuple[tuple, Carried]:
+            grads, after = self._of_worker(params, state, carried, rows, first + index, axes)
             if "present" not in events:
                 return grads, after
             kept = functools.partial(jnp.where, events["present"][first + index])  # never by multiplying: 0 * NaN
-            return jax.tree.map(lambda x: kept(x, jnp.zeros_like(x)), grads), jax.tree.map(kept, after, stats)
+            return jax.tree.map(lambda x: kept(x, jnp.zeros_like(x)), grads), jax.tree.map(kept, after, carried)
 
+        carried = Carried(state.stats, self.sync.layer_residuals(state.exchange))
         if self.workers_per_position == 1:
-            (grads, sums), stats = worker_grads(state.stats, (batch, weights), jnp.int32(0))
+            (grads, sums), carried = worker_grads(carried, (batch, weights), jnp.int32(0))
         else:
             rows = split_workers((batch, weights), self.workers_per_position)
-            (grads, sums), stats = accumulate(worker_grads, state.stats, rows, self.workers_per_position, unroll=self.unroll)
+            (grads, sums), carried = accumulate(worker_grads, carried, rows, self.workers_per_position, unroll=self.unroll)
         # a sum over rows was differentiated: divided by the workers' mean count, its average over workers is the mean
         with jax.named_scope("metrics"):
             count = nonzero(collectives.all_reduce(sums[LOSS][1], axes) / (collectives.worker_count(axes) if axes else 1))
             metrics = collectives.all_reduce(pack(sums, self.names), axes) if self.split else pack(sums, self.names)
-        return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), stats, metrics
+        return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), carried, metrics
 
     def worker_gradients(
         self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
-    ) -> tuple[Tree, Tree, jax.Array]:
+    ) -> tuple[Tree, Carried, jax.Array]:
         """Of each simulated worker of one position, at parameters [m, ...] of its own: mean gradients over its rows, [m, ...]; the next
         stats; and metrics float32[m, 2, names]. An absent worker has gradients of zero and counts for nothing."""
         count = self.workers_per_position
         first = collectives.worker_index(axes) * count
 
-        def worker_grads(stats: Tree, inputs: tuple) -> tuple[Tree, tuple]:
+        def worker_grads(carried: Carried, inputs: tuple) -> tuple[Carried, tuple]:
             index, present, params, rows = inputs
-            (grads, sums), after = self._of_worker(params, state, stats, rows, first + index, axes)
+            (grads, sums), after = self._of_worker(params, state, carried, rows, first + index, axes)
 
             def kept(x: jax.Array) -> jax.Array:
                 return jnp.where(present, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
 
             rows_counted = nonzero(sums[LOSS][1])
             grads = jax.tree.map(lambda g: kept((g / rows_counted).astype(g.dtype)), grads)
-            after = jax.tree.map(lambda new, old: jnp.where(present, new, old), after, stats)
+            after = jax.tree.map(lambda new, old: jnp.where(present, new, old), after, carried)
             return after, (grads, kept(pack(sums, self.names)))
 
         inputs = (jnp.arange(count), present_workers(events, axes, count), params, split_workers((batch, weights), count))
-        stats, (grads, metrics) = lax.scan(worker_grads, state.stats, inputs, unroll=count if self.unroll else 1)
-        return grads, stats, metrics
+        carried, (grads, metrics) = lax.scan(worker_grads, Carried(state.stats, {}), inputs, unroll=count if self.unroll else 1)
+        return grads, carried, metrics
 
     def _of_worker(
-        self, params: Tree, state: State, stats: Tree, rows: tuple, worker: Any, axes: tuple[str, ...]
-    ) -> tuple[tuple[Tree, Sums], Tree]:
-        """Of one worker, by its number over all workers: gradients of the loss summed over its rows, and metric sums; the next stats."""
+        self, params: Tree, state: State, carried: Carried, rows: tuple, worker: Any, axes: tuple[str, ...]
+    ) -> tuple[tuple[Tree, Sums], Carried]:
+        """Of one worker, by its number over all workers: gradients of the loss summed over its rows, and metric sums; what follows."""
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
         localize = self._localizer(worker, rows[1].shape[0] // self.microbatches, axes)
         loss = functools.partial(self._loss, rngs=state.rngs, localize=localize, sync_axes=axes if self.gathers else ())
@@ -110,33 +125,41 @@ class WorkerGradients:
         if remat.saves != "everything" and not remat.modules:
             loss = jax.checkpoint(loss, policy=remat_policy(remat.saves))
 
-        def microbatch_grads(stats: Tree, rows: tuple, index: jax.Array) -> tuple[tuple, Tree]:
+        def microbatch_grads(carried: Carried, rows: tuple, index: jax.Array) -> tuple[tuple, Carried]:
             key = jax.random.fold_in(step_key, index)
             if self.parallel.manual_backward:
-                return self._of_pipeline(params, state, rows, key, worker, axes), stats
-            return self._of_microbatch(loss, params, stats, rows, key)
+                return self._of_pipeline(params, state, rows, key, worker, axes), carried
+            return self._of_microbatch(loss, params, carried, rows, key)
 
         if self.microbatches == 1:
-            return microbatch_grads(stats, rows, jnp.int32(0))
+            return microbatch_grads(carried, rows, jnp.int32(0))
         parts = microbatches(rows, self.microbatches)
-        return accumulate(microbatch_grads, stats, parts, self.microbatches, unroll=self.unroll)
+        return accumulate(microbatch_grads, carried, parts, self.microbatches, unroll=self.unroll)
 
-    def _of_microbatch(self, loss: Callable, params: Tree, stats: Tree, rows: tuple, key: Any) -> tuple[tuple[Tree, Sums], Tree]:
-        """Gradients with respect to the full parameters, and metric sums; the next stats."""
+    def _of_microbatch(self, loss: Callable, params: Tree, carried: Carried, rows: tuple, key: Any) -> tuple[tuple[Tree, Sums], Carried]:
+        """Gradients with respect to the full parameters, and metric sums; what follows."""
         gathered = self._gather(params)
-        value, backward, (sums, stats) = jax.vjp(functools.partial(loss, stats=stats, rows=rows, key=key), gathered, has_aux=True)
+        loss = functools.partial(loss, stats=carried.stats, rows=rows, key=key)
+        value, backward, (sums, stats) = jax.vjp(loss, gathered, carried.residuals, has_aux=True)
         if self.gathers and not self.sync.reduction.keeps_params:
             # Gathered parameters are not kept from the forward to the backward pass. They are gathered again from values that
             # depend on the loss, so the compiler cannot merge the two gathers into one.
             sharded, value = lax.optimization_barrier((params, value))
-            backward = gather_again(self.sync, backward, gathered, cast(sharded, self.dtype))
-        (grads,) = backward(jnp.ones_like(value))
-        return (cast_like(grads, params), sums), stats
+            backward = gather_again(self.sync, backward, gathered, self._cast(sharded))
+        # Reduced in the backward pass, the gradient of a residual is the next one. There it is that of a mean over rows, as elsewhere.
+        scale = rows[1].shape[0] * self.microbatches if carried.residuals else 1
+        grads, residuals = backward(jnp.full_like(value, 1 / scale))
+        grads = jax.tree.map(lambda g: g * scale, grads) if carried.residuals else grads
+        return (cast_like(grads, params), sums), Carried(stats, residuals)
 
     def _gather(self, params: Tree) -> Tree:
         """Full parameters in the dtype of the computation; cast before they are sent, so they are sent in that dtype."""
-        params = cast(params, self.dtype)
+        params = self._cast(params)
         return gather_all(self.sync, params) if self.gathers else params
+
+    def _cast(self, params: Tree) -> Tree:
+        """Those of `GradientSync.layerwise` are cast where they are gathered."""
+        return map_paths(lambda path, leaf: leaf if path in self.sync.layerwise else cast(leaf, self.dtype), params)
 
     def _of_pipeline(self, params: Tree, state: State, rows: tuple, key: Any, worker: Any, axes: tuple[str, ...]) -> tuple[Tree, Sums]:
         """`_of_microbatch` of a 1F1B pipeline, which splits the rows into microbatches of its own and keeps no stats."""
@@ -148,6 +171,7 @@ class WorkerGradients:
             worker_localize = self._localizer(worker, parts.rows * parts.count, axes)
             value, (sums, _) = self._loss(
                 params,
+                {},
                 stats=stats,
                 rngs=rngs,
                 rows=rows,
@@ -174,6 +198,7 @@ class WorkerGradients:
     def _loss(
         self,
         params: Tree,
+        residuals: dict[str, jax.Array],
         *,
         stats: Tree,
         rngs: Tree,
@@ -189,7 +214,8 @@ class WorkerGradients:
         model_key, loss_key = jax.random.split(key)
         policy, activations = remat_policy(remat.saves), Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
         call = Call(self.training, model_key, localize, sync_axes, remat.modules, policy, self.dtype, activations)
-        with parallel_scope(parallel or self.parallel):
+        gather = LayerGather(self.sync, self.dtype) if self.sync.layerwise else None
+        with parallel_scope(dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=residuals)):
             bound = self.model.bind(Variables(params, stats, rngs), call)
             value, extra = self.objective(bound, batch, localize(loss_key))
         check_worker(value, weights.shape[0], rowwise=self.rowwise)

@@ -124,7 +124,9 @@ def _ops(jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, w
             axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
             group = math.prod(sizes[axis] for axis in axes)
             for operand in equation.invars if group > 1 else ():
-                yield Op(here or "step", KINDS[name], axes, group, str(operand.aval.dtype), operand.aval.shape, times, branch)
+                yield Op(
+                    _without_module(here) or "step", KINDS[name], axes, group, str(operand.aval.dtype), operand.aval.shape, times, branch
+                )
         elif name == "cond":
             is_warm_up = here.endswith(WARM_UP)
             branches = [tuple(_ops(inner.jaxpr, sizes, times, branch, where if is_warm_up else here)) for inner in params["branches"]]
@@ -142,6 +144,11 @@ def _scope(stack: str) -> str:
     """A name stack without the wrappers of transformations. The model's own collectives (BatchNorm) have only the name "model"."""
     scope = "/".join(part for part in re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack).split("/") if part)
     return scope or ("model" if stack else "")
+
+
+def _without_module(scope: str) -> str:
+    """The scope of what a step communicates, without that of the module in whose loop over layers it stands."""
+    return re.sub(r"^.*/(?=gather_params|reduce_gradients)", "", scope)
 
 
 def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from spmd.wire.transformations import (
     make_communication,
     shard_spec,
 )
+from spmd.xla import shard_map
 
 NOT_ELEMENTWISE = ("reduce_", "dot_general", "sort", "cum", "arg", "conv_", "svd", "eigh", "qr", "cholesky", "triangular_solve")
 FORMATS = ("exact", "bfloat16")
@@ -230,7 +231,8 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
                 fix="wire.residual_like(shards, axes, dim=dim).",
                 path=path,
             )
-    full: list[jax.Array] = gather_leaves(tuple(transfers), weights, leaves, [kept for kept in residuals if kept is not None])  # type: ignore[assignment]
+    kept = {number: leaf for number, leaf in enumerate(residuals) if leaf is not None}
+    full: list[jax.Array] = gather_leaves(Gathering(tuple(transfers), weights), leaves, kept)  # type: ignore[assignment]
     return jax.tree.unflatten(structure, full)
 
 
@@ -255,25 +257,77 @@ def _transfer(communication: Communication, leaf: jax.Array, dim: int, sizes: di
     return Transfer(layout, codec, feedback and not codec.lossless)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gather_leaves(transfers: tuple[Transfer, ...], sent: str, shards: list[jax.Array], residuals: list[jax.Array]) -> list[jax.Array]:
-    """What `gather` does, for a list of arrays with their transfers.
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """How some arrays are gathered together, and their gradients reduced.
 
-    Args:
-      sent: the format in which parameters are gathered: "exact", "bfloat16" (they stay float32), or the dtype that the full ones have.
-      residuals: of all arrays, or none.
+    Attributes:
+      transfers: one for each array.
+      sent: the format in which float32 shards are gathered: "exact", "bfloat16" (they stay float32), or the dtype that full arrays have.
+      model_axes: mesh axes that are not manual here. `specs` shard the full arrays along them, and each device sends its local shard:
+        left to the partitioner, a collective on an array that is sharded over such an axis gathers it there first.
     """
+
+    transfers: tuple[Transfer, ...]
+    sent: str = "exact"
+    model_axes: tuple[str, ...] = ()
+    specs: tuple[PartitionSpec, ...] = ()
+
+    def gather(self, shards: list[jax.Array]) -> list[jax.Array]:
+        """The full arrays."""
+        specs = list(self.specs)
+        return self._on_local_shards(self._gather, (specs,), specs)(shards)
+
+    def reduce(self, grads: list[jax.Array], residuals: dict[int, jax.Array]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+        """This worker's shards of the mean gradients, and the next residuals."""
+        specs = list(self.specs), {number: self.specs[number] for number in residuals if self.specs}
+        return self._on_local_shards(self._reduce, specs, specs)(grads, residuals)
+
+    def _on_local_shards(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        if not self.model_axes:
+            return function
+        return shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=self.model_axes)
+
+    def _gather(self, shards: list[jax.Array]) -> list[jax.Array]:
+        with jax.named_scope("gather_params"):
+            as_sent = [self._as_sent(shard) for shard in shards]
+            full: list[Any] = [None] * len(shards)
+            for numbers in _small_together(as_sent):
+                layouts = [self.transfers[number].shard_layout for number in numbers]
+                for number, gathered in zip(numbers, _all_gather([as_sent[number] for number in numbers], layouts), strict=True):
+                    rounded = self.sent == "bfloat16" and shards[number].dtype == jnp.float32
+                    full[number] = Bfloat16().decode(gathered, 0) if rounded else gathered
+            return full
+
+    def _as_sent(self, shard: jax.Array) -> jax.Array:
+        if shard.dtype != jnp.float32 or self.sent == "exact":
+            return shard
+        return Bfloat16().encode(shard) if self.sent == "bfloat16" else shard.astype(self.sent)
+
+    def _reduce(self, grads: list[jax.Array], residuals: dict[int, jax.Array]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+        transfers = self.transfers
+        lossless = all(transfer.codec.lossless for transfer in transfers)
+        check_grads(transfers[0].shard_layout.axes, {str(number): grad for number, grad in enumerate(grads)}, lossless=lossless)
+        means: list[Any] = [None] * len(transfers)
+        after = dict(residuals)
+        for paths in make_buckets({str(number): transfer for number, transfer in enumerate(transfers)}, BUCKET_BYTES):
+            numbers = list(map(int, paths))
+            chosen = [transfers[number] for number in numbers]
+            memory = [{RESIDUAL: residuals[number][None]} if transfers[number].error_feedback else {} for number in numbers]
+            with jax.named_scope(f"reduce_gradients/{chosen[0].codec_name}"):
+                bucket = Bucket(tuple(transfer.shard_layout for transfer in chosen))
+                reduced = reduce_bucket(chosen, [grads[number] for number in numbers], memory, bucket)
+            for number, mean, entry in zip(numbers, *reduced, strict=True):
+                means[number] = mean.astype(grads[number].dtype)
+                after |= {number: entry[RESIDUAL][0]} if RESIDUAL in entry else {}
+        return means, after
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather_leaves(gathering: Gathering, shards: list[jax.Array], residuals: dict[int, jax.Array]) -> list[jax.Array]:
+    """What `gather` does, for a list of arrays; `residuals` by number, of those with error feedback."""
     del residuals
-    with jax.named_scope("gather_params"):
-        dtypes = [shard.dtype if sent in FORMATS else jnp.dtype(sent) for shard in shards]
-        rounded = [sent == "bfloat16" and shard.dtype == jnp.float32 for shard in shards]
-        as_sent = [Bfloat16().encode(x) if r else x.astype(dtype) for x, r, dtype in zip(shards, rounded, dtypes, strict=True)]
-        full: list[Any] = [None] * len(shards)
-        for numbers in _small_together(as_sent):
-            chosen = [transfers[number].shard_layout for number in numbers]
-            for number, gathered in zip(numbers, _all_gather_together([as_sent[number] for number in numbers], chosen), strict=True):
-                full[number] = Bfloat16().decode(gathered, 0) if rounded[number] else gathered
-        return full
+    return gathering.gather(shards)
 
 
 def _small_together(arrays: list[jax.Array]) -> list[list[int]]:
@@ -282,7 +336,7 @@ def _small_together(arrays: list[jax.Array]) -> list[list[int]]:
     return [*([small] if small else []), *([number] for number in range(len(arrays)) if number not in small)]
 
 
-def _all_gather_together(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[jax.Array]:
+def _all_gather(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[jax.Array]:
     axes, dims = layouts[0].axes, [len(layout.spec) - 1 for layout in layouts]
     if len(shards) == 1:
         return [collectives.all_gather(shards[0], axes, dims[0])]
@@ -290,32 +344,14 @@ def _all_gather_together(shards: list[jax.Array], layouts: list[ShardLayout]) ->
     return [jnp.moveaxis(parts, 0, dim).reshape(layout.shape) for parts, dim, layout in zip(joined, dims, layouts, strict=True)]
 
 
-def _gather_forward(transfers: tuple[Transfer, ...], sent: str, shards: list[jax.Array], residuals: list[jax.Array]) -> tuple:
+def _gather_forward(gathering: Gathering, shards: list[jax.Array], residuals: dict[int, jax.Array]) -> tuple:
     # of the shards only dtypes are needed: arrays without elements carry them
-    return gather_leaves(transfers, sent, shards, residuals), (residuals, [jnp.zeros(0, shard.dtype) for shard in shards])
+    return gathering.gather(shards), (residuals, [jnp.zeros(0, shard.dtype) for shard in shards])
 
 
-def _gather_backward(
-    transfers: tuple[Transfer, ...], sent: str, kept: tuple[list[jax.Array], list[jax.Array]], grads: list[jax.Array]
-) -> tuple:
+def _gather_backward(gathering: Gathering, kept: tuple[dict[int, jax.Array], list[jax.Array]], grads: list[jax.Array]) -> tuple:
     residuals, dtypes = kept
-    grads = [grad.astype(dtype.dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
-    axes = transfers[0].shard_layout.axes
-    check_grads(axes, {str(number): grad for number, grad in enumerate(grads)}, lossless=all(t.codec.lossless for t in transfers))
-    means: list[Any] = [None] * len(transfers)
-    after = list(residuals)
-    for paths in make_buckets({str(number): transfer for number, transfer in enumerate(transfers)}, BUCKET_BYTES):
-        numbers = list(map(int, paths))
-        chosen = [transfers[number] for number in numbers]
-        memory = [{RESIDUAL: residuals[number][None]} if transfers[number].error_feedback else {} for number in numbers]
-        with jax.named_scope(f"reduce_gradients/{chosen[0].codec_name}"):
-            bucket = Bucket(tuple(transfer.shard_layout for transfer in chosen))
-            reduced, entries = reduce_bucket(chosen, [grads[number] for number in numbers], memory, bucket)
-        for number, mean, entry in zip(numbers, reduced, entries, strict=True):
-            means[number] = mean.astype(grads[number].dtype)
-            if RESIDUAL in entry:
-                after[number] = entry[RESIDUAL][0]
-    return means, after
+    return gathering.reduce([grad.astype(dtype.dtype) for grad, dtype in zip(grads, dtypes, strict=True)], residuals)
 
 
 gather_leaves.defvjp(_gather_forward, _gather_backward)

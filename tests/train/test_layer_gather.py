@@ -1,0 +1,233 @@
+"""Parameters of a stack gathered one layer at a time inside its scan, and their gradients reduced there."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spmd
+from spmd.errors import LayoutError
+from spmd.nn import LayerStack
+from spmd.tree import flatten
+from spmd.wire.reduction import RESIDUAL
+
+ROWS, WIDTH, LAYERS = 16, 16, 5
+TENSOR_PARALLEL = (
+    spmd.Rule("stack/layers/up/kernel", ("data", "model")),
+    spmd.Rule("stack/layers/down/kernel", ("model", "data")),
+    spmd.Rule("stack/layers/up/bias", ("model",)),
+)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs, dropout=0.0):
+        self.norm, self.up = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, 28, rngs=rngs)  # no bias of 28 is sharded over 8
+        self.down, self.drop = nnx.Linear(28, WIDTH, rngs=rngs), nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.drop(self.down(nnx.gelu(self.up(self.norm(x)))))
+
+
+class Net(nnx.Module):
+    def __init__(self, layers=LAYERS, dropout=0.0, calls=1):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.stack = LayerStack([Block(rngs, dropout) for _ in range(layers)])
+        self.out, self.calls = nnx.Linear(WIDTH, 3, rngs=rngs), calls
+
+    def __call__(self, x):
+        for _ in range(self.calls):
+            x = self.stack(x)
+        return self.out(x)
+
+
+def batch(number=0, rows=ROWS):
+    rng = np.random.default_rng(number)
+    return {"x": rng.normal(size=(rows, WIDTH)).astype(np.float32), "y": rng.normal(size=(rows, 3)).astype(np.float32)}
+
+
+def loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2, -1)
+
+
+def sharded(gather, *, params=(), remat=None, **gradients):
+    declared = spmd.Gradients("reduce_scatter", gather=gather, **gradients)
+    return spmd.Layout(params=params, default=spmd.Default("shard:data"), gradients=declared, remat=remat or spmd.Remat())
+
+
+def trainer_of(layout, mesh="data=8", net=lambda: Net(), loss=loss, **options):
+    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: np.prod([int(part.split("=")[1]) for part in mesh.split(",")])])
+    return spmd.Trainer(net, loss=loss, optimizer=optax.sgd(0.05, momentum=0.9), mesh=mesh, layout=layout, **options)
+
+
+def train(trainer, steps=3):
+    state = trainer.init()
+    for number in range(steps):
+        state, metrics = trainer.step(state, batch(number))
+    return state, metrics
+
+
+def params(state):
+    return {path: np.asarray(leaf) for path, leaf in flatten(jax.device_get(state.params)).items()}
+
+
+def assert_close(ours, theirs, tolerance=2e-6):
+    assert ours.keys() == theirs.keys()
+    for path, value in ours.items():
+        np.testing.assert_allclose(value, theirs[path], rtol=tolerance, atol=tolerance, err_msg=path)
+
+
+def gathered_by_layer(trainer):
+    return trainer.prepare(batch())[0].sync.layerwise
+
+
+CASES = {
+    "plain": {},
+    "accumulation": {"accumulate": 2},
+    "dropout": {"net": lambda: Net(dropout=0.5)},
+    "dropout and accumulation": {"net": lambda: Net(dropout=0.5), "accumulate": 2},
+    "everything recomputed": {"remat": spmd.Remat("nothing")},
+    "layers recomputed": {"remat": spmd.Remat(modules=("stack/layers",))},
+    "products kept": {"remat": spmd.Remat("dots")},
+    "tensor parallel": {"params": TENSOR_PARALLEL, "mesh": "data=4,model=2"},
+    "two data axes": {"mesh": "node=2,data=4", "two": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_gathered_in_their_loop_train_as_on_one_device(case):
+    options = dict(CASES[case])
+    layout = sharded("layer", params=options.pop("params", ()), remat=options.pop("remat", None))
+    if options.pop("two", False):
+        rules = (
+            spmd.Rule("stack/layers/up/kernel", (("node", "data"), None)),
+            spmd.Rule("stack/layers/down/kernel", (None, ("node", "data"))),
+        )
+        layout = dataclasses.replace(layout, params=rules, batch=dataclasses.replace(layout.batch, spec=(("node", "data"),)))
+        layout = dataclasses.replace(layout, default=spmd.Default("replicate"))
+        options["net"] = lambda: Net()
+    trainer, one = trainer_of(layout, **options), trainer_of("data_parallel", **options | {"mesh": "data=1"})
+    state, _ = train(trainer)
+    assert "stack/layers/down/kernel" in gathered_by_layer(trainer)
+    assert_close(params(state), params(train(one)[0]))
+
+
+CODECS = {
+    "bfloat16": {"codec": "bfloat16"},
+    "int8": {"codec": "int8", "options": {"block": 64}},
+    "float8": {"codec": "float8", "options": {"block": 64}},
+    "sign": {"codec": "sign"},
+    "top_k": {"codec": "top_k", "options": {"keep": 0.25}},
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_a_codec_loses_of_a_layer_is_in_its_residual(codec, accumulate):
+    # with plain SGD at a rate of 1, what was applied plus the mean residual is the true mean gradient
+    def step_of(layout):
+        mesh = spmd.make_mesh("data=8")
+        trainer = spmd.Trainer(lambda: Net(), loss=loss, optimizer=optax.sgd(1.0), mesh=mesh, layout=layout, accumulate=accumulate)
+        return trainer, trainer.step(trainer.init(), batch())[0]
+
+    (trainer, lossy), (_, exact) = step_of(sharded("layer", error_feedback=True, **CODECS[codec])), step_of(sharded("whole"))
+    path = "stack/layers/down/kernel"
+    assert path in gathered_by_layer(trainer)
+    residual = np.asarray(lossy.exchange[path][RESIDUAL])
+    assert residual.shape == (8, LAYERS, 28, WIDTH) and np.abs(residual).max() > 1e-5
+    applied, true = params(lossy)[path], params(exact)[path]
+    assert np.abs(applied - true).max() > 1e-6
+    np.testing.assert_allclose(applied - residual.mean(0), true, rtol=1e-5, atol=1e-5)
+
+
+def test_residuals_of_layers_serve_the_next_step_and_are_restored(tmp_path):
+    layout = sharded("layer", codec="int8", options={"block": 64}, error_feedback=True)
+    trainer = trainer_of(layout)
+    straight, _ = train(trainer, 4)
+    options = {
+        "loss": loss,
+        "optimizer": optax.sgd(0.05, momentum=0.9),
+        "mesh": "data=8",
+        "layout": layout,
+        "batch_size": ROWS,
+        "progress": False,
+    }
+    data = {name: np.concatenate([batch(number)[name] for number in range(4)]) for name in ("x", "y")}
+    for steps in (2, 4):
+        result = spmd.fit(lambda: Net(), data, steps=steps, checkpoint=tmp_path, resume=steps > 2, shuffle=False, **options)
+    assert_close(
+        {path: np.asarray(leaf) for path, leaf in flatten(nnx.to_pure_dict(nnx.state(result.model, nnx.Param))).items()},
+        params(straight),
+        0,
+    )
+    forgetful, _ = train(trainer_of(sharded("layer", codec="int8", options={"block": 64})), 4)
+    assert np.abs(params(straight)["stack/layers/up/kernel"] - params(forgetful)["stack/layers/up/kernel"]).max() > 1e-5
+
+
+def test_every_layer_is_gathered_forward_and_backward_and_reduced_in_the_loop():
+    trainer = trainer_of(sharded("layer", codec="bfloat16", weights="bfloat16"))
+    trainer.step(trainer.init(), batch())
+    ops = [op for op in trainer.wire.ops if op.count == LAYERS]
+    small = WIDTH * 28 * 2 // 8 + WIDTH * 3 // 8  # kernels, scale and two biases of 16; that of 28 is replicated
+    assert [(op.where, op.kind, op.shape) for op in ops] == [
+        ("gather_params", "all_gather", (1, small)),
+        ("gather_params", "all_gather", (1, small)),
+        ("reduce_gradients/bfloat16", "all_to_all", (8, small)),
+    ]
+
+
+def test_memory_of_gathered_weights_does_not_grow_with_the_layers():
+    def temporaries(gather, layers):
+        program, _ = trainer_of(sharded(gather), net=lambda: Net(layers)).prepare(batch())
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    one_layer = 4 * (2 * 28 * WIDTH + 4 * WIDTH)  # bytes
+    kept = 2 * 4 * (28 * 8 + WIDTH * 6)  # a generous bound of what a layer keeps for the backward pass, of 2 rows
+    whole, by_layer = (temporaries(gather, 20) - temporaries(gather, 4) for gather in ("whole", "layer"))
+    assert whole > 16 * one_layer
+    assert by_layer < 16 * (kept + one_layer / 2)
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_evaluation_and_prediction_gather_by_layer_too(rows):
+    layer, whole = (
+        trainer_of(sharded(gather), metrics={"error": lambda m, b: jnp.abs(m(b["x"]) - b["y"]).mean(-1)}) for gather in ("layer", "whole")
+    )
+    ours, theirs = (trainer.evaluate(trainer.init(), batch(rows=rows), batch_size=8) for trainer in (layer, whole))
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_auto_gathers_small_stacks_whole():
+    assert not gathered_by_layer(trainer_of(sharded("auto")))
+
+
+def penalised(model, batch):
+    return loss(model, batch) + 1e-3 * jnp.sum(model.stack.layers.up.kernel.get_value() ** 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"loss": penalised}, "the loss reads it outside of its stack, too (integer_pow)"),
+        ({"net": lambda: Net(calls=2)}, "its stack is called several times"),
+        ({"codec": "int8", "start_step": 3}, "[gradients] start_step is about whole gradients"),
+        ({"codec": "power_sgd", "options": {"rank": 1}, "error_feedback": True}, "codec power_sgd keeps a state"),
+    ],
+)
+def test_what_cannot_be_gathered_by_layer_is_refused_or_gathered_whole(options, why, monkeypatch):
+    keys = ("loss", "net")
+    gradients = {key: value for key, value in options.items() if key not in keys}
+    rest = {key: value for key, value in options.items() if key in keys}
+    with pytest.raises(LayoutError) as refused:
+        trainer_of(sharded("layer", **gradients), **rest).prepare(batch())
+    assert why in str(refused.value) and 'gather = "auto"' in str(refused.value)
+    assert any(problem.path == "stack/layers/up/kernel" for problem in refused.value.problems)
+    monkeypatch.setattr("spmd.sync.layer_gather.AUTO_BYTES", 0)
+    trainer = trainer_of(sharded("auto", **gradients), **rest)
+    assert "stack/layers/up/kernel" not in gathered_by_layer(trainer)
+    assert any("gathered whole" in note and why in note for note in trainer.notes())
+    if rest:
+        assert_close(params(train(trainer)[0]), params(train(trainer_of("data_parallel", mesh="data=1", **rest))[0]))
