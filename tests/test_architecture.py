@@ -22,7 +22,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 LEVELS = [
-    {"errors.py", "tree.py", "rng.py", "checksummed_files.py", "xla.py", "deprecated.py", "specs.py"},
+    {"errors.py", "tree.py", "rng.py", "checksummed_files.py", "xla.py", "jaxpr.py", "deprecated.py", "specs.py"},
     {"user_paths.py", "render", "path_match.py", "fields.py"},
     {"wire"},
     {"mesh.py", "models", "layout"},

@@ -16,6 +16,7 @@ from spmd.errors import ModelError, Problem, SpmdError, first_line, user_line
 from spmd.tree import Tree, describe
 
 STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0
+LAYER_PARAMS = "layer_params"  # names, in a traced loss, the parameters that a stack takes to its layers
 PATH = "path"  # metadata of a stack's parameter in a bound model: its path in the model
 
 

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd.errors import ModelError, type_name
 from spmd.jaxpr import equations
 from spmd.layout.fixes import first_names
-from spmd.models.base import PATH, STACKED
+from spmd.models.base import LAYER_PARAMS, PATH, STACKED
 from spmd.nn.parallel_context import ParallelConfig
 from spmd.tree import Tree, describe, flatten
 
@@ -25,7 +25,6 @@ MOVES = (
     *("all_gather", "reshape", "transpose", "convert_element_type", "bitcast_convert_type", "reduce_precision", "concatenate", "split"),
     *("slice", "squeeze", "broadcast_in_dim", "name"),
 )
-LAYER_PARAMS = "layer_params"  # names, in a traced loss, the parameters that a stack takes to its layers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -201,7 +201,7 @@ class GradientSync:
         means = {path: grad for path, grad in flat.items() if path in self.layerwise}
         next_state, measured = {path: entry for path, entry in comm_state.items() if path in self.layerwise}, jnp.zeros(3)
         for nested in (False, True):
-            chosen = (path for path, spec in self.gradient_specs.items() if spec.nested == nested and path not in self.layerwise)
+            chosen = [path for path in flat if self.gradient_specs[path].nested == nested and path not in self.layerwise]
             part = {path: flat[path].astype(self.gradient_specs[path].dtype) for path in chosen}
             if part:
                 part_state = {path: entry for path, entry in comm_state.items() if path in part}

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from spmd.errors import LayoutError, Problem, raise_problems
 from spmd.jaxpr import uses
-from spmd.models.base import Model
-from spmd.nn.stacking import LAYER_PARAMS
+from spmd.models.base import LAYER_PARAMS, Model
 from spmd.specs import Spec, entry_axes, keep_axes, pspec
 from spmd.sync.gradient_plan import GradientSpec
 from spmd.sync.gradient_sync import GradientSync

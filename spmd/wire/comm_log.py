@@ -148,7 +148,7 @@ def _scope(stack: str) -> str:
 
 def _without_module(scope: str) -> str:
     """The scope of what a step communicates, without that of the module in whose loop over layers it stands."""
-    return re.sub(r"^.*/(?=gather_params|reduce_gradients)", "", scope)
+    return re.sub(r"^(?!send/|receive/).*/(?=gather_params|reduce_gradients)", "", scope)
 
 
 def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
