@@ -47,8 +47,8 @@ class Gradients:
       exact_axes: data axes over which gradients are reduced exactly first (inside a node); codecs are used over the others.
       diagnostics: measure the residuals' norm and the error of the mean; costs one more exact reduction per step.
       weights: "exact" or "bfloat16": the format in which sharded weights are gathered.
-      gather: when sharded weights of a stack of layers are gathered: "layer" by layer inside the loop over them, the "whole" stack before
-        it, or "auto": by layer from 128 MiB on. By layer, two layers are in memory at most, and accumulation reduces every microbatch.
+      gather: when sharded weights of a stack of layers are gathered: "layer" by layer inside the loop over them, the "full" stack before
+        it, or "auto": by layer from 128 MiB on. By layer, memory holds few layers' weights, and accumulation reduces every microbatch.
       rules: codecs by path.
 
     Example:

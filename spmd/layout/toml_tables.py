@@ -18,7 +18,7 @@ CHOICES = {
     "gradients.reduction": REDUCTIONS,
     "gradients.codec": CODECS,
     "gradients.weights": ("exact", "bfloat16"),
-    "gradients.gather": ("auto", "layer", "whole"),
+    "gradients.gather": ("auto", "layer", "full"),
     "parameter_server.placement": PLACEMENTS,
     "parameter_server.mode": MODES,
     "pipeline.schedule": SCHEDULES,

@@ -107,7 +107,7 @@ def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree)
       LayoutError: the layout asks for `gather = "layer"`, and a parameter of a stack cannot be gathered so.
     """
     declared, placements = sync.resolved.layout.gradients, sync.resolved.placements
-    if declared.gather == "whole" or not sync.reduction.manual or sync.reduction.keeps_params or sync.registered:
+    if declared.gather == "full" or not sync.reduction.manual or sync.reduction.keeps_params or sync.registered:
         return sync, []
 
     def is_sharded(path: str) -> bool:
@@ -115,7 +115,7 @@ def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree)
 
     numbers = {path: number for number, path in enumerate(flatten(params)) if path in model.stacks() and is_sharded(path)}
     found = dict(zip(numbers, uses(jaxpr, list(numbers.values()), LAYER_PARAMS), strict=True))
-    reasons = {path: why for path, used in found.items() if (why := _why_whole(sync, path, used))}
+    reasons = {path: why for path, used in found.items() if (why := _why_full(sync, path, used))}
     if declared.gather == "layer":
         headline = f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of a stack one by one'
         problems = [Problem(path, [f"{why}."], 'gather = "auto".', path=path, kind="conflict") for path, why in reasons.items()]
@@ -128,17 +128,17 @@ def choose_layerwise(sync: GradientSync, model: Model, jaxpr: Any, params: Tree)
         notes.append(f"{len(by_layer)} parameters of stacks ({size}) are gathered one layer at a time.")
     for path, why in list(reasons.items())[:1]:
         size = format_bytes(sum(placements[path].nbytes for path in reasons))
-        notes.append(f"note: {len(reasons)} parameters of stacks ({size}) are gathered whole, before their loop. {path}: {why}.")
+        notes.append(f"note: {len(reasons)} parameters of stacks ({size}) are gathered in full, before their loop. {path}: {why}.")
     return dataclasses.replace(sync, layerwise=by_layer), notes
 
 
-def _why_whole(sync: GradientSync, path: str, used: list[str]) -> str | None:
+def _why_full(sync: GradientSync, path: str, used: list[str]) -> str | None:
     """Why the parameter of a stack cannot be gathered layer by layer; None if it can."""
     resolved, spec, data_axes = sync.resolved, sync.gradient_specs[path], sync.mesh_axes.data_axes
     placement, declared = resolved.placements[path], resolved.layout.gradients
     sharded = [entry for entry in keep_axes(placement.spec, data_axes) if entry is not None]
     others = sorted(set(used) - {LAYER_PARAMS})
-    whole = [option for option in ("start_step", "exact_axes", "diagnostics") if getattr(declared, option)]
+    given = [option for option in ("start_step", "exact_axes", "diagnostics") if getattr(declared, option)]
     codec_state = functools.partial(spec.codec.init, shape=spec.shard_layout.shape, full_shape=placement.shape)
     for reason, applies in (
         ("[pipeline] has a loop over layers of its own", resolved.layout.pipeline.axis is not None),
@@ -148,7 +148,7 @@ def _why_whole(sync: GradientSync, path: str, used: list[str]) -> str | None:
         ("its mean gradient is sharded in another way", sync.reduction.mean_spec(placement) != placement.spec),
         ("a dim is sharded over data axes and others", sync.mesh_axes.model_axes and not spec.nested),
         (f"codec {spec.codec_name} keeps a state", jax.eval_shape(codec_state, jax.random.key(0))),
-        (f"[gradients] {', '.join(whole)} is about whole gradients", whole),
+        (f"[gradients] {', '.join(given)} is about full gradients", given),
     ):
         if applies:
             return reason

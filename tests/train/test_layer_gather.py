@@ -133,7 +133,7 @@ def test_what_a_codec_loses_of_a_layer_is_in_its_residual(codec, accumulate):
         trainer = spmd.Trainer(lambda: Net(), loss=loss, optimizer=optax.sgd(1.0), mesh=mesh, layout=layout, accumulate=accumulate)
         return trainer, trainer.step(trainer.init(), batch())[0]
 
-    (trainer, lossy), (_, exact) = step_of(sharded("layer", error_feedback=True, **CODECS[codec])), step_of(sharded("whole"))
+    (trainer, lossy), (_, exact) = step_of(sharded("layer", error_feedback=True, **CODECS[codec])), step_of(sharded("full"))
     path = "stack/layers/down/kernel"
     assert path in gathered_by_layer(trainer)
     residual = np.asarray(lossy.exchange[path][RESIDUAL])
@@ -186,21 +186,21 @@ def test_memory_of_gathered_weights_does_not_grow_with_the_layers():
 
     one_layer = 4 * (2 * 28 * WIDTH + 4 * WIDTH)  # bytes
     kept = 2 * 4 * (28 * 8 + WIDTH * 6)  # a generous bound of what a layer keeps for the backward pass, of 2 rows
-    whole, by_layer = (temporaries(gather, 20) - temporaries(gather, 4) for gather in ("whole", "layer"))
-    assert whole > 16 * one_layer
+    full, by_layer = (temporaries(gather, 20) - temporaries(gather, 4) for gather in ("full", "layer"))
+    assert full > 16 * one_layer
     assert by_layer < 16 * (kept + one_layer / 2)
 
 
 @pytest.mark.parametrize("rows", [16, 13])
 def test_evaluation_and_prediction_gather_by_layer_too(rows):
-    layer, whole = (
-        trainer_of(sharded(gather), metrics={"error": lambda m, b: jnp.abs(m(b["x"]) - b["y"]).mean(-1)}) for gather in ("layer", "whole")
+    layer, full = (
+        trainer_of(sharded(gather), metrics={"error": lambda m, b: jnp.abs(m(b["x"]) - b["y"]).mean(-1)}) for gather in ("layer", "full")
     )
-    ours, theirs = (trainer.evaluate(trainer.init(), batch(rows=rows), batch_size=8) for trainer in (layer, whole))
+    ours, theirs = (trainer.evaluate(trainer.init(), batch(rows=rows), batch_size=8) for trainer in (layer, full))
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_auto_gathers_small_stacks_whole():
+def test_auto_gathers_small_stacks_in_full():
     assert not gathered_by_layer(trainer_of(sharded("auto")))
 
 
@@ -213,11 +213,11 @@ def penalised(model, batch):
     [
         ({"loss": penalised}, "the loss reads it outside of its stack, too (integer_pow)"),
         ({"net": lambda: Net(calls=2)}, "its stack is called several times"),
-        ({"codec": "int8", "start_step": 3}, "[gradients] start_step is about whole gradients"),
+        ({"codec": "int8", "start_step": 3}, "[gradients] start_step is about full gradients"),
         ({"codec": "power_sgd", "options": {"rank": 1}, "error_feedback": True}, "codec power_sgd keeps a state"),
     ],
 )
-def test_what_cannot_be_gathered_by_layer_is_refused_or_gathered_whole(options, why, monkeypatch):
+def test_what_cannot_be_gathered_by_layer_is_refused_or_gathered_in_full(options, why, monkeypatch):
     keys = ("loss", "net")
     gradients = {key: value for key, value in options.items() if key not in keys}
     rest = {key: value for key, value in options.items() if key in keys}
@@ -228,6 +228,6 @@ def test_what_cannot_be_gathered_by_layer_is_refused_or_gathered_whole(options, 
     monkeypatch.setattr("spmd.sync.layer_gather.AUTO_BYTES", 0)
     trainer = trainer_of(sharded("auto", **gradients), **rest)
     assert "stack/layers/up/kernel" not in gathered_by_layer(trainer)
-    assert any("gathered whole" in note and why in note for note in trainer.notes())
+    assert any("gathered in full" in note and why in note for note in trainer.notes())
     if rest:
         assert_close(params(train(trainer)[0]), params(train(trainer_of("data_parallel", mesh="data=1", **rest))[0]))
