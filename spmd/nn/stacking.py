@@ -286,7 +286,7 @@ def gather_in_turn(parallel: ParallelConfig, layers: Layers, run_layer: Callable
         return run_layer, layers.variables
     residuals = {path: parallel.residuals[path] for path in layers.paths.values() if path in parallel.residuals}
 
-    sizes: set[int] = set()  # of the arrays that are met while gathering
+    sizes: set[int] = set()  # of all arrays on the way from shards to full parameters
 
     def run(x: Tree, inputs: tuple) -> tuple[Any, Tree]:
         (params, *rest), residuals = inputs

@@ -86,8 +86,8 @@ def of_layer(spec: Spec) -> Spec:
 
 def _transfer(spec: GradientSpec) -> Transfer:
     """How the gradient of one layer is communicated."""
-    whole = spec.shard_layout
-    layout = ShardLayout(whole.shape[1:], _trimmed(of_layer(whole.spec)), whole.axes, whole.sizes)
+    stack = spec.shard_layout
+    layout = ShardLayout(stack.shape[1:], _trimmed(of_layer(stack.spec)), stack.axes, stack.sizes)
     codec = spec.codec if spec.codec.compresses(layout, spec.placement.shape[1:]) else EXACT
     return Transfer(layout, codec, spec.error_feedback and not codec.lossless)
 
