@@ -18,7 +18,6 @@ from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.nn.constraints import constraints_on, manual_axes
 from spmd.nn.schedule import Schedule
 from spmd.specs import spec_axes
-from spmd.tree import Tree
 from spmd.xla import shard_map
 
 MIXTURE = "mixture"  # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
@@ -33,8 +32,8 @@ class ParallelConfig:
       in_stage_order: a circular pipeline finds the layers of stacks in the order of its stages (`spmd.nn.layer_order`).
       unroll: whether loops are unrolled (for a convolution in a loop's body, on a CPU).
       row_splits: the number of parts into which the step will split the rows that a module now sees: accumulation, workers.
-      gather_layer: of the paths of a stack's parameters, one layer's (shards of this worker, if the layout says so), and their residuals:
-        full parameters. None: a stack has full ones.
+      gather_layer: `spmd.sync.layer_gather.LayerGather`: of the paths of a stack's parameters, one layer's (this worker's shards), and their
+        residuals: full ones. None: a stack has full ones.
       residuals: of error feedback, of the gradients that `gather_layer` reduces, [layers, ...] by path.
       tap: called in place of a stack of layers (`spmd.nn.pipeline_1f1b`).
       used: what the modules have used, for the step to check: "pipeline", its "microbatches" and "time_chunk", "sequence", "experts".
@@ -49,7 +48,7 @@ class ParallelConfig:
     in_stage_order: bool = False
     unroll: bool = False
     row_splits: int = 1
-    gather_layer: Callable[[Mapping[str, str], Tree, dict[str, jax.Array]], Tree] | None = dataclasses.field(default=None, compare=False)
+    gather_layer: Any = dataclasses.field(default=None, compare=False)
     residuals: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict, compare=False)
     tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)

@@ -279,13 +279,12 @@ def gather_in_turn(parallel: ParallelConfig, layers: Layers, run_layer: Callable
     """`run_layer(x, variables)` and the variables to scan; where the step says so, each layer gathers its parameters (FSDP).
 
     The backward pass gathers them again: of what the forward pass computes it keeps all but gathered parameters and copies of them in other
-    dtypes or orders of dims.
+    dtypes or orders of dims; or what `[remat]` says, if it names the layers.
     """
     gather = parallel.gather_layer
     if gather is None:
         return run_layer, layers.variables
     residuals = {path: parallel.residuals[path] for path in layers.paths.values() if path in parallel.residuals}
-
     sizes: set[int] = set()  # of all arrays on the way from shards to full parameters
 
     def run(x: Tree, inputs: tuple) -> tuple[Any, Tree]:
@@ -297,8 +296,10 @@ def gather_in_turn(parallel: ParallelConfig, layers: Layers, run_layer: Callable
     def keep(primitive: Any, *inputs: Any, **_: Any) -> bool:
         return not (primitive.name in MOVES and any(x.size in sizes for x in inputs))
 
+    layer = next(path.removesuffix(f"/{name}") for name, path in layers.paths.items())
+    policy = gather.remat_policy if gather.recomputes(layer) else keep
     # inside a loop the compiler does not merge the two gathers
-    return jax.checkpoint(run, policy=keep, prevent_cse=parallel.unroll), (layers.variables, residuals)
+    return jax.checkpoint(run, policy=policy, prevent_cse=parallel.unroll), (layers.variables, residuals)
 
 
 def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:

@@ -5,7 +5,7 @@ Zhao et al. 2023, arXiv:2304.11277, of ZeRO-3 (Rajbhandari et al. 2020, arXiv:19
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from spmd.errors import LayoutError, Problem, raise_problems
 from spmd.jaxpr import uses
 from spmd.models.base import LAYER_PARAMS, Model
+from spmd.path_match import matches
 from spmd.specs import Spec, entry_axes, keep_axes, pspec
 from spmd.sync.gradient_plan import GradientSpec
 from spmd.sync.gradient_sync import GradientSync
@@ -33,10 +34,16 @@ class LayerGather:
 
     Attributes:
       dtype: in which the layers compute; None: that of the parameters.
+      remat_policy: of the layout's `[remat]`.
     """
 
     sync: GradientSync
     dtype: Any = None
+    remat_policy: Callable[..., bool] | None = None
+
+    def recomputes(self, layer: str) -> bool:
+        """Whether the layout says that a stack's layers, by the path of their module, are recomputed in the backward pass."""
+        return any(matches(pattern, [layer]) for pattern in self.sync.resolved.layout.remat.modules)
 
     def __call__(self, paths: Mapping[str, str], params: Tree, residuals: dict[str, jax.Array]) -> Tree:
         """Full parameters of one layer.
@@ -64,6 +71,12 @@ class LayerReplicate:
     """`ParallelConfig.gather_layer` outside of workers, where the compiler gathers."""
 
     sync: GradientSync
+    remat_policy = None
+
+    def recomputes(self, layer: str) -> bool:
+        """There is no backward pass."""
+        del layer
+        return False
 
     def __call__(self, paths: Mapping[str, str], params: Tree, residuals: dict[str, jax.Array]) -> Tree:
         """One layer's parameters, replicated over the workers."""
@@ -139,11 +152,16 @@ def _why_full(sync: GradientSync, path: str, used: list[str]) -> str | None:
     sharded = [entry for entry in keep_axes(placement.spec, data_axes) if entry is not None]
     others = sorted(set(used) - {LAYER_PARAMS})
     given = [option for option in ("start_step", "exact_axes", "diagnostics") if getattr(declared, option)]
+    parents = [path.rsplit("/", count)[0] for count in range(1, path.count("/") + 1)]
+    recomputed = [parent for parent in parents if any(matches(pattern, [parent]) for pattern in resolved.layout.remat.modules)]
+    # a layer that is recomputed, [remat] modules = ["stack/layers"], gathers again there; inside one that is not, JAX recomputes no part
+    inside = recomputed if not any(f"{parent}/".endswith(("layers/", "cells/")) for parent in recomputed) else []
     codec_state = functools.partial(spec.codec.init, shape=spec.shard_layout.shape, full_shape=placement.shape)
     for reason, applies in (
         ("[pipeline] has a loop over layers of its own", resolved.layout.pipeline.axis is not None),
         (f"the loss reads it outside of its stack, too ({', '.join(others)})", others),
         ("its stack is called several times", len(used) != 1),
+        (f"[remat] recomputes only a part of its layer, {', '.join(inside)}", inside),
         (f"it is sharded over {sharded}, not over {data_axes} along one dim", [entry_axes(entry) for entry in sharded] != [data_axes]),
         ("its mean gradient is sharded in another way", sync.reduction.mean_spec(placement) != placement.spec),
         ("a dim is sharded over data axes and others", sync.mesh_axes.model_axes and not spec.nested),

@@ -214,7 +214,7 @@ class WorkerGradients:
         model_key, loss_key = jax.random.split(key)
         policy, activations = remat_policy(remat.saves), Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
         call = Call(self.training, model_key, localize, sync_axes, remat.modules, policy, self.dtype, activations)
-        gather = LayerGather(self.sync, self.dtype) if self.sync.layerwise else None
+        gather = LayerGather(self.sync, self.dtype, policy) if self.sync.layerwise else None
         with parallel_scope(dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=residuals)):
             bound = self.model.bind(Variables(params, stats, rngs), call)
             value, extra = self.objective(bound, batch, localize(loss_key))

@@ -191,6 +191,17 @@ def test_memory_of_gathered_weights_does_not_grow_with_the_layers():
     assert by_layer < 16 * (kept + one_layer / 2)
 
 
+def test_layers_that_are_recomputed_keep_their_inputs_only():
+    def temporaries(layers):
+        layout = sharded("layer", remat=spmd.Remat(modules=("stack/layers",)))
+        program, _ = trainer_of(layout, net=lambda: Net(layers)).prepare(batch())
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    carried = 2 * WIDTH * 4  # 2 rows on each device
+    layer_state = 4 * (2 * 28 * WIDTH + 4 * WIDTH) // 8 + 4 * 28  # the mean gradients of a layer
+    assert temporaries(20) - temporaries(4) < 16 * 2 * (carried + layer_state)
+
+
 @pytest.mark.parametrize("rows", [16, 13])
 def test_evaluation_and_prediction_gather_by_layer_too(rows):
     layer, full = (
@@ -213,20 +224,22 @@ def penalised(model, batch):
     [
         ({"loss": penalised}, "the loss reads it outside of its stack, too (integer_pow)"),
         ({"net": lambda: Net(calls=2)}, "its stack is called several times"),
+        ({"remat": spmd.Remat(modules=("stack/layers/up",))}, "[remat] recomputes only a part of its layer, stack/layers/up"),
         ({"codec": "int8", "start_step": 3}, "[gradients] start_step is about full gradients"),
         ({"codec": "power_sgd", "options": {"rank": 1}, "error_feedback": True}, "codec power_sgd keeps a state"),
     ],
 )
 def test_what_cannot_be_gathered_by_layer_is_refused_or_gathered_in_full(options, why, monkeypatch):
     keys = ("loss", "net")
-    gradients = {key: value for key, value in options.items() if key not in keys}
+    remat = options.get("remat")
+    gradients = {key: value for key, value in options.items() if key not in (*keys, "remat")}
     rest = {key: value for key, value in options.items() if key in keys}
     with pytest.raises(LayoutError) as refused:
-        trainer_of(sharded("layer", **gradients), **rest).prepare(batch())
+        trainer_of(sharded("layer", remat=remat, **gradients), **rest).prepare(batch())
     assert why in str(refused.value) and 'gather = "auto"' in str(refused.value)
     assert any(problem.path == "stack/layers/up/kernel" for problem in refused.value.problems)
     monkeypatch.setattr("spmd.sync.layer_gather.AUTO_BYTES", 0)
-    trainer = trainer_of(sharded("auto", **gradients), **rest)
+    trainer = trainer_of(sharded("auto", remat=remat, **gradients), **rest)
     assert "stack/layers/up/kernel" not in gathered_by_layer(trainer)
     assert any("gathered in full" in note and why in note for note in trainer.notes())
     if rest:
