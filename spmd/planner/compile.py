@@ -23,6 +23,7 @@ import jaxlib
 from spmd.errors import CompileError, OptionError, first_line, how_to_install
 from spmd.mesh import MeshSpec
 from spmd.planner import compile_client
+from spmd.planner.cudnn import VERSION, cudnn_of
 from spmd.planner.target import Cluster, Target
 from spmd.train.compiled_step import Program
 
@@ -83,11 +84,13 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
     """
     platform, compiler = compiler_of(cluster.target, cluster.nodes)
     try:
-        exported, donated = program.export(platform)
-    except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:  # jax.export raises all of these
+        with cudnn_of(cluster.target):
+            exported, donated = program.export(platform)
+    except (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, AttributeError) as error:  # of jax.export
         raise CompileError(
             f"the step cannot be exported to another process: {first_line(error)}",
-            fix="plan it without code that needs the host or its devices: jax.debug.print, jax.pure_callback, a mesh of your own.",
+            fix="plan it without code that needs the host or its devices: jax.debug.print, jax.pure_callback, a mesh of your own, or "
+            'cuDNN\'s attention where XLA partitions it (beside model axes, or under reduction "compiler").',
         ) from error
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
     _, distribution, _, kind = COMPILERS[platform]
@@ -265,9 +268,10 @@ def description(target: Target) -> str:
     fields = common | {name: value for name, value in specific.items() if name not in ("compute_capability", "name")}
     fields |= {"memory_bandwidth": int(target.memory_bandwidth), "device_memory_size": target.memory}
     lines = [f"  {name}: {value}" for name, value in fields.items()]
-    texts = {"device_vendor": "NVIDIA Corporation", "name": specific["name"], "dnn_version": "9.10.0"}
+    texts = {"device_vendor": "NVIDIA Corporation", "name": specific["name"], "dnn_version": ".".join(map(str, VERSION))}
     texts |= dict.fromkeys(("driver_version", "runtime_version", "compile_time_toolkit_version"), "13.0.0")
     lines += [f'  {name}: "{value}"' for name, value in texts.items()]
     lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
-    rest = f'dnn_version_info {{ major: 9 minor: 10 patch: 0 }}\ndevice_description_str: "{specific["name"]}"\n'
+    numbers = " ".join(f"{part}: {number}" for part, number in zip(("major", "minor", "patch"), VERSION, strict=True))
+    rest = f'dnn_version_info {{ {numbers} }}\ndevice_description_str: "{specific["name"]}"\n'
     return "\n".join(["gpu_device_info {", *lines, "}", 'platform_name: "CUDA"', rest])

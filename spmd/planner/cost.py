@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,6 +17,12 @@ FREE = {
     "add-dependency", "domain",
 }  # fmt: skip
 UNCOUNTED = re.compile(r"lapack|solver|cholesky|triangular|fft", re.IGNORECASE)  # operations whose FLOPs are not modelled
+KERNEL = re.compile(r"triton|mosaic|tpu_custom_call")  # custom calls that run a kernel of the program's own (Pallas)
+ATTENTION = re.compile(r"mha|attention|flash", re.IGNORECASE)  # names of kernels
+# Products of the size of the scores that a kernel makes, by what its name says. Forward: scores and output. Backward, with the scores made
+# again: 5; jax.experimental.pallas.ops.gpu.attention makes scores and their gradient twice; others have a kernel for keys and values and
+# one for queries.
+PRODUCTS = ((r"preprocess", 0), (r"mha_backward", 7), (r"dkv|dk_dv", 4), (r"dq", 3), (r"backward|bwd", 5), (r"", 2))
 SLICES = ("slice", "dynamic-slice", "gather")
 
 
@@ -41,9 +47,35 @@ def cost_of(module: Module, computation: str, instr: Instruction) -> Cost:
 
 
 def uncounted(module: Module) -> tuple[str, ...]:
-    """Solvers and transforms of a program, by name: their FLOPs are not counted."""
-    names = (instr.custom_call or instr.op for lines in module.computations.values() for instr in lines)
-    return tuple(name for name in dict.fromkeys(names) if UNCOUNTED.search(name))
+    """Solvers, transforms and kernels other than attention of a program, by name: their FLOPs are not counted."""
+    names = []
+    for instr in (instr for lines in module.computations.values() for instr in lines):
+        if KERNEL.search(instr.custom_call):
+            names += [] if ATTENTION.search(_kernel(instr)) else [_kernel(instr) or instr.name]
+        elif UNCOUNTED.search(instr.custom_call or instr.op):
+            names.append(instr.custom_call or instr.op)
+    return tuple(dict.fromkeys(names))
+
+
+def _kernel(instr: Instruction) -> str:
+    """The name of the Pallas kernel that a custom call runs; "" if it has none."""
+    return captured(r"([^/]*)/pallas_call\b", instr.scope)
+
+
+def attention_products(kernel: str, query: Sequence[int], key: Sequence[int]) -> float:
+    """FLOPs of a kernel of fused attention, masked scores included; 0 if its name is another's.
+
+    Args:
+      kernel: the name; "" is a forward pass.
+      query, key: shapes [..., length or heads, heads or length, width]; a key's longer middle dim is the length.
+
+    >>> attention_products("mha_forward", (2, 128, 4, 16), (2, 128, 4, 16)) == 2 * 2 * (2 * 4 * 128 * 128) * 16
+    True
+    """
+    if (kernel and not ATTENTION.search(kernel)) or len(query) < 3 or len(query) != len(key):
+        return 0.0
+    products = next(count for pattern, count in PRODUCTS if re.search(pattern, kernel))
+    return products * 2.0 * math.prod(query) * max(key[1:-1])
 
 
 def _products(module: Module, computation: str, instr: Instruction) -> tuple[float, str]:
@@ -68,6 +100,9 @@ def _products(module: Module, computation: str, instr: Instruction) -> tuple[flo
             return _convolution(instr, inputs[0], instr.arrays[0], inputs[1]), dtype
         ends = (instr.arrays[0], inputs[0]) if "BackwardInput" in name else (inputs[0], instr.arrays[0])
         return _convolution(instr, ends[0], inputs[1], ends[1]), dtype
+    if KERNEL.search(name):
+        kernel = _kernel(instr)
+        return attention_products(kernel, inputs[0].shape, inputs[1].shape) if kernel else 0.0, dtype
     if "fmha" in name or "Attention" in name:
         return _attention(instr, inputs, name), dtype
     return 0.0, ""
@@ -106,8 +141,8 @@ def _pairs(sides: tuple[int, ...], low: int, stride: int, kernel_dilation: int, 
 
 
 def _attention(instr: Instruction, inputs: list[Array], name: str) -> float:
-    """FLOPs of fused attention: two matrix products in the forward pass, five in the backward pass."""
-    scores = json.loads(captured(r'"intermediate_tensor_shape":(\{.*?\}[^{}]*\})', instr.rest) or "{}").get("dimensions", [])
+    """FLOPs of cuDNN's attention: two matrix products in the forward pass, five in the backward pass, masked scores included."""
+    scores = json.loads(captured(r'"intermediate_tensor_shape": ?(\{.*?\}[^{}]*\})', instr.rest) or "{}").get("dimensions", [])
     products = 5 if "backward" in name.lower() else 2
     return products * 2.0 * math.prod(map(int, scores)) * inputs[0].shape[-1] if scores else 0.0
 

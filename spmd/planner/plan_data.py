@@ -12,8 +12,10 @@ from spmd.mesh import MeshSpec
 from spmd.nn.schedule import Schedule
 from spmd.planner.compile import Compiled, compile_step
 from spmd.planner.cost import uncounted
+from spmd.planner.cudnn import cudnn_of
 from spmd.planner.hlo import parse
 from spmd.planner.memory import PREALLOCATED, Memory, memory_of
+from spmd.planner.model_flops import model_flops
 from spmd.planner.target import Cluster
 from spmd.planner.timeline import Timeline, timeline_of
 from spmd.planner.traffic import Traffic, traffic_of
@@ -52,7 +54,8 @@ class PlanData:
     def requested_bytes(self) -> int | None:
         """Bytes that the step's own collectives send from each device, as `trainer.wire` lists them; None where XLA places all of them."""
         placed = self.program.placed
-        return self.program.wire.bytes() if placed.exchange.reduction.manual or self.schedules else None
+        with cudnn_of(self.cluster.target):
+            return self.program.wire.bytes() if placed.exchange.reduction.manual or self.schedules else None
 
     @property
     def rows_per_second(self) -> float:
@@ -93,14 +96,16 @@ def build_plan(
     Raises:
       SpmdError: as `spmd.plan`.
     """
-    program = prepare_program(placed, batch)
+    with cudnn_of(cluster.target):
+        program = prepare_program(placed, batch)
+        useful = model_flops(program) / cluster.count
     mesh, data_axes, precision = MeshSpec.parse(placed.mesh), placed.resolved.data_axes, placed.config.precision
     compiled = compile_step(program, cluster, timeout=timeout, say=say)
     module = parse(compiled.hlo)
     traffic = traffic_of(module, mesh, cluster, data_axes)
     memory = memory_of(program, compiled, module, cluster.target)
     widened = precision if precision != "float32" and not compiled.exact else ""
-    timeline = timeline_of(module, mesh, cluster, data_axes, widened)
+    timeline = timeline_of(module, mesh, cluster, data_axes, model_flops=useful, widened=widened)
     notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
     notes += [*compiler_notes(placed.resolved.layout.compiler, placed.platform), *_warnings(program, traffic, memory, cluster)]
     if widened:

@@ -62,8 +62,9 @@ def timeline_text(plan: PlanData) -> str:
     lines = [f"{name:<26}{seconds(value):>12}{value / times.seconds if times.seconds else 0:>8.1%}" for name, value in times.parts.items()]
     lines.append(f"{'step':<26}{seconds(times.seconds):>12}")
     lines.append(f"{'hidden communication':<26}{seconds(times.hidden):>12}")
-    peak = f"{times.mfu:.1%} of its peak of {times.peak / 1e12:,.4g} TFLOP/s"
-    lines.append(f"{times.flops / 1e12:.3g} TFLOP on each device, {peak}; most of the time is {times.limit}.")
+    peak = f"HFU {times.hfu:.1%}, MFU {times.mfu:.1%} of a peak of {times.peak / 1e12:,.4g} TFLOP/s"
+    of_model = f"{times.flops / 1e12:.3g} TFLOP on each device, {times.model_flops / 1e12:.3g} of them the model's"
+    lines.append(f"{of_model}: {peak}; most of the time is {times.limit}.")
     reached, inside, between = target.achieved, target.inside.bandwidth / 1e9, target.between.bandwidth / 1e9
     lines.append(
         f"assumed: {reached.matmul:.0%} of peak in products, {reached.memory:.0%} of {target.memory_bandwidth / 1e9:,.0f} GB/s of memory, "
@@ -150,7 +151,7 @@ def to_json(plan: PlanData) -> str:
         "fits": plan.fits,
         "memory": plan.memory.per_device,
         "traffic": [transfer | {"arrays": [str(array) for array in transfer["arrays"]]} for transfer in transfers],
-        "timeline": times | {"mfu": plan.timeline.mfu, "limit": plan.timeline.limit},
+        "timeline": times | {"mfu": plan.timeline.mfu, "hfu": plan.timeline.hfu, "limit": plan.timeline.limit},
         "notes": list(plan.notes),
     }
     return json.dumps(figures, indent=1)

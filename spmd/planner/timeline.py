@@ -38,7 +38,8 @@ class Timeline:
       seconds: the whole step.
       products, memory, launches: computation, by what limits it: matrix units, memory bandwidth, or launch overhead.
       exposed: communication that no computation hides; `hidden`: communication that computation hides.
-      flops: FLOPs of one device in a step.
+      flops: FLOPs of one device in a step, recomputation included.
+      model_flops: the part of them that the model asks for, however it is sharded: its products, forward and backward.
       peak: the device's peak, in FLOPs per second, for the dtype with the most FLOPs.
       spans: the schedule of the entry computation; a loop is one span.
     """
@@ -50,11 +51,17 @@ class Timeline:
     exposed: float
     hidden: float
     flops: float
+    model_flops: float
     peak: float
     spans: tuple[Span, ...]
 
     @property
     def mfu(self) -> float:
+        """The share of the device's peak that the model's own FLOPs use."""
+        return self.model_flops / (self.seconds * self.peak) if self.seconds else 0.0
+
+    @property
+    def hfu(self) -> float:
         """The share of the device's peak that the compiled program uses; recomputed FLOPs count."""
         return self.flops / (self.seconds * self.peak) if self.seconds else 0.0
 
@@ -84,13 +91,20 @@ class _Clock:
     spans: list[Span] = dataclasses.field(default_factory=list)
 
 
-def timeline_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...], widened: str = "") -> Timeline:
-    """Simulate a program's schedule. `widened`: the target's dtype of products that another compiler has widened to float32."""
+def timeline_of(
+    module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...], *, model_flops: float = math.inf, widened: str = ""
+) -> Timeline:
+    """Simulate a program's schedule.
+
+    Args:
+      model_flops: of the model on one device; at most what the program executes, which leaves out gradients that nothing needs.
+      widened: the target's dtype of products that another compiler has widened to float32.
+    """
     clock = _Schedule(module, mesh, cluster, data_axes, widened).run(module.entry)
     most = max(clock.flops, key=lambda dtype: clock.flops[dtype], default="float32")
     hidden, flops, peak = max(clock.communicated - clock.exposed, 0.0), sum(clock.flops.values()), cluster.target.rate(most)
     computing = clock.products, clock.memory, clock.launches
-    return Timeline(clock.compute, *computing, clock.exposed, hidden, flops, peak, tuple(clock.spans))
+    return Timeline(clock.compute, *computing, clock.exposed, hidden, flops, min(model_flops, flops), peak, tuple(clock.spans))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,14 @@ from typing import Any
 import jax
 import jax.export
 
-KERNELS = ("cu_threefry2x32", "cu_threefry2x32_ffi")  # JAX's own, for which `jax.export` promises no compatibility over years
+KERNELS = (  # for which `jax.export` promises no compatibility over years: JAX's own, Pallas's, cuDNN's
+    *("cu_threefry2x32", "cu_threefry2x32_ffi", "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call"),
+    *(
+        f"__cudnn$fmha{kind}{end}"
+        for kind in ("Softmax", "SoftmaxDropout", "ScaleBiasSoftmax", "ScaleBiasSoftmaxDropout")
+        for end in ("", "Backward")
+    ),
+)
 
 
 def export_step(update: Callable, arguments: Any, out_shardings: Any, platform: str) -> jax.export.Exported:

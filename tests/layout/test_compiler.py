@@ -183,6 +183,7 @@ def test_plan_compiles_with_the_options_and_prints_them():
     planned = plan(spmd.Layout(compiler=Compiler(latency_hiding=True, options={"xla_backend_optimization_level": 1})))
     assert planned.compiled.options == {"xla_backend_optimization_level": 1} == json.loads(planned.to_json())["compiler_options"]
     assert "\ncompiler options: xla_backend_optimization_level=1\n" in str(planned)
+    assert "<br>compiler options: xla_backend_optimization_level=1</p>" in planned._repr_html_()
     assert "note: [compiler] latency_hiding: for GPUs, not used on cpu." in planned.notes
     with pytest.raises(CompileError, match=r"\[compiler.options\] xla_nope = 1\n +XLA refuses it: No such compile option"):
         plan(spmd.Layout(compiler=Compiler(options={"xla_nope": 1})))

@@ -149,7 +149,7 @@ def test_layouts_that_change_the_updates_are_left_out_with_the_reason():
 def test_lower_bounds_by_hand(device, mesh, layout, state, sent):
     """Three copies of what a device has of the parameters; all gradients once over links of 1e8 bytes per second, two nodes of two."""
     cluster = Cluster.parse(f"1x4x{device(10**9)}")
-    alone = Timeline(4.0, products=4.0, memory=0.0, launches=0.0, exposed=0.0, hidden=0.0, flops=4e9, peak=1e9, spans=())
+    alone = Timeline(4.0, products=4.0, memory=0.0, launches=0.0, exposed=0.0, hidden=0.0, flops=4e9, model_flops=4e9, peak=1e9, spans=())
     bounds = lower_bounds_of(placed(mesh, layout), cluster, alone, {"up", "middle", "down"})
     assert bounds.state == state + 16, "and Adam's count, the step and the key"
     assert (bounds.seconds, bounds.why) == (1.0, "matrix products, divided evenly")
