@@ -38,9 +38,11 @@ def cudnn_of(target: Target) -> Iterator[None]:
     needless = {primitive for primitive in devices if primitive.name.startswith("dot_product_attention_")}
     before = {name: getattr(fused_attention, name) for name in answers}
     try:
-        vars(fused_attention).update(answers)
+        for name, answer in answers.items():
+            setattr(fused_attention, name, answer)
         devices -= needless
         yield
     finally:
-        vars(fused_attention).update(before)
+        for name, function in before.items():
+            setattr(fused_attention, name, function)
         devices |= needless

@@ -36,13 +36,13 @@ def flops(jaxpr: Any) -> float:
 
 def _flops(equation: Any) -> float:
     name, params = equation.primitive.name, equation.params
-    inputs, output = [variable.aval for variable in equation.invars], equation.outvars[0].aval if equation.outvars else None
+    inputs = [variable.aval for variable in equation.invars]
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return 2.0 * output.size * math.prod(inputs[0].shape[dim] for dim in contracted)
+        return 2.0 * equation.outvars[0].aval.size * math.prod(inputs[0].shape[dim] for dim in contracted)
     if name == "conv_general_dilated":
         kernel = inputs[1]
-        return 2.0 * output.size * kernel.size / kernel.shape[params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * equation.outvars[0].aval.size * kernel.size / kernel.shape[params["dimension_numbers"].rhs_spec[0]]
     if name.startswith("ragged_dot"):
         return 2.0 * inputs[0].size * inputs[1].shape[-1]
     if name.startswith("dot_product_attention_fwd"):  # cuDNN's, whose primitives JAX keeps private
